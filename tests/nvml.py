@@ -33,7 +33,6 @@ class Gpu:
     millijoules: int = 5_000_000
     degrees: int = 64
     megahertz: int = 1755
-    reasons: int = 0
     violation_ns: dict[int, int] = field(default_factory=lambda: {0: 7_000_000_000, 1: 0})
     ecc: dict[int, int] = field(default_factory=lambda: {0: 3, 1: 0})
     replays: int = 5
@@ -54,12 +53,12 @@ def h100(index: int = 0, **more: Any) -> Gpu:
 
 
 def geforce(index: int = 0) -> Gpu:
-    """A consumer card: no ECC, no NVLink, no energy counter, no violation counters, an old driver's memory function."""
+    """A consumer card: no ECC, no NVLink, no energy counter, no violation counters."""
     missing = (
         "nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetNvLinkState", "nvmlDeviceGetTotalEnergyConsumption",
         "nvmlDeviceGetViolationStatus", "nvmlDeviceGetMigMode", "nvmlDeviceGetRemappedRows", "nvmlDeviceRegisterEvents",
     )  # fmt: skip
-    refuses = dict.fromkeys(missing, UNSUPPORTED) | {"nvmlDeviceGetMemoryInfo_v2": 13}
+    refuses = dict.fromkeys(missing, UNSUPPORTED)
     return Gpu(f"GPU-6efc0000-0000-4000-8000-0000000000{index:02x}", "NVIDIA GeForce GTX 1080", fields={}, refuses=refuses)
 
 
@@ -151,9 +150,6 @@ class FakeNvml:
         free = gpu.total - gpu.used - (1 << 29)
         _put(out, pynvml.c_nvmlMemory_v2_t, pynvml.c_nvmlMemory_v2_t(0x2000028, gpu.total, 1 << 29, free, gpu.used))
 
-    def _nvmlDeviceGetMemoryInfo(self, gpu: Gpu, out: int) -> None:
-        _put(out, pynvml.c_nvmlMemory_t, pynvml.c_nvmlMemory_t(gpu.total, gpu.total - gpu.used, gpu.used))
-
     def _nvmlDeviceGetPowerUsage(self, gpu: Gpu, out: int) -> None:
         _put(out, c_uint, gpu.milliwatts)
 
@@ -174,9 +170,6 @@ class FakeNvml:
 
     def _nvmlDeviceGetViolationStatus(self, gpu: Gpu, policy: int, out: int) -> None:
         _put(out, pynvml.c_nvmlViolationTime_t, pynvml.c_nvmlViolationTime_t(0, gpu.violation_ns[policy]))
-
-    def _nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: Gpu, out: int) -> None:
-        _put(out, c_ulonglong, gpu.reasons)
 
     def _nvmlDeviceGetTotalEccErrors(self, gpu: Gpu, kind: int, _: int, out: int) -> None:
         _put(out, c_ulonglong, gpu.ecc[kind])
@@ -237,7 +230,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "nvmlDeviceGetMigMode": (_P, _P, _P),
     "nvmlDeviceGetUtilizationRates": (_P, _P),
     "nvmlDeviceGetMemoryInfo_v2": (_P, _P),
-    "nvmlDeviceGetMemoryInfo": (_P, _P),
     "nvmlDeviceGetPowerUsage": (_P, _P),
     "nvmlDeviceGetEnforcedPowerLimit": (_P, _P),
     "nvmlDeviceGetTotalEnergyConsumption": (_P, _P),
@@ -245,7 +237,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "nvmlDeviceGetClockInfo": (_P, _U, _P),
     "nvmlDeviceGetMaxClockInfo": (_P, _U, _P),
     "nvmlDeviceGetViolationStatus": (_P, _U, _P),
-    "nvmlDeviceGetCurrentClocksThrottleReasons": (_P, _P),
     "nvmlDeviceGetTotalEccErrors": (_P, _U, _U, _P),
     "nvmlDeviceGetPcieReplayCounter": (_P, _P),
     "nvmlDeviceGetNvLinkState": (_P, _U, _P),

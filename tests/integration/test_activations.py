@@ -540,5 +540,5 @@ def test_inspect_says_what_was_not_looked_at(extreme: Extreme) -> None:
     writer = extreme.run.session.writer
     assert writer is not None
     (report,), _ = load_reports([Path(writer.path)])
-    found = {one.kind: one.text for one in numerics(report)}
+    found = {one.kind: one.long for one in numerics(report)}
     assert "3 of 3 layers" in found["activations_unread"]

@@ -91,7 +91,7 @@ def test_a_save_is_timed_and_sized_and_no_part_of_the_step(run: Recording, tmp_p
     def save(step: int) -> None:
         sleepy = Sleepy()
         begun = time.perf_counter()
-        torch.save({"model": torch.zeros(1000), "sleepy": sleepy}, tmp_path / f"{step}.pt")
+        torch.save({"model": torch.nn.Parameter(torch.zeros(1000)), "sleepy": sleepy}, tmp_path / f"{step}.pt")
         waited.append(time.perf_counter() - begun)
         napped.append(sleepy.napped_s)
 
@@ -143,7 +143,7 @@ def test_what_is_saved_between_two_steps_is_one_checkpoint(run: Recording, tmp_p
 
     def save(step: int) -> None:
         for name in ("model", "optimizer", "rng"):
-            torch.save({name: torch.zeros(step * 1000)}, tmp_path / name)
+            torch.save({name: torch.nn.Parameter(torch.zeros(step * 1000))}, tmp_path / name)
 
     train(save)
     found = saved(run)
@@ -171,7 +171,7 @@ def test_a_save_in_another_thread_is_a_checkpoint_but_not_the_loop_s_time(run: R
     """An asynchronous save of the script's own making."""
 
     def save(step: int) -> None:
-        state = {"model": torch.zeros(step), "sleepy": Sleepy()}
+        state = {"model": torch.nn.Parameter(torch.zeros(step)), "sleepy": Sleepy()}
         thread = threading.Thread(target=torch.save, args=(state, tmp_path / f"{step}.pt"))
         thread.start()
         thread.join()
@@ -264,7 +264,8 @@ def test_a_failed_save_of_sparse_parameters_is_told(run: Recording, tmp_path: Pa
 def test_safetensors_are_checkpoints(run: Recording, tmp_path: Path) -> None:
     """Transformers saves so."""
     safetensors = pytest.importorskip("safetensors.torch")
-    train(lambda step: safetensors.save_file({"weight": torch.zeros(step * 1000)}, tmp_path / "model.safetensors"))
+    path = tmp_path / "model.safetensors"
+    train(lambda step: safetensors.save_file({"weight": torch.nn.Parameter(torch.zeros(step * 1000))}, path))
     assert saved(run)["saved"] == 2
     assert saved(run)["size"] == (tmp_path / "model.safetensors").stat().st_size
     assert {span["attrs"]["format"] for span in run.frames("torchobs.checkpoint")} == {"safetensors"}

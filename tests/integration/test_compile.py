@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,14 +22,11 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 import torchobs
 from tests import support
 from tests.training import Recording, batch, loss_of, mlp, recording
-from torchobs import catalog, debug
+from torchobs import catalog
 from torchobs.flight.format.layout import PHASE_NAMES
 from torchobs.flight.reader import reader
 from torchobs.probes.compile.compile import (
-    MAX_LENGTH,
     REMEDIES,
-    CompileProbe,
-    ListReader,
     read_break,
     read_failure,
     read_guard,
@@ -130,67 +126,6 @@ def test_graph_breaks_are_those_that_torch_explains(run: Recording) -> None:
     line = broken.__code__.co_firstlineno
     assert [attributes["location"] for attributes in told] == [f"{__file__}:{line + 3}", f"{__file__}:{line + 5}"]
     assert "secret" not in str(told)
-
-
-def test_what_is_compiled_on_trial_is_no_finding_of_the_training(run: Recording) -> None:
-    """Promise: `debug.compile` tells of graph breaks and recompilations, and the run neither counts nor reports them."""
-
-    class Branching(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x + 1 if x.sum() > 0 else x)
-
-    torch.compile(scaled, backend="eager")(torch.ones(2))
-    torch.compile(Branching(4, 2), backend="eager")(torch.ones(4, 4))  # the training's own break, which counts once
-    before, told = series(run), run.frames(catalog.EVENT_GRAPH_BREAK.name)
-    assert len(told) == 1
-    assert run.session.context is not None
-    recorded = len(run.session.context.recorder.trace)
-    found = debug.compile(Branching(4, 2), torch.ones(4, 4))
-    assert (len(found.breaks), len(found.recompiles) > 0) == (1, True)
-    assert len(run.session.context.recorder.trace) == recorded  # nor is its time the training's
-    assert series(run) == before
-    assert counted(before, catalog.COMPILE_COMPILATIONS)
-    assert (run.frames(catalog.EVENT_GRAPH_BREAK.name), run.frames(catalog.EVENT_RECOMPILE.name)) == (told, [])
-    torch.compile(scaled, backend="eager")(torch.ones(2, dtype=torch.float64))
-    assert counted(series(run), catalog.COMPILE_COMPILATIONS) != counted(before, catalog.COMPILE_COMPILATIONS)
-
-
-@pytest.mark.parametrize("begins", [True, False])
-def test_a_trial_waits_for_a_collection_in_progress(begins: bool) -> None:  # noqa: FBT001  # a parameter of the test
-    """What the sampler thread is just reading is of before: the training's as a trial begins, the trial's as it ends."""
-    probe, reading, goes_on = CompileProbe(), threading.Event(), threading.Event()
-    probe._context = SimpleNamespace(recorder=SimpleNamespace(step=3))  # type: ignore[assignment]
-    probe._on_trial = not begins
-    made: list[str] = []
-
-    def read() -> list[str]:
-        found = list(made)
-        if threading.current_thread() is not threading.main_thread():
-            reading.set()
-            goes_on.wait(10.0)
-        return found
-
-    probe._records, probe._breaks = ListReader(read), ListReader(list)
-    made.append("first")
-    sampler = threading.Thread(target=probe._gather)
-    sampler.start()
-    assert reading.wait(10.0)
-    made.append("second")  # while the first is being read
-    threading.Timer(0.05, goes_on.set).start()
-    probe._try(begins)
-    sampler.join()
-    assert [item for item, _ in probe._waiting] == (["first", "second"] if begins else [])
-    made.append("third")
-    probe._gather()
-    assert [item for item, _ in probe._waiting] == (["first", "second"] if begins else ["third"])
-
-
-def test_breaks_are_not_lost_by_a_reset(run: Recording) -> None:
-    """It empties torch's lists right after the compilation, before the sampler has come by."""
-    for _ in range(3):
-        torch.compile(broken, backend="eager")(torch.ones(3))
-        torch._dynamo.reset()
-    assert sum(counted(series(run), catalog.COMPILE_GRAPH_BREAKS).values()) == 6
 
 
 def test_a_function_that_is_given_up_is_told(run: Recording, caplog: pytest.LogCaptureFixture) -> None:
@@ -517,25 +452,6 @@ def test_the_autograd_thread_s_compilation_is_the_training_s(run: Recording) -> 
     assert phases[1] != "compile"
 
 
-def test_compiled_autograd_is_counted_right(run: Recording) -> None:
-    """The whole backward pass is captured and compiled, in the middle of it."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with torch._dynamo.config.patch(compiled_autograd=True):
-        compiled = torch.compile(lambda seed: loss_of(model, seed), backend="aot_eager")
-        losses = []
-        for seed in (1, 1, 1):
-            optimizer.zero_grad()
-            loss = compiled(seed)
-            loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.item())
-            optimizer.step()
-    steps = run.steps()
-    assert [record.loss for record in steps] == losses
-    assert steps[0].phase_s[PHASE_NAMES.index("compile")] > 0
-    assert steps[2].phase_s[PHASE_NAMES.index("compile")] == 0
-
-
 GUARDS = [
     ("0/0: tensor 'x' size mismatch at index 0. expected 3, actual 4", "shape", "x: size at index 0"),
     ("0/2: tensor 'self._buffers['seen']' rank mismatch. expected 1, actual 2", "shape", "self._buffers['seen']: rank"),
@@ -579,13 +495,6 @@ def test_every_kind_of_guard_has_its_remedy() -> None:
     """The catalog, the reader and the words to the log go together."""
     assert tuple(REMEDIES) == catalog.COMPILE_GUARDS
     assert {kind for _, kind, _ in GUARDS} == set(catalog.COMPILE_GUARDS)
-
-
-def test_an_endless_expression_is_cut() -> None:
-    """A guard over a hundred symbols is not a kilobyte of an event."""
-    guard = read_guard("0/0: " + " and ".join(f"s{number} < s{number + 1}" for number in range(500)))
-    assert guard.kind == "shape"
-    assert len(guard.expression) == MAX_LENGTH
 
 
 BREAKS = [
@@ -652,8 +561,3 @@ def test_stages_add_up(record: dict[str, int | None], expected: tuple[float, ...
     spent = stage_seconds(record)
     assert [spent[stage] for stage in catalog.COMPILE_STAGES] == pytest.approx(expected)
     assert sum(spent.values()) == pytest.approx(max([*filter(None, record.values()), 0]) / 1e6)
-
-
-def test_kernels_tuned_while_the_model_runs_are_kernels() -> None:
-    """Autotuning and the recording of CUDA graphs belong to no compilation."""
-    assert stage_seconds({"is_runtime": True, "duration_us": 250_000}) == {"kernels": 0.25}

@@ -129,20 +129,16 @@ def test_a_consumer_card_tells_what_it_has_and_is_asked_for_the_rest_once(bench:
     """Not supported, not permitted, older than the function: the series is absent and the rest goes on."""
     uuid = bench.fake.gpus[0].uuid
     bench.look()
-    bench.fake.gpus[0].reasons = 0x40
     asked = dict(bench.fake.calls)
     bench.look()
     assert bench.of("hw.gpu.memory.usage", uuid) == {(): 60 << 30}
     assert bench.of("hw.temperature", uuid) == {("gpu",): 64.0}
-    for name in ("hw.energy", "torchobs.gpu.nvlink.links", "torchobs.gpu.nvlink.io"):
+    for name in ("hw.energy", "torchobs.gpu.nvlink.links", "torchobs.gpu.nvlink.io", "torchobs.gpu.throttle.time"):
         assert bench.of(name, uuid) == {}
     assert bench.of("hw.errors", uuid) == {("pcie_replay",): 0}
-    throttled = bench.of("torchobs.gpu.throttle.time", uuid)
-    assert throttled[("power",)] == 0
-    assert 0 < throttled[("thermal",)] < 60  # since the last look
     again = {name: count - asked[name] for name, count in bench.fake.calls.items() if name in bench.fake.gpus[0].refuses}
     assert set(again.values()) == {0, 1}  # 1: the remapped rows, of which the state is made
-    assert again["nvmlDeviceGetTotalEnergyConsumption"] == again["nvmlDeviceGetMemoryInfo_v2"] == 0
+    assert again["nvmlDeviceGetTotalEnergyConsumption"] == 0
 
 
 @made(gpus=[nvml.h100(0), nvml.h100(1)], used=[Used("cuda:0", G0[4:], in_use=True), Used("cuda:1", G1[4:], in_use=True)])
@@ -167,13 +163,6 @@ def test_a_gpu_that_is_lost_harms_nothing(bench: Bench, caplog: pytest.LogCaptur
     assert bench.of("hw.energy") == {(): 1.0}
 
 
-@made(gpus=[nvml.h100(0, everything=nvml.LOST), nvml.h100(1)], visible="1")
-def test_a_gpu_that_was_lost_before_we_came_keeps_its_number(bench: Bench) -> None:
-    """CUDA_VISIBLE_DEVICES=1 is the second GPU, also when the first one does not answer."""
-    bench.look()
-    assert bench.of("hw.power", G1) == {(): 612.345}
-
-
 def test_a_driver_that_is_reloaded_is_found_again(bench: Bench) -> None:
     """Meanwhile gauges are absent; totals that begin at 0 again take nothing from our counters."""
     bench.look()
@@ -191,15 +180,6 @@ def test_a_driver_that_is_reloaded_is_found_again(bench: Bench) -> None:
     bench.look()
     assert bench.of("hw.power") == {(): 612.345}
     assert bench.of("hw.energy") == {(): 6.0}
-
-
-def test_somebody_else_s_shutdown_is_survived(bench: Bench) -> None:
-    """A program that calls nvmlShutdown once too often closes the library for all of its process."""
-    bench.look()
-    bench.fake.initialised = 0
-    bench.look()
-    bench.look()
-    assert bench.of("hw.power") == {(): 612.345}
 
 
 @pytest.mark.parametrize(
@@ -240,16 +220,6 @@ def test_an_xid_is_counted_and_told_with_its_number(bench: Bench) -> None:
     ]
 
 
-@made(gpus=[nvml.h100(0, refuses=dict.fromkeys(["nvmlDeviceRegisterEvents", "nvmlDeviceGetPowerUsage"], nvml.NO_PERMISSION))])
-def test_what_is_not_permitted_is_absent(bench: Bench) -> None:
-    """A container without the rights goes on without XIDs, and has no counter that could never count."""
-    bench.look()
-    bench.look()
-    assert not {("xid_application",), ("xid_driver",), ("xid_hardware",)} & bench.of("hw.errors").keys()
-    assert bench.of("hw.power") == {}
-    assert bench.of("hw.temperature") != {}
-
-
 @made(gpus=[nvml.h100(0, mig=True), nvml.h100(1)])
 def test_a_gpu_in_mig_mode_has_no_series(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """One line says so, and who has them; a GPU beside it is sampled."""
@@ -284,21 +254,6 @@ def test_idle_gpus_are_local_rank_0_s_after_a_while(bench: Bench, monkeypatch: p
     assert bench.of("hw.gpu.utilization", G1) == {("general",): 0.97}
     assert bench.of("hw.power", G1) == {(): 612.345}
     assert bench.of("torchobs.gpu.nvlink.links", G1) == bench.of("hw.errors", G1) == {}
-
-
-def test_an_idle_gpu_that_is_used_at_last_has_all_its_series(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second stage of the training may take another GPU."""
-    nvml.installed([nvml.h100(0), nvml.h100(1)], monkeypatch)
-    monkeypatch.setattr(monitor, "IDLE_GPUS_AFTER_S", 0.0)
-    devices = [Used("cuda:0", G0[4:], in_use=True), Used("cuda:1", G1[4:], in_use=False)]
-    assert run.session.writer is not None
-    fleet = GpuMonitor(run.session.writer, 0, None, lambda: devices)
-    bench = Bench(run, nvml.FakeNvml([]), fleet)
-    bench.look()
-    devices[1] = devices[1]._replace(in_use=True)
-    bench.look()
-    assert bench.of("torchobs.gpu.nvlink.links", G1) == {(): 18.0}
-    fleet.close()
 
 
 def test_torch_without_cuda_tells_nothing() -> None:
@@ -451,23 +406,18 @@ FIRST, SECOND, THIRD = "GPU-8932f937-d72c", "GPU-8932ffff-0000", "GPU-1d1f0000-1
     [
         (None, [FIRST, SECOND, THIRD]),
         ("", []),
-        ("-1", []),
         ("2,0", [THIRD, FIRST]),
         (" 1 , 2 ", [SECOND, THIRD]),
         ("0,7,1", [FIRST]),
         ("1,-1,0", [SECOND]),
-        ("0,0", []),
-        ("1gpu,2x", [SECOND, THIRD]),
         (THIRD, [THIRD]),
         ("GPU-1d1f,GPU-8932f9", [THIRD, FIRST]),
         ("GPU-8932f", []),
         ("GPU-none,0", []),
-        ("none", []),
-        ("MIG-8932", []),
     ],
 )
 def test_gpus_that_cuda_would_list(variable: str | None, expected: list[str]) -> None:
-    """Ordinals, UUIDs and their beginnings; the list ends where a name is none, and a device named twice empties it."""
+    """Ordinals, UUIDs and their beginnings; the list ends where a name is none."""
     assert visible(variable, [FIRST, SECOND, THIRD]) == expected
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader
 import torchobs
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.flight.reader import reader
 from torchobs.probes.optimizer import schedulers
 
 if TYPE_CHECKING:
@@ -264,31 +262,6 @@ def test_a_scheduler_that_waits_for_its_turn_is_not_forgotten(run: Recording, mo
     run.look()
     assert told(run) == []
     assert (waiting.last_epoch, also_waiting.last_epoch) == (0, 0)
-
-
-@pytest.mark.parametrize("gone", [False, True])
-@pytest.mark.parametrize("broken", [False, True])
-def test_one_that_was_never_stepped_is_told_at_the_end(
-    flight_dir: Path, monkeypatch: pytest.MonkeyPatch, *, gone: bool, broken: bool
-) -> None:
-    """A run that has ended knows; one that an exception ended does not, for its first epoch may not have been over."""
-    monkeypatch.setattr(schedulers, "UNUSED_RUN_STEPS", 20)
-    monkeypatch.delattr("sys.last_type", raising=False)
-    session = torchobs.init(flight_dir=flight_dir)
-    assert session.writer is not None
-    path, (model, optimizer) = session.writer.path, sgd()
-    scheduler: lrs.LRScheduler | None = lrs.StepLR(optimizer, 2)
-    unscheduled(model, optimizer, 25)
-    if gone:
-        scheduler = None
-    with contextlib.suppress(KeyboardInterrupt), session:
-        if broken:
-            raise KeyboardInterrupt
-    del scheduler
-    file = reader.open_path(path)
-    events = [event for _, event in file.events() if event["name"] == catalog.EVENT_SCHEDULER_MISUSED.name]
-    file.close()
-    assert len(events) == (0 if broken and not gone else 1)
 
 
 def test_a_scheduler_of_another_optimizer_is_told(run: Recording) -> None:

@@ -136,12 +136,10 @@ def test_a_phase_of_before_the_last_step_is_not_where_it_stopped() -> None:
 
 def test_a_wait_for_a_batch_names_the_worker_that_it_was_to_come_from() -> None:
     """With its state; in another phase the loader is not what was waited for."""
-    state = "worker 1 (pid 20): sleeping in futex_do_wait, system call futex"
+    state = "worker 1 (pid 20): sleeping in futex_do_wait"
     dumped = fact(catalog.EVENT_STACKS, 40.0, 201, cause="stalled", workers=[state], awaited="worker 1 (pid 20)")
     waiting = quiet(69.0, phase="data", events=[dumped], left=(left(STACKS, 40.0),))
-    sentence = (
-        "The next batch was to come from the loader's worker 1 (pid 20), then sleeping in futex_do_wait, system call futex"
-    )
+    sentence = "The next batch was to come from the loader's worker 1 (pid 20), then sleeping in futex_do_wait"
     assert (found := told(waiting)) is not None
     assert found.long.endswith(f"beside the flight file. {sentence}.")
     assert (found := told(replace(waiting, phase="backward"))) is not None

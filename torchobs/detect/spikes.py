@@ -266,8 +266,6 @@ LEAST_FIRST = 1e-3
 """A loss below that is none of an untrained model: of a batch in which all is masked, or a policy's in its first step"""
 LEAST_AFTER = 50
 """Losses after that without a return"""
-LEAST_AT_END, LAST = 20, 10
-"""Of a run that ended before that: losses after that without a return, and the last of them, which are all as far away"""
 LEAST_SHARE = 0.01
 """Of the loss, that a step lowers it by to first order. Of 180 random trainings with a rate that was too high from the start 32
 stayed away for so long, with 0.39 or more (of SGD; of AdamW 24); MoCo's has 3e-5 to 9e-4 (SGD, queues of 1,024 to 65,536)"""
@@ -292,20 +290,6 @@ def follow(loss: float, first: float, number: int, left: int) -> int:
 def stays_away(number: int, left: int) -> bool:
     """Return True if the loss has been away for long enough."""
     return AT_START < left < BACK and number - left >= LEAST_AFTER
-
-
-def ended_away(losses: Sequence[float]) -> bool:
-    """Return True if a run was too short for :func:`stays_away`, and its loss did not come back before it ended.
-
-    ``losses``: finite, all of its model's.
-    """
-    left, first = AT_START, losses[0] if losses else 0.0
-    if abs(first) < LEAST_FIRST:
-        return False
-    for number, loss in enumerate(losses[1:], 2):
-        left = follow(loss, first, number, left)
-    away = AT_START < left < BACK and LEAST_AT_END <= len(losses) - left < LEAST_AFTER
-    return away and min(losses[-LAST:]) >= LEFT * max(abs(first), LEAST_SCALE)
 
 
 def are_long(loss: float, rate: float | None, square: float | None) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import exp, isfinite, isnan
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog.findings import Finding
 from torchobs.detect.excursions import LEAST_RATES, RATE_MEMORY, RATE_ROSE
 from torchobs.detect.learning import NEGLIGIBLE, OTHER_GROUPS, is_stuck
-from torchobs.detect.spikes import LEAST_NORM_EXCESS, LEAST_SCALE, LEFT, START, WARM_UP, are_long, ended_away, leaves_start
+from torchobs.detect.spikes import LEAST_NORM_EXCESS, LEAST_SCALE, LEFT, START, WARM_UP, leaves_start
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.from_events import activations, healthy_since, loop_mistakes, origins
 from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, WARNING, stated, zero_learning_rate
@@ -370,31 +370,16 @@ def learning_rate(report: RankReport) -> Iterator[Finding]:
 
 
 def _too_high(report: RankReport) -> Iterator[Finding]:
-    """Yield that the loss has left its start for good (``detect.spikes``), or did until the run's end."""
+    """Yield that the loss has left its start for good (``detect.spikes``)."""
+    if not report.value(catalog.ANOMALY_ACTIVE, "diverged"):
+        return
     steps = report.steps[model_begins(report.steps, len(report.steps) - 1) :] if report.steps else ()
     is_start = bool(steps) and (steps[0].step == 1 or steps[0].new_model)
-    if report.value(catalog.ANOMALY_ACTIVE, "diverged"):
-        told = [fact for fact in report.events_named(catalog.EVENT_ANOMALY) if fact.text("kind") == "diverged"]
-        first = text_format.number(told[-1].number("baseline")) if told else "its first value"
-    elif is_start and report.reason and _ended_away(steps):
-        first = text_format.number(steps[0].loss)
-    else:
-        return
+    told = [fact for fact in report.events_named(catalog.EVENT_ANOMALY) if fact.text("kind") == "diverged"]
+    first = text_format.number(told[-1].number("baseline")) if told else "its first value"
     text = f"The loss rose from {first} to {LEFT:g} times that or more within its first {WARM_UP} steps, and has not come back"
     last = next((step for step in reversed(report.steps) if step.loss is not None), None)
     value = f": in step {last.step:,} it was {text_format.number(last.loss)}" if last is not None else ""
     rate = max((step.learning_rate for step in steps[:WARM_UP] if step.learning_rate), default=None) if is_start else None
     suspect = f" The learning rate, {text_format.number(rate)}, is a suspect." if rate is not None else ""
     yield stated(WARNING, "diverged", f"{text}{value}.{suspect}")
-
-
-def _ended_away(steps: Sequence[Step]) -> bool:
-    """Return True for all steps of a model if their losses ended far from the first, and the steps were long enough for it."""
-    losses = [step.loss for step in steps if step.loss is not None]
-    if len(losses) < len(steps) or not all(map(isfinite, losses)) or not ended_away(losses):
-        return False
-    rates = [step.learning_rate for step in steps if step.learning_rate is not None]
-    norms = [step.grad_norm for step in steps if step.grad_norm is not None]
-    late = norms[-max(1, len(norms) // 4) :]
-    square = fmean(norm * norm for norm in late) if late else None
-    return are_long(losses[-1], fmean(rates) if rates else None, square)

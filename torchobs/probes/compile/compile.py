@@ -378,8 +378,6 @@ class CompileRecords:
 
 
 _MAX_WAITING = 4096
-_TRIAL_WAITS_S = 1.0
-"""How long a trial waits for a collection that another thread is at: what that collects is of before"""
 
 
 class ListReader:
@@ -425,7 +423,6 @@ class CompileProbe:
         self._owner: dict[str, int] = {}
         self._depth = 0
         self._started_once = False
-        self._on_trial = False
         self._lookups: Callable[[], Lookups] = dict
         self._before: Lookups = {}
         self._compile_records: CompileRecords | None = None
@@ -435,7 +432,6 @@ class CompileProbe:
         self._context = context
         self._breaker = context.breaker(self.name)
         self._handle = after_import("torch._dynamo", self._breaker.guard(self._attach))
-        context.hooks.compiles_on_trial.register(self._breaker, self._try)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -504,7 +500,7 @@ class CompileProbe:
     def _begin(self, args: tuple[Any, ...]) -> _Started:
         now_ns = monotonic_ns()
         self._gather()
-        shown = not self._on_trial and self._concerns_training(args) and self._owner.setdefault("", get_ident()) == get_ident()
+        shown = self._concerns_training(args) and self._owner.setdefault("", get_ident()) == get_ident()
         if shown:
             self._depth += 1
             if self._depth == 1:
@@ -529,30 +525,16 @@ class CompileProbe:
             self._owner.clear()
             self._context.recorder.compile_ends(monotonic_ns())
 
-    def _try(self, begins: bool) -> None:  # noqa: FBT001  # a hook's only argument
-        """Collect what the training has compiled before a trial, and let go of what was compiled on trial."""
-        self._gather(_TRIAL_WAITS_S, begins=begins)
-
-    def _gather(self, timeout_s: float = 0.0, *, begins: bool | None = None) -> None:
-        """Collect new records and breaks; does nothing while another thread collects, for longer than that.
-
-        ``begins``: a trial begins or ends then, before another thread can collect what comes after.
-        """
-        held = self._gather_lock.acquire(timeout=timeout_s)
+    def _gather(self) -> None:
+        """Collect new records and breaks; does nothing while another thread collects."""
+        if self._records is None or self._breaks is None or not self._gather_lock.acquire(blocking=False):
+            return
         try:
-            if held and self._records is not None and self._breaks is not None:
-                self._collect(self._records, self._breaks)
-            self._on_trial = self._on_trial if begins is None else begins
+            step = self._context.recorder.step
+            self._waiting.extend((reason, None) for reason in self._breaks.fresh())
+            self._waiting.extend((record, step) for record in self._records.fresh())
         finally:
-            if held:
-                self._gather_lock.release()
-
-    def _collect(self, all_records: ListReader, all_breaks: ListReader) -> None:
-        step = self._context.recorder.step
-        breaks, records = all_breaks.fresh(), all_records.fresh()
-        if not self._on_trial:
-            self._waiting.extend((reason, None) for reason in breaks)
-            self._waiting.extend((record, step) for record in records)
+            self._gather_lock.release()
 
 
 def _modules() -> tuple[Any, Any]:

@@ -230,7 +230,6 @@ class Hooks:
     __slots__ = (
         "after_closure_backward",
         "before_step",
-        "compiles_on_trial",
         "ends",
         "ends_by_error",
         "iterated",
@@ -252,8 +251,6 @@ class Hooks:
         """Step probe"""
         self.after_closure_backward: HookList[[]] = HookList(spent_ns)
         """Step probe: the outermost backward inside an optimizer's closure has returned"""
-        self.compiles_on_trial: HookList[[bool]] = HookList(spent_ns)
-        """``debug.compile``: what is compiled from now on is a trial beside the training (``True``), or no longer"""
         self.takes_loss = TakesLoss(spent_ns)
         """Step probe"""
         self.nonfinite_loss: HookList[[Any]] = HookList(spent_ns)

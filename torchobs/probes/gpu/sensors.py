@@ -9,8 +9,6 @@ CUDA is never initialized here, and no context created.
 from __future__ import annotations
 
 import ctypes
-import re
-import time
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -143,9 +141,6 @@ class Library:
         return bool(mode)
 
 
-_ORDINAL = re.compile(r"\s*([+-]?\d+)")
-
-
 class Used(NamedTuple):
     """A CUDA device of this process, with torch's index and the driver's UUID."""
 
@@ -181,21 +176,16 @@ def visible(variable: str | None, boards: Sequence[str]) -> list[str]:
     """Return the UUIDs of the GPUs that CUDA would list, in its order, out of those of all GPUs in NVML's order.
 
     Ordinals are NVML's, which equal CUDA's if all GPUs are alike or CUDA_DEVICE_ORDER is PCI_BUS_ID. The list ends at the first
-    invalid name, and a duplicate makes it empty, as in CUDA (CUDA C++ Programming Guide, "CUDA Environment Variables").
+    invalid name, as in CUDA (CUDA C++ Programming Guide, "CUDA Environment Variables").
     """
     if variable is None:
         return list(boards)
     found: list[str] = []
-    for name in variable.split(","):
-        number = _ORDINAL.match(name)  # `2GB` is 2, as for strtol
-        if "-" in name[1:]:
-            matches = [uuid for uuid in boards if uuid.startswith(name.strip())]
-        else:
-            matches = [boards[int(number[1])]] if number and 0 <= int(number[1]) < len(boards) else []
+    for name in map(str.strip, variable.split(",")):
+        by_number = boards[int(name) : int(name) + 1] if name.isdecimal() else ()
+        matches = by_number or [uuid for uuid in boards if name.startswith("GPU-") and uuid.startswith(name)]
         if len(matches) != 1:
             break
-        if matches[0] in found:
-            return []
         found += matches
     return found
 
@@ -315,8 +305,6 @@ _FIELD_RECOVERY_ACTION = 230
 _FIELDS_NVLINK_ERRORS = (38, 45, 52, 59, 160)
 """flit CRC, data CRC, replay, recovery, data ECC: totals over all links"""
 
-_SW_POWER, _SW_THERMAL, _HW_THERMAL, _HW_POWER_BRAKE = 0x04, 0x20, 0x40, 0x80
-_REASON_BITS = {"power": _SW_POWER | _HW_POWER_BRAKE, "thermal": _SW_THERMAL | _HW_THERMAL}
 _POLICIES = {"power": 0, "thermal": 1}
 
 
@@ -342,14 +330,7 @@ def _utilization(api: Any, handle: Any) -> Iterator[Reading]:
 
 def _memory(api: Any, handle: Any) -> Iterator[Reading]:
     """Memory in use without the driver's reserve, as nvidia-smi shows it."""
-    yield from _memory_of(api.nvmlDeviceGetMemoryInfo(handle, version=_MEMORY_V2))
-
-
-def _memory_before_510(api: Any, handle: Any) -> Iterator[Reading]:
-    yield from _memory_of(api.nvmlDeviceGetMemoryInfo(handle))
-
-
-def _memory_of(info: Any) -> Iterator[Reading]:
+    info = api.nvmlDeviceGetMemoryInfo(handle, version=_MEMORY_V2)
     yield Reading(catalog.HW_GPU_MEMORY_USAGE, info.used)
     yield Reading(catalog.HW_GPU_MEMORY_LIMIT, info.total)
 
@@ -383,22 +364,6 @@ def _throttled(api: Any, handle: Any) -> Iterator[Reading]:
     for reason, policy in _POLICIES.items():
         violated = api.nvmlDeviceGetViolationStatus(handle, policy)
         yield Reading(catalog.GPU_THROTTLE_TIME, violated.violationTime / 1e9, (("reason", reason),))
-
-
-class _Throttling:
-    """Estimates throttling time where the driver does not count it (GeForce): current reasons held since the last reading."""
-
-    def __init__(self) -> None:
-        self._looked: float | None = None
-        self._total_s = dict.fromkeys(_REASON_BITS, 0.0)
-
-    def __call__(self, api: Any, handle: Any) -> Iterator[Reading]:
-        reasons = api.nvmlDeviceGetCurrentClocksThrottleReasons(handle)  # the name that every driver version has
-        before, self._looked = self._looked, time.monotonic()
-        for reason, bits in _REASON_BITS.items():
-            if before is not None and reasons & bits:
-                self._total_s[reason] += self._looked - before
-            yield Reading(catalog.GPU_THROTTLE_TIME, self._total_s[reason], (("reason", reason),))
 
 
 def _errors(kind: str, total: float) -> Reading:
@@ -453,17 +418,11 @@ _UNION = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 """Union member for each ``nvmlValueType_t``"""
 
 
-def _gpu_sensors() -> list[list[Sensor]]:
-    """Return the sensors of a GPU; of each list the first supported one is used."""
-    return [
-        [_utilization], [_memory, _memory_before_510], [_power], [_POWER_LIMIT], [_ENERGY], [_TEMPERATURE],
-        [_memory_temperature], [_CLOCK], [_CLOCK_LIMIT], [_throttled, _Throttling()], [_ecc], [_pcie_replays], [_nvlink],
-        [_nvlink_io], [_nvlink_errors],
-    ]  # fmt: skip
-
-
-def _idle_gpu_sensors() -> list[list[Sensor]]:
-    return [[_utilization], [_memory, _memory_before_510], [_power]]
+_IDLE_GPU: tuple[Sensor, ...] = (_utilization, _memory, _power)
+_GPU: tuple[Sensor, ...] = (
+    *_IDLE_GPU, _POWER_LIMIT, _ENERGY, _TEMPERATURE, _memory_temperature, _CLOCK, _CLOCK_LIMIT, _throttled, _ecc,
+    _pcie_replays, _nvlink, _nvlink_io, _nvlink_errors,
+)  # fmt: skip
 
 
 class Sensors:
@@ -471,24 +430,20 @@ class Sensors:
 
     def __init__(self, gpu: Gpu, *, idle: bool) -> None:
         self.gpu = gpu
-        self._supported = _idle_gpu_sensors() if idle else _gpu_sensors()
+        self._supported = list(_IDLE_GPU if idle else _GPU)
         self.has_state = not idle
 
     def read(self, library: Library) -> list[Reading]:
         """Read all sensors. Raises ``NVMLError`` when the device is lost or the library closed."""
         readings: list[Reading] = []
-        for alternatives in list(self._supported):
-            while alternatives:
-                try:
-                    readings += alternatives[0](library.api, self.gpu.handle)
-                    break
-                except library.error as error:
-                    if fault_of(error) in {NvmlFault.LOST, NvmlFault.CLOSED}:
-                        raise
-                    if fault_of(error) is not NvmlFault.UNSUPPORTED:
-                        break
-                    del alternatives[0]
-        self._supported = [alternatives for alternatives in self._supported if alternatives]
+        for sensor in list(self._supported):
+            try:
+                readings += sensor(library.api, self.gpu.handle)
+            except library.error as error:
+                if fault_of(error) in {NvmlFault.LOST, NvmlFault.CLOSED}:
+                    raise
+                if fault_of(error) is NvmlFault.UNSUPPORTED:
+                    self._supported.remove(sensor)
         return readings
 
     def state(self, library: Library, readings: list[Reading]) -> str:

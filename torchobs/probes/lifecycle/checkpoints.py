@@ -43,17 +43,13 @@ if TYPE_CHECKING:
 
 _MAX_OBJECTS = 20_000
 """Most objects inspected: a microsecond each, compared with milliseconds for a save"""
-_ENDINGS = (".weight", ".bias")
-_NAMES = frozenset({"weight", "bias"})
-_STATES = frozenset({"state_dict", "model_state_dict", "optimizer_state_dict", "model", "module", "optimizer", "optimizers"})
-"""Keys under which trainers store a mapping of state, or parameters as one vector"""
 
 
 def holds_state(saved: Any, parameters: Iterable[Any]) -> bool:
     """Return True if an object, or what it contains, is the state of a model or an optimizer.
 
     State is recognized by content, since names are the user's: modules, optimizers and their ``state_dict``, tensors that share
-    memory with a trained parameter, and mappings of tensors with names or shapes of parameters (copies on another device,
+    memory with a trained parameter, and mappings of arrays of which half have shapes of parameters (copies on another device,
     averaged weights, another precision). ``parameters``: the trained parameters as far as known. If none are known, any tensor
     counts.
     """
@@ -83,14 +79,8 @@ def holds_state(saved: Any, parameters: Iterable[Any]) -> bool:
 def _is_state(found: Mapping[object, object], shapes: set[tuple[int, ...]]) -> bool:
     if hasattr(found, "_metadata") or ("param_groups" in found and "state" in found):
         return True  # what Module.state_dict and Optimizer.state_dict return
-    named = [value for name, value in found.items() if isinstance(name, str) and name in _STATES]
-    if any((isinstance(value, Mapping) and value) or _shape(value) for value in named):
-        return True
-    arrays = [(name, shape) for name, value in found.items() if (shape := _shape(value))]
-    if not arrays or not all(isinstance(name, str) for name, _ in arrays):
-        return False
-    like = sum(str(name) in _NAMES or str(name).endswith(_ENDINGS) or shape in shapes for name, shape in arrays)
-    return like * 2 >= len(arrays)
+    arrays = [shape for value in found.values() if (shape := _shape(value))]
+    return bool(arrays) and sum(shape in shapes for shape in arrays) * 2 >= len(arrays)
 
 
 def _content(found: Any) -> Iterable[Any]:

@@ -9,7 +9,6 @@ object is made. Only the outermost call counts: a chain of three schedulers is s
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +34,6 @@ UNUSED_EPOCHS = 2
 the next one's first evaluation."""
 UNUSED_STEPS = 100_000
 """The same in training steps, if no epochs are detected: more than an epoch has"""
-UNUSED_RUN_EPOCHS, UNUSED_RUN_STEPS = 1, 1_000
-"""Both for a run that has ended or a deleted scheduler: a trial of a few steps may end before its first epoch"""
 _OUTSIDE, _STEPPING, _MAKING = range(3)
 _OWN_CONSTRUCTORS = ("SequentialLR", "ChainedScheduler", "ReduceLROnPlateau")
 """Torch's schedulers with constructors that do not call ``LRScheduler``'s"""
@@ -76,10 +73,8 @@ class SchedulerProbe:
         self._within = _OUTSIDE
         self._outer = 0
         """id of the scheduler whose own ``step`` is running"""
-        self._ended = False
         self._steps = self._shown = self._optimizer_calls = 0
         self._known: dict[int, _Scheduler] = {}
-        self._gone: list[_Scheduler] = []
         self._misuses: list[tuple[str, _Scheduler]] = []
         self._counts = False
         """Whether the counters exist"""
@@ -103,8 +98,6 @@ class SchedulerProbe:
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        # after an exception the first epoch may be incomplete
-        self._ended = sys.exc_info()[0] is None and not hasattr(sys, "last_type")
         for patch in reversed(self._patches):
             patch.undo()
 
@@ -215,7 +208,6 @@ class SchedulerProbe:
     def _forget(self, key: int, state: _Scheduler) -> None:
         if self._known.get(key) is state:
             del self._known[key]
-        self._gone.append(state)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
         """Note an optimizer's step; if it is the first, its schedulers that have been stepped were stepped too early.
@@ -245,21 +237,20 @@ class SchedulerProbe:
             self._report(*self._misuses.pop(0))
 
     def observe(self) -> None:
-        """Judge the living and the deleted schedulers."""
+        """Judge the living schedulers."""
         for state in list(self._known.values()):
-            self._judge(state, over=self._ended)
-        while self._gone:
-            self._judge(self._gone.pop(), over=True)
+            self._judge(state)
         self.sample()
 
-    def _judge(self, state: _Scheduler, *, over: bool) -> None:
-        done = self._context.recorder.step - state.made_at
+    def _judge(self, state: _Scheduler) -> None:
+        done, begun = self._context.recorder.step - state.made_at, self._epochs.begun - state.epoch
         if state.inner:
             return
         scheduler = state.ref() if state.ref is not None else None
         # pytorch-ignite's LRScheduler raises the count itself, and asks for the rates
         state.superseded = state.superseded or (scheduler is not None and _count_of(scheduler) != state.last_epoch)
-        if not (state.steps or state.superseded or state.unused_reported) and state.stepped and self._is_late(state, over=over):
+        is_late = done >= UNUSED_STEPS or begun > UNUSED_EPOCHS  # an epoch in progress does not count
+        if is_late and state.stepped and not (state.steps or state.superseded or state.unused_reported):
             state.unused_reported = True
             self._misuses.append(("never_stepped", state))
         optimizer = state.optimizer() if state.optimizer is not None else None
@@ -268,13 +259,6 @@ class SchedulerProbe:
         if state.steps and not called and done >= IDLE_STEPS and used and not state.idle_reported:
             state.idle_reported = True
             self._misuses.append(("idle_optimizer", state))
-
-    def _is_late(self, state: _Scheduler, *, over: bool) -> bool:
-        """Return True if it should have been stepped by now. An epoch in progress does not count."""
-        done, begun = self._context.recorder.step - state.made_at, self._epochs.begun - state.epoch
-        if over:
-            return done >= UNUSED_RUN_STEPS or begun > UNUSED_RUN_EPOCHS
-        return done >= UNUSED_STEPS or begun > UNUSED_EPOCHS
 
     def _report(self, kind: str, state: _Scheduler) -> None:
         context = self._context
