@@ -73,8 +73,7 @@ def shares(metric: Metric, by: str, *matchers: str) -> str:
 
 def own_step_s(*matchers: str) -> str:
     """Return the seconds of a step that a rank does not spend in its backward pass, in which it waits for the slowest one."""
-    phases = "|".join(catalog.OWN_PHASES)
-    own = per_rank(rate(catalog.STEP_PHASE_TIME, *matchers, f'phase=~"{phases}"'), operator="sum")
+    own = per_rank(rate(catalog.STEP_PHASE_TIME, *matchers, 'phase!="backward"'), operator="sum")
     return f"{own} / {per_rank(rate(catalog.STEPS, *matchers) + ' > 0', operator='sum')}"
 
 

@@ -83,7 +83,7 @@ def test_the_slow_rank_is_found_though_all_take_the_same_time(flight_dir: Path, 
     assert [one.slowdown if one else None for one in standings] == pytest.approx([1.0, 1.0, 0.1 / 0.07, 1.0])
     late = standings[2]
     assert late is not None
-    assert late.excess_s == pytest.approx({"data": 0.03, "forward": 0.0, "optimizer": 0.0, "other": 0.0})
+    assert late.excess_s == pytest.approx({"data": 0.03, "optimizer": 0.0, "other": 0.0})
     assert max(
         (value, rank.rank, phase) for rank in snapshot.ranks if rank.standing for phase, value in rank.standing.excess_s.items()
     )[1:] == ("2", "data")

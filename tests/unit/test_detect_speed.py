@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.timelines import spent
+from torchobs.catalog import LATE_PHASES, PHASES
 from torchobs.detect.speed import (
     BEGINS,
     ENDS,
@@ -142,15 +143,44 @@ def test_of_two_ranks_the_one_that_does_not_wait_is_the_slow_one() -> None:
     assert found["0"].factor == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("phase", "name"), [(0, "data"), (1, "forward"), (3, "optimizer")])
-def test_the_phase_is_the_one_in_which_it_is_late(phase: int, name: str) -> None:
-    """In each in which nobody waits for anybody."""
-    times = [*FAST]
-    times[phase] += 0.3
-    times[2] -= 0.3
-    found = compare(fleet(4, r2=tuple(times)))
-    assert found["2"].phase == phase, name
-    assert found["2"].factor == pytest.approx(1 / 0.7)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("waiting", range(1, 5))
+@pytest.mark.parametrize("late", range(5))
+def test_the_slow_rank_is_named_or_nobody(late: int, waiting: int, ranks: int) -> None:
+    """In the phase in which it is late, wherever but in data the others wait, unless these may be at work; never another."""
+    slow, waits = list(FAST), list(FAST)
+    slow[late] += 0.3
+    waits[waiting] += 0.3
+    others = {f"r{rank}": tuple(waits) for rank in range(ranks - 1)}
+    found = compare(fleet(ranks, **others, **{f"r{ranks - 1}": tuple(slow)}))
+    assert {one.factor for rank, one in found.items() if rank != str(ranks - 1)} == {1.0}
+    told_apart = ranks > 2 and PHASES[late] in LATE_PHASES and PHASES[waiting] not in LATE_PHASES
+    last = found[str(ranks - 1)]
+    if PHASES[late] == "data" or told_apart:
+        assert PHASES[last.phase] == PHASES[late]
+        assert last.factor == pytest.approx(1.3)
+        assert sum(last.excess_s) == pytest.approx(0.3)
+    else:
+        assert last.factor == 1.0
+
+
+@pytest.mark.parametrize("slow", [1, 4])
+def test_half_of_the_ranks_are_slow_in_data_alone(slow: int) -> None:
+    """In other phases the one half may as well wait for the other."""
+    for phase in (0, 4):
+        late = list(FAST)
+        late[phase] += 0.3
+        late[2] -= 0.3
+        found = compare(fleet(2 * slow, **{f"r{rank}": tuple(late) for rank in range(slow)}))
+        assert [found[str(rank)].factor > 1.2 for rank in range(2 * slow)] == [phase == 0] * slow + [False] * slow
+
+
+def test_what_is_above_in_several_phases_counts_together() -> None:
+    """Half of it in data and half between the steps; and not what it saves elsewhere, as one that waits there does."""
+    late = (FAST[0] + 0.15, FAST[1], FAST[2] - 0.3, FAST[3], FAST[4] + 0.15)
+    assert compare(fleet(4, r2=late))["2"].excess_s == pytest.approx((0.15, 0.0, 0.0, 0.0, 0.15))
+    moved = (FAST[0] - 0.01, FAST[1], FAST[2] - 0.02, FAST[3], FAST[4] + 0.03)
+    assert compare(fleet(4, r2=moved))["2"].excess_s == pytest.approx((0.0, 0.0, 0.0, 0.0, 0.02))
 
 
 def test_a_rank_for_which_nobody_waits_is_not_slow() -> None:
@@ -175,22 +205,11 @@ def test_ranks_that_do_nothing_are_not_divided_by() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("waiting", range(5))
-@pytest.mark.parametrize("busy", [None, 4])
-def test_who_waits_for_a_peer_s_evaluation_is_not_slow(waiting: int, busy: int | None, ranks: int) -> None:
-    """Wherever in the step the others wait; the evaluation is in no phase, or in `other` where it is not known as one.
-
-    Its evaluation outside of all phases says nothing of the rank, and a fetch in which it waits while it works in `other` is
-    all that cannot be distinguished from work.
-    """
-    if (waiting, busy) == (0, 4):
-        return
-    waits, evaluates = list(FAST), list(FAST)
+def test_who_waits_for_a_peer_s_evaluation_is_not_slow(waiting: int, ranks: int) -> None:
+    """Wherever in the step the others wait; it is in no phase, nor is a save or a compilation."""
+    waits = list(FAST)
     waits[waiting] += 20.0
-    if busy is not None:
-        evaluates[busy] += 20.0
-    times = {str(rank): tuple(waits) for rank in range(1, ranks)} | {"0": tuple(evaluates)}
-    found = compare(times)
-    assert not any(one.is_slow for one in found.values())
+    found = compare({str(rank): tuple(waits) for rank in range(1, ranks)} | {"0": FAST})
     assert {one.factor for one in found.values()} == {1.0}
 
 
@@ -205,8 +224,8 @@ def test_a_rank_that_waits_in_its_forward_pass_for_another_s_data_is_not_slow() 
 
 @pytest.mark.parametrize(("steps", "is_slow"), [(39, False), (200, True)])
 def test_a_fraction_of_a_second_makes_no_rank_slow(steps: int, is_slow: bool) -> None:  # noqa: FBT001  # parametrized
-    """One forward pass of a quarter of a second, as a first one is, in 39 steps; and the same mean over more of them."""
-    usual, late = (0.0, 0.002, 0.0125, 0.001, 0.0), (0.0, 0.0085, 0.006, 0.001, 0.0)
+    """One wait of a quarter of a second for data in 39 steps; and the same mean over more of them."""
+    usual, late = (0.002, 0.0, 0.0125, 0.001, 0.0), (0.0085, 0.0, 0.006, 0.001, 0.0)
     found = slowness({"0": Spent(steps, late), "1": Spent(steps, usual)})
     assert found["0"].is_slow is is_slow
 

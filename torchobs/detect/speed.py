@@ -13,12 +13,13 @@ TensorFlow's profiler calls a program highly input-bound from 20 % of the step t
 (``kHighlyInfeedBoundThresholdInPercent``, ``kModeratelyInfeedBoundThresholdInPercent`` in its input pipeline analysis). If a
 fifth is waiting, a loader that keeps up means a quarter more steps a second. Pure: every time is an argument, in seconds.
 
-*Slow ranks*: ranks that exchange gradients all take the same time for a step: the slow one is late in one phase, and the others
-wait for it in another. So a rank is slow by as much as its peers wait for it: by the time that it is above their median in
-data, forward or optimizer, as far as it is below their median in a phase in which they may wait for that. A rank that is above
-its peers while nobody waits for it may itself be waiting: for a rank that evaluates, saves or compiles, wherever in its own
-step. Slowness within the backward pass cannot be distinguished from waiting there, and is not found; neither are ranks that
-never wait for each other.
+*Slow ranks*: ranks that exchange gradients all take the same time for a step: the slow one works for longer, and the others
+wait for it meanwhile, in whatever phase they wait: backward (gloo), other (``.item()`` with NCCL), forward (FSDP). So a rank is
+late by what it is above its peers' median in data, where nobody waits for a peer, or in data, optimizer and other together;
+and slow by as much of that as it waits less than its peers in all phases but data. What is above in optimizer and other may
+itself be waiting, for peers that are slow in forward or backward: it counts only if fewer than half of the ranks have it, so
+never of two. Else nobody is named: neither a rank that is slow in forward or backward, where its work cannot be distinguished
+from waiting, nor one that the others wait for while it evaluates, saves or compiles.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil, inf
+from operator import sub
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs.catalog import LATE_PHASES, PHASES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -194,11 +198,8 @@ class Starvation:
         return True
 
 
-_LATE = (0, 1, 3)
-"""Indexes of data, forward and optimizer."""
-_WAITS = ((0, 1, 2, 3, 4), (2, 3), (), (1, 2), (2, 3))
-"""By the index of a phase, those in which peers may wait for a rank that is late in it: a rank that is above its peers in
-forward, optimizer or other may wait there for what they do in data or other"""
+_DATA = PHASES.index("data")
+_LATE = [PHASES.index(phase) for phase in LATE_PHASES]
 
 LEAST_RANKS = 2
 LEAST_STEPS = 8
@@ -249,27 +250,35 @@ def slowness(spent: Mapping[str, Spent]) -> dict[str, Slowness]:
 
 
 def compare(times: Mapping[str, Sequence[float]]) -> dict[str, Slowness]:
-    """Return each rank's slowness, from its mean seconds per step in each phase; nothing for fewer than two ranks.
-
-    Two ranks are each other's peers: the one that is late in data, forward or optimizer is the slow one.
-    """
+    """Return each rank's slowness, from its mean seconds per step in each phase; nothing for fewer than two ranks."""
     if len(times) < LEAST_RANKS:
         return {}
     columns = [sorted(column) for column in zip(*times.values(), strict=True)]
-    return {rank: _slowness(own, columns) for rank, own in times.items()}
+    usual = {
+        rank: [_median_without(column, value) for column, value in zip(columns, own, strict=True)]
+        for rank, own in times.items()
+    }
+    above = {rank: list(map(sub, own, usual[rank])) for rank, own in times.items()}
+    together = [sum(lengths[index] for index in _LATE) for lengths in above.values()]
+    few = 2 * sum(2 * length >= max(together) for length in together) < len(together)
+    found = {}
+    for rank, own in times.items():
+        excess, total = _excess(above[rank], _LATE if few else [_DATA]), sum(own)
+        waited_for = sum(excess)
+        phase = max(_LATE if waited_for else range(len(own)), key=(excess if waited_for else above[rank]).__getitem__)
+        factor = total / (total - waited_for) if total > waited_for else 1.0
+        found[rank] = Slowness(factor, phase, own[phase], usual[rank][phase], tuple(excess))
+    return found
 
 
-def _slowness(own: Sequence[float], columns: Sequence[Sequence[float]]) -> Slowness:
-    usual = [_median_without(column, value) for column, value in zip(columns, own, strict=True)]
-    above = [value - typical for value, typical in zip(own, usual, strict=True)]
-    waits = [max((-above[index] for index in phases), default=0.0) for phases in _WAITS]
-    excess = [max(0.0, min(late, wait)) for late, wait in zip(above, waits, strict=True)]
-    waited_for = max(excess[index] for index in _LATE)
-    phase = max(_LATE if waited_for else range(len(above)), key=(excess if waited_for else above).__getitem__)
-    total = sum(own)
-    without_waiting = total - waited_for
-    factor = total / without_waiting if without_waiting > 0 else 1.0
-    return Slowness(factor, phase, own[phase], usual[phase], tuple(excess))
+def _excess(above_s: Sequence[float], phases: Sequence[int]) -> list[float]:
+    """Return the seconds in each phase by which a rank is late, as far as its peers wait; ``phases``: those that count."""
+    waited_s = sum(max(0.0, -above) for index, above in enumerate(above_s) if index != _DATA)
+    together_s = sum(above_s[index] for index in phases)
+    late = [_DATA] if above_s[_DATA] >= together_s else phases
+    excess = [max(0.0, above) if index in late else 0.0 for index, above in enumerate(above_s)]
+    found_s = min(waited_s, max(0.0, above_s[_DATA], together_s))
+    return [length * (found_s / sum(excess)) for length in excess] if found_s else [0.0] * len(above_s)
 
 
 def _median_without(ordered: Sequence[float], value: float) -> float:

@@ -91,9 +91,9 @@ class RankStanding(NamedTuple):
 
     @property
     def excess_s(self) -> Mapping[str, float]:
-        """Seconds per step that its peers wait for it, by ``catalog.OWN_PHASES``; empty without a slowdown."""
+        """Seconds per step that its peers wait for it, by ``catalog.LATE_PHASES``; empty without a slowdown."""
         excess = self.slowness.excess_s if self.slowness else ()
-        return {phase: own_s for phase, own_s in zip(catalog.PHASES, excess, strict=False) if phase in catalog.OWN_PHASES}
+        return {phase: own_s for phase, own_s in zip(catalog.PHASES, excess, strict=False) if phase in catalog.LATE_PHASES}
 
 
 class RunSummary(NamedTuple):

@@ -82,7 +82,9 @@ CHECKPOINT = "run:torchobs_checkpoint_timestamp_seconds:max"
 PHASE_MEAN = "rank_phase:torchobs_step_phase_time_seconds:mean10m"
 STEP_MEAN = "rank:torchobs_step_duration_seconds:mean10m"
 ABOVE = "rank_phase:torchobs_step_phase_time_seconds:above10m"
-WAIT = "rank_phase:torchobs_step_phase_time_seconds:wait10m"
+TOGETHER = "rank:torchobs_step_phase_time_seconds:together10m"
+LATE = "rank:torchobs_step_phase_time_seconds:late10m"
+WAIT = "rank:torchobs_step_phase_time_seconds:wait10m"
 EXCESS = "rank:torchobs_rank_excess_seconds:run10m"
 SLOWDOWN = "rank:torchobs_rank_slowdown_ratio:run10m"
 NODE_SLOWDOWN = "node:torchobs_rank_slowdown_ratio:avg10m"
@@ -107,9 +109,6 @@ GONE, GONE_S = "1h", 3600
 """How long a run without a living rank may be restarted: its wall time counts on, as time lost."""
 _STEP_S = 60
 """Resolution of the integral of the goodput"""
-LATE_PHASES = {"data": "", "forward": 'phase=~"backward|optimizer"', "optimizer": 'phase=~"forward|backward"'}
-"""Phases in which a rank may be late, and those in which its peers may wait for that; all of them where there is no matcher
-(`torchobs/detect/speed.py`)"""
 
 
 def runs() -> Group:
@@ -205,19 +204,23 @@ def speed() -> Group:
     grown = f"and {ON_RANK} time() - {select(catalog.RANK_START_TIME)} >= {WINDOW_S}"
     means = f"rate({phases}[{WINDOW}]) / {ON_RANK} group_left () {rate} {grown}"
     info = f"topk {BY_RANK} (1, {select(catalog.RANK_INFO)})"
-    waited_for = f"({ABOVE} < {_ON_PHASE} {WAIT} or {WAIT} and {_ON_PHASE} {ABOVE})"
-    seen = select(catalog.RANK_EXCESS, f'phase=~"{"|".join(LATE_PHASES)}"')
+    phases = "|".join(catalog.LATE_PHASES)
+    together = f"""sum by ({ONE_RANK}, {REPLICA_GROUP}) ({select(ABOVE, f'phase=~"{phases}"')})"""
+    many = f"count {BY_GROUP} (2 * {TOGETHER} >= {ON_GROUP} group_left () max {BY_GROUP} ({TOGETHER}))"
+    few = f"{TOGETHER} and {ON_GROUP} 2 * {many} < {ON_GROUP} count {BY_GROUP} ({TOGETHER})"
+    seen = select(catalog.RANK_EXCESS)
     return Group(
         "torchobs.speed",
         (
             Recording(PHASE_MEAN, grouped(means)),
             Recording(STEP_MEAN, f"sum by ({ONE_RANK}, {REPLICA_GROUP}) ({PHASE_MEAN})"),
             Recording(ABOVE, _above_peers()),
-            Recording(WAIT, " or ".join(map(_wait, LATE_PHASES, LATE_PHASES.values()))),
+            Recording(TOGETHER, together),
+            Recording(LATE, f"""clamp_min(max {BY_RANK} ({select(ABOVE, 'phase="data"')} or {few}), 0)"""),
+            Recording(WAIT, f"sum {BY_RANK} (clamp_min(-1 * {select(ABOVE, _NOT_DATA)}, 0))"),
             Recording(
                 EXCESS,
-                f"max {BY_RANK} (clamp_min({waited_for}, 0)) "
-                f"or max {BY_RANK} (quantile_over_time(0.5, {seen}[{WINDOW}])) {grown}",
+                f"{LATE} < {ON_RANK} {WAIT} or {WAIT} or sum {BY_RANK} (quantile_over_time(0.5, {seen}[{WINDOW}])) {grown}",
             ),
             Recording(
                 SLOWDOWN,
@@ -235,7 +238,7 @@ def speed() -> Group:
     )
 
 
-_ON_PHASE = f"on ({ONE_RANK}, phase)"
+_NOT_DATA = 'phase!="data"'
 
 
 def _above_peers() -> str:
@@ -251,12 +254,6 @@ def _above_peers() -> str:
         f"({PHASE_MEAN} - on ({ONE_GROUP}, phase) group_left () {median}) * {peers} "
         f"and {ON_GROUP} count {BY_GROUP} ({STEP_MEAN}) > 1 {together}"
     )
-
-
-def _wait(phase: str, matcher: str) -> str:
-    """Return how long the peers of each rank may wait for what it does in a phase."""
-    below = f"max {BY_RANK} (-1 * {select(ABOVE, matcher) if matcher else ABOVE})"
-    return f'label_replace({below}, "phase", "{phase}", "", "")'
 
 
 def _best() -> str:
