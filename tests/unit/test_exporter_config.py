@@ -50,7 +50,6 @@ SET: dict[str, tuple[list[str], object]] = {
     "drain_timeout_s": (["5"], 5.0),
     "hang_timeout_s": (["10m"], 600.0),
     "allow_foreign_owner": (["true"], True),
-    "created_samples": (["on"], True),
     "series_limit": (["10"], 10),
     "series_limit_total": (["20"], 20),
     "memory_limit": (["128Mi"], 128 << 20),

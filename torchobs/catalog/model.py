@@ -218,8 +218,8 @@ ANOMALY_SEVERITY = dict.fromkeys(ANOMALY_KINDS, Severity.WARNING) | {"nonfinite_
 """Severity by kind, so no label. A non-finite gradient is only a warning, because a loss scaler may have caused it."""
 
 PHASE = Attribute("phase", "part of a training step", PHASES)
-OWN_PHASES = ("data", "forward", "optimizer", "other")
-OWN_PHASE = Attribute("phase", "part of a step, without backward, in which a rank may wait for the slowest one", OWN_PHASES)
+LATE_PHASES = ("data", "optimizer", "other")
+LATE_PHASE = Attribute("phase", "part of a step in which a rank may be late", LATE_PHASES)
 STALL_PHASES = (*PHASES, "evaluation", "checkpoint", "compile", "idle")
 STALL_PHASE = Attribute("phase", "what the rank does while a rank of its run hangs", STALL_PHASES)
 GOODPUT_STATE = Attribute("state", "use of the wall time", (*GOODPUT_STATES, STARTUP))

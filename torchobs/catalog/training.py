@@ -18,11 +18,11 @@ from torchobs.catalog.model import (
     EXIT_REASON,
     GOODPUT_STATE,
     GROUP,
+    LATE_PHASE,
     LAYER,
     NORM_BOUNDS,
     OPTIMIZER,
     OUTPUT_LAYER,
-    OWN_PHASE,
     PHASE,
     PROCESS_GROUP,
     PROCESS_GROUP_BACKEND,
@@ -352,7 +352,7 @@ RANK_RESTARTS = counter("torchobs.rank.restarts", "{restart}").described("Times 
 RANK_SLOWDOWN = gauge("torchobs.rank.slowdown", "1").described(
     "Rank's step time over what it would be if its peers on this machine did not wait for it."
 )
-RANK_EXCESS = gauge("torchobs.rank.excess", "s", OWN_PHASE).described(
+RANK_EXCESS = gauge("torchobs.rank.excess", "s", LATE_PHASE).described(
     "Time per step that the rank's peers on this machine wait for it, by the phase in which it is late."
 )
 RANK_BEHIND = gauge("torchobs.rank.behind", "{step}").described(

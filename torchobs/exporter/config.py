@@ -105,7 +105,6 @@ class ExporterConfig:
     hang_timeout_s: float | None = None
     """None: learned from each rank's own steps"""
     allow_foreign_owner: bool = False
-    created_samples: bool = False
     series_limit: int = 20_000
     """series of one rank"""
     series_limit_total: int | None = None
@@ -264,10 +263,6 @@ OPTIONS = tuple(map(with_exporter_variable, (
         "allow_foreign_owner", kinds.BOOLEAN,
         "Let an exporter that runs as root read the directory and the files of another user.",
         "false", flag="--allow-foreign-owner", metavar="true|false", bare="true",
-    ),
-    Option(
-        "created_samples", kinds.BOOLEAN, "Add a _created sample to every counter and histogram.",
-        "false", flag="--created-samples", metavar="true|false", bare="true",
     ),
     Option(
         "series_limit", kinds.integer(1), "Most series of one rank that are served; a histogram is one.",

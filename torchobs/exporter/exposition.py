@@ -26,9 +26,8 @@ from torchobs.ranks.snapshot import MOST_SERIES
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from torchobs.catalog import Metric
     from torchobs.exporter.exporter_metrics import ScrapeInput
-    from torchobs.exporter.text_format import FamilyLines, Heading, Style
+    from torchobs.exporter.text_format import FamilyLines, Style
     from torchobs.flight.format.series import Series
     from torchobs.ranks.snapshot import Rank
 
@@ -40,18 +39,14 @@ _OF_RANKS = (
 )  # fmt: skip
 _OWN = ("torchobs.run.", "torchobs.build.", "torchobs.exporter.", "torchobs.host.", "system.")
 
-COMMON_METRICS = tuple(metric for metric in catalog.METRICS if metric.name.startswith("system."))
-"""Metrics of the machine with OpenTelemetry's names, which an application's own instruments may have as well."""
-
-EXPORTER_S = frozenset((*_OF_RANKS, *(metric for metric in catalog.METRICS if metric.name.startswith(_OWN))))
-"""Metrics that only the exporter produces: of ranks, runs, itself and the machine. A flight file that has one is forged."""
+_EXPORTER_S = frozenset(
+    metric.name for metric in (*_OF_RANKS, *catalog.METRICS) if metric in _OF_RANKS or metric.name.startswith(_OWN)
+)
+"""Names of the metrics that only the exporter produces: of ranks, runs, itself and the machine."""
 
 _FOREIGN = ("up", "target_info", "otel_scope_info", "scrape_duration_seconds", "scrape_samples_scraped",
             "scrape_samples_post_metric_relabeling", "scrape_series_added", "ALERTS", "ALERTS_FOR_STATE")  # fmt: skip
 """Series that Prometheus creates itself."""
-
-# by name: searching a tuple would compare all fields of the metrics, for every series
-_COMMON_NAMES, _EXPORTER_S_NAMES = (frozenset(metric.name for metric in metrics) for metrics in (COMMON_METRICS, EXPORTER_S))
 
 _SUFFIXES = {
     Kind.COUNTER: ("", "_total", "_created"),
@@ -65,28 +60,25 @@ class NameRegistry:
     """The names in use. The first to claim a name owns it; the catalog's names are claimed from the start."""
 
     def __init__(self, others: Iterable[str] = (), *, host: bool = False) -> None:
-        """``others``: sample names that others add to the page; ``host``: it has :data:`COMMON_METRICS`."""
-        self._fixed = frozenset((*_FOREIGN, *others, *_samples_of(set(catalog.METRICS) - set(COMMON_METRICS))))
-        self._common = _samples_of(COMMON_METRICS) if host else {}
+        """``others``: sample names that others add to the page; ``host``: it has the machine's metrics.
+
+        The machine's have OpenTelemetry's names, which an application's own instruments may have where the page lacks them.
+        """
+        ours = (metric for metric in catalog.METRICS if host or not metric.name.startswith("system."))
+        families = (family_of(metric.name, metric.kind, metric.unit) for metric in ours)
+        self._fixed = frozenset((*_FOREIGN, *others, *chain.from_iterable(map(_samples, families))))
         self._claimed: dict[str, Family] = {}
 
     def claim(self, series: Series, family: Family) -> bool:
         """Claim the names of a series from a flight file, of that family; return False if another family owns one."""
-        known = BY_NAME.get(series.name)
-        if known is not None and (series.scope is None or series.name not in _COMMON_NAMES):
-            ours = series.scope is None and (known.kind, known.unit) == (series.kind, series.unit)
-            return ours and series.name not in _EXPORTER_S_NAMES
+        known = BY_NAME.get(series.name) if series.scope is None else None
+        if known is not None:
+            return (known.kind, known.unit) == (series.kind, series.unit) and series.name not in _EXPORTER_S
         samples = _samples(family)
-        if any(self._is_taken(sample, family) for sample in samples):
+        if any(sample in self._fixed or self._claimed.get(sample, family) != family for sample in samples):
             return False
         self._claimed |= dict.fromkeys(samples, family)
         return True
-
-    def _is_taken(self, sample: str, family: Family) -> bool:
-        common = self._common.get(sample, family)
-        kinds = {common.kind, family.kind}
-        are_alike = common.name == family.name and (len(kinds) == 1 or kinds == {Kind.GAUGE, Kind.UPDOWN})
-        return sample in self._fixed or not are_alike or self._claimed.get(sample, family) != family
 
     def keep(self, used: Collection[Family]) -> None:
         """Free the names of all families that are not among ``used``."""
@@ -95,12 +87,6 @@ class NameRegistry:
 
 def _samples(family: Family) -> tuple[str, ...]:
     return tuple(family.name + suffix for suffix in _SUFFIXES[family.kind])
-
-
-def _samples_of(metrics: Iterable[Metric]) -> dict[str, Family]:
-    """Return the families by the names of their samples."""
-    families = [family_of(metric.name, metric.kind, metric.unit) for metric in metrics]
-    return {sample: family for family in families for sample in _samples(family)}
 
 
 REASONS = catalog.EXPORTER_SERIES_DROPPED.attributes[0].values
@@ -225,15 +211,10 @@ _Key = tuple[int, str]
 class Exposition:
     """Renders the page. To be used by one thread at a time."""
 
-    def __init__(
-        self, others: Iterable[str] = (), *, limits: SeriesLimits | None = None, created: bool = False, host: bool = False
-    ) -> None:
-        """``others``: sample names that others add to the page; ``created``: add ``_created`` samples.
-
-        ``host``: include the machine's metrics.
-        """
+    def __init__(self, others: Iterable[str] = (), *, limits: SeriesLimits | None = None, host: bool = False) -> None:
+        """``others``: sample names that others add to the page; ``host``: include the machine's metrics."""
         self._names = NameRegistry(others, host=host)
-        self._limits, self._created = limits or SeriesLimits(), created
+        self._limits = limits or SeriesLimits()
         self._ranks: dict[_Key, _RankLines] = {}
         self._own: dict[Style, SampleRenderer] = {}
         self.is_holding = False
@@ -254,7 +235,7 @@ class Exposition:
         for key, rank in ranks.items():
             if key not in self._ranks:
                 series = RankSeries(rank, self._names, self._limits)
-                self._ranks[key] = _RankLines(rank, series, QuietSeries(number), created=self._created)
+                self._ranks[key] = _RankLines(series, QuietSeries(number))
             known = self._ranks[key]
             known.quiet.begin(number, acknowledged)
             yield known.of_exporter(rank, style)
@@ -287,9 +268,8 @@ def _first_ranks(ranks: Mapping[_Key, Rank]) -> set[_Key]:
 class _RankLines:
     """The lines of one rank, by its renderers for each style."""
 
-    def __init__(self, rank: Rank, series: RankSeries, quiet: QuietSeries, *, created: bool) -> None:
+    def __init__(self, series: RankSeries, quiet: QuietSeries) -> None:
         self.series, self.quiet = series, quiet
-        self._born_s = rank.view.header.wall_ns / 1e9 if created else None
         self._own: dict[Style, SampleRenderer] = {}
         self._blocks: dict[tuple[Style, int], _Block] = {}
         self.is_holding = False
@@ -303,7 +283,7 @@ class _RankLines:
     def of_exporter(self, rank: Rank, style: Style) -> list[FamilyLines]:
         """Return the lines of the exporter's own metrics of the rank."""
         if style not in self._own:
-            self._own[style] = SampleRenderer(style, lambda own: {**own, **self.series.identity})
+            self._own[style] = SampleRenderer(style, lambda own: {**labels.of_catalog(own), **self.series.identity})
         return self._own[style].lines([*exporter_metrics.of_rank(rank)])
 
     def of_blocks(self, rank: Rank, style: Style, *, shared: bool) -> Iterator[list[FamilyLines]]:
@@ -313,7 +293,7 @@ class _RankLines:
             known = self._blocks.get((style, index))
             if known is None or known.series is not block.series or (known.up, known.shared) != (rank.up, shared):
                 shown = self.series.select(block.series, up=rank.up, shared=shared)
-                renderer = BlockRenderer(shown, style, self.quiet, born_s=self._born_s)
+                renderer = BlockRenderer(shown, style, self.quiet)
                 known = self._blocks[style, index] = _Block(block.series, rank.up, shared, renderer)
             yield known.renderer.lines(block, NO_EXEMPLARS if index else rank.exemplars)
             self.is_holding |= known.renderer.is_holding
@@ -328,29 +308,14 @@ class _Block(NamedTuple):
     renderer: BlockRenderer
 
 
-class _FamilyText(NamedTuple):
-    heading: Heading
-    lines: list[str]
-    created: list[str]
-
-
 def _by_family(found: Iterable[FamilyLines]) -> Iterator[str]:
-    """Yield the text of each family, in the order of their first lines.
-
-    In the classic format ``_created`` samples are separate families behind their own.
-    """
-    families: dict[str, _FamilyText] = {}
-    for heading, lines, created in found:
+    """Yield the text of each family, in the order of their first lines."""
+    families: dict[str, list[str]] = {}
+    for heading, lines in found:
         text = families.get(heading.family)
         if text is None:
-            text = families[heading.family] = _FamilyText(heading, [], [])
-        text.lines.append(lines)
-        if created:
-            text.created.append(created)
-    for heading, all_lines, all_created in families.values():
-        yield heading.text
-        yield from all_lines
-        if all_created:
-            yield f"\n{heading.created}"
-            yield from all_created
+            text = families[heading.family] = [heading.text]
+        text.append(lines)
+    for text in families.values():
+        yield from text
         yield "\n"

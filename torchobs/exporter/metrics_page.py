@@ -18,7 +18,6 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from starlette.responses import PlainTextResponse
 
 from torchobs.exporter import text_format
-from torchobs.exporter.content_negotiation import accepts_gzip
 from torchobs.exporter.exporter_metrics import ScrapeInput, Scrapes
 from torchobs.exporter.exposition import Exposition, SeriesLimits
 from torchobs.exporter.snapshot_cache import DEADLINE_S
@@ -158,7 +157,7 @@ class PageCache:
             collector(registry=self._registry)
         others = [sample.name for family in self._registry.collect() for sample in family.samples]
         limits = SeriesLimits(config.series_limit, series_limit, config.drop_metrics)
-        self._exposition = Exposition(others, limits=limits, created=config.created_samples, host=bool(config.collect_host))
+        self._exposition = Exposition(others, limits=limits, host=bool(config.collect_host))
         self._thread = ThreadPoolExecutor(1, "render")
         self._scrape = ScrapeInput(EMPTY)
         self._pages: dict[tuple[str, bool], asyncio.Future[Page]] = {}
@@ -232,7 +231,7 @@ class MetricsPage:
         headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}  # the first of duplicates wins
         timeout_s = _timeout_s(headers.get(_SCRAPE_TIMEOUT))
         scrape = await self._fresh(DEADLINE_S if timeout_s is None else min(DEADLINE_S, max(0.1, timeout_s / 2)))
-        compressed = accepts_gzip(headers.get(b"accept-encoding", ""))
+        compressed = text_format.accepts_gzip(headers.get(b"accept-encoding", ""))
         acknowledged = self._scrapers.acknowledged(time.monotonic())
         page = await self._pages.get(scrape, headers.get(b"accept", ""), compressed=compressed, acknowledged=acknowledged)
         sent = [

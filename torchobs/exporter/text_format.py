@@ -1,8 +1,7 @@
 """Lines and numbers of the metrics page, byte for byte as prometheus-client writes them, five times as fast.
 
 prometheus-client is the tests' reference, and renders its own process metrics. Two formats: OpenMetrics and the classic text
-format 0.0.4, each with one of the escaping schemes that Prometheus 3 negotiates. Our names and labels consist of legacy
-characters only, so that names are never quoted.
+format 0.0.4. Names and labels consist of legacy characters only, so that they need no escaping scheme.
 
 Labels are escaped once, and many numbers formatted at a time, for they take most of a page's time: ``repr`` takes 0.8 µs for a
 float of 17 digits, msgspec 0.08 µs. Both write the shortest digits that round-trip, and the same text where neither writes an
@@ -18,19 +17,11 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.openmetrics.exposition import (
-    ALLOWUTF8,
-    DOTS,
-    UNDERSCORES,
-    VALUES,
-    escape_label_name,
-    escape_metric_name,
-)
+from prometheus_client import exposition
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.utils import floatToGoString
 
 from torchobs.catalog import BY_NAME, Kind, cumulative, prometheus_name
-from torchobs.exporter.content_negotiation import accept_items
 from torchobs.flight.format.series import ValueType
 from torchobs.flight.reader.reader import Distribution
 from torchobs.ranks import labels as rank_labels
@@ -41,7 +32,6 @@ if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
     from torchobs.catalog import Metric
-    from torchobs.exporter.content_negotiation import AcceptItem
     from torchobs.exporter.exporter_metrics import Sample
     from torchobs.flight.format.series import Series
     from torchobs.flight.reader.reader import DecodedBlock, Value
@@ -50,8 +40,6 @@ if TYPE_CHECKING:
 
 PLAIN_FROM, PLAIN_BELOW = 1e-4, 1e6
 """Numbers that are written without an exponent: Python writes one below, Go from there on."""
-SMALL_FROM, LARGE_BELOW = 1e-20, 1e16
-"""Numbers beyond these are too rare for a fast path."""
 END = "# EOF\n"
 """The last line of a page in OpenMetrics."""
 _PIECE = 64 * 1024
@@ -59,16 +47,7 @@ _PIECE = 64 * 1024
 _SECOND = 1_000_000_000
 _TYPES = {Kind.COUNTER: "counter", Kind.GAUGE: "gauge", Kind.UPDOWN: "gauge", Kind.HISTOGRAM: "histogram"}
 _UNITS = {"s": "seconds", "By": "bytes"}
-
-_ESCAPINGS = {ALLOWUTF8, UNDERSCORES, DOTS, VALUES}
-_PLAIN, _OPENMETRICS = "text/plain", "application/openmetrics-text"
-_VERSIONS = {
-    _OPENMETRICS: {"": _OPENMETRICS, "1.0.0": f"{_OPENMETRICS};version=1.0.0"},
-    _PLAIN: {"": _PLAIN, "0.0.4": _PLAIN, "1.0.0": f"{_PLAIN};version=1.0.0"},
-    "text/*": {"": _PLAIN},
-    "*/*": {"": _PLAIN},
-}
-"""The ``Accept`` header for prometheus-client, by media type and version"""
+_OPENMETRICS = "application/openmetrics-text"
 
 
 class Family(NamedTuple):
@@ -135,10 +114,9 @@ def label(series: Series, family: Family, identity: Mapping[str, str]) -> Labell
 
 
 class Style(NamedTuple):
-    """Format and escaping scheme of a page."""
+    """Format of a page."""
 
     openmetrics: bool
-    escaping: str = UNDERSCORES
 
 
 class Format(NamedTuple):
@@ -149,28 +127,44 @@ class Format(NamedTuple):
     foreign: Callable[[Collector], bytes]
 
 
+_TEXT = Format(Style(openmetrics=False), "text/plain; version=0.0.4; charset=utf-8", exposition.generate_latest)
+_OPEN = Format(Style(openmetrics=True), openmetrics.CONTENT_TYPE_LATEST, openmetrics.generate_latest)
+
+
 @lru_cache(64)  # a scraper sends the same header every time, and parsing takes as long as a hundred lines
 def negotiate(accept: str) -> Format:
-    """Choose the supported format with the greatest weight; without one, as for browsers, the classic text format.
-
-    Only that format is passed on to prometheus-client, which ignores weights and accepts versions that it does not write.
-    """
-    foreign, content_type = choose_encoder(next((known for one in accept_items(accept) if (known := _known(one))), ""))
-    escaping = getattr(foreign, "keywords", {}).get("escaping", UNDERSCORES)
-    return Format(Style(content_type.startswith(_OPENMETRICS), escaping), content_type, foreign)
-
-
-def _known(item: AcceptItem) -> str:
-    """Return the ``Accept`` element for prometheus-client; empty if the format is not supported or has the weight 0."""
-    versions = _VERSIONS.get(item.name, {})
-    version, escaping = item.parameters.get("version", ""), item.parameters.get("escaping", "")
-    if item.weight <= 0 or version not in versions:
-        return ""
-    return f"{versions[version]};escaping={escaping if escaping in _ESCAPINGS else UNDERSCORES}"
+    """Return the supported format with the greatest weight; without one, as for browsers, the classic text format."""
+    for weight, name, version in _accepted(accept):
+        if weight > 0 and name == _OPENMETRICS and version in {"", "1.0.0"}:
+            return _OPEN
+        if weight > 0 and name in {"text/plain", "text/*", "*/*"}:
+            break
+    return _TEXT
 
 
-_label_name: Callable[[str, str], str] = lru_cache(1024)(escape_label_name)  # few distinct names, 7 µs each
-_metric_name: Callable[[str, str], str] = lru_cache(1024)(escape_metric_name)
+@lru_cache(64)  # as `negotiate`
+def accepts_gzip(header: str) -> bool:
+    """Return whether ``Accept-Encoding`` accepts gzip, by name or, if it is not named, by ``*``."""
+    weights = {name: weight for weight, name, _ in _accepted(header)}
+    return weights.get("gzip", weights.get("*", 0.0)) > 0
+
+
+def _accepted(header: str) -> list[tuple[float, str, str]]:
+    """Return weight, name and version of each element of ``Accept`` or ``Accept-Encoding`` (RFC 9110), dearest first."""
+    elements = []
+    for element in header.lower().split(","):
+        name, *parameters = (part.strip() for part in element.split(";"))
+        given = dict(part.partition("=")[::2] for part in parameters)
+        elements.append((_weight(given.get("q", "1")), name, given.get("version", "").strip('"')))
+    return sorted(elements, key=lambda element: -element[0])
+
+
+def _weight(text: str) -> float:
+    """Return a weight; an invalid one counts as 1."""
+    try:
+        return float(text)
+    except ValueError:
+        return 1.0
 
 
 class Heading(NamedTuple):
@@ -178,40 +172,29 @@ class Heading(NamedTuple):
 
     family: str
     text: str
-    created: str
-    """header of the ``_created`` samples, which are a family of their own in the classic format"""
 
 
 @lru_cache(8192)  # ranks have the same families
 def heading(style: Style, family: Family, brief: str) -> Heading:
     """Return a family's header."""
-    unit = _UNITS.get(family.unit, "")
-    unit = unit if family.name.endswith(f"_{unit}") else ""
-    brief = rank_labels.text(brief)
-    header = _header(style, family.name, _TYPES[family.kind], unit, brief)
-    return Heading(family.name, header, _header(style, f"{family.name}_created", "gauge", "", brief))
+    name, kind, brief = family.name, _TYPES[family.kind], rank_labels.text(brief)
+    if not style.openmetrics:
+        documentation, sample = brief.replace("\\", r"\\").replace("\n", r"\n"), sample_name(family)
+        return Heading(name, f"# HELP {sample} {documentation}\n# TYPE {sample} {kind}")
+    unit = _UNITS.get(family.unit)
+    lines = f"# HELP {name} {_text(brief)}\n# TYPE {name} {kind}"
+    return Heading(name, f"{lines}\n# UNIT {name} {unit}" if unit and name.endswith(f"_{unit}") else lines)
 
 
-def _header(style: Style, name: str, kind: str, unit: str, brief: str) -> str:
-    """Return header lines. ``name``: OpenMetrics', a counter's without ``_total``."""
-    if style.openmetrics:
-        escaped = _metric_name(name, style.escaping)
-        lines = f"# HELP {escaped} {_text(brief)}\n# TYPE {escaped} {kind}"
-        return f"{lines}\n# UNIT {escaped} {unit}" if unit else lines
-    escaped = _metric_name(f"{name}_total" if kind == "counter" else name, style.escaping)
-    documentation = brief.replace("\\", r"\\").replace("\n", r"\n")
-    return f"# HELP {escaped} {documentation}\n# TYPE {escaped} {kind}"
-
-
-def prefix(style: Style, name: str, labels: Mapping[str, str]) -> str:
+def prefix(name: str, labels: Mapping[str, str]) -> str:
     """Return a sample's line up to its number, preceded by its line break."""
-    pairs = ",".join([_pair(style.escaping, label, value) for label, value in sorted(labels.items())])
-    return f"\n{_metric_name(name, style.escaping)}{{{pairs}}} " if pairs else f"\n{_metric_name(name, style.escaping)} "
+    pairs = ",".join([_pair(label, value) for label, value in sorted(labels.items())])
+    return f"\n{name}{{{pairs}}} " if pairs else f"\n{name} "
 
 
 @lru_cache(2048)  # all series of a rank share three labels, and each layer has several metrics
-def _pair(escaping: str, label: str, value: str) -> str:
-    return f'{_label_name(label, escaping)}="{_text(value)}"'
+def _pair(label: str, value: str) -> str:
+    return f'{label}="{_text(value)}"'
 
 
 def exemplar(labels: Mapping[str, str], value: float, at_ns: int) -> str:
@@ -256,31 +239,8 @@ def numbers(values: Sequence[float]) -> list[str]:
 def _correct(texts: list[str], values: Sequence[float]) -> None:
     """Format those numbers again that msgspec formats in another way."""
     for index, value in enumerate(values):
-        if PLAIN_FROM <= value < PLAIN_BELOW or not value:
-            continue
-        if SMALL_FROM < value < PLAIN_FROM:
-            texts[index] = _small(texts[index])
-        elif PLAIN_BELOW <= value < LARGE_BELOW:
-            texts[index] = _large(texts[index])
-        else:
+        if not PLAIN_FROM <= value < PLAIN_BELOW and value:
             texts[index] = number(value)
-
-
-def _large(text: str) -> str:
-    """Return a number from 1e6 on as Go formats it; msgspec writes 1500000.0 for 1.5e+06."""
-    whole, _, rest = text.partition(".")
-    mantissa = f"{whole[0]}.{whole[1:]}{rest}".rstrip("0.")
-    return f"{mantissa}e+{len(whole) - 1:02}"
-
-
-def _small(text: str) -> str:
-    """Return a number below 1e-4 as Python formats it; msgspec writes 0.00005 and 5.1e-6 for 5e-05 and 5.1e-06."""
-    mantissa, _, exponent = text.partition("e-")
-    if exponent:
-        return f"{mantissa}e-{exponent:0>2}"
-    digits = mantissa[2:].lstrip("0")
-    rest = f".{digits[1:]}" if len(digits) > 1 else ""
-    return f"{digits[0]}{rest}e-{len(mantissa) - 1 - len(digits):02}"
 
 
 def pieces(style: Style, foreign: bytes, families: Iterable[str]) -> Iterator[bytes]:
@@ -301,8 +261,6 @@ class FamilyLines(NamedTuple):
 
     heading: Heading
     lines: str
-    created: str = ""
-    """lines of the ``_created`` family that the classic format has"""
 
 
 class LineTemplate:
@@ -351,28 +309,28 @@ class SampleRenderer:
         for metric, attributes in (series[index] for index in self._order):
             family = family_of(metric.name, metric.kind, metric.unit)
             headings.append(heading(self._style, family, metric.brief))
-            prefixes.append(prefix(self._style, sample_name(family), self._labels_of(attributes)))
+            prefixes.append(prefix(sample_name(family), self._labels_of(attributes)))
         return LineTemplate(headings, prefixes)
 
 
 class SeriesLines:
     """The lines of one series in one style. ``in_block``: its index in the block."""
 
-    __slots__ = ("_prefixes", "_style", "entry", "heading", "in_block")
+    __slots__ = ("_prefixes", "entry", "heading", "in_block")
 
-    def __init__(self, in_block: int, entry: LabelledSeries, heading: Heading, style: Style) -> None:
-        self.in_block, self.entry, self.heading, self._style = in_block, entry, heading, style
+    def __init__(self, in_block: int, entry: LabelledSeries, heading: Heading) -> None:
+        self.in_block, self.entry, self.heading = in_block, entry, heading
         self._prefixes: list[str] = []
 
     @property
     def prefixes(self) -> Sequence[str]:
         """The lines up to their numbers; made when they are needed, for most quiet series never are."""
-        entry, style, name = self.entry, self._style, self.entry.family.name
+        entry, name = self.entry, self.entry.family.name
         if not self._prefixes and entry.buckets:
-            self._prefixes = [prefix(style, f"{name}_bucket", own) for own in entry.buckets]
-            self._prefixes += [prefix(style, f"{name}{suffix}", entry.labels) for suffix in ("_count", "_sum")]
+            self._prefixes = [prefix(f"{name}_bucket", own) for own in entry.buckets]
+            self._prefixes += [prefix(f"{name}{suffix}", entry.labels) for suffix in ("_count", "_sum")]
         elif not self._prefixes:
-            self._prefixes = [prefix(style, sample_name(entry.family), entry.labels)]
+            self._prefixes = [prefix(sample_name(entry.family), entry.labels)]
         return self._prefixes
 
     def numbers(self, value: Value | None) -> Sequence[float]:
@@ -389,11 +347,6 @@ class SeriesLines:
         # with negative values the sum is not monotonic, and OpenMetrics then forbids both sum and count
         return totals if value.sum < 0 or (bounds and bounds[0] < 0) else [*totals, totals[-1], value.sum]
 
-    def created(self, born_s: float) -> str:
-        """Return the ``_created`` line of a counter or histogram, empty for others."""
-        name, entry = f"{self.entry.family.name}_created", self.entry
-        return f"{prefix(self._style, name, entry.labels)}{number(born_s)}" if cumulative(entry.series.kind) else ""
-
     def exemplars(self, found: Shown) -> list[tuple[int, str]]:
         """Return the exemplars to append to bucket lines, with their line's index."""
         own = rank_labels.exemplars_of(self.entry.series, found) if self.entry.buckets else {}
@@ -406,8 +359,6 @@ class _Plan(NamedTuple):
     pick: Callable[[Sequence[Value | None]], tuple[Any, ...]]
     template: LineTemplate
     starts: list[int]
-    created: dict[int, str]
-    """``_created`` line of a series, by its last line"""
 
 
 _SHOWN = -1
@@ -464,13 +415,11 @@ class BlockRenderer:
     training; they are not looked at one by one while all of their values stay the same.
     """
 
-    def __init__(
-        self, entries: Sequence[tuple[int, LabelledSeries]], style: Style, quiet: QuietSeries, *, born_s: float | None = None
-    ) -> None:
-        """``entries``: the series to show, with their index; ``born_s``: start of the counters, if ``_created`` is wanted."""
+    def __init__(self, entries: Sequence[tuple[int, LabelledSeries]], style: Style, quiet: QuietSeries) -> None:
+        """``entries``: the series to show, with their index."""
         self.is_holding = False
         """whether a counter is shown at 0 that has counted"""
-        self._quiet, self._openmetrics, self._born_s = quiet, style.openmetrics, born_s
+        self._quiet, self._openmetrics = quiet, style.openmetrics
         self._rendered: tuple[DecodedBlock, Shown, list[FamilyLines]] | None = None
         self._shape: tuple[Collection[int], Sequence[int]] | None = None
         self._exemplars: tuple[Shown, list[tuple[int, int, str]]] = (rank_labels.NO_EXEMPLARS, [])
@@ -489,16 +438,14 @@ class BlockRenderer:
             if entry.quiet is not None or (entry.series.kind, entry.series.value_type) != gauges
         }
         self._rows = [
-            SeriesLines(index, entry, headings[entry.family.name], style)
-            for index, entry in in_order
-            if entry.family.name in mixed
+            SeriesLines(index, entry, headings[entry.family.name]) for index, entry in in_order if entry.family.name in mixed
         ]
         self._hidden, self._shown = [row for row in self._rows if row.entry.quiet is not None], self._rows
         self._pick_hidden = _picking(())
         self._hidden_values: tuple[Value | None, ...] = ()
         self._revealed = -1
         self._gauges = [
-            (index, headings[entry.family.name], prefix(style, entry.family.name, entry.labels))
+            (index, headings[entry.family.name], prefix(entry.family.name, entry.labels))
             for index, entry in in_order
             if entry.family.name not in mixed
         ]
@@ -525,9 +472,7 @@ class BlockRenderer:
                 value = values[self._shown[row].in_block]
                 if isinstance(value, Distribution) and value.counts[bucket]:  # a span can precede the fold of its step
                     texts[plan.starts[row] + bucket] += text
-        if not plan.created:
-            return plan.template.fill(texts)
-        return self._with_created(plan, texts)
+        return plan.template.fill(texts)
 
     def _reveal(self, values: Sequence[Value | None]) -> None:
         """Show the hidden rows that have, or in another style's page have had, another value than the default."""
@@ -547,30 +492,19 @@ class BlockRenderer:
         self.is_holding |= bool(shown) and shown is not found
         return shown
 
-    def _with_created(self, plan: _Plan, texts: list[str]) -> list[FamilyLines]:
-        """Fill in the numbers and the ``_created`` lines: in OpenMetrics within the family, in the classic format apart."""
-        if self._openmetrics:
-            for line, text in plan.created.items():
-                texts[line] += text
-            return plan.template.fill(texts)
-        apart = ("".join(plan.created.get(line, "") for line in range(begin, end)) for _, begin, end in plan.template.ranges)
-        return [one._replace(created=text) for one, text in zip(plan.template.fill(texts), apart, strict=True)]
-
     def _planned(self, absent: Collection[int], lengths: Sequence[int]) -> _Plan:
         """Return the plan for a block in which the gauges ``absent`` have no value and the rows have ``lengths`` numbers."""
         hidden = frozenset(absent)
         gauges = [one for one in self._gauges if one[0] not in hidden]
         headings, prefixes = [family for _, family, _ in gauges], [text for _, _, text in gauges]
-        starts, created = list[int](), dict[int, str]()
+        starts = list[int]()
         for row, length in zip(self._shown, lengths, strict=True):
             starts.append(len(prefixes))
             prefixes += row.prefixes[:length]
             headings += [row.heading] * length
-            if self._born_s is not None and length:
-                created[len(prefixes) - 1] = row.created(self._born_s)
         template = LineTemplate(headings, prefixes)
         template.ranges.sort(key=lambda one: self._positions[one[0].family])
-        return _Plan(_picking([index for index, _, _ in gauges]), template, starts, created)
+        return _Plan(_picking([index for index, _, _ in gauges]), template, starts)
 
     def _exemplar_texts(self, exemplars: Shown) -> list[tuple[int, int, str]]:
         """Return the row, the bucket and the text of each exemplar."""
