@@ -8,8 +8,6 @@ import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchobs.exporter import unix_socket
-
 
 class Reply(NamedTuple):
     """What it said."""
@@ -30,8 +28,9 @@ class _Local(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        self.sock: socket.socket = unix_socket.connect(self._path)
+        self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(10)
+        self.sock.connect(str(self._path))
 
 
 class Caller:

@@ -12,8 +12,7 @@ from torchobs import catalog
 from torchobs.catalog import HOST_COLLECTORS
 from torchobs.config.options import Address, duration_s
 from torchobs.exporter import config
-from torchobs.exporter.config import EVERY_OPTION, ExporterConfig, PushConfig, PushTarget
-from torchobs.exporter.unix_socket import UnixAddress
+from torchobs.exporter.config import EVERY_OPTION, ExporterConfig, PushConfig, PushTarget, UnixAddress
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torchobs.cli import arguments
 from torchobs.cli.arguments import CommandError
 from torchobs.config import settings
 from torchobs.config.options import PATH, Option, duration, integer
-from torchobs.exporter import access, unix_socket
+from torchobs.exporter import access
 from torchobs.flight.files.control import LEVELS, MAX_PROFILE_STEPS
 from torchobs.flight.files.location import find_existing
 
@@ -175,8 +175,9 @@ class _Connection(http.client.HTTPConnection):
 
     def connect(self) -> None:
         """See :class:`http.client.HTTPConnection`."""
-        self.sock: socket.socket = unix_socket.connect(self._path)
+        self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(TIMEOUT_S)
+        self.sock.connect(str(self._path))
 
 
 def socket_of(options: argparse.Namespace) -> Path:

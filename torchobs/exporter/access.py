@@ -16,7 +16,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchobs.exporter.unix_socket import UnixAddress
+from torchobs.exporter.config import UnixAddress
 from torchobs.flight.files.location import find_existing
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from torchobs.catalog import HOST_COLLECTORS
@@ -25,8 +25,7 @@ from torchobs.config.options import (
     values_of,
     with_exporter_variable,
 )
-from torchobs.exporter import log_format, unix_socket
-from torchobs.exporter.unix_socket import UnixAddress, unix_address_of
+from torchobs.exporter import log_format
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,6 +46,18 @@ _RESERVED = ("/api/", "/live/")
 SIGNALS = ("metrics", "traces", "logs")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e\t]*")
+
+
+_UNIX = "unix:"
+
+
+class UnixAddress(NamedTuple):
+    """The path of a Unix socket."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return f"{_UNIX}{self.path}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +162,12 @@ def address_of(text: str) -> Address:
 
 
 def _listen_address(text: str) -> Address | UnixAddress:
-    return unix_address_of(text) if text.startswith(unix_socket.PREFIX) else address_of(text)
+    if not text.startswith(_UNIX):
+        return address_of(text)
+    path = text.removeprefix(_UNIX)
+    if not path.startswith("/") or path.endswith("/") or "\0" in path:
+        raise ValueError(text)
+    return UnixAddress(path)
 
 
 def _name_or_prefix(text: str) -> str:

@@ -24,11 +24,10 @@ from torchobs import catalog
 from torchobs.exporter import access, file_sd, log_format
 from torchobs.exporter.api import Api
 from torchobs.exporter.app import Site
-from torchobs.exporter.http import Endpoint, Listeners, allow_files
+from torchobs.exporter.http import Endpoint, Listeners, UnixSocket, allow_files, bind_unix
 from torchobs.exporter.metrics_page import PageCache, ScrapeTracker
 from torchobs.exporter.pod_advice import PodAdvice
 from torchobs.exporter.snapshot_cache import SnapshotCache
-from torchobs.exporter.unix_socket import UnixSocket, bind_unix
 from torchobs.exporter.web_config import WebConfigMiddleware
 from torchobs.node.lifetime import ServiceStatus
 from torchobs.ranks import snapshot

@@ -1,6 +1,7 @@
 """The exporter's listeners: on its addresses, and on the API's own Unix socket, with a uvicorn server for each.
 
-What cannot be opened is tried again, a Unix socket whose file is gone is opened anew, and new certificates are used at once.
+What cannot be opened is tried again, and new certificates are used at once. A stopping exporter removes the file of its own
+Unix socket only, before it stops listening, so that it never removes that of its successor.
 """
 
 from __future__ import annotations
@@ -9,35 +10,34 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import resource
 import socket
+import stat
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from torchobs.config.options import Address
-from torchobs.exporter.unix_socket import UnixAddress, UnixSocket, bind_unix
+from torchobs.exporter.config import UnixAddress
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
 
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import ASGIApp
     from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.web_config import WebConfigMiddleware
 
 HEAD_S = 10.0
-"""Time limit of a TLS handshake, and of a request's head, which Prometheus sends in one packet."""
-
-RESPONSE_S = 60.0
-"""Time limit of a response: no scrape timeout is longer in practice."""
+"""Time limit of a TLS handshake, and of the first request's head, which Prometheus sends in one packet."""
 
 MOST_CONNECTIONS = 512
 """Of each listener: more than any number of scrapers and people."""
@@ -45,8 +45,8 @@ MOST_CONNECTIONS = 512
 MOST_HEAD = 16 * 1024
 """Most bytes of a request's head."""
 
-MOST_BODY = 128 * 1024
-"""Most bytes of a request's body as sent: twice what the API accepts."""
+MOST_REQUEST = 128 * 1024
+"""Most bytes of a request as sent: twice the body that the API accepts, chunked."""
 
 KEEP_ALIVE_S = 75
 """Keep-alive timeout; longer than the usual scrape intervals, so that scrapers reuse their connections."""
@@ -54,12 +54,12 @@ KEEP_ALIVE_S = 75
 RETRY_S = 5.0
 """Pause before listening is tried again."""
 
+MODE = 0o660
+"""Access to a Unix socket for the owner and the group; these permissions are its only access control."""
+
 NEXT_PORTS = 100
 _BACKLOG = 512
 _FILES = 65_536
-_SHARE_OF_DESCRIPTORS = 4
-_WRITTEN_AT_ONCE = 64 * 1024
-_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _GOOD_NEWS = {"good_news": True}
 _log = logging.getLogger(__name__)
 
@@ -101,40 +101,111 @@ def bind_near(address: Address) -> socket.socket:
     return bind(Address(address.host, last))
 
 
+class UnixSocket(socket.socket):
+    """A listening Unix socket. Use :func:`bind_unix`."""
+
+    __slots__ = ("_inode", "_path")
+
+    def listen_at(self, path: Path) -> None:
+        """Listen at ``path``, for the owner and the group from the start. Raises ``OSError``."""
+        before = os.umask(0o777 - MODE)
+        try:
+            self.bind(os.fspath(path))
+        finally:
+            os.umask(before)
+        self._path, self._inode = path, _inode(path)
+        self.listen(_BACKLOG)
+
+    def remove(self) -> None:
+        """Remove the file, unless it is another socket's by now. Idempotent; call it while the socket still listens."""
+        with contextlib.suppress(OSError):
+            if _inode(self._path) == self._inode:
+                self._path.unlink()
+
+
+def bind_unix(path: Path) -> UnixSocket:
+    """Return a socket listening on ``path``; the file that a killed exporter has left there is replaced.
+
+    Raises ``OSError``: another process listens there, the path is no socket, or it cannot be created.
+    """
+    _make_free(path)
+    listening = UnixSocket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening.listen_at(path)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def _make_free(path: Path) -> None:
+    """Remove a socket's file that nobody listens behind. Raises ``OSError`` if somebody does, or if it is no socket."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise FileExistsError(errno.EEXIST, "there is something that is no socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            asking.setblocking(False)  # noqa: FBT003  # a stopped process with a full backlog gives EAGAIN instead of blocking
+            asking.connect(os.fspath(path))
+    except FileNotFoundError:
+        return
+    except ConnectionRefusedError:
+        path.unlink()
+        return
+    except BlockingIOError:
+        pass
+    raise OSError(errno.EADDRINUSE, "another process listens there")
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    status = path.lstat()
+    return status.st_dev, status.st_ino
+
+
 class Server(uvicorn.Server):
-    """A server on one socket, with a cap on its connections, and TLS by the context that is in force when they come."""
+    """uvicorn's server on one socket, with a cap on its connections."""
 
-    def __init__(self, config: uvicorn.Config, context: Callable[[], ssl.SSLContext | None]) -> None:
+    def __init__(self, config: uvicorn.Config, bound: socket.socket) -> None:
         super().__init__(config)
-        self.context = context
-        self.waiting: dict[HttpProtocol, None] = {}
-        """connections without a request, the oldest first"""
+        self._bound = bound
+        self.context: ssl.SSLContext | None = None
+        self.servers = []
+        self.recent: dict[HttpProtocol, None] = {}
+        """the connections, the one first that came, or got its last response, the longest ago"""
 
-    def renew(self) -> None:
-        """Close idle connections, because TLS has changed; the others get one more response, so that no scrape fails."""
-        for connection in list(self.server_state.connections):
-            cast("HttpProtocol", connection).finish()
+    async def accept(self, context: ssl.SSLContext | None) -> None:
+        """Accept connections, with that context of TLS from now on.
+
+        Of the others the idle ones are closed, the rest after one more response, so that no scrape fails.
+        """
+        for server in self.servers:
+            server.close()
+        self.context = context
+        for connection in list(self.recent):
+            connection.finish()
+        accepting = asyncio.get_running_loop().create_server(
+            partial(HttpProtocol, self, context),
+            sock=self._bound.dup(),  # which a later change closes
+            backlog=_BACKLOG,
+            ssl=context,
+            ssl_handshake_timeout=HEAD_S if context else None,
+        )
+        self.servers = [await accepting]
 
 
 class HttpProtocol(H11Protocol):
-    """One connection: uvicorn's, with deadlines for handshake, head and response, and a cap on connections.
+    """One connection: uvicorn's, with a time limit for the first request's head, and a cap on connections.
 
-    uvicorn waits for ever for both, and its ``limit_concurrency`` answers 503 to the newest client, which would be the scraper
-    among a thousand silent connections. Here the connection makes room that has waited longest for its first request, or else
-    the one that has been idle longest after a response. The handshake is made here, because asyncio's own TLS servers show a
-    connection after it, so that silent ones could take all descriptors.
+    uvicorn waits for ever, and its ``limit_concurrency`` answers 503 to the newest client, which would be the scraper among a
+    thousand silent connections. Here the connection makes room that has done nothing for longest.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, context: ssl.SSLContext | None) -> None:
         super().__init__(server.config, server.server_state, {})
-        self._waiting, self._context = server.waiting, server.context()
+        self._server, self._context, self._recent = server, context, server.recent
         self._closes_next = False
         """whether the connection is closed after the next response"""
-        self._deadline: asyncio.TimerHandle | None = None
         self._received = 0
         """bytes of the present request"""
-        self._early: bytearray | None = None
-        """what came right behind a handshake; ``None``: there is none, or it is done"""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """See :class:`asyncio.Protocol`."""
@@ -142,77 +213,31 @@ class HttpProtocol(H11Protocol):
         accepted = transport.get_extra_info("socket")
         if accepted.family != socket.AF_UNIX:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.transport = transport
-        self.connections.add(self)
-        self._waiting[self] = None
-        self._make_room()
-        if self._context is None:
-            self._begin(transport)
-        elif not transport.is_closing():
-            self._early = bytearray()
-            self._handshake = asyncio.ensure_future(self._shake_hands(self._context))
-
-    async def _shake_hands(self, context: ssl.SSLContext) -> None:
-        secured: asyncio.Transport | None = None
-        with contextlib.suppress(OSError):  # refused, out of time, or gone
-            secured = await self.loop.start_tls(self.transport, self, context, server_side=True, ssl_handshake_timeout=HEAD_S)
-        early, self._early = self._early, None
-        if secured is None or secured.is_closing():
-            self.connection_lost(None)
-            return
-        self._begin(secured)
-        if early:
-            self.data_received(bytes(early))
-
-    def _begin(self, transport: asyncio.Transport) -> None:
-        """Await the first request."""
         super().connection_made(transport)
-        self._close_after(HEAD_S)
+        self._closes_next = self._context is not self._server.context  # TLS has changed during the handshake
+        self._recent[self] = None
+        if len(self._recent) > MOST_CONNECTIONS:
+            oldest = next(iter(self._recent))
+            del self._recent[oldest]
+            oldest.transport.abort()
+        self.loop.call_later(HEAD_S, self._expire)
 
     def data_received(self, data: bytes) -> None:
         """See :class:`asyncio.Protocol`."""
-        if self._early is not None:
-            self._early += data
-            return
         self._received += len(data)
-        if (
-            self._received > MOST_HEAD + MOST_BODY
-        ):  # before it is parsed: h11 takes 10 µs for each chunk of a body, however short
+        if self._received > MOST_REQUEST:  # before it is parsed: h11 takes 10 µs for each chunk of a body, however short
             self.transport.abort()
-            return
-        super().data_received(data)
-        if self.conn.their_state is h11.IDLE:
-            if self._deadline is None:
-                self._close_after(HEAD_S)
-        elif self in self._waiting or self._deadline is None:
-            self._waiting.pop(self, None)
-            self._close_after(RESPONSE_S)
+        else:
+            super().data_received(data)
 
     def on_response_complete(self) -> None:
         """See uvicorn."""
         self._received = 0
         super().on_response_complete()
-        if not self.cycle.response_complete:  # of a request that came right behind
-            self._close_after(RESPONSE_S)
-        else:
-            self._waiting[self] = None
-            if not self.transport.get_write_buffer_size():
-                self._close_after(None)
+        self._recent.pop(self, None)
+        self._recent[self] = None
         if self._closes_next:
             self.transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """See :class:`asyncio.Protocol`."""
-        self._waiting.pop(self, None)
-        self._close_after(None)
-        super().connection_lost(exc)
-
-    def finish(self) -> None:
-        """Close the connection: at once if idle, else after its current or first response, so that no scrape fails."""
-        if self.has_asked:
-            self.shutdown()
-        else:
-            self._closes_next = True
 
     def send_400_response(self, msg: str) -> None:
         """Refuse invalid HTTP; just close the connection if a response has begun, where uvicorn would raise."""
@@ -225,42 +250,30 @@ class HttpProtocol(H11Protocol):
         else:
             self.transport.abort()
 
-    @property
-    def has_asked(self) -> bool:
-        """Return whether it has sent a request."""
-        return cast("object", self.cycle) is not None
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See :class:`asyncio.Protocol`."""
+        self._recent.pop(self, None)
+        super().connection_lost(exc)
 
-    def _make_room(self) -> None:
-        """Close the connection that has waited longest, if there are too many of them, but rather not this one."""
-        if len(self.connections) > _most_connections():
-            others = [other for other in self._waiting if other is not self]
-            oldest = next((other for other in others if not other.has_asked), others[0] if others else self)
-            self._waiting.pop(oldest)
-            oldest.transport.abort()
+    def finish(self) -> None:
+        """Close the connection: at once if idle, else after its current or first response, so that no scrape fails."""
+        if self._has_asked():
+            self.shutdown()
+        else:
+            self._closes_next = True
 
-    def _close_after(self, seconds: float | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._deadline = None if seconds is None else self.loop.call_later(seconds, self._expire, seconds == RESPONSE_S)
-
-    def _expire(self, of_response: bool) -> None:  # noqa: FBT001  # called by a timer
-        self._deadline = None
-        is_idle = self in self._waiting and not self.transport.get_write_buffer_size() and not self.conn.trailing_data[0]
-        if not (of_response and is_idle):  # a response whose end the client took late
+    def _expire(self) -> None:
+        if not self._has_asked():
             self.transport.abort()
 
+    def _has_asked(self) -> bool:
+        return cast("object", self.cycle) is not None
 
-def _no_tls() -> None:
-    return None
 
-
-async def serve_on(bound: socket.socket, app: ASGIApp, context: Callable[[], ssl.SSLContext | None] = _no_tls) -> Server:
-    """Start a server on a socket; ``context`` returns that of TLS, or ``None`` for a connection without.
-
-    The caller calls its ``on_tick`` every second, and its ``shutdown`` at the end.
-    """
+async def serve_on(bound: socket.socket, app: ASGIApp, context: ssl.SSLContext | None = None) -> Server:
+    """Start a server on a socket. The caller calls its ``on_tick`` every second, and its ``shutdown`` at the end."""
     config = uvicorn.Config(
-        chunked_writes(app),
+        app,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -272,51 +285,12 @@ async def serve_on(bound: socket.socket, app: ASGIApp, context: Callable[[], ssl
         h11_max_incomplete_event_size=MOST_HEAD,
     )
     config.load()
-    server = Server(config, context)
+    server = Server(config, bound)
     server.lifespan = config.lifespan_class(config)
     await server.on_tick(0)  # sets the Date header
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(_handle)
-    server.servers = [await loop.create_server(partial(HttpProtocol, server), sock=bound, backlog=_BACKLOG)]
+    await server.accept(context)
     server.started = True
     return server
-
-
-def _most_connections() -> int:
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST_CONNECTIONS if most == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, max(8, most // _SHARE_OF_DESCRIPTORS))
-
-
-def _handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log that connections cannot be accepted in one line; asyncio reports it for each one in the kernel's queue."""
-    problem = context.get("exception")
-    if isinstance(problem, OSError) and problem.errno in _EXHAUSTED and "socket" in context:
-        _log.error("cannot accept connections: %s", problem.strerror, extra={"cause": "accept"})
-    else:
-        loop.default_exception_handler(context)
-
-
-def chunked_writes(app: ASGIApp) -> ASGIApp:
-    """Return the application with long responses sent in chunks, as fast as the client reads them.
-
-    Otherwise each connection would hold its own copy of everything that its client has not read yet.
-    """
-
-    async def pacing(scope: Scope, receive: Receive, send: Send) -> None:
-        async def sending(message: Message) -> None:
-            body = cast("bytes", message.get("body", b""))
-            goes_on = message.get("more_body", False)
-            if message["type"] != "http.response.body" or len(body) <= _WRITTEN_AT_ONCE:
-                await send(message)
-                return
-            view = memoryview(body)
-            for at in range(0, len(body), _WRITTEN_AT_ONCE):
-                more = goes_on or at + _WRITTEN_AT_ONCE < len(body)
-                await send({"type": "http.response.body", "body": view[at : at + _WRITTEN_AT_ONCE], "more_body": more})
-
-        await app(scope, receive, sending)
-
-    return pacing
 
 
 class Endpoint(NamedTuple):
@@ -335,7 +309,6 @@ class _Listener(NamedTuple):
 
     server: Server
     bound: socket.socket
-    endpoint: Endpoint
 
 
 class Listeners:
@@ -366,7 +339,6 @@ class Listeners:
         self.problems: tuple[str, ...] = ()
         """why it does not listen as configured"""
         self._context: ssl.SSLContext | None = None
-        self._looking: asyncio.Future[list[UnixSocket]] | None = None
         self._address, self._next_bind_s = "", 0.0
         self._announced: tuple[str, bool] | None = None
 
@@ -387,8 +359,7 @@ class Listeners:
 
     async def tick(self) -> None:
         """Do the periodic work, once a second."""
-        self._renew()
-        await self._reopen_unnamed()
+        await self._renew()
         if self._unbound and time.monotonic() >= self._next_bind_s:
             await self._bind()
         self._announce_address()
@@ -402,34 +373,13 @@ class Listeners:
                 listener.bound.remove()  # while it still listens
             await listener.server.shutdown(sockets=[listener.bound])
 
-    def _renew(self) -> None:
-        """Let go of the connections that were made before a change of TLS; new ones are by the new context."""
+    async def _renew(self) -> None:
+        """Take over a change of TLS."""
         if self._web_config.context is not self._context:
             self._context = self._web_config.context
             for listener in self._listeners:
                 if not isinstance(listener.bound, UnixSocket):
-                    listener.server.renew()
-
-    async def _reopen_unnamed(self) -> None:
-        """Listen again where a Unix socket's file was removed or replaced."""
-        lost = self._unnamed()
-        for listener in [listener for listener in self._listeners if listener.bound in lost]:
-            self._listeners.remove(listener)
-            self._unbound.append(listener.endpoint)
-            await listener.server.shutdown(sockets=[listener.bound])
-
-    def _unnamed(self) -> list[UnixSocket]:
-        """Return the sockets without a path as of the last check, and start the next one.
-
-        Checks run in a thread, so that a hanging file system blocks nothing else.
-        """
-        if self._looking is not None and not self._looking.done():
-            return []
-        lost = self._looking.result() if self._looking is not None else []
-        bound = [listening for listening in self.sockets if isinstance(listening, UnixSocket)]
-        look = asyncio.to_thread(lambda: [listening for listening in bound if not listening.is_named])
-        self._looking = asyncio.ensure_future(look)
-        return lost
+                    await listener.server.accept(self._context)
 
     async def _bind(self) -> None:
         self._next_bind_s = time.monotonic() + RETRY_S
@@ -446,8 +396,8 @@ class Listeners:
                 continue
             if bound is not None:
                 self._unbound.remove(endpoint)
-                context = _no_tls if isinstance(bound, UnixSocket) else lambda: self._web_config.context
-                self._listeners.append(_Listener(await serve_on(bound, endpoint.app, context), bound, endpoint))
+                context = None if isinstance(bound, UnixSocket) else self._context
+                self._listeners.append(_Listener(await serve_on(bound, endpoint.app, context), bound))
                 self._log_address(bound, endpoint.address)
 
     def _bound_to(self, address: Address | UnixAddress) -> socket.socket:
