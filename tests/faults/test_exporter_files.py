@@ -317,17 +317,12 @@ def test_what_an_earlier_boot_left_does_not_stay_for_ever(
 
 
 @JUMPS
-@pytest.mark.parametrize("delta", [False, True])
 def test_what_is_pushed_has_begun_before_it_ends(
-    grace_scanner: Scanner,
-    ranks: tuple[File, File],
-    late_clock: Clock,
-    jump_s: float,
-    delta: bool,  # noqa: FBT001  # a case
+    grace_scanner: Scanner, ranks: tuple[File, File], late_clock: Clock, jump_s: float
 ) -> None:
-    """No point's interval is negative, before, at and after a jump; and intervals of deltas do not overlap the future."""
+    """No point's interval is negative, before, at and after a jump."""
     living, _ = ranks
-    metrics = Metrics(delta=delta, series_limit=10_000, born_ns=late_clock().wall_ns)
+    metrics = Metrics(series_limit=10_000, born_ns=late_clock().wall_ns)
     points = 0
     for step, jumped_s in enumerate((0.0, 0.0, jump_s, jump_s, 0.0), start=2):
         late_clock.seconds, late_clock.wall_jump_s = float(step), jumped_s

@@ -384,7 +384,7 @@ def pushed(metrics: Metrics, told: ScrapeInput, at_ns: int = NOW_NS) -> list[See
 
 def test_the_machine_is_a_resource_of_its_own_that_began_with_its_boot() -> None:
     """Named as the host; no rank, no exporter. A counter's zero was when the machine was booted, not when we looked first."""
-    seen = pushed(Metrics(delta=False, series_limit=100, born_ns=BORN_NS), facts(12.5))
+    seen = pushed(Metrics(series_limit=100, born_ns=BORN_NS), facts(12.5))
     (cpu,) = [one for one in seen if one.metric.name == "system.cpu.time"]
     assert cpu.resource["host.name"] == cpu.resource["service.instance.id"] == socket.gethostname()
     assert cpu.resource["service.name"] == "torchobs-host"
@@ -453,7 +453,7 @@ def test_an_application_keeps_its_names_and_forges_none_of_ours(snapshot: Snapsh
 
 def test_over_otlp_an_application_keeps_its_names_as_well(snapshot: Snapshot) -> None:
     """Each is of its own resource; a name of ours is not sent."""
-    metrics = Metrics(delta=False, series_limit=100, born_ns=BORN_NS)
+    metrics = Metrics(series_limit=100, born_ns=BORN_NS)
     sent: Mapping[str, Any] = {one.metric.name: one.scope for one in received(metrics.collect(snapshot.ranks, (), NOW_NS))}
     assert {name: scope for name, scope in sent.items() if name.startswith(("system.", "torchobs.host."))} == {
         "system.cpu.time": APPLICATION.name, "system.memory.usage": APPLICATION.name, "system.network.io": APPLICATION.name,

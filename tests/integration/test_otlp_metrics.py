@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import random
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -116,77 +111,24 @@ def test_an_end_is_pushed_at_once_and_ends_the_gauges(flight_dir: Path, receiver
     assert ("my.share", None) not in gone  # it has ended before
 
 
-def test_deltas_sum_to_the_cumulative_value(flight_dir: Path, receiver: Receiver, file: File) -> None:
-    """Counters and every bucket; intervals follow each other without a gap; up-down counters stay what they are."""
-    counter, histogram, level = user("my.c"), user("my.h", Kind.HISTOGRAM, "", (1.0, 2.0)), user("my.u", Kind.UPDOWN)
-    dice, observed, total = random.Random(1), [], 0
-    with Pushing(flight_dir, only_metrics(receiver, delta=True)) as pushing:
-        for second in range(1, 8):
-            for value in (dice.uniform(0, 3) for _ in range(second % 3)):
-                file.set(histogram, value, USER)
-                observed.append(value)
-            file.set(counter, second, USER)
-            file.set(level, -1, USER)
-            total += second
-            file.beat(second)
-            file.save()
-            pushing.look(second)
-    by_name: dict[str, list[Any]] = defaultdict(list)
-    for one in points(receiver.taken):
-        by_name[one.metric.name].append(one)
-    counted = [one.point for one in by_name["my.c"]]
-    assert sum(point.as_int for point in counted) == total
-    assert counted[0].start_time_unix_nano == BORN_WALL_NS
-    assert all(late.start_time_unix_nano == early.time_unix_nano for early, late in itertools.pairwise(counted))
-    assert by_name["my.c"][0].metric.sum.aggregation_temporality == 1
-    heard = [one.point for one in by_name["my.h"]]
-    assert sum(point.count for point in heard) == len(observed)
-    assert math.isclose(sum(point.sum for point in heard), sum(observed))
-    assert [sum(counts) for counts in zip(*(point.bucket_counts for point in heard), strict=True)] == [
-        sum(value <= 1 for value in observed), sum(1 < value <= 2 for value in observed), sum(value > 2 for value in observed)
-    ]  # fmt: skip
-    assert min(point.min for point in heard if point.HasField("min")) == min(observed)
-    assert [one.point.as_int for one in by_name["my.u"]] == [-1, -2, -3, -4, -5, -6, -7]
-    assert by_name["my.u"][0].metric.sum.aggregation_temporality == 2
-
-
-@pytest.mark.parametrize(("delta", "expected"), [(False, [[1], [1], [1, 3]]), (True, [[1], [3]])])
-def test_exemplars_are_those_of_the_time_that_a_point_is_of(
-    flight_dir: Path, receiver: Receiver, file: File, *, delta: bool, expected: list[list[int]]
-) -> None:
-    """The whole life where it is cumulative; else what came since the last point."""
+def test_exemplars_are_those_of_the_page(flight_dir: Path, receiver: Receiver, file: File) -> None:
+    """Of each bucket the newest step that has a span."""
     clock = Fast()
-    with Pushing(flight_dir, only_metrics(receiver, delta=delta), clock) as pushing:
+    with Pushing(flight_dir, only_metrics(receiver), clock) as pushing:
         for step, duration_s in ((1, 0.1), (2, 0.1), (3, 0.6)):
             at_s = clock.now()
-            if step != 2 or not delta:
-                file.step(step, at_s, duration_s=duration_s)
+            file.step(step, at_s, duration_s=duration_s)
             if step != 2:
                 file.span(step, at_s, attrs={"duration_s": duration_s})
             file.save()
             pushing.look(float(step))
     of_steps = [one.point for one in points(receiver.taken) if one.metric.name == "torchobs.step.duration"]
-    assert [[attributes(one.filtered_attributes)["step"] for one in point.exemplars] for point in of_steps] == expected
+    seen = [[attributes(one.filtered_attributes)["step"] for one in point.exemplars] for point in of_steps]
+    assert seen == [[1], [1], [1, 3]]
     header, newest = file.header, of_steps[-1].exemplars[-1]
     assert (newest.trace_id.hex(), newest.span_id.hex()) == event_ring.SpanIds(header).step(3)
     assert newest.as_double == 0.6
     assert of_steps[-1].start_time_unix_nano <= newest.time_unix_nano <= of_steps[-1].time_unix_nano
-
-
-def test_of_an_older_rank_a_delta_exporter_sends_what_comes(flight_dir: Path, receiver: Receiver, file: File) -> None:
-    """What was before, the exporter before it may have sent."""
-    file.set(user("my.c"), 100, USER)
-    file.save()
-    clock = Fast(scale=1.0)
-    clock._began_s -= 60.0  # it is a minute after the rank's birth
-    with Pushing(flight_dir, only_metrics(receiver, delta=True), clock) as pushing:
-        pushing.look(1.0)
-        file.set(user("my.c"), 5, USER)
-        file.set(user("my.new"), 3, USER)
-        file.save()
-        pushing.look(1.5)
-    sent = [(one.metric.name, one.point.as_int) for one in points(receiver.taken) if one.scope == USER.name]
-    assert sent == [("my.c", 5), ("my.new", 3)]
 
 
 STOPPED_S = 8.0
@@ -207,18 +149,6 @@ def displace(flight_dir: Path, config: PushConfig, file: File, counted: Mapping[
                 newer.save()
             pushing.look(second)
         newer.release()
-
-
-def test_of_a_rank_that_changes_its_label_a_delta_exporter_sends_nothing_twice(
-    flight_dir: Path, receiver: Receiver, file: File
-) -> None:
-    """One that was stopped finds another in its place: it gets another label, by which it sends what it counts from then on."""
-    file.set(user("my.c"), 100, USER)
-    displace(flight_dir, only_metrics(receiver, delta=True), file, {4.0: 0, 8.0: 0, 12.0: 11, 13.0: 13})
-    labels = {one.attributes["rank"] for one in points(receiver.taken) if one.resource["service.name"] == "gpt"}
-    sent = [(one.attributes["rank"], one.point.as_int) for one in points(receiver.taken) if one.metric.name == "my.c"]
-    assert labels == {"0", "0-00000001"}
-    assert sent == [("0", 100), ("0-00000001", 13)]
 
 
 def test_an_application_s_instrument_takes_no_name_of_ours(flight_dir: Path, receiver: Receiver, file: File) -> None:
@@ -276,9 +206,9 @@ def train(file: File, steps: int, from_s: float) -> None:
     file.save().release()
 
 
-def both(receiver: Receiver, *, delta: bool = False) -> PushConfig:
+def both(receiver: Receiver) -> PushConfig:
     """Metrics and spans, at long intervals."""
-    return PushConfig(to(receiver), to(receiver, path="/v1/traces"), interval_s=3600.0, span_delay_s=3600.0, delta=delta)
+    return PushConfig(to(receiver), to(receiver, path="/v1/traces"), interval_s=3600.0, span_delay_s=3600.0)
 
 
 def named(receiver: Receiver) -> dict[str, list[str]]:
@@ -297,12 +227,11 @@ def steps(receiver: Receiver, file: File) -> list[int | None]:
     return [None if one.point.flags & NO_VALUE else one.point.as_int for one in found if one.metric.name == "torchobs.steps"]
 
 
-@pytest.mark.parametrize(("delta", "expected"), [(False, [0, 40, None]), (True, [40])])
 def test_what_a_replaced_incarnation_counted_last_arrives(
-    flight_dir: Path, receiver: Receiver, life: Callable[[int, float], File], *, delta: bool, expected: list[int | None]
+    flight_dir: Path, receiver: Receiver, life: Callable[[int, float], File]
 ) -> None:
     """Its counters, its spans and its run, once; also where the scan that saw the change was made for somebody else."""
-    with Pushing(flight_dir, both(receiver, delta=delta)) as pushing:
+    with Pushing(flight_dir, both(receiver)) as pushing:
         first = life(1, 0.0)
         pushing.look(0.5, final=False)
         wait_until(lambda: receiver.of("/v1/metrics") and pushing.push._scrape is None)
@@ -315,7 +244,7 @@ def test_what_a_replaced_incarnation_counted_last_arrives(
             second.save()
             pushing.look(second_s)
         pushing.scanner.scan()
-    assert [value for value in steps(receiver, first) if value != 0 or not delta] == expected
+    assert steps(receiver, first) == [0, 40, None]
     assert named(receiver)[first.header.incarnation.hex()] == ["epoch"]
     last = [one for one in points(receiver.of("/v1/metrics")) if one.metric.name == "torchobs.rank.exit"]
     ways = {one.attributes["reason"] for one in last if one.point.as_double == 1.0}

@@ -107,11 +107,9 @@ def test_spans_are_what_the_ring_holds_each_of_them_once(flight_dir: Path, recei
     assert scope == ("my.package", "1.0")
 
 
-def test_the_run_s_span_comes_with_its_events(flight_dir: Path, receiver: Receiver, file: File) -> None:
-    """As the rank says itself, with all that happened in it as events."""
+def test_the_run_s_span_comes_when_it_ends(flight_dir: Path, receiver: Receiver, file: File) -> None:
+    """As the rank says itself, and once."""
     file.writer.events.append(run_span(file, parent="e" * 16))
-    event = {"k": "event", "t": file.header.monotonic_ns + S, "name": "torchobs.anomaly", "attrs": {"kind": "x"}, "step": 3}
-    file.writer.events.append(event)
     file.save()
     with Pushing(flight_dir, only_traces(receiver)) as pushing:
         pushing.look(1.0)
@@ -125,9 +123,6 @@ def test_the_run_s_span_comes_with_its_events(flight_dir: Path, receiver: Receiv
     (run,) = spans(receiver.taken)
     assert (run.name, run.parent_span_id.hex(), run.status.code) == ("torchobs.run", "e" * 16, 1)
     assert run.end_time_unix_nano == BORN_WALL_NS + 2 * S
-    (seen,) = run.events
-    assert (seen.name, seen.time_unix_nano) == ("torchobs.anomaly", BORN_WALL_NS + S)
-    assert attributes(seen.attributes) == {"torchobs.anomaly.kind": "x", "torchobs.step.number": 3}
 
 
 def test_a_killed_run_has_a_span(flight_dir: Path, receiver: Receiver, file: File) -> None:
@@ -202,37 +197,27 @@ def segment(file: File, part: int, begun_s: float, **more: object) -> dict[str, 
     return {**own, **times, "kind": "internal", "scope": OURS} | more
 
 
-@pytest.mark.parametrize("with_events", [True, False])
-def test_segments_are_sent_as_they_end_and_the_last_is_completed(
-    flight_dir: Path, receiver: Receiver, file: File, *, with_events: bool
-) -> None:
-    """Each with its own events, if those are wanted; that of a rank that was killed ends with it, as an error."""
-    config = PushConfig(traces=to(receiver, path="/v1/traces"), span_events=with_events)
+def test_segments_are_sent_as_they_end_and_the_last_is_completed(flight_dir: Path, receiver: Receiver, file: File) -> None:
+    """That of a rank that was killed ends with it, as an error."""
+    config = PushConfig(traces=to(receiver, path="/v1/traces"))
     done = {"k": "span", "status": "unset"}
     with Pushing(flight_dir, config) as pushing:
         file.writer.events.append(run_span(file))
-        event(file, "starts", second=0.1)
         file.writer.events.append(run_span(file, t1=BORN_WALL_NS + S, **done))
         file.writer.events.append(segment(file, 0, 1.0))
-        event(file, "in the first", second=1.2)
         file.beat(1.5)
         file.save()
         pushing.look(1.6)
         assert [span.name for span in spans(receiver.taken)] == ["torchobs.run"]
         file.writer.events.append(segment(file, 0, 1.0, t1=BORN_WALL_NS + 2 * S, **done))
-        event(file, "in the second", second=2.2)
         file.writer.events.append(segment(file, 1, 2.0))
         file.writer.events.append(segment(file, 1, 2.0))  # again, before the ring writes over it
-        event(file, "at last", second=2.9)
         file.beat(2.5)
         file.save()
         pushing.look(2.6)
         file.release()
         pushing.look(6.0)
     run, first, last = spans(receiver.taken)
-    assert [[event.name for event in span.events] for span in (run, first, last)] == (
-        [["starts"], ["in the first"], ["in the second", "at last"]] if with_events else [[], [], []]
-    )
     assert [span.status.code for span in (run, first, last)] == [0, 0, 2]
     assert last.end_time_unix_nano == BORN_WALL_NS + round(2.5 * S)
     assert attributes(last.attributes) == {
@@ -307,23 +292,6 @@ def test_an_event_without_a_step_is_of_the_segment_under_way(file: File, pushed:
         event(file, "my.event", second=number)
     found = [(record.trace_id.hex(), record.span_id.hex(), record.flags) for record in pushed()]
     assert found == [(*ids.run, 1), (*ids.segment(1, 0), 0), (*ids.segment(1, 1), 1)]
-
-
-def test_a_checkpoint_is_a_record_when_it_is_saved(file: File, pushed: Callable[[], list[Any]]) -> None:
-    """Of its span; one that failed has an event, and curves and other spans are no records."""
-    identity = {"k": "span", "trace_id": "a" * 32, "flags": 1, "t0": BORN_WALL_NS, "t1": BORN_WALL_NS + 2 * S}
-    saved: dict[str, object] = {"name": "torchobs.checkpoint", "span_id": "b" * 16, "status": "unset", "scope": OURS}
-    file.writer.events.append({**identity, **saved, "attrs": {"format": "torch", "size": 5}})
-    file.writer.events.append({**identity, **saved, "status": "error", "attrs": {}})
-    file.writer.events.append({**identity, **saved, "scope": ["my.package", "", "", {}], "attrs": {}})
-    file.writer.events.append({**identity, **saved, "name": "torchobs.epoch", "attrs": {"event": 1}})
-    event(file, catalog.EVENT_SCALARS.name, {"names": ["x"]})
-    (record,) = pushed()
-    assert (record.event_name, record.severity_text) == ("torchobs.checkpoint", "INFO")
-    assert (record.trace_id.hex(), record.span_id.hex()) == ("a" * 32, "b" * 16)
-    assert record.time_unix_nano == BORN_WALL_NS + 2 * S
-    found = {name.removeprefix("torchobs.checkpoint."): value for name, value in attributes(record.attributes).items()}
-    assert found.items() >= {"format": "torch", "size": 5, "duration_s": 2.0}.items()
 
 
 def test_each_event_comes_once_and_with_the_next_look(flight_dir: Path, receiver: Receiver, file: File) -> None:

@@ -276,28 +276,19 @@ def test_a_signal_s_own_value_beats_that_of_all_and_an_option_its_variable() -> 
         "OTEL_EXPORTER_OTLP_CERTIFICATE": "/ca",
         "OTEL_METRIC_EXPORT_INTERVAL": "15000",
         "OTEL_BSP_SCHEDULE_DELAY": "500",
-        "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": "DELTA",
     }
     headers = (("a", "all"), ("b", "x,y"))
     found = parsed(environ)
     assert found.metrics == PushTarget("http://metrics:2/x", headers=headers, timeout_s=2.5, gzip=True, certificate="/ca")
     assert found.traces == PushTarget("http://all:1/v1/traces", headers=(("a", "traces"),), timeout_s=2.5, certificate="/ca")
     assert found.logs == PushTarget("http://logs:5/v1/logs", "grpc", headers, timeout_s=1.5, certificate="/ca")
-    assert (found.interval_s, found.span_delay_s, found.delta) == (15.0, 0.5, True)
+    assert (found.interval_s, found.span_delay_s) == (15.0, 0.5)
     given = {"endpoint": "http://told:3", "metrics_endpoint": "http://m:4", "timeout": "1m", "interval": "5s"}
-    told = parsed(environ, **given, temporality="cumulative")
+    told = parsed(environ, **given)
     assert told.metrics is not None
     assert told.traces is not None
     assert (told.metrics.url, told.traces.url, told.traces.timeout_s) == ("http://m:4", "http://told:3/v1/traces", 60.0)
-    assert (told.interval_s, told.delta) == (5.0, False)
-
-
-@pytest.mark.parametrize(("text", "wanted"), [("no", False), ("yes", True), ("", True)])
-def test_span_events_may_be_switched_off(text: str, wanted: bool) -> None:  # noqa: FBT001  # a case
-    """By option or by the exporter's variable; who says nothing has them."""
-    assert parsed({BASE: "http://c:1", "TORCHOBS_EXPORTER_OTLP_SPAN_EVENTS": text}).span_events is wanted
-    if text:
-        assert parsed({BASE: "http://c:1"}, span_events=text).span_events is wanted
+    assert told.interval_s == 5.0
 
 
 @pytest.mark.parametrize("signal", config.SIGNALS)
@@ -318,7 +309,6 @@ def test_one_signal_may_be_pushed_alone(signal: str) -> None:
         *(("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"), ("OTEL_EXPORTER_OTLP_COMPRESSION", "zstd")),
         *(("OTEL_EXPORTER_OTLP_TIMEOUT", text) for text in ("10s", "0")),
         ("OTEL_METRIC_EXPORT_INTERVAL", "-1"),
-        ("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "sometimes"),
     ],
 )
 def test_what_is_not_allowed_is_told_and_left_out(name: str, text: str) -> None:

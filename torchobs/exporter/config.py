@@ -85,9 +85,6 @@ class PushConfig:
     """between two pushes of all metrics"""
     span_delay_s: float = 5.0
     """longest time between a span's end and its reading from the rank's file"""
-    span_events: bool = True
-    """events are also sent as span events of the run's span"""
-    delta: bool = False
     queue_bytes: int = 8 * 1024**2
     """of each signal"""
 
@@ -224,12 +221,6 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _one_of(values: Mapping[str, object]) -> ValueKind:
-    """Return the type of one of these words, with the value of each."""
-    word = kinds.one_of(*values)
-    return word._replace(parse=lambda text: values[cast("str", word.parse(text))])
-
-
 _ALL = "all"
 _COLLECTORS = ValueKind(f"all, none, or a comma-separated list of {', '.join(HOST_COLLECTORS)}", _collectors)
 _PATH = ValueKind("a path", lambda text: str(kinds.PATH.parse(text)))
@@ -340,9 +331,8 @@ _URL = ValueKind("a URL such as http://collector:4318, without user and password
 _HEADERS = ValueKind("name=value,name=value with percent-encoded values", _headers)
 _SECONDS = ValueKind("a duration such as 10s or 1m", _seconds)
 _MILLISECONDS = ValueKind("milliseconds, at least 1", lambda text: cast("int", kinds.integer(1).parse(text)) / 1000)
-_PROTOCOL = kinds.one_of("http/protobuf", "grpc")
-_COMPRESSION = _one_of({"none": False, "gzip": True})
-_TEMPORALITY = _one_of({"cumulative": False, "delta": True, "lowmemory": True})
+_PROTOCOL, _WORD = kinds.one_of("http/protobuf", "grpc"), kinds.one_of("none", "gzip")
+_COMPRESSION = ValueKind("none or gzip", lambda text: _WORD.parse(text) == "gzip", ("none", "gzip"))
 _EXPORTER = ValueKind(
     "otlp or none", lambda text: "otlp" in {word.strip() for word in text.lower().split(",")}, ("otlp", "none")
 )
@@ -365,7 +355,6 @@ def _push_option(name: str, kind: ValueKind, brief: str, default: str, variable:
 
 _HEADERS_BRIEF = "Headers of every request. Everybody on the machine can read an option: for secrets, prefer the variable."
 _INTERVAL_BRIEF = "Between two pushes of all metrics; new ranks and ends are pushed at once."
-_TEMPORALITY_VARIABLE = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
 
 PUSH_OPTIONS = (
     _push_option("endpoint", _URL, "Where to push everything; v1/metrics, v1/traces and v1/logs are added.", "nowhere"),
@@ -382,12 +371,10 @@ PUSH_OPTIONS = (
     _push_option("metrics", _EXPORTER, "none: push no metrics.", "otlp", "OTEL_METRICS_EXPORTER"),
     _push_option("traces", _EXPORTER, "none: push no spans.", "otlp", "OTEL_TRACES_EXPORTER"),
     _push_option("logs", _EXPORTER, "none: push no log records.", "otlp", "OTEL_LOGS_EXPORTER"),
-    _push_option("span_events", kinds.BOOLEAN, "Whether events are also sent with the run's span.", "yes", ""),
     _push_option("interval", _SECONDS, _INTERVAL_BRIEF, "1m", "OTEL_METRIC_EXPORT_INTERVAL"),
     _push_option(
         "span_delay", _SECONDS, "How long an ended span may wait before it is pushed.", "5s", "OTEL_BSP_SCHEDULE_DELAY"
     ),
-    _push_option("temporality", _TEMPORALITY, "What counters and histograms count from.", "cumulative", _TEMPORALITY_VARIABLE),
 )
 EVERY_OPTION = (*OPTIONS, *PUSH_OPTIONS)
 _PUSH_BY_NAME = {option.name.removeprefix("otlp_"): option for option in PUSH_OPTIONS}
@@ -396,7 +383,7 @@ _TARGET_FIELDS = {
     "certificate": "certificate", "client_certificate": "client_certificate", "client_key": "client_key",
 }  # fmt: skip
 """Options that can be set for one signal, by a variable with the signal's name in it."""
-_PUSH_FIELDS = {"interval_s": "interval", "span_delay_s": "span_delay", "span_events": "span_events", "delta": "temporality"}
+_PUSH_FIELDS = {"interval_s": "interval", "span_delay_s": "span_delay"}
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

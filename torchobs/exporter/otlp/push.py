@@ -211,8 +211,8 @@ class Push:
             for signal, target in config.targets()
         }
         born_ns = self._clock.wall_ns()
-        self._metrics = Metrics(delta=config.delta, series_limit=exporter.series_limit, born_ns=born_ns)
-        self._rings = Rings(exporter, spans="traces" in self._senders, span_events=config.span_events)
+        self._metrics = Metrics(series_limit=exporter.series_limit, born_ns=born_ns)
+        self._rings = Rings(exporter, spans="traces" in self._senders)
         self._spans: list[Item] = []
         """spans that wait for their time"""
         self._ended: set[str] = set()

@@ -6,17 +6,15 @@ its encoder of log records is not stable.
 **Metrics** have OpenTelemetry's names and kinds, one resource per incarnation, and points with ``job_name``, ``run_id`` and
 ``rank``, as the series of the metrics page. When a stream loses its value (a gauge that is not finite, the state of a rank that
 has ended, a rank after its grace period), one point with the flag *no recorded value* is sent, at which Prometheus ends the
-series. With delta temporality a point counts the increase since the last one. An exporter cannot know what an earlier exporter
-has sent: for a rank older than itself it counts from its first look on, as the Collector's cumulativetodelta processor does;
-likewise for a rank that returns, or whose label changes, because its earlier counts were sent.
+series.
 
-**Spans.** One root span is open at any time: the run's, then a segment's (:mod:`torchobs.runtime.spans`). An ended one is
-sent with torchobs' events until then as span events. If its rank has ended without a word, it ends at the last heartbeat, as an
-error. A restarted exporter sends the frames that are still in the ring again, with the same identifiers, which are the file's.
+**Spans.** One root span is open at any time: the run's, then a segment's (:mod:`torchobs.runtime.spans`). If its rank has ended
+without a word, it ends at the last heartbeat, as an error. A restarted exporter sends the frames that are still in the ring
+again, with the same identifiers, which are the file's.
 
 **Log records.** A record is an *event* as OpenTelemetry defines it: its name is the event's, its attributes are named within
 that, except those for which the semantic conventions have a name. It belongs to the span of the step in which it happened, else
-to the run's or the segment's. A checkpoint that was saved is a record, too.
+to the run's or the segment's.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import re
 import socket
 import time
 import uuid
-from collections import Counter, deque
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -79,12 +77,8 @@ MOST_ITEMS = {"metrics": 5_000, "traces": 512, "logs": 512}
 """Data points, spans or log records of one request: of the latter two the SDK's default."""
 MOST_BYTES = 2 * 1024**2
 """Size of one request: gRPC receivers accept 4 MiB by default."""
-OLDER_NS = 10_000_000_000
-"""A rank this much older than the exporter was served by an earlier exporter; a node's first rank starts its own exporter."""
 STEP = "torchobs.step.number"
 """Attribute for the number of a step. ``torchobs.step`` would be an attribute and a namespace at once, which must not be."""
-MOST_EVENTS = 1024
-"""Events of one root span; the oldest are dropped first."""
 
 _INT64 = 1 << 63
 _DEPTH = 8
@@ -102,7 +96,7 @@ _NAMESPACED = (
 _SDK = {"telemetry.sdk.name": SCOPE, "telemetry.sdk.language": "python"}
 _LEFT_OUT = frozenset({"trace_id", "pid", LAUNCH, LAUNCHED_BY, PROCESS_BEGUN})
 _DATA = {Kind.COUNTER: "sum", Kind.UPDOWN: "sum", Kind.GAUGE: "gauge", Kind.HISTOGRAM: "histogram"}
-_DELTA, _CUMULATIVE = 1, 2
+_CUMULATIVE = 2
 _BEFORE_NS = 1_000_000
 """Time between a stream's last value and its end: Prometheus' timestamps are in milliseconds."""
 _NO_VALUE = DataPointFlags.DATA_POINT_FLAGS_NO_RECORDED_VALUE_MASK
@@ -152,7 +146,6 @@ class MetricKey(NamedTuple):
     kind: Kind
     unit: str
     brief: str
-    delta: bool
 
 
 class Item(NamedTuple):
@@ -235,7 +228,7 @@ def _request(shape: _Shape, items: Iterable[Item]) -> Any:
 def _points(metrics: Any, metric: MetricKey) -> Any:
     data = getattr(metrics.add(name=metric.name, unit=metric.unit, description=metric.brief), _DATA[metric.kind])
     if metric.kind is not Kind.GAUGE:
-        data.aggregation_temporality = _DELTA if metric.delta else _CUMULATIVE
+        data.aggregation_temporality = _CUMULATIVE
     if metric.kind is Kind.COUNTER:
         data.is_monotonic = True
     return data.data_points
@@ -304,42 +297,28 @@ def _key(rank: Rank) -> Key:
 
 
 class _Stream:
-    """One series and the value that was last sent."""
+    """One series, and what its points have in common."""
 
-    __slots__ = (
-        "_attributes", "_has_sum", "_is_older", "_place", "_previous", "_since_ns", "is_open", "metric", "series", "survives",
-    )  # fmt: skip
+    __slots__ = ("_attributes", "_has_sum", "_place", "is_open", "metric", "series", "survives")
 
-    def __init__(self, series: Series, place: Place, attributes: Mapping[str, object], *, delta: bool, is_older: bool) -> None:
-        """``is_older``: an earlier exporter may have sent what the series counted so far."""
-        self.series, self._place, self._is_older = series, place, is_older
+    def __init__(self, series: Series, place: Place, attributes: Mapping[str, object]) -> None:
+        self.series, self._place = series, place
         is_unnamed = prometheus_name(series.name, series.unit, series.kind) == UNNAMED  # which Prometheus would refuse
-        name, has_delta = UNNAMED if is_unnamed else series.name, delta and cumulative(series.kind)
-        self.metric = MetricKey(name, series.kind, series.unit, series.brief, has_delta)
+        self.metric = MetricKey(UNNAMED if is_unnamed else series.name, series.kind, series.unit, series.brief)
         described = BY_NAME.get(series.name) if series.scope is None else None
         self.survives = cumulative(series.kind) or (described is not None and described.survives)
         self.is_open = False
         """whether the last point sent has a value, which receivers keep until a point ends the series"""
         self._attributes = pairs(attributes)
         self._has_sum = True
-        self._previous: Value | None = None
-        self._since_ns = 0
 
-    def point(self, value: Value, start_ns: int, at_ns: int, recent: Mapping[int, Exemplar]) -> Iterator[Item]:
-        """Yield the point of a value counted since ``start_ns``, if there is one; ``recent``: exemplars by bucket."""
+    def point(self, value: Value, start_ns: int, at_ns: int, recent: Mapping[int, Exemplar]) -> Item:
+        """Return the point of a value counted since ``start_ns``; ``recent``: exemplars by bucket."""
         if isinstance(value, Distribution):
             # a histogram that has observed negative values has a sum that is not monotonic, and OTLP forbids it then
             self._has_sum = value.least is None or value.least >= 0
-        if self.metric.delta:
-            start_ns = min(self._since_ns or start_ns, at_ns)  # a wall clock set back must not give a start after the end
-            grown = None if self._is_older else _grown(value, self._previous)
-            self._previous, self._since_ns, self._is_older = value, at_ns, False
-            if grown is None:
-                return
-            value = grown
-        else:
-            self.is_open = True
-        yield Item(self._place, self._message(value, start_ns, at_ns, recent), self.metric)
+        self.is_open = True
+        return Item(self._place, self._message(value, start_ns, at_ns, recent), self.metric)
 
     def end(self, at_ns: int) -> Item:
         """Return the point that ends the series (*no recorded value*)."""
@@ -383,35 +362,16 @@ class _Stream:
                     trace_id=bytes.fromhex(exemplar.trace_id),
                 )
                 for index, exemplar in recent.items()
-                if value.counts[index] and exemplar.at_ns >= start_ns  # its bucket has grown since
+                if value.counts[index]  # a span can precede the fold of its step
             ],
         )
-
-
-def _grown(value: Value, previous: Value | None) -> Value | None:
-    """Return the increase of a value; ``None`` if there is none and the value was sent before."""
-    if isinstance(value, Distribution) and isinstance(previous, Distribution):
-        if value.counts == previous.counts:
-            return None
-        counts = tuple(now - then for now, then in zip(value.counts, previous.counts, strict=True))
-        # only totals are counted: of the interval, the least (greatest) is clear only if it is a new one of the whole run
-        least = value.least if value.least != previous.least else None
-        greatest = value.greatest if value.greatest != previous.greatest else None
-        return Distribution(counts, value.sum - previous.sum, least, greatest)
-    if isinstance(value, Distribution) or isinstance(previous, Distribution) or previous is None:
-        return value
-    return value - previous or None
 
 
 class _Source:
     """The streams of one resource: a rank's incarnation, the host, or the exporter itself."""
 
-    def __init__(
-        self, place: Place, identity: Mapping[str, str], born_ns: int, limit: int, *, is_older: bool, delta: bool
-    ) -> None:
-        """``is_older``: it counted before this exporter started, and an earlier one may have sent that."""
+    def __init__(self, place: Place, identity: Mapping[str, str], born_ns: int, limit: int) -> None:
         self._identity, self._born_ns, self._limit = identity, born_ns, limit
-        self._is_older, self._delta = is_older, delta
         self._streams: dict[Series, _Stream | None] = {}
         self._sampled: dict[tuple[str, tuple[tuple[str, str], ...]], Series] = {}
         self._places: dict[Scope | None, Place] = {None: place}
@@ -440,11 +400,10 @@ class _Source:
                 continue
             if up or stream.survives:
                 valued.add(stream)
-                yield from stream.point(value, self._born_ns, at_ns, exemplars_of(series, recent))
+                yield stream.point(value, self._born_ns, at_ns, exemplars_of(series, recent))
             elif has_just_ended:
-                yield from stream.point(value, self._born_ns, at_ns - _BEFORE_NS, {})
+                yield stream.point(value, self._born_ns, at_ns - _BEFORE_NS, {})
         yield from self.end(at_ns, valued)
-        self._is_older = False
 
     def end(self, at_ns: int, valued: Collection[_Stream] = ()) -> Iterator[Item]:
         """End all streams except those that have a value."""
@@ -478,7 +437,7 @@ class _Source:
         self._taken.add(key)
         if scope is not None and scope not in self._places:
             self._places[scope] = self._places[None].of_scope(*scope[:3], dict(scope.attributes))
-        return _Stream(series, self._places[scope], attributes, delta=self._delta, is_older=self._is_older)
+        return _Stream(series, self._places[scope], attributes)
 
 
 def _is_quiet(series: Series, value: Value) -> bool:
@@ -490,15 +449,13 @@ def _is_quiet(series: Series, value: Value) -> bool:
 class Metrics:
     """The data points of all ranks, of the machine, and of the exporter itself."""
 
-    def __init__(self, *, delta: bool, series_limit: int, born_ns: int) -> None:
+    def __init__(self, *, series_limit: int, born_ns: int) -> None:
         """``born_ns``: start of the exporter, Unix ns."""
-        self._delta, self._limit, self._born_ns = delta, series_limit, born_ns
+        self._limit, self._born_ns = series_limit, born_ns
         self._sources: dict[Key, _Source] = {}
-        self._collected: set[str] = set()
-        """incarnations with metrics collected so far: one may return, or change its label, after its source was deleted"""
         more = {"service.version": __version__, "process.pid": os.getpid()}
         place = _exporter_place("torchobs-exporter", str(uuid.uuid4()), more)
-        self._exporter = self._source(place, {}, born_ns, is_older=False)
+        self._exporter = _Source(place, {}, born_ns, series_limit)
         self._host: _Source | None = None
 
     def is_new(self, rank: Rank) -> bool:
@@ -528,7 +485,7 @@ class Metrics:
     def _of_host(self, host: HostFacts, at_ns: int) -> Iterator[Item]:
         if self._host is None:  # in Prometheus with a ``job`` of its own, and the host name as ``instance``
             place = _exporter_place("torchobs-host", socket.gethostname(), {"os.type": "linux"})
-            self._host = self._source(place, {}, host.booted_ns or self._born_ns, is_older=True)  # it counts since boot
+            self._host = _Source(place, {}, host.booted_ns or self._born_ns, self._limit)  # it counts since boot
         return self._host.collect((), host.said, at_ns)
 
     def _of_rank(self, rank: Rank, at_ns: int) -> Iterator[Item]:
@@ -536,23 +493,17 @@ class Metrics:
         if source is None:
             header = rank.view.header
             identity = dict(zip(labels.IDENTITY, (rank.job_name, rank.run_id, rank.rank), strict=True))
-            is_older = rank.incarnation in self._collected or header.wall_ns < self._born_ns - OLDER_NS
-            source = self._sources[_key(rank)] = self._source(place_of(header), identity, header.wall_ns, is_older=is_older)
-        self._collected.add(rank.incarnation)
+            source = self._sources[_key(rank)] = _Source(place_of(header), identity, header.wall_ns, self._limit)
         samples = exporter_metrics.of_rank(rank)
         return source.collect(rank.view.points, samples, at_ns, recent=rank.exemplars, up=rank.up)
-
-    def _source(self, place: Place, identity: Mapping[str, str], born_ns: int, *, is_older: bool) -> _Source:
-        return _Source(place, identity, born_ns, self._limit, is_older=is_older, delta=self._delta)
 
 
 class Rings:
     """Reads every rank's event ring, with its own file descriptors: the scanner's belong to its thread. For one thread."""
 
-    def __init__(self, config: ExporterConfig, *, spans: bool, span_events: bool) -> None:
-        """``spans``: they are wanted; ``span_events``: root spans hold torchobs' events."""
-        self._directory = Directory(config)
-        self._spans, self._span_events = spans, spans and span_events
+    def __init__(self, config: ExporterConfig, *, spans: bool) -> None:
+        """``spans``: they are wanted."""
+        self._directory, self._spans = Directory(config), spans
         self._rings: dict[str, _Ring] = {}
         self._warnings = RateLimiter(_WARN_EVERY_S)
 
@@ -565,7 +516,7 @@ class Rings:
             served.add(rank.incarnation)
             ring = self._rings.get(rank.incarnation)
             if ring is None:
-                ring = self._rings[rank.incarnation] = _Ring(rank.view.header, spans=self._spans, span_events=self._span_events)
+                ring = self._rings[rank.incarnation] = _Ring(rank.view.header, spans=self._spans)
             for payload in self._fresh(ring, rank, wall_ns):
                 with _left_out(rank):
                     ring.add(payload, wall_ns, spans, records)
@@ -611,13 +562,12 @@ def _left_out(rank: Rank) -> Iterator[None]:
 
 
 class _Ring:
-    """The ring of one incarnation: its file, the root span that is open, and the events since it began."""
+    """The ring of one incarnation: its file, and the root span that is open."""
 
-    def __init__(self, header: Header, *, spans: bool, span_events: bool) -> None:
+    def __init__(self, header: Header, *, spans: bool) -> None:
         self.tail, self.head = Tail(header.regions[Region.EVENTS].length, header.seed), 0
         """``head``: the end of the ring as it was read last"""
-        self._header, self._ids = header, SpanIds(header)
-        self._spans, self._span_events = spans, span_events
+        self._header, self._ids, self._spans = header, SpanIds(header), spans
         self._place = place_of(header)
         self._places: dict[str, Place] = {}
         """of the application's spans, by their scopes"""
@@ -626,8 +576,6 @@ class _Ring:
         """the root span that is open"""
         self._root_ids: SpanId = self._ids.run
         self._flags = _SAMPLED
-        self._events: deque[Span.Event] = deque()
-        self._dropped_events = 0
 
     def read(self, directory: Directory) -> list[bytes]:
         """Return the new payloads. Raises ``READ_ERRORS``."""
@@ -650,14 +598,13 @@ class _Ring:
         """Add the span or the record of a frame, as far as it has one; ``wall_ns``: when it was read, Unix ns."""
         frame: Frame = json.loads(payload)
         kind = frame["k"]
-        is_root = kind in {"span", "span_start"} and frame["name"] in _ROOTS and _is_ours(frame)
-        if is_root:
+        if kind in {"span", "span_start"} and frame["name"] in _ROOTS and _is_ours(frame):
             self._flags, self._root_ids = frame["flags"] & _SAMPLED, SpanId(frame["trace_id"], frame["span_id"])
             self._root = frame if kind == "span_start" else None
         if kind == "span":
-            spans += self._span(frame, *(self._events_until(frame["t1"]) if is_root else ()))
-        record = self._event(frame) if kind == "event" else self._checkpoint(frame) if kind == "span" else None
-        if record is not None:
+            spans += self._span(frame)
+        if kind == "event" and frame["name"] != catalog.EVENT_SCALARS.name:  # points of curves, which are pushed as a metric
+            record = self._event(frame)
             uid = uuid.UUID(bytes=blake2b(self._header.incarnation + payload, digest_size=16).digest())
             record.attributes.extend(pairs({"log.record.uid": str(uid)}))
             record.observed_time_unix_nano = wall_ns
@@ -672,53 +619,36 @@ class _Ring:
         ended: Frame = {"status": "error", "description": f"the rank ended before it: {reason}"}
         if reason == "finished":
             ended = {"status": "unset"}
-        return self._span(root | ended | {"t1": end_ns, "attrs": root["attrs"] | {"reason": reason}}, *self._events_until(None))
+        return self._span(root | ended | {"t1": end_ns, "attrs": root["attrs"] | {"reason": reason}})
 
     def _wall_ns(self, monotonic_ns: int) -> int:
         return monotonic_ns - self._header.monotonic_ns + self._header.wall_ns
 
-    def _events_until(self, until_ns: int | None) -> tuple[list[Span.Event], int]:
-        """Take the events until the end of a root span (``None``: all), and the number of those that were dropped."""
-        events = []
-        while self._events and (until_ns is None or self._events[0].time_unix_nano <= until_ns):
-            events.append(self._events.popleft())
-        dropped, self._dropped_events = self._dropped_events, 0
-        return events, dropped
-
-    def _event(self, frame: Frame) -> LogRecord | None:
-        """Return the record of an event, and keep it for the end of the root span."""
+    def _event(self, frame: Frame) -> LogRecord:
+        """Return the record of an event; its body is a sentence: what happened, the details, sizes and times with units."""
         name, details, step = frame["name"], frame["attrs"], frame.get("step")
-        if name == catalog.EVENT_SCALARS.name:  # points of curves, which are pushed as a metric
-            return None
         event, severity = catalog.EVENT_BY_NAME.get(name), catalog.event_severity(name, details)
         attributes, ids = namespaced(name, details) if event else details, self._root_ids
         if step is not None:
             attributes, details, ids = {**attributes, STEP: step}, {**details, "step": step}, self._ids.step(step)
-        at_ns = self._wall_ns(frame["t"])
-        if self._span_events:
-            self._events.append(Span.Event(name=name, attributes=pairs(attributes), time_unix_nano=at_ns))
-            if len(self._events) > MOST_EVENTS:
-                self._events.popleft()
-                self._dropped_events += 1
         sentence = event.brief.partition(". ")[0].partition(": ")[0].rstrip(".") if event else name
-        record = _record(name, severity, sentence, details, attributes)
-        record.time_unix_nano, record.flags = at_ns, self._flags
-        record.trace_id, record.span_id = map(bytes.fromhex, ids)
-        return record
+        values = {key: with_unit(name, key, value) or labels.text(value) for key, value in details.items()}
+        words = ", ".join(f"{labels.text(key)} {value}" for key, value in values.items())
+        word, number = _SEVERITIES[severity]
+        return LogRecord(
+            event_name=name,
+            severity_text=word,
+            severity_number=number,
+            body=any_value((f"{sentence}: {words}" if words else sentence)[:_MOST_BODY]),
+            attributes=pairs(attributes),
+            time_unix_nano=self._wall_ns(frame["t"]),
+            flags=self._flags,
+            trace_id=bytes.fromhex(ids.trace),
+            span_id=bytes.fromhex(ids.span),
+        )
 
-    def _checkpoint(self, frame: Frame) -> LogRecord | None:
-        """Return the record of a save that succeeded; one that failed has an event."""
-        name = frame["name"]
-        if name != catalog.SPAN_CHECKPOINT.name or not _is_ours(frame) or frame["status"] == "error":
-            return None
-        details = {"duration_s": (frame["t1"] - frame["t0"]) / 1e9, **frame["attrs"]}
-        record = _record(name, Severity.INFO, "A checkpoint was saved", details, namespaced(name, details))
-        record.time_unix_nano, record.flags = frame["t1"], frame["flags"] & _SAMPLED
-        record.trace_id, record.span_id = bytes.fromhex(frame["trace_id"]), bytes.fromhex(frame["span_id"])
-        return record
-
-    def _span(self, frame: Frame, events: Iterable[Span.Event] = (), dropped_events: int = 0) -> list[Item]:
-        """Return the span of a frame; none if its trace is not sampled. ``events``: of a root, besides its own."""
+    def _span(self, frame: Frame) -> list[Item]:
+        """Return the span of a frame; none if its trace is not sampled."""
         if not self._spans or not frame["flags"] & _SAMPLED:
             return []
         name, version, schema_url, attributes = frame["scope"]
@@ -727,7 +657,7 @@ class _Ring:
             if key not in self._places:
                 self._places[key] = self._place.of_scope(name, version or "", schema_url or "", attributes or {})
             place = self._places[key]
-        return [Item(place, _span(frame, events, dropped_events))]
+        return [Item(place, _span(frame))]
 
 
 def namespaced(owner: str, attributes: Mapping[str, object]) -> dict[str, object]:
@@ -740,7 +670,7 @@ def namespaced(owner: str, attributes: Mapping[str, object]) -> dict[str, object
     }
 
 
-def _span(frame: Frame, root_events: Iterable[Span.Event], root_dropped: int) -> Span:
+def _span(frame: Frame) -> Span:
     name, attributes, parent = frame["name"], frame["attrs"], frame.get("parent", "")
     if _is_ours(frame) and name in _SPANS:
         attributes = namespaced(name, attributes)
@@ -750,10 +680,6 @@ def _span(frame: Frame, root_events: Iterable[Span.Event], root_dropped: int) ->
     flags = SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK | (frame["flags"] & _FLAGS)
     if frame.get("remote"):
         flags |= SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
-    own_events = (
-        Span.Event(time_unix_nano=at_ns, name=event, attributes=pairs(values), dropped_attributes_count=dropped)
-        for at_ns, event, values, dropped in frame.get("events", ())
-    )
     return Span(
         trace_id=bytes.fromhex(frame["trace_id"]),
         span_id=bytes.fromhex(frame["span_id"]),
@@ -766,8 +692,11 @@ def _span(frame: Frame, root_events: Iterable[Span.Event], root_dropped: int) ->
         end_time_unix_nano=frame["t1"],
         attributes=pairs(attributes),
         dropped_attributes_count=dropped_attributes,
-        events=[*root_events, *own_events],
-        dropped_events_count=dropped_events + root_dropped,
+        events=[
+            Span.Event(time_unix_nano=at_ns, name=event, attributes=pairs(values), dropped_attributes_count=dropped)
+            for at_ns, event, values, dropped in frame.get("events", ())
+        ],
+        dropped_events_count=dropped_events,
         links=[
             Span.Link(
                 trace_id=bytes.fromhex(trace_id),
@@ -787,19 +716,3 @@ def _span(frame: Frame, root_events: Iterable[Span.Event], root_dropped: int) ->
 def _is_ours(frame: Frame) -> bool:
     """Return whether a span is torchobs' own, so that the catalog describes its attributes."""
     return bool(frame["scope"][0] == SCOPE)
-
-
-def _record(
-    name: str, severity: Severity, sentence: str, details: Mapping[str, object], attributes: Mapping[str, object]
-) -> LogRecord:
-    """Return a record whose body is a sentence: what happened, and the details, sizes and durations with their units."""
-    values = {key: with_unit(name, key, value) or labels.text(value) for key, value in details.items()}
-    words = ", ".join(f"{labels.text(key)} {value}" for key, value in values.items())
-    word, number = _SEVERITIES[severity]
-    return LogRecord(
-        event_name=name,
-        severity_text=word,
-        severity_number=number,
-        body=any_value((f"{sentence}: {words}" if words else sentence)[:_MOST_BODY]),
-        attributes=pairs(attributes),
-    )
