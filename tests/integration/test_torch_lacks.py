@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchobs
 from tests.training import Recording, batch, mlp
-from torchobs import probes
 from torchobs.flight.reader import reader
 
 LACKING: dict[str, set[str]] = {
@@ -38,7 +37,7 @@ LACKING: dict[str, set[str]] = {
     "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data": {"distributed"},
     "torch.nn.utils.clip_grad._get_total_norm": set(),
     "torch.optim.lr_scheduler._enable_get_lr_call": {"schedulers"},
-    "torch.optim.optimizer.register_optimizer_step_post_hook": {"step", "amp"},
+    "torch.optim.optimizer.register_optimizer_step_post_hook": {"step"},
     "torch.optim.optimizer.register_optimizer_step_pre_hook": {"step", "amp"},
     "torch.utils.data.dataloader._BaseDataLoaderIter": {"data"},
     "torch.utils.weakref": set(),
@@ -73,7 +72,7 @@ NEEDED_BY_TORCH = frozenset(
             "_shutdown",
         ),  # a loader
         *("_local_tensor", "_values", "_fsdp_flattened"),  # a DTensor, a sparse tensor, a flat parameter of FSDP
-        *("_active_ddp_module", "_version"),  # on DDP while it runs, of every tensor
+        *("_active_ddp_module", "_version", "_buffers"),  # on DDP while it runs, of every tensor, of every module
         "_execution_engine",  # of every backward
         "_metadata",  # of a module's state
         *("_schema", "_base", "_sequence_nr"),  # of every operator, view and node of a graph
@@ -183,7 +182,8 @@ def is_name(node: ast.expr, *names: str) -> bool:
 def private_names() -> set[str]:
     """Those that the probes use of objects that are not theirs; their own are those that a class of the file sets."""
     names: set[object] = set()
-    for path in Path(probes.__file__).parent.rglob("*.py"):
+    package = Path(torchobs.__file__).parent
+    for path in (path for room in ("probes", "taps", "tensors") for path in (package / room).rglob("*.py")):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
         own = {node.attr for node in attributes if isinstance(node.ctx, ast.Store) and is_name(node.value, "self")}

@@ -232,7 +232,7 @@ def watch_steps(note: Callable[[Any], None]) -> None:
             if norm is not None:
                 note(norm)
 
-        _unsubscribe.append(taps.OPTIMIZER_STEP.subscribe(before_step))
+        _unsubscribe.append(taps.BEFORE_STEP.subscribe(before_step))
 
 
 def unwatch_steps() -> None:

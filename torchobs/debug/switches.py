@@ -440,7 +440,7 @@ class _Board:
             if not torch.compiler.is_compiling():
                 call(context.breaker(_NAME), self._before_step, context, optimizer)
 
-        self._unsubscribe = taps.OPTIMIZER_STEP.subscribe(before_step)
+        self._unsubscribe = taps.BEFORE_STEP.subscribe(before_step)
 
     def add(self, names: tuple[str, ...], intervals: dict[str, int], trace_dir: str) -> None:
         """Switch on; those that are on get the new interval."""

@@ -5,8 +5,8 @@ inlined in the replacement: a call without subscribers, as in nearly every step,
 patch of the same seam stays in force wherever it stands (:mod:`torchobs.taps.patch`).
 
 Torch has hooks of its own for the steps of optimizers. It iterates over its dictionary of hooks while it calls them, and raises
-``RuntimeError`` in the user's ``step()`` when one is added or removed meanwhile. So those that come and go share one pair of
-hooks, and what cannot be removed at once is removed at the beginning of the next backward pass.
+``RuntimeError`` in the user's ``step()`` when one is added or removed meanwhile. So those that come and go share a
+hook, and what cannot be removed at once is removed at the beginning of the next backward pass.
 """
 
 from __future__ import annotations
@@ -134,65 +134,54 @@ def _surrounded(subscribers: list[Surround], call: Any, *args: Any, **kwargs: An
     return call(*args, **kwargs)
 
 
-class OptimizerSteps:
-    """The steps of all optimizers, by torch's global hooks."""
+class StepHook:
+    """A global hook of optimizers, by the name of what registers it: the leader's, and one that the subscribers share."""
 
-    def __init__(self) -> None:
+    def __init__(self, register: str) -> None:
+        self._register = register
+        self._leaders: list[RemovableHandle] = []
         self._handles: list[RemovableHandle] = []
-        self._leader: list[RemovableHandle] = []
-        self._subscribers: list[tuple[Callable[[Any], object], Callable[[Any], object]]] = []
+        self._subscribers: list[Callable[[Any], object]] = []
         self._lock = RLock()
         renew_in_child(self, _lock=RLock)
 
-    def lead(self, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        """Call these hooks, as torch defines them, before the subscribers."""
-        self._leader = _register(before, after)
+    def lead(self, hook: Callable[..., Any]) -> None:
+        """Have torch call this hook, before the subscribers'."""
+        self._leaders.append(self._registered(hook))
 
     def leave(self) -> None:
-        """Remove them. Idempotent."""
-        handles, self._leader = self._leader, []
+        """Remove it. Idempotent."""
+        handles, self._leaders = self._leaders, []
         remove_hooks(handles)
 
-    def subscribe(
-        self, before: Callable[[Any], object] = lambda _: None, after: Callable[[Any], object] = lambda _: None
-    ) -> Remove:
-        """Call ``before(optimizer)`` and ``after(optimizer)`` in each step; return what ends that, at once, in any thread."""
+    def subscribe(self, listener: Callable[[Any], object]) -> Remove:
+        """Call ``listener(optimizer)`` in each step; return what ends that, at once, from any thread."""
         with self._lock:
             if not self._handles:
-                self._subscribers = []
-                self._handles = _register(*_hooks_of(self._subscribers))
-            pair = before, after
-            self._subscribers.append(pair)
-        return functools.partial(self._unsubscribe, pair)
+                subscribers = self._subscribers = []  # of a hook that is not removed yet there are none
 
-    def _unsubscribe(self, pair: tuple[Callable[[Any], object], Callable[[Any], object]]) -> None:
+                def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+                    del args, kwargs
+                    for each in tuple(subscribers):
+                        each(optimizer)
+
+                self._handles.append(self._registered(hook))
+            self._subscribers.append(listener)
+        return functools.partial(self._unsubscribe, listener)
+
+    def _registered(self, hook: Callable[..., Any]) -> RemovableHandle:
+        from torch.optim import optimizer  # torch is optional until training begins
+
+        handle: RemovableHandle = getattr(optimizer, self._register)(hook)
+        return handle
+
+    def _unsubscribe(self, listener: Callable[[Any], object]) -> None:
         with self._lock:
-            if pair not in self._subscribers:
-                return
-            self._subscribers.remove(pair)
+            if listener in self._subscribers:
+                self._subscribers.remove(listener)
             if not self._subscribers:
                 handles, self._handles = self._handles, []
                 remove_hooks(handles)
-
-
-def _register(before: Callable[..., Any], after: Callable[..., Any]) -> list[RemovableHandle]:
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
-    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-
-
-def _hooks_of(subscribers: list[Any]) -> tuple[Callable[..., None], Callable[..., None]]:
-    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        for before, _ in tuple(subscribers):
-            before(optimizer)
-
-    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        for _, after in tuple(subscribers):
-            after(optimizer)
-
-    return before_step, after_step
 
 
 # -- the seams; torch is optional until training begins -------------------------------------------------------------------
@@ -260,7 +249,7 @@ def _scaler(name: str) -> Places:
 
 
 BACKWARD, ENGINE, FETCH = SharedTap(_backward), Tap(_engine), SharedTap(_fetch)
-OPTIMIZER_STEP = OptimizerSteps()
+BEFORE_STEP, AFTER_STEP = StepHook("register_optimizer_step_pre_hook"), StepHook("register_optimizer_step_post_hook")
 TOTAL_NORM = Tap(_clipping("_get_total_norm", "get_total_norm"))
 CLIP_BY_NORM = Tap(_clipping("_clip_grads_with_norm_", "clip_grads_with_norm_"))
 CLIP_BY_VALUE = Tap(_clipping("clip_grad_value_", "clip_grad_value_"), nests=True)

@@ -360,7 +360,7 @@ class NonfiniteRaiser:
             look(optimizer)
             self._raise_pending()
 
-        self._subscriptions = [taps.BACKWARD.subscribe(self._around_backward), taps.OPTIMIZER_STEP.subscribe(before)]
+        self._subscriptions = [taps.BACKWARD.subscribe(self._around_backward), taps.BEFORE_STEP.subscribe(before)]
 
     def remove(self) -> None:
         """Raise nothing from now on."""

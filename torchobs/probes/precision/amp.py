@@ -390,7 +390,7 @@ class AmpProbe:
 
     def _watch_optimizers(self) -> None:
         """Hook optimizers from the first scaler step on, so that other trainings do not pay for it."""
-        self._unsubscribe = taps.OPTIMIZER_STEP.subscribe(self._before_optimizer)
+        self._unsubscribe = taps.BEFORE_STEP.subscribe(self._before_optimizer)
 
     def _before_optimizer(self, optimizer: Any) -> None:
         if self._in_scaler_step and not self._optimizer_called and not self._removed:  # a subclass's step calls its parent's

@@ -148,7 +148,8 @@ class DeviceTimeProbe:
 
     def _hook(self) -> None:
         self._subscriptions = [
-            taps.OPTIMIZER_STEP.subscribe(lambda _: self._before_safely(), lambda _: self._after_safely()),
+            taps.BEFORE_STEP.subscribe(lambda _: self._before_safely()),
+            taps.AFTER_STEP.subscribe(lambda _: self._after_safely()),
             taps.BACKWARD.subscribe(self._around_backward),
             taps.FETCH.subscribe(self._around_fetch),
         ]

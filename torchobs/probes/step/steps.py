@@ -84,11 +84,13 @@ class StepProbe:
         self._backward.install()
         self._graphs.install()
         before, after = self._compiled(breaker, self._plain_before(breaker), self._plain_after(breaker))
-        taps.OPTIMIZER_STEP.lead(before, after)
+        taps.BEFORE_STEP.lead(before)
+        taps.AFTER_STEP.lead(after)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        taps.OPTIMIZER_STEP.leave()
+        taps.AFTER_STEP.leave()
+        taps.BEFORE_STEP.leave()
         self._never_stepped.remove()
         self._backward.remove()
         self._graphs.remove()
