@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchobs.tensors.device_reads import Device
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
@@ -68,7 +70,7 @@ class Passed:
         return end.at_ms - self.at_ms
 
 
-class SlowDevice:
+class SlowDevice(Device):
     """See the module. It does nothing else, and what must not be done while a graph is captured fails then."""
 
     def __init__(self) -> None:

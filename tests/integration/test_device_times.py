@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.slow_device import Passed, SlowDevice
 from tests.training import Recording, batch, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.probes.core.device_scalars import DeviceValues
 from torchobs.probes.core.timeline import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER
 from torchobs.probes.step.device_times import LONGEST_S, MOST_MARKS, DeviceTimeProbe, Mark, phase_times
+from torchobs.tensors.device_reads import DeviceValues
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,7 +21,6 @@ from tests.slow_device import SlowDevice
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.flight.format.step_record import RecordKind
-from torchobs.probes.core.device_scalars import DeviceValues
 from torchobs.probes.core.timeline import BACKWARD_BEGINS
 from torchobs.probes.gradients import clipping
 from torchobs.probes.gradients.gradients import GradientProbe
@@ -31,6 +30,7 @@ from torchobs.probes.precision.amp import AmpProbe, LossScaling
 from torchobs.probes.step import backward, steps
 from torchobs.probes.step.loss import LossProbe
 from torchobs.runtime.profiler import Profiles
+from torchobs.tensors.device_reads import DeviceValues
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -178,71 +178,17 @@ def test_the_loss_scale_of_a_fused_optimizer_is_divided_by_on_the_host(
     assert late.norms() == [(1, 5.0)]
 
 
-def test_optimizers_within_a_backward_pass_send_one_copy_for_a_step(late: Late, parameters: list[torch.nn.Parameter]) -> None:
-    """There are hundreds: two events are recorded, around the largest once that is known, and used again."""
+def test_each_optimizer_within_a_backward_pass_adds_to_the_norm(late: Late, parameters: list[torch.nn.Parameter]) -> None:
+    """There may be hundreds."""
     recorder, notify = late.context.recorder, late.context.hooks.before_step.notify
     optimizers = [OPTIMIZERS["foreach"]([one]) for one in parameters]
-    for step in range(1, 5):
-        recorder.in_pass = True
-        for optimizer in optimizers:
-            notify(optimizer, False)  # noqa: FBT003  # a listener
-        late.context.hooks.pass_ends.notify()
-        assert [len(values) for values, _ in late.device.sent] == [TENSORS]
-        late.device.land_as([2.0, 3.0, 6.0 * step])
-        recorder.step = step
-    assert dict(late.norms()) == pytest.approx({step: math.hypot(2.0, 3.0, 6.0 * step) for step in range(1, 5)})
-    assert late.device.events == 2
-    assert late.gradients._devices._largest == {torch.device("cuda:0"): parameters[-1].numel()}
-
-
-def test_a_step_in_which_not_all_optimizers_stepped_is_sent_before_the_next(
-    late: Late, parameters: list[torch.nn.Parameter]
-) -> None:
-    """A layer that was not used: what the others have is sent at the end of the pass."""
-    recorder, notify = late.context.recorder, late.context.hooks.before_step.notify
-    optimizers = [OPTIMIZERS["foreach"]([one]) for one in parameters]
-    for step, count in ((1, 2), (2, 3)):
-        recorder.in_pass = True
-        for optimizer in optimizers[:count]:
-            notify(optimizer, False)  # noqa: FBT003  # a listener
-        late.context.hooks.pass_ends.notify()
-        recorder.step = step
-    assert [len(values) for values, _ in late.device.sent] == [2, 3]
-    late.device.land_as([3.0, 4.0])
-    late.device.land_as([2.0, 3.0, 6.0])
-    assert late.norms() == [(1, 5.0), (2, 7.0)]
-
-
-def test_what_is_left_of_a_step_is_sent_from_its_own_stream_and_after_a_capture(
-    late: Late, parameters: list[torch.nn.Parameter]
-) -> None:
-    """From the current one it might be read before it is computed. What were dropped would hold up all norms after it."""
-    recorder, notify, device = late.context.recorder, late.context.hooks.before_step.notify, late.device
-    optimizers = [OPTIMIZERS["foreach"]([one]) for one in parameters]
-    send, streams = device.send, list[int]()
-
-    def noted(*args: Any) -> None:
-        streams.append(device.current)
-        send(*args)
-
-    vars(device)["send"] = noted
     recorder.in_pass = True
-    for stream, optimizer in enumerate(optimizers[:2]):
-        device.current = stream
+    for optimizer in optimizers:
         notify(optimizer, False)  # noqa: FBT003  # a listener
     recorder.step = 1
-    device.is_capturing, device.current = True, 7
-    notify(optimizers[2], False)  # noqa: FBT003  # as above
-    assert streams == [0]
-    device.is_capturing = False
-    recorder.step = 2
-    recorder.in_pass = False
-    notify(optimizers[2], False)  # noqa: FBT003  # as above
-    assert streams == [0, 1, 7]
-    recorder.step = 3
-    for numbers in ([3.0], [4.0], [5.0]):
-        device.land_as(numbers)
-    assert late.norms() == [(1, 5.0), (3, 5.0)]
+    for number in (2.0, 3.0, 6.0):
+        late.device.land_as([number])
+    assert late.norms() == [(1, 7.0)]
 
 
 def test_a_loss_that_never_lands_holds_nobody_up(late: Late, parameters: list[torch.nn.Parameter]) -> None:

@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.slow_device import SlowDevice
-from torchobs.probes.gradients.devices import Devices
 from torchobs.probes.gradients.norms import Measurement, count_on_device, device_norms, from_norms, host_norms, largest, measure
-from torchobs.tensors.device_reads import Cuda
+from torchobs.tensors.device_reads import Device, Devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -218,6 +217,6 @@ def test_nothing_is_launched_while_a_graph_is_captured() -> None:
 def test_pinned_memory_is_the_cpu_s_whatever_the_default_device_is() -> None:
     """``set_default_device("cuda")`` holds for our calls, too, and memory of a device cannot be pinned."""
     with torch.device("cuda"), torch.inference_mode():
-        pinned = Cuda().empty(8, "cuda")
+        pinned = Device().empty(8, "cuda")
     assert (pinned.device.type, pinned.dtype, pinned.shape) == ("cpu", torch.float64, (8,))
     assert not pinned.is_inference()

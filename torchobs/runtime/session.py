@@ -26,7 +26,6 @@ from torchobs.flight.writer.writer import FlightWriter, open_writer
 from torchobs.probes import factories
 from torchobs.probes.compile.compile import DynamoRules
 from torchobs.probes.core.context import Hooks, ProbeContext
-from torchobs.probes.core.device_scalars import DeviceValues
 from torchobs.probes.core.step_recorder import StepRecorder
 from torchobs.probes.core.training_state import TrainingState
 from torchobs.probes.core.user_scalars import Scalars
@@ -47,6 +46,7 @@ from torchobs.support.import_hooks import after_import, cancel, imported
 from torchobs.support.process_group import rank_and_size
 from torchobs.support.rank_log import OWN, name_rank, remove_rank, set_level
 from torchobs.taps.taps import SafePoint
+from torchobs.tensors.device_reads import DeviceValues
 from torchobs.tensors.references import let_tensors_be_swapped
 
 if TYPE_CHECKING:

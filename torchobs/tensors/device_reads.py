@@ -1,4 +1,7 @@
-"""Host memory for asynchronous copies from a device, and detection of their arrival without calls of the device.
+"""Numbers from a device without waiting: asynchronous copies into host memory, whose arrival shows without a device call.
+
+A single value is first stored in memory of its device, which is one launch; what was stored in a tenth of a second is then sent
+in one copy. Nothing is read while the stream is being captured into a graph.
 
 On CUDA and XPU it is pinned, and allocated at the first step: to pin memory later would synchronise with the device, of which
 torch's sync-debug mode knows nothing. Other devices (Metal's) copy into ordinary memory.
@@ -18,9 +21,10 @@ events: hence the pool of buffers. What needs such a call is done by the trainin
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +38,8 @@ UNSET_32 = 0x7FA0_B5E7
 _LEAST = 64
 _MOST_AT_ONCE, _FEWEST_AT_ONCE, _WORDS_AT_ONCE = 64, 4, 8192
 """Buffers that are allocated together: the device may be so many measurements behind before more are needed"""
+_MOST_TIMED = 64
+"""Pending device timings that are kept; of a device that is further behind, the last ones"""
 PINNED = frozenset({"cuda", "xpu"})
 """Device types that copy asynchronously into pinned memory only"""
 
@@ -48,45 +54,11 @@ class DeviceEvent(Protocol):
         """Return the device time from this event to ``end``, in ms."""
 
 
-class Device(Protocol):
-    """All calls of a device that probes make; for the training thread."""
+class Device:
+    """All calls of a device that probes make, for the training thread: by ``torch.cuda``, or another type's module of torch."""
 
     def on(self, device: torch.device) -> AbstractContextManager[object]:
         """Return a context in which ``device`` and its current stream are the current ones."""
-
-    def capturing(self) -> bool:
-        """Return True if the current CUDA stream is being captured into a graph. Does not initialise CUDA."""
-
-    def stream(self, device: torch.device) -> Any:
-        """Return the device's current stream; streams can be compared. ``None`` where there are none."""
-
-    def within(self, device: torch.device, stream: Any) -> AbstractContextManager[object]:
-        """Return a context in which that stream of the device, of :meth:`stream`, is the current one."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return True if the tensor has data; a fake tensor has a shape and a device only."""
-
-    def event(self, again: DeviceEvent | None = None) -> DeviceEvent:
-        """Record a CUDA event with timing on the current stream: ``again`` one of the same device, or a new one."""
-
-    def empty(self, size: int, kind: str) -> torch.Tensor:
-        """Return an uninitialised vector in host memory, for copies from that type of device, of the type :func:`wide`."""
-
-    def numbers(self, size: int, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised vector on the device, of the same type as :meth:`empty` returns."""
-
-    def store(self, value: torch.Tensor, numbers: torch.Tensor, slot: int) -> None:
-        """Copy a one-element tensor into a slot of :meth:`numbers`, on the device, which is the current one."""
-
-    def send(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy asynchronously, converted to the type of ``into``. The values' device is the current one."""
-
-
-class Cuda:
-    """:class:`Device` by ``torch.cuda``, and for other types of devices by what their module of torch has of the same."""
-
-    def on(self, device: torch.device) -> AbstractContextManager[object]:
-        """See :class:`Device`."""
         import torch  # torch is optional until training begins
 
         there: Any = torch.cuda.device if device.type == "cuda" else _of(device, "device")
@@ -94,31 +66,34 @@ class Cuda:
         return found
 
     def stream(self, device: torch.device) -> Any:
-        """See :class:`Device`."""
+        """Return the device's current stream; streams can be compared. ``None`` where there are none."""
         current = _of(device, "current_stream")
         return current() if current is not None else None
 
     def within(self, device: torch.device, stream: Any) -> AbstractContextManager[object]:
-        """See :class:`Device`."""
+        """Return a context in which that stream of the device, of :meth:`stream`, is the current one."""
         there: Any = _of(device, "stream")
         found: AbstractContextManager[object] = there(stream) if there is not None and stream is not None else nullcontext()
         return found
 
     def capturing(self) -> bool:
-        """See :class:`Device`."""
+        """Return True if the current CUDA stream is being captured into a graph. Does not initialise CUDA."""
         import torch
 
         cuda: Any = torch.cuda  # torch has no types for it
         return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """See :class:`Device`. Whole trainings are run on fake tensors to estimate their memory use."""
+        """Return True if the tensor has data; a fake tensor has a shape and a device only.
+
+        Whole trainings are run on fake tensors to estimate their memory use.
+        """
         import torch
 
         return type(tensor) is torch.Tensor or getattr(tensor, "fake_mode", None) is None
 
     def event(self, again: Any = None) -> DeviceEvent:
-        """See :class:`Device`."""
+        """Record a CUDA event with timing on the current stream: ``again`` one of the same device, or a new one."""
         import torch
 
         made: Any = torch.cuda.Event
@@ -128,7 +103,7 @@ class Cuda:
         return found
 
     def empty(self, size: int, kind: str) -> torch.Tensor:
-        """See :class:`Device`.
+        """Return an uninitialised vector in host memory, for copies from that type of device, of the type :func:`wide`.
 
         The device is explicit because ``set_default_device("cuda")`` applies here, too, and only CPU memory can be pinned.
         A tensor made in ``inference_mode`` could not be written to outside of it.
@@ -139,18 +114,21 @@ class Cuda:
             return torch.empty(size, dtype=wide(torch, kind), device="cpu", pin_memory=kind in PINNED)
 
     def numbers(self, size: int, device: torch.device) -> torch.Tensor:
-        """See :class:`Device`."""
+        """Return an uninitialised vector on the device, of the same type as :meth:`empty` returns."""
         import torch
 
         with torch.inference_mode(mode=False):
             return torch.empty(size, dtype=wide(torch, device.type), device=device)
 
     def store(self, value: torch.Tensor, numbers: torch.Tensor, slot: int) -> None:
-        """See :class:`Device`. One launch, which converts."""
+        """Copy a one-element tensor into a slot of :meth:`numbers`, on the current device: one launch, which converts."""
         numbers[slot].copy_(value.detach().reshape(()), non_blocking=True)
 
     def send(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        """See :class:`Device`. Converted on the device: a copy that converts goes through pageable memory and blocks."""
+        """Copy asynchronously from the current device, converted to the type of ``into``.
+
+        Converted on the device: a copy that converts goes through pageable memory and blocks.
+        """
         import torch
 
         with torch.no_grad():
@@ -232,7 +210,7 @@ class PendingCopies:
     """Pool of buffers, one per session. ``send`` is for the training thread; any thread releases buffers."""
 
     def __init__(self, device: Device | None = None) -> None:
-        self._device = device if device is not None else Cuda()
+        self._device = device if device is not None else Device()
         self._returned: deque[tuple[tuple[str, int], Buffer, int]] = deque()
         self._free: dict[tuple[str, int], list[Buffer]] = {}
         self._made: dict[tuple[str, int], int] = {}
@@ -287,3 +265,159 @@ class EventPool:
     def release(self, device: torch.device, *events: DeviceEvent) -> None:
         """Take events of that device back."""
         self._free.setdefault(device, []).extend(events)
+
+
+_SLOTS, _MOST_COPIES = 1024, 256
+EVERY_S = 0.1
+"""Time between two copies: the interval at which the sampler thread looks"""
+_SETTLE_POLLS, _SETTLE_POLL_S = 50, 0.001
+
+
+class _Values:
+    """Values of one stream of a device: work of another stream has an order of its own, and may be much later."""
+
+    __slots__ = ("device", "next", "pending", "sent_s", "stored", "stream", "unsent")
+
+    def __init__(self, device: torch.device, stream: Any, stored: torch.Tensor) -> None:
+        self.device, self.stream, self.stored = device, stream, stored
+        self.next = 0
+        self.sent_s = float("-inf")
+        self.unsent: list[Callable[[float], None]] = []
+        """For the values that are stored on the device in the slots before ``next``"""
+        self.pending: deque[tuple[PendingCopy, list[Callable[[float], None]]]] = deque()
+        """On their way"""
+
+
+class DeviceValues:
+    """Single values, by stream: slots in memory of the device, allocated at first use, and copies of these."""
+
+    def __init__(
+        self, device: Device | None = None, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.cuda = device if device is not None else Device()
+        """All calls of a device in the training thread go through it"""
+        self._every_s, self._clock = every_s, clock
+        self._copies = PendingCopies(self.cuda)
+        self._streams: dict[tuple[torch.device, Any], _Values] = {}
+        self.dropped = 0
+        self.unread: dict[str, str] = {}
+        """Why device types are not read: the class of what torch raised"""
+
+    def take(self, value: torch.Tensor, deliver: Callable[[float], None]) -> bool:
+        """Read a one-element tensor: at once on the CPU, else :meth:`poll` calls ``deliver`` later.
+
+        Return True if the value was or will be delivered; False during graph capture, on a device that cannot copy, for a fake
+        tensor, or with too many copies pending.
+        """
+        if not self.cuda.holds(value):
+            return False
+        kind = value.device.type
+        if kind == "cpu":
+            deliver(float(value.item()))
+            return True
+        if kind == "cuda":
+            return self.expect(value, deliver)
+        if kind == "meta" or kind in self.unread:  # a meta tensor has no value
+            return False
+        try:
+            return self.expect(value, deliver)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            self.unread[kind] = type(error).__name__
+            return False
+
+    def expect(self, value: torch.Tensor, deliver: Callable[[float], None]) -> bool:
+        """Have the value of a device's tensor delivered later. Return as :meth:`take` does."""
+        device = value.device
+        with self.cuda.on(device):
+            if self.cuda.capturing():
+                return False
+            key = device, self.cuda.stream(device)
+            values = self._streams.get(key)
+            if values is None:
+                values = self._streams[key] = _Values(*key, self.cuda.numbers(_SLOTS, device))
+            if len(values.pending) >= _MOST_COPIES:
+                self.dropped += 1
+                return False
+            self.cuda.store(value, values.stored, values.next)
+            values.unsent.append(deliver)
+            values.next += 1
+            if values.next == _SLOTS or self._clock() - values.sent_s >= self._every_s:
+                self._send(values)
+        return True
+
+    def _send(self, values: _Values) -> None:
+        """Send what was stored. The values' stream is the current one."""
+        stored = values.stored[values.next - len(values.unsent) : values.next]
+        values.pending.append((self._copies.send(stored), values.unsent))
+        values.next, values.unsent, values.sent_s = values.next % _SLOTS, [], self._clock()
+
+    def send_rest(self) -> None:
+        """Send what is stored on devices, at the end, in the thread that ends the session."""
+        for values in self._streams.values():
+            if values.unsent:
+                with self.cuda.on(values.device), self.cuda.within(values.device, values.stream):
+                    if not self.cuda.capturing():
+                        self._send(values)
+
+    def poll(self) -> None:
+        """Deliver the values that have arrived, oldest first, without a call of a device. One thread at a time, any."""
+        for values in list(self._streams.values()):
+            while values.pending and values.pending[0][0].ready():
+                copy, delivers = values.pending.popleft()
+                for deliver, number in zip(delivers, copy.take(), strict=True):
+                    deliver(number)
+
+    def settle(self, rest: Callable[[float], None] = time.sleep) -> None:
+        """Wait up to 50 ms for pending values, so that the last step is complete. Does not synchronise."""
+        for _ in range(_SETTLE_POLLS):
+            self.poll()
+            if not any(values.pending for values in self._streams.values()):
+                return
+            rest(_SETTLE_POLL_S)
+
+
+def is_on_device(number: Any) -> bool:
+    """Return True for a tensor that is not on the CPU: ``float`` of it would synchronise."""
+    return not getattr(number, "is_cpu", True)
+
+
+class Timing(NamedTuple):
+    """CUDA events around a device's part of a measurement; queried in the training thread only."""
+
+    device: torch.device
+    begun: DeviceEvent
+    done: DeviceEvent
+    numbers: PendingCopy
+    """What was sent after it"""
+
+
+class Devices:
+    """Resources for measuring on devices: the pool of copies, and device timings."""
+
+    __slots__ = ("copies", "cuda", "events", "timings")
+
+    def __init__(self, cuda: Device) -> None:
+        self.cuda, self.copies = cuda, PendingCopies(cuda)
+        self.timings: deque[Timing] = deque()
+        self.events = EventPool(cuda)
+
+    def time(self, timing: Timing) -> None:
+        """Keep a timing until :meth:`take_ns`; of too many, the last ones."""
+        if len(self.timings) >= _MOST_TIMED:
+            oldest = self.timings.popleft()
+            self.events.release(oldest.device, oldest.begun, oldest.done)
+        self.timings.append(timing)
+
+    def take_ns(self) -> int:
+        """Return the device time in ns of work finished since the last call. In the training thread; never waits.
+
+        An event is queried once what was sent after it has landed. ``query`` of one that is not reached clears the error of
+        an earlier launch, which nobody may have seen yet (``cudaGetLastError`` in ``CUDAEvent.h``).
+        """
+        spent_ns = 0
+        if self.timings and not self.cuda.capturing():
+            while self.timings and self.timings[0].numbers.has_landed() and self.timings[0].done.query():
+                device, begun, done, _ = self.timings.popleft()
+                spent_ns += int(begun.elapsed_time(done) * 1e6)
+                self.events.release(device, begun, done)
+        return spent_ns

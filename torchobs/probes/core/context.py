@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from torchobs.config.settings import Settings
     from torchobs.detect.spikes import BlownLayer
     from torchobs.flight.writer.writer import FlightWriter
-    from torchobs.probes.core.device_scalars import DeviceValues
     from torchobs.probes.core.step_recorder import StepRecorder
     from torchobs.probes.core.training_state import TrainingState
     from torchobs.probes.core.user_scalars import Scalars
     from torchobs.probes.data.worker_states import LoaderWorker
+    from torchobs.tensors.device_reads import DeviceValues
 
 P = ParamSpec("P")
 
@@ -238,7 +238,6 @@ class Hooks:
         "nonfinite_arrived",
         "nonfinite_gradient",
         "nonfinite_loss",
-        "pass_ends",
         "steps_within",
         "takes_loss",
         "unscales",
@@ -266,8 +265,6 @@ class Hooks:
         """Session: it is about to end, with whatever is there still"""
         self.steps_within: HookList[[int, Any]] = HookList(spent_ns)
         """Step probe: within the step of the optimizer with this id, this other one begins to step"""
-        self.pass_ends: HookList[[]] = HookList(spent_ns)
-        """Step probe: a backward pass in which optimizers have stepped has come to its end"""
         self.loss_scaled: HookList[[object, object, Any]] = HookList(spent_ns)
         """AMP probe: a loss scaler has scaled, with the outputs, the scaled outputs and the scale, a tensor"""
         self.unscales: HookList[[Any, Any]] = HookList(spent_ns)

@@ -17,21 +17,21 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.format.step_record import StepFlag
-from torchobs.probes.core.device_scalars import is_on_device
 from torchobs.probes.gradients.norms import Clipping, completed_total, from_norms, is_l2
 from torchobs.support.graph_safe import graph_being_made, outside_of_graphs
 from torchobs.taps import taps
+from torchobs.tensors.device_reads import is_on_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.core.sampling_interval import SamplingInterval
-    from torchobs.probes.gradients.devices import Devices
     from torchobs.probes.gradients.norms import Measurement
     from torchobs.probes.precision.amp import LossScaling
     from torchobs.support.error_guard import CircuitBreaker
     from torchobs.taps.capture_results import CapturedResults
+    from torchobs.tensors.device_reads import Devices
 
     Measure = Callable[[list[Any]], Measurement | None]
 

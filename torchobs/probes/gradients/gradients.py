@@ -20,7 +20,6 @@ from torchobs.detect.spikes import blown_layer
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.sampling_interval import SamplingInterval
 from torchobs.probes.gradients.clipping import ClipWatch
-from torchobs.probes.gradients.devices import Devices
 from torchobs.probes.gradients.layers import WIDER, Layers, UpdateWatch
 from torchobs.probes.gradients.lints import Lints, Measured
 from torchobs.probes.gradients.norms import PendingNorms, largest, measure, scaled
@@ -28,6 +27,7 @@ from torchobs.probes.gradients.replica_weights import Replicas, ReplicaWeights
 from torchobs.probes.gradients.stuck_layers import NoGradients, StuckLayersWatch
 from torchobs.support.process_group import rank_and_size
 from torchobs.support.rate_limit import RateLimiter
+from torchobs.tensors.device_reads import Devices
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,6 @@ class GradientProbe:
         self._no_gradients = NoGradients(context, self._stuck_layers)
         hooks.before_step.register(breaker, self._before_step)
         hooks.after_closure_backward.register(breaker, self._after_backward)
-        hooks.pass_ends.register(breaker, self._devices.flush)
         hooks.watched.register(breaker, names.watch)
         names.built_modules.install(breaker)
         context.modules[:] = [names.outermost]
@@ -302,10 +301,7 @@ class GradientProbe:
         scale = getattr(optimizer, "grad_scale", None)
         scale = scale if isinstance(scale, self._torch.Tensor) else None  # other libraries use the name for something else
         keys, suspects = list(map(id, parameters)), self._suspects
-        self._devices.of_step(self._context.recorder.step, following=self._context.recorder.in_pass)
         made = measure(self._torch, keys, gradients, scale, suspects, self._devices) if parameters else None
-        if self._devices.batches and not self._devices.batching:
-            self._devices.flush()
         if made is not None:
             self._record(made, within=within)
             self._keep(made, optimizer, within=within)

@@ -15,16 +15,13 @@ from dataclasses import dataclass, field
 from math import hypot, inf, isfinite, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.probes.core.device_scalars import is_on_device
-from torchobs.probes.gradients.devices import Timing
-from torchobs.tensors.device_reads import wide
+from torchobs.tensors.device_reads import Timing, is_on_device, wide
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from weakref import ref
 
-    from torchobs.probes.gradients.devices import BatchPart, Devices
-    from torchobs.tensors.device_reads import PendingCopy
+    from torchobs.tensors.device_reads import Devices, PendingCopy
 
     Part = tuple[Callable[[], float | None], float]
 
@@ -294,7 +291,7 @@ class NonFiniteGradient(NamedTuple):
 class Arriving(NamedTuple):
     """Numbers that are being copied from a device."""
 
-    numbers: PendingCopy | BatchPart
+    numbers: PendingCopy
     order: list[int]
     """Indices of the gradients that the first numbers are the norms of"""
     counted: list[int]
@@ -437,26 +434,16 @@ def _send(
 ) -> Arriving:
     """Compute norms, counts and scale on the current device and start to copy them. ``indices`` are the tensors'."""
     device = tensors[0].device
-    batch = devices.batch(device) if devices.batching or device in devices.batches else None
-    elements = sum(tensor.numel() for tensor in tensors) if batch is not None else 0
-    timed = device.type == "cuda" and (batch is None or (batch.timed is None and elements >= batch.expected))
-    begun = devices.events.record(device) if timed else None
+    begun = devices.events.record(device) if device.type == "cuda" else None
     vector, order = device_norms(tensors)
     more = [count_on_device(tensor) for _, tensor in counted]
     if scale is not None:
         more.append(scale.to(vector.device, non_blocking=True))
     if more:
         vector = torch.cat([vector, *(number.reshape(1).to(vector.dtype) for number in more)])
-    numbers: PendingCopy | BatchPart
-    if batch is None:
-        numbers = sent = devices.copies.send(vector)
-        if begun is not None:
-            devices.time(Timing(device, begun, devices.events.record(device), sent, 1.0))
-    else:
-        numbers = batch.add(vector)
-        batch.elements, batch.largest = batch.elements + elements, max(batch.largest, elements)
-        if begun is not None:
-            batch.timed = begun, devices.events.record(device), elements
+    numbers = devices.copies.send(vector)
+    if begun is not None:
+        devices.time(Timing(device, begun, devices.events.record(device), numbers))
     return Arriving(numbers, [indices[place] for place in order], [index for index, _ in counted], scaled=scale is not None)
 
 

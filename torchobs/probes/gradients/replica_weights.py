@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from weakref import ref
 
     from torchobs.probes.core.context import ProbeContext
-    from torchobs.probes.gradients.devices import Devices
-    from torchobs.tensors.device_reads import PendingCopy
+    from torchobs.tensors.device_reads import Devices, PendingCopy
 
 FIRST = 16
 _PARAMETERS, _ELEMENTS = 16, 8

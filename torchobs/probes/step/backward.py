@@ -34,7 +34,7 @@ class BackwardWatch:
 
     def __init__(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
         self._context, self._training, self._breaker = context, context.training, breaker
-        self._end_pass = breaker.guard(self._pass_ends)
+        self._end_pass = breaker.guard(context.recorder.end_pass)
 
     def install(self) -> None:
         """Wrap ``torch.autograd.backward`` and the engine."""
@@ -74,11 +74,6 @@ class BackwardWatch:
                         end_pass()
 
         return self._compiled(original, busy, divert, backward) or backward
-
-    def _pass_ends(self) -> None:
-        """End a backward pass in which optimizers have stepped."""
-        self._context.hooks.pass_ends.notify()
-        self._context.recorder.end_pass()
 
     def _compiled(self, original: Any, busy: Any, divert: Any, in_python: Callable[..., Any]) -> Callable[..., Any] | None:
         """Return what records nearly every backward pass, and leaves others to ``in_python``; ``None`` if not compiled."""
