@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchobs import debug
-from torchobs.support.tensor_parts import evenly_sampled
+from torchobs.tensors.values import evenly_sampled
 
 
 @pytest.mark.parametrize(

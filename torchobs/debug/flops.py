@@ -10,17 +10,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchobs.debug.backward_passes import beside_grad
 from torchobs.debug.memory import loss_of
 from torchobs.debug.tensors import require_module
 from torchobs.support.result import Result
 from torchobs.tensors.batches import call
-from torchobs.tensors.running import state_kept
+from torchobs.tensors.running import beside_grad, state_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchobs.debug.backward_passes import Backward
+    from torchobs.tensors.running import Backward
 
 _PRODUCTS = re.compile(
     r"(?:^|_)[a-z]*m[mv](?:_|$)|conv(?!ert)|matmul|attention|rnn_layer|_rnn$|_rnn_backward|lstm$|gru$|mkldnn_linear|_trilinear"

@@ -10,22 +10,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug import operations
-from torchobs.debug.backward_passes import beside_grad, running_modules
 from torchobs.debug.tensors import bytes_of, is_uninitialized, require_module, require_optimizer, wide
 from torchobs.probes.memory.device_memory import has_statistics
 from torchobs.probes.nonfinite.locate import is_users_file
 from torchobs.support.result import Result, fill
-from torchobs.support.tensor_parts import storages
 from torchobs.tensors.batches import call, is_sequence, rebuilt, walk
 from torchobs.tensors.references import collections_paused, living, types_of_objects
-from torchobs.tensors.running import state_kept
+from torchobs.tensors.running import beside_grad, running_modules, state_kept
+from torchobs.tensors.values import storages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from torchobs.debug.backward_passes import Backward
     from torchobs.debug.operations import MemoryUse
     from torchobs.debug.operator_watch import Live
+    from torchobs.tensors.running import Backward
 
 
 @dataclass(frozen=True, slots=True)

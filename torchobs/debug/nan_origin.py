@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchobs import catalog
-from torchobs.debug.backward_passes import checkpoints_kept, running_modules
 from torchobs.debug.memory import loss_of
 from torchobs.debug.operator_watch import UNWRITTEN, user_line
 from torchobs.debug.tensors import require_module
@@ -28,7 +27,7 @@ from torchobs.support.error_guard import CircuitBreaker
 from torchobs.support.process_group import is_shared
 from torchobs.tensors.batches import call, is_sequence, walk
 from torchobs.tensors.names import clean
-from torchobs.tensors.running import state_kept
+from torchobs.tensors.running import checkpoints_kept, running_modules, state_kept
 from torchobs.tensors.values import Condition, TensorStatistics, bad_elements, condition, statistics
 
 if TYPE_CHECKING:

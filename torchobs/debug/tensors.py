@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug.findings import found, told
 from torchobs.support.result import Result
-from torchobs.support.tensor_parts import evenly_sampled, stored
+from torchobs.tensors.values import evenly_sampled, stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -1,13 +1,20 @@
-"""How a model is called with a batch, and the tensors in what goes in and comes out, whatever structure they are in."""
+"""How a model is called with a batch, the tensors in what goes in and comes out, and how many samples and tokens a batch has.
+
+The sizes are inferred from shapes and types of the tensors alone. Samples are the leading dimension that its tensors share.
+Tokens, padding included, are the elements of the tensor of token ids: the one with a usual name (``input_ids``), else the only
+integer tensor of two dimensions, or the first of several of one shape (a language model's inputs and targets), where the batch
+has no floating-point tensor of two or more dimensions: beside images or features such integers are labels or categories.
+"""
 
 from __future__ import annotations
 
-from collections import UserDict, deque
-from collections.abc import Mapping, MutableMapping
+from collections import Counter, UserDict, deque
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -116,3 +123,123 @@ def _mapping_with(values: Any, parts: dict[Any, Any]) -> Any:
     for place, part in parts.items():
         made[place] = part  # ModelOutput has no update()
     return made
+
+
+MOST_TENSORS, MOST_DEPTH = 64, 4
+"""What is looked at: a batch may be a list of a million numbers"""
+TOKEN_NAMES = ("input_ids", "token_ids", "tokens", "src_tokens", "ids", "decoder_input_ids", "idx")
+"""Usual names of token ids, the first one found counts: those of Transformers, torchtune, fairseq, and GPTs written by hand"""
+NO_TOKENS = ("mask", "label", "labels", "target", "targets", "type_ids", "position_ids", "lengths", "seq_lens")
+"""Ends of the names of integer tensors that are no tokens"""
+_LEAST_DIMENSIONS = 2
+
+
+class BatchSizes(NamedTuple):
+    """Sizes of one batch; 0 where one cannot be inferred."""
+
+    tokens: int
+    samples: int
+
+
+class _Leaf(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    """``ids`` for 32- and 64-bit integers, ``float``, or neither"""
+
+
+def batch_sizes(batch: Any) -> BatchSizes:
+    """Return the sizes of a batch: a tensor, or containers of tensors (mappings, sequences, dataclasses), nested."""
+    leaves = list(islice(_leaves(batch, "", MOST_DEPTH), MOST_TENSORS))
+    return BatchSizes(_tokens(leaves), _samples(batch, leaves))
+
+
+def _leaves(part: Any, name: str, depth: int) -> Iterator[_Leaf]:
+    if (batched := getattr(part, "batch_sizes", None)) is not None and hasattr(part, "sorted_indices"):
+        yield _Leaf(name, (int(batched[0]),), "")  # a PackedSequence: how many sequences there are at the first time step
+    elif hasattr(part, "dim") and hasattr(part, "dtype"):
+        yield _Leaf(name, _shape(part), _kind(str(part.dtype)))
+    elif depth:
+        for key, item in items(part):
+            yield from _leaves(item, key or name, depth - 1)
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    if getattr(tensor, "is_nested", False):  # one of ragged rows has no shape as a whole
+        return (int(tensor.size(0)),)
+    return tuple(int(length) for length in tensor.shape)
+
+
+def items(part: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a container with their names, "" in a sequence."""
+    if isinstance(part, Mapping):
+        yield from ((str(key), item) for key, item in islice(part.items(), MOST_TENSORS))
+    elif isinstance(part, Sequence) and not isinstance(part, (str, bytes)):
+        names = getattr(part, "_fields", ())
+        yield from ((names[at] if at < len(names) else "", item) for at, item in enumerate(islice(part, MOST_TENSORS)))
+    elif is_dataclass(part) and not isinstance(part, type):
+        yield from ((field.name, getattr(part, field.name, None)) for field in fields(part))
+
+
+def _kind(dtype: str) -> str:
+    if dtype in {"torch.int64", "torch.int32"}:
+        return "ids"
+    return "float" if "float" in dtype else ""
+
+
+def _samples(batch: Any, leaves: list[_Leaf]) -> int:
+    lengths = [leaf.shape[0] for leaf in leaves if leaf.shape]
+    if not lengths:
+        return 0
+    many = _uncollated(batch, leaves)
+    if many:
+        return many
+    votes = Counter(lengths).most_common()  # of equals the first
+    return votes[0][0]
+
+
+def _uncollated(batch: Any, leaves: list[_Leaf]) -> int:
+    """Return the number of samples of a batch whose samples were not stacked; 0 for any other.
+
+    Object detection has ``tuple(zip(*samples))``, so equally long sequences of images and of targets, or the list of samples:
+    neither has a leading dimension that all tensors share, or has tensors without one, which no collation leaves.
+    """
+    if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)) or hasattr(batch, "dim"):
+        return 0
+    parts = list(islice(batch, MOST_TENSORS))
+    shared = len({leaf.shape[:1] for leaf in leaves}) == 1 and bool(leaves[0].shape)
+    inner = [part for part in parts if isinstance(part, (list, tuple))]
+    plain = any(not isinstance(item, (list, tuple, Mapping)) and not hasattr(item, "dim") for part in inner for item in part)
+    if shared and not plain:
+        return 0
+    if len(inner) == len(batch) and len({len(part) for part in inner}) == 1 and not _is_list_of_samples(inner):
+        return len(inner[0])
+    unstacked = all(isinstance(part, (Mapping, tuple)) for part in parts)
+    return len(batch) if unstacked and not hasattr(batch, "_fields") else 0
+
+
+def _is_list_of_samples(parts: list[Any]) -> bool:
+    """Return True for samples side by side, each with parts of several kinds (image and label); one kind is a column."""
+    return any(len({_sort(item) for item in islice(part, MOST_TENSORS)}) > 1 for part in parts)
+
+
+def _sort(item: Any) -> object:
+    return item.dim() if hasattr(item, "dim") else type(item)
+
+
+def _tokens(leaves: list[_Leaf]) -> int:
+    ids = [leaf for leaf in leaves if leaf.kind == "ids" and len(leaf.shape) >= _LEAST_DIMENSIONS]
+    for name in TOKEN_NAMES:
+        for leaf in ids:
+            if leaf.name == name:
+                return _elements(leaf)
+    flat = [leaf for leaf in ids if len(leaf.shape) == _LEAST_DIMENSIONS and not leaf.name.lower().endswith(NO_TOKENS)]
+    features = any(leaf.kind == "float" and len(leaf.shape) >= _LEAST_DIMENSIONS for leaf in leaves)
+    return _elements(flat[0]) if len({leaf.shape for leaf in flat}) == 1 and not features else 0
+
+
+def _elements(leaf: _Leaf) -> int:
+    found = 1
+    for length in leaf.shape:
+        found *= length
+    return found

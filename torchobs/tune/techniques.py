@@ -21,9 +21,9 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.checkpoint import checkpoint
 
 from torchobs.support.import_hooks import imported
-from torchobs.support.tensor_parts import storages, stored
 from torchobs.tensors.batches import call
 from torchobs.tensors.running import training
+from torchobs.tensors.values import storages, stored
 from torchobs.tune.difference import undisturbed
 
 if TYPE_CHECKING:

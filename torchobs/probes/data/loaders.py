@@ -23,7 +23,6 @@ from torchobs.detect.speed import DataCounters, Starvation
 from torchobs.flight.metrics.totals import Word
 from torchobs.flight.writer.native import ELSEWHERE, make_hook
 from torchobs.probes.core.timeline import EXHAUSTED, FETCH, FETCHED, LOADER_STARTS, LONG_TRACE, STEP_ENDS
-from torchobs.probes.data.batch_sizes import batch_sizes
 from torchobs.probes.data.replica_batches import ReplicaBatches
 from torchobs.probes.data.worker_states import LoaderWorker
 from torchobs.probes.gradients.replica_weights import Replicas
@@ -33,6 +32,7 @@ from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import after_import, cancel
 from torchobs.taps import taps
 from torchobs.taps.patch import Patch
+from torchobs.tensors.batches import batch_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

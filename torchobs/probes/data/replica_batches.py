@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 
 from torchobs import catalog
 from torchobs.detect.disagreement import LOOKED_BATCHES
-from torchobs.probes.data.batch_sizes import MOST_DEPTH, items
 from torchobs.support.process_group import rank_and_size
+from torchobs.tensors.batches import MOST_DEPTH, items
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,11 +14,10 @@ from weakref import ref
 
 from torchobs import catalog
 from torchobs.detect.learning import LASTING_SAMPLES, LASTING_STEPS
-from torchobs.probes.core.object_index import ObjectIndex
 from torchobs.probes.core.timeline import BACKWARD_ENDS
 from torchobs.tensors.graph import accumulator_of
 from torchobs.tensors.names import clean
-from torchobs.tensors.references import TensorReference, living_optimizers
+from torchobs.tensors.references import ObjectIndex, TensorReference, living_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

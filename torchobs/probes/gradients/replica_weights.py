@@ -13,7 +13,7 @@ from math import fsum, sqrt
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.support.tensor_parts import evenly_sampled
+from torchobs.tensors.values import evenly_sampled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -27,10 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.detect.learning import LASTING_SAMPLES, LASTING_STEPS, LayerSample, StuckLayerDetector, StuckLayers, leading
-from torchobs.probes.core.object_index import ObjectIndex
 from torchobs.probes.core.sampling_interval import MAX_INTERVAL
 from torchobs.tensors.names import layer_of
-from torchobs.tensors.references import TensorReference
+from torchobs.tensors.references import ObjectIndex, TensorReference
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

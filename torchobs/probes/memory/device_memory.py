@@ -30,8 +30,8 @@ from torchobs import catalog
 from torchobs.detect.growth import FastWindow, MemoryPoint
 from torchobs.probes.memory.growth import Floor, GrowthGauges, GrowthVerdict
 from torchobs.support.error_guard import call
-from torchobs.support.tensor_parts import stored
 from torchobs.tensors.names import all_modules, clean, layer_of, roots
+from torchobs.tensors.values import stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.flight.format.step_record import StepFlag
-from torchobs.probes.core.object_index import ObjectIndex
 from torchobs.support.graph_safe import graph_being_made
 from torchobs.support.import_hooks import after_import, cancel
 from torchobs.taps import taps
 from torchobs.taps.patch import Patch
+from torchobs.tensors.references import ObjectIndex
 
 if TYPE_CHECKING:
     from collections.abc import Callable
