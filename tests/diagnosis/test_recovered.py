@@ -13,14 +13,13 @@ from torch import nn
 from tests.diagnosis.observing import Look, observe
 from torchobs import catalog
 from torchobs.catalog import Severity
-from torchobs.cli import top
-from torchobs.cli.top import Screen, frame
+from torchobs.cli.top import Watch, screen
 from torchobs.diagnosis.health import health
+from torchobs.diagnosis.live import DetailsReader, RunsReader
 from torchobs.diagnosis.load import load_reports
 from torchobs.diagnosis.status import run_status
 from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.ui.view_model import Modeller, PageData
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
@@ -88,11 +87,11 @@ def test_page_top_and_inspect_agree_while_it_trains(run: Recording, flight_dir: 
     run.records()
     with closing(Scanner(ExporterConfig(flight_dir=str(flight_dir)))) as scanner:
         snapshot = scanner.scan()
-        (shown,) = Modeller().runs(snapshot, PageData().gather(scanner, snapshot, ()))
-        seen, _ = top.views(scanner)
+        (shown,) = RunsReader().runs(snapshot, DetailsReader().gather(scanner, snapshot, ()))
+        runs, _ = Watch(scanner).look()
     reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
     inspected = health(run_status(reports))
-    lines = "\n".join(frame(seen, TerminalStyle(200), Screen(50), "12:00:00"))
+    lines = "\n".join(screen(runs, TerminalStyle(200), 50).lines)
     is_past = level is Severity.INFO
     assert [found.level for found in (shown.health, inspected)] == [level, level]
     for text in (shown.health.text, inspected.text):

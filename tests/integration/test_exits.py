@@ -17,15 +17,14 @@ import torchobs
 from tests import fork_server, support
 from tests.training import loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.cli import top
-from torchobs.cli.top import Screen, frame
+from torchobs.cli.top import Watch, screen
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.health import health
+from torchobs.diagnosis.live import DetailsReader, RunsReader
 from torchobs.diagnosis.load import load_reports
 from torchobs.diagnosis.status import run_status
 from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.ui.view_model import Modeller, PageData
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader import reader
 from torchobs.probes.lifecycle.exits import Ending, describe, root_cause
@@ -108,9 +107,9 @@ def test_page_top_and_report_name_the_exception(tmp_path: Path, flight_dir: Path
     run(tmp_path, flight_dir, f"import sys\nimport torchobs\ntorchobs.init()\n{line}\n")
     with closing(Scanner(ExporterConfig(flight_dir=str(flight_dir)))) as scanner:
         snapshot = scanner.scan()
-        (shown,) = Modeller().runs(snapshot, PageData().gather(scanner, snapshot, ()))
-        seen, _ = top.views(scanner)
-    (lines,) = [line for line in frame(seen, TerminalStyle(400), Screen(50), "12:00:00") if "Trouble" in line]
+        (shown,) = RunsReader().runs(snapshot, DetailsReader().gather(scanner, snapshot, ()))
+        runs, _ = Watch(scanner).look()
+    (lines,) = [line for line in screen(runs, TerminalStyle(400), 50).lines if "Trouble" in line]
     reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
     inspected = health(run_status(reports))
     assert all(f"Rank 0 {words.format('')}" in gist for gist in (shown.health.gist, inspected.gist))

@@ -12,11 +12,11 @@ import pytest
 from tests import support
 from torchobs import catalog
 from torchobs.diagnosis.diagnosis import diagnose_run
+from torchobs.diagnosis.live import RunsReader
 from torchobs.diagnosis.load import load_reports
 from torchobs.exporter import exporter_metrics
 from torchobs.exporter.commands import ArtifactStore, CommandService
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.ui.view_model import Modeller
 from torchobs.ranks import state
 from torchobs.ranks.scanner import Scanner
 
@@ -81,7 +81,7 @@ def test_the_rank_that_sleeps_is_named(
 
         (snapshot,) = support.wait_until(hung, 60.0, 0.2)
         assert positions(snapshot)["0"] == ("backward", culprit[1] - 1 + 0.6 if place == "skip" else 5.6)
-        (run,) = Modeller().runs(snapshot, {})
+        (run,) = RunsReader().runs(snapshot, {})
         assert told in run.health.text
     support.wait_until(lambda: any(text.startswith(told) for text in findings(flight_dir)), 30.0, 0.5)
     reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
@@ -125,7 +125,7 @@ def test_torch_s_flight_recorder_names_the_rank_that_sleeps_in_the_same_phase(
     with closing(Scanner(ExporterConfig(flight_dir=str(flight_dir), hang_timeout_s=QUIET_S))) as scanner:
 
         def named() -> list[re.Match[str]]:
-            runs = Modeller().runs(scanner.scan(), {})
+            runs = RunsReader().runs(scanner.scan(), {})
             return [found for run in runs if (found := told.search(run.health.text))]
 
         (found,) = support.wait_until(named, 180.0, 0.2)

@@ -11,11 +11,11 @@ import torch
 from tests.diagnosis.observing import read
 from tests.integration.test_distributed import train
 from torchobs import catalog
-from torchobs.cli.top import Screen, frame, views
+from torchobs.cli.top import Watch, screen
 from torchobs.detect.disagreement import LOOKED_BATCHES, same_batches
+from torchobs.diagnosis.live import DetailsReader, RunsReader
 from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.ui.view_model import Modeller, PageData
 from torchobs.probes.data.replica_batches import number_of
 from torchobs.ranks.scanner import Scanner
 
@@ -67,10 +67,9 @@ def said_live(flight_dir: Path) -> tuple[str, str]:
     """What the live page and `torchobs top` say of the run."""
     with closing(Scanner(ExporterConfig(flight_dir=str(flight_dir)))) as scanner:
         snapshot = scanner.scan()
-        (shown,) = Modeller().runs(snapshot, PageData().gather(scanner, snapshot, ()))
-        ranks, _ = views(scanner)
-    lines = frame(ranks, TerminalStyle(1000), Screen(100), "12:00:00", "")
-    return shown.health.text, "\n".join(lines)
+        (shown,) = RunsReader().runs(snapshot, DetailsReader().gather(scanner, snapshot, ()))
+        runs, _ = Watch(scanner).look()
+    return shown.health.text, "\n".join(screen(runs, TerminalStyle(1000), 100).lines)
 
 
 @pytest.mark.parametrize("loader", ["shuffle=True", "shuffle=False, num_workers=1"])

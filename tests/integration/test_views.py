@@ -19,8 +19,8 @@ from tests.support import wait_until
 from tests.training import loss_of, mlp, recording
 from tests.ui import shorten_seconds
 from torchobs import catalog
-from torchobs.cli import inspect, top
-from torchobs.cli.top import Screen, frame
+from torchobs.cli import inspect
+from torchobs.cli.top import Watch, screen
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.rank_report import curves
 from torchobs.document.text import TerminalStyle
@@ -102,8 +102,8 @@ def test_what_a_script_logs_is_a_curve_everywhere(
             found = {one["name"]: one["points"] for one in api.get("/ranks/0/scalars")["scalars"]}
             assert found["val_loss"] == [{"step": step + 1, "value": 2.0 - step} for step in range(3)]
             assert found["acc"][0] == {"step": 1, "value": "NaN"}
-        seen, _ = top.views(Scanner(ExporterConfig(flight_dir=str(flight_dir))))
-        assert any(line.startswith("val_loss ") for line in frame(seen, TerminalStyle(100), Screen(40), "12:00:00"))
+        runs, _ = Watch(Scanner(ExporterConfig(flight_dir=str(flight_dir)))).look()
+        assert any(line.startswith("val_loss ") for line in screen(runs, TerminalStyle(100), 40).lines)
     assert inspect.main([str(flight_dir), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)["ranks"][0]
     assert [point["value"] for point in document["scalars"]["val_loss"]] == [2.0, 1.0, 0.0]
@@ -150,17 +150,17 @@ def test_everybody_who_shows_a_speed_shows_the_same(
         gained = [(exporter.value(name) or 0.0) - then for name, then in zip(names, before, strict=True)]
         told = json.loads(exporter.get("/api/v1/ranks/0/steps?last=1").body)["speed"]
         page = exporter.page("/")
-    seen, _ = top.views(Scanner(config))
+    (run,), _ = Watch(Scanner(config)).look()
     assert inspect.main(["--json", str(writer.path)]) == 0
     afterwards = json.loads(capsys.readouterr().out)["ranks"][0]["speed"]
     assert (told["steps"], told["window_s"]) == (40, pytest.approx(gained[1]))
     assert told["steps_per_s"] == pytest.approx(gained[0] / gained[1], rel=1e-6)
     assert told["tokens_per_s"] == pytest.approx(gained[2] / gained[1], rel=1e-6)
     assert afterwards == told
-    assert [one.pace.per_s for one in seen if one.pace] == [told["steps_per_s"]]
+    assert [one.pace.per_s for one in run.ranks if one.pace] == [told["steps_per_s"]]
     assert f'<data value="{told["steps_per_s"]}">{text_format.rate(told["steps_per_s"], "steps")}</data>' in page
     assert "<span>4 min</span>" in page  # of 960 steps
-    shown = frame(seen, TerminalStyle(120), Screen(40), "12:00:00")
+    shown = screen([run], TerminalStyle(120), 40).lines
     assert "4 min left" in shown[0]
     assert f" {text_format.rate(told['steps_per_s'])} " in shown[-1]
     writer.close()

@@ -14,8 +14,9 @@ from tests.diagnosis_files import fact, facts, step
 from tests.rank_files import Clock, File
 from tests.scanners import scanner_of
 from torchobs import catalog
-from torchobs.cli import control, top
+from torchobs.cli import control
 from torchobs.cli.arguments import CommandError
+from torchobs.cli.top import Watch
 from torchobs.diagnosis.load import Chosen
 from torchobs.document.run import run_document
 from torchobs.document.text import TerminalStyle, render
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
 
 def test_files_that_cannot_be_read_are_not_called_none(tmp_path: Path) -> None:
     """As those of a later version."""
-    _, note = top.views(scanner_of(tmp_path, Clock(10.0)))
+    _, note = Watch(scanner_of(tmp_path, Clock(10.0))).look()
     assert note.startswith("no rank trains here")
     File(tmp_path).save().path.write_bytes(b"of a later version" * 1000)
-    seen, note = top.views(scanner_of(tmp_path, Clock(10.0)))
-    assert (seen, note) == ([], "1 flight file here cannot be read: `torchobs runs`, with the same --dir if any, says why")
+    runs, note = Watch(scanner_of(tmp_path, Clock(10.0))).look()
+    assert (runs, note) == ((), "1 flight file here cannot be read: `torchobs runs`, with the same --dir if any, says why")
 
 
 def shown(report: RankReport, width: int) -> list[str]:

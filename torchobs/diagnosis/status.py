@@ -128,6 +128,8 @@ class RankStatus:
     """the last one, finite or not"""
     per_s: float | None
     """steps per second while it trains"""
+    grad_norm: float | None = None
+    """the last one that was measured, finite or not"""
     exception: str = ""
     """the exception that ended it, in words; empty if none did, or it is unknown"""
     ran_s: float = 0.0
@@ -315,6 +317,7 @@ def status_of(
         progress_age_s=rank.progress_age_s,
         steps=int(readings.get(catalog.STEPS) or 0),
         loss=last_loss(readings.get, known.loss),
+        grad_norm=last_grad_norm(readings.get, known.grad_norm),
         per_s=pace.per_s if rank.trains and pace else None,
         exception=text_format.clean(state.exception_in_words(rank.exception)) if rank.reason == "exception" else "",
         ran_s=max(0.0, ((live.heartbeat_ns or 0) - rank.view.header.monotonic_ns) / 1e9),
@@ -500,6 +503,7 @@ def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
         progress_age_s=max(0.0, last_s - report.progress_s),
         steps=int(report.value(catalog.STEPS) or report.last_step),
         loss=last_loss(report.value, last_known([step.loss for step in report.steps])),
+        grad_norm=last_grad_norm(report.value, last_known([step.grad_norm for step in report.steps])),
         per_s=report.pace.per_s if report.trains and report.pace else None,
         exception=report.exception,
         ran_s=max(0.0, report.last_s - report.start_s),
