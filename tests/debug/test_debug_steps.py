@@ -2,7 +2,6 @@
 
 # mypy: disable-error-code="comparison-overlap, index, no-untyped-call, operator, union-attr"
 
-import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -347,8 +346,6 @@ WRONG: dict[str, Callable[[], Any]] = {
     r"trace_nan\(\) takes a torch.nn.Module, not str": lambda: wrong.trace_nan("model", torch.zeros(1)),
     r"devices\(\) takes a torch.nn.Module": lambda: wrong.devices(torch.zeros(3)),
     r"analyze_parameters\(\) takes a torch.nn.Module, not function": lambda: wrong.analyze_parameters(lambda: None),
-    r"acheck_gradients\(\) takes a torch.nn.Module, not int": lambda: asyncio.run(wrong.acheck_gradients(3)),
-    r"acheck_tensor\(\) takes a torch.Tensor, not int": lambda: asyncio.run(wrong.acheck_tensor(3)),
     r"analyze_tensor\(\) takes a torch.Tensor, not list: convert it by torch.as_t": lambda: wrong.analyze_tensor([1.0]),
     "takes a torch.optim.Optimizer, not function": lambda: wrong.training_step(_model(), functional.mse_loss, None, None),
     r"devices\(\) takes a torch.optim.Optimizer, not int": lambda: wrong.devices(_model(), optimizer=3),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite, nan
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchobs import catalog
 from torchobs.debug import tensors
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
 
 
+T = TypeVar("T")
 EXPLODING = 10.0
 """Norm of one parameter's gradient above which it is called exploding; trainings clip the total norm to 1 or so"""
 VANISHING = 1e-6
@@ -101,14 +103,13 @@ def check_gradients(
         TypeError: ``model`` is not a ``torch.nn.Module``, ``loss`` not one number, or ``scaler`` no loss scaler.
         ValueError: a threshold is not above 0.
     """
-    numbers, build = start_gradients(model, loss, scaler, "check_gradients", exploding, vanishing)
-    return build(numbers.read())
+    return gradients_of(model, loss, scaler, "check_gradients", exploding, vanishing)
 
 
-def start_gradients(
+def gradients_of(
     model: Any, loss: Any, scaler: Any, function: str, exploding: float = EXPLODING, vanishing: float = VANISHING
-) -> tuple[tensors.Numbers, Callable[[list[list[float]]], GradientCheck]]:
-    """Start the computations of :func:`check_gradients`; return the devices' numbers, and what makes the result of them."""
+) -> GradientCheck:
+    """Return what :func:`check_gradients` does, for a function of that name."""
     require_positive(exploding)
     require_positive(vanishing)
     tensors.require_module(model, function)
@@ -120,24 +121,22 @@ def start_gradients(
     at_loss, at_scale = (_add_scalar(taken.numbers, value, function) for value in (loss, scale_in_use(scaler)))
     missing = tuple(name for name, x in named if x.grad is None and x.requires_grad)
 
-    def build(read: list[list[float]]) -> GradientCheck:
-        scale = 1.0 if at_scale is None else read[at_scale][0]
-        rows = taken.described(read, scale)
-        check = GradientCheck(
-            model=type(model).__name__, total_norm=tensors.total_norm(rows) if rows else nan,
-            loss=None if at_loss is None else read[at_loss][0], loss_scale=scale, has_nan=any(row.nan_count for row in rows),
-            has_inf=any(row.inf_count for row in rows), missing=missing, anomalies=(), remarks=(), parameters=rows,
-        )  # fmt: skip
-        zero = [row.name for row in rows if _is_weight(row) and row.numel and not row.norm]
-        with_gradient = {row.name for row in rows if row.norm > 0} if zero else ()
-        first = next((name for name, x in named if name in with_gradient and _is_zero(x, name)), None)
-        if first is not None:
-            text = f"{first} is all zeros and has a gradient: until its first step it may pass none on to {', '.join(zero)}"
-            check = replace(check, remarks=(text,))
-        excused = set(zero if first is not None else ())
-        return replace(check, anomalies=told(function, _anomalies(check, excused, exploding, vanishing)))
-
-    return taken.numbers, build
+    read = taken.numbers.read()
+    scale = 1.0 if at_scale is None else read[at_scale][0]
+    rows = taken.described(read, scale)
+    check = GradientCheck(
+        model=type(model).__name__, total_norm=tensors.total_norm(rows) if rows else nan,
+        loss=None if at_loss is None else read[at_loss][0], loss_scale=scale, has_nan=any(row.nan_count for row in rows),
+        has_inf=any(row.inf_count for row in rows), missing=missing, anomalies=(), remarks=(), parameters=rows,
+    )  # fmt: skip
+    zero = [row.name for row in rows if _is_weight(row) and row.numel and not row.norm]
+    with_gradient = {row.name for row in rows if row.norm > 0} if zero else ()
+    first = next((name for name, x in named if name in with_gradient and _is_zero(x, name)), None)
+    if first is not None:
+        text = f"{first} is all zeros and has a gradient: until its first step it may pass none on to {', '.join(zero)}"
+        check = replace(check, remarks=(text,))
+    excused = set(zero if first is not None else ())
+    return replace(check, anomalies=told(function, _anomalies(check, excused, exploding, vanishing)))
 
 
 def _add_scalar(numbers: tensors.Numbers, value: Any, function: str) -> int | None:
@@ -361,50 +360,35 @@ def nan_guard(optimizer: torch.optim.Optimizer, *, agree: bool = False) -> NanGu
     return NanGuard(optimizer, agree=agree)
 
 
-LARGE = 1 << 16
-"""Elements on the CPU from which a thread computes: some milliseconds"""
-
-
 async def acheck_tensor(x: Any, name: str = "tensor") -> tensors.TensorStats:
-    """Return what :func:`torchobs.debug.analyze_tensor` does, without blocking the event loop.
-
-    A CUDA device computes on the current stream, and its answer is awaited. What the CPU has to compute of a large tensor is
-    done in a thread; the tensor must not be changed meanwhile.
+    """Return what :func:`torchobs.debug.analyze_tensor` does, computed in a thread; the tensor must not be changed meanwhile.
 
     Raises:
         TypeError: ``x`` is not a tensor.
     """
-    tensors.require_tensor(x, "acheck_tensor")
-    if _blocks([x]):
-        return await asyncio.to_thread(tensors.analyze_tensor, x, name)
-    numbers, build = tensors.start_tensor(x, name, "acheck_tensor")
-    return build(await numbers.aread())
+    return await _in_thread(lambda: tensors.analyze_tensor(x, name))
 
 
 async def acheck_gradients(
     model: Any, loss: Any = None, *, scaler: Any = None, exploding: float = EXPLODING, vanishing: float = VANISHING
 ) -> GradientCheck:
-    """Return what :func:`torchobs.debug.check_gradients` does, without blocking the event loop. The gradients must not change.
+    """Return what :func:`torchobs.debug.check_gradients` does, computed in a thread. The gradients must not change.
 
     Raises:
         TypeError: ``model`` is not a ``torch.nn.Module``, or ``loss`` not one number.
         ValueError: a threshold is not above 0.
     """
-    limits = {"exploding": exploding, "vanishing": vanishing}
-    tensors.require_module(model, "acheck_gradients")
-    if _blocks(parameter.grad for parameter in model.parameters() if parameter.grad is not None):
-        return await asyncio.to_thread(check_gradients, model, loss, scaler=scaler, **limits)
-    numbers, build = start_gradients(model, loss, scaler, "acheck_gradients", **limits)
-    return build(await numbers.aread())
+    check = lambda: check_gradients(model, loss, scaler=scaler, exploding=exploding, vanishing=vanishing)  # noqa: E731
+    return await _in_thread(check)
 
 
-def _blocks(parts: Iterable[Any]) -> bool:
-    """Return True if the statistics take long on the CPU, or wait for a device (sparse and nested tensors)."""
-    import torch
+async def _in_thread(function: Callable[[], T]) -> T:
+    """Call a function in a thread, on the CUDA stream that this one computes on."""
+    torch: Any = imported("torch")
+    stream = torch.cuda.current_stream() if torch is not None and torch.cuda.is_initialized() else None
 
-    on_cpu = 0
-    for x in parts:
-        if x.is_nested or (x.layout is not torch.strided and x.device.type != "cpu"):
-            return True
-        on_cpu += x.numel() if x.device.type == "cpu" else 0
-    return on_cpu >= LARGE
+    def call_on_stream() -> T:
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            return function()
+
+    return await asyncio.to_thread(call_on_stream)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import resource
 import sys
 import time
@@ -15,12 +14,11 @@ from math import isfinite
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 
-import psutil
-
 from torchobs.debug.findings import found, history
 from torchobs.debug.gradients import norm_of_model, unwatch_steps, watch_steps
 from torchobs.debug.tensors import require_module
 from torchobs.probes.memory.device_memory import has_statistics
+from torchobs.probes.memory.process_memory import ProcessStats
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.import_hooks import imported
@@ -62,13 +60,7 @@ def read() -> Reading:
     """Read the process's resident memory, and what torch's CUDA allocator has given to tensors on all devices."""
     device, device_peak = _devices()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Reading(_process(os.getpid()).memory_info().rss, peak, device, device_peak)
-
-
-@functools.lru_cache(maxsize=1)
-def _process(pid: int) -> psutil.Process:
-    """Return this process, which a fork makes another one. Making the object takes longer than reading by it."""
-    return psutil.Process(pid)
+    return Reading(ProcessStats().resident().all, peak, device, device_peak)
 
 
 def _devices() -> tuple[int | None, int]:
@@ -84,12 +76,8 @@ def wait_for_devices() -> None:
     torch: Any = imported("torch")
     if torch is None or not torch.cuda.is_initialized():
         return
-    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    if has_context is None:
-        torch.cuda.synchronize()
-        return
     for index in range(torch.cuda.device_count()):
-        if has_context(index):  # to wait for another one would make a context there
+        if torch._C._cuda_hasPrimaryContext(index):  # to wait for another one would make a context there
             torch.cuda.synchronize(index)
 
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torchobs.debug import operations, tensors
 from torchobs.debug.findings import found, history, told
-from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, check_gradients, require_positive, start_gradients
+from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, check_gradients, gradients_of, require_positive
 from torchobs.detect.spikes import Divergence, LossBaseline, NormBaseline
 from torchobs.support.result import Result
 from torchobs.tensors.batches import call, walk
@@ -82,8 +82,7 @@ def monitor_step(
     if loss is None:
         raise TypeError("monitor_step() takes a loss: a tensor with one element, or a number")
     exploding = _explodes_above(model) if exploding is None else exploding
-    numbers, build = start_gradients(model, loss, scaler, "monitor_step", exploding, vanishing)
-    check = build(numbers.read())
+    check = gradients_of(model, loss, scaler, "monitor_step", exploding, vanishing)
     verdict, anomalies = _judge(model, check, "monitor_step", exploding, vanishing)
     history.add_step(frozenset(verdict), anomalous=bool(anomalies))
     return StepCheck(

@@ -39,9 +39,8 @@ MOST_TRACES = 8
 class SwitchProbe:
     """A switch that is on. Its class has some of these methods; an exception in one of them turns the switch off.
 
-    ``install()`` begins, ``remove()`` puts everything back. ``forward_begins(model, inputs)``, ``forward_ends(model, output)``:
-    the model is called, and has returned. ``take_loss(loss)``: a backward pass begins from this loss, without the loss scale.
-    ``look(model, optimizer)``: the update of a step begins; returns what is seen, or nothing to look at the next one.
+    ``install()`` begins, ``remove()`` puts everything back. ``take_loss(loss)``: a backward pass begins from this loss, without
+    the loss scale. ``look(model, optimizer)``: a step's update begins; returns what is seen, or nothing to look at the next.
     """
 
     last = ""
@@ -157,37 +156,55 @@ class GradientNorms(SwitchProbe):
 
 
 class ForwardPass(SwitchProbe):
-    """Inputs, outputs of all modules, and output: statistics and what is not finite. Of a compiled model no modules within."""
+    """Inputs, outputs of all modules, and output of one forward pass: statistics and what is not finite.
+
+    Hooks are there from the update before. A compiled model takes none: they would have it compiled anew.
+    """
 
     _collector: Collector | None = None
 
     def install(self) -> None:
-        self._inside = ExitStack()
+        self._hooks = ExitStack()
 
-    def forward_begins(self, model: Any, inputs: list[Any]) -> None:
-        if self._collector is None and model.training:
-            self._collector = Collector()
-            self._collector.add("inputs", "input", inputs)
-            is_compiled = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
-            self._inside.enter_context(activations(model, self._collector, wanted=not is_compiled))
-
-    def forward_ends(self, model: Any, output: Any) -> None:
-        if self._collector is not None and model.training:
+    def before_step(self, step: int, model: Any, optimizer: Any) -> None:
+        if self._collector is not None:
+            rows = [row for group in self._collector.read().values() for row in group]
+            if rows:
+                odd = [row for row in rows if row.anomaly]
+                told("enable", [("nonfinite_activation", row.name, row.anomaly) for row in odd])
+                self.note(step, f"{len(rows)} tensors, {len(odd)} not finite")
             self.remove()
-            self._collector.add("outputs", "output", output)
+        if step + 1 >= self.due and model is not None:
+            self._watch(model)
 
-    def look(self, model: Any, optimizer: Any) -> str:
-        self.remove()  # where the forward pass raised
-        collector, self._collector = self._collector, None
-        if collector is None:
-            return ""
-        rows = [row for group in collector.read().values() for row in group]
-        odd = [row for row in rows if row.anomaly]
-        told("enable", [("nonfinite_activation", row.name, row.anomaly) for row in odd])
-        return f"{len(rows)} tensors, {len(odd)} not finite"
+    def _watch(self, model: Any) -> None:
+        import torch
+
+        is_compiled = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+        if is_compiled or isinstance(model, torch.jit.ScriptModule):
+            self.last = "a compiled model takes no hooks"
+            return
+        collector = self._collector = Collector()
+
+        def is_wanted(model: Any) -> bool:
+            return model.training and not torch.compiler.is_compiling() and get_ident() == self.context.training.thread
+
+        def begins(model: Any, args: Any, kwargs: Any) -> None:
+            if is_wanted(model):
+                call(self.breaker, collector.add, "inputs", "input", [*args, *kwargs.values()])
+
+        def ends(model: Any, _: Any, output: Any) -> None:
+            if is_wanted(model):
+                call(self.breaker, collector.add, "outputs", "output", output)
+                self._hooks.close()
+
+        self._hooks.callback(model.register_forward_pre_hook(begins, with_kwargs=True).remove)
+        self._hooks.enter_context(activations(model, collector, wanted=True))
+        self._hooks.callback(model.register_forward_hook(ends).remove)
 
     def remove(self) -> None:
-        self._inside.close()
+        self._hooks.close()
+        self._collector = None
 
 
 class BackwardPass(SwitchProbe):
@@ -355,8 +372,7 @@ def enable(
         switches: names in a list, or the name of a mode (``anomaly_detection``, ``gradient_checking``, ``memory_profiling``,
             ``performance_profiling``, ``full``) or of a level (``basic``, ``intermediate``, ``advanced``, ``expert`` or
             ``extreme``). ``none`` switches off what is on; other names are added to it.
-        model: the module that trains; without it, it is searched for at the first step by the optimizer's parameters. A
-            ``ScriptModule`` takes no hooks: what looks at its forward passes sees none.
+        model: the module that trains; without it, it is searched for at the first step by the optimizer's parameters.
         gradients_every: steps between two looks at gradients, passes, devices, precision.
         memory_every: at memory.
         performance_every: at data loading, learning rates, the loss for early stopping.
@@ -381,9 +397,7 @@ def enable(
             _board.remove(SWITCHES)
         session = current()
         if names and session is not None and session.context is not None:
-            _board.install(session.context)
-            if model is not None:
-                call(session.context.breaker(_NAME), _board.take_model, model)
+            _board.install(session.context, model)
             _board.add(names, intervals, str(trace_dir))
         elif names:
             logger.warning("enable: nothing is switched on, since no session records in this process")
@@ -408,14 +422,13 @@ def status() -> SwitchStatus:
 
 
 class _Board:
-    """The switches of this process: hooks of the optimizer's step and of the model, as long as any is on."""
+    """The switches of this process, and a hook of the optimizer's step as long as any is on."""
 
     def __init__(self) -> None:
         self._probes: dict[str, SwitchProbe] = {}
         self._context: ProbeContext | None = None
         self._begun = 0
         self._unsubscribe: Callable[[], object] = int
-        self._model_handles = list[Any]()
         self._model: Any = None
         self._searched: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -424,8 +437,10 @@ class _Board:
         """The model, if it is known and alive."""
         return self._model() if self._model is not None else None
 
-    def install(self, context: ProbeContext) -> None:
-        """Put the hooks in place, unless they are."""
+    def install(self, context: ProbeContext, model: Any) -> None:
+        """Put the hooks in place, unless they are; ``model``: look at this one."""
+        if model is not None:
+            self._model = weakref.ref(model)
         if self._context is context:
             return
 
@@ -463,29 +478,9 @@ class _Board:
             call(context.breaker(_NAME), self._unsubscribe)
             context.hooks.takes_loss.unregister(_NAME)
             context.hooks.ends.unregister(_NAME)
-            self._release_model()
-            self._context = None
+            self._context = self._model = None
             self._searched.clear()
             StepProfile._several_train = False
-
-    def take_model(self, model: Any) -> None:
-        """Watch the forward passes of this model."""
-        import torch
-
-        if model is None or model is self.model:
-            return
-        self._release_model()
-        self._model = weakref.ref(model)
-        if isinstance(model, torch.jit.ScriptModule):
-            logger.warning("enable: the model is a ScriptModule, which takes no hooks: its forward passes are not seen")
-            return
-        self._model_handles.append(model.register_forward_pre_hook(self._forward_begins, with_kwargs=True))
-        self._model_handles.append(model.register_forward_hook(self._forward_ends))
-
-    def _release_model(self) -> None:
-        self._model = None
-        while self._model_handles:
-            self._model_handles.pop().remove()
 
     def _before_step(self, context: ProbeContext, optimizer: Any) -> None:
         if get_ident() != context.training.thread:
@@ -494,25 +489,10 @@ class _Board:
             return
         if self.model is None and optimizer not in self._searched:
             self._searched.add(optimizer)
-            self.take_model(model_of(optimizer))
+            if (model := model_of(optimizer)) is not None:
+                self._model = weakref.ref(model)
         for probe in list(self._probes.values()):
             call(probe.breaker, probe.before_step, context.recorder.step, self.model, optimizer)
-
-    def _forward_begins(self, model: Any, args: Any, kwargs: Any) -> None:
-        for probe in self._due():
-            probe.run("forward_begins", model, [*args, *kwargs.values()])
-
-    def _forward_ends(self, model: Any, _: Any, output: Any) -> None:
-        for probe in self._due():
-            probe.run("forward_ends", model, output)
-
-    def _due(self) -> list[SwitchProbe]:
-        import torch
-
-        context = self._context
-        if torch.compiler.is_compiling() or context is None or get_ident() != context.training.thread:
-            return []
-        return [probe for probe in self._probes.values() if probe.every and context.recorder.step >= probe.due]
 
     def _take_loss(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
         import torch

@@ -7,7 +7,6 @@ that of all elements. The deviation is the sample's (n - 1), as ``torch.std``'s.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torchobs.support.result import Result
 from torchobs.tensors.values import evenly_sampled, stored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
 
 def require_tensor(x: Any, function: str) -> None:
@@ -260,10 +259,6 @@ def _distribution(x: Any) -> Any:
     return torch.cat([torch.where(count > 0, quantiles, nan), edges.diff().to(number), count.reshape(1).to(number)])
 
 
-POLL_S = 0.0005
-"""How often an awaited copy is looked at, in seconds: kernels for a large tensor take about as long."""
-
-
 class Numbers:
     """One-dimensional tensors on any devices, to be read together as lists of floats."""
 
@@ -285,40 +280,14 @@ class Numbers:
 
     def read(self) -> list[list[float]]:
         """Return the numbers, after one copy for each device."""
-        return self._split([flat.tolist() for flat in self._joined()])
-
-    async def aread(self) -> list[list[float]]:
-        """Return the numbers as :meth:`read` does, without blocking the event loop while a CUDA device computes."""
-        return self._split([await _arrived(flat) for flat in self._joined()])
-
-    def _joined(self) -> list[Any]:
         import torch
 
-        return [torch.cat([tensor for _, tensor in parts]) for parts in self._parts.values()]
-
-    def _split(self, by_device: list[list[float]]) -> list[list[float]]:
         found: list[list[float]] = [[] for _ in range(self._count)]
-        for parts, flat in zip(self._parts.values(), by_device, strict=True):
-            numbers = iter(flat)
+        for parts in self._parts.values():
+            numbers = iter(torch.cat([tensor for _, tensor in parts]).tolist())
             for index, tensor in parts:
                 found[index] = list(islice(numbers, tensor.numel()))
         return found
-
-
-async def _arrived(flat: Any) -> list[float]:
-    if not flat.is_cuda:
-        return list(flat.tolist())
-    import torch
-
-    events: Any = torch.cuda
-    with torch.cuda.device(flat.device):
-        landing = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
-        landing.copy_(flat, non_blocking=True)
-        copied: Any = events.Event()
-        copied.record()
-    while not copied.query():  # noqa: ASYNC110  # CUDA sets no asyncio.Event
-        await asyncio.sleep(POLL_S)
-    return list(landing.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,13 +404,7 @@ def analyze_tensor(x: Any, name: str = "tensor") -> TensorStats:
     Raises:
         TypeError: ``x`` is not a tensor.
     """
-    numbers, build = start_tensor(x, name, "analyze_tensor")
-    return build(numbers.read())
-
-
-def start_tensor(x: Any, name: str, function: str) -> tuple[Numbers, Callable[[list[list[float]]], TensorStats]]:
-    """Start the computations of :func:`analyze_tensor`; return the device's numbers, and what makes the result of them."""
-    require_tensor(x, function)
+    require_tensor(x, "analyze_tensor")
     numbers = Numbers()
     with _computing():
         values, kind = values_of(x)
@@ -449,22 +412,19 @@ def start_tensor(x: Any, name: str, function: str) -> tuple[Numbers, Callable[[l
         if counted:
             numbers.add(_moments(values))
             numbers.add(_distribution(values))
-
-    def build(read: list[list[float]]) -> TensorStats:
-        moments, shape = (Moments(*read[0]), read[1]) if counted else (NOTHING, [nan] * len(QUANTILES) + [0.0] * (BINS + 1))
-        stats = TensorStats(
-            name=name, shape=shape_of(x), dtype=_name(x.dtype), device=str(x.device), layout=_name(x.layout),
-            size_bytes=bytes_of(x), numel=elements_of(x), requires_grad=bool(x.requires_grad), values=kind, counted=counted,
-            has_nan=moments.nan > 0, has_inf=moments.infinite > 0, **moments.described(),
-            quantiles={f"{place:g}": value for place, value in zip(QUANTILES, shape, strict=False)},
-            histogram=tuple(int(count) for count in shape[len(QUANTILES) : -1]), sampled=int(shape[-1]),
-        )  # fmt: skip
-        if stats.has_nan or stats.has_inf:
-            counts = " and ".join(f"{n} {what}" for n, what in ((stats.nan_count, "NaN"), (stats.inf_count, "Inf")) if n)
-            found("nonfinite_tensor", f"{name}: {counts} of {counted} {kind}", function=function, name=name)
-        return stats
-
-    return numbers, build
+    read = numbers.read() or [list(NOTHING), [nan] * len(QUANTILES) + [0.0] * (BINS + 1)]
+    moments, shape = Moments(*read[0]), read[1]
+    stats = TensorStats(
+        name=name, shape=shape_of(x), dtype=_name(x.dtype), device=str(x.device), layout=_name(x.layout),
+        size_bytes=bytes_of(x), numel=elements_of(x), requires_grad=bool(x.requires_grad), values=kind, counted=counted,
+        has_nan=moments.nan > 0, has_inf=moments.infinite > 0, **moments.described(),
+        quantiles={f"{place:g}": value for place, value in zip(QUANTILES, shape, strict=False)},
+        histogram=tuple(int(count) for count in shape[len(QUANTILES) : -1]), sampled=int(shape[-1]),
+    )  # fmt: skip
+    if stats.has_nan or stats.has_inf:
+        counts = " and ".join(f"{n} {what}" for n, what in ((stats.nan_count, "NaN"), (stats.inf_count, "Inf")) if n)
+        found("nonfinite_tensor", f"{name}: {counts} of {counted} {kind}", function="analyze_tensor", name=name)
+    return stats
 
 
 def analyze_parameters(model: Any) -> ParameterAnalysis:
