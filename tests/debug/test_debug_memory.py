@@ -74,8 +74,8 @@ def test_lines_and_objects_that_grew_are_named() -> None:
     (row,) = found.tensor_lines
     assert (row.size, row.count, found.tensor_size) == (5 * 400_000, 5, 5 * 400_000)
     assert found.tensor_peak == 6 * 400_000
-    assert "the tensors' line" in lines[int(row.location.rpartition(":")[2]) - 1]
-    assert "the texts' line" in lines[int(found.python_lines[0].location.rpartition(":")[2]) - 1]
+    assert "the tensors' line" in lines[int(row.name.rpartition(":")[2]) - 1]
+    assert "the texts' line" in lines[int(found.python_lines[0].name.rpartition(":")[2]) - 1]
     assert found.python_lines[0].size > 200_000
     assert {one.name: one.count for one in found.objects}["torch.Tensor"] == 5
     assert not tracemalloc.is_tracing()

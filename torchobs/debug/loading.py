@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from math import nan
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -205,15 +205,14 @@ class _Batches:
 
 
 def _labels(batch: Any) -> Any:
+    """Return the labels of a batch: by a usual name, or the last part; ``None`` if that is no tensor."""
     import torch
 
     if hasattr(batch, "keys"):
-        values = [batch[name] for name in _LABELS if name in batch]
-    else:  # a dataclass, or a tuple with names or without; properties would be run
-        own = {each.name for each in fields(batch)} if is_dataclass(batch) else {*getattr(batch, "_fields", ())}
-        values = [getattr(batch, name) for name in _LABELS if name in own and hasattr(batch, name)]
-        values = values or ([batch[-1]] if isinstance(batch, (tuple, list)) and len(batch) > 1 else [])
-    return values[0] if values and isinstance(values[0], torch.Tensor) else None
+        labels = next((batch[name] for name in _LABELS if name in batch), None)
+    else:
+        labels = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    return labels if isinstance(labels, torch.Tensor) else None
 
 
 def _loads(fetches: Iterable[_Fetch]) -> tuple[WorkerLoad, ...]:

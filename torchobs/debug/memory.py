@@ -252,22 +252,15 @@ class MemoryPoint(Result):
 
 
 @dataclass(frozen=True, slots=True)
-class LineGrowth(Result):
-    """A line of the program whose memory grew."""
-
-    location: str
-    size: int
-    """Bytes more than at the beginning"""
-    count: int
-    """Blocks, or tensors, more"""
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectGrowth(Result):
-    """A class with more objects than at the beginning."""
+class Growth(Result):
+    """A line of the program, or a class of objects, that has more memory than at the beginning."""
 
     name: str
+    """``file:line``, or module and class"""
+    size: int
+    """Bytes more; 0 for objects, whose size is not known"""
     count: int
+    """Blocks, tensors or objects more"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,11 +274,11 @@ class MemoryGrowth(Result):
     """Bytes of tensors that were made in between and are live"""
     tensor_peak: int = 0
     """The most of them at one time"""
-    tensor_lines: tuple[LineGrowth, ...] = ()
+    tensor_lines: tuple[Growth, ...] = ()
     """Where they were made"""
-    python_lines: tuple[LineGrowth, ...] = ()
+    python_lines: tuple[Growth, ...] = ()
     """Where Python's own memory grew, by ``tracemalloc``"""
-    objects: tuple[ObjectGrowth, ...] = ()
+    objects: tuple[Growth, ...] = ()
     """Classes of objects that the garbage collector tracks"""
 
 
@@ -363,18 +356,18 @@ def memory_tracking(label: str = "") -> Iterator[MemoryGrowth]:
         )  # fmt: skip
 
 
-def _by_line(live: Iterable[Live]) -> tuple[LineGrowth, ...]:
+def _by_line(live: Iterable[Live]) -> tuple[Growth, ...]:
     sizes, counts = Counter[str](), Counter[str]()
     for one in live:
         sizes[one.location] += one.size
         counts[one.location] += 1
-    return tuple(LineGrowth(location, size, counts[location]) for location, size in sizes.most_common(MOST_ROWS))
+    return tuple(Growth(location, size, counts[location]) for location, size in sizes.most_common(MOST_ROWS))
 
 
-def _python_lines(later: tracemalloc.Snapshot, lines: tracemalloc.Snapshot) -> tuple[LineGrowth, ...]:
+def _python_lines(later: tracemalloc.Snapshot, lines: tracemalloc.Snapshot) -> tuple[Growth, ...]:
     grown = (one for one in later.compare_to(lines, "lineno") if one.size_diff > 0)
     rows = [
-        LineGrowth(f"{one.traceback[0].filename}:{one.traceback[0].lineno}", one.size_diff, one.count_diff)
+        Growth(f"{one.traceback[0].filename}:{one.traceback[0].lineno}", one.size_diff, one.count_diff)
         for one in grown
         if is_users_file(one.traceback[0].filename)
     ]
@@ -386,7 +379,7 @@ def _counted() -> Counter[type]:
         return Counter(types_of_objects())
 
 
-def _grown(before: Counter[type]) -> tuple[ObjectGrowth, ...]:
+def _grown(before: Counter[type]) -> tuple[Growth, ...]:
     more = ((f"{kind.__module__}.{kind.__qualname__}", count) for kind, count in (_counted() - before).most_common())
-    rows = [ObjectGrowth(name, count) for name, count in more if not name.startswith(_OWN)]
+    rows = [Growth(name, 0, count) for name, count in more if not name.startswith(_OWN)]
     return tuple(rows[:MOST_ROWS])

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MOST_FORWARD = 100_000
 """Forward operators whose place in the user's code is remembered for their backward"""
 MOST_PENDING = 100_000
-"""Operators on devices whose results wait to be read"""
+"""Operators on devices whose results wait to be read, at most"""
 _CONSTANTS = frozenset({
     "full", "full_like", "new_full", "fill", "fill_", "scalar_tensor", "where", "masked_fill", "masked_fill_", "masked_scatter",
     "index_fill", "index_fill_", "index_put", "index_put_", "constant_pad_nd", "copy_", "set_", "resize_", "lift_fresh",
@@ -79,7 +79,6 @@ class OperatorWatch(TorchDispatchMode):
         self._found = found
         self._places: OrderedDict[int, tuple[CodeType, int]] = OrderedDict()
         self._pending: list[_Pending] = []
-        self.left_out = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and look at what it returns."""
@@ -121,8 +120,7 @@ class OperatorWatch(TorchDispatchMode):
                 self._found(self._birth(name, node)._replace(nans=nans, infinities=infinities))
             return
         if len(self._pending) >= MOST_PENDING:
-            self.left_out += 1
-            return
+            self.settle()
         odd = [~torch.isfinite(x).all() for x in _inputs(given, tensor) if x.device == tensor.device]
         inputs = torch.stack(odd).any() if odd else torch.zeros((), dtype=torch.bool, device=tensor.device)
         counts = torch.stack([torch.isnan(tensor).sum(), torch.isinf(tensor).sum(), inputs.long()])
@@ -290,17 +288,13 @@ class AllocationWatch(TorchDispatchMode):
         return [live for _, live in list(self._live.values())]
 
 
-Key = tuple[str, str, str, bool, str]
-"""Operator, source, target, whether the host waits, line"""
-
-
 class TransferWatch(TorchDispatchMode):
     """Counts transfers of this thread by operator, devices and line."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[Key, tuple[int, int]] = {}
-        """Calls and bytes"""
+        self.seen: dict[tuple[str, str, str, bool, str], tuple[int, int]] = {}
+        """Calls and bytes by operator, source, target, whether the host waits, and line"""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and note it if its result is on another device than what it was given."""

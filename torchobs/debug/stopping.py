@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
@@ -11,14 +10,14 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchobs import api, catalog
-from torchobs.debug.findings import found, record_series
-from torchobs.debug.tensors import wide
+from torchobs.debug.findings import found, record_series, told
+from torchobs.debug.tensors import require_module, wide
 from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.result import Result, fill
 from torchobs.tensors.running import evaluating
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 Mode = Literal["min", "max"]
 
@@ -49,13 +48,9 @@ class StopDecision(Result):
 class EarlyStopper:
     """Decides after each check; see :func:`early_stopping`."""
 
-    def __init__(
-        self, monitor: str, patience: int, mode: str, min_delta: float, stop_at: float | None,
-        on_improvement: Callable[[StopDecision], Any] | None, on_stop: Callable[[StopDecision], Any] | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, monitor: str, patience: int, mode: str, min_delta: float) -> None:
         self.monitor, self.patience, self.mode = monitor, patience, mode
-        self._min_delta, self._stop_at, self._sign = min_delta, stop_at, 1.0 if mode == "min" else -1.0
-        self._on_improvement, self._on_stop = on_improvement, on_stop
+        self._min_delta, self._sign = min_delta, 1.0 if mode == "min" else -1.0
         self._best, self._best_check, self._checks, self._stopped = inf, 0, 0, False
         self.last: StopDecision | None = None
 
@@ -91,8 +86,6 @@ class EarlyStopper:
     def _reason(self, number: float, left: int) -> str:
         if not isfinite(number):
             return f"{self.monitor} is {number}"
-        if self._stop_at is not None and self._sign * number <= self._sign * self._stop_at:
-            return f"{self.monitor} has reached {self._stop_at:g}"
         if left == 0:
             best = f"its best, {self._sign * self._best:.6g}" if self._best_check else "the beginning"
             return f"{self.monitor} has not improved in {self._checks - self._best_check} checks since {best}"
@@ -105,13 +98,9 @@ class EarlyStopper:
             "stop": decision.stop, "improved": decision.improved,
         }  # fmt: skip
         api.record_event(catalog.EVENT_DEBUG_EARLY_STOPPING, {name: x for name, x in about.items() if x is not None})
-        if decision.improved and self._on_improvement is not None:
-            self._on_improvement(decision)
         if decision.stop and not self._stopped:
             self._stopped = True
             found("early_stop", decision.reason, function="early_stopping", name=self.monitor)
-            if self._on_stop is not None:
-                self._on_stop(decision)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs to go on."""
@@ -123,21 +112,14 @@ class EarlyStopper:
         Raises:
             ValueError: it is of something else, or of a stopper that goes by another value.
         """
-        if not isinstance(state, Mapping) or not {"best", "best_check", "checks"} <= state.keys():
+        if not isinstance(state, Mapping) or not {"monitor", "best", "best_check", "checks"} <= state.keys():
             raise ValueError(f"a stopper's state_dict() is needed, not {state!r:.100}")
-        if (other := state.get("monitor", self.monitor)) != self.monitor:
-            raise ValueError(f"the state is of a stopper that goes by {other!r}, not by {self.monitor!r}")
-        try:
-            checks = int(state["best_check"]), int(state["checks"])
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"a stopper's state_dict() is needed, not {state!r:.100}") from error
-        self._best, (self._best_check, self._checks) = state["best"], checks
+        if state["monitor"] != self.monitor:
+            raise ValueError(f"the state is of a stopper that goes by {state['monitor']!r}, not by {self.monitor!r}")
+        self._best, self._best_check, self._checks = state["best"], state["best_check"], state["checks"]
 
 
-def early_stopping(
-    monitor: str, patience: int = 10, *, mode: Mode, min_delta: float = 0.0, stop_at: float | None = None,
-    on_improvement: Callable[[StopDecision], Any] | None = None, on_stop: Callable[[StopDecision], Any] | None = None,
-) -> EarlyStopper:  # fmt: skip
+def early_stopping(monitor: str, patience: int = 10, *, mode: Mode, min_delta: float = 0.0) -> EarlyStopper:
     """Return a stopper: call it with each check's value; its decision is true if training should stop.
 
     Each decision is a ``torchobs.debug.early_stopping`` event; ``<monitor>.best`` and ``<monitor>.patience_left`` are series.
@@ -147,9 +129,6 @@ def early_stopping(
         patience: checks without an improvement after which it stops.
         mode: ``min`` if smaller is better, as of a loss, ``max`` if larger is, as of an accuracy.
         min_delta: least change that is an improvement.
-        stop_at: stop when this value is reached.
-        on_improvement: called with the decision of each better value (to save the model).
-        on_stop: called once, with the first decision to stop.
 
     Raises:
         ValueError: ``patience`` below 1, ``min_delta`` below 0, another mode, or no name.
@@ -158,7 +137,7 @@ def early_stopping(
         raise ValueError(f"early_stopping() needs a name, patience >= 1, min_delta >= 0, not {(monitor, patience, min_delta)}")
     if mode not in {"min", "max"}:
         raise ValueError(f"mode is 'min' or 'max', not {mode!r}")
-    return EarlyStopper(monitor, patience, mode, min_delta, stop_at, on_improvement, on_stop)
+    return EarlyStopper(monitor, patience, mode, min_delta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,31 +189,28 @@ def validation(model: Any = None, name: str = "validation", *, stopper: EarlySto
     """
     import torch
 
-    from torchobs.debug.tensors import require_module
-
     if model is not None:
         require_module(model, "validation")
     result, begun = Validation(name), time.perf_counter()
     try:
         with api.phase("evaluation"), nullcontext() if model is None else evaluating(model), torch.no_grad():
             yield result
+    except BaseException as error:
+        fill(result, error=type(error).__name__)
+        raise
     finally:
-        raised = sys.exc_info()[0]
-        error = raised.__name__ if raised is not None else None
-        finish(result, time.perf_counter() - begun, error)
+        _finish(result, time.perf_counter() - begun)
     if stopper is not None:
         stopper(result.metrics or {})
 
 
-def finish(result: Validation, elapsed: float, error: str | None) -> None:
+def _finish(result: Validation, elapsed: float) -> None:
     """Fill a validation that has ended, and record it."""
     metrics = {key: float(total) / max(count, 1) for key, (total, count) in result._sums.items()}
     texts = [f"{name} is {value}" for name, value in metrics.items() if not isfinite(value)]
-    texts += ["no batch was added: call add(samples, ...) for each"] * (not result.batches and error is None)
-    throughput = result.samples / elapsed if elapsed else None
-    fill(result, time=elapsed, metrics=metrics, anomalies=tuple(texts), error=error, throughput=throughput)
+    texts += ["no batch was added: call add(samples, ...) for each"] * (not result.batches and result.error is None)
+    fill(result, time=elapsed, metrics=metrics, anomalies=tuple(texts), throughput=elapsed and result.samples / elapsed)
     record_series({f"{result.name}.{name}": value for name, value in metrics.items()})
     about = {"name": result.name, "samples": result.samples, "batches": result.batches, "seconds": elapsed, **metrics}
     api.record_event(catalog.EVENT_DEBUG_VALIDATION, about)
-    for text in texts:
-        found("validation", f"{result.name}: {text}", function="validation", name=result.name)
+    told("validation", [("validation", result.name, f"{result.name}: {text}") for text in texts])
