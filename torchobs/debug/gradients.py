@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite, nan
-from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchobs import catalog
@@ -17,7 +15,6 @@ from torchobs.probes.gradients.norms import device_norms, local
 from torchobs.probes.nonfinite.backward import bad_gradients
 from torchobs.probes.nonfinite.probe import skips_by_itself
 from torchobs.runtime.session import current
-from torchobs.support.after_fork import renew_in_child
 from torchobs.support.arguments import is_number
 from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import imported
@@ -207,40 +204,26 @@ def require_positive(threshold: Any) -> None:
         raise ValueError(f"a threshold of a norm is above 0, not {threshold!r}")
 
 
-_lock = Lock()
-renew_in_child(sys.modules[__name__], _lock=Lock)
-_unsubscribe: list[Callable[[], None]] = []
-_wanted = 0
+class StepHook:
+    """Calls a function with the optimizer before each step of any, in whichever thread, until ``remove`` is called."""
 
-
-def watch_steps(note: Callable[[Any], None]) -> None:
-    """Call ``note`` with the norm of the gradients, a tensor, before each optimizer step, until :func:`unwatch_steps`."""
-    global _wanted  # noqa: PLW0603  # the subscription is one for the process
-    torch: Any = imported("torch")
-    with _lock:
-        _wanted += 1
-        if _unsubscribe or torch is None:
-            return
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        import torch
 
         def before_step(optimizer: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            # a fused optimizer under a loss scaler unscales in its kernel
-            norm = norm_of(torch, parameters, getattr(optimizer, "grad_scale", None))
-            if norm is not None:
-                note(norm)
+            if not torch.compiler.is_compiling():
+                function(optimizer)
 
-        _unsubscribe.append(taps.BEFORE_STEP.subscribe(before_step))
+        self.remove = taps.BEFORE_STEP.subscribe(before_step)
 
 
-def unwatch_steps() -> None:
-    """Undo one :func:`watch_steps`."""
-    global _wanted  # noqa: PLW0603  # as above
-    with _lock:
-        _wanted -= 1
-        if not _wanted and _unsubscribe:
-            _unsubscribe.pop()()
+def norm_before_step(optimizer: Any) -> Any:
+    """Return the norm of the gradients that an optimizer is about to step with, unscaled, as a tensor; ``None`` without any."""
+    import torch
+
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # a fused optimizer under a loss scaler unscales in its kernel
+    return norm_of(torch, parameters, getattr(optimizer, "grad_scale", None))
 
 
 def norm_of_model(model: Any) -> Any:

@@ -15,7 +15,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from torchobs.debug.findings import found, history
-from torchobs.debug.gradients import norm_of_model, unwatch_steps, watch_steps
+from torchobs.debug.gradients import StepHook, norm_before_step, norm_of_model
 from torchobs.debug.tensors import require_module
 from torchobs.probes.memory.device_memory import has_statistics
 from torchobs.probes.memory.process_memory import ProcessStats
@@ -185,6 +185,13 @@ class _Open:
             yield one
             one = one.parent
 
+    def note_step(self, optimizer: Any) -> None:
+        """Keep the norm that a step begins with, if that is in this operation of this task."""
+        current = _current.get()
+        if current is not None and self in current.enclosing():
+            norm = norm_before_step(optimizer)
+            self.norm = self.norm if norm is None else norm
+
     def note(self, text: str) -> None:
         """Keep an anomaly for this operation and those around it."""
         for one in self.enclosing():
@@ -250,8 +257,8 @@ class _Measurement:
         opened, undo = _Open(info, parent), ExitStack()
         undo.callback(_current.set, parent)
         undo.enter_context(entered(info.anomaly, _note_birth))
-        watch_steps(_note_norm)
-        undo.callback(unwatch_steps)
+        if imported("torch") is not None:
+            undo.callback(StepHook(opened.note_step).remove)
         _current.set(opened)
         self._entered.append((opened, undo, read(), time.perf_counter()))
         return info
@@ -284,13 +291,6 @@ def _finish(opened: _Open, elapsed: float, before: Reading, model: Any) -> None:
         if opened.parent is None or text not in opened.parent.texts:  # else the outermost tells it
             fields = {name: value for name, value in about.items() if value is not None}
             found("anomaly", f"{info.operation}: {text}", function="context", name=info.operation, **fields)
-
-
-def _note_norm(norm: Any) -> None:
-    """Keep the norm of a step for the operations of this task that it is in."""
-    opened = _current.get()
-    for one in opened.enclosing() if opened is not None else ():
-        one.norm = norm
 
 
 def _note_birth(birth: Birth) -> None:

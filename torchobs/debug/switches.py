@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torchobs import catalog
 from torchobs.debug import operations
 from torchobs.debug.findings import found, logger, record_series, told
-from torchobs.debug.gradients import check_gradients, scale_in_use
+from torchobs.debug.gradients import StepHook, check_gradients, scale_in_use
 from torchobs.debug.placement import devices
 from torchobs.debug.profiles import Recorder
 from torchobs.debug.steps import Collector, activations, monitor_step
@@ -23,11 +23,10 @@ from torchobs.runtime.session import current, init
 from torchobs.support.arguments import is_whole
 from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.result import Result
-from torchobs.taps import taps
 from torchobs.tensors.references import living
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from pathlib import Path
 
     from torchobs.probes.core.context import ProbeContext
@@ -428,7 +427,7 @@ class _Board:
         self._probes: dict[str, SwitchProbe] = {}
         self._context: ProbeContext | None = None
         self._begun = 0
-        self._unsubscribe: Callable[[], object] = int
+        self._hook: Any = None
         self._model: Any = None
         self._searched: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -445,17 +444,10 @@ class _Board:
             return
 
         self._context, self._begun = context, context.recorder.step
-        context.breakers[_NAME] = CircuitBreaker(_NAME)
-        context.hooks.takes_loss.register(context.breaker(_NAME), self._take_loss)
+        breaker = context.breakers[_NAME] = CircuitBreaker(_NAME)
+        context.hooks.takes_loss.register(breaker, self._take_loss)
         context.hooks.ends.register(CircuitBreaker(_NAME), disable)
-
-        def before_step(optimizer: Any) -> None:
-            import torch
-
-            if not torch.compiler.is_compiling():
-                call(context.breaker(_NAME), self._before_step, context, optimizer)
-
-        self._unsubscribe = taps.BEFORE_STEP.subscribe(before_step)
+        self._hook = StepHook(breaker.guard(self._before_step))
 
     def add(self, names: tuple[str, ...], intervals: dict[str, int], trace_dir: str) -> None:
         """Switch on; those that are on get the new interval."""
@@ -475,14 +467,17 @@ class _Board:
                 probe.breaker.is_open = False  # also one that has failed
                 probe.run("remove")
         if context is not None and not self._probes:
-            call(context.breaker(_NAME), self._unsubscribe)
+            self._hook.remove()
             context.hooks.takes_loss.unregister(_NAME)
             context.hooks.ends.unregister(_NAME)
             self._context = self._model = None
             self._searched.clear()
             StepProfile._several_train = False
 
-    def _before_step(self, context: ProbeContext, optimizer: Any) -> None:
+    def _before_step(self, optimizer: Any) -> None:
+        context = self._context
+        if context is None:
+            return
         if get_ident() != context.training.thread:
             for probe in self._probes.values():
                 probe.run("stop_for_threads")
