@@ -3,7 +3,6 @@
 import ctypes
 import mmap
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from torchobs.flight.format.layout import MIN_SIZE
 from torchobs.flight.reader import reader
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 
-LARGE = 256 * 1024 * 1024
 C = ctypes.PyDLL(None)
 """The C library, called with the GIL held: its fork runs none of Python's hooks."""
 
@@ -89,17 +87,9 @@ def become_another_program(_: FlightDirectory, writer: FlightWriter) -> None:
     os.execvp("sleep", ["sleep", "60"])  # noqa: S606  # this is the test
 
 
-def grow_large(_: FlightDirectory, __: FlightWriter) -> None:
-    """Take memory that takes a while to give back, and be ready to dump it."""
-    resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    global large  # noqa: PLW0603  # until the end
-    large = os.urandom(4096) * (LARGE // 4096)
-
-
-large = b""
 SCENES: tuple[Callable[[FlightDirectory, FlightWriter], None], ...] = (
     nothing, open_and_close_others, read_own_file, unmap_another, fork_and_exit, fork_in_c_and_exit, fork_in_c_and_exec,
-    leave_a_child, become_another_program, grow_large,
+    leave_a_child, become_another_program,
 )  # fmt: skip
 
 

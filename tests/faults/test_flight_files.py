@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -71,28 +70,6 @@ def test_a_file_of_another_user_is_refused_where_an_owner_is_asked_for(directory
         reader.open_file(directory_fd, writer.name, os.getuid() + 1)
 
 
-def test_a_lease_on_a_file_holds_nobody(
-    flight_dir: Path, directory_fd: int, writer: FlightWriter, start: Callable[..., subprocess.Popen[str]]
-) -> None:
-    """Opening a leased file waits up to 45 s for its holder, unless asked not to; it is read when the lease is gone."""
-    code = (
-        "import fcntl, os, signal, sys; signal.signal(signal.SIGIO, signal.SIG_IGN)\n"
-        "fd = os.open(sys.argv[1], os.O_RDWR); fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK); print(1, flush=True); input()"
-    )
-    target = flight_dir / name(1)
-    target.write_bytes((flight_dir / writer.name).read_bytes())
-    holder = start(sys.executable, "-c", code, target, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert holder.stdout
-    assert holder.stdout.readline()
-    began = time.monotonic()
-    with pytest.raises(BlockingIOError):
-        reader.open_file(directory_fd, name(1))
-    assert time.monotonic() - began < 5.0  # of 45 s
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
-    reader.open_file(directory_fd, name(1)).close()
-
-
 @pytest.mark.parametrize(
     "other",
     ["r0-0.flight", f"x{name(1)}", f"{name(1)}.bak", lock_name(name(1)), "\udcff"],
@@ -113,22 +90,6 @@ def test_a_hundred_thousand_names_are_looked_at_in_time(flight_dir: Path, direct
     assert clean(directory_fd, now=time.monotonic_ns(), min_age_s=0.0, max_total_bytes=0) == []
     assert time.thread_time() - began < SCAN_LIMIT_S
     assert len(list(flight_dir.iterdir())) == NAMES + 2
-
-
-def test_of_ten_thousand_flight_names_the_living_are_read_first(
-    flight_dir: Path, directory_fd: int, writer: FlightWriter
-) -> None:
-    """Nobody can make a scan open more than 4,096 files: the living, then those written last; the others are counted."""
-    os.utime(writer.name, ns=(0, 0), dir_fd=directory_fd)  # a rank that stores through a map may have the oldest file
-    for rank in range(10_000):
-        fd = os.open(name(rank), os.O_CREAT | os.O_WRONLY, dir_fd=directory_fd)
-        os.utime(fd, ns=(rank + 1, rank + 1))
-        os.close(fd)
-    found = reader.list_names(directory_fd)
-    assert set(found.names) == {writer.name, *map(name, range(10_001 - reader.MAX_FILES, 10_000))}
-    assert found.names == sorted(found.names) == reader.names(directory_fd)
-    assert found.left_out == 10_001 - reader.MAX_FILES
-    assert len(list(flight_dir.iterdir())) == 10_002
 
 
 def test_two_scans_at_once_both_see_every_file(flight_dir: Path, directory_fd: int) -> None:

@@ -98,20 +98,6 @@ def test_exec_drops_the_lock(play: Play) -> None:
     assert holder.process.poll() is None
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGABRT])
-def test_the_lock_is_free_only_when_the_kernel_has_let_the_process_go(play: Play, tmp_path: Path, end: signal.Signals) -> None:
-    """Teardown of 256 MiB, or their core dump: free means that the memory is given back and the core is written."""
-    holder = play("grow_large")
-    memory = Path(f"/proc/{holder.process.pid}/statm")
-    assert int(memory.read_text().split()[1]) > 10_000
-    holder.process.send_signal(end)
-    wait_until(lambda: not holder.holds(), timeout_s=60.0, interval_s=0.0)
-    assert memory.read_text().split()[1] == "0"
-    dumped = [core.stat().st_size for core in tmp_path.glob("core*")]
-    holder.process.wait()
-    assert dumped == [core.stat().st_size for core in tmp_path.glob("core*")]
-
-
 def test_who_asks_while_another_thread_takes_the_lock_does_not_drop_it(
     flight_dir: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:

@@ -176,18 +176,6 @@ def test_v1_in_a_container_without_a_namespace(tmp_path: Path) -> None:
     assert cpu_of(cpu, root) == Cpu(1.5, 100, 40, 2.5, 7.0)
 
 
-def test_v1_where_the_whole_hierarchy_is_mounted_but_the_path_is_not_there(tmp_path: Path) -> None:
-    """Then what is mounted is one's own group; and v1 tells of limits further out, which nothing else shows."""
-    root = plant(tmp_path, v1_group(""))
-    stat = tmp_path / "sys/fs/cgroup/memory/memory.stat"
-    stat.write_text(V1_STAT.format(limit=2 * GIB, swap=0, inactive=0, active=0))
-    groups = hierarchy("5:memory:/docker/abcd\n", V1_MOUNTS.format(root="/"), "memory", root)
-    assert groups == Hierarchy(v2=False, levels=("/sys/fs/cgroup/memory",))
-    found = tightest(groups, root)
-    assert found is not None
-    assert found[1].limit == 2 * GIB
-
-
 def test_v1_s_root_group_without_a_limit_is_the_machine_and_no_group(tmp_path: Path) -> None:
     """Its usage is everybody's."""
     root = plant(tmp_path, v1_group(""))
@@ -212,17 +200,6 @@ def test_a_hybrid_system_has_memory_where_v1_has_it_and_pressure_where_v2_is(tmp
     assert unified is not None
     assert unified.v2
     assert unified.levels[0] == "/sys/fs/cgroup/unified/job"
-
-
-def test_a_hybrid_system_may_have_given_a_controller_to_v2(tmp_path: Path) -> None:
-    """What no v1 hierarchy lists is v2's."""
-    files = {f"sys/fs/cgroup/unified/job/{name}": text for name, text in (("memory.current", "7"), ("memory.max", "9"))}
-    root = plant(tmp_path, files)
-    groups = hierarchy("4:cpu,cpuacct:/job\n0::/job\n", V1_MOUNTS.format(root="/") + UNIFIED, "memory", root)
-    assert groups is not None
-    found = tightest(groups, root)
-    assert found is not None
-    assert (found[1].usage, found[1].limit, found[1].pinned) == (7, 9, 7)
 
 
 def test_a_path_outside_of_the_namespace_is_not_followed(tmp_path: Path) -> None:
@@ -284,18 +261,3 @@ def test_fields_stand_at_the_beginning_of_a_line() -> None:
     assert field("", "a ") is None
     assert field("a ", "a ") is None
     assert [number("12\n"), number("max\n"), number(""), number("-1"), number("²")] == [12, None, None, None, None]
-
-
-def test_a_long_file_is_read_whole(tmp_path: Path) -> None:
-    """The mounts of a node with many pods fill far more than a page."""
-    path = tmp_path / "long"
-    path.write_text("x" * 100_000)
-    assert len(read(str(path))) == 100_000
-    assert read(str(tmp_path / "missing")) == ""
-    assert read(str(tmp_path)) == ""
-
-
-def test_pressure_without_a_total_is_none() -> None:
-    """Kernels without PSI have no file; a line that is cut is passed over."""
-    assert pressure("") == {}
-    assert pressure("some avg10=0.0\nfull total=2000000") == {"full": 2.0}

@@ -556,19 +556,6 @@ def test_goodput_of_what_is_under_way(course: str) -> None:
     assert sum(credited(totals)) == pytest.approx(0.0) or isinstance(act, tuple)
 
 
-@pytest.mark.parametrize("cut", range(1, 4))
-def test_how_records_are_cut_into_batches_does_not_matter(cut: int) -> None:
-    """To the last bit, as everything that is folded."""
-    steps = [step_goodput(number, forward=0.1 * number, evaluation=0.3) for number in range(1, 5)]
-    whole, parts = empty(), empty()
-    for totals in (whole, parts):
-        give(totals, 0, 0.7, evaluation=0.7)
-    fold.fold(whole, steps)
-    fold.fold(parts, steps[:cut])
-    fold.fold(parts, steps[cut:])
-    assert bytes(whole.buffer) == bytes(parts.buffer)
-
-
 def record(seq: int, *, end_s: float, duration_s: float = 0.5, flags: int = 0, **fields: object) -> StepRecord:
     """A step's record."""
     phases = (0.1,) * 5 + (0.0,) * 3

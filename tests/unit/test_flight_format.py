@@ -378,17 +378,6 @@ def test_a_value_that_contains_itself_ends_somewhere() -> None:
     assert str(ring.seen()[0]).count("[") >= 30
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [b"[]", b"7", b"{", b"\xff"],
-)
-def test_a_payload_that_is_no_object_is_no_event(payload: bytes) -> None:
-    """It is passed over."""
-    ring = Ring(64 * 1024)
-    ring.ring.put(payload)
-    assert [json.dumps(fields).encode() for _, fields in event_ring.scan(ring.content(), SEED)] == []
-
-
 def test_identifiers_are_functions_of_the_file() -> None:
     """The same for whoever asks, another for every run, step and phase; a launcher's trace is kept."""
     one, two = header(), header()

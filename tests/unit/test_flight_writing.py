@@ -25,7 +25,7 @@ from torchobs.flight.format.layout import BLOCK_WORDS, DEFAULT_SIZE, MAX_SIZE, M
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.reader import Distribution
 from torchobs.flight.writer import writer
-from torchobs.flight.writer.series_table import LAYERS, USER, Cell
+from torchobs.flight.writer.series_table import LAYERS, Cell
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 
 if TYPE_CHECKING:
@@ -457,18 +457,6 @@ def shown(image: flights.Image) -> object:
         return flights.values(file.read()).get(("x", ()))
     finally:
         file.close()
-
-
-def test_counters_are_there_at_zero_and_gauges_are_not_there(image: flights.Image) -> None:
-    """Before the first change."""
-    writer, _ = flights.written(image)
-    cell(writer, metric(Kind.COUNTER, integer=True))
-    assert shown(image) == 0
-    writer.table.cell(metric(Kind.GAUGE, name="g"), {}, USER)
-    writer.table.open(metric(Kind.GAUGE, name="e"), {}, USER, either=True)
-    file = image.open()
-    assert {"g", "e"} & {name for name, _ in flights.values(file.read())} == set()
-    file.close()
 
 
 NUMBERS = [

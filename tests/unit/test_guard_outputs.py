@@ -207,21 +207,6 @@ def test_a_bound_that_the_type_cannot_hold_is_its_end(dtype: torch.dtype) -> Non
     assert guard.sanitize_outputs(small, "clamp", high=0.1) is small
 
 
-def test_gradients_pass_through_what_was_kept() -> None:
-    """Promise: a replaced value has no gradient, the others keep theirs."""
-    x = torch.tensor([1.0, inf], requires_grad=True)
-    guard.sanitize_outputs(x * 2, "clamp", low=-10.0, high=10.0).sum().backward()  # type: ignore[no-untyped-call]
-    assert x.grad is not None
-    assert x.grad[0].item() == 2.0
-
-
-def test_double_precision_is_not_narrowed() -> None:
-    """Promise: a finite float64 beyond float32 is finite; a reference that is not is refused."""
-    assert guard.check_outputs(torch.tensor([[1e39], [2e39]], dtype=torch.float64)).ok
-    with pytest.raises(ValueError, match="reference is not finite"):
-        guard.check_outputs(torch.randn(300), reference=torch.full((300,), nan))
-
-
 @pytest.mark.parametrize("sample", [-5.0, 5.0])
 def test_repeated_values_that_move_have_drifted(sample: float) -> None:
     """Promise: of a reference with few values, such as one that is always 0, a shift to either side is seen."""

@@ -12,10 +12,8 @@ import psutil
 import pytest
 
 from tests.unit.test_cgroup import GIB, plant, v2_group
-from torchobs import catalog, guard
+from torchobs import guard
 from torchobs.guard.resource_usage import LEAST_CPU_S, ResourceGuard
-from torchobs.rules import alerts_machine
-from torchobs.rules.rule_file import Alert
 
 PROC = {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"}
 
@@ -52,23 +50,6 @@ def test_without_a_container_it_is_the_machine() -> None:
     assert usages["disk"].percent == pytest.approx(100 * disk.used / (disk.used + disk.free), abs=1)
     machine = psutil.virtual_memory()
     assert usages["memory"].limit <= machine.total
-
-
-def test_the_alerts_that_are_named_exist() -> None:
-    """Promise: each resource has an alert at 90 percent by default, of a metric that does not need this function."""
-    described = guard.resources.__doc__ or ""
-    metrics = {
-        "TorchobsCpuSaturated": catalog.SYSTEM_CPU_TIME,
-        "TorchobsOutOfMemoryNear": catalog.MEMORY_HOST_UTILIZATION,
-        "TorchobsGpuMemoryNearLimit": catalog.MEMORY_DEVICE_ALLOCATED,
-        "TorchobsFilesystemFull": catalog.SYSTEM_FILESYSTEM_USAGE,
-    }
-    rules = [*alerts_machine.memory().rules, *alerts_machine.resources().rules]
-    expressions = {rule.alert: rule.expr for rule in rules if isinstance(rule, Alert)}
-    for alert, metric in metrics.items():
-        assert alert in described
-        assert metric.prometheus in expressions[alert]
-        assert "> 0.9" in expressions[alert]
 
 
 def test_one_call_for_each_time_that_it_is_too_much(tmp_path: Path) -> None:

@@ -268,19 +268,6 @@ def test_ranks_of_one_parent_share_a_run_and_of_another_do_not() -> None:
     assert one == same != other
 
 
-def test_a_rank_whose_parent_is_unknown_names_its_run_after_itself() -> None:
-    """In a container the rank may be the first process: its parent is pid 0, of which nothing is known."""
-    identity, _ = _discover({"RANK": "1", "WORLD_SIZE": "2"}, dataclasses.replace(PROCESS, parent=None))
-    assert identity.run_id == "node7-20251120T230640Z-4242"
-
-
-def test_a_restarted_single_rank_of_an_unnamed_torchrun_stays_in_its_run() -> None:
-    """World size 1 is no reason to name the run after a process that a restart replaces."""
-    environ = UNNAMED | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_ERROR_FILE": ""}
-    runs = {_discover(environ, dataclasses.replace(PROCESS, pid=pid, start_ns=pid))[0].run_id for pid in (1, 2)}
-    assert runs == {"node7-4000-88-0f1e2d3c"}
-
-
 @pytest.mark.parametrize(
     "environ",
     [UNNAMED, PMI, INDEXED, INDEXED | {"WORLD_SIZE": "4"}, {"RANK": "1", "WORLD_SIZE": "2"}, {"TORCHOBS_RANK": "1"}],
@@ -498,16 +485,6 @@ def test_another_address_port_or_namespace_is_another_run() -> None:
     pods = (_pytorchjob(1), _pytorchjob(1, name="bert"), _pytorchjob(1, namespace="nlp"))
     ids = {_in_pod(host, environ)[0].run_id for host, environ in pods}
     assert len(ids | {_in_pod("gpt-worker-0", _pytorchjob(1)[1] | {"MASTER_PORT": "29500"})[0].run_id}) == 4
-
-
-@pytest.mark.parametrize("pod", [_pytorchjob, _volcano])
-def test_the_owners_uid_beats_the_address_and_nothing_is_said(pod: Callable[[int], tuple[str, dict[str, str]]]) -> None:
-    """What the injection adds to each pod."""
-    owner = {"TORCHOBS_K8S_JOB_NAME": "gpt-large", "TORCHOBS_K8S_JOB_UID": "0a7f8c1e-5a0e-4d0c-8c57-0c1a5c1f2b3d"}
-    for rank in range(4):
-        host, environ = pod(rank)
-        identity, problems = _in_pod(host, environ | owner)
-        assert (identity.job_name, identity.run_id, problems) == ("gpt-large", owner["TORCHOBS_K8S_JOB_UID"], ())
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1", ""])

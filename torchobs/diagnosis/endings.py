@@ -242,9 +242,10 @@ def _finished(report: RankReport) -> Finding:
     if not report.last_step and report.partial:
         return stated(INFO, "finished", f"Rank {report.rank} finished in order after {length}; {_NO_STEPS}.")
     if not report.last_step:
-        hint = "no optimizer of torch's stepped; where steps are made otherwise, torchobs.step() after each records them"
-        if report.events_named(catalog.EVENT_CHILDREN):
-            hint = "the processes that it started are recorded if they join a process group, or call torchobs.init() themselves"
+        hint = (
+            "no optimizer of torch's stepped; where steps are made otherwise, torchobs.step() after each records them, and "
+            "processes that it started are recorded if they join a process group, or call torchobs.init() themselves"
+        )
         return stated(INFO, "finished", f"Rank {report.rank} finished in order after {length}, without a step: {hint}.")
     return stated(INFO, "finished", f"Rank {report.rank} finished in order {_where(report)}; it ran for {length}{told}.")
 

@@ -64,9 +64,6 @@ class ProbeManager:
         context, before = self._context, self._off
         self._off = frozenset(names) & self._factories.keys()
         for name in (self._off - before) & self._probes.keys():
-            sample: Callable[[], None] | None = getattr(self._probes[name], "sample", None)
-            if sample is not None:  # what it has counted since its last round
-                call(context.breaker(name), sample)
             context.breaker(name).is_open = True
         if self._started and self._has_changes():
             self._safe_point.arm(self._apply_changes)

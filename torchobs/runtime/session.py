@@ -38,7 +38,7 @@ from torchobs.runtime.notebook import NotebookStatus, PageAddress, in_notebook
 from torchobs.runtime.probe_manager import PatchWatch, ProbeManager
 from torchobs.runtime.sampler import LimitedLog, Sampler, SamplerPauses
 from torchobs.runtime.spans import RunSpan, trace_attributes
-from torchobs.runtime.spawned_ranks import SpawnedRanks, hide_launcher_file, launcher_attributes, report_children
+from torchobs.runtime.spawned_ranks import SpawnedRanks, hide_launcher_file, launcher_attributes
 from torchobs.support import error_guard, graph_safe
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call, settle
@@ -50,7 +50,7 @@ from torchobs.tensors.device_reads import DeviceValues
 from torchobs.tensors.references import let_tensors_be_swapped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
     from importlib.abc import MetaPathFinder
     from multiprocessing.util import Finalize
     from types import TracebackType
@@ -158,9 +158,8 @@ class Session:
         self._probe_manager = ProbeManager(context, factories(self.loss_scaling), safe_point, self._samples, self._slow)
         control_dir = str(chosen.control_dir) if chosen.control_dir else None
         self._commands = CommandHandler(context, self._probe_manager, control_directory(control_dir, place.path))
-        self._samples += [("control", self._commands.sample), ("children", partial(report_children, context))]
         self._history = GaugeHistory(context)
-        self._samples.append(("history", self._history.sample))
+        self._samples += [("control", self._commands.sample), ("history", self._history.sample)]
         self._slow += [
             ("otel", self.run.sample),
             ("children", partial(hide_launcher_file, context)),
@@ -306,7 +305,7 @@ def init(**overrides: object) -> Session:
     with _lock:
         chosen, problems = settings.resolve(overrides)
         if _current is not None and _current.pid == os.getpid():
-            _warn_ignored(_current, overrides, chosen, problems)
+            _warn_ignored(_current, overrides, chosen)
             return _current
         if _is_worker():
             return Session()  # not kept: a child that is importing its main module may become a rank later
@@ -329,20 +328,13 @@ def init(**overrides: object) -> Session:
         return session
 
 
-def _warn_ignored(
-    session: Session, overrides: Mapping[str, object], chosen: Settings, problems: Iterable[settings.SettingsProblem]
-) -> None:
-    """Warn of the arguments of a second ``init()`` that are wrong, or other than what is in force."""
-    sources = {settings.named(name).flag or f"argument {name}": name for name in overrides}
-    wrong = {sources[problem.name]: problem for problem in problems if problem.name in sources}
-    for problem in wrong.values():
-        logger.warning("torchobs: %s; it is ignored, since init() was called before", problem)
-    given = {name for name, value in overrides.items() if value is not None} - wrong.keys()
-    other = [name for name in sorted(given) if getattr(chosen, name) != getattr(session.settings, name)]
+def _warn_ignored(session: Session, overrides: Mapping[str, object], chosen: Settings) -> None:
+    """Warn of the arguments of a second ``init()`` that are other than what is in force."""
+    given = sorted(name for name, value in overrides.items() if value is not None)
+    other = [name for name in given if getattr(chosen, name) != getattr(session.settings, name)]
     if other:
         texts = ", ".join(f"{name}={as_text(getattr(chosen, name))}" for name in other)
-        what = "is" if len(other) == 1 else "are"
-        logger.warning("torchobs: %s %s ignored, since init() was called before; torchobs.shutdown() ends that", texts, what)
+        logger.warning("torchobs: ignored, since init() was called before: %s; torchobs.shutdown() ends that", texts)
 
 
 def unpickle_token(given: dict[str, str], launcher: str) -> object:

@@ -24,7 +24,6 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from torchobs import catalog
 from torchobs.config import settings
 from torchobs.config.launchers import LAUNCHED_BY
 from torchobs.flight.files.location import KUBERNETES_MOUNT
@@ -176,10 +175,6 @@ def launcher_attributes() -> dict[str, str]:
     return {LAUNCHED_BY: _launcher} if _launcher else {}
 
 
-_reported: set[bytes] = set()
-"""Incarnations that have reported their children"""
-
-
 def hide_launcher_file(context: ProbeContext) -> None:
     """Hide this process's file while it only launches ranks and takes no steps itself. For the sampler thread."""
     writer = context.writer
@@ -187,24 +182,6 @@ def hide_launcher_file(context: ProbeContext) -> None:
         writer.hidden = False
     elif not writer.hidden and _has_launched(writer):
         writer.hide()
-
-
-def report_children(context: ProbeContext) -> None:
-    """Report, once, children of a process that takes no steps: with Hogwild they train without being ranks. As above."""
-    incarnation = context.writer.header.incarnation
-    count = 0 if context.recorder.ended or incarnation in _reported else _child_count()
-    if count:
-        _reported.add(incarnation)
-        context.writer.event(catalog.EVENT_CHILDREN.name, {"count": count})
-
-
-def _child_count() -> int:
-    """Count the children that ``multiprocessing`` knows, except daemons (workers of loaders and pools).
-
-    Their state is not polled, since the main thread may be waiting for them.
-    """
-    known: set[multiprocessing.process.BaseProcess] = getattr(multiprocessing.process, "_children", set())
-    return sum(not child.daemon for child in tuple(known))
 
 
 def _has_launched(writer: FlightWriter) -> bool:
