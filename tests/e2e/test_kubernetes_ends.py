@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.kubernetes.cluster import PORT, Namespace, Pod, get
+from tests.kubernetes.cluster import PORT, Namespace, get
 from tests.kubernetes.injection import job, pod_template, require_policy
 from tests.kubernetes.jobs import EXPORTER, IN_A_CLUSTER, scripts
 from tests.kubernetes.stage import STARTS_S, Stage, monitored
@@ -94,17 +94,15 @@ def slot() -> Iterator[None]:
             somewhere.kubectl("delete", "priorityclass", URGENT)
 
 
-def pod_of(stage: Stage, name: str) -> Pod:
-    """The first pod of a Job, once both Prometheus have scraped its steps twice."""
+def pod_of(stage: Stage, name: str) -> str:
+    """The name of a Job's first pod, once both Prometheus have scraped its steps twice. The pod may be gone by then."""
+    query = f'count_over_time(torchobs_steps_total{{run_id="{stage.uid(name)}"}}[1h])'
 
-    def scraped() -> Pod | None:
-        pods = stage.namespace.pods(name)
-        query = f'count_over_time(torchobs_steps_total{{pod="{pods[0].name}"}}[1h])' if pods else "vector(0)"
-        return pods[0] if all(sum(one.value for one in watching.query(query)) >= 2 for watching in both(stage)) else None
+    def scraped() -> bool:
+        return all(any(one.value >= 2 for one in watching.query(query)) for watching in both(stage))
 
-    found = wait_until(scraped, timeout_s=STARTS_S, interval_s=1.0)
-    assert found is not None
-    return found
+    wait_until(scraped, timeout_s=STARTS_S, interval_s=1.0)
+    return stage.prometheus.query(query)[0].labels["pod"]
 
 
 def both(stage: Stage) -> tuple[PrometheusServer, PrometheusServer]:
@@ -112,13 +110,13 @@ def both(stage: Stage) -> tuple[PrometheusServer, PrometheusServer]:
     return stage.prometheus, stage.slow
 
 
-def reason(watching: PrometheusServer, pod: Pod) -> list[str]:
+def reason(watching: PrometheusServer, pod: str) -> list[str]:
     """How a pod's rank ended, as a Prometheus has it."""
-    exits = watching.query(f'last_over_time(torchobs_rank_exit{{pod="{pod.name}"}}[1h]) == 1')
+    exits = watching.query(f'last_over_time(torchobs_rank_exit{{pod="{pod}"}}[1h]) == 1')
     return [one.labels["reason"] for one in exits]
 
 
-def assert_both_know(stage: Stage, pod: Pod, run: str, expected: str) -> None:
+def assert_both_know(stage: Stage, pod: str, run: str, expected: str) -> None:
     """Both have the end of the pod's rank, no state of it afterwards is alive, and no rule takes it for vanished."""
 
     def known() -> bool:
@@ -127,7 +125,7 @@ def assert_both_know(stage: Stage, pod: Pod, run: str, expected: str) -> None:
     wait_until(known, timeout_s=180.0, interval_s=2.0)
     for watching in both(stage):
         assert reason(watching, pod) == [expected]
-        assert watching.value(f'last_over_time(torchobs_rank_up{{pod="{pod.name}"}}[1h])') == 0
+        assert watching.value(f'last_over_time(torchobs_rank_up{{pod="{pod}"}}[1h])') == 0
         assert [one.name for one in watching.alerts() if one.labels.get("run_id") == run] == []
 
 
@@ -143,27 +141,28 @@ def test_a_pod_ends_with_its_training_and_both_prometheus_have_its_last_step(
     """Within one scrape of the slower one; the sidecar ends with 0 however short the grace is, and changes no Job's outcome."""
     pod = pod_of(stage, name)
     ended = stage.ended(name, condition)
-    assert ended.name == pod.name, "no second pod"
+    assert ended.name == pod, "no second pod"
     assert (ended.ended("main")["exitCode"], ended.ended("torchobs")["exitCode"]) == (exit_code, 0)
     waited_s = finished_s(ended.ended("torchobs")) - finished_s(ended.ended("main"))
     assert waited_s <= INTERVAL_S + TIMEOUT_S + OWN_S + 1.0  # times are whole seconds
     if name == "finishes":
         for watching in both(stage):
-            assert watching.value(f'last_over_time(torchobs_steps_total{{pod="{pod.name}"}}[1h])') == float(STEPS)
+            assert watching.value(f'last_over_time(torchobs_steps_total{{pod="{pod}"}}[1h])') == float(STEPS)
             assert reason(watching, pod) == ["finished"]
 
 
 def test_a_grace_too_short_for_a_scrape_is_said_by_the_exporter(stage: Stage) -> None:
     """On its page, where a port-forward shows it, and in its log; the training's last steps may be lost."""
-    pod = stage.ended("fails", "Failed")
-    assert "the pod's grace of 10 s is too short for its scrapes" in stage.namespace.logs(pod, "torchobs")
+    ended = stage.ended("fails", "Failed")
+    assert "the pod's grace of 10 s is too short for its scrapes" in stage.namespace.logs(ended, "torchobs")
 
 
 def test_a_deleted_training_that_sigterm_does_not_end_has_its_end(stage: Stage) -> None:
     """The first process of a container trains on until it is killed; meanwhile its exporter says what will become of it."""
     pod, run = pod_of(stage, "deleted"), stage.uid("deleted")
+    (address,) = (f"{one.ip}:{PORT}" for one in stage.namespace.pods("deleted"))
     stage.namespace.kubectl("delete", "job", "deleted", "--cascade=background", "--wait=false")
-    wait_until(lambda: 'reason="terminated"' in get(f"{pod.ip}:{PORT}", User_Agent="curl")[1], timeout_s=60.0, interval_s=0.5)
+    wait_until(lambda: 'reason="terminated"' in get(address, User_Agent="curl")[1], timeout_s=60.0, interval_s=0.5)
     assert_both_know(stage, pod, run, "terminated")
 
 
