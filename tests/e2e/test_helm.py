@@ -120,6 +120,7 @@ def installed_and_changed(namespace: Namespace, tmp_path: Path, before: set[str]
     assert sum(name.startswith("configmap/") for name in installed - before) == 12
     assert sum(name.startswith("prometheusrule.") for name in installed - before) == 3
     assert_release_fits(namespace)
+    assert_a_second_release_keeps_apart(namespace, install)
     assert_the_test_tries_the_label(namespace)
     assert not any(name.startswith("pod/") for name in everything(namespace))
 
@@ -140,6 +141,16 @@ def installed_and_changed(namespace: Namespace, tmp_path: Path, before: set[str]
     succeeds(namespace, "rollback", "torchobs", "1")
     assert version_of(namespace, monitor) == PREVIOUS
     assert {name for name in everything(namespace) - installed if not name.startswith("secret/sh.helm.release")} == set()
+
+
+def assert_a_second_release_keeps_apart(namespace: Namespace, install: tuple[str, ...]) -> None:
+    """Which of two sidecars a pod gets would be chance; with other namespaces the second is taken."""
+    if injection.served_version():
+        again = ("install", "other", CHART, "--dry-run=server", "--namespace", namespace.name)
+        refused = helm(*again, *install)
+        assert f"the release torchobs in namespace {namespace.name} injects into the same namespaces" in refused.stderr
+        elsewhere = 'injection.namespaceSelector={"matchLabels":{"kubernetes.io/metadata.name":"elsewhere"}}'
+        assert helm(*again, *IMAGE, "--set-json", elsewhere).returncode == 0
 
 
 def assert_the_test_tries_the_label(namespace: Namespace) -> None:

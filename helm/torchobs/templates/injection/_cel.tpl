@@ -13,6 +13,30 @@
 {{- end -}}
 {{- end }}
 
+{{/*
+Nothing; fails where another release injects into the same namespaces already: which of two sidecars a pod gets would be chance.
+Where a selector has expressions of its own nobody can say, and both are taken.
+*/}}
+{{- define "torchobs.refuseOverlap" -}}
+{{- $version := include "torchobs.policyVersion" . -}}
+{{- $ours := .Values.injection.namespaceSelector.matchLabels | default dict -}}
+{{- range (lookup (printf "admissionregistration.k8s.io/%s" $version) "MutatingAdmissionPolicy" "" "").items -}}
+{{- $labels := .metadata.labels | default dict -}}
+{{- $annotations := .metadata.annotations | default dict -}}
+{{- $release := get $annotations "meta.helm.sh/release-name" -}}
+{{- $namespace := get $annotations "meta.helm.sh/release-namespace" -}}
+{{- $isOurs := and (eq $release $.Release.Name) (eq $namespace $.Release.Namespace) -}}
+{{- if and $release (not $isOurs) (eq (get $labels "app.kubernetes.io/part-of") "torchobs") -}}
+{{- $selector := .spec.matchConstraints.namespaceSelector -}}
+{{- $apart := or (gt (len $selector.matchExpressions) 2) $.Values.injection.namespaceSelector.matchExpressions -}}
+{{- range $key, $value := $selector.matchLabels }}{{ if and (hasKey $ours $key) (ne (get $ours $key) $value) }}{{ $apart = true }}{{ end }}{{ end -}}
+{{- if not $apart -}}
+{{- fail (printf "the release %s in namespace %s injects into the same namespaces. Set injection.engine=none here, or give each release an injection.namespaceSelector of its own" $release $namespace) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{/* What the two engines have in common: which pods, and what is done to them. */}}
 {{- define "torchobs.injectionSpec" -}}
 {{- $injection := .Values.injection -}}
