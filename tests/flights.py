@@ -72,7 +72,7 @@ def fields(of: Header, number: int, **given: float) -> dict[str, Any]:
         "loss": 2.0 + number % 7 / 64,
         "grad_norm": 1.0 + number % 5 / 64,
         "learning_rate": 1 / number,
-        "phase_s": (0.0625, 0.0625, 0.125, 0.0, 0.0, 0.0, 0.0, 0.0),
+        "phase_s": (0.0625, 0.0625, 0.125, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
         "tokens": 16,
         "samples": 2,
         "norm_scale": 1.0,

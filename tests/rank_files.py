@@ -39,7 +39,7 @@ RESOURCE: Mapping[str, str | int] = {
     "python_version": "3.11.7",
     "torchobs_version": "0.1.0",
 }
-PHASES_S = (0.01, 0.02, 0.03, 0.01, 0.005, 0.0, 0.0, 0.0)
+PHASES_S = (0.01, 0.02, 0.03, 0.01, 0.005, 0.0, 0.0, 0.0, 0.0)
 _FLAGS = StepFlag.LOSS | StepFlag.GRAD_NORM | StepFlag.LEARNING_RATE
 
 

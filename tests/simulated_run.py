@@ -115,7 +115,7 @@ class Life:
 
 def phase(life: Life, name: str) -> Array:
     """Seconds per second in a phase."""
-    own = {"data": 0.012, "forward": 0.11, "optimizer": 0.02, "other": 0.004}
+    own = {"data": 0.012, "forward": 0.11, "optimizer": 0.02, "other": 0.004, "between": 0.0}
     slow = SLOW_S * life.slow if life.rank == SLOW_RANK else 0.0
     seconds = {part: life.wobble(level) + (slow if part == "data" else 0.0) for part, level in own.items()}
     seconds["backward"] = life.step_s - sum(seconds.values())

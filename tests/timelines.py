@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from torchobs.flight.format.layout import PHASE_NAMES
 from torchobs.probes.core.timeline import OPTIMIZER, OTHER, PhaseTimeline
 
-ORDER = ("data", "forward", "backward", "optimizer", "other", "evaluation", "checkpoint", "compile")
+ORDER = PHASE_NAMES
 
 
 def spent(timeline: PhaseTimeline, now: int) -> dict[str, int]:

@@ -31,7 +31,7 @@ DATASOURCE = choices.DataSourceRef(type_val="prometheus", uid="${datasource}")
 """The data source chosen by the variable `datasource`."""
 
 GOOD, FAIR, BAD, OUT = "green", "orange", "red", "text"
-COARSE = 60
+COARSE = 50
 """Points in time of a comparison of all ranks: at a thousand ranks each takes milliseconds, and is a thousand cells."""
 
 

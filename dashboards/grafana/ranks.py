@@ -274,12 +274,14 @@ def joined() -> tuple[Panel, ...]:
             labels={"backend": "backend", "parallelism": "parallelism", "mesh": "mesh"},
             width=12,
         ),
-        panels.lines(
-            "Step time by place",
-            "Mean step of the ranks of each pipeline stage and each tensor-parallel index. Good: all the same; a stage that is "
-            "slower than the others has too many layers. Empty: without a mesh that has these dimensions.",
-            "s",
-            *(Query(_by_place(axis), f"{axis} {{{{{axis}}}}}") for axis in ("pp", "tp")),
+        panels.coarse(
+            panels.lines(
+                "Step time by place",
+                "Mean step of the ranks of each pipeline stage and each tensor-parallel index. Good: all the same; a stage "
+                "that is slower than the others has too many layers. Empty: without a mesh that has these dimensions.",
+                "s",
+                *(Query(_by_place(axis), f"{axis} {{{{{axis}}}}}") for axis in ("pp", "tp")),
+            )
         ),
         panels.rows(
             "Settings of DDP",

@@ -13,7 +13,7 @@ from examples._demo.prometheus import Alert
 from torchobs import catalog
 
 LOG_INTERVAL_S = 10.0
-PHASE_HEADINGS = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other"}
+PHASE_HEADINGS = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other", "between": "betw"}
 HEADER = (
     f"{'rank':>4}  {'state':<12} {'step':>6} {'loss':>8} {'norm':>8} {'ms/step':>8} "
     f"{' '.join(f'{PHASE_HEADINGS[phase]:>5}' for phase in catalog.PHASES)} {'tokens/s':>9}  anomalies"

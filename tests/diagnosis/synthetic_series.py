@@ -84,7 +84,7 @@ def false_alarms(name: str, seed: int, steps: int = STEPS) -> Counter[str]:
     chance, totals, found = random.Random(f"{name} {seed}"), Totals(bytearray(SIZE)), list[Anomaly]()
     losses = LOSSES[name](chance, steps)
     norms = NORMS[name](chance, steps) if name in NORMS else heavy_tailed(chance, steps)
-    flags, records, phases = int(StepFlag.LOSS | StepFlag.GRAD_NORM), list[StepRecord](), (0.0,) * 8
+    flags, records, phases = int(StepFlag.LOSS | StepFlag.GRAD_NORM), list[StepRecord](), (0.0,) * 9
     for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1):
         records.append(
             StepRecord(

@@ -39,7 +39,7 @@ def publish(writer: FlightWriter) -> Iterator[int]:
 def rank(writer: FlightWriter) -> Iterator[int]:
     """Step as a rank does, while a sampler folds a hundred times as often."""
     threading.Thread(target=_sample, args=[writer], daemon=True).start()
-    phases = (0.0625, 0.0625, 0.125, 0.0, 0.0, 0.0, 0.0, 0.0)
+    phases = (0.0625, 0.0625, 0.125, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     yield 0
     for number in count(1):
         now_ns = time.monotonic_ns()

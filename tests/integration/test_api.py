@@ -149,7 +149,7 @@ def test_the_learning_rate_is_that_of_the_first_group(begin: Callable[..., Fligh
 def test_steps_have_what_came_late(writer: FlightWriter, web: Caller) -> None:
     """The last ones, oldest first; a value that a device delivered afterwards stands in its own step."""
     writer.append(
-        2, time.monotonic_ns(), RecordKind.LATE, StepFlag.LOSS | StepFlag.GRAD_NORM, 1, 0.0, 7.0, float("inf"), 0.0, (0.0,) * 8
+        2, time.monotonic_ns(), RecordKind.LATE, StepFlag.LOSS | StepFlag.GRAD_NORM, 1, 0.0, 7.0, float("inf"), 0.0, (0.0,) * 9
     )
     found = web.get("/ranks/0/steps?last=2")
     assert [step["step"] for step in found["steps"]] == [2, 3]
@@ -183,7 +183,7 @@ def test_the_training_summary_counts_as_the_metrics_do(begin: Callable[..., Flig
     writers = [begin(rank=rank) for rank in (0, 1)]
     for writer in writers:
         train(writer, [1, 2])
-    writers[0].append(3, time.monotonic_ns(), RecordKind.STEP, StepFlag.LOSS, 1, 0.1, float("nan"), 0.0, 0.0, (0.0,) * 8)
+    writers[0].append(3, time.monotonic_ns(), RecordKind.STEP, StepFlag.LOSS, 1, 0.1, float("nan"), 0.0, 0.0, (0.0,) * 9)
     wait_until(lambda: web.get("/debug/training/summary")["total_steps"] == 5)
     found = web.get("/debug/training/summary")
     assert (found["total_steps"], found["source"]) == (5, "recorded")
@@ -202,7 +202,7 @@ def test_rates_of_gradients_are_of_the_steps_that_were_measured(begin: Callable[
     writer = begin()
     for number in range(1, 41):
         flags = StepFlag.LOSS | StepFlag.GRAD_NORM if number % 4 == 0 else StepFlag.LOSS
-        writer.append(number, time.monotonic_ns(), RecordKind.STEP, flags, 1, 0.1, 1.0, 0.0, 0.0, (0.0,) * 8)
+        writer.append(number, time.monotonic_ns(), RecordKind.STEP, flags, 1, 0.1, 1.0, 0.0, 0.0, (0.0,) * 9)
     writer.fold()
     writer.publish()
     wait_until(lambda: web.get("/debug/training/summary")["total_steps"] == 40)

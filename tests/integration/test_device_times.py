@@ -86,7 +86,7 @@ def timed(flight_dir: Path) -> Iterator[Timed]:
         found.probe.remove()
 
 
-EXPECTED = {"data": 1.0, "forward": 2.0, "backward": 4.0, "optimizer": 16.0, "other": 8.0}
+EXPECTED = {"data": 1.0, "forward": 2.0, "backward": 4.0, "optimizer": 16.0, "other": 8.0, "between": 0.0}
 
 
 def test_one_step_is_timed_and_nothing_stays_behind(timed: Timed) -> None:
@@ -233,7 +233,7 @@ def test_nothing_is_put_in_place_without_cuda(flight_dir: Path) -> None:
         assert probe._state == ""
 
 
-def test_what_leads_to_a_backward_pass_is_forward_and_idle_time_is_the_phase_s() -> None:
+def test_what_leads_to_a_backward_pass_is_between_and_idle_time_is_the_phase_s() -> None:
     """Without a loader that is seen, all before the backward pass; after it, until the next optimizer, other."""
     device = SlowDevice()
 
@@ -242,9 +242,9 @@ def test_what_leads_to_a_backward_pass_is_forward_and_idle_time_is_the_phase_s()
         return Mark(phase, Passed(device))
 
     plain = [at(OTHER, 0), at(BACKWARD, 10), at(OTHER, 30), at(OPTIMIZER, 31), at(OTHER, 36)]
-    expected = {"data": 0.0, "forward": 0.010, "backward": 0.020, "optimizer": 0.005, "other": 0.001}
+    expected = {"data": 0.0, "forward": 0.0, "backward": 0.020, "optimizer": 0.005, "other": 0.001, "between": 0.010}
     assert phase_times(plain) == pytest.approx(expected)
     fetched = [at(OTHER, 0), at(DATA, 2), at(FORWARD, 5), at(BACKWARD, 6), at(OTHER, 7)]
     assert phase_times(fetched) == pytest.approx(
-        {"data": 0.003, "forward": 0.001, "backward": 0.001, "optimizer": 0.0, "other": 0.002}
+        {"data": 0.003, "forward": 0.001, "backward": 0.001, "optimizer": 0.0, "other": 0.002, "between": 0.0}
     )

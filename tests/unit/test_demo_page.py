@@ -51,7 +51,7 @@ def test_a_row_holds_what_a_rank_has_and_its_rates_since_the_earlier_page() -> N
     assert (row.rank, row.state, row.steps, row.loss) == (3, "lost", 30, 2.5)
     assert row.step_time == pytest.approx(0.1)
     assert row.tokens_rate == pytest.approx(2000.0)
-    assert row.phases == {"data": 0.0, "forward": 0.25, "backward": 0.75, "optimizer": 0.0, "other": 0.0}
+    assert row.phases == {"data": 0.0, "forward": 0.25, "backward": 0.75, "optimizer": 0.0, "other": 0.0, "between": 0.0}
     assert row.anomalies == {"loss_spike": 3}
     assert math.isnan(row.grad_norm)
 
@@ -83,8 +83,8 @@ def test_columns_stand_under_their_headings() -> None:
     """As many words in a line as in the header; an unknown number is a dash."""
     header, first, second = table([make_row(0), make_row(1, loss=math.nan)])
 
-    assert " ".join(header.split()) == "rank state step loss norm ms/step data fwd bwd opt other tokens/s anomalies"
-    assert first.split() == ["0", "alive", "7", "2.000", "0.500", "80.0", *["20%"] * 5, "9,000", "none"]
+    assert " ".join(header.split()) == "rank state step loss norm ms/step data fwd bwd opt other betw tokens/s anomalies"
+    assert first.split() == ["0", "alive", "7", "2.000", "0.500", "80.0", *["20%"] * 6, "9,000", "none"]
     assert second.split()[3] == "-"
 
 

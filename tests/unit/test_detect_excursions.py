@@ -26,7 +26,7 @@ def anomalies(
     records = [
         StepRecord(
             number + 1, number + 1, number * 1_000_000, RecordKind.STEP, int(flags), 1, 0.001, loss,
-            norms[number] if norms else 0.0, rates[number] if rates else RATE, (0.0,) * 8, 0, 0, 1.0,
+            norms[number] if norms else 0.0, rates[number] if rates else RATE, (0.0,) * 9, 0, 0, 1.0,
         )
         for number, loss in enumerate(losses)
     ]  # fmt: skip
@@ -205,7 +205,7 @@ def test_a_norm_is_explained_by_the_loss_whichever_arrives_first(
                 norm = norms[step - 1] * (20.0 if step >= since else 1.0)
                 seq = len(records) + 1
                 kind = RecordKind.STEP if flags & LOSS else RecordKind.LATE
-                records.append(StepRecord(seq, step, seq, kind, flags, 1, 0.001, loss, norm, RATE, (0.0,) * 8, 0, 0, 1.0))
+                records.append(StepRecord(seq, step, seq, kind, flags, 1, 0.001, loss, norm, RATE, (0.0,) * 9, 0, 0, 1.0))
         totals, found = Totals(bytearray(SIZE)), list[Anomaly]()
         for begin in range(0, len(records), cut):
             fold(totals, records[begin : begin + cut], found)

@@ -117,9 +117,9 @@ def test_superiority_is_the_probability_of_a_greater_value() -> None:
     assert superiority([9, 9], [1, 2]) == 1.0 > SUPERIORITY
 
 
-FAST = (0.01, 0.15, 0.69, 0.10, 0.05)
-"""data, forward, backward with 0.39 s of waiting in it, optimizer, other: one second"""
-LATE = (0.40, 0.15, 0.30, 0.10, 0.05)
+FAST = (0.01, 0.15, 0.69, 0.10, 0.05, 0.0)
+"""data, forward, backward with 0.39 s of waiting in it, optimizer, other, between: one second"""
+LATE = (0.40, 0.15, 0.30, 0.10, 0.05, 0.0)
 
 
 def fleet(count: int, **others: tuple[float, ...]) -> dict[str, tuple[float, ...]]:
@@ -164,6 +164,15 @@ def test_the_slow_rank_is_named_or_nobody(late: int, waiting: int, ranks: int) -
         assert last.factor == 1.0
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_forward_and_between_are_one_while_some_ranks_know_no_better(ranks: int) -> None:
+    """The same loop, and one of its ranks has no forward stamps yet, or has them already."""
+    between, split = (0.0, 0.0, 0.3, 0.1, 0.05, 0.6), (0.0, 0.4, 0.3, 0.1, 0.25, 0.0)
+    for one, others in ((between, split), (split, between)):
+        found = compare({str(rank): others if rank else one for rank in range(ranks)})
+        assert [rank.factor for rank in found.values()] == pytest.approx([1.0] * ranks)
+
+
 @pytest.mark.parametrize("slow", [1, 4])
 def test_half_of_the_ranks_are_slow_in_data_alone(slow: int) -> None:
     """In other phases the one half may as well wait for the other."""
@@ -177,10 +186,10 @@ def test_half_of_the_ranks_are_slow_in_data_alone(slow: int) -> None:
 
 def test_what_is_above_in_several_phases_counts_together() -> None:
     """Half of it in data and half between the steps; and not what it saves elsewhere, as one that waits there does."""
-    late = (FAST[0] + 0.15, FAST[1], FAST[2] - 0.3, FAST[3], FAST[4] + 0.15)
-    assert compare(fleet(4, r2=late))["2"].excess_s == pytest.approx((0.15, 0.0, 0.0, 0.0, 0.15))
-    moved = (FAST[0] - 0.01, FAST[1], FAST[2] - 0.02, FAST[3], FAST[4] + 0.03)
-    assert compare(fleet(4, r2=moved))["2"].excess_s == pytest.approx((0.0, 0.0, 0.0, 0.0, 0.02))
+    late = (FAST[0] + 0.15, FAST[1], FAST[2] - 0.3, FAST[3], FAST[4] + 0.15, 0.0)
+    assert compare(fleet(4, r2=late))["2"].excess_s == pytest.approx((0.15, 0.0, 0.0, 0.0, 0.15, 0.0))
+    moved = (FAST[0] - 0.01, FAST[1], FAST[2] - 0.02, FAST[3], FAST[4] + 0.03, 0.0)
+    assert compare(fleet(4, r2=moved))["2"].excess_s == pytest.approx((0.0, 0.0, 0.0, 0.0, 0.02, 0.0))
 
 
 def test_a_rank_for_which_nobody_waits_is_not_slow() -> None:
@@ -197,9 +206,9 @@ def test_nobody_is_slow_alone(count: int) -> None:
 
 def test_ranks_that_do_nothing_are_not_divided_by() -> None:
     """Times of zero, as of a file that somebody made up."""
-    nothing = dict.fromkeys(("0", "1", "2"), (0.0,) * 5)
+    nothing = dict.fromkeys(("0", "1", "2"), (0.0,) * 6)
     assert {found.factor for found in compare(nothing).values()} == {1.0}
-    huge = {**nothing, "0": (1e300,) * 5}
+    huge = {**nothing, "0": (1e300,) * 6}
     assert all(found.factor == found.factor for found in compare(huge).values())  # the NaN test
 
 
@@ -215,17 +224,17 @@ def test_who_waits_for_a_peer_s_evaluation_is_not_slow(waiting: int, ranks: int)
 
 def test_a_rank_that_waits_in_its_forward_pass_for_another_s_data_is_not_slow() -> None:
     """The one that loads is: buffers are broadcast at the beginning of a forward pass."""
-    loads, waits = (0.4, 0.1, 0.3, 0.1, 0.1), (0.0, 0.5, 0.3, 0.1, 0.1)
+    loads, waits = (0.4, 0.1, 0.3, 0.1, 0.1, 0.0), (0.0, 0.5, 0.3, 0.1, 0.1, 0.0)
     found = compare({"0": loads, "1": waits})
     assert found["0"].factor == pytest.approx(1 / 0.6)
     assert found["1"].factor == 1.0
-    assert found["1"].excess_s == (0.0,) * 5
+    assert found["1"].excess_s == (0.0,) * 6
 
 
 @pytest.mark.parametrize(("steps", "is_slow"), [(39, False), (200, True)])
 def test_a_fraction_of_a_second_makes_no_rank_slow(steps: int, is_slow: bool) -> None:  # noqa: FBT001  # parametrized
     """One wait of a quarter of a second for data in 39 steps; and the same mean over more of them."""
-    usual, late = (0.002, 0.0, 0.0125, 0.001, 0.0), (0.0085, 0.0, 0.006, 0.001, 0.0)
+    usual, late = (0.002, 0.0, 0.0125, 0.001, 0.0, 0.0), (0.0085, 0.0, 0.006, 0.001, 0.0, 0.0)
     found = slowness({"0": Spent(steps, late), "1": Spent(steps, usual)})
     assert found["0"].is_slow is is_slow
 

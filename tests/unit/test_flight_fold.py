@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from tests import flights
 from torchobs import catalog
 from torchobs.detect.spikes import CALM, LASTING
-from torchobs.flight.format.layout import MAJOR, RECORD_SIZE
+from torchobs.flight.format.layout import MAJOR, PHASE_NAMES, RECORD_SIZE
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord, pack, unpack
 from torchobs.flight.metrics import fold, throughput
 from torchobs.flight.metrics.fold import clear_credit, credit, credited
@@ -23,7 +23,7 @@ from torchobs.flight.metrics.throughput import LEAST_STEPS, pace, speed, time_le
 from torchobs.flight.metrics.totals import DIVERGED, STATES, WORDS, Anomaly, Totals, Word, core_series, is_active
 
 HEADER = flights.header()
-LAYOUT = 0x5A184382
+LAYOUT = 0x810E0B67
 NUMBERS = st.floats(width=64) | st.sampled_from([nan, inf, -inf, 0.0, 1e308, -1e308, 5e-324])
 SECONDS = st.floats(min_value=0.0, max_value=1e6)
 LAST = ("torchobs.loss", ())
@@ -52,7 +52,7 @@ RECORDS = st.lists(
             "grad_norm": NUMBERS.map(abs),
             "learning_rate": NUMBERS,
             "duration_s": SECONDS,
-            "phase_s": SECONDS.map(lambda seconds: (seconds,) * 8),
+            "phase_s": SECONDS.map(lambda seconds: (seconds,) * 9),
             "tokens": st.sampled_from([0, 1, 4096, 2**64 - 1]),
             "norm_scale": st.sampled_from([1.0, 1.0, 1024.0]),
         }
@@ -469,7 +469,7 @@ def test_long_first_steps_prove_nothing_of_a_loss_that_stays_where_it_is() -> No
     assert folded_loss([records]) == (False, [])
 
 
-SHARES = ("data", "forward", "backward", "optimizer", "other", "evaluation", "checkpoint", "compile")
+SHARES = PHASE_NAMES
 
 
 def empty() -> Totals:
@@ -558,7 +558,7 @@ def test_goodput_of_what_is_under_way(course: str) -> None:
 
 def record(seq: int, *, end_s: float, duration_s: float = 0.5, flags: int = 0, **fields: object) -> StepRecord:
     """A step's record."""
-    phases = (0.1,) * 5 + (0.0,) * 3
+    phases = (0.1,) * 5 + (0.0,) * 4
     made = StepRecord(seq, seq, round(end_s * 1e9), RecordKind.STEP, flags, 0, duration_s, 0.0, 0.0, 0.0, phases, 10, 1, 1.0)
     return made._replace(**fields)  # type: ignore[arg-type]  # what a test wants
 
@@ -569,7 +569,7 @@ def test_the_pace_is_that_of_the_clock() -> None:
     assert found is not None
     assert (found.steps, found.step_s) == (3, 0.5)
     assert (found.per_s, found.tokens_per_s) == pytest.approx((2 / 3, 20 / 3))
-    assert found.shares == pytest.approx((0.2,) * 5)
+    assert found.shares == pytest.approx((*(0.2,) * 5, 0.0))
 
 
 def test_no_pace_of_what_has_no_time() -> None:

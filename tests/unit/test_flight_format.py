@@ -104,7 +104,7 @@ def test_a_plan_fills_the_file_and_no_region_lies_in_another(size: int) -> None:
     ("offset", "form", "value", "why"),
     [
         (0, "<Q", 0, "not a flight file"),
-        (8, "<H", 2, "format version 2"),
+        (8, "<H", 1, "format version 1"),
         (12, "<I", 4095, "size"),
         (16, "<Q", MIN_SIZE + 64, "size"),
         (80, "<I", 4, "missing"),
@@ -432,7 +432,7 @@ def test_a_file_that_names_no_run_has_a_trace() -> None:
 
 
 def test_a_plain_step_s_phases_are_where_they_were() -> None:
-    """Fetch, forward, backward and optimizer, each from its boundary to the next; the rest lies between."""
+    """Fetch, forward, backward and optimizer, each from its boundary to the next; without a fetch between, not forward."""
     writer, memory = recorded()
     begun = writer.header.monotonic_ns
     for number, loader in ((1, True), (2, False)):
@@ -450,5 +450,5 @@ def test_a_plain_step_s_phases_are_where_they_were() -> None:
         ],
     )
     assert second is not None
-    assert [part.phase for part in second[1]] == ["forward", "backward", "optimizer"]
+    assert [part.phase for part in second[1]] == ["between", "backward", "optimizer"]
     assert second[1][0].begun_ns == second[0]

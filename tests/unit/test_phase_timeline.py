@@ -34,13 +34,13 @@ def test_what_follows_a_step_belongs_to_the_next() -> None:
     assert spent(timeline, end)["other"] == 12
 
 
-def test_without_a_loader_the_time_before_backward_is_forward() -> None:
+def test_without_a_loader_the_time_before_backward_is_between() -> None:
     """An environment's steps and batches by a plain function cannot be told from the forward pass."""
     timeline = PhaseTimeline()
     timeline.close(10)
     timeline.backward_begins(50)
     timeline.turn(OTHER, 70)
-    assert spent(timeline, 75) == {"forward": 40, "backward": 20, "other": 5}
+    assert spent(timeline, 75) == {"between": 40, "backward": 20, "other": 5}
 
 
 @pytest.mark.parametrize("named", [DATA, OTHER])
@@ -58,11 +58,12 @@ def test_what_was_named_data_or_a_rollout_has_its_forward_passes_behind_it(named
 
 
 def test_several_steps_on_one_batch_have_a_forward_pass_each() -> None:
-    """An inner loop over a fetched batch: there is no second fetch."""
+    """An inner loop over a fetched batch: there is no second fetch, and nothing shows where it begins."""
     timeline = PhaseTimeline()
     timeline.close(one_step(timeline, 0))
+    timeline.restart(100)
     timeline.backward_begins(130)
-    assert spent(timeline, 150) == {"forward": 30, "backward": 20}
+    assert spent(timeline, 150) == {"between": 30, "backward": 20}
 
 
 def test_the_first_boundary_starts_the_clock() -> None:
@@ -155,7 +156,7 @@ def test_a_compilation_interrupts_the_forward_pass() -> None:
         timeline.unpin(5020)
         timeline.backward_begins(5040)
         timeline.turn(OTHER, 5080)
-        before = {"data": 10, "forward": 30} if loader else {"forward": 40}
+        before = {"data": 10, "forward": 30} if loader else {"between": 40}
         assert spent(timeline, 5085) == {**before, "backward": 40, "other": 5, "compile": 4000}
 
 
@@ -167,7 +168,7 @@ def test_a_compilation_interrupts_the_backward_pass() -> None:
     timeline.pin(COMPILE, 1020)
     timeline.unpin(2020)
     timeline.turn(OTHER, 2050)
-    assert spent(timeline, 2050) == {"forward": 10, "backward": 40, "compile": 1000}
+    assert spent(timeline, 2050) == {"between": 10, "backward": 40, "compile": 1000}
 
 
 def test_what_hooks_see_within_a_compilation_is_the_compilation() -> None:
@@ -181,7 +182,7 @@ def test_what_hooks_see_within_a_compilation_is_the_compilation() -> None:
     timeline.unpin(1050)
     timeline.unpin(1110)
     timeline.backward_begins(1130)
-    assert spent(timeline, 1130) == {"forward": 30, "compile": 100}
+    assert spent(timeline, 1130) == {"between": 30, "compile": 100}
 
 
 def test_a_compilation_within_an_evaluation_is_no_evaluation() -> None:
@@ -230,7 +231,7 @@ def test_a_fetch_for_an_evaluation_is_not_the_training_s() -> None:
     timeline.fetch_begins(2, 20)
     timeline.fetch_ends(25, exhausted=True, gradients=False)
     timeline.backward_begins(65)
-    assert spent(timeline, 80) == {"evaluation": 25, "forward": 40, "backward": 15}
+    assert spent(timeline, 80) == {"evaluation": 25, "between": 40, "backward": 15}
 
 
 def test_a_rollout_in_eval_mode_is_no_evaluation() -> None:
@@ -256,7 +257,7 @@ def test_a_validation_loader_is_evaluation() -> None:
     timeline.fetch_begins(2, 300)
     timeline.fetch_ends(305, exhausted=True, gradients=True)
     end = one_step(timeline, 310)
-    assert spent(timeline, end) == {"data": 10, "forward": 30, "backward": 40, "other": 10, "optimizer": 15, "evaluation": 305}
+    assert spent(timeline, end) == {"data": 10, "forward": 30, "backward": 40, "other": 5, "optimizer": 15, "evaluation": 310}
 
 
 def test_fetches_without_gradients_are_evaluation_at_once() -> None:
@@ -298,39 +299,19 @@ def test_a_teacher_in_eval_mode_is_no_evaluation() -> None:
     assert "evaluation" not in spent(timeline, end + 50)
 
 
-def beside(timeline: PhaseTimeline, start: int, use: int) -> int:
-    """A step of two loaders: 10 each to fetch, the first one's batch used for so long before the second one's fetch."""
-    timeline.fetch_begins(2, start)
-    timeline.fetch_ends(start + 10, exhausted=False, gradients=True)
-    return one_step(timeline, start + 10 + use)
-
-
-def test_loaders_fetched_side_by_side_are_one_step_s_data() -> None:
-    """``zip(labelled, unlabelled)``: nothing was done with the first one's batch before the second one's fetch."""
-    timeline = PhaseTimeline()
-    assert spent(timeline, beside(timeline, 0, use=0))["data"] == 20
-
-
-def test_loaders_used_one_after_the_other_are_data_from_the_second_step_on() -> None:
-    """What is fetched and used in one step after another was no evaluation."""
-    timeline = PhaseTimeline()
-    end = beside(timeline, 0, use=50)
-    assert spent(timeline, end)["evaluation"] == 60
-    end = beside(timeline, end, use=50)
-    assert spent(timeline, end) == {"data": 20, "forward": 80, "backward": 40, "other": 5, "optimizer": 15}
-
-
-def test_an_evaluation_of_one_batch_now_and_then_is_one() -> None:
-    """With steps in between that fetch from one loader only, each evaluation stands for itself."""
-    timeline = PhaseTimeline()
-    end = beside(timeline, 0, use=50)
-    assert spent(timeline, end)["evaluation"] == 60
-    timeline.restart(end + 100)  # a plain step was written without the timeline
-    end = beside(timeline, end + 100, use=50)
-    assert spent(timeline, end)["evaluation"] == 60
-    end = one_step(timeline, end)
-    timeline.close(end)
-    assert spent(timeline, beside(timeline, end, use=50))["evaluation"] == 60
+@pytest.mark.parametrize("use", [0, 50])
+@pytest.mark.parametrize("times", [1, 2])
+def test_loaders_fetched_side_by_side_are_one_step_s_data(times: int, use: int) -> None:
+    """``zip(labelled, unlabelled)``, from the first step on, however long the one's batch is used before the other's fetch."""
+    timeline, at = PhaseTimeline(), 0
+    for _ in range(times):
+        for loader in (2, 1):
+            timeline.fetch_begins(loader, at)
+            timeline.fetch_ends(at + 10, exhausted=False, gradients=True)
+            at += 10 + use
+    timeline.backward_begins(at + 30)
+    found = spent(timeline, at + 30)
+    assert (found["data"], sum(found.values()), "evaluation" in found) == (20 * times, at + 30, False)
 
 
 def test_a_checkpoint_within_an_evaluation_is_a_checkpoint() -> None:
@@ -447,16 +428,20 @@ def test_a_batch_before_the_loader_s_end_is_trained_on_however_long_that_took(lo
     assert times["evaluation"] == (end if data else over) - 100
 
 
-@pytest.mark.parametrize(("rest", "evaluation"), [(2, 0), (3, 5), (30, 32)])
-def test_a_whole_pass_without_a_backward_is_an_evaluation_if_its_batches_were_used(rest: int, evaluation: int) -> None:
-    """Over the loader that is trained on, by a tenth of a forward pass of 30. It is one batch: fetched, used, and the end."""
-    timeline = PhaseTimeline()
-    timeline.close(one_step(timeline, 0))
-    timeline.fetch_begins(1, 100)
-    timeline.fetch_ends(101, exhausted=True, gradients=True)
-    over = _one_batch_and_the_end(timeline, 1, 101, rest)
-    timeline.backward_begins(over + 30)
-    assert spent(timeline, over + 60).get("evaluation", 0) == evaluation
+@pytest.mark.parametrize("rest", [2, 30])
+def test_batches_up_to_a_loader_s_end_are_trained_on_unless_another_loader_s_follow(rest: int) -> None:
+    """However long they are kept: an accumulation at an epoch's end. It is one batch: fetched, kept, and the end."""
+    for other in (False, True):
+        timeline = PhaseTimeline()
+        timeline.close(one_step(timeline, 0))
+        timeline.fetch_begins(1, 100)
+        timeline.fetch_ends(101, exhausted=True, gradients=True)
+        over = _one_batch_and_the_end(timeline, 2, 101, rest)
+        end = one_step(timeline, over) if other else over + 60
+        if not other:
+            timeline.backward_begins(over + 30)
+        found = spent(timeline, end)
+        assert (found.get("evaluation", 0), found["data"]) == ((2 + rest, 11) if other else (0, 3))
 
 
 def _one_batch_and_the_end(timeline: PhaseTimeline, loader: int, start: int, rest: int) -> int:

@@ -200,7 +200,7 @@ def span(name: str, brief: str, *attributes: Attribute) -> Span:
 
 
 # --- attributes ---------------------------------------------------------------------------------------------------------------
-PHASES = ("data", "forward", "backward", "optimizer", "other")
+PHASES = ("data", "forward", "backward", "optimizer", "other", "between")
 GOODPUT_STATES = ("productive", "data", "skipped", "evaluation", "checkpoint", "compile", "idle")
 STARTUP = "startup"
 """The goodput state before the first step; the only one that is not computed from step records."""
@@ -218,9 +218,9 @@ ANOMALY_SEVERITY = dict.fromkeys(ANOMALY_KINDS, Severity.WARNING) | {"nonfinite_
 """Severity by kind, so no label. A non-finite gradient is only a warning, because a loss scaler may have caused it."""
 
 PHASE = Attribute("phase", "part of a training step", PHASES)
-LATE_PHASES = ("data", "optimizer", "other")
+LATE_PHASES = ("data", "optimizer", "other", "between")
 LATE_PHASE = Attribute("phase", "part of a step in which a rank may be late", LATE_PHASES)
-STALL_PHASES = (*PHASES, "evaluation", "checkpoint", "compile", "idle")
+STALL_PHASES = ("data", "forward", "backward", "optimizer", "other", "evaluation", "checkpoint", "compile", "idle")
 STALL_PHASE = Attribute("phase", "what the rank does while a rank of its run hangs", STALL_PHASES)
 GOODPUT_STATE = Attribute("state", "use of the wall time", (*GOODPUT_STATES, STARTUP))
 ANOMALY_KIND = Attribute("kind", "kind of anomaly", ANOMALY_KINDS)

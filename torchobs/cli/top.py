@@ -34,7 +34,7 @@ from torchobs.ranks.snapshot import Snapshot, grouped
 from torchobs.ranks.state import FADED_AFTER_S
 
 _MOST_SCALARS = 4
-_SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other"}
+_SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other", "between": "between"}
 _HEAD = (
     "rank", "state", "step", "steps/s", "last step", "loss", "grad norm", "slow", "memory", "anomalies", "tokens/s",
     "samples/s", "MFU", *_SHORT.values(),

@@ -15,11 +15,11 @@ fifth is waiting, a loader that keeps up means a quarter more steps a second. Pu
 
 *Slow ranks*: ranks that exchange gradients all take the same time for a step: the slow one works for longer, and the others
 wait for it meanwhile, in whatever phase they wait: backward (gloo), other (``.item()`` with NCCL), forward (FSDP). So a rank is
-late by what it is above its peers' median in data, where nobody waits for a peer, or in data, optimizer and other together;
-and slow by as much of that as it waits less than its peers in all phases but data. What is above in optimizer and other may
-itself be waiting, for peers that are slow in forward or backward: it counts only if fewer than half of the ranks have it, so
-never of two. Else nobody is named: neither a rank that is slow in forward or backward, where its work cannot be distinguished
-from waiting, nor one that the others wait for while it evaluates, saves or compiles.
+late by what it is above its peers' median in data, where nobody waits for a peer, or in data, optimizer, other and between
+together; and slow by as much of that as it waits less than its peers in all phases but data. What is above in optimizer, other
+and between may itself be waiting, for peers that are slow in forward or backward: it counts only if fewer than half of the
+ranks have it, so never of two. Else nobody is named: neither a rank that is slow in forward or backward, where its work cannot
+be distinguished from waiting, nor one that the others wait for while it evaluates, saves or compiles.
 """
 
 from __future__ import annotations
@@ -50,21 +50,6 @@ def alike_interval(unit: float, target: float) -> int:
 def taken(numbers: Iterable[int], interval: int) -> list[int]:
     """Return multiples of ``interval``, a power of two, and all powers of two, so that the first ones come sooner."""
     return [number for number in numbers if number > 0 and (not number % interval or not number & (number - 1))]
-
-
-LEAST_USE = 0.1
-"""A batch used for less than a tenth of its fetch time was only stored; so was one of the training loader that was used for
-less than a tenth of the previous batch's forward pass."""
-
-
-def were_stored(fetches: int, taken: int, fetch_ns: int, use_ns: int, forward_ns: int) -> bool:
-    """Return True if the last batches before a loader's end were only fetched, to be trained on next.
-
-    They were if they are no more than the ``taken`` of the last step from the same pass over the loader (0 if there was none):
-    how long the process was held up between them says nothing then. A whole pass without a backward may be an evaluation.
-    ``forward_ns``: the forward pass of the previous batch of that loader, 0 if there was none.
-    """
-    return fetches <= taken or use_ns < max(fetch_ns, forward_ns) * LEAST_USE
 
 
 FACTOR = 3.0
@@ -199,6 +184,7 @@ class Starvation:
 
 
 _DATA = PHASES.index("data")
+_FORWARD, _BETWEEN = PHASES.index("forward"), PHASES.index("between")
 _LATE = [PHASES.index(phase) for phase in LATE_PHASES]
 
 LEAST_RANKS = 2
@@ -253,6 +239,8 @@ def compare(times: Mapping[str, Sequence[float]]) -> dict[str, Slowness]:
     """Return each rank's slowness, from its mean seconds per step in each phase; nothing for fewer than two ranks."""
     if len(times) < LEAST_RANKS:
         return {}
+    if any(own[_BETWEEN] for own in times.values()):  # in which others may have a part of their forward pass
+        times = {rank: _without_forward(own) for rank, own in times.items()}
     columns = [sorted(column) for column in zip(*times.values(), strict=True)]
     usual = {
         rank: [_median_without(column, value) for column, value in zip(columns, own, strict=True)]
@@ -269,6 +257,13 @@ def compare(times: Mapping[str, Sequence[float]]) -> dict[str, Slowness]:
         factor = total / (total - waited_for) if total > waited_for else 1.0
         found[rank] = Slowness(factor, phase, own[phase], usual[rank][phase], tuple(excess))
     return found
+
+
+def _without_forward(own: Sequence[float]) -> list[float]:
+    """Return the times with the forward pass as a part of between."""
+    times = list(own)
+    times[_BETWEEN], times[_FORWARD] = own[_BETWEEN] + own[_FORWARD], 0.0
+    return times
 
 
 def _excess(above_s: Sequence[float], phases: Sequence[int]) -> list[float]:

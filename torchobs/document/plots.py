@@ -27,7 +27,14 @@ _STYLE: Any = {
     "svg.fonttype": "none", "text.parse_math": False,
 }  # fmt: skip
 _COLOURS = ("#2f6fdb", "#c26a00", "#2c8a5f", "#8e44ad", "#b3231d", "#0f7f8c", "#6b5b00", "#55606c")
-_PHASES = {"data": "#c26a00", "forward": "#3b78de", "backward": "#1f3f86", "optimizer": "#2c8a5f", "other": "#7d8792"}
+_PHASES = {
+    "data": "#c26a00",
+    "forward": "#3b78de",
+    "backward": "#1f3f86",
+    "optimizer": "#2c8a5f",
+    "other": "#7d8792",
+    "between": "#a08fc0",
+}
 _SEVERITIES = {"error": "#b3231d", "warning": "#8a4b00", "info": "#1d5bb8"}
 
 

@@ -244,15 +244,17 @@ _NOT_DATA = 'phase!="data"'
 def _above_peers() -> str:
     """Return each rank's time per step in each phase above the median of its peers, where no exporter sees the whole run.
 
-    Its peers are the ranks of its replica group.
+    Its peers are the ranks of its replica group. They are not compared while what some call between is forward for others.
     """
     median = f"quantile by ({ONE_GROUP}, phase) (0.5, {PHASE_MEAN})"
     # the median of two is their mean, half way to the other
     peers = f"{ON_GROUP} group_left () (1 + (count {BY_GROUP} ({STEP_MEAN}) == bool 2))"
     together = f"unless {ON_RUN} max {BY_RUN} ({select(catalog.RUN_LOCAL_RANKS)}) >= {ON_RUN} {ALIVE}"
+    between = select(PHASE_MEAN, 'phase="between"')
+    alike = f"unless {ON_GROUP} (max {BY_GROUP} ({between}) > 0 and {ON_GROUP} min {BY_GROUP} ({between}) == 0)"
     return (
         f"({PHASE_MEAN} - on ({ONE_GROUP}, phase) group_left () {median}) * {peers} "
-        f"and {ON_GROUP} count {BY_GROUP} ({STEP_MEAN}) > 1 {together}"
+        f"and {ON_GROUP} count {BY_GROUP} ({STEP_MEAN}) > 1 {together} {alike}"
     )
 
 

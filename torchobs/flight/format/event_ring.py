@@ -272,7 +272,8 @@ def parts(raw: bytes) -> tuple[int, list[Part]] | None:
     _, _, end_ns, _, _, _, fetch, _, _, _, fetched, backward, backward_ends, optimizer, _, _, _, begun_ns, _ = (
         PLAIN.unpack_from(raw)
     )
-    boundaries = [begun_ns if not fetched >> 4 else fetched >> 4, backward >> 4, backward_ends >> 4, optimizer >> 4, end_ns]
-    found = [Part("data", fetch >> 4, fetched >> 4)] if fetched >> 4 else []
-    found += [Part("forward", boundaries[0], boundaries[1]), Part("backward", boundaries[1], boundaries[2])]
-    return begun_ns, [*found, Part("optimizer", boundaries[3], boundaries[4])]
+    backward, backward_ends = backward >> 4, backward_ends >> 4
+    found = [Part("between", begun_ns, backward)]
+    if fetched >> 4:
+        found = [Part("data", fetch >> 4, fetched >> 4), Part("forward", fetched >> 4, backward)]
+    return begun_ns, [*found, Part("backward", backward, backward_ends), Part("optimizer", optimizer >> 4, end_ns)]

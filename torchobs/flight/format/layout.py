@@ -1,4 +1,4 @@
-r"""The format of a flight file, version 1: little-endian, every region aligned to 64 bytes.
+r"""The format of a flight file, version 2: little-endian, every region aligned to 64 bytes.
 
 ====== =========================================================================================================
 offset content
@@ -9,7 +9,7 @@ offset content
 …      value blocks: ``BLOCK_COUNT`` blocks of two slots, A and B (:data:`SLOT_HEADER`, then up to 512 words)
 …      step ring: 128-byte records (``step_record.py``)
 …      event ring: frames at multiples of 64 bytes (``event_ring.py``)
-…      details and history, since version 1.1: two slots each (``documents.py``)
+…      details and history: two slots each (``documents.py``)
 ====== =========================================================================================================
 
 **Header**: ``magic[8] major:u16 minor:u16 header_size:u32 file_size:u64 incarnation[16] boot_id[16] monotonic_ns:u64
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAGIC = b"TORCHOBS"
-MAJOR, MINOR = 1, 1
+MAJOR, MINOR = 2, 0
 ALIGN = 64
 HEADER_SIZE = 4096
 MIN_SIZE = 256 * 1024
@@ -60,8 +60,9 @@ _REGIONS_AT, _MAX_REGIONS = 96, 8
 _U32 = struct.Struct("<I")
 _STORAGE = (None, True, False)
 """``Header.in_memory`` by the header's ``storage``"""
-PHASE_NAMES = ("data", "forward", "backward", "optimizer", "other", "evaluation", "checkpoint", "compile")
-LIVE_PHASES = (*PHASE_NAMES, "idle")
+_CERTAIN = ("data", "forward", "backward", "optimizer", "other", "evaluation", "checkpoint", "compile")
+PHASE_NAMES = (*_CERTAIN, "between")
+LIVE_PHASES = (*_CERTAIN, "idle")
 """Phases that the training thread can be in now; idle: it has left its training loop."""
 FADED_AFTER_S = 0.6
 """A rank with a free lock is dead after this long without a heartbeat. A free lock alone is no proof: a living process that

@@ -15,10 +15,10 @@ offset type   field            meaning
 40     f64    loss             sum over the step's backward passes, or the logged value
 48     f64    grad_norm        total L2 norm, unscaled
 56     f64    learning_rate    of the first parameter group
-64     8×f32  phase_s          seconds in each of ``layout.PHASE_NAMES``
+64     8×f32  phase_s          seconds in each of ``layout.PHASE_NAMES``, but the last one
 96     u64    tokens
 104    u32    samples
-108    u32    zero
+108    f32    between          seconds in the last one
 112    f64    norm_scale       the loss scale that grad_norm was divided by, 1 without
 120    u32    zero
 124    u32    crc              CRC-32 of the 124 bytes before, seeded (see ``layout``)
@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 from torchobs.flight.format.layout import RECORD_SIZE
 
-_BODY = struct.Struct("<QQQHHIdddd8fQIIdI")
+_BODY = struct.Struct("<QQQHHIdddd8fQIfdI")
 PLAIN = struct.Struct("<QQQHHIQddd4QQIfQI")
 """A plain step's record, without its CRC: seq, step, end_ns, kind, flags, losses, fetch, loss, grad_norm, learning_rate,
 fetched, backward, backward_ends, optimizer, tokens, samples, norm_scale, begun_ns, zero."""
@@ -103,8 +103,8 @@ def pack(  # noqa: PLR0913, PLR0917  # the record's fields, once a step: a tuple
 ) -> bytes:  # fmt: skip
     """Return the record's 128 bytes. Raises ``struct.error`` for a value that its field cannot hold."""
     body = _BODY.pack(
-        seq, step, end_ns, kind, flags, losses, duration_s, loss, grad_norm, learning_rate, *phase_s, tokens, samples, 0,
-        norm_scale, 0,
+        seq, step, end_ns, kind, flags, losses, duration_s, loss, grad_norm, learning_rate, *phase_s[:-1], tokens, samples,
+        phase_s[-1], norm_scale, 0,
     )  # fmt: skip
     return body + CRC.pack(zlib.crc32(body, seed))
 
@@ -115,11 +115,11 @@ def unpack(raw: bytes | memoryview, seed: int) -> StepRecord | None:
         return None
     if raw[24] == RecordKind.PLAIN:
         return _unpack_plain(raw)
-    seq, step, end_ns, kind, flags, losses, duration_s, loss, norm, rate, *phases, tokens, samples, _, scale, _ = (
+    seq, step, end_ns, kind, flags, losses, duration_s, loss, norm, rate, *phases, tokens, samples, between, scale, _ = (
         _BODY.unpack_from(raw)
     )
     return StepRecord(
-        seq, step, end_ns, kind, flags, losses, duration_s, loss, norm, rate, tuple(phases), tokens, samples, scale
+        seq, step, end_ns, kind, flags, losses, duration_s, loss, norm, rate, (*phases, between), tokens, samples, scale
     )
 
 
@@ -127,10 +127,12 @@ def _unpack_plain(raw: bytes | memoryview) -> StepRecord:
     """Compute the durations of a plain step."""
     seq, step, end_ns, _, flags, losses, *stamps, tokens, samples, scale, begun_ns, _ = PLAIN.unpack_from(raw)
     fetch, loss, norm, rate, fetched, backward, backward_ends, optimizer = stamps
-    fetch, fetched = (fetch >> 4, fetched >> 4) if fetched >> 4 else (begun_ns, begun_ns)
+    has_fetch = fetched >> 4 > 0
+    fetch, fetched = (fetch >> 4, fetched >> 4) if has_fetch else (begun_ns, begun_ns)
     backward, backward_ends, optimizer = backward >> 4, backward_ends >> 4, optimizer >> 4
-    other = fetch - begun_ns + optimizer - backward_ends
-    phases = (fetched - fetch, backward - fetched, backward_ends - backward, end_ns - optimizer, other, 0, 0, 0)
+    other, before = fetch - begun_ns + optimizer - backward_ends, backward - fetched
+    forward, between = (before, 0) if has_fetch else (0, before)
+    phases = (fetched - fetch, forward, backward_ends - backward, end_ns - optimizer, other, 0, 0, 0, between)
     seconds = tuple([length / 1e9 for length in phases])
     length_s = (end_ns - begun_ns) / 1e9
     return StepRecord(

@@ -289,6 +289,7 @@ class _Losses:
         count(totals, DIVERGED, self.times, active=self.diverged)
 
 
+_PHASE_WORDS = slice(Word.PHASE_TIME, Word.PHASE_TIME + len(catalog.PHASES))
 _STATE_WORDS = tuple(Word.GOODPUT + catalog.GOODPUT_STATES.index(state) for state in STATES)
 _STATE_COUNT = len(STATES)
 _NO_KIND = -1
@@ -368,17 +369,18 @@ def _fold_progress(totals: Totals, steps: list[StepRecord]) -> None:
 
 def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
     floats = totals.floats
-    data, forward, backward, optimizer, other = floats[Word.PHASE_TIME : Word.PHASE_TIME + 5]
+    data, forward, backward, optimizer, other, between = floats[_PHASE_WORDS]
     productive, starved, skipped, evaluation, checkpoint, compiling = floats[Word.GOODPUT : Word.GOODPUT + 6]
     has_credit = any(credited(totals))
     for record in steps:
-        data_s, forward_s, backward_s, optimizer_s, other_s, evaluation_s, checkpoint_s, compile_s = record.phase_s
+        data_s, forward_s, backward_s, optimizer_s, other_s, evaluation_s, checkpoint_s, compile_s, between_s = record.phase_s
         data += data_s
         forward += forward_s
         backward += backward_s
         optimizer += optimizer_s
         other += other_s
-        trained_s = forward_s + backward_s + optimizer_s + other_s
+        between += between_s
+        trained_s = forward_s + backward_s + optimizer_s + other_s + between_s
         if has_credit:
             spent_s = (data_s, evaluation_s, checkpoint_s, compile_s, trained_s)
             data_s, evaluation_s, checkpoint_s, compile_s, trained_s = deduct_credit(totals, spent_s)
@@ -391,7 +393,7 @@ def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
             skipped += trained_s
         else:
             productive += trained_s
-    for index, value in enumerate((data, forward, backward, optimizer, other)):
+    for index, value in enumerate((data, forward, backward, optimizer, other, between)):
         floats[Word.PHASE_TIME + index] = value
     for index, value in enumerate((productive, starved, skipped, evaluation, checkpoint, compiling)):
         floats[Word.GOODPUT + index] = value

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.catalog import PHASES
 from torchobs.detect.speed import Spent
+from torchobs.flight.format.layout import PHASE_NAMES
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def pace(records: Sequence[StepRecord]) -> Throughput | None:
     steps = _latest([record for record in recent if _is_timed(record)])
     if not steps:
         return None
-    phases = [fmean(record.phase_s[index] for record in steps) for index in range(len(PHASES))]
+    phases = [fmean(record.phase_s[index] for record in steps) for index in map(PHASE_NAMES.index, PHASES)]
     elapsed_s = (steps[-1].end_ns - steps[0].end_ns) / 1e9
     timed = elapsed_s if elapsed_s > 0 else None
     # the first step's samples were processed before the window

@@ -38,10 +38,12 @@ from torchobs.probes.core.timeline import (
     LONG_TRACE,
     OTHER,
     PHASE_OF,
+    PHASES,
     PIN,
     STEP_BEGINS,
     STEP_ENDS,
     UNPIN,
+    WITHIN_STEP,
     PhaseTimeline,
     exhausted,
     replay,
@@ -65,7 +67,7 @@ PASS = -1
 GONE = -1
 _U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
 _GRAD_NORM = StepFlag.GRAD_NORM
-_UNTIMED = (0.0,) * 8
+_UNTIMED = (0.0,) * PHASES
 _UNSEEN = 1 << 16
 """In place of boundaries that nobody has seen: the hooks were off, or it was another thread"""
 _BACKWARD = _UNSEEN | 1 << BACKWARD_BEGINS | 1 << CLOSURE_BEGINS
@@ -603,13 +605,15 @@ class StepRecorder:
             values.merge(part.values)
         spent = [sum(lengths) for lengths in zip(*[part.spent_ns for part in parts], strict=True)]
         values.step = self.step = step
+        self._timeline.has_batch = False
         self.metered = not step % METER_EVERY
         norm = sqrt(values.norm_squared) if values.flags & StepFlag.GRAD_NORM else 0.0
         phases = tuple([length / 1e9 for length in spent]) if self._timed else _UNTIMED
         is_plain = not self.direct and len(parts) == 1 and last.calls == {self._pacemaker: 1}
         self.sole = self._pacemaker if is_plain and self._pacemaker in self._alive else 0
+        duration_s = sum(spent[phase] for phase in WITHIN_STEP) / 1e9
         self._append(
-            step, last.ended_ns, RecordKind.STEP, values.flags, values.losses & _U32, sum(spent[:5]) / 1e9, values.loss_sum,
+            step, last.ended_ns, RecordKind.STEP, values.flags, values.losses & _U32, duration_s, values.loss_sum,
             norm, values.learning_rate, phases, values.tokens, values.samples, values.norm_scale,
         )  # fmt: skip
 

@@ -1,15 +1,10 @@
 """Divide a step's time into phases, from the boundaries that the hooks record. Pure: every time is an argument, in ns.
 
-``data`` is a fetch, ``forward`` the time from a fetch to the outermost backward (or directly before a backward, where there is
-no fetch), ``backward`` the outermost backward, ``optimizer`` from the optimizer's pre to its post hook (inside a closure:
-forward up to its first backward), ``other`` the time between those. Each is measured as an interval of its own.
-
-Without a fetch, batches made by a plain function and environment steps count as ``forward``: torch's hooks cannot distinguish
-them (acting is not always under ``no_grad``, and forward hooks would be traced into compiled graphs). The script can mark them
-as ``data`` or ``rollout``; the time from there to the backward is then ``forward``.
-
-Where the next batch is fetched between forward and backward, the time before the fetch is ``other``: its boundaries do not
-show a forward pass.
+``data`` is a fetch, ``forward`` the time from a fetch to the outermost backward, ``backward`` the outermost backward,
+``optimizer`` from the optimizer's pre to its post hook (inside a closure: forward up to its first backward), ``other`` the time
+between those. Each is measured as an interval of its own. In a step without a fetch nothing shows where the forward pass
+begins: what lies before its backward passes is ``between``. The script can mark what is ``data`` or ``rollout``; from there to
+a backward of the step it is ``forward``.
 
 Evaluation is neither a step nor part of one. It is
 
@@ -18,10 +13,9 @@ Evaluation is neither a step nor part of one. It is
   ``train()`` in their step after the fetch. Before the first backward it begins with its first fetch: ``from_pretrained()``
   and frozen teachers call ``eval()`` long before any training.
 * a fetch with gradients disabled, and the time after it,
-* a fetch from one loader without a backward before the next fetch from another one. (Several fetches from ONE loader before a
-  backward are a prefetch: Hugging Face's Trainer fetches all batches of an accumulation first.) Loaders that are fetched
-  together (``zip``) are one step's data, not an evaluation: those fetched so in consecutive steps, or once with nothing done
-  before the next loader's fetch.
+* fetches from one loader without a backward before the next fetch from another one. (Several fetches from ONE loader before a
+  backward, to its end or not, are trained on: Hugging Face's Trainer fetches all batches of an accumulation first.) Loaders
+  that are fetched together (``zip``), each as often as the last one and not to its end, are one step's data.
 
 Rollouts of a reinforcement learner in ``eval()`` mode look like an evaluation, unless they are marked as ``rollout``.
 
@@ -37,13 +31,14 @@ from collections import deque
 from copy import copy
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs.detect.speed import LEAST_USE, were_stored
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, EVALUATION, CHECKPOINT, COMPILE = range(8)
+PHASES = 9
+DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, EVALUATION, CHECKPOINT, COMPILE, BETWEEN = range(PHASES)
 """In the order of the step record's phases."""
+WITHIN_STEP = (DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, BETWEEN)
+"""Those that are a step's own time"""
 
 (
     FETCH, FETCHED, FETCHED_NO_GRAD, EXHAUSTED, EXHAUSTED_NO_GRAD, BACKWARD_BEGINS, BACKWARD_ENDS, STEP_BEGINS,
@@ -71,43 +66,36 @@ Undecided = dict[int, tuple[int, int, int]]
 """Fetches that may be training's or evaluation's. By loader: ns in them, ns after each until the next boundary, their number"""
 
 
-class EvaluationStart(NamedTuple):
-    """The state at ``eval()``, restored if an evaluation followed."""
-
-    owner: int
-    begun_ns: int
-    spent_ns: list[int]
-    undecided: Undecided
-
-
-class EvaluationEnd(NamedTuple):
-    """The state at a fetch from another loader after ``eval()``, where the evaluation may have ended."""
+class Moment(NamedTuple):
+    """The state when an evaluation may have begun, restored if one did, or when it may have ended."""
 
     at_ns: int
     spent_ns: list[int]
     undecided: Undecided
+    owner: int = NOTHING
+    """The module whose ``eval()`` was called"""
 
 
 class PhaseTimeline:
     """The timeline of the step in progress."""
 
     __slots__ = (
-        "_compiling_ns", "_evaluating", "_evaluating_ns", "_fetch_ns", "_fetched_together", "_fetching", "_forward_ns",
-        "_has_trained", "_loader", "_mark_ns", "_pinned", "_possible_end", "_taken", "_teacher", "_trained",
-        "_undecided", "_window", "_window_loader", "batches", "evaluations", "segment", "spent_ns",
+        "_compiling_ns", "_ended", "_evaluating", "_evaluating_ns", "_fetch_ns", "_fetching", "_has_trained",
+        "_loader", "_mark_ns", "_pinned", "_possible_end", "_teacher", "_trained", "_undecided", "_window", "_window_loader",
+        "batches", "evaluations", "has_batch", "segment", "spent_ns",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.segment = NOTHING
-        self.spent_ns = [0] * 8
+        self.spent_ns = [0] * PHASES
         self._mark_ns = self._compiling_ns = 0
         self._pinned: list[int] = []
         self._teacher = NOTHING  # module in eval() during a backward: its next eval() is probably no evaluation
         self._has_trained = False
         self._leave_window()
-        self._fetched_together: set[int] = set()
-        self._trained = self._forward_ns = 0  # the last loader with a backward on its batch, and the forward time
-        self._taken = 0  # how many batches that backward's step took from it; 0 once it is exhausted
+        self.has_batch = False
+        """Whether a batch was fetched for a backward pass of this step, or the script has marked where it is there"""
+        self._trained = 0  # the last loader with a backward on its batch
         self.evaluations: deque[tuple[int, int]] = deque(maxlen=_MAX_EVALUATIONS)
         """Begin and end of each evaluation, in ns, consumed by the sampler thread"""
         self.batches: dict[int, int] = {}
@@ -117,10 +105,11 @@ class PhaseTimeline:
     def _reset_fetch(self) -> None:
         self._loader, self._fetch_ns, self._evaluating, self._evaluating_ns, self._fetching = 0, 0, False, 0, 0
         self._undecided: Undecided = {}
+        self._ended: set[int] = set()
 
     def _leave_window(self) -> None:
-        self._window: EvaluationStart | None = None
-        self._possible_end: EvaluationEnd | None = None
+        self._window: Moment | None = None
+        self._possible_end: Moment | None = None
         self._window_loader = 0
 
     @property
@@ -130,7 +119,7 @@ class PhaseTimeline:
 
     def restart(self, now_ns: int) -> None:
         """Continue from the end of a step, after plain steps that bypassed the timeline."""
-        self._mark_ns, self.segment, self._fetched_together, self._has_trained = now_ns, OTHER, set(), True
+        self._mark_ns, self.segment, self._has_trained, self.has_batch = now_ns, OTHER, True, False
 
     def add(self, spent_ns: Sequence[int]) -> None:
         """Add the times of a provisional end that was undone."""
@@ -161,9 +150,9 @@ class PhaseTimeline:
             self.spent_ns[before] += length
         if self._window is not None:
             if not self._has_trained and not self._window_loader:
-                self._window = EvaluationStart(self._window.owner, now_ns, self.spent_ns.copy(), self._undecided.copy())
+                self._window = Moment(now_ns, self.spent_ns.copy(), self._undecided.copy(), self._window.owner)
             if self._window_loader not in {0, loader}:
-                self._possible_end = EvaluationEnd(now_ns, self.spent_ns.copy(), self._undecided.copy())
+                self._possible_end = Moment(now_ns, self.spent_ns.copy(), self._undecided.copy())
             self._window_loader = loader
         self._loader = loader
 
@@ -182,28 +171,24 @@ class PhaseTimeline:
             self._count_batches(self._fetching, 1)  # a fetch that the script marks as one
         if self._pinned or self.segment != DATA:
             return
-        length = self._cut(now_ns, OTHER if exhausted else FORWARD)
+        ahead = gradients and self._loader in self._undecided and (self._window is None or self._loader == self._trained)
+        length = self._cut(now_ns, FORWARD if ahead or not exhausted else OTHER)
         self._evaluating = not gradients
         self._mark_evaluation(now_ns, length, over=exhausted or gradients)
         if not exhausted:
             self._fetch_ns = length
             return
-        taken = 0
-        if self._loader == self._trained:
-            taken, self._taken = self._taken, 0
         if self._evaluating:
             self.spent_ns[EVALUATION] += length
         elif self._loader in self._undecided:
             data, rest, fetches = self._undecided[self._loader]
             self._undecided[self._loader] = (data + length, rest, fetches)
-            forward_ns = self._forward_ns if self._loader == self._trained else 0
-            if were_stored(fetches, taken, data + length, rest, forward_ns):
-                self._fetch_ns = 0
-                return  # the last batches are trained on next, so the loader stays in use
+            self._ended.add(self._loader)
         else:
             self.spent_ns[DATA] += length
-        self._possible_end = None  # that loader is exhausted with nothing trained on it
-        self._loader, self._fetch_ns = 0, 0
+        self._fetch_ns = 0
+        if not ahead:  # else its last batches are trained on next, or the next fetch is from another loader
+            self._loader, self._possible_end = 0, None
 
     def _mark_evaluation(self, now_ns: int, length: int, *, over: bool) -> None:
         """Record evaluations without ``eval()``: from a fetch without gradients to the loader's end or a fetch with gradients.
@@ -217,7 +202,7 @@ class PhaseTimeline:
             self._evaluating_ns = now_ns - length
 
     def backward_begins(self, now_ns: int) -> None:
-        """Begin the outermost backward: the time before it was forward, and the fetch before that was data."""
+        """Begin the outermost backward: a fetch before it was data, and the time from there forward."""
         if self._possible_end is not None:
             self._conclude(self._possible_end)
         elif self._window is not None:
@@ -229,23 +214,21 @@ class PhaseTimeline:
         before = self.segment
         length = self._cut(now_ns, BACKWARD)
         if before == FORWARD and self._loader:
-            self._trained, self._forward_ns = self._loader, length
-            self._taken = 1 + self._undecided.get(self._loader, (0, 0, 0))[2]
-        if before in (OTHER, FORWARD):
-            self.spent_ns[FORWARD] += length
-        elif before != NOTHING:
+            self._trained = self._loader
+        self.has_batch = self.has_batch or before == FORWARD
+        if before == OTHER:
+            before = FORWARD if self.has_batch else BETWEEN
+        if before != NOTHING:
             self.spent_ns[before] += length
-        fetched = set(self._undecided)
         self._decide()
-        self._fetched_together = fetched
 
     def _decide(self) -> None:
         self.spent_ns[DATA] += self._fetch_ns
         if self._fetch_ns:
             self._count_batches(self._loader, 1)
+        own = bool(self._fetch_ns) + self._undecided.get(self._loader, (0, 0, 0))[2]
         for loader, (data, rest, fetches) in self._undecided.items():
-            together = loader in self._fetched_together or (fetches == 1 and rest < data * LEAST_USE)
-            if loader != self._loader and not together:
+            if loader != self._loader and (fetches > own or loader in self._ended):
                 self.spent_ns[EVALUATION] += data + rest
                 continue
             self.spent_ns[DATA] += data
@@ -276,7 +259,7 @@ class PhaseTimeline:
             self._set_aside(length)  # a fetch without a backward belongs to the time before
         elif before != NOTHING:
             self.spent_ns[before] += length
-        self._window = EvaluationStart(owner, now_ns, self.spent_ns.copy(), self._undecided.copy())
+        self._window = Moment(now_ns, self.spent_ns.copy(), self._undecided.copy(), owner)
 
     def evaluation_ends(self, owner: int, now_ns: int) -> None:
         """``module.train()`` was called; for the module that was in ``eval()``, the time between was an evaluation."""
@@ -291,16 +274,16 @@ class PhaseTimeline:
             self._conclude(self._possible_end)  # the segment since then continues
         else:
             self._cut(now_ns, OTHER)
-            self._conclude(EvaluationEnd(now_ns, self.spent_ns, self._undecided))
+            self._conclude(Moment(now_ns, self.spent_ns, self._undecided))
             self._loader, self._fetch_ns = 0, 0
         self._leave_window()
 
-    def _conclude(self, end: EvaluationEnd) -> None:
+    def _conclude(self, end: Moment) -> None:
         """Count the time between ``eval()`` and that end as evaluation."""
         window = self._window
         if window is None:
             return
-        self.evaluations.append((window.begun_ns, end.at_ns))
+        self.evaluations.append((window.at_ns, end.at_ns))
         # checkpoints and compilations within it are counted as such
         within_ns = {segment: end.spent_ns[segment] - window.spent_ns[segment] for segment in (CHECKPOINT, COMPILE)}
         since_ns = [now - then for now, then in zip(self.spent_ns, end.spent_ns, strict=True)]
@@ -308,7 +291,7 @@ class PhaseTimeline:
         self.spent_ns = [before + since for before, since in zip(window.spent_ns, since_ns, strict=True)]
         for segment, length in within_ns.items():
             self.spent_ns[segment] += length
-        self.spent_ns[EVALUATION] += end.at_ns - window.begun_ns - sum(within_ns.values())
+        self.spent_ns[EVALUATION] += end.at_ns - window.at_ns - sum(within_ns.values())
 
     def pin(self, segment: int, now_ns: int) -> None:
         """Begin a phase set by the user (``torchobs.phase``); no hook changes it until :meth:`unpin`.
@@ -368,14 +351,14 @@ class PhaseTimeline:
             self.spent_ns[before] += length
         self._decide()
         self._has_trained = True
-        spent, self.spent_ns = self.spent_ns, [0] * 8
+        spent, self.spent_ns = self.spent_ns, [0] * PHASES
         return spent
 
     def snapshot(self) -> PhaseTimeline:
         """Return a copy of the timeline. From any thread; the original may change meanwhile."""
         other = copy(self)
         other.spent_ns, other._pinned = other.spent_ns.copy(), other._pinned.copy()
-        other._fetched_together, other._undecided = other._fetched_together.copy(), other._undecided.copy()
+        other._undecided, other._ended = other._undecided.copy(), other._ended.copy()
         other.evaluations, other.batches = deque(), {}
         return other
 
@@ -403,7 +386,7 @@ class PhaseTimeline:
         if self._pinned or self.segment == NOTHING:
             return 0
         if self._window is not None:
-            return 0 if self._is_quiet() or not self._is_likely_window() else self._window.begun_ns
+            return 0 if self._is_quiet() or not self._is_likely_window() else self._window.at_ns
         return self._evaluating_ns
 
     def _is_likely_window(self) -> bool:

@@ -19,9 +19,11 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
+from torchobs.flight.format.layout import PHASE_NAMES
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.timeline import (
     BACKWARD,
+    BETWEEN,
     DATA,
     EVAL,
     EXHAUSTED_NO_GRAD,
@@ -31,6 +33,7 @@ from torchobs.probes.core.timeline import (
     OTHER,
     PIN,
     TRAIN,
+    WITHIN_STEP,
 )
 from torchobs.taps import taps
 from torchobs.tensors.device_reads import EventPool
@@ -49,7 +52,7 @@ LONGEST_S = 60.0
 MOST_MARKS = 128
 """Boundaries of a step that is timed: of one with more (accumulation over many batches) nothing is shown"""
 _ASIDE = frozenset({EVAL, TRAIN, PIN, FETCHED_NO_GRAD, EXHAUSTED_NO_GRAD})
-_PHASES = {DATA: "data", FORWARD: "forward", BACKWARD: "backward", OPTIMIZER: "optimizer", OTHER: "other"}
+_PHASES = {phase: PHASE_NAMES[phase] for phase in WITHIN_STEP}
 
 
 class Mark(NamedTuple):
@@ -60,10 +63,10 @@ class Mark(NamedTuple):
 
 
 def phase_times(marks: Sequence[Mark]) -> dict[str, float]:
-    """Return the device time of each phase in s. What leads to a backward pass is forward, as on the host (``timeline``)."""
+    """Return the device time of each phase in s. What leads to a backward pass without a fetch is between (``timeline``)."""
     spent = dict.fromkeys(_PHASES.values(), 0.0)
     for (phase, begun), (following, ended) in pairwise(marks):
-        what = FORWARD if following == BACKWARD and phase == OTHER else phase
+        what = BETWEEN if following == BACKWARD and phase == OTHER else phase
         spent[_PHASES[what]] += begun.elapsed_time(ended) / 1e3
     return spent
 

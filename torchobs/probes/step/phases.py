@@ -14,7 +14,7 @@ from torchobs.detect.hangs import idle_from
 from torchobs.flight.metrics.fold import clear_credit, credit, credited
 from torchobs.flight.metrics.totals import DURATION_SUM, Word
 from torchobs.probes.core.context import LONG_NS, span_limiter
-from torchobs.probes.core.timeline import CHECKPOINT, COMPILE, DATA, EVAL, EVALUATION, FORWARD, OTHER, TRAIN
+from torchobs.probes.core.timeline import CHECKPOINT, COMPILE, DATA, EVAL, EVALUATION, FORWARD, OTHER, TRAIN, WITHIN_STEP
 from torchobs.support.graph_safe import outside_of_graphs
 from torchobs.taps.patch import Patch
 
@@ -136,7 +136,7 @@ class OpenTime:
         longest_s = core.totals.floats[DURATION_SUM + 2]
         spent, idle_ns = timeline.so_far(now_ns, 0 if last else idle_from(longest_s) * 1e9)
         if last:
-            idle_ns = sum(spent[FORWARD : OTHER + 1])  # it led to no step
+            idle_ns = sum(spent[phase] for phase in WITHIN_STEP) - spent[DATA]  # it led to no step
         parts = (spent[DATA], spent[EVALUATION], spent[CHECKPOINT], spent[COMPILE], idle_ns)
         core.change(credit, step, [length / 1e9 for length in parts], sum(spent) / 1e9)
         if last:
