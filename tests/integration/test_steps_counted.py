@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -62,65 +61,6 @@ def test_an_optimizer_made_before_init_is_seen(flight_dir: Path) -> None:
         assert len(run.steps()) == 3
 
 
-def test_accumulation_is_one_step_and_its_loss_the_sum(run: Recording) -> None:
-    """Four backward passes and one optimizer step are one step."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected = []
-    for _ in range(3):
-        total = 0.0
-        for micro in range(4):
-            loss = loss_of(model, micro) / 4
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.item()
-        expected.append(total)
-        optimizer.step()
-        optimizer.zero_grad()
-    steps = run.steps()
-    assert len(steps) == 3
-    assert [record.loss for record in steps] == expected
-    assert {record.losses for record in steps} == {4}
-
-
-def test_a_gan_has_one_step_per_pair_of_updates(run: Recording) -> None:
-    """Discriminator and generator step in turn: that is one step each time, with both norms in it."""
-    one, two = mlp(0), mlp(1)
-    first, second = torch.optim.Adam(one.parameters()), torch.optim.Adam(two.parameters())
-    norms = []
-    for index in range(5):
-        squares = 0.0
-        for model, optimizer in ((one, first), (two, second)):
-            optimizer.zero_grad()
-            loss_of(model, index).backward()  # type: ignore[no-untyped-call]
-            squares += norm_of(model) ** 2
-            optimizer.step()
-        norms.append(squares**0.5)
-    steps = run.steps()
-    assert len(steps) == 5
-    assert [record.grad_norm for record in steps] == pytest.approx(norms, rel=1e-4)
-    assert {record.losses for record in steps} == {2}
-
-
-@pytest.mark.parametrize("every", [2, 5])
-@pytest.mark.parametrize("first", ["critic", "generator"])
-def test_of_several_critic_updates_each_is_a_step(run: Recording, every: int, first: str) -> None:
-    """The generator's update, each k-th time, is a part of the critic's next step; its tokens count, also at the end."""
-    one, two = mlp(0), mlp(1)
-    critic, generator = torch.optim.Adam(one.parameters()), torch.optim.Adam(two.parameters())
-    updates, offset = 30, 0 if first == "generator" else 1
-    for index in range(updates):
-        if (index + offset) % every == 0 and not offset:
-            train(two, generator, 1)
-        train(one, critic, 1)
-        if (index + offset) % every == 0 and offset:
-            train(two, generator, 1)
-            torchobs.log(tokens=7)
-    steps = run.steps()
-    assert len(steps) == updates
-    assert sum(record.losses for record in steps) == updates + updates // every - (first == "critic")
-    assert run.values()[("torchobs.tokens",)] == 7 * offset * updates // every
-
-
 def test_one_step_of_another_optimizer_at_the_end_is_no_step(run: Recording) -> None:
     """It may be an occasional player's, of which no step comes any more; two of them are steps."""
     models = [mlp(seed) for seed in range(2)]
@@ -130,40 +70,6 @@ def test_one_step_of_another_optimizer_at_the_end_is_no_step(run: Recording) -> 
     assert len(run.steps()) == 5
     train(models[1], optimizers[1], 2)
     assert len(run.steps()) == 7
-
-
-def test_a_second_stage_with_another_optimizer_goes_on(run: Recording) -> None:
-    """When one optimizer of the cycle is never used again, the other one's steps count."""
-    one, two = mlp(0), mlp(1)
-    first, second = torch.optim.Adam(one.parameters()), torch.optim.Adam(two.parameters())
-    for index in range(3):
-        for model, optimizer in ((one, first), (two, second)):
-            loss_of(model, index).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-    train(two, second, 4)
-    assert len(run.steps()) == 7
-    del first, one
-    gc.collect()
-    train(two, second, 3)
-    assert len(run.steps()) == 10
-
-
-def test_optimizers_in_backward_are_one_step(run: Recording) -> None:
-    """One optimizer per parameter, stepping inside the backward pass: a step is one pass, not one per parameter."""
-    model = mlp()
-    optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
-
-    def update(parameter: torch.Tensor) -> None:
-        optimizers[parameter].step()  # type: ignore[index]
-        optimizers[parameter].zero_grad()  # type: ignore[index]
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
-    for index in range(6):
-        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
-    steps = run.steps()
-    assert len(steps) == 6
-    assert all(record.grad_norm > 0 for record in steps)
 
 
 def test_a_subclass_that_calls_super_steps_once(run: Recording) -> None:
@@ -335,18 +241,6 @@ def test_a_scaled_loss_divided_for_accumulation_is_unscaled(run: Recording) -> N
     assert [record.loss for record in run.steps()] == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_disabled_scaler_changes_nothing(run: Recording) -> None:
-    """``GradScaler(enabled=False)`` hands everything through."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for index in range(3):
-        scaler.scale(loss_of(model, index)).backward()  # type: ignore[no-untyped-call]
-        scaler.step(optimizer)
-        scaler.update()
-    assert [has(record, StepFlag.SKIPPED) for record in run.steps()] == [False] * 3
-
-
 def test_activation_checkpointing_is_one_backward(run: Recording) -> None:
     """Reentrant checkpointing runs backward inside backward; the loss is taken once."""
     model = mlp()
@@ -364,22 +258,6 @@ def test_activation_checkpointing_is_one_backward(run: Recording) -> None:
     assert {record.losses for record in steps} == {1}
 
 
-def test_double_backward_is_no_second_step(run: Recording) -> None:
-    """A gradient penalty by autograd.grad(create_graph=True), then one backward."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for index in range(3):
-        optimizer.zero_grad()
-        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(index), requires_grad=True)
-        output = model(inputs).sum()
-        (gradient,) = torch.autograd.grad(output, inputs, create_graph=True)
-        loss = output + gradient.square().sum()
-        loss.backward()
-        optimizer.step()
-    assert len(run.steps()) == 3
-    assert all(p.grad is not None and p.grad.grad_fn is None for p in model.parameters())
-
-
 def test_a_compiled_step_counts(run: Recording) -> None:
     """``torch.compile(optimizer.step)`` fires the hooks, and our own code is not compiled with it."""
     model = mlp()
@@ -390,33 +268,6 @@ def test_a_compiled_step_counts(run: Recording) -> None:
         loss_of(model, index).backward()  # type: ignore[no-untyped-call]
         step()
     assert len(run.steps()) == 4
-
-
-def test_functional_training_is_counted_by_step(run: Recording) -> None:
-    """Without an optimizer of torch.optim, torchobs.step() cuts the training into steps."""
-    model = mlp()
-    for index in range(5):
-        gradients = torch.autograd.grad(loss_of(model, index), list(model.parameters()))
-        with torch.no_grad():
-            torch._foreach_sub_(list(model.parameters()), gradients, alpha=0.1)
-        torchobs.log(loss=float(index), tokens=7)
-        torchobs.step()
-    steps = run.steps()
-    assert [record.step for record in steps] == [1, 2, 3, 4, 5]
-    assert [record.loss for record in steps] == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert [record.tokens for record in steps] == [7] * 5
-
-
-def test_step_beside_an_optimizer_counts_once(run: Recording) -> None:
-    """Calling torchobs.step() after optimizer.step() does not count twice."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for index in range(5):
-        optimizer.zero_grad()
-        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        torchobs.step()
-    assert len(run.steps()) == 5
 
 
 def test_log_after_the_step_belongs_to_that_step(run: Recording) -> None:

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as some
 
 from tests import flights
-from tests.step_hooks import OPTIMIZERS, STATE, Loss, owner_of, perform, ready
+from tests.step_hooks import OPTIMIZERS, STATE, Loss, perform, ready
 from tests.support import NEEDS_COMPILER
 from torchobs.flight.format.layout import Region
 from torchobs.flight.format.step_record import NO_FETCH, PLAIN_CODES, unpack
@@ -78,17 +78,6 @@ def test_a_plain_step_is_recorded_without_the_hooks_in_python() -> None:
     around = {"plain", "<lambda>", "act", "_act", "_act_given", "__init__", "item"}
     assert [name for name in called if name not in around] == ["watched", "backward", "call_before", "call_after"]
     assert hooks.recorder.step == 3
-
-
-@pytest.mark.parametrize("name", STATE)
-def test_an_attribute_that_is_not_set_is_no_fault(name: str) -> None:
-    """The same comes of it, up to an error's moment, and the training goes on."""
-    found = []
-    for native in (False, True):
-        hooks = ready(native=native)
-        delattr(*owner_of(hooks, name))
-        found.append([perform(hooks, OPTIMIZERS[0], *act) for act in ALL])
-    assert found[0] == found[1]
 
 
 def _interrupted(error: BaseException) -> Loss:

@@ -66,19 +66,6 @@ def test_a_capture_without_an_end_is_forgotten(clock: Clock) -> None:
     assert found.in_progress()
 
 
-def test_a_round_that_would_begin_within_a_capture_rests(clock: Clock) -> None:
-    """It is over at once, so that the next capture does not wait for it."""
-    found = Captures()
-    found.begin(1)
-    assert not found.begin_round("gpu")
-    found.end_round("gpu")
-    found.begin(2)
-    assert clock.slept == 0
-    found.end(1)
-    found.end(2)
-    assert found.begin_round("gpu")
-
-
 def test_a_capture_waits_for_the_rounds_in_progress_but_not_long(clock: Clock) -> None:
     """A round that hangs holds nobody up."""
     found = Captures()
