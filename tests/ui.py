@@ -11,10 +11,10 @@ from torchobs import catalog
 from torchobs.detect.hangs import Standstill
 from torchobs.detect.learning import ZeroRate
 from torchobs.detect.speed import Slowness
+from torchobs.diagnosis import live
+from torchobs.diagnosis.live import NO_DETAILS, RankView, RunView, run_of
 from torchobs.diagnosis.status import NO_REPLICAS, EventSummary, RankStatus, Replicas, completed, last_loss
-from torchobs.exporter import daemon
-from torchobs.exporter.ui import page, view_model
-from torchobs.exporter.ui.view_model import Row, Run, run_of
+from torchobs.exporter import daemon, page
 from torchobs.flight.metrics.throughput import Throughput
 from torchobs.ranks.snapshot import Readings
 from torchobs.ranks.state import trains
@@ -54,7 +54,7 @@ def row(  # noqa: PLR0913  # each is what some test is about
     still: Standstill | None = None,
     values: Values | None = None,
     **given: float | None,
-) -> Row:
+) -> RankView:
     """A rank 12,400 steps into its training, or as a test wants it."""
     plain: dict[str, float | None] = {"steps": 12_400, "loss": 2.313, **given}
     known: Values = {f"torchobs.{name}": {(): value} for name, value in plain.items() if value is not None}
@@ -80,10 +80,10 @@ def row(  # noqa: PLR0913  # each is what some test is about
         zero_rate=rate,
     )
     status = completed(status, readings.get, readings.of)
-    return Row(f"{rank:032x}", status, readings, None if reason else PACE, None, None, "")
+    return RankView(f"{rank:032x}", status, readings, NO_DETAILS._replace(pace=None if reason else PACE))
 
 
-def run(*rows: Row, run_id: str = "run-1", expected: int = 0, world_size: int = 0) -> Run:
+def run(*rows: RankView, run_id: str = "run-1", expected: int = 0, world_size: int = 0) -> RunView:
     """A run of these ranks."""
     return run_of("gpt", run_id, rows, expected=expected, world_size=world_size or expected)
 
@@ -142,4 +142,4 @@ def shorten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon, "TICK_S", 0.1)
     monkeypatch.setattr(page, "TICK_S", 0.1)
     monkeypatch.setattr(page, "DEADLINE_S", 20.0)
-    monkeypatch.setattr(view_model, "EVENTS_S", 20.0)
+    monkeypatch.setattr(live, "EVENTS_S", 20.0)

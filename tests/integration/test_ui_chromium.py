@@ -14,8 +14,9 @@ from tests.exporters import Service
 from tests.rank_files import RESOURCE, live_rank, train
 from tests.support import wait_until
 from torchobs import catalog
+from torchobs.diagnosis import live
+from torchobs.exporter import page
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.ui import page, view_model
 from torchobs.flight.files import location
 from torchobs.flight.format.layout import MIN_SIZE, Exit
 from torchobs.flight.writer.series_table import CORE
@@ -72,7 +73,7 @@ def ranks(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fl
     """
     monkeypatch.setattr(state, "UNRESPONSIVE_AFTER_S", 600.0)
     monkeypatch.setattr(page, "DEADLINE_S", 20.0)
-    monkeypatch.setattr(view_model, "EVENTS_S", 20.0)
+    monkeypatch.setattr(live, "EVENTS_S", 20.0)
     made = [live_rank(flight_dir, rank=rank, job_name=HOSTILE) for rank in range(2)]
     for writer in made:
         train(writer, range(1, 41))

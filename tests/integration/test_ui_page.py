@@ -22,14 +22,14 @@ from tests.rank_files import Clock, File, live_rank, train
 from tests.support import clean_environment, free_port, wait_until
 from tests.ui import Parsed, Stream, shorten_seconds
 from torchobs import catalog
-from torchobs.exporter import access
+from torchobs.diagnosis import live as runs
+from torchobs.diagnosis.live import KEPT, RunsReader
+from torchobs.document import live
+from torchobs.document.live import PARTS, Choice, Model, choice_of, focused, heading, model, rendered
+from torchobs.exporter import access, page
 from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.page import Feed
 from torchobs.exporter.snapshot_cache import SnapshotCache
-from torchobs.exporter.ui import page
-from torchobs.exporter.ui import view_model as models
-from torchobs.exporter.ui.page import Feed
-from torchobs.exporter.ui.sections import PARTS, heading, rendered
-from torchobs.exporter.ui.view_model import KEPT, Choice, Model, Modeller, choice_of, focused, model
 from torchobs.flight.files import artifacts
 from torchobs.flight.files.location import open_directory
 from torchobs.flight.format.layout import Exit
@@ -325,7 +325,8 @@ def test_files_that_do_not_answer_do_not_hold_the_page_up(
         scanner.answers.set()
         watched.close()
         watch.close()
-        assert shown.curves.loss is None
+        assert shown.focus is not None
+        assert not shown.focus.details.curves.loss
         return str(shown.run.status.steps if shown.run else None)
 
     assert asyncio.run(look()) == "3"
@@ -368,12 +369,12 @@ def served(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
 def shown(snapshot: Snapshot, choice: Choice) -> Model:
     """What the page is of for that choice."""
-    return model(Modeller().runs(snapshot, {}, {choice.run}), choice, {}, (), 0.0)
+    return model(RunsReader().runs(snapshot, {}, {choice.run}), choice, (), 0.0)
 
 
 def order(snapshot: Snapshot) -> list[str]:
     """The runs as the page lists them."""
-    return [run.key for run in Modeller().runs(snapshot, {})]
+    return [run.key for run in RunsReader().runs(snapshot, {})]
 
 
 def test_runs_keep_their_order_whoever_steps(started: Callable[..., File], scanner: Scanner, clock: Clock) -> None:
@@ -404,7 +405,7 @@ def test_a_run_that_is_not_there_is_never_another(started: Callable[..., File], 
     started("a", 0.0)
     choice = Choice(run=B, rank="3", sort="loss", page=2)
     missing = shown(scanner.scan(), choice)
-    assert (missing.run, missing.focus, missing.rows, missing.choice) == (None, None, (), choice)
+    assert (missing.run, missing.focus, missing.ranks, missing.choice) == (None, None, (), choice)
     assert focused(scanner.scan().ranks, choice) is None
     page = {name: Parsed(part) for name, part in rendered(missing).items()}
     assert "No such run (any more)" in page["health"].text
@@ -423,7 +424,7 @@ def test_a_run_that_is_asked_for_is_there_however_many_are_newer(
     started: Callable[..., File], scanner: Scanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not in the list for those who look at another."""
-    monkeypatch.setattr(models, "MOST_RUNS", 1)
+    monkeypatch.setattr(runs, "MOST_RUNS", 1)
     started("a", 0.0)
     started("b", 1.0)
     snapshot = scanner.scan()
@@ -520,7 +521,7 @@ def test_what_ranks_have_left_is_on_the_page_of_their_run(
     assert sorted(left_by(exporter, "jobs/b")) == sorted(("0", link) for link in others)
     assert left_by(exporter, "jobs/c") == []
     assert exporter.page(again) == STACKS
-    monkeypatch.setattr(models, "MOST_EVIDENCE", 1)  # that of others takes no room, however much newer it is
+    monkeypatch.setattr(live, "MOST_EVIDENCE", 1)  # that of others takes no room, however much newer it is
     assert left_by(exporter, "jobs/a") == [("0", again)]
 
 

@@ -10,24 +10,11 @@ from tests.ui import row, run
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
+from torchobs.diagnosis.live import EventRow, log_of, merged_ranks, of_ring
 from torchobs.document.charts import BUCKETS, alternative, curve, heights, sparkline, stacked
+from torchobs.document.live import Choice, choice_of, model, query_of, rendered
 from torchobs.document.markup import Html, exact, joined, named, tag, text
-from torchobs.exporter.ui.sections import rendered
-from torchobs.exporter.ui.view_model import (
-    KEPT_EVENTS,
-    Choice,
-    EventRow,
-    RankEvents,
-    _memory,
-    choice_of,
-    log_of,
-    merged_ranks,
-    model,
-    of_ring,
-    query_of,
-)
 from torchobs.flight.format.layout import Header
-from torchobs.ranks.snapshot import Readings
 
 NAN, INF = math.nan, math.inf
 
@@ -167,7 +154,7 @@ def test_every_event_of_ours_is_a_line(event: catalog.Event) -> None:
     named = {"kind": "gradients_kept", "values": [1.0, 2.0]}
     given = {attribute.name: ["a", {"b": 1}] for attribute in event.attributes} | named
     frame = {"k": "event", "name": event.name, "t": 5, "step": 3, "attrs": given}
-    rows = [RankEvents().add(of_ring(HEADER, str(rank), [(1, frame)])) for rank in range(2)]
+    rows = [of_ring(HEADER, str(rank), [(1, frame)]) for rank in range(2)]
     lines = log_of(rows).lines
     assert [line.last.ranks for line in lines] == [("1", "0")] * (event is not catalog.EVENT_SCALARS)
 
@@ -190,45 +177,32 @@ def spike(at_s: float, rank: str = "0", number: int = 1) -> EventRow:
 
 
 def test_many_events_of_a_kind_are_one_line_and_the_first_cause_stays() -> None:
-    """A thousand spikes after one worker's death: the death is the first, and the spikes say how many they were since when."""
+    """A hundred spikes after one worker's death: the death is the first, and the spikes say how many they were since when."""
     died = EventRow(50.0, ("0",), 49, Severity.ERROR, "Data worker died", "pid 3")
     began = EventRow(1.0, ("0",), None, Severity.INFO, "Run start", "")
-    found = RankEvents().add([began, died])
-    for second in range(100, 1_100):
-        found = found.add([spike(float(second))])
-    assert len(found.newest) == KEPT_EVENTS
-    log = log_of([found])
+    log = log_of([[began, died, *(spike(float(second), number=2) for second in range(100, 200))]])
     assert log.cause == died
-    (line,) = log.lines
-    assert (line.number, line.last.at_s, line.first.at_s) == (1_000, 1_099.0, 100.0)
+    many, *others = log.lines
+    assert (many.number, many.last.at_s, many.first.at_s) == (200, 199.0, 100.0)
+    assert [line.last for line in others] == [died, began]
 
 
 def test_the_first_event_is_that_of_all_ranks_in_which_it_happened() -> None:
     """Promise: milliseconds do not choose one of two ranks that raised the same."""
-    ranks = [
-        RankEvents().add([EventRow(50.0 + index / 1000, (str(index),), 7, Severity.ERROR, "Exception", "type ValueError")])
-        for index in range(2)
-    ]
-    log = log_of(ranks)
+    log = log_of([[EventRow(50 + index / 1000, (str(index),), 7, Severity.ERROR, "Exception", "type")] for index in range(2)])
     assert log.cause is not None
     assert set(log.cause.ranks) == {"0", "1"}
 
 
 def test_a_few_events_of_a_kind_are_told_one_by_one() -> None:
     """And what several ranks tell alike is counted as often as it happened to each."""
-    few = RankEvents().add([spike(1.0), spike(2.0), spike(3.0)])
+    few = [spike(1.0), spike(2.0), spike(3.0)]
     assert [(line.last.at_s, line.number, line.first.at_s) for line in log_of([few]).lines] == [
         (3.0, 1, 3.0), (2.0, 1, 2.0), (1.0, 1, 1.0)
     ]  # fmt: skip
-    many = [RankEvents().add([spike(at_s, rank, 4), spike(at_s + 9, rank)]) for rank, at_s in (("0", 1.0), ("1", 1.2))]
+    many = [[spike(at_s, rank, 4), spike(at_s + 9, rank)] for rank, at_s in (("0", 1.0), ("1", 1.2))]
     (line,) = log_of(many).lines
     assert (line.number, set(line.last.ranks), line.last.at_s) == (5, {"0", "1"}, 10.2)
-
-
-def test_names_without_end_are_told_one_by_one() -> None:
-    """An application's events may have any: what is kept of them is bounded."""
-    found = RankEvents().add(EventRow(float(n), ("0",), n, Severity.INFO, f"mine {n}", "") for n in range(5_000))
-    assert (len(found.newest), len(found.groups)) == (KEPT_EVENTS, 64)
 
 
 def test_html_is_a_string() -> None:
@@ -259,12 +233,13 @@ def test_a_percentage_says_of_what_it_is(values: dict[tuple[catalog.Metric, str]
     by_name: dict[str, dict[tuple[str, ...], float]] = {}
     for (metric, key), value in values.items():
         by_name.setdefault(metric.name, {})[(key,) if key else ()] = value
-    assert _memory(Readings(by_name)) == shown
+    one = row(values=by_name)
+    assert (one.memory, one.memory_limit) == shown
 
 
 @pytest.mark.parametrize("ranks", [None, 1.0, 4.0])
 def test_the_norm_of_a_shard_is_said_to_be_one(ranks: float | None) -> None:
     """FSDP's gradients that are not clipped: each rank has another norm, and none is the model's."""
     one = row(values={} if ranks is None else {catalog.GRAD_NORM_RANKS.name: {(): ranks}})
-    page = rendered(model((run(one),), Choice(), {}, [], 0.0))
+    page = rendered(model((run(one),), Choice(), [], 0.0))
     assert f"<h3>Gradient norm{' of its shard' if ranks == 4 else ''}</h3>" in page["curves"]

@@ -93,14 +93,15 @@ METRICS = (
     catalog.GRAD_CLIPPED_STEPS, catalog.GRAD_NONFINITE_STEPS, catalog.ANOMALIES, catalog.ANOMALY_ACTIVE,
     catalog.GOODPUT_TIME, catalog.AMP_SCALE, catalog.AMP_STEPS_SKIPPED, catalog.AMP_SKIP_STREAK,
     catalog.AMP_AUTOCAST, catalog.COMPILE_TIME, catalog.COMPILE_COMPILATIONS, catalog.COMPILE_GRAPH_BREAKS,
-    catalog.COMPILE_CACHE_LOOKUPS, catalog.COMPILE_FAILURES, catalog.COMPILE_IN_PROGRESS, catalog.MEMORY_DEVICE_ALLOCATED,
+    catalog.COMPILE_FAILURES, catalog.COMPILE_IN_PROGRESS, catalog.MEMORY_DEVICE_ALLOCATED,
     catalog.MEMORY_DEVICE_RESERVED, catalog.MEMORY_DEVICE_PEAK, catalog.MEMORY_DEVICE_LIMIT, catalog.MEMORY_HOST_RSS,
     catalog.MEMORY_HOST_CHILDREN_RSS, catalog.MEMORY_HOST_UTILIZATION, catalog.MEMORY_TIME_TO_LIMIT,
     catalog.CGROUP_MEMORY_WORKING_SET, catalog.CGROUP_MEMORY_LIMIT, catalog.CHECKPOINTS, catalog.CHECKPOINT_TIMESTAMP,
     catalog.CHECKPOINT_SIZE, catalog.CHECKPOINT_FAILURE_STREAK,
     catalog.SCALAR_VALUE, catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
     catalog.DISTRIBUTED_INFO, catalog.GRAD_NORM_RANKS, catalog.MFU, *comparison.COLLECTIVE_METRICS,
-    catalog.DATA_WORKERS_DIED, catalog.HW_STATUS,
+    catalog.DATA_WORKERS_DIED, catalog.HW_STATUS, catalog.MEMORY_HOST_AVAILABLE, catalog.CGROUP_MEMORY_PEAK,
+    catalog.MEMORY_SHARED_USED, catalog.MEMORY_SHARED_SIZE, catalog.CGROUP_MEMORY_OOM_KILLS,
     *(metric for metric, _ in LAYERS.values()),
 )  # fmt: skip
 """Metrics read from a rank."""
@@ -400,12 +401,12 @@ class RankView:
         """How full the fullest device is, in words; without devices the container or the machine; empty if unknown."""
         reserved, limits = self.readings.of(catalog.MEMORY_DEVICE_RESERVED), self.readings.of(catalog.MEMORY_DEVICE_LIMIT)
         if reserved:
-            full = [(size / limits[device], f"of {device[0]}") for device, size in reserved.items() if limits.get(device)]
-        else:
-            used = self.readings.of(catalog.MEMORY_HOST_UTILIZATION)
-            full = [(share, f"of the {WHOLES.get(limit, limit)}") for (limit,), share in used.items()]
-        share, words = max(full, default=(0.0, ""))
-        return f"{text_format.percent(share)} {words}" if words else ""
+            shares = [(size / limits[device], device[0]) for device, size in reserved.items() if limits.get(device)]
+            share, device = max(shares, default=(0.0, ""))
+            return f"{text_format.percent(share)} of {device}" if device else ""
+        used = [(share, limit) for (limit,), share in self.readings.of(catalog.MEMORY_HOST_UTILIZATION).items()]
+        share, limit = max(used, default=(0.0, ""))
+        return f"{WHOLES.get(limit, limit)} {text_format.percent(share)} full" if limit else ""
 
     @property
     def trouble(self) -> float:
@@ -482,9 +483,9 @@ def run_of(job_name: str, run_id: str, ranks: Sequence[RankView], *, expected: i
 
 
 def _compared(ranks: Sequence[RankView]) -> Sequence[RankView]:
-    """Return the ranks with the slowness of the living ones: by their last steps until the scanner has judged all."""
+    """Return the ranks with the slowness of the living ones: by their last steps until the scanner compares them."""
     living = [rank for rank in ranks if rank.status.up]
-    if len(living) < 2 or all(rank.status.slowness for rank in living):  # noqa: PLR2004  # one is compared with nobody
+    if len(living) < 2 or any(rank.status.slowness for rank in living):  # noqa: PLR2004  # one is compared with nobody
         return ranks
     slow: dict[str, speed.Slowness] = {}
     for team in labels.teams(living):

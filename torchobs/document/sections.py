@@ -11,6 +11,7 @@ from statistics import median, quantiles
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
+from torchobs.diagnosis.live import WHOLES
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, attribute_text
 from torchobs.diagnosis.stall import shown, stall, without_launcher
 from torchobs.diagnosis.status import Get
@@ -62,7 +63,6 @@ _HOST_MEMORY: tuple[tuple[str, catalog.Metric, catalog.Metric | None], ...] = (
     ("shared memory", catalog.MEMORY_SHARED_USED, catalog.MEMORY_SHARED_SIZE),
 )  # fmt: skip
 """Name, metric and that of what it is a part of"""
-WHOLES = {"cgroup": "container", "machine": "machine"}
 _MOST_ALIKE, _MOST_FRAMES = 3, 12
 _MOST_RANKS = 1e7
 """A damaged file may hold any number"""

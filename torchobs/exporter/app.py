@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from torchobs.exporter.exporter_metrics import NO_FAILED_WRITES, PushCounts, ScrapeInput, Scrapes
 from torchobs.exporter.metrics_page import MetricsPage
-from torchobs.exporter.ui.page import LivePage
+from torchobs.exporter.page import LivePage
 from torchobs.ranks.snapshot import EMPTY
 
 if TYPE_CHECKING:

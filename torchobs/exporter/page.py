@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from torchobs.diagnosis.live import DetailsReader, RunsReader
+from torchobs.document import live
+from torchobs.document.live import SCRIPT_PATH, STREAM_PATH, STYLE_PATH, choice_of, focused, model, page, stream_of
 from torchobs.document.markup import style_sheet
 from torchobs.exporter import access
-from torchobs.exporter import access as client_scope
 from torchobs.exporter.snapshot_cache import DEADLINE_S, FRESH_S
-from torchobs.exporter.ui import sections
-from torchobs.exporter.ui.sections import HEADERS, SCRIPT_PATH, STYLE_PATH, page
-from torchobs.exporter.ui.view_model import STREAM_PATH, Modeller, PageData, choice_of, focused, model, stream_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 
     from starlette.requests import Request
 
+    from torchobs.diagnosis.live import Details
+    from torchobs.document.live import Choice, Model
     from torchobs.exporter.snapshot_cache import SnapshotCache
-    from torchobs.exporter.ui.view_model import Choice, Details, Model
     from torchobs.ranks.snapshot import Snapshot
 
 
@@ -43,6 +43,17 @@ LIFE_S = 50.0
 REST_S = 60.0
 """How long data is kept after the last viewer has gone."""
 
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none';"
+        " form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+"""Response headers: forbid inline script and style, and framing."""
+
 T = TypeVar("T")
 
 
@@ -56,7 +67,7 @@ class Feed:
     def __init__(self, watch: SnapshotCache, evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]) -> None:
         """``evidence`` returns the ranks' artifacts."""
         self._watch, self._evidence = watch, evidence
-        self._data, self._modeller = PageData(), Modeller()
+        self._details, self._runs = DetailsReader(), RunsReader()
         self._thread = ThreadPoolExecutor(1, "page")
         self._reading = asyncio.Lock()
         self._parts: Mapping[Choice, Parts] = {}
@@ -133,15 +144,15 @@ class Feed:
         evidence = await _in_time(self._evidence(), ())
 
         def models() -> dict[Choice, Model]:
-            runs = self._modeller.runs(snapshot, details, {choice.run for choice in choices})
-            return {choice: model(runs, choice, details, evidence, time.time()) for choice in choices}
+            runs = self._runs.runs(snapshot, details, {choice.run for choice in choices})
+            return {choice: model(runs, choice, evidence, time.time()) for choice in choices}
 
         return await self._in_thread(models)
 
     async def _read(self, snapshot: Snapshot, choices: Collection[Choice]) -> Details:
         focus = [incarnation for choice in choices if (incarnation := focused(snapshot.ranks, choice))]
         async with self._reading:
-            return await self._watch.ask(lambda scan: self._data.gather(scan, snapshot, focus))
+            return await self._watch.ask(lambda scan: self._details.gather(scan, snapshot, focus))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -153,7 +164,7 @@ class Feed:
 
     def _forget(self) -> None:
         if not self._viewers:
-            self._data, self._modeller, self._parts = PageData(), Modeller(), {}
+            self._details, self._runs, self._parts = DetailsReader(), RunsReader(), {}
 
 
 async def _in_time(answer: Awaitable[T], otherwise: T) -> T:
@@ -167,7 +178,7 @@ async def _in_time(answer: Awaitable[T], otherwise: T) -> T:
 def _parts(models: Mapping[Choice, Model]) -> dict[Choice, Parts]:
     parts: dict[Choice, Parts] = {}
     for choice, one in models.items():
-        parts[choice] = {**sections.rendered(one), "heading": sections.heading(one), "title": sections.title(one)}
+        parts[choice] = {**live.rendered(one), "heading": live.heading(one), "title": live.title(one)}
         if one.run and not choice.run:  # a page opened before any run: from now on it shows this one
             parts[choice]["stream"] = stream_of(choice._replace(run=one.run.key))
     return parts
@@ -196,7 +207,7 @@ class LivePage:
         return [
             Route("/", _guarded(self._page)),
             Route(STREAM_PATH, _guarded(self._stream)),
-            Route(STYLE_PATH, _guarded(partial(_asset, partial(style_sheet, __package__, "static", "live.css"), "text/css"))),
+            Route(STYLE_PATH, _guarded(partial(_asset, partial(style_sheet, "torchobs.document", "live.css"), "text/css"))),
             Route(SCRIPT_PATH, _guarded(partial(_asset, _script, "text/javascript"))),
         ]
 
@@ -214,8 +225,8 @@ def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
     """Return the handler behind the API's rules for reading, because the page shows the same data."""
 
     async def guarded(request: Request) -> Response:
-        channel = "socket" if client_scope.is_unix(request.scope) else access.access_channel(request.scope)
-        let_in = bool(request.scope.get(client_scope.LET_IN))
+        channel = "socket" if access.is_unix(request.scope) else access.access_channel(request.scope)
+        let_in = bool(request.scope.get(access.LET_IN))
         # tokens are for the API: a client that sends one with every request sees the same as without
         headers = {name: value for name, value in request.headers.items() if name not in access.TOKEN_HEADERS}
         problem = access.refusal("GET", headers, channel, access.Token(None), authenticated=let_in)
@@ -230,4 +241,4 @@ async def _asset(content: Callable[[], str], media_type: str, _: Request) -> Res
 
 @cache
 def _script() -> str:
-    return resources.files(__package__).joinpath("static").joinpath("live.js").read_text(encoding="utf-8")
+    return resources.files("torchobs.document").joinpath("live.js").read_text(encoding="utf-8")
