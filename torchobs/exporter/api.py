@@ -440,12 +440,10 @@ class Api:
 
     async def _check_failure(self, identifier: str) -> None:
         """Raise ``Problem`` if the rank asked for that artifact has reported that it could not write it."""
-        incarnation = await self._run(self.commands.owner_of, identifier)
-        for rank in (await self._watch.fresh()).ranks:
-            if rank.incarnation == incarnation:
-                failure = commands.failure(await self._read(rank, dated_events, []), identifier)
-                if failure is not None:
-                    raise commands.failure_problem(rank.rank, failure)
+        rank = await self._run(self.commands.asked, (await self._watch.fresh()).ranks, identifier)
+        failure = commands.failure(await self._read(rank, dated_events, []), identifier) if rank is not None else None
+        if rank is not None and failure is not None:
+            raise commands.failure_problem(rank.rank, failure)
 
     # -- commands ----------------------------------------------------------------------------------------------------------
 
@@ -458,7 +456,7 @@ class Api:
         return await self._run(self.commands.probes_off, await self._targets(request), off)
 
     async def _profile(self, request: Request) -> object:
-        rank = api_schema.one_rank(await self._watch.fresh(), request.state.query.get("rank"))
+        rank = api_schema.one_rank(await self._watch.after_now(), request.state.query.get("rank"))
         api_schema.living([rank])
         return await self._run(self.commands.profile, rank, request.state.body.steps)
 
@@ -473,7 +471,8 @@ class Api:
     # -- helpers -----------------------------------------------------------------------------------------------------------
 
     async def _targets(self, request: Request) -> list[Rank]:
-        return api_schema.living(api_schema.ranks(await self._watch.fresh(), request.state.query.get("rank")))
+        """Return the ranks to command, with what they have read by now."""
+        return api_schema.living(api_schema.ranks(await self._watch.after_now(), request.state.query.get("rank")))
 
     async def _rank(self, request: Request) -> Rank:
         return api_schema.one_rank(await self._watch.fresh(), request.path_params["rank"])

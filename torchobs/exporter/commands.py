@@ -17,10 +17,10 @@ from torchobs.config.settings import PROBES
 from torchobs.diagnosis.text_format import clean
 from torchobs.exporter.access import Problem
 from torchobs.exporter.api_schema import instant, named
-from torchobs.flight.files import artifacts, control, entries, location, lock
+from torchobs.flight.files import artifacts, control, location
 from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK
 from torchobs.flight.files.control import Command
-from torchobs.flight.files.create import file_name, lock_name
+from torchobs.flight.files.create import file_name
 from torchobs.flight.files.location import opened
 from torchobs.flight.reader import reader
 from torchobs.ranks import labels
@@ -91,16 +91,6 @@ class ArtifactStore:
         except OSError:
             return False
         return True
-
-    def is_stopped(self, flight: str) -> bool:
-        """Return True if the rank's process is known to be stopped (SIGSTOP, Ctrl-Z); it may be in another PID namespace."""
-        try:
-            directory_fd, _ = self._open()
-            pid = lock.holder(directory_fd, lock_name(flight))
-            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123  # /proc
-                return file.read().rpartition(")")[2].split()[0] in {"T", "t"}
-        except (OSError, IndexError):
-            return False
 
     def clear(self) -> tuple[int, int]:
         """Remove all artifacts, or hide them if the directory is not writable; return the numbers of removed and hidden."""
@@ -209,21 +199,7 @@ def failure_problem(rank: str, failure: Mapping[str, Any]) -> Problem:
     return Problem(410, "evidence-failed", f"Rank {rank} {what}" + (f" ({details})" if details else ""))
 
 
-_MOST_REQUESTS = 2000
-_FORGOTTEN_S = 3600.0
-"""Age, in seconds, at which commands of an earlier exporter are removed."""
-
-UNREAD_NS = 200_000_000
-"""A request younger than this may be unread, twice the ranks' polling interval; a later one would replace it."""
-
 _log = logging.getLogger(__name__)
-
-
-class _Request(NamedTuple):
-    """A rank's last request of a kind: the artifact expected from it, and when the request was written."""
-
-    evidence: ArtifactName
-    sent_ns: int
 
 
 class CommandService:
@@ -235,8 +211,6 @@ class CommandService:
         """incarnations with a command in the control directory"""
         self._hung: dict[str, int | None] = {}
         """time of the last step of each rank of a hung run, whose stacks are asked for"""
-        self._requests: dict[tuple[str, str], _Request] = {}
-        self._cleaned = False
         self.failures = 0
         """number of commands that could not be written"""
 
@@ -255,16 +229,20 @@ class CommandService:
             raise Problem(409, "rank-unresponsive", f"Rank {rank.rank} does not respond: ask for its stacks instead.")
         if rank.view.live.level == 0:
             raise Problem(409, "rank-off", f"Rank {rank.rank} is at the level off: POST /api/v1/debug/level/basic first.")
-        if (unread := self._unread(rank, PROFILE)) is not None:
-            detail = f"Rank {rank.rank} was asked for one a moment ago, which will be evidence {unread.id}: ask again after it."
-            raise Problem(409, "profile-asked", detail, Retry_After="1")
+        with contextlib.suppress(OSError), self._directory() as directory_fd:
+            unread = _requested(directory_fd, rank, PROFILE)
+            if unread.number > rank.view.live.command:
+                detail = (
+                    f"Rank {rank.rank} has yet to read a request for one, which will be evidence {unread.id}: ask again then."
+                )
+                raise Problem(409, "profile-asked", detail, Retry_After="1")
         (sent,) = self._send([rank], Command(profile_steps=steps))
         return {"steps": steps, **sent, "evidence": link(artifacts.named(_flight(rank), PROFILE, sent["command"]))}
 
     def stacks(self, ranks: list[Rank]) -> dict[str, Any]:
         """Request the ranks' stacks; for a stuck rank return those it has written itself. Raises ``Problem``.
 
-        While an earlier request may be unread, its artifact is returned instead: those stacks will be as recent.
+        While the rank has yet to read an earlier request, its artifact is returned instead: those stacks will be as recent.
         """
         able = [rank for rank in ranks if rank.state != "unresponsive"]
         sent = {one["incarnation"]: one for one in self._send(able, Command(stacks=True))} if able else {}
@@ -275,7 +253,6 @@ class CommandService:
 
     def clear(self) -> tuple[int, int]:
         """Remove all artifacts; return the numbers of removed and hidden."""
-        self._requests = {key: sent for key, sent in self._requests.items() if not self._store.has(sent.evidence)}
         return self._store.clear()
 
     def look(self, snapshot: Snapshot) -> None:
@@ -298,19 +275,13 @@ class CommandService:
         """Return True if :meth:`look` has anything to do."""
         return any(rank.state == "hung" or (not rank.up and rank.incarnation in self._commanded) for rank in snapshot.ranks)
 
-    def owner_of(self, identifier: str) -> str | None:
-        """Return the incarnation that this exporter has asked for that artifact, if it asked it for no later one."""
-        found = (incarnation for (incarnation, _), sent in self._requests.items() if sent.evidence.id == identifier)
-        return next(found, None)
-
-    def _unread(self, rank: Rank, kind: str) -> ArtifactName | None:
-        """Return the artifact expected from a request that the rank may not have read yet."""
-        request = self._requests.get((rank.incarnation, kind))
-        if request is None or self._store.has(request.evidence):
-            return None
-        is_young = time.monotonic_ns() - request.sent_ns < UNREAD_NS
-        # A rank reads commands after each heartbeat, which is late while another thread holds the GIL.
-        return request.evidence if is_young or (rank.view.live.heartbeat_ns or 0) < request.sent_ns else None
+    def asked(self, ranks: Iterable[Rank], identifier: str) -> Rank | None:
+        """Return the rank whose newest request of a kind is for that artifact."""
+        with contextlib.suppress(OSError), self._directory() as directory_fd:
+            for rank in ranks:
+                if identifier in {_requested(directory_fd, rank, kind).id for kind in (STACKS, PROFILE)}:
+                    return rank
+        return None
 
     def _stacks(self, rank: Rank, sent: dict[str, Any] | None) -> dict[str, Any]:
         flight = _flight(rank)
@@ -319,19 +290,15 @@ class CommandService:
         answer = {**named(rank), "command": None, "refused": None}
         if self._store.has(stuck := artifacts.named(flight, STUCK, 0)):  # written by itself, as it is stuck
             return {**answer, "evidence": link(stuck)}
-        if self._store.is_stopped(flight):
-            why = f"Rank {rank.rank} is stopped (SIGSTOP): send it SIGCONT, and ask again."
-        else:
-            why = (
-                f"Rank {rank.rank} does not respond and has written no stacks down. If it holds Python's lock it does so "
-                "within 3 s: ask again. Else its process is stopped, waits for a device without end, or is being torn down."
-            )
+        why = (
+            f"Rank {rank.rank} does not respond and has written no stacks down. If it holds Python's lock it does so within "
+            "3 s: ask again. Else it is stopped (send it SIGCONT), waits for a device without end, or is being torn down."
+        )
         return {**answer, "evidence": None, "refused": why}
 
     def _send(self, ranks: Iterable[Rank], command: Command) -> list[dict[str, Any]]:
         try:
             with self._directory() as directory_fd:
-                self._clean(directory_fd)
                 return [self._write(directory_fd, rank, command) for rank in ranks]
         except OSError as problem:
             self.failures += 1
@@ -341,16 +308,10 @@ class CommandService:
             raise Problem(503, "no-control-directory", detail) from problem
 
     def _write(self, directory_fd: int, rank: Rank, command: Command) -> dict[str, Any]:
-        if command.stacks and (unread := self._unread(rank, STACKS)) is not None:
+        if command.stacks and (unread := _requested(directory_fd, rank, STACKS)).number > rank.view.live.command:
             return {**named(rank), "command": unread.number}
         number = control.write_command(directory_fd, bytes.fromhex(rank.incarnation), command)
         self._commanded.add(rank.incarnation)
-        for kind, wanted in ((STACKS, command.stacks), (PROFILE, command.profile_steps)):
-            if wanted:
-                request = _Request(artifacts.named(_flight(rank), kind, number), time.monotonic_ns())
-                self._requests[rank.incarnation, kind] = request
-        while len(self._requests) > _MOST_REQUESTS:
-            del self._requests[next(iter(self._requests))]
         return {**named(rank), "command": number}
 
     @contextlib.contextmanager
@@ -364,17 +325,11 @@ class CommandService:
         with location.opened(path) as directory_fd:
             yield directory_fd
 
-    def _clean(self, directory_fd: int) -> None:
-        """Remove, once, the commands of an earlier exporter to ranks that have ended since."""
-        if self._cleaned:
-            return
-        self._cleaned = True
-        for name in os.listdir(directory_fd):
-            if name.endswith(control.SUFFIX) or name.startswith(entries.TEMPORARY):
-                with contextlib.suppress(OSError):
-                    status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
-                    if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _FORGOTTEN_S:
-                        os.unlink(name, dir_fd=directory_fd)  # a living rank has read it long ago
+
+def _requested(directory_fd: int, rank: Rank, kind: str) -> ArtifactName:
+    """Return the artifact of the rank's newest request of a kind; its number is 0 if there is none. Raises ``OSError``."""
+    record = control.read_command(directory_fd, bytes.fromhex(rank.incarnation)) or Command()
+    return artifacts.named(_flight(rank), kind, record.stacks_seq if kind == STACKS else record.profile_seq)
 
 
 def _flight(rank: Rank) -> str:

@@ -44,6 +44,7 @@ class CommandHandler:
         self._publish_step_recording()
         if command is None:
             return
+        context.writer.command(command.seq)
         if command.probes_off is not None:
             self._probes_off = frozenset(name for bit, name in enumerate(PROBES) if command.probes_off >> bit & 1)
         previous = context.hooks.level.value

@@ -74,7 +74,7 @@ def write_command(directory_fd: int, incarnation: bytes, command: Command) -> in
     Its values are the API's, which has checked them. Raises ``OSError``.
     """
     with _mutex:
-        before = _read(directory_fd, incarnation) or Command()
+        before = read_command(directory_fd, incarnation) or Command()
         seq = max(before.seq + 1, time.time_ns() // 1_000_000)
         record = Command(
             before.level if command.level is None else command.level,
@@ -138,12 +138,12 @@ class ControlReader:
         version = status.st_ino, status.st_mtime_ns, status.st_ctime_ns
         if version == self._seen:
             return None
-        record = _read(self._directory.number(), self._incarnation)
+        record = read_command(self._directory.number(), self._incarnation)
         self._seen = version  # after reading: a file that could not be opened is tried again
         return record
 
 
-def _read(directory_fd: int, incarnation: bytes) -> Command | None:
+def read_command(directory_fd: int, incarnation: bytes) -> Command | None:
     """Return the record; ``None`` if missing or invalid. Raises ``OSError`` unless the file is gone."""
     try:
         fd = os.open(file_name(incarnation), entries.READ, dir_fd=directory_fd)

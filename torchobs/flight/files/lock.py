@@ -86,18 +86,6 @@ def is_held(directory_fd: int, name: str) -> bool:
         return _kind(_probe(directory_fd, name)) != fcntl.F_UNLCK
 
 
-def holder(directory_fd: int, name: str) -> int:
-    """Return the process id of the lock's holder; 0 if it is free, or held from outside this PID namespace.
-
-    Raises ``OSError`` if it cannot be opened.
-    """
-    with _mutex:
-        if held_here(directory_fd, name):
-            return os.getpid()
-        raw = _probe(directory_fd, name)
-        return _pid(raw) if _kind(raw) != fcntl.F_UNLCK else 0
-
-
 def content(directory_fd: int, name: str, size: int) -> bytes:
     """Return the first bytes of a lock file, of which this process may not hold the lock; empty if it does.
 

@@ -115,6 +115,8 @@ class Live:
     """debug level in force"""
     STEPS_SINCE_NS = 7
     """CLOCK_MONOTONIC since when steps are recorded; 0: since the start; all ones: recording is off"""
+    COMMAND = 8
+    """number of the newest command read (``flight.files.control``)"""
 
 
 LIVE_WORDS = 32
@@ -307,11 +309,13 @@ class LiveWords:
     """changes with every event; a hint only"""
     steps_since_ns: int | None = 0
     """since when steps are recorded: 0 = since the start, ``None`` = recording was switched off"""
+    command: int = 0
+    """number of the newest command that the rank has read"""
 
 
 def decode_live(raw: bytes) -> LiveWords:
     """Decode the live words; missing bytes (of a file that shrank) count as zeros."""
-    words = memoryview(raw.ljust(8 * (Live.STEPS_SINCE_NS + 1), b"\0")).cast("Q")
+    words = memoryview(raw.ljust(8 * (Live.COMMAND + 1), b"\0")).cast("Q")
     phase, exit_word, level = words[Live.PHASE], words[Live.EXIT], words[Live.LEVEL]
     heartbeat, code = words[Live.HEARTBEAT_NS], exit_word & 0xFFFFFFFF
     since = words[Live.STEPS_SINCE_NS]
@@ -325,4 +329,5 @@ def decode_live(raw: bytes) -> LiveWords:
         level,
         words[Live.EVENT_HEAD],
         None if since == NO_STEPS else since,
+        words[Live.COMMAND],
     )

@@ -280,6 +280,10 @@ class FlightWriter:
         """Store since when steps are recorded; ``None``: recording is off."""
         self.memory.word(self._live_at + Live.STEPS_SINCE_NS, NO_STEPS if since_ns is None else since_ns)
 
+    def command(self, number: int) -> None:
+        """Store the number of the newest command read."""
+        self.memory.word(self._live_at + Live.COMMAND, number)
+
     def exit(self, reason: int, code: int) -> None:
         """Store how the rank ended (``layout.Exit``)."""
         self.memory.word(self._live_at + Live.EXIT, EXIT_SET | reason << 32 | code & 0xFFFFFFFF)
