@@ -4,7 +4,6 @@
 # a parameter may have no gradient, and here it has one; torch has no types for `backward`
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from mmap import mmap
 from pathlib import Path
@@ -54,14 +53,11 @@ def test_the_info_is_filled_at_the_end() -> None:
 
 def test_without_a_step_the_model_s_gradients_count() -> None:
     """At the end, where ``model=`` is given; none is none."""
-    model = mlp()
-    with debug.context("backward", model=model) as info:
-        loss_of(model).backward()
-    assert info.gradient_norm == pytest.approx(norm_of(model), rel=1e-6)
-    assert info.model_name == "Sequential"
-    with debug.context("nothing", model=mlp()) as info:
-        pass
-    assert info.gradient_norm is None
+    for model, expected in ((mlp(), None), (mlp(), 1)):
+        with debug.context("backward", model=model) as info:
+            if expected:
+                loss_of(model).backward()
+        assert info.gradient_norm == (pytest.approx(norm_of(model), rel=1e-6) if expected else None)
 
 
 def test_contexts_nest_and_count() -> None:
@@ -84,17 +80,10 @@ def test_contexts_nest_and_count() -> None:
     assert found.memory_peak > 0
     debug.clear()
     assert (debug.summary().total_operations, debug.summary().longest_time) == (0, None)
-
-
-def test_many_names_are_counted_as_other() -> None:
-    """A name for each step cannot fill the memory."""
     for number in range(40):
         with debug.context(f"step {number}"):
             pass
-    found = debug.summary()
-    assert found.total_operations == 40
-    assert {row.operation: row.count for row in found.operations}["other"] == 24
-    assert len(found.operations) == 17
+    assert {row.operation: row.count for row in debug.summary().operations}["other"] == 24
 
 
 def test_tasks_of_an_event_loop_do_not_mix() -> None:
@@ -117,23 +106,6 @@ def test_tasks_of_an_event_loop_do_not_mix() -> None:
     (bad, bad_inner), (good, good_inner) = asyncio.run(program())
     assert (bad_inner.parent, good_inner.parent) == ("bad", "good")
     assert (bad.anomaly_detected, good.anomaly_detected) == (True, False)
-
-
-def test_threads_do_not_mix() -> None:
-    """A thread's context has no parent in another."""
-    found: list[Any] = []
-
-    def work() -> None:
-        with debug.context("thread", anomaly="warn") as info:
-            found.append(info)
-
-    with debug.context("main", anomaly="warn") as main:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        torch.zeros(1).log()
-    assert found[0].parent is None
-    assert (found[0].anomaly_detected, main.anomaly_detected) == (False, True)
 
 
 @debug.operation("named", model_name="M")
@@ -173,15 +145,14 @@ def test_raise_is_torch_s_anomaly_mode() -> None:
     assert debug.summary().anomalies == 1
 
 
-@pytest.mark.parametrize("check_nan", [True, False])
-def test_the_user_s_own_anomaly_mode_is_restored(check_nan: bool) -> None:  # noqa: FBT001
+def test_the_user_s_own_anomaly_mode_is_restored() -> None:
     """It is not switched off, whichever of the three is used."""
-    with torch.autograd.set_detect_anomaly(mode=True, check_nan=check_nan):
+    with torch.autograd.set_detect_anomaly(mode=True, check_nan=False):
         modes: list[Any] = ["off", "warn", "raise"]
         for anomaly in modes:
             with debug.context("step", anomaly=anomaly):
-                assert torch.is_anomaly_check_nan_enabled() == (check_nan or anomaly == "raise")
-            assert (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()) == (True, check_nan)
+                assert torch.is_anomaly_check_nan_enabled() == (anomaly == "raise")
+            assert (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()) == (True, False)
 
 
 def test_warn_names_the_forward_operator_and_goes_on() -> None:
@@ -260,14 +231,6 @@ def test_a_session_counts_operations_and_records_anomalies(run: Recording) -> No
     attributes = run.frames("torchobs.debug.finding")[0]["attrs"]
     assert (attributes["kind"], attributes["name"], attributes["epoch"]) == ("anomaly", "step", 4)
     assert "1 Inf from log" in attributes["message"]
-
-
-def test_compiled_functions_run_eagerly_under_warn() -> None:
-    """Their operators are seen."""
-    function = torch.compile(lambda x: x.log() * 2, backend="eager")
-    with debug.context("compiled", anomaly="warn") as info:
-        function(torch.tensor([-1.0]))
-    assert "NaN from log" in info.anomalies[0]
 
 
 def test_memory_that_is_kept_is_seen() -> None:

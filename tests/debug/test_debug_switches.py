@@ -150,18 +150,6 @@ def test_an_error_in_a_switch_is_its_own(caplog: pytest.LogCaptureFixture, tmp_p
     assert not torch.autograd._profiler_enabled()
 
 
-def test_switches_end_with_the_session(tmp_path: Path) -> None:
-    """Not at the next step only, which may never come: all is put back, and none is on."""
-    before, training = state(), Training()
-    debug.enable("full", gradients_every=1, trace_dir=tmp_path)
-    training.run(2)
-    assert hooks(training.model)
-    torchobs.shutdown()
-    assert debug.status().enabled == ()
-    assert state() == before
-    assert hooks(training.model) == 0
-
-
 def refuse() -> None:
     """Raise."""
     raise RuntimeError("not while it loads")
@@ -232,18 +220,20 @@ def test_presets_and_arguments() -> None:
     assert debug.status().enabled == ()
 
 
-def test_a_session_begins_where_none_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_session_begins_where_none_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """By ``init()``; switches end with it; where nothing is recorded, a warning says that nothing is switched on."""
-    training = Training()
+    before, training = state(), Training()
     assert debug.enable("basic").enabled == PRESETS["basic"]
     training.run(1)
     debug.disable("basic")
     assert current() is not None
-    debug.enable("lr_scheduling")
-    torchobs.shutdown()
+    debug.enable("full", gradients_every=1, trace_dir=tmp_path)
     training.run(2)
+    torchobs.shutdown()
     assert debug.status().enabled == ()
-    assert (state()[4:6], hooks(training.model)) == ([0, 0], 0)
+    assert (state(), hooks(training.model)) == (before, 0)
     monkeypatch.setenv("TORCHOBS_ENABLED", "false")
     assert debug.enable("basic").enabled == ()
     assert "nothing is switched on" in caplog.text
@@ -267,50 +257,36 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def removed_in_a_hook(when: str, model: nn.Module, start: Callable[[Any], Any], stop: Callable[[], Any]) -> None:
-    """Start before the first step, stop in it, and step again."""
-    calls, before = list[int](), state()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def hook(*_: Any) -> None:
-        if not calls:
-            stop()
-        calls.append(1)
-
-    handle = REGISTER[when](hook)  # before ours: it is called first, and torch goes on to ours
-    try:
-        start(optimizer)
-        step(model, optimizer)
-        weights = [weight.detach().clone() for weight in model.parameters()]
-        step(model, optimizer)
-        assert len(calls) == 2
-        assert not all(map(torch.equal, weights, model.parameters()))
-        torchobs.shutdown()  # the session that enable() began
-    finally:
-        handle.remove()
-    assert state() == before
-
-
 @pytest.mark.parametrize("when", ["pre", "post"])
-def test_switches(model: nn.Linear, when: str) -> None:
-    """Promise: ``disable()`` in a step's hook neither raises there nor leaves a hook behind."""
-    removed_in_a_hook(when, model, lambda _: debug.enable(["gradient_norms"], gradients_every=1), debug.disable)
-    assert debug.status().steps == 0
+def test_what_is_removed_in_a_step_s_hook(model: nn.Linear, when: str) -> None:
+    """Promise: switches, a context and a guard may end in a hook of the user's: none raises there, and no hook is left."""
+    block, guards = debug.context("step"), list[Any]()
+    removed: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
+        "switches": (lambda _: debug.enable(["gradient_norms"], gradients_every=1), debug.disable),
+        "context": (lambda _: block.__enter__(), lambda: block.__exit__(None, None, None)),
+        "nan_guard": (lambda optimizer: guards.append(debug.nan_guard(optimizer)), lambda: guards.pop().remove()),
+    }
+    for start, stop in removed.values():
+        calls, before = list[int](), state()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
+        def hook(*_: Any, calls: list[int] = calls, stop: Callable[[], Any] = stop) -> None:
+            if not calls:
+                stop()
+            calls.append(1)
 
-@pytest.mark.parametrize("when", ["pre", "post"])
-def test_gradient_norms_of_an_operation(model: nn.Linear, when: str) -> None:
-    """Promise: the block of ``debug.operation`` may end in a step's hook."""
-    block = debug.context("step")
-    removed_in_a_hook(when, model, lambda _: block.__enter__(), lambda: block.__exit__(None, None, None))
-
-
-@pytest.mark.parametrize("when", ["pre", "post"])
-def test_nan_guard(model: nn.Linear, when: str) -> None:
-    """Promise: a guard that is removed in a step's hook holds no step back from then on."""
-    guards: list[Any] = []
-    removed_in_a_hook(when, model, lambda optimizer: guards.append(debug.nan_guard(optimizer)), lambda: guards.pop().remove())
-    assert not guards
+        handle = REGISTER[when](hook)  # before ours: it is called first, and torch goes on to ours
+        try:
+            start(optimizer)
+            step(model, optimizer)
+            weights = [weight.detach().clone() for weight in model.parameters()]
+            step(model, optimizer)
+            assert len(calls) == 2
+            assert not all(map(torch.equal, weights, model.parameters()))
+            torchobs.shutdown()  # the session that enable() began
+        finally:
+            handle.remove()
+        assert state() == before
 
 
 def test_switches_that_are_enabled_again_before_the_hooks_have_gone(model: nn.Linear) -> None:
