@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from torchobs.guard.model_files import FileScan, UnsafeFileError, WrongFileError, load, scan_file, verify
     from torchobs.guard.models import LayerReport, ModelReport, check_model
     from torchobs.guard.outputs import (
-        Drift,
         InferenceResult,
         NonFiniteOutputError,
         OutputReport,
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 _HOMES: dict[str, str] = {
     **dict.fromkeys(("Contract", "ContractError", "Violation", "validate_inputs"), "contracts"),
     **dict.fromkeys(("Category", "LossSpikeError", "NonFiniteLossError", "Severity"), "record"),
-    **dict.fromkeys(("Drift", "InferenceResult", "NonFiniteOutputError", "OutputReport"), "outputs"),
+    **dict.fromkeys(("InferenceResult", "NonFiniteOutputError", "OutputReport"), "outputs"),
     **dict.fromkeys(("check_outputs", "safe_inference", "sanitize_outputs"), "outputs"),
     **dict.fromkeys(("FileScan", "UnsafeFileError", "WrongFileError", "load", "scan_file", "verify"), "model_files"),
     **dict.fromkeys(("LayerReport", "ModelReport", "check_model"), "models"),
@@ -40,7 +39,6 @@ __all__ = [
     "Category",
     "Contract",
     "ContractError",
-    "Drift",
     "FileScan",
     "InferenceResult",
     "LayerReport",

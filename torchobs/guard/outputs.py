@@ -1,4 +1,4 @@
-"""Outputs of a model: refused or replaced where they are not finite, judged as a distribution; safe_inference."""
+"""Outputs of a model: refused or replaced where they are not finite, judged as answers; safe_inference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchobs.support.result import Result
 from torchobs.tensors.batches import SEQUENCES, parts_of, with_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 T = TypeVar("T")
@@ -27,14 +27,6 @@ _SUM_ERROR = 1e-3
 """Distance from 1 of probabilities' sum in half precision"""
 Policy = Literal["refuse", "clamp", "nan_to_num"]
 
-BINS = 10
-PSI_DRIFTED = 0.25
-"""Population stability index above which a distribution has shifted: Siddiqi, Credit Risk Scorecards (2006), chapter 6; 0.1 to
-0.25 is a minor shift. Yurdakul and Naranjo (2020) give its variance, which is why a sample has ``LEAST_SAMPLE`` values."""
-KS_ALPHA = 0.001
-"""Level of the two-sample Kolmogorov-Smirnov test, whose limit is sqrt(-ln(alpha / 2) / 2) * sqrt((n + m) / (n * m)): Smirnov
-(1948)"""
-LEAST_SAMPLE = 200
 UNIFORM_ENTROPY = 0.999
 """Mean entropy of class probabilities, as a share of that of equal ones, from which predictions say nothing"""
 CONSTANT_SPREAD = 1e-6
@@ -50,20 +42,6 @@ class NonFiniteOutputError(ValueError):
 
 
 @dataclass(frozen=True)
-class Drift(Result):
-    """Distance of a sample's distribution from a reference's."""
-
-    psi: float
-    """population stability index over the reference's deciles"""
-    ks: float
-    """Kolmogorov-Smirnov statistic, from 0 to 1"""
-    ks_limit: float
-    """its value that a sample of the same distribution exceeds once in 1 / ``KS_ALPHA`` times"""
-    drifted: bool
-    """True if both are beyond their limits: with many values the second alone finds any difference, however small"""
-
-
-@dataclass(frozen=True)
 class OutputReport(Result):
     """What :func:`check_outputs` found."""
 
@@ -76,7 +54,6 @@ class OutputReport(Result):
     """mean entropy of the predicted classes as a share of the largest possible one; None without ``classes``"""
     spread: float | None
     """standard deviation between samples as a share of the mean size; None for fewer than two samples"""
-    drift: Drift | None
 
 
 def sanitize_outputs(
@@ -124,46 +101,40 @@ def check_outputs(
     *,
     contract: Contract | None = None,
     classes: int | None = None,
-    reference: torch.Tensor | None = None,
     name: str = "output",
 ) -> OutputReport:
-    """Look for outputs that are not finite, out of range, uniform, constant, or that have drifted from a reference sample.
+    """Look for outputs that are not finite, out of range, uniform or constant.
 
     Args:
         outputs: floating point, the samples in its first dimension.
         contract: what the outputs have to be.
         classes: dimension of class scores (logits or probabilities), to find predictions that prefer no class.
-        reference: outputs of a healthy model for comparable inputs, of ``LEAST_SAMPLE`` values or more, to find drift.
         name: the outputs' name in messages.
 
     Raises:
         TypeError: ``outputs`` is no tensor of real floating-point numbers.
-        ValueError: the reference is too small to compare with, or not finite; ``classes`` is no dimension.
+        ValueError: ``classes`` is no dimension.
     """
-    _refuse_nonsense(outputs, contract, classes, reference, name)
+    _refuse_nonsense(outputs, contract, classes, name)
     values = outputs.detach() if outputs.dtype == torch.float64 else outputs.detach().float()
     nans, wrong = int(torch.isnan(values).sum()), int((~torch.isfinite(values)).sum())
     problems = [f"{wrong:,} of {values.numel():,} values are not finite"] if wrong else []
     if contract is not None:
         problems += [f"{found.what}: {found.found}; expected {found.expected}" for found in contract.violations(outputs, name)]
-    entropy = spread = drift = None
+    entropy = spread = None
     if not wrong and values.numel():
         entropy, spread = _entropy(values, classes), _spread(values)
-        if reference is not None:
-            drift = _drift(reference.detach().to(values.dtype).flatten().cpu(), values.flatten().cpu())
     if entropy is not None and entropy >= UNIFORM_ENTROPY:
         problems.append(f"predictions prefer no class: their mean entropy is {entropy:.2%} of the largest")
     if spread is not None and spread <= min(CONSTANT_SPREAD, CONSTANT_UNITS * torch.finfo(outputs.dtype).eps):
         problems.append("the same output for every sample")
-    if drift is not None and drift.drifted:
-        problems.append(f"drifted from the reference: PSI {drift.psi:.2f}, Kolmogorov-Smirnov {drift.ks:.2f}")
     if problems:
         count(catalog.GUARD_FINDINGS, 1, Category.NUMERICS, Severity.WARNING, by="check_outputs")
         _event(name, problems[0], "check", Severity.WARNING)
-    return OutputReport(not problems, tuple(problems), values.numel(), nans, wrong - nans, entropy, spread, drift)
+    return OutputReport(not problems, tuple(problems), values.numel(), nans, wrong - nans, entropy, spread)
 
 
-def _refuse_nonsense(outputs: Any, contract: Any, classes: Any, reference: Any, name: str) -> None:
+def _refuse_nonsense(outputs: Any, contract: Any, classes: Any, name: str) -> None:
     """Raise for what :func:`check_outputs` cannot look at."""
     if not isinstance(outputs, torch.Tensor) or not outputs.is_floating_point():
         raise TypeError(f"{name} has to be a tensor of floating-point numbers")
@@ -175,10 +146,6 @@ def _refuse_nonsense(outputs: Any, contract: Any, classes: Any, reference: Any, 
         raise ValueError(f"classes is {classes!r}: the number of a dimension of {name}")
     if classes is not None and not -outputs.dim() <= classes < outputs.dim():
         raise ValueError(f"classes is {classes}: a dimension of {name}, whose shape is {tuple(outputs.shape)}")
-    if reference is not None and not isinstance(reference, torch.Tensor):
-        raise TypeError(f"the reference is a tensor of outputs, not {type(reference).__name__}")
-    if reference is not None and not bool(torch.isfinite(reference).all()):
-        raise ValueError("the reference is not finite: it has to be of a healthy model")
 
 
 def _sanitized(x: torch.Tensor, name: str, policy: Policy, limits: tuple[float | None, float | None, float]) -> torch.Tensor:
@@ -247,30 +214,6 @@ def _spread(values: torch.Tensor) -> float | None:
     size = float(values.abs().mean())
     # around the first sample: sums of values far from 0 have no digits left for what is between them
     return float((values - values[:1]).std(0, correction=0).max()) / size if size > 0 else 0.0
-
-
-def _drift(reference: torch.Tensor, sample: torch.Tensor) -> Drift:
-    if min(reference.numel(), sample.numel()) < LEAST_SAMPLE:
-        raise ValueError(f"drift needs {LEAST_SAMPLE} values on both sides; there are {reference.numel()} and {sample.numel()}")
-    reference, sample = reference.sort().values, sample.sort().values
-    # quantile() takes 2 ** 24 values at most
-    cuts = reference[(torch.arange(1, BINS, device=reference.device) * reference.numel()) // BINS].unique()  # type: ignore[no-untyped-call]
-    if cuts.numel() < BINS - 1:  # values repeat, and the least may fill the first bin: what is below it needs one of its own
-        cuts = torch.cat([torch.nextafter(reference[:1], reference.new_tensor([-inf])), cuts])
-    both_shares = zip(_shares(cuts, reference), _shares(cuts, sample), strict=True)
-    psi = sum((found - expected) * log(found / expected) for expected, found in both_shares if isfinite(found))
-    n, m = reference.numel(), sample.numel()
-    both = torch.cat([reference, sample])
-    below = (torch.searchsorted(one, both, right=True).double() / one.numel() for one in (reference, sample))
-    ks = float(torch.sub(*below).abs().max())
-    limit = (-log(KS_ALPHA / 2) / 2 * (n + m) / (n * m)) ** 0.5
-    return Drift(psi, ks, limit, psi > PSI_DRIFTED and ks > limit)
-
-
-def _shares(cuts: torch.Tensor, values: torch.Tensor) -> Iterator[float]:
-    """Return the share of values in each bin; half a value in an empty one, so that the index stays finite."""
-    counts = torch.bincount(torch.bucketize(values, cuts), minlength=cuts.numel() + 1).double()
-    return iter((counts.clamp(min=0.5) / values.numel()).tolist())
 
 
 @dataclass(frozen=True)
