@@ -7,8 +7,7 @@ from math import exp, nan
 
 import pytest
 
-from torchobs.detect.excursions import SETTLED
-from torchobs.detect.spikes import CALM
+from torchobs.detect.spikes import CALM, SETTLED
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.fold import fold
 from torchobs.flight.metrics.totals import SIZE, Anomaly, Totals

@@ -9,9 +9,18 @@ from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog.findings import Finding
-from torchobs.detect.excursions import LEAST_RATES, RATE_MEMORY, RATE_ROSE
 from torchobs.detect.learning import NEGLIGIBLE, OTHER_GROUPS, is_stuck
-from torchobs.detect.spikes import LEAST_NORM_EXCESS, LEAST_SCALE, LEFT, START, WARM_UP, leaves_start
+from torchobs.detect.spikes import (
+    LEAST_NORM_EXCESS,
+    LEAST_RATES,
+    LEAST_SCALE,
+    LEFT,
+    RATE_MEMORY,
+    RATE_ROSE,
+    START,
+    WARM_UP,
+    leaves_start,
+)
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.from_events import activations, healthy_since, loop_mistakes, origins
 from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, WARNING, stated, zero_learning_rate

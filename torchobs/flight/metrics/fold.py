@@ -15,16 +15,20 @@ from math import exp, isfinite, log
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.excursions import LEAST_RATES, RATE_MEMORY, RATE_ROSE, Candidate, Excursions
 from torchobs.detect.spikes import (
     AT_START,
     BACK,
     LEAST_FIRST,
     LEAST_LOSS_EXCESS,
     LEAST_NORM_EXCESS,
+    LEAST_RATES,
+    RATE_MEMORY,
+    RATE_ROSE,
     START,
     WARM_UP,
     Bursts,
+    Candidate,
+    Excursions,
     are_long,
     follow,
     judge,

@@ -8,8 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.excursions import SETTLED, Candidate
-from torchobs.detect.spikes import Bursts
+from torchobs.detect.spikes import SETTLED, Bursts, Candidate
 from torchobs.flight.format.step_record import StepRecord
 
 TOP = (1 << 63) - 1
@@ -114,7 +113,7 @@ class Word:
     """the step in which the learning rate last jumped to a new maximum"""
     LOSS_EXCURSION = _take(_EXCURSION)
     NORM_EXCURSION = _take(_EXCURSION)
-    """``detect.excursions.Excursions``: calm values, explained ones, the first candidate, the number of candidates,
+    """``detect.spikes.Excursions``: calm values, explained ones, the first candidate, the number of candidates,
     and of each its value, its step and its time; the norm's as logarithms"""
     LOSS_RISE = _take(3)
     """``fold.Rise``: its first and last step, and whether the loss stayed"""
