@@ -343,20 +343,6 @@ def recurrent_language_model(look: Look) -> None:
         look.stepped()
 
 
-def mixup(look: Look) -> None:
-    """Pairs of pictures are blended, labels are smoothed, and outputs are dropped."""
-    model = nn.Sequential(Convolutions(32), nn.Dropout(0.3), nn.Linear(32, 10))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    blend = torch.distributions.Beta(0.4, 0.4)
-    for _ in range(STEPS):
-        x, y = _digits(32)
-        share, order = float(blend.sample()), torch.randperm(32)
-        made = model(share * x + (1 - share) * x[order])
-        loss = share * F.cross_entropy(made, y, label_smoothing=0.1)
-        _descend(optimizer, loss + (1 - share) * F.cross_entropy(made, y[order], label_smoothing=0.1))
-        look.stepped()
-
-
 def large_batches(look: Look) -> None:
     """Eight micro-batches for a step, a warm-up of 100 steps to a high rate, and a polynomial decay."""
     model = Convolutions()
@@ -494,20 +480,6 @@ def sparse_embeddings(look: Look) -> None:
         look.stepped()
 
 
-def triplet_mining(look: Look) -> None:
-    """The hardest positive and the hardest negative of each picture in the batch."""
-    model = nn.Sequential(nn.Flatten(), _mlp(64, 64, 8))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for _ in range(STEPS):
-        x, y = _digits(32)
-        z = F.normalize(model(x), dim=1)
-        apart = (2 - 2 * z @ z.T).clamp(min=1e-6).sqrt()
-        same = y[:, None] == y
-        hardest = apart.masked_fill(~same, -1.0).max(1).values - apart.masked_fill(same, 9.0).min(1).values
-        _descend(optimizer, F.relu(hardest + 0.2).mean())
-        look.stepped()
-
-
 def sequence_to_sequence(look: Look) -> None:
     """Sequences are reversed; the decoder gets more and more of what it made itself."""
     words, encoder, decoder, head = (
@@ -529,36 +501,6 @@ def sequence_to_sequence(look: Look) -> None:
             given = made.argmax(1) if random.random() < step / STEPS else goal
         _descend(optimizer, torch.stack(losses).mean(), clip=1.0)
         look.stepped()
-
-
-def graph_convolutions(look: Look) -> None:
-    """Two communities of a graph are told apart from few labelled nodes, all of them in each step."""
-    side = (torch.arange(80) >= 40).long()
-    edges = (torch.rand(80, 80) < torch.where(side[:, None] == side, 0.2, 0.02)).float()
-    edges = ((edges + edges.T) > 0).float() + torch.eye(80)
-    spread = edges / edges.sum(1, keepdim=True)
-    first, second = nn.Linear(80, 16), nn.Linear(16, 2)
-    optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()], lr=0.01, weight_decay=5e-4)
-    known = torch.tensor([0, 5, 9, 45, 60, 72])
-    for _ in range(STEPS):
-        hidden = F.dropout((spread @ first(torch.eye(80))).relu(), 0.5)
-        _descend(optimizer, F.cross_entropy((spread @ second(hidden))[known], side[known]))
-        look.stepped()
-
-
-def denoising_autoencoder(look: Look) -> None:
-    """A third of the pixels is hidden, the mean error of the rest is learned, in epochs over few pictures."""
-    data = _digits(64)[0]
-    model = nn.Sequential(
-        nn.Conv2d(1, 8, 3, stride=2, padding=1), nn.ReLU(), nn.ConvTranspose2d(8, 1, 4, stride=2, padding=1), nn.Tanh(),
-        nn.Conv2d(1, 1, 3, padding=1),
-    )  # fmt: skip
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=16, shuffle=True)
-    for _epoch in range(STEPS // 4):
-        for (x,) in loader:
-            _descend(optimizer, F.mse_loss(model(x * (torch.rand_like(x) > 0.33)), x))
-            look.stepped()
 
 
 def fitted_by_heart(look: Look) -> None:
@@ -632,47 +574,6 @@ def several_tasks(look: Look) -> None:
         look.stepped()
 
 
-def adversarial_examples(look: Look) -> None:
-    """PGD: after 100 clean steps every batch is moved for three steps against the model."""
-    model = nn.Sequential(nn.Flatten(), _mlp(64, 64, 10))
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    for step in range(STEPS):
-        x, y = _digits(32)
-        moved = x.clone()
-        for _ in range(3 if step >= 100 else 0):
-            moved.requires_grad_()
-            (slope,) = torch.autograd.grad(F.cross_entropy(model(moved), y), moved)
-            moved = (moved + 0.2 * slope.sign()).clamp(x - 0.4, x + 0.4).detach()
-        _descend(optimizer, F.cross_entropy(model(moved), y))
-        look.stepped()
-
-
-def quantiles(look: Look) -> None:
-    """Three quantiles of prices with a heavy tail."""
-    model, levels = _mlp(3, 32, 32, 3), torch.tensor([0.1, 0.5, 0.9])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    tail = torch.distributions.LogNormal(0.0, 1.0)
-    for _ in range(STEPS):
-        x = torch.randn(32, 3)
-        missed = x.sum(1, keepdim=True) + tail.sample((32, 1)) - model(x)  # type: ignore[no-untyped-call]
-        _descend(optimizer, torch.maximum(levels * missed, (levels - 1) * missed).mean())
-        look.stepped()
-
-
-def rare_classes(look: Look) -> None:
-    """Focal loss; two of a hundred samples are positive, so that many batches have none."""
-    model = _mlp(8, 32, 1)
-    nn.init.constant_(model[-1].bias, -4.0)  # type: ignore[arg-type]
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    for _ in range(STEPS):
-        y = (torch.rand(32, 1) < 0.02).float()
-        x = torch.randn(32, 8) + 1.5 * y
-        each = F.binary_cross_entropy_with_logits(model(x), y, reduction="none")
-        weight = torch.where(y > 0, 0.75, 0.25) * (1 - (-each).exp()).square()
-        _descend(optimizer, (weight * each).sum() / 4)
-        look.stepped()
-
-
 def speech(look: Look) -> None:
     """CTC: labels without times, from frames that show them."""
     shown, body, head = torch.randn(9, 12), nn.GRU(12, 24, batch_first=True, bidirectional=True), nn.Linear(48, 9)
@@ -701,19 +602,6 @@ def energies(look: Look) -> None:
         kept[chosen] = x
         real, made = model(_moons(32)[0]), model(x)
         _descend(optimizer, (real - made).mean() + 0.1 * (real.square() + made.square()).mean(), clip=1.0)
-        look.stepped()
-
-
-def discrete_codes(look: Look) -> None:
-    """Gumbel-softmax: the temperature falls, and the codes become hard in the end."""
-    encoder, decoder = _mlp(64, 32, 16), nn.Linear(16, 64)
-    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=3e-3)
-    for step in range(STEPS):
-        x = _digits(32)[0].flatten(1)
-        logits = encoder(x)
-        code = F.gumbel_softmax(logits, tau=max(0.3, math.exp(-step / 200)), hard=step >= 400)
-        spread = (logits.softmax(1) * logits.log_softmax(1)).sum(1).mean() + math.log(16)
-        _descend(optimizer, F.mse_loss(decoder(code), x) + 0.01 * spread)
         look.stepped()
 
 
@@ -866,10 +754,10 @@ def sharpness_aware(look: Look) -> None:
 TRAININGS: tuple[Train, ...] = (
     coupling_flow, flow_of_heavy_tails, curriculum_of_noise, contrastive, momentum_contrast,
     distillation, folds, wasserstein_gan, actor_critic, reinforcement, averaged_weights, meta_learning, diffusion,
-    variational_autoencoder, recurrent_language_model, mixup, large_batches, warm_restarts,
-    gradual_unfreezing, low_rank_adapters, mean_teacher, self_distillation, sparse_embeddings, triplet_mining,
-    sequence_to_sequence, graph_convolutions, denoising_autoencoder, fitted_by_heart, half_precision, line_search,
-    several_tasks, adversarial_examples, quantiles, rare_classes, speech, energies, discrete_codes, vector_quantisation,
+    variational_autoencoder, recurrent_language_model, large_batches, warm_restarts,
+    gradual_unfreezing, low_rank_adapters, mean_teacher, self_distillation, sparse_embeddings,
+    sequence_to_sequence, fitted_by_heart, half_precision, line_search,
+    several_tasks, speech, energies, vector_quantisation,
     differential_equation, continual_learning, early_stopping, deep_q_learning, physics, mixture_densities, sharpness_aware,
 )  # fmt: skip
 

@@ -15,7 +15,6 @@ from torch.nn import functional
 from tests.diagnosis.observing import Look, Observed, observe
 from tests.diagnosis_files import fact, facts, steps, told
 from torchobs import catalog
-from torchobs.debug import trace_nan
 from torchobs.probes.nonfinite.backward import likely_node
 from torchobs.probes.nonfinite.origin import OVER_NOTHING, GraphTracer, NonfiniteOrigin, user_frames
 from torchobs.tensors.graph import read_graph
@@ -214,46 +213,6 @@ def test_clipping_makes_all_gradients_nan_and_does_not_hide_the_first() -> None:
     assert (told["origin"], told["operator"], told["step"]) == ("backward", "sqrt", AT)
 
 
-class Mean(nn.Module):
-    """Divides by a count, on a line of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
-        self.count = torch.ones(1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows of four."""
-        h = self.lin(x)
-        return torch.as_tensor(torch.zeros_like(h).index_add(0, torch.arange(len(h)), h) / self.count)
-
-
-class Norm(nn.Module):
-    """All on one line."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows of four."""
-        return torch.as_tensor((h := self.lin(functional.relu(x))) / (h.detach().abs().amax() + 1.0))
-
-
-def test_the_module_whose_line_is_apart_is_named() -> None:
-    """Both divide between the same two layers, the second on the very line on which it calls its own."""
-    model = nn.Sequential(Mean(), Norm())
-
-    def loss(_: nn.Module, number: int) -> torch.Tensor:
-        mean = model[0]
-        assert isinstance(mean, Mean)
-        mean.count = torch.zeros(1) if number == AT else torch.ones(1)
-        return torch.as_tensor(model(torch.randn(8, 4)).square().mean())
-
-    told = origin(run(model, loss))
-    assert (told["operator"], told["module"], told["step"]) == ("div", "0", AT)
-
-
 class Normalized(nn.Module):
     """Divides a batch by its deviation."""
 
@@ -425,21 +384,6 @@ def test_a_function_is_blamed_for_what_it_makes_of_finite_inputs(
         assert f"Where the NaN or infinity of step {AT} began was not found: it passed {wanted['operator']} in Net" in text
         assert "not all inputs of this function were seen" in text
         assert "born in" not in text
-
-
-def test_the_tool_says_so_too() -> None:
-    """``trace_nan`` has the batch, which a function that keeps nothing was given."""
-    x = batch(AT)
-    told = trace_nan(Net(Shift), x)
-    assert told is not None
-    assert (told.kind, told.parameter, told.sample) == ("input", "batch", 3)
-    told = trace_nan(Net(Shift), x, partial(_of_another, x.clone()))
-    assert told is not None
-    assert told.kind in {"input", "unknown"}
-
-
-def _of_another(x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    return output.mean() + x.nan_to_num().mean()
 
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -379,21 +379,3 @@ def test_a_derivative_that_the_user_has_written_is_named(flight_dir: Path, monke
     (told,) = run.attributes(catalog.EVENT_NONFINITE_ORIGIN.name)
     assert (told["origin"], told["operator"]) == ("backward", "faulty")
     next(recorder, None)
-
-
-def test_a_parameter_of_no_module_is_named_by_the_variable_that_holds_it(run: Recording) -> None:
-    """A stacked ensemble's weights are in a dictionary."""
-    models = [nn.Linear(3, 1) for _ in range(4)]
-    params, _ = torch.func.stack_module_state(models)
-    optimizer = torch.optim.SGD(params.values(), lr=0.01)
-    for number in range(3):
-        if number == 2:
-            params["weight"].data[1, 0, 2] = float("nan")
-        x = torch.randn(8, 3)
-        loss = (torch.einsum("bi,moi->mbo", x, params["weight"]) + params["bias"][:, None]).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    run.look()
-    (told,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
-    assert (told["attrs"]["origin"], told["attrs"]["parameter"]) == ("parameter", "params['weight']")

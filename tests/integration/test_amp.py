@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import logging
 import time
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -93,25 +92,6 @@ def test_each_optimizer_of_one_scaler_is_told_apart(run: Recording) -> None:
     assert (values["torchobs.amp.overflows", "0"], values["torchobs.amp.overflows", "1"]) == (0, 4)
     assert (values[STREAK], values[SKIPPED]) == (4, 4)
     assert [has(record, StepFlag.SKIPPED) for record in run.steps()] == [False, False, True, True, True, True]
-
-
-def test_scalers_are_capped_and_a_new_one_takes_a_dead_one_s_place(run: Recording) -> None:
-    """A scaler per fold of a cross-validation is one series, and many at once are four."""
-    model, optimizer = sgd()
-    for scale in range(10, 16):
-        scaler = GradScaler("cpu", init_scale=float(scale))
-        step(model, optimizer, scaler)
-        scaler.update()
-        assert run.look()["torchobs.amp.scale", "0"] == scale
-        del scaler
-        gc.collect()
-    many = [GradScaler("cpu", init_scale=float(scale)) for scale in range(1, 7)]
-    for scaler in many:
-        step(model, optimizer, scaler)
-        scaler.update()
-    shown = {name[1]: value for name, value in run.look().items() if name[0] == "torchobs.amp.scale"}
-    assert shown == {"0": 1.0, "1": 2.0, "2": 3.0, "3": 4.0}
-    assert tuple(shown) == catalog.SCALER.values
 
 
 class Halving(GradScaler):
@@ -220,25 +200,6 @@ def test_a_scale_on_a_device_is_copied_once_a_look(run: Recording) -> None:
         device.under_way[-1](float(looks))
         scales.sample()
         assert scale_of(run.look()) == (4.0 * looks, float(looks))
-
-
-def test_an_optimizer_that_is_none_of_torch_s_is_not_called_skipped(run: Recording) -> None:
-    """It fires no hooks, so that nobody knows whether it stepped."""
-
-    class Plain:
-        def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-            self.param_groups = [{"params": parameters}]
-
-        def step(self) -> None:
-            """Do nothing."""
-
-    model, scaler = mlp(), GradScaler("cpu")
-    optimizer: Any = Plain(list(model.parameters()))
-    for _ in range(3):
-        scaler.scale(loss_of(model)).backward()  # type: ignore[no-untyped-call]
-        scaler.step(optimizer)
-        scaler.update()
-    assert run.look()[SKIPPED] == 0
 
 
 def test_an_error_of_the_scaler_s_reaches_the_user_and_changes_nothing(run: Recording) -> None:
@@ -359,53 +320,6 @@ def test_clipping_before_the_unscaling_is_told(
     assert [line for line in caplog.messages if "before scaler.unscale_" in line] == [] or order != "right"
 
 
-def test_what_a_skipped_step_clipped_is_no_mistake_of_the_next(run: Recording) -> None:
-    """It was clipped after the unscaling, and no optimizer came to take it; nor is one optimizer's another's."""
-    models = mlp(), mlp(1)
-    optimizers, scaler = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models], GradScaler("cpu", init_scale=64.0)
-    for index in range(6):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, index)).backward()  # type: ignore[no-untyped-call]
-            if index % 2:
-                overflow(model)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-    run.look()
-    assert run.frames(catalog.EVENT_AMP_CLIPPED_SCALED.name) == []
-
-
-class Generous(GradScaler):
-    """Its methods take more than their parents' do."""
-
-    def scale(self, outputs: Any, weight: float = 1.0) -> Any:
-        return super().scale(weight * outputs)
-
-    def unscale_(self, optimizer: torch.optim.Optimizer, again: bool = False) -> None:  # noqa: FBT001, FBT002
-        assert again
-        super().unscale_(optimizer)
-
-    def get_scale(self, default: float = 1.0) -> float:
-        return super().get_scale() or default
-
-
-def test_a_scaler_s_methods_take_what_they_take_without(run: Recording) -> None:
-    """By place and by name."""
-    model, scaler = mlp(), Generous("cpu", init_scale=8.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler.scale(loss_of(model), 2.0).backward()
-    scaler.scale(loss_of(model), weight=2.0).backward()
-    scaler.unscale_(optimizer, again=True)
-    assert scaler.get_scale(2.0) == scaler.get_scale(default=2.0) == 8.0
-    scaler.step(optimizer)
-    scaler.update()
-    assert run.errors() == []
-
-
 def autocasts(values: Mapping[tuple[str, ...], Any]) -> set[tuple[str, ...]]:
     """What is shown of autocast."""
     return {name[1:] for name, value in values.items() if name[0] == "torchobs.amp.autocast" and value == 1.0}
@@ -463,54 +377,3 @@ def test_autocast_costs_nothing_but_now_and_then(run: Recording) -> None:
             pass
         assert vars(autocast_mode.autocast)["__enter__"] is plain
         assert ("cpu", str(dtype).removeprefix("torch.")) in autocasts(run.look())
-
-
-@pytest.mark.parametrize("where", ["inside", "around", "as a decorator", "an object of its own"])
-def test_compiled_regions_stay_whole(run: Recording, where: str) -> None:
-    """``fullgraph=True`` with autocast in every place, while it is being looked at and when it is not; compiled once."""
-    torch._dynamo.reset()
-    layer, inputs = torch.nn.Linear(8, 8), torch.ones(2, 8)
-    own = torch.autocast("cpu", dtype=torch.bfloat16)
-    graphs: list[int] = []
-
-    def backend(graph: torch.fx.GraphModule, example: list[torch.Tensor]) -> Any:
-        del example
-        graphs.append(len(graph.graph.nodes))
-        return graph.forward
-
-    def inside(given: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return torch.as_tensor(layer(given))
-
-    def with_own(given: torch.Tensor) -> torch.Tensor:
-        with own:
-            return torch.as_tensor(layer(given))
-
-    decorated = torch.autocast("cpu", dtype=torch.bfloat16)(layer.forward)
-    functions: dict[str, Any] = {
-        "inside": inside, "around": layer.forward, "as a decorator": decorated, "an object of its own": with_own,
-    }  # fmt: skip
-    compiled: Any = torch.compile(functions[where], backend=backend, fullgraph=True)
-    for _ in range(3):
-        for _ in range(2):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=where == "around"):
-                result = compiled(inputs)
-            assert result.dtype == torch.bfloat16
-        run.look()
-    assert len(graphs) == 1
-    assert autocasts(run.look()) == {("cpu", "bfloat16")}
-    torch._dynamo.reset()
-
-
-def test_torchscript_still_knows_autocast(run: Recording) -> None:
-    """It compiles the class from its source, while the wrapper is in place."""
-
-    def product(given: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device_type="cpu", dtype=torch.bfloat16):
-            return given @ given
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        scripted = torch.jit.script(product)
-    assert scripted(torch.ones(4, 4)).dtype == torch.bfloat16
-    assert run.errors() == []

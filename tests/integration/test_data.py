@@ -95,26 +95,6 @@ def test_stateful_loaders_are_loaders(run: Recording) -> None:
 
 
 @pytest.mark.serial
-def test_a_stream_over_a_loader_is_waited_for_once(run: Recording) -> None:
-    """The inner loader's iteration, started inside a fetch of the outer one, is part of that fetch."""
-
-    class Nested(IterableDataset[torch.Tensor]):
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            yield from DataLoader(Slow(), batch_size=None)
-
-    waited = train(DataLoader(Nested(), batch_size=2))
-    assert data_time(run) == pytest.approx(waited, rel=0.05, abs=0.002)
-
-
-@pytest.mark.serial
-def test_several_loaders_are_waited_for_in_turn(run: Recording) -> None:
-    """Two loaders zipped are one step's data together."""
-    pairs = zip(DataLoader(Slow(), batch_size=2), DataLoader(Slow(), batch_size=2), strict=True)
-    waited = train(one + two for one, two in pairs)
-    assert data_time(run) == pytest.approx(waited, rel=0.05, abs=0.002)
-
-
-@pytest.mark.serial
 def test_a_plain_iterator_is_waited_for_where_the_script_says_so(run: Recording) -> None:
     """``phase("data")`` is for what no loader of torch fetches."""
 
@@ -243,18 +223,3 @@ def test_batches_without_end_after_training_take_no_memory(run: Recording, gradi
     last = run.steps()[-1]
     assert sum(last.phase_s) >= served, "no time is lost"
     assert (last.phase_s[PHASE_NAMES.index("evaluation")] > 0.9 * served) is not gradients
-
-
-def test_backward_passes_without_end_after_training_take_no_memory(run: Recording) -> None:
-    """Saliency maps, attacks on a trained model: no optimizer steps any more, and nothing is fetched by a loader."""
-    assert run.session.context is not None
-    recorder, model, inputs = run.session.context.recorder, mlp(), torch.ones(1, 8, requires_grad=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    model(inputs).sum().backward()
-    optimizer.step()
-    for _ in range(LONG_TRACE + 100):
-        model(inputs).sum().backward()
-    run.look()
-    model(inputs).sum().backward()
-    assert len(recorder.trace) <= LONG_TRACE
-    assert len(run.steps()) == 1

@@ -14,10 +14,10 @@ import torch.optim.optimizer as optimizers
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.slow_device import Passed, SlowDevice
-from tests.training import Recording, batch, loss_of, mlp, recording
+from tests.training import Recording, batch, mlp, recording
 from torchobs import catalog
 from torchobs.probes.core.timeline import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER
-from torchobs.probes.step.device_times import LONGEST_S, MOST_MARKS, DeviceTimeProbe, Mark, phase_times
+from torchobs.probes.step.device_times import LONGEST_S, DeviceTimeProbe, Mark, phase_times
 from torchobs.tensors.device_reads import DeviceValues
 
 if TYPE_CHECKING:
@@ -198,28 +198,6 @@ def test_a_step_with_something_else_in_it_is_not_timed(timed: Timed) -> None:
     timed.step()
     assert timed.values() == {}
     assert not timed.probe._marks
-
-
-def test_a_step_of_very_many_batches_is_not_timed(timed: Timed) -> None:
-    """Its events would be too many."""
-    timed.probe.sample()
-    timed.step()
-    timed.step(passes=MOST_MARKS // 4)
-    timed.probe.sample()
-    timed.step()
-    assert timed.values() == {}
-    assert timed.device.events == MOST_MARKS
-
-
-def test_a_hook_that_waits_in_vain_goes_again(timed: Timed) -> None:
-    """No optimizer steps any more: the patches stay for a minute."""
-    timed.probe.sample()
-    loss_of(timed.model).backward()
-    assert timed.probe._subscriptions
-    timed.now += LONGEST_S + 1
-    timed.probe.sample()
-    loss_of(timed.model).backward()
-    assert not timed.probe._subscriptions
 
 
 def test_nothing_is_put_in_place_without_cuda(flight_dir: Path) -> None:

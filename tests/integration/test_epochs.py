@@ -147,23 +147,6 @@ def test_an_epoch_is_a_span_with_its_steps(flight_dir: Path) -> None:
     assert all(span["t1"] - span["t0"] >= NAP_S * 1e9 for span in spans)
 
 
-def test_an_evaluation_amid_an_epoch_is_none_whenever_one_looks(flight_dir: Path) -> None:
-    """Also if the epoch has been over for long when it is found out whose steps those were."""
-    path = ""
-    for run in recording(flight_dir):
-        assert run.session.writer is not None
-        path = run.session.writer.path
-        run.look()  # the last one for a while
-        loop, batches = Loop(), iter(loader())
-        loop.step(next(batches))
-        loop.evaluate(loader())
-        for batch in batches:
-            loop.step(batch)
-        del batches
-    spans = [frame["attrs"] for _, frame in reader.open_path(path).events() if frame["name"] == "torchobs.epoch"]
-    assert spans == [{"epoch": 1, "steps": BATCHES}]
-
-
 @pytest.mark.parametrize("announced", [True, False])
 def test_an_evaluation_is_a_span(run: Recording, *, announced: bool) -> None:
     """With ``eval()`` and ``train()``, or with gradients disabled alone: as long as it was."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -63,28 +62,6 @@ def test_a_head_that_no_optimizer_has(run: Recording) -> None:
     assert left_out(run, model, optimizer, lambda: None) == [["second.weight", "second.bias"]]
 
 
-class Mixing(nn.Module):
-    """A graph network's weights between nodes, which are sparse and trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(8, 1)
-        self.edges = nn.Parameter(torch.eye(8).to_sparse())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Mixed features."""
-        found: torch.Tensor = self.body((self.edges @ x.T).T)
-        return found
-
-
-def test_a_sparse_parameter_that_no_optimizer_has(run: Recording) -> None:
-    """It has no order in memory to ask for, and is told like others."""
-    model = Mixing()
-    optimizer = torch.optim.SGD(model.body.parameters(), lr=1e-3)
-    assert left_out(run, model, optimizer, lambda: None) == [["edges"]]
-    assert run.errors() == []
-
-
 def test_what_is_trained_by_other_means_or_later(run: Recording) -> None:
     """Stepped by hand, frozen, or in an optimizer that has not stepped yet."""
     model = Heads()
@@ -120,30 +97,6 @@ def test_an_optimizer_that_begins_to_step_late(run: Recording) -> None:
     left_out(run, model, optimizer, late[0].step, LASTING_STEPS)
     told = left_out(run, model, optimizer, lambda: [one.step() for one in late], LASTING_STEPS)
     assert told == [["first.weight", "first.bias", "second.weight", "second.bias"], ["second.weight", "second.bias"], []]
-
-
-def test_parameters_that_an_optimizer_is_given_later(run: Recording) -> None:
-    """They were in none for hundreds of steps."""
-    model = Heads()
-    optimizer = torch.optim.SGD([*model.body.parameters(), *model.first.parameters()], lr=1e-3)
-    left_out(run, model, optimizer, lambda: None)
-    optimizer.add_param_group({"params": list(model.second.parameters())})
-    assert left_out(run, model, optimizer, lambda: None, LASTING_STEPS) == [["second.weight", "second.bias"], []]
-
-
-def test_what_was_told_of_a_model_that_is_gone(run: Recording) -> None:
-    """It stays: the function that trained has returned."""
-
-    def train() -> list[Any]:
-        model = Heads()
-        optimizer = torch.optim.SGD([*model.body.parameters(), *model.first.parameters()], lr=1e-3)
-        return left_out(run, model, optimizer, lambda: None)
-
-    told = train()
-    gc.collect()
-    run.look()
-    frames = run.frames(catalog.EVENT_LEFT_OUT_PARAMETERS.name)
-    assert [frame["attrs"]["parameters"] for frame in frames] == told == [["second.weight", "second.bias"]]
 
 
 def test_a_teacher_gets_gradients_for_nothing(run: Recording) -> None:

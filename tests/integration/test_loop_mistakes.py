@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from torchobs import catalog
 from torchobs.detect.learning import LASTING_STEPS
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.load import load_reports
-from torchobs.probes.gradients import lints
 from torchobs.probes.step.never_stepped import NeverStepped
 
 if TYPE_CHECKING:
@@ -175,33 +173,6 @@ def test_a_mode_that_is_meant_so(run: Recording, change: Callable[[nn.Sequential
     change(model)
     steps(run, model, optimizer, LASTING_STEPS + 20, optimizer.zero_grad)
     assert told(run) == []
-
-
-def test_train_that_was_forgotten_in_a_later_fold(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An optimizer that gets the id of one that is gone, as in a cross-validation, trains another model."""
-    monkeypatch.setattr(lints, "SCAN_S", 0.0)  # no matter how fast the folds follow
-    monkeypatch.setattr(lints, "MAX_SCANS", 1000)
-    for fold in range(20):
-        model = net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for _ in range(3):
-            optimizer.zero_grad()
-            backward(model)
-            optimizer.step()
-        if fold % 5 == 0:
-            run.look()
-        del optimizer, model
-        gc.collect()
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(10):  # all of its steps in training mode come before it is looked for
-        optimizer.zero_grad()
-        backward(model)
-        optimizer.step()
-    model.eval()
-    steps(run, model, optimizer, 5, optimizer.zero_grad)
-    steps(run, model, optimizer, 2 * LASTING_STEPS + 10, optimizer.zero_grad)
-    assert told(run) == [("evaluation_mode", 3 * 20 + 10 + 5 + 1)]
 
 
 @pytest.mark.parametrize("begins", [0, 3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 import torchobs
-from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
+from tests.training import Recording, StepFlag, has, loss_of, mlp
 from torchobs import catalog
 from torchobs.flight.format.step_record import RecordKind
 from torchobs.probes.optimizer import optimizer as probe
@@ -18,7 +17,6 @@ from torchobs.probes.optimizer.optimizer import counted_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
 
 RATE, DECAY, MOMENTUM, BETA2 = (
@@ -141,15 +139,6 @@ def test_the_rate_of_a_container_is_that_of_the_optimizers_that_step(run: Record
     assert groups(values, BETA2) == {"0": 0.999}, "the container's own groups have no such thing"
 
 
-def test_an_optimizer_that_holds_a_share_keeps_the_groups_of_the_whole(run: Recording) -> None:
-    """ZeRO's inner optimizer has one rank's parameters: the groups are the outer one's."""
-    model = mlp()
-    optimizer = Container(model[0], rate=0.5)
-    optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.25})
-    train(model, optimizer, steps=5)
-    assert groups(run.look(), RATE) == {"0": 0.5, "1": 0.25}
-
-
 def test_groups_are_shown_as_far_as_they_differ(run: Recording) -> None:
     """Two groups with and without weight decay, as everybody trains transformers: one series more, and not three."""
     model = mlp()
@@ -180,59 +169,6 @@ def test_series_are_capped(run: Recording) -> None:
     assert sum(len(groups(values, name)) for name in (RATE, DECAY, MOMENTUM, BETA2)) == 8 + 4 + 4 + 1
 
 
-def test_a_group_that_is_gone_ends(run: Recording) -> None:
-    """A second stage with one group leaves none of the first stage's three, and is shown in their place."""
-    model = mlp()
-    split: list[dict[str, Any]] = [{"params": [one], "lr": 0.5} for one in model.parameters()]
-    first = torch.optim.SGD(split, lr=0.5)
-    train(model, first)
-    assert len(groups(run.look(), RATE)) == 4
-    del first
-    gc.collect()
-    second = torch.optim.SGD(model.parameters(), lr=0.125)
-    train(model, second)
-    train(model, second)
-    assert groups(run.look(), RATE) == {"0": 0.125}
-
-
-def test_rates_without_the_gradient_probe(flight_dir: Path) -> None:
-    """Optimizers are found whoever else is listening, a second one that begins later, too."""
-    for run in recording(flight_dir, disable_probes=("gradients",)):
-        one, two = mlp(0), mlp(1)
-        first = torch.optim.SGD([{"params": [p]} for p in one.parameters()], lr=0.5)
-        second = torch.optim.SGD(two.parameters(), lr=0.25)
-        train(one, first)
-        assert len(groups(run.look(), RATE)) == 4
-        train(two, second, steps=2)
-        assert groups(run.look(), RATE) == {"0": 0.5, "1": 0.5, "2": 0.5, "3": 0.5, "4": 0.25}
-
-
-def alternating(critic: Any, actor: Any, index: int) -> list[Any]:
-    """A twin delayed critic's updates, with the actor's every other time; then each alone for a while."""
-    if index < 40:
-        return [critic, actor] if index % 2 else [critic]
-    return [critic] if index < 80 else [actor]
-
-
-def delayed(critic: Any, actor: Any, index: int) -> list[Any]:
-    """The actor comes first."""
-    return [critic] if index % 3 else [actor, critic]
-
-
-@pytest.mark.parametrize("order", [alternating, delayed])
-def test_the_first_group_is_the_same_optimizer_s_in_every_step(run: Recording, order: Any) -> None:
-    """Where several step now together and now alone, no rate is shown as another's."""
-    models = mlp(0), mlp(1)
-    critic, actor = (torch.optim.Adam(m.parameters(), lr=rate) for m, rate in zip(models, (0.5, 0.25), strict=True))
-    first = order(critic, actor, 0)[0].param_groups[0]["lr"]
-    for index in range(120):
-        for optimizer in order(critic, actor, index):
-            train(models[optimizer is actor], optimizer, steps=1)
-        if not index % 7 and index > 1:
-            assert groups(run.look(), RATE) == {"0": first, "1": 0.75 - first}
-    assert {record.learning_rate for record in run.steps() if has(record, StepFlag.LEARNING_RATE)} == {first}
-
-
 @pytest.mark.parametrize("same", [True, False])
 def test_who_goes_on_is_shown_in_place_of_who_went_before(run: Recording, *, same: bool) -> None:
     """The next stage with the same model, and the next fold with another, though the former optimizers live on."""
@@ -257,31 +193,6 @@ def test_a_rate_on_its_way_from_a_device_belongs_to_its_step(run: Recording) -> 
     late = [record for record in run.records() if record.kind == RecordKind.LATE]
     assert [(record.step, record.learning_rate, has(record, StepFlag.LOSS)) for record in late] == [(2, 0.125, False)]
     assert groups(run.look(), RATE) == {"0": 0.125}
-
-
-class _Unreadable(float):
-    """A learning rate that the optimizer can use and nobody can read."""
-
-    __slots__ = ()
-
-    def __float__(self) -> float:
-        raise OverflowError
-
-
-def test_a_rate_that_cannot_be_read_in_a_step_is_an_error_of_this_probe(flight_dir: Path) -> None:
-    """The step hook reads it between two looks of the optimizer probe; the training goes on, and the error is counted."""
-    run = Recording(torchobs.init(flight_dir=flight_dir, grad_interval=1_000_000))
-    try:
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for index in range(4):
-            optimizer.param_groups[0]["lr"] = 0.1 if index < 2 else _Unreadable(0.1)
-            loss_of(model).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        assert len(run.steps()) == 4
-        assert "optimizer" in [error.partition(":")[0] for error in run.errors()]
-    finally:
-        torchobs.shutdown()
 
 
 SHOWN = ("torchobs.steps.resumed_from",)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training import Recording, has, recording
+from tests.training import Recording, recording
 from torchobs import catalog
 from torchobs.detect.learning import LASTING_STEPS
-from torchobs.flight.format.step_record import StepFlag
-from torchobs.probes.core.sampling_interval import SamplingInterval
 from torchobs.probes.gradients.stuck_layers import APART
 
 if TYPE_CHECKING:
@@ -53,14 +49,6 @@ def chain(activation: type[nn.Module], depth: int) -> Any:
     for _ in range(depth):
         layers += [nn.Linear(WIDTH, WIDTH), activation()]
     return nn.Sequential(*layers, nn.Linear(WIDTH, 1))
-
-
-def test_groups_that_come_and_go_are_not_mixed_up(run: Recording) -> None:
-    """The same parameters in four groups, then in one: which group's rate is a parameter's is asked anew."""
-    model = chain(nn.ReLU, 1)
-    split = torch.optim.SGD([{"params": [one]} for one in model.parameters()], lr=0.1)
-    for optimizer in (split, torch.optim.SGD(model.parameters(), lr=0.1)):
-        assert train(run, (model, optimizer), rows) == []  # and no probe has failed: ``recording``
 
 
 def test_a_new_model_begins_without_findings(run: Recording) -> None:
@@ -111,42 +99,6 @@ def test_the_layers_of_the_model_are_counted_whatever_is_trained(run: Recording)
     dead, _ = train(run, (trained, torch.optim.Adam(model["trained"].parameters(), lr=1e-3)), rows)
     assert dead["layers_total"] == 4 + 6
     assert not any(parameter.grad is not None for parameter in teacher.parameters())
-
-
-class CutOff(nn.Module):
-    """A backbone whose output the script multiplies by zero from step 60 on, and a head with a bias of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone, self.head, self.calls = chain(nn.Tanh, 2), nn.Linear(WIDTH + 1, 1), 0
-
-    def forward(self, inputs: torch.Tensor) -> Any:
-        """One number a row."""
-        self.calls += 1
-        features = self.backbone(inputs) * (self.calls < 60)
-        return self.head(torch.cat([inputs, features], 1))
-
-
-def test_a_fast_training_is_measured_more_often_while_in_doubt(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured every 80th step it would have no three samples within 200 steps; in doubt it is every 25th, for 200 steps."""
-    monkeypatch.setattr(SamplingInterval, "_set_interval", lambda pace, _: setattr(pace, "interval", 80))
-    with contextlib.contextmanager(recording)(flight_dir, grad_interval="auto") as run:
-        model: Any = CutOff()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-        for number in range(500):
-            optimizer.zero_grad()
-            torch.autograd.backward((model(rows()) - torch.randn(8, 1)).square().mean())
-            optimizer.step()
-            if number % 10 == 0:
-                run.look()
-        (told,) = run.frames(catalog.EVENT_UNMOVED_LAYERS.name)
-        assert told["attrs"]["at"] == "backbone.4"
-        assert told["step"] <= 60 + 80 + 80 + LASTING_STEPS
-        measured = [record.step for record in run.steps() if has(record, StepFlag.GRAD_NORM)]
-        apart = [later - earlier for earlier, later in itertools.pairwise(measured)]
-        assert set(apart) == {25, 80}
-        assert apart[-1] == 80
-        assert apart.count(25) <= 2 * LASTING_STEPS / 25
 
 
 def test_a_backbone_that_is_frozen_is_left_in_peace(run: Recording) -> None:
@@ -379,24 +331,6 @@ def test_gradients_that_come_again_take_it_back(run: Recording) -> None:
     assert step is not None
     assert ill.stop < step < ill.stop + APART
     assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] == 0.0
-
-
-@pytest.mark.parametrize("another", [False, True])
-def test_a_second_loss_of_gradients_is_reported_as_well(run: Recording, another: bool) -> None:  # noqa: FBT001  # a parameter
-    """After the first was taken back: of the same optimizer, or of one that is made then."""
-    reported = list[bool]()
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
-    for compute, steps in [(sound, APART), (detached, APART + LASTING_STEPS)] * 2:
-        if reported == [True, False] and another:
-            model = net()
-            optimizer = torch.optim.Adam(model.parameters())
-        for _ in range(steps):
-            compute(model, optimizer)
-            optimizer.step()
-        reported = [bool(layers) for _, layers in without(run)]
-    assert reported == [True, False, True]
-    assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] == 2.0
 
 
 @pytest.mark.parametrize(("before", "count"), [(sound, 20), (detached, 1)])

@@ -122,15 +122,6 @@ def test_evaluations_do_not_count(run: Recording, how: str) -> None:
     assert counted(run)[1] == [4] * 9
 
 
-def test_a_smaller_last_batch_counts_as_the_others(run: Recording) -> None:
-    """It is an estimate: the batch looked at last stands for all until the next look; the next epoch begins with one."""
-    training, loader = Training(), DataLoader(pairs(10), batch_size=4)
-    for _ in range(2):
-        for batch in loader:
-            training.step(batch)
-    assert counted(run)[1] == [4] * 6
-
-
 def test_a_batch_in_ten_seconds_is_looked_at(run: Recording) -> None:
     """Batches that grow within an epoch are seen at the sampler's next look, and cost nothing until then."""
     lengths = [2, 2, 5, 5, 5]
@@ -157,16 +148,6 @@ def test_each_loader_s_batches_have_its_own_size(run: Recording) -> None:
     assert counted(run)[1] == [14] * 3 + [4, 10] * 3
 
 
-def test_a_fetch_that_the_script_marks_counts(run: Recording) -> None:
-    """``phase("data")`` around it is about its time alone."""
-    training, batches = Training(), iter(DataLoader(pairs(), batch_size=4))
-    for _ in range(3):
-        with torchobs.phase("data"):
-            batch = next(batches)
-        training.step(batch)
-    assert counted(run)[1] == [4] * 3
-
-
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("first", [0, 3])
 def test_what_the_script_gives_counts_instead(run: Recording, first: int, *, after: bool) -> None:
@@ -186,16 +167,6 @@ def test_what_the_script_gives_counts_instead(run: Recording, first: int, *, aft
         expected[first] = inferred  # it was counted before the script gave less
     assert tokens == expected
     assert samples == [2] * 6  # not given
-
-
-def test_an_amount_for_many_steps_counts_once(run: Recording) -> None:
-    """A script that gives its samples every third step: what was inferred before is not counted again."""
-    training = Training()
-    for number, batch in enumerate(DataLoader(pairs(24), batch_size=4), 1):
-        training.step(batch)
-        if not number % 3:
-            torchobs.log(samples=12)
-    assert counted(run)[1] == [4, 4, 4, 0, 0, 12]
 
 
 def test_without_a_batch_there_is_nothing(run: Recording) -> None:

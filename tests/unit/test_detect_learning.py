@@ -81,16 +81,6 @@ def test_an_optimizer_that_goes_by_signs_is_not_judged_by_size() -> None:
     assert found == StuckLayers((), ("b",), ())
 
 
-def test_only_what_is_in_doubt_is_worth_a_look_every_second() -> None:
-    """A part that is not used is no doubt; a layer that is lost for now is one."""
-    doubts, judge = [], StuckLayerDetector()
-    for step, seen in enumerate((ZERO, LOST, ZERO, UNFED, USUAL)):
-        judge.judge(step, {"a": seen, "b": USUAL})
-        doubts.append(judge.doubts)
-    assert doubts == [False, True, False, True, False]
-    assert judge.samples == len(doubts)
-
-
 CUT = LayerSample(0.0, unfed=False, zero=True, leading=True)
 
 
@@ -155,19 +145,3 @@ def test_those_of_one_step_are_no_storm_unless_torch_gives_up() -> None:
     recompiles = Recompiles()
     assert not any(recompiles.note("single_param_adam", float(now), now // 5) for now in range(6))
     assert recompiles.note("single_param_adam", 6.0, 1) == WITHIN_ONE
-
-
-def test_recompilations_far_apart_are_no_storm() -> None:
-    """One in five minutes is no more than two within ten."""
-    recompiles = Recompiles()
-    assert not any(recompiles.note("forward", 300.1 * index, index) for index in range(20))
-
-
-def test_functions_without_end_are_forgotten() -> None:
-    """The one longest without a recompilation first."""
-    recompiles = Recompiles()
-    for index in range(10_000):
-        recompiles.note(str(index), float(index), index)
-        recompiles.note("again", float(index), index)
-    assert len(recompiles._times) <= 256
-    assert "again" in recompiles._times

@@ -174,7 +174,7 @@ def _counts(report: RankReport) -> Table | None:
 
 def layers(report: RankReport, of: str) -> Section:
     """Return gradient norms by layer over time, and at level extreme how widely each layer's output is spread."""
-    few = Text("Only the largest layers and those that had anomalies have series of their own.", "note")
+    few = Text("Only the largest layers have series of their own.", "note")
     blocks = [
         *_by_layer(report, catalog.GRAD_LAYER_NORM, "Gradient norm", "the norms were"),
         *_by_layer(report, catalog.ACTIVATION_LAYER_STD, "Standard deviation of the output", "the outputs were"),

@@ -13,26 +13,14 @@ class SamplingInterval:
     """Every step if that is cheap enough, else every n-th. For the training thread; :meth:`spend_later` for any."""
 
     __slots__ = (
-        "_cost_ns",
-        "_later_ns",
-        "_share",
-        "_since_ns",
-        "_since_step",
-        "_spent_ns",
-        "due_at",
-        "fixed",
-        "interval",
-        "most",
-        "step",
-    )
+        "_cost_ns", "_later_ns", "_share", "_since_ns", "_since_step", "_spent_ns", "due_at", "fixed", "interval", "step",
+    )  # fmt: skip
 
     def __init__(self, share: float, fixed: int | None = None) -> None:
         self._share, self.fixed = max(share, 1e-6), fixed
         self._cost_ns = 0.0
         self._spent_ns = self._later_ns = self._since_ns = self._since_step = 0
         self.interval = fixed or 1
-        self.most = MAX_INTERVAL
-        """Longest interval for the time being, whatever it costs; for few steps. Set in any thread"""
         self.due_at, self.step = 0, -1
         """The next step to measure and the last one measured, both as the number of steps before it"""
 
@@ -40,7 +28,7 @@ class SamplingInterval:
         """Return True if this step is measured; the answer is the same throughout a step."""
         if step >= self.due_at:
             self._set_interval(step)
-            self.step, self.due_at = step, step + (self.interval if self.fixed else min(self.interval, self.most))
+            self.step, self.due_at = step, step + self.interval
         return step == self.step
 
     def would_be_due(self, step: int) -> bool:
@@ -50,7 +38,7 @@ class SamplingInterval:
     def rest(self, steps: int) -> None:
         """Be due again only after so many steps: this one, which is due, needed no measurement."""
         if self.fixed is None:
-            self.due_at = max(self.due_at, self.step + min(steps, self.most))
+            self.due_at = max(self.due_at, self.step + steps)
 
     def spend(self, ns: int) -> None:
         """Add time that measuring took in the step that is due."""

@@ -150,14 +150,13 @@ class GradientProbe:
         self._set(catalog.GRAD_INTERVAL, float(self._pace.interval))
         self._begin_model()
         self._receive()
-        self._pace.most = self._stuck_layers.wanted_interval()
         self._stuck_layers.judge()
         time_s = monotonic()
         if self._latest is None or not (now or time_s - self._shown_s >= _SHOW_S):
             return
         self._shown_s = time_s
         step, parts = self._latest
-        if not self._layers.show(parts, step, now=now):
+        if not self._layers.show(parts, now=now):
             return
         if now:
             self._stuck_layers.judge((step, parts))
@@ -216,7 +215,7 @@ class GradientProbe:
         elements = sum(fault.nans + fault.infinities for fault in faults)
         self._context.count(catalog.GRAD_NONFINITE_ELEMENTS, elements)
         self._suspects, self._suspected = frozenset(fault.key for fault in faults), _SUSPECTED
-        layers = [layer.name for part in parts for layer in self._layers.note_faults(part, step)]
+        layers = [layer.name for part in parts for layer in self._layers.of_faults(part)]
         if not self._events.take(monotonic()):
             return
         kinds = {"nan" if fault.nans or isnan(fault.norm) else "inf" for fault in faults}

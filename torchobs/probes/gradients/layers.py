@@ -4,8 +4,8 @@ A layer is a module's path: a weight and its bias are one, for people think in m
 all layers come with the total (it is made of them), so all are measured at once; the sampler thread updates the series once a
 second from the numbers that the training thread has recorded.
 
-The largest layers are chosen; a quarter of the series is reserved for those most recently anomalous: not finite, or far above
-their own past.
+The largest layers have series of their own; of the others one has the norm of all together. An event names a layer in which a
+gradient was not finite or blew up, whatever its size.
 
 The weights of one layer are copied before a step and compared before the next one; nothing changes them in between, so no hook
 is needed after the step. At most eight million elements are copied; of larger layers a part, whose relative update is about
@@ -42,54 +42,27 @@ if TYPE_CHECKING:
 OTHER = "other"
 WIDER = 4
 """Factor of the number of layers with a series at level advanced and above"""
-LEAP, SEEN = 8.0, 20
-"""A layer is anomalous at 8 times its usual norm, after at least 20 values"""
-_SMOOTHING = 0.1
 _MOST_PLANS = 4096
 
 
 class TrackedLayer:
     """One module with parameters of its own."""
 
-    __slots__ = ("anomalous", "name", "parameters", "seen", "size", "usual")
+    __slots__ = ("name", "parameters", "size")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.size = 0
         """Number of elements of its parameters"""
-        self.anomalous = 0
-        """The step in which it was anomalous last, 0: never"""
-        self.usual = 0.0
-        self.seen = 0
         self.parameters: dict[int, Any] = {}
         """Weak references by id"""
 
-    def judge(self, norm: float, step: int) -> None:
-        """Compare a norm with the layer's own past."""
-        if not isfinite(norm) or (self.seen >= SEEN and norm > LEAP * self.usual):
-            self.anomalous = step
-        if isfinite(norm):
-            self.seen += 1
-            bounded = min(norm, LEAP * self.usual) if self.seen > 1 and self.usual else norm
-            self.usual += (bounded - self.usual) * max(_SMOOTHING, 1.0 / self.seen)
-
     def begin_model(self) -> bool:
-        """Drop its baseline and deleted parameters; return True if any parameters are left."""
-        self.usual, self.seen, self.anomalous = 0.0, 0, 0
+        """Drop deleted parameters; return whether any are left."""
         alive = {key: parameter for key, known in self.parameters.items() if (parameter := known()) is not None}
         self.parameters = {key: self.parameters[key] for key in alive}
         self.size = sum(parameter.numel() for parameter in alive.values())
         return bool(alive)
-
-
-def choose(layers: Iterable[TrackedLayer], room: int) -> list[TrackedLayer]:
-    """Return the layers that get a series: at most a quarter of ``room`` for recent anomalies, the rest by size."""
-    by_size = sorted(layers, key=lambda layer: layer.size, reverse=True)
-    if len(by_size) <= room:
-        return by_size
-    anomalous = sorted((layer for layer in by_size if layer.anomalous), key=lambda layer: layer.anomalous, reverse=True)
-    recent = anomalous[: room // 4]
-    return recent + [layer for layer in by_size if layer not in recent][: room - len(recent)]
 
 
 class Layers:
@@ -144,7 +117,7 @@ class Layers:
                 norms[layer.name] = hypot(norms.get(layer.name, 0.0), norm)
         return norms
 
-    def show(self, measurements: Sequence[Measurement], step: int, *, now: bool = False) -> bool:
+    def show(self, measurements: Sequence[Measurement], *, now: bool = False) -> bool:
         """Publish one step's norms; return True if their layers were known."""
         norms: dict[TrackedLayer, float] = {}
         zeros = count = 0
@@ -157,8 +130,6 @@ class Layers:
                 norms[layer] = hypot(norms.get(layer, 0.0), norm)
             zeros += values.count(0.0)
             count += len(values)
-        for layer, norm in norms.items():
-            layer.judge(norm, step)
         self._choose()
         for layer in self.chosen:
             if layer in norms:
@@ -186,18 +157,15 @@ class Layers:
         return max(self.names.count_layers(trained), len(self._layers))
 
     def begin_model(self) -> None:
-        """Drop the layers of deleted models, and the baselines of all others."""
+        """Drop the layers of deleted models."""
         self._plans.clear()
         self._layers = {name: layer for name, layer in self._layers.items() if layer.begin_model()}
         self._choose()
 
-    def note_faults(self, measurement: Measurement, step: int) -> list[TrackedLayer]:
-        """Return the layers with non-finite gradients, in the parameters' order, and mark them as anomalous."""
+    def of_faults(self, measurement: Measurement) -> list[TrackedLayer]:
+        """Return the layers with non-finite gradients, in the parameters' order."""
         layers = dict(zip(measurement.keys, self.find(measurement, now=True) or (), strict=False))
-        found = list(dict.fromkeys(layers[fault.key] for fault in measurement.faults if fault.key in layers))
-        for layer in found:
-            layer.anomalous = step
-        return found
+        return list(dict.fromkeys(layers[fault.key] for fault in measurement.faults if fault.key in layers))
 
     def set_layer(self, metric: catalog.Metric, name: str, value: float) -> None:
         """Set a value of one of the chosen layers."""
@@ -228,7 +196,7 @@ class Layers:
 
     def _choose(self) -> None:
         """Update the choice. A series is never removed, only set to NaN; at most twice as many are made as chosen."""
-        wanted = choose(self._layers.values(), self.room)
+        wanted = sorted(self._layers.values(), key=lambda layer: layer.size, reverse=True)[: self.room]
         if len(self._made | {layer.name for layer in wanted}) > 2 * self.room:
             return
         for layer in self.chosen:
