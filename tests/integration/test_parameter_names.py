@@ -13,7 +13,6 @@ import torch
 
 from tests.training import recording
 from torchobs.detect.spikes import LASTING, judge_low
-from torchobs.probes.gradients.layers import TrackedLayer, choose
 from torchobs.support.error_guard import CircuitBreaker
 from torchobs.tensors import names as module_of_names
 from torchobs.tensors.names import LONGEST, ParameterNames, clean, layer_of
@@ -165,23 +164,6 @@ def test_a_layer_is_the_module_of_a_parameter() -> None:
     assert [layer_of("a.b.weight"), layer_of("scale")] == ["a.b", "scale"]
     assert layer_of("x" * 500 + ".end.weight").endswith("x.end")
     assert len(layer_of("x" * 500 + ".end.weight")) == LONGEST
-
-
-def made(sizes: list[int], **anomalous: int) -> list[TrackedLayer]:
-    """Layers a, b, c … of these sizes."""
-    layers = [TrackedLayer(name) for name, _ in zip("abcdefghij", sizes, strict=False)]
-    for layer, size in zip(layers, sizes, strict=True):
-        layer.size, layer.anomalous = size, anomalous.get(layer.name, 0)
-    return layers
-
-
-def test_the_largest_layers_are_shown_and_the_last_anomalous() -> None:
-    """A quarter of the room is for anomalies, the latest first; without any it is for size, too."""
-    sizes = [9, 8, 7, 6, 5, 4, 3, 2]
-    assert {layer.name for layer in choose(made(sizes), 4)} == set("abcd")
-    assert {layer.name for layer in choose(made(sizes, g=5, h=9), 4)} == set("abch")
-    assert choose(made(sizes), 0) == []
-    assert len(choose(made(sizes), 8)) == 8
 
 
 def test_only_a_lasting_decline_is_a_verdict() -> None:
