@@ -263,9 +263,7 @@ SCHEDULER_MISUSE_KIND = Attribute("kind", "kind of misuse", SCHEDULER_MISUSES)
 SCALER = Attribute("scaler", "index of the GradScaler in use, by its first update", ("0", "1", "2", "3"))
 OPTIMIZER = Attribute("optimizer", "index of the optimizer in use, by its first step under a loss scaler", ("0", "1", "2", "3"))
 SCALAR = Attribute("name", "the name given to torchobs.log(), the first 64")
-LAYER = Attribute(
-    "layer", "path of the module with the parameters; the largest and recently anomalous ones, the others are 'other'"
-)
+LAYER = Attribute("layer", "path of the module with the parameters; the largest ones, the others are 'other'")
 OUTPUT_LAYER = Attribute("layer", "path of the module without children; at most 64, evenly chosen in the model's order")
 DEVICE = Attribute("device", "torch device, e.g. cuda:0")
 SPACE = Attribute("space", "kind of memory that grows", ("host", "device"))

@@ -8,8 +8,7 @@ than clipping does, hence 6 standard deviations and an excess that matters by it
 *Excursions*: what the data does is a step, a curriculum's next stage, a new task, a longer sequence. The value leaves its level
 at once, and then varies around another one as it did around the first; no weight has moved. What the weights do is an
 excursion: it is over after a few values, or it goes on growing. One value does not show which it is, so a value far above the
-baseline is a
-candidate until
+baseline is a candidate until
 
 - ``CALM`` values have come back to the old level: the candidates were spikes, but one or two of them only at ``SHORT_LOSS``
   times the distance that longer ones need, ``SHORT_NORM`` times for a norm. A batch may hold one sample that is far from all
