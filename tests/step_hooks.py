@@ -11,10 +11,9 @@ from tests.flights import header
 from torchobs.flight.format.step_record import unpack
 from torchobs.flight.writer.storage import Storage
 from torchobs.flight.writer.writer import FlightWriter
-from torchobs.probes.core.context import Hooks
+from torchobs.probes.core.context import Hooks, TrainingState
 from torchobs.probes.core.step_recorder import StepRecorder
 from torchobs.probes.core.timeline import EXHAUSTED
-from torchobs.probes.core.training_state import TrainingState
 from torchobs.probes.data import loaders
 from torchobs.probes.optimizer.optimizer import RateSource
 from torchobs.probes.step import backward, loss, steps

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.training import Recording, loss_of, mlp, recording
-from torchobs.probes.core.training_state import _COLLECTIVES_FILE
+from torchobs.probes.core.context import _COLLECTIVES_FILE
 from torchobs.probes.step import phases
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torchobs.flight.format import event_ring
 from torchobs.flight.format.layout import Region
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.flight.reader import reader
-from torchobs.probes.core.training_state import EpochStart
+from torchobs.probes.core.context import EpochStart
 from torchobs.runtime.spans import RootSpans
 
 if TYPE_CHECKING:

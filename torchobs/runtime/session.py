@@ -25,9 +25,8 @@ from torchobs.flight.format.layout import PROCESS_BEGUN, Exit
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 from torchobs.probes import factories
 from torchobs.probes.compile.compile import DynamoRules
-from torchobs.probes.core.context import Hooks, ProbeContext
+from torchobs.probes.core.context import Hooks, ProbeContext, TrainingState
 from torchobs.probes.core.step_recorder import StepRecorder
-from torchobs.probes.core.training_state import TrainingState
 from torchobs.probes.core.user_scalars import Scalars
 from torchobs.probes.lifecycle.exits import Ending, ExitProbe
 from torchobs.probes.precision.amp import LossScaling

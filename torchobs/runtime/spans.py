@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from torchobs.config.settings import Settings
     from torchobs.flight.format.step_record import StepRecord
     from torchobs.flight.writer.writer import FlightWriter
-    from torchobs.probes.core.context import ProbeContext
-    from torchobs.probes.core.training_state import EpochStart
+    from torchobs.probes.core.context import EpochStart, ProbeContext
 
     _Entry = tuple[StepRecord, bytes]
 

@@ -26,7 +26,7 @@ from weakref import ref
 from torchobs import catalog
 from torchobs.detect.learning import LASTING_STEPS
 from torchobs.flight.writer.series_table import LAYERS
-from torchobs.probes.core.sampling_interval import SamplingInterval
+from torchobs.probes.core.context import SamplingInterval
 from torchobs.probes.gradients.layers import WIDER
 from torchobs.support.graph_safe import OutputHook, dispatch_modes, transformed
 from torchobs.tensors.device_reads import PendingCopies

@@ -16,8 +16,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.probes.core.context import LONG_NS, span_limiter
-from torchobs.probes.core.training_state import EpochStart
+from torchobs.probes.core.context import LONG_NS, EpochStart, span_limiter
 from torchobs.probes.data.same_order import SameOrder
 from torchobs.support.after_fork import renew_in_child
 

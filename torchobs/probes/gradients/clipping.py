@@ -25,8 +25,7 @@ from torchobs.tensors.device_reads import is_on_device
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchobs.probes.core.context import ProbeContext
-    from torchobs.probes.core.sampling_interval import SamplingInterval
+    from torchobs.probes.core.context import ProbeContext, SamplingInterval
     from torchobs.probes.gradients.norms import Measurement
     from torchobs.probes.precision.amp import LossScaling
     from torchobs.support.error_guard import CircuitBreaker

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.detect.spikes import blown_layer
 from torchobs.flight.format.step_record import StepFlag
-from torchobs.probes.core.sampling_interval import SamplingInterval
+from torchobs.probes.core.context import SamplingInterval
 from torchobs.probes.gradients.clipping import ClipWatch
 from torchobs.probes.gradients.layers import WIDER, Layers, UpdateWatch
 from torchobs.probes.gradients.lints import Lints, Measured

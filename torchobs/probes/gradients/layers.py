@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.flight.writer.series_table import LAYERS
-from torchobs.probes.core.sampling_interval import SamplingInterval
+from torchobs.probes.core.context import SamplingInterval
 from torchobs.probes.gradients.norms import Measurement, flat, measure
 from torchobs.tensors.device_reads import Devices
 from torchobs.tensors.names import ParameterNames, layer_of
