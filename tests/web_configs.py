@@ -33,7 +33,7 @@ ACCEPTED = (
     f"{TLS}, client_auth_type: RequireAndVerifyClientCert}}",
     f"{TLS}, cipher_suites: [TLS_AES_128_GCM_SHA256]}}",
     f"{TLS}, cipher_suites: [TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256, TLS_ECDHE_RSA_WITH_AES_128_CBC_SHA]}}",
-    f"{TLS}, curve_preferences: [X25519], prefer_server_cipher_suites: false}}",
+    f"{TLS}, prefer_server_cipher_suites: false}}",
     "http_server_config: {http2: no, headers: {X-Frame-Options: deny, X-Content-Type-Options: nosniff}}",
     "http_server_config: {headers: {Strict-Transport-Security: max-age=1, Content-Security-Policy: '', X-XSS-Protection: x}}",
 )  # fmt: skip
@@ -74,7 +74,7 @@ STRICTER = (
     f"{TLS}, client_auth_type: RequireAnyClientCert}}",
     f"{TLS}, max_version: TLS11}}",
     f"{TLS}, min_version: TLS13, max_version: TLS12}}",
-    f"{TLS}, curve_preferences: [X25519, CurveP256]}}",
+    f"{TLS}, curve_preferences: [X25519]}}",
     f"{TLS}, client_auth_type: RequireAndVerifyClientCert, client_ca_file: server.key}}",
     f"{TLS}, client_allowed_sans: [a]}}",
     'http_server_config: {headers: {X-XSS-Protection: "a\\nb"}}',

@@ -123,7 +123,7 @@ class _Service:
             bind, commands = partial(_bound_for_api, config), self._site.app(self._api.mounts("socket"))
             api = Endpoint("no Unix socket for the API", bind, commands)
         self._listeners = Listeners(config, self._web_config, app, api, announce)
-        self._targets = file_sd.TargetFile(config.file_sd, gethostname(), file_sd.reachable) if config.file_sd else None
+        self._targets = file_sd.TargetFile(config.file_sd, gethostname()) if config.file_sd else None
         self._push, self._site.host = _optional(config)
         self._done, self._leave, self._hurry = False, asyncio.Event(), asyncio.Event()
 

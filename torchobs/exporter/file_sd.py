@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs.config.options import Address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
 _HOST = "%h"
 """Placeholder in the path for the host name, so that many exporters can share one command line and one directory."""
 _MODE = 0o644
 """Readable by all: Prometheus runs as another user, and nothing in the file is secret."""
-_NOWHERE = ("192.0.2.1", 9)
-"""An address for documentation (RFC 5737): connecting a datagram socket to it sends nothing, but shows the outbound address."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,12 +39,12 @@ class ScrapeTarget(NamedTuple):
 class TargetFile:
     """The file, written when its content changes, and removed at the end."""
 
-    def __init__(self, path: str, host: str, outside: Callable[[str], str]) -> None:
-        """``host``: this machine's name; ``outside``: returns the address others reach it by (:func:`reachable`)."""
+    def __init__(self, path: str, host: str) -> None:
+        """``host``: this machine's name, which stands for the address of all interfaces."""
         self.problem = ""
         self.failures = 0
         """number of failed writes"""
-        self._path, self._host, self._outside = Path(path.replace(_HOST, host)), host, outside
+        self._path, self._host = Path(path.replace(_HOST, host)), host
         self._written: ScrapeTarget | None = None
         self._inode = (0, 0)
 
@@ -79,7 +77,7 @@ class TargetFile:
 
     def _dialled(self, address: Address) -> Address:
         everywhere = ip_address(address.host.partition("%")[0]).is_unspecified
-        return Address(self._outside(self._host), address.port) if everywhere else address
+        return Address(self._host, address.port) if everywhere else address
 
     def _write(self, text: str) -> None:
         # the temporary name must not end in .json or .yml: Prometheus reads every file that matches
@@ -94,19 +92,6 @@ class TargetFile:
             temporary.unlink(missing_ok=True)
             raise
         self._inode = (status.st_dev, status.st_ino)
-
-
-def reachable(host: str) -> str:
-    """Return how other machines reach this one: by its name if that resolves to it, else by the outbound address."""
-    with contextlib.suppress(OSError):
-        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        # Debian's /etc/hosts resolves the machine's own name to 127.0.1.1
-        if not any(ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in infos):
-            return host
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        asking.connect(_NOWHERE)
-        return str(asking.getsockname()[0])
-    return host
 
 
 def listened_on(bound: Iterable[socket.socket]) -> tuple[Address, ...]:

@@ -177,12 +177,16 @@ class Server(uvicorn.Server):
 
         Of the others the idle ones are closed, the rest after one more response, so that no scrape fails.
         """
+        loop, self.context = asyncio.get_running_loop(), context
+        for server in self.servers:
+            for listening in server.sockets:
+                loop.remove_reader(listening)
+        await asyncio.sleep(0)  # asyncio resets a connection that it has just accepted when its server is closed
         for server in self.servers:
             server.close()
-        self.context = context
         for connection in list(self.recent):
             connection.finish()
-        accepting = asyncio.get_running_loop().create_server(
+        accepting = loop.create_server(
             partial(HttpProtocol, self, context),
             sock=self._bound.dup(),  # which a later change closes
             backlog=_BACKLOG,

@@ -50,24 +50,9 @@ _HEADERS: dict[str, tuple[str, ...]] = {
 """Headers that the toolkit allows, with their permitted values (empty: any)."""
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
 _VERSIONS = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
-_CURVES = {"CurveP256": "prime256v1", "CurveP384": "secp384r1", "CurveP521": "secp521r1", "X25519": "X25519"}
 _MODES = {"VerifyClientCertIfGiven": ssl.CERT_OPTIONAL, "RequireAndVerifyClientCert": ssl.CERT_REQUIRED}
-_SUITES = {
-    "TLS_AES_128_GCM_SHA256": "",
-    "TLS_AES_256_GCM_SHA384": "",
-    "TLS_CHACHA20_POLY1305_SHA256": "",
-    "TLS_ECDHE_ECDSA_WITH_AES_128_CBC_SHA": "ECDHE-ECDSA-AES128-SHA",
-    "TLS_ECDHE_ECDSA_WITH_AES_256_CBC_SHA": "ECDHE-ECDSA-AES256-SHA",
-    "TLS_ECDHE_RSA_WITH_AES_128_CBC_SHA": "ECDHE-RSA-AES128-SHA",
-    "TLS_ECDHE_RSA_WITH_AES_256_CBC_SHA": "ECDHE-RSA-AES256-SHA",
-    "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256": "ECDHE-ECDSA-AES128-GCM-SHA256",
-    "TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384": "ECDHE-ECDSA-AES256-GCM-SHA384",
-    "TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256": "ECDHE-RSA-AES128-GCM-SHA256",
-    "TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384": "ECDHE-RSA-AES256-GCM-SHA384",
-    "TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256": "ECDHE-ECDSA-CHACHA20-POLY1305",
-    "TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256": "ECDHE-RSA-CHACHA20-POLY1305",
-}
-"""OpenSSL's names by Go's (``tls.CipherSuites()`` of Go 1.22); "" for TLS 1.3, whose suites cannot be chosen."""
+_TLS13 = frozenset({"TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384", "TLS_CHACHA20_POLY1305_SHA256"})
+"""Cipher suites of TLS 1.3, which cannot be chosen"""
 
 _REMEMBERED = 100
 _WAITING = 16
@@ -98,8 +83,8 @@ class Tls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_version: Literal["TLS10", "TLS11", "TLS12", "TLS13"] = "TLS12"
     max_version: Literal["TLS10", "TLS11", "TLS12", "TLS13"] = "TLS13"
     cipher_suites: tuple[str, ...] = ()
-    curve_preferences: tuple[Literal["CurveP256", "CurveP384", "CurveP521", "X25519"], ...] = ()
-    prefer_server_cipher_suites: bool = True
+    curve_preferences: tuple[str, ...] = ()
+    prefer_server_cipher_suites: bool = True  # without effect, as in Go since 1.17
 
 
 class Http(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -197,10 +182,8 @@ def _problems_of_tls(tls: Tls) -> Iterable[str]:
             f"tls_server_config: {tls.client_auth_type} verifies no certificate, which Python's ssl cannot do: "
             "RequireAndVerifyClientCert does, against client_ca_file"
         )
-    if unknown := [name for name in tls.cipher_suites if name not in _SUITES]:
-        yield f"tls_server_config: unknown cipher {unknown[0]!r}"
-    if len(tls.curve_preferences) > 1:
-        yield "tls_server_config: curve_preferences: Python's ssl takes one curve"
+    if tls.curve_preferences:
+        yield "tls_server_config: curve_preferences cannot be chosen in Python"
     least, most = _VERSIONS.get(tls.min_version, ssl.TLSVersion.TLSv1_2), _VERSIONS.get(tls.max_version)
     if most is None or most < least:
         yield f"tls_server_config: there is nothing from {least.name} to max_version {tls.max_version}"
@@ -221,18 +204,23 @@ def server_context(tls: Tls, directory: Path) -> ssl.SSLContext:
             context.load_default_certs(ssl.Purpose.CLIENT_AUTH)
         context.minimum_version = _VERSIONS.get(tls.min_version, ssl.TLSVersion.TLSv1_2)
         context.maximum_version = _VERSIONS[tls.max_version]
-        if older := [_SUITES[name] for name in tls.cipher_suites if _SUITES[name]]:
+        older = [_openssl_name(name) for name in tls.cipher_suites if name not in _TLS13]
+        for name in older:
+            context.set_ciphers(name)  # raises for one that does not exist, which a list may have
+        if older:
             context.set_ciphers(":".join(older))
         elif tls.cipher_suites:
             context.minimum_version = ssl.TLSVersion.TLSv1_3
-        for curve in tls.curve_preferences:
-            context.set_ecdh_curve(_CURVES[curve])
     except (OSError, ValueError) as problem:  # ssl.SSLError is an OSError
         raise WebConfigError(f"tls_server_config: {names}{_reason(problem)}") from None
-    if not tls.prefer_server_cipher_suites:
-        context.options &= ~ssl.OP_CIPHER_SERVER_PREFERENCE
     context.set_alpn_protocols(["http/1.1"])
     return context
+
+
+def _openssl_name(suite: str) -> str:
+    """Return OpenSSL's name of a cipher suite that has Go's: ``ECDHE-RSA-AES128-SHA``, ``ECDHE-RSA-CHACHA20-POLY1305``."""
+    name = suite.removeprefix("TLS_").replace("_WITH_", "-").replace("AES_", "AES").replace("_CBC", "").replace("_", "-")
+    return name.replace("POLY1305-SHA256", "POLY1305")
 
 
 def _reason(problem: OSError | ValueError) -> str:
@@ -249,14 +237,13 @@ class BusyError(Exception):
 class Passwords:
     """Checks passwords with bcrypt, one at a time, off the event loop. To be used in one event loop.
 
-    Results are cached by a hash of user, bcrypt hash and password, keyed with a random key of this process, so that no password
-    stays in memory. Accepted and refused ones have separate caches, so that guessing does not evict a scraper's entry.
+    Accepted ones are cached by a hash of user, bcrypt hash and password, keyed with a random key of this process, so that no
+    password stays in memory.
     """
 
     def __init__(self) -> None:
         self._key = os.urandom(32)
         self._accepted: dict[bytes, None] = {}
-        self._refused: dict[bytes, None] = {}
         self._comparing = asyncio.Lock()
         self._waiting = 0
         self.compared = 0
@@ -271,11 +258,10 @@ class Passwords:
         hashed = users.get(user, _NOBODY)
         parts = user.encode(), hashed.encode(), password
         key = hmac.digest(self._key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), hashlib.sha256)
-        if key not in self._accepted and key not in self._refused:
-            cache = self._accepted if await self._compare(password, hashed) and user in users else self._refused
-            cache[key] = None
-            if len(cache) > _REMEMBERED:
-                del cache[next(iter(cache))]
+        if key not in self._accepted and await self._compare(password, hashed) and user in users:
+            self._accepted[key] = None
+            if len(self._accepted) > _REMEMBERED:
+                del self._accepted[next(iter(self._accepted))]
         return key in self._accepted
 
     async def _compare(self, password: bytes, hashed: str) -> bool:
