@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 MOST_STEPS = 10_000
 DIVERGING = 100.0
 """Times the first step's norm: latents keep about the norm of their noise"""
-_SETTINGS = ("num_train_timesteps", "prediction_type", "beta_schedule", "beta_start", "beta_end", "timestep_spacing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +49,6 @@ class DiffusionCheck(Result):
     dtypes: tuple[str, ...]
     devices: tuple[str, ...]
     components: tuple[Component, ...]
-    scheduler: dict[str, Any]
-    """Class and settings"""
     anomalies: tuple[str, ...]
 
 
@@ -79,8 +76,7 @@ def analyze_diffusion(pipeline: Any) -> DiffusionCheck:
         pipeline=type(pipeline).__name__, total_parameters=sum(map(elements_of, parameters.values())),
         trainable_parameters=sum(elements_of(x) for x in parameters.values() if x.requires_grad),
         size=sum(map(bytes_of, every.values())), dtypes=_sorted(row.dtypes for row in rows),
-        devices=_sorted(row.devices for row in rows), components=rows, scheduler=_scheduler(parts.get("scheduler")),
-        anomalies=anomalies,
+        devices=_sorted(row.devices for row in rows), components=rows, anomalies=anomalies,
     )  # fmt: skip
 
 
@@ -129,14 +125,6 @@ def _nonfinite(modules: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for row in rows.described():
         if row.anomaly:
             yield "nonfinite_parameter", row.name, row.anomaly
-
-
-def _scheduler(scheduler: Any) -> dict[str, Any]:
-    if scheduler is None:
-        return {}
-    config = getattr(scheduler, "config", None) or {}
-    read = config.get if hasattr(config, "get") else lambda name: getattr(config, name, None)
-    return {"class": type(scheduler).__name__} | {name: read(name) for name in _SETTINGS if read(name) is not None}
 
 
 @dataclass(frozen=True, slots=True)

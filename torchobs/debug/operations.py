@@ -380,24 +380,19 @@ def performance(operation: str, slow_s: float = 10.0, *, samples: int | None = N
     if not (is_named and is_counted and is_number(slow_s) and slow_s > 0):
         given = f"{operation!r}, {slow_s!r}, {samples!r}"
         raise ValueError(f"performance() needs a name, slow_s > 0 and samples >= 1, not {given}")
-    measured, before = Performance(operation, slow_s, samples), read()
-    wait_for_devices()
-    begun, cpu_begun = time.perf_counter(), time.process_time()
-    try:
-        yield measured
-    except BaseException as error:
-        fill(measured, error=type(error).__name__)
-        raise
-    finally:
-        if measured.error is None:
+    measured = Performance(operation, slow_s, samples)
+    with context(operation):
+        wait_for_devices()
+        begun, cpu_begun = time.perf_counter(), time.process_time()
+        try:
+            yield measured
             wait_for_devices()
-        elapsed, cpu = time.perf_counter() - begun, time.process_time() - cpu_begun
-        fill(
-            measured, time=elapsed, cpu_time=cpu, slow=elapsed > slow_s, time_per_sample=samples and elapsed / samples,
-            throughput=samples and samples / elapsed,
-        )  # fmt: skip
-        (host, device), texts = use(before, read()), tuple[str, ...]()
-        if measured.slow:
-            texts = (f"{operation} took {elapsed:.3g} s, more than {slow_s:g} s",)
-            found("slow_operation", texts[0], function="performance", name=operation, seconds=elapsed)
-        history.add_operation(operation, elapsed, host.peak, device.peak if device is not None else 0, texts)
+        except BaseException as error:
+            fill(measured, error=type(error).__name__)
+            raise
+        finally:
+            elapsed, cpu = time.perf_counter() - begun, time.process_time() - cpu_begun
+            per_sample, throughput = (elapsed / samples, samples / elapsed) if samples else (None, None)
+            fill(measured, time=elapsed, cpu_time=cpu, slow=elapsed > slow_s, time_per_sample=per_sample, throughput=throughput)
+            if measured.slow and (opened := _current.get()) is not None:
+                opened.note(f"{operation} took {elapsed:.3g} s, more than {slow_s:g} s")

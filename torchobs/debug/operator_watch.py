@@ -1,8 +1,7 @@
 """Find the operators whose results are not finite, while the program goes on: ``anomaly="warn"``.
 
 A dispatch mode sees every operator of the forward and the backward pass. An operator is to blame if its results are not finite
-although its inputs were. On the CPU the answer is there at once; on a device the counts stay there until the end, when they are
-read by one copy.
+although its inputs were. It waits for a device at each operator.
 
 ``-inf`` as a constant (attention masks) is no finding, nor is memory that nobody has written to yet.
 """
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 
 MOST_FORWARD = 100_000
 """Forward operators whose place in the user's code is remembered for their backward"""
-MOST_PENDING = 100_000
-"""Operators on devices whose results wait to be read, at most"""
 _CONSTANTS = frozenset({
     "full", "full_like", "new_full", "fill", "fill_", "scalar_tensor", "where", "masked_fill", "masked_fill_", "masked_scatter",
     "index_fill", "index_fill_", "index_put", "index_put_", "constant_pad_nd", "copy_", "set_", "resize_", "lift_fresh",
@@ -64,13 +61,6 @@ class Birth(NamedTuple):
         return f"{counts} from {self.operator}{where}{f' at {self.location}' if self.location else ''}"
 
 
-class _Pending(NamedTuple):
-    birth: Birth
-    counts: Any
-    """On the device: NaN and Inf of the results, and whether an input was not finite"""
-    is_constant: bool
-
-
 class OperatorWatch(TorchDispatchMode):
     """Calls ``found`` with each :class:`Birth`. One for each thread; see :func:`operators_watched`."""
 
@@ -78,13 +68,12 @@ class OperatorWatch(TorchDispatchMode):
         super().__init__()
         self._found = found
         self._places: OrderedDict[int, tuple[CodeType, int]] = OrderedDict()
-        self._pending: list[_Pending] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and look at what it returns."""
         if own_work.on:  # of `forward_pass()` within the block, whose statistics have NaN for what there is nothing of
             return func(*args, **(kwargs or {}))
-        was_odd = func._schema.is_mutable and self._changes_odd(args)
+        was_odd = func._schema.is_mutable and any(map(_is_odd, _floating(args[:1])))  # what it is to change
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name in UNWRITTEN or func.is_view or was_odd:
@@ -96,11 +85,6 @@ class OperatorWatch(TorchDispatchMode):
             self._look(name, node, tensor, (args, kwargs))
         return result
 
-    @staticmethod
-    def _changes_odd(args: Any) -> bool:
-        """Return True if a tensor on the CPU that an operator is to change is not finite already."""
-        return any(x.device.type == "cpu" and _is_odd(x) for x in _floating(args[:1]))
-
     def _remember(self) -> None:
         """Remember the user's line by the number of the autograd node that this operator belongs to, the last one made."""
         frame = _user_frame()
@@ -110,39 +94,17 @@ class OperatorWatch(TorchDispatchMode):
                 self._places.popitem(last=False)
 
     def _look(self, name: str, node: Any, tensor: Any, given: Any) -> None:
-        if tensor.device.type == "cpu":
-            if _has_finite_sum(tensor):
-                return
-            nans, infinities = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
-            if name in _CONSTANTS:
-                infinities = 0
-            if (nans or infinities) and not any(_is_odd(x) for x in _inputs(given, tensor)):
-                self._found(self._birth(name, node)._replace(nans=nans, infinities=infinities))
+        if _has_finite_sum(tensor):
             return
-        if len(self._pending) >= MOST_PENDING:
-            self.settle()
-        odd = [~torch.isfinite(x).all() for x in _inputs(given, tensor) if x.device == tensor.device]
-        inputs = torch.stack(odd).any() if odd else torch.zeros((), dtype=torch.bool, device=tensor.device)
-        counts = torch.stack([torch.isnan(tensor).sum(), torch.isinf(tensor).sum(), inputs.long()])
-        self._pending.append(_Pending(self._birth(name, node), counts, name in _CONSTANTS))
-
-    def _birth(self, name: str, node: Any) -> Birth:
-        place = self._places.get(node._sequence_nr()) if node is not None else _user_frame()
-        location = f"{place[0].co_filename}:{place[1]}" if place is not None else ""
-        return Birth(name, node.name() if node is not None else "", 0, 0, location)
-
-    def settle(self) -> None:
-        """Read what devices have counted, and tell it. It waits for them."""
-        pending, self._pending = self._pending, []
-        by_device: dict[Any, list[_Pending]] = {}
-        for one in pending:
-            by_device.setdefault(one.counts.device, []).append(one)
-        for some in by_device.values():
-            rows = torch.stack([one.counts for one in some]).tolist()
-            for one, (nans, infinities, odd) in zip(some, rows, strict=True):
-                infinities = 0 if one.is_constant else infinities  # noqa: PLW2901
-                if (nans or infinities) and not odd:
-                    self._found(one.birth._replace(nans=nans, infinities=infinities))
+        nans, infinities = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
+        if name in _CONSTANTS:
+            infinities = 0
+        args, kwargs = given
+        inputs = (x for x in _floating([*args, *(kwargs or {}).values()]) if x is not tensor)  # but for what it has overwritten
+        if (nans or infinities) and not any(map(_is_odd, inputs)):
+            place = self._places.get(node._sequence_nr()) if node is not None else _user_frame()
+            location = f"{place[0].co_filename}:{place[1]}" if place is not None else ""
+            self._found(Birth(name, node.name() if node is not None else "", nans, infinities, location))
 
 
 def _user_frame() -> tuple[CodeType, int] | None:
@@ -175,14 +137,6 @@ def _floating(result: Any, *, only_first: bool = False) -> Iterator[Any]:
 def _is_readable(x: Any) -> bool:
     is_number = (x.dtype.is_floating_point or x.dtype.is_complex) and x.dtype.itemsize > 1
     return is_number and x.layout is torch.strided and x.device.type != "meta" and type(x).__name__ != "FakeTensor"
-
-
-def _inputs(given: Any, result: Any) -> Iterator[Any]:
-    """Yield the operator's inputs but for those that it has overwritten."""
-    args, kwargs = given
-    for tensor in _floating([*args, *(kwargs or {}).values()]):
-        if tensor is not result:
-            yield tensor
 
 
 def _has_finite_sum(x: Any) -> bool:
@@ -220,7 +174,6 @@ def operators_watched(found: Callable[[Birth], None]) -> Iterator[None]:
         if not _watches.wanted:
             _watches.watch = None
             _leave(watch)
-            watch.settle()
 
 
 def _leave(watch: OperatorWatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from math import hypot, inf, isnan, nan, prod, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -272,12 +272,6 @@ class Numbers:
         self._parts.setdefault(numbers.device, []).append((index, numbers))
         return index
 
-    def add_moments(self, x: Any) -> int | None:
-        """Start to compute the moments of a tensor; return their index, or ``None`` of one without numbers."""
-        with _computing():
-            values, _ = values_of(x)
-            return None if values is None else self.add(_moments(values))
-
     def read(self) -> list[list[float]]:
         """Return the numbers, after one copy for each device."""
         import torch
@@ -322,10 +316,13 @@ class Rows:
         self.numbers = Numbers()
         self._taken: list[tuple[dict[str, Any], int | None]] = []
 
-    def add(self, name: str, x: Any) -> None:
-        """Start to describe a tensor."""
+    def add(self, name: str, x: Any) -> tuple[Any, str]:
+        """Start to describe a tensor; return what :func:`values_of` does."""
         about = {"shape": shape_of(x), "dtype": _name(x.dtype), "device": str(x.device), "numel": elements_of(x)}
-        self._taken.append(({"name": name} | about, self.numbers.add_moments(x)))
+        with _computing():
+            values, kind = values_of(x)
+            self._taken.append(({"name": name} | about, None if values is None else self.numbers.add(_moments(values))))
+        return values, kind
 
     def described(self, read: list[list[float]] | None = None, scale: float = 1.0) -> tuple[TensorRow, ...]:
         """Return a row for each, divided by ``scale``, by what was read of ``numbers``; without it, read them."""
@@ -342,18 +339,12 @@ def total_norm(rows: Iterable[TensorRow]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorStats(Result):
-    """One tensor. Mean, std, min, max, quantiles and histogram are of the finite elements; NaN if there are none."""
+class TensorStats(TensorRow):
+    """One tensor. In ``shape``, ``"*"`` is a dimension whose length varies (nested tensors)."""
 
-    name: str
-    shape: tuple[int | str, ...]
-    """``"*"`` is a dimension whose length varies (nested tensors)"""
-    dtype: str
-    device: str
     layout: str
     size_bytes: int
     """Bytes of its elements, with the indices of a sparse tensor; of a DTensor, the local shard's"""
-    numel: int
     requires_grad: bool
     values: str
     """What the statistics are of: elements, stored elements of a sparse tensor, magnitudes of complex numbers, dequantised
@@ -362,15 +353,6 @@ class TensorStats(Result):
     """Elements that the statistics are of"""
     has_nan: bool
     has_inf: bool
-    nan_count: int
-    inf_count: int
-    zero_count: int
-    mean: float
-    std: float
-    min: float
-    max: float
-    norm: float
-    """L2 norm of all of them: NaN or infinite if one is"""
     quantiles: dict[str, float]
     histogram: tuple[int, ...]
     """Counts in 20 equal bins between ``min`` and ``max``"""
@@ -405,25 +387,22 @@ def analyze_tensor(x: Any, name: str = "tensor") -> TensorStats:
         TypeError: ``x`` is not a tensor.
     """
     require_tensor(x, "analyze_tensor")
-    numbers = Numbers()
-    with _computing():
-        values, kind = values_of(x)
-        counted = 0 if values is None else values.numel()
-        if counted:
-            numbers.add(_moments(values))
-            numbers.add(_distribution(values))
-    read = numbers.read() or [list(NOTHING), [nan] * len(QUANTILES) + [0.0] * (BINS + 1)]
-    moments, shape = Moments(*read[0]), read[1]
+    taken, shape = Rows(), [nan] * len(QUANTILES) + [0.0] * (BINS + 1)
+    values, kind = taken.add(name, x)
+    counted = 0 if values is None else values.numel()
+    if counted:
+        with _computing():
+            taken.numbers.add(_distribution(values))
+    read = taken.numbers.read()
+    (row,), shape = taken.described(read), read[1] if counted else shape
     stats = TensorStats(
-        name=name, shape=shape_of(x), dtype=_name(x.dtype), device=str(x.device), layout=_name(x.layout),
-        size_bytes=bytes_of(x), numel=elements_of(x), requires_grad=bool(x.requires_grad), values=kind, counted=counted,
-        has_nan=moments.nan > 0, has_inf=moments.infinite > 0, **moments.described(),
+        **{field.name: getattr(row, field.name) for field in fields(row)}, layout=_name(x.layout), size_bytes=bytes_of(x),
+        requires_grad=bool(x.requires_grad), values=kind, counted=counted, has_nan=row.nan_count > 0, has_inf=row.inf_count > 0,
         quantiles={f"{place:g}": value for place, value in zip(QUANTILES, shape, strict=False)},
         histogram=tuple(int(count) for count in shape[len(QUANTILES) : -1]), sampled=int(shape[-1]),
     )  # fmt: skip
-    if stats.has_nan or stats.has_inf:
-        counts = " and ".join(f"{n} {what}" for n, what in ((stats.nan_count, "NaN"), (stats.inf_count, "Inf")) if n)
-        found("nonfinite_tensor", f"{name}: {counts} of {counted} {kind}", function="analyze_tensor", name=name)
+    if row.anomaly:
+        found("nonfinite_tensor", row.anomaly, function="analyze_tensor", name=name)
     return stats
 
 
