@@ -27,7 +27,6 @@ from torchobs.support.result import Result, fill
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
-    from types import TracebackType
 
     from torchobs.debug.operator_watch import Birth
 
@@ -232,7 +231,7 @@ def context(
     """
     _check(operation, anomaly, model)
     name = model_name if model_name is not None or model is None else type(model).__name__
-    return _Measurement(DebugInfo(operation, name, epoch, batch, anomaly), model)
+    return _measured(DebugInfo(operation, name, epoch, batch, anomaly), model)
 
 
 def _check(operation: object, anomaly: object, model: Any) -> None:
@@ -244,34 +243,28 @@ def _check(operation: object, anomaly: object, model: Any) -> None:
         require_module(model, "context")
 
 
-class _Measurement:
-    """The context manager of one block after another; frozen results are filled before anybody is told that they are."""
-
-    def __init__(self, template: DebugInfo, model: Any) -> None:
-        self._template, self._model = template, model
-        self._entered: list[tuple[_Open, ExitStack, Reading, float]] = []
-
-    def __enter__(self) -> DebugInfo:
-        parent = _current.get()
-        info = replace(self._template, parent=parent.info.operation if parent is not None else None)
-        opened, undo = _Open(info, parent), ExitStack()
+@contextmanager
+def _measured(template: DebugInfo, model: Any) -> Iterator[DebugInfo]:
+    parent = _current.get()
+    opened = _Open(replace(template, parent=parent.info.operation if parent is not None else None), parent)
+    with ExitStack() as undo:
         undo.callback(_current.set, parent)
-        undo.enter_context(entered(info.anomaly, _note_birth))
+        undo.enter_context(entered(template.anomaly, _note_birth))
         if imported("torch") is not None:
             undo.callback(StepHook(opened.note_step).remove)
         _current.set(opened)
-        self._entered.append((opened, undo, read(), time.perf_counter()))
-        return info
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        opened, undo, before, begun = self._entered.pop()
-        elapsed = time.perf_counter() - begun
-        undo.close()
-        if error is not None:
+        before, begun = read(), time.perf_counter()
+        try:
+            yield opened.info
+        except BaseException as error:
             fill(opened.info, error=type(error).__name__)
             if isinstance(error, RuntimeError) and "returned nan values in its" in str(error):  # torch's anomaly mode
                 opened.note(str(error).splitlines()[0])
-        _finish(opened, elapsed, before, self._model)
+            raise
+        finally:
+            elapsed = time.perf_counter() - begun
+            undo.close()
+            _finish(opened, elapsed, before, model)
 
 
 def _finish(opened: _Open, elapsed: float, before: Reading, model: Any) -> None:

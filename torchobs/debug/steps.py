@@ -283,7 +283,7 @@ def _forward(model: Any, batch: Any, function: str, *, wanted: bool) -> ForwardP
     rows = collector.read()
     in_order = (row for group in ("inputs", "activations", "outputs") for row in rows.get(group, ()))
     anomalies = tuple(row.anomaly for row in in_order if row.anomaly)
-    _tell("nonfinite_tensor", anomalies, function)
+    told(function, (("nonfinite_tensor", text.partition(":")[0], text) for text in anomalies))
     return ForwardPass(
         model=type(model).__name__, time=part.time, inputs=rows.get("inputs", ()), outputs=rows.get("outputs", ()),
         activations=rows.get("activations", ()), memory=part.host, gpu_memory=part.device, anomalies=anomalies, _output=output,
@@ -350,7 +350,7 @@ def optimization_step(optimizer: Any, *, scaler: Any = None) -> OptimizationStep
     norm, update, old = (tensors.total_norm(rows[count * i : count * (i + 1)]) for i in range(3))
     odd = (("parameters", norm), ("update", update))
     anomalies = tuple(f"the norm of the {what} is {value} after the step" for what, value in odd if not isfinite(value))
-    _tell("nonfinite_parameter", anomalies, "optimization_step")
+    told("optimization_step", (("nonfinite_parameter", type(optimizer).__name__, text) for text in anomalies))
     skipped = scaler is not None and scaler.get_scale() < scale
     return OptimizationStep(
         optimizer=type(optimizer).__name__, time=part.time, learning_rates=rates, parameter_norm=norm, update_norm=update,
@@ -452,7 +452,3 @@ def _measured() -> Iterator[_Part]:
     operations.wait_for_devices()
     part.time = time.perf_counter() - begun
     part.host, part.device = operations.use(before, operations.read())
-
-
-def _tell(kind: str, anomalies: tuple[str, ...], function: str) -> None:
-    told(function, ((kind, text.split(":")[0][:80], text) for text in anomalies))
