@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
@@ -95,19 +94,15 @@ def test_equal_workers_are_not_slow() -> None:
     assert found.anomalies == ()
 
 
-@pytest.mark.parametrize("classes", [60, 200])
-def test_many_balanced_classes_are_not_imbalanced_by_chance(classes: int) -> None:
+def test_many_balanced_classes_are_not_imbalanced_by_chance() -> None:
     """Promise: the rarest of many classes is not reported for what random batches do."""
-    labels = torch.arange(classes).repeat(20)
-    ratios, told = list[float](), list[str]()
+    labels, ratios = torch.arange(60).repeat(20), list[float]()
     for seed in range(20):
         torch.manual_seed(seed)
-        loader = DataLoader(TensorDataset(labels, labels), batch_size=classes, shuffle=True)
-        found = debug.dataloader(loader, batches=4)
+        found = debug.dataloader(DataLoader(TensorDataset(labels, labels), batch_size=60, shuffle=True), batches=4)
         ratios.append(found.imbalance or 0)
-        told += found.anomalies
+        assert found.anomalies == ()
     assert max(ratios) >= 10
-    assert told == []
 
 
 def test_bad_batches() -> None:
