@@ -4,8 +4,7 @@
 has 1 GiB, a quarter of it free (a container's default is 64 MiB and shared with NCCL and DataLoader), else the temp
 directory. NFS, Lustre and FUSE are refused: a store into their pages can block for as long as a server is away.
 
-In a world-writable directory another user may have taken our name, or put a symbolic link there: then a number is appended.
-All ranks of a user try the same numbers in the same order, so that they and their exporter choose the same directory.
+In a world-writable directory another user may have taken our name, or put a symbolic link there: that one is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ NETWORK = frozenset(
 )
 """File systems on which a step could block; other FUSE types begin with ``fuse.``."""
 _MEMORY = ("tmpfs", "ramfs")
-_SPARE_NAMES = 8
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
@@ -104,12 +102,10 @@ def open_place(flight_dir: str | None, runtime_dir: str | None) -> FlightDirecto
     """Open the best directory; create it with mode 0700 if missing. Raises :class:`NoPlaceError`."""
     problems = []
     for path in candidates(flight_dir, runtime_dir):
-        given = _is_given(path, flight_dir)
-        for name in (path,) if given else numbered_names(path):
-            try:
-                return _open(name, given=given)
-            except OSError as problem:
-                problems.append(f"{name}: {problem.strerror or problem}")
+        try:
+            return _open(path, given=_is_given(path, flight_dir))
+        except OSError as problem:
+            problems.append(f"{path}: {problem.strerror or problem}")
     msg = f"no directory for the flight file: {'; '.join(problems)}. Set TORCHOBS_DIR to a local directory of your own"
     raise NoPlaceError(msg)
 
@@ -124,9 +120,8 @@ def find_existing(flight_dir: str | None, runtime_dir: str | None) -> str | None
     for path in candidates(flight_dir, runtime_dir):
         if _is_given(path, flight_dir):
             return path if Path(path).is_dir() else None
-        for name in numbered_names(path):
-            if _is_private(name):
-                return name
+        if _is_private(path):
+            return path
     return None
 
 
@@ -166,11 +161,6 @@ def _temporary() -> str:
 
 def _is_given(path: str, flight_dir: str | None) -> bool:
     return bool(flight_dir) or path == KUBERNETES_MOUNT
-
-
-def numbered_names(path: str) -> list[str]:
-    """Return the names to try for a default directory, for another user may have taken the first ones."""
-    return [path, *(f"{path}-{number}" for number in range(1, _SPARE_NAMES))]
 
 
 def _open(path: str, *, given: bool) -> FlightDirectory:
