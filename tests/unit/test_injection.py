@@ -62,10 +62,12 @@ def environment(container: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_it_makes_of_a_jobs_pod_what_the_helper_does(default: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("security", [{}, {"runAsUser": 0}, {"runAsUser": 7}, {"fsGroup": 9}])
+def test_it_makes_of_a_jobs_pod_what_the_helper_does(default: dict[str, Any], tmp_path: Path, security: dict[str, int]) -> None:
     """Sidecar, volumes, mounts, variables, group and grace: the policy and `torchobs.podSpec` are two ways to one pod."""
-    described = pod_spec(tmp_path, {"containers": [{"name": "trainer"}]})
-    given = pod({"name": "trainer"}, terminationGracePeriodSeconds=30)
+    own = {"securityContext": security} if security else {}
+    described = pod_spec(tmp_path, {"containers": [{"name": "trainer"}], **own})
+    given = pod({"name": "trainer"}, terminationGracePeriodSeconds=30, **own)
     given["metadata"]["labels"] |= {"batch.kubernetes.io/job-name": "gpt", "batch.kubernetes.io/controller-uid": "c1"}
     made = admitted(default, given)
     assert made["spec"] == described
@@ -430,31 +432,3 @@ def test_the_helper_changes_the_containers_that_train_and_no_other(tmp_path: Pat
     assert pod["spec"]["containers"][0] == {"name": "a"}
     assert len(pod["spec"]["containers"][1]["volumeMounts"]) == 2
     assert pod["spec"]["imagePullSecrets"] == [{"name": "mine"}, {"name": "ours"}]
-
-
-@pytest.mark.parametrize(
-    ("pod_security", "trainer_security", "fs_group", "sidecar", "pod"),
-    [
-        ({"runAsUser": 0}, {}, 65532, {"runAsUser": 65532}, {"fsGroup": 65532}),
-        ({"runAsUser": 0}, {}, None, {"runAsUser": 65532, "runAsGroup": 0}, {}),
-        ({"runAsUser": 0}, {}, 0, {"runAsUser": 65532, "runAsGroup": 0}, {}),
-        ({"runAsUser": 7}, {}, None, {}, {}),
-        ({}, {"runAsUser": 7}, None, {"runAsUser": 7}, {}),
-        ({}, {}, None, {"runAsGroup": 0}, {}),
-        ({"fsGroup": 9}, {}, None, {}, {"fsGroup": 9}),
-    ],
-)
-def test_the_helper_lets_the_sidecar_start_and_read(
-    tmp_path: Path,
-    pod_security: dict[str, Any],
-    trainer_security: dict[str, Any],
-    fs_group: int | None,
-    sidecar: dict[str, Any],
-    pod: dict[str, Any],
-) -> None:
-    """Never as root; by the pod's group, or where none may be set as the trainer's user, or with root's group."""
-    spec = {"securityContext": pod_security, "containers": [{"name": "a", "securityContext": trainer_security}]}
-    made = pod_spec(tmp_path, spec, injection={"fsGroup": fs_group})
-    own = made["initContainers"][0]["securityContext"]
-    assert {key: own[key] for key in ("runAsUser", "runAsGroup") if key in own} == sidecar
-    assert {key: value for key, value in made.get("securityContext", {}).items() if key == "fsGroup"} == pod
