@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -211,3 +212,13 @@ def test_modes_that_do_the_same_are_seldom_recommended(monkeypatch: pytest.Monke
     found = [tune.benchmark(nn.Identity(), torch.ones(1), rounds=20, **options) for _ in range(60)]
     assert sum(each.recommended == "amp" for each in found) <= 1  # in 480 such calls none was
     assert sum(each["amp"].speedup_factor.high < 1 for each in found) <= 1
+
+
+def test_a_benchmark_is_drawn_and_says_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Promise: the picture is a whole file of the ending asked for, others are an error; a line on stderr if wanted."""
+    result = tune.benchmark(nn.Linear(4, 2), torch.ones(2, 4), modes=("none", "amp"), rounds=6, warmup=0, progress=True)
+    assert capsys.readouterr().err.endswith("\rround 6 of 6 of none, amp\n")
+    assert Path(result.plot(tmp_path / "a.svg")).read_text().rstrip().endswith("</svg>")
+    assert Path(result.plot(str(tmp_path / "a.png"))).read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(ValueError, match=r"'a.gif' ends in none of these: .pdf, .png, .svg"):
+        result.plot("a.gif")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from random import Random
 from statistics import quantiles
 from time import perf_counter
@@ -26,6 +28,7 @@ from torchobs.tune.plan import Plan, optimize
 from torchobs.tune.techniques import FAILURES, first_line
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -97,6 +100,7 @@ class LeftOut(Result):
     reason: str
 
 
+_FORMATS = ("pdf", "png", "svg")
 _GAIN, _LOSS, _NOISE = "#2c8a5f", "#b3231d", "#7d8792"
 
 
@@ -117,6 +121,36 @@ class Benchmark(Result):
         if found is None:
             raise KeyError(f"{mode!r} was not measured; these were: {', '.join(each.mode for each in self.modes)}")
         return found
+
+    def plot(self, path: str | os.PathLike[str]) -> str:
+        """Draw speed-ups with their quartiles into a ``.png``, ``.svg`` or ``.pdf``; return the file's name.
+
+        Raises:
+            ImportError: matplotlib is missing: ``pip install 'torchobs[report]'``.
+            OSError: the file cannot be written.
+            ValueError: another ending.
+        """
+        try:
+            import matplotlib as mpl
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError as missing:
+            raise ImportError(f"{missing.name} is missing: pip install 'torchobs[report]'") from None
+        name, names, factors = Path(path), [each.mode for each in self.modes], [each.speedup_factor for each in self.modes]
+        if (form := name.suffix.removeprefix(".").lower()) not in _FORMATS:
+            raise ValueError(f"{name.name!r} ends in none of these: {', '.join(f'.{each}' for each in _FORMATS)}")
+        with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+            figure = Figure(figsize=(7.2, 1.3 + 0.35 * len(names)), dpi=150, layout="constrained")
+            FigureCanvasAgg(figure)
+            axes = figure.subplots()
+            around = [[each.median - each.low for each in factors], [each.high - each.median for each in factors]]
+            colours = [_NOISE if each.low <= 1 <= each.high else _GAIN if each.low > 1 else _LOSS for each in factors]
+            axes.barh(names, [each.median for each in factors], color=colours, xerr=around, error_kw={"capsize": 3})
+            axes.axvline(1.0, color="black", linewidth=0.8)
+            axes.set_xlabel(f"times as fast as {names[0]} (grey: noise)")
+            axes.invert_yaxis()
+            figure.savefig(name, format=form)
+        return str(name)
 
 
 def recommend(modes: Sequence[ModeResult]) -> tuple[str, str]:
@@ -215,6 +249,7 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
     level: str = "basic",
     rounds: int = 20,
     warmup: int = 3,
+    progress: bool | None = None,
     **options: Any,
 ) -> Benchmark:
     """Time steps of a model in each mode, in rounds of all modes, so that a change of the machine's speed meets all alike.
@@ -234,6 +269,7 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
         level: level of all plans.
         rounds: timed steps of each mode, at least 6.
         warmup: steps of each mode before them.
+        progress: say on stderr how far it is; by default if that is a terminal.
         options: what else :func:`optimize` takes.
 
     Raises:
@@ -255,7 +291,7 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
             step, [optimize(step.model, mode=mode, level=level, **options) for mode in modes]
         )
         differences = [_difference(plan, step.input) for plan in plans]
-        times, peaks = _measure(step, plans, rounds, warmup)
+        times, peaks = _measure(step, plans, rounds, warmup, shows=sys.stderr.isatty() if progress is None else progress)
     results = tuple(
         ModeResult(
             mode=plan.mode,
@@ -341,7 +377,9 @@ def _first_steps(step: _Step, plans: Sequence[Plan]) -> tuple[list[Plan], list[L
     return kept, left_out, first_s
 
 
-def _measure(step: _Step, plans: Sequence[Plan], rounds: int, warmup: int) -> tuple[list[list[float]], list[int | None]]:
+def _measure(
+    step: _Step, plans: Sequence[Plan], rounds: int, warmup: int, *, shows: bool
+) -> tuple[list[list[float]], list[int | None]]:
     """Return times of all rounds, and peak memory, of each plan."""
     peaks = []
     for plan in plans:
@@ -351,11 +389,14 @@ def _measure(step: _Step, plans: Sequence[Plan], rounds: int, warmup: int) -> tu
             step.clear()
             peaks.append(peak_bytes(step, plan.device))
     times: list[list[float]] = [[] for _ in plans]
-    for order in islice(orders(len(plans)), rounds):
+    for done, order in enumerate(islice(orders(len(plans)), rounds), start=1):
         for index in order:
             with plans[index]:
                 step()  # brings caches and the allocator's blocks back, which the other modes have used since
                 times[index].append(_timed(step, plans[index].device))
+        if shows:
+            names, end = ", ".join(plan.mode for plan in plans), "\n" if done == rounds else ""
+            print(f"\rround {done} of {rounds} of {names}", end=end, file=sys.stderr, flush=True)  # noqa: T201  # for a person
     return times, peaks
 
 
