@@ -146,6 +146,16 @@ def test_two_ranks_are_one_with_twice_the_batch(of_two_ranks: Path) -> None:
     torch.testing.assert_close(state["model"]["bias"], model.bias.detach() - 0.1 * gradient(model.bias))
 
 
+def test_two_sharded_ranks_are_one_with_twice_the_batch(of_two_ranks: Path) -> None:
+    """Promise: a model that FSDP has sharded is clipped by the norm of all shards, and saves no checkpoint."""
+    torch.manual_seed(3)
+    batches = Listed([(torch.randn(4, 16), torch.randn(4, 4)) for _ in range(5)])
+    alone = tune.pipeline(blocks(depth=2, dropout=0.0), lr=1e-2, accumulate=2, max_grad_norm=0.05, amp=False)
+    alone.fit(batches, 2, loss_fn)
+    sharded = torch.load(of_two_ranks / "fsdp.pt", weights_only=True)
+    torch.testing.assert_close(sharded, dict(alone.model.state_dict()), rtol=1e-4, atol=1e-5)
+
+
 def gradient(weight: Tensor) -> Tensor:
     """The parameter's gradient, which is there."""
     assert weight.grad is not None

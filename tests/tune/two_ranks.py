@@ -1,11 +1,13 @@
-"""Two ranks train on halves of each batch by tune.pipeline, in DDP; rank 0 writes. Started by torchrun."""
+"""Two ranks train on halves of each batch by tune.pipeline, in DDP and sharded; rank 0 writes. Started by torchrun."""
 
 import sys
 from pathlib import Path
 
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 
+from tests.tune.models import blocks
 from torchobs import tune
 
 folder = Path(sys.argv[1])
@@ -31,5 +33,28 @@ def ddp() -> None:
     run.save(folder / "ddp.pt")
 
 
+def sharded_by_halves() -> None:
+    """Five batches of which each rank has a half, two epochs, as the test does with whole ones in one process."""
+    model = blocks(depth=2, dropout=0.0)
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    run = tune.pipeline(model, lr=1e-2, accumulate=2, max_grad_norm=0.05, amp=False)
+    torch.manual_seed(3)
+    batches = [(torch.randn(4, 16), torch.randn(4, 4)) for _ in range(5)]
+    rank = distributed.get_rank()
+    halves = [(x[2 * rank : 2 * rank + 2], y[2 * rank : 2 * rank + 2]) for x, y in batches]
+    try:
+        run.fit(halves, 2, loss_fn, checkpoint=folder / "fsdp.pt")
+    except RuntimeError as error:
+        assert "torch.distributed.checkpoint" in str(error)  # noqa: PT017  # no test, but a rank of one
+    assert run.step == 0
+    run.fit(halves, 2, loss_fn)
+    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    if not rank:
+        torch.save(whole, folder / "fsdp.pt")
+
+
 ddp()
+sharded_by_halves()
 distributed.destroy_process_group()

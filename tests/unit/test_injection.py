@@ -64,8 +64,8 @@ def environment(container: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("security", [{}, {"runAsUser": 0}, {"runAsUser": 7}, {"fsGroup": 9}])
 def test_it_makes_of_a_jobs_pod_what_the_helper_does(default: dict[str, Any], tmp_path: Path, security: dict[str, int]) -> None:
+    """Sidecar, volumes, mounts, variables, group and grace: the policy and `torchobs.podSpec` are two ways to one pod."""
     own: dict[str, Any] = {"securityContext": security} if security else {}
-    own = {"securityContext": security} if security else {}
     described = pod_spec(tmp_path, {"containers": [{"name": "trainer"}], **own})
     given = pod({"name": "trainer"}, terminationGracePeriodSeconds=30, **own)
     given["metadata"]["labels"] |= {"batch.kubernetes.io/job-name": "gpt", "batch.kubernetes.io/controller-uid": "c1"}
