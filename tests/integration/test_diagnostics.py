@@ -431,8 +431,8 @@ def worker(run: Recording) -> Iterator[int]:
     data, context = Waiting(), run.session.context
     assert context is not None
     batches = iter(DataLoader(data, num_workers=2, multiprocessing_context="fork"))
-    wait_until(lambda: [worker for find in context.loader_workers for worker in find()])
-    first, second = (worker for find in context.loader_workers for worker in find())
+    wait_until(lambda: any(context.hooks.loader_workers.ask()))
+    first, second = (worker for workers in context.hooks.loader_workers.ask() for worker in workers)
     assert (first.number, first.awaited, second.awaited) == (0, True, False)
     assert all(data.begun.acquire(timeout=60) for _ in range(2))
     wait_until(lambda: all(psutil.Process(one.pid).status() == psutil.STATUS_SLEEPING for one in (first, second)))

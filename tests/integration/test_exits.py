@@ -29,6 +29,7 @@ from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader import reader
 from torchobs.probes.lifecycle.exits import Ending, describe, root_cause
 from torchobs.ranks.scanner import Scanner
+from torchobs.support.error_guard import CircuitBreaker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -330,6 +331,7 @@ def test_a_notebook_goes_on_after_a_cell_that_failed(tmp_path: Path, flight_dir:
 
 WATCHED = """
 from IPython.core.interactiveshell import InteractiveShell
+from torchobs.support.error_guard import CircuitBreaker
 from torchobs.taps.patch import RESTORED, active
 InteractiveShell.instance().run_cell("import torchobs; torchobs.init()")
 assert RESTORED not in [patch.check() for patch in active()]
@@ -375,11 +377,10 @@ def test_an_exception_that_the_sampler_finds_while_it_is_recorded_is_one(
                 sampler.start()
                 sampler.join()
 
-        context.explain_error.append(explain)
+        context.hooks.explain_error.register(CircuitBreaker("once"), explain)
         monkeypatch.setattr(sys, "last_value", error, raising=False)
         exits.record_exception(error)
         exits.sample()
-        context.explain_error.remove(explain)
         assert len(recorded.frames("torchobs.exception")) == 1
 
 

@@ -66,7 +66,7 @@ def write_stacks(
     if place is None:
         return
     evidence = named(writer.name, STACKS, number)
-    workers = [worker for find in context.loader_workers for worker in find()][:_MAX_WORKERS]
+    workers = [worker for workers in context.hooks.loader_workers.ask() for worker in workers][:_MAX_WORKERS]
     states = [f"{worker.name}: {state_of(worker.pid)}" for worker in workers]
     refused = _write(context, place, evidence, states)
     if refused is None:
@@ -156,8 +156,8 @@ class StallWatch:
         if quiet_s >= self._limit_s():
             self._written_ns = now_ns
             more: dict[str, object] = {"phase": LIVE_PHASES[phase], "quiet_s": round(quiet_s, 3)}
-            for read in self._context.recent_collectives:
-                more |= read() or {}
+            for collectives in self._context.hooks.recent_collectives.ask():
+                more |= collectives
             write_stacks(self._context, time.time_ns() // 1_000_000, "stalled", more)
 
     def _limit_s(self) -> float:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torchobs.flight.writer.writer import FlightWriter
     from torchobs.probes.core.step_recorder import StepRecorder
     from torchobs.probes.core.user_scalars import Scalars
-    from torchobs.probes.data.worker_states import LoaderWorker
     from torchobs.tensors.device_reads import DeviceValues
 
 P = ParamSpec("P")
@@ -97,13 +96,6 @@ class ProbeContext:
     thread. None, or the gradient probe's"""
     modules: list[Callable[[], list[Any]]] = field(default_factory=list)
     """Functions that return the outermost modules known, for the sampler thread. None, or the gradient probe's"""
-    recent_collectives: list[Callable[[], dict[str, list[str]] | None]] = field(default_factory=list)
-    """Functions that return the last collectives of a rank that stands still, as an event's attribute; for the sampler thread.
-    None, or the collectives probe's"""
-    loader_workers: list[Callable[[], list[LoaderWorker]]] = field(default_factory=list)
-    """Functions that return the worker processes of the loaders in use, for the sampler thread. None, or the loader probe's"""
-    explain_error: list[Callable[[BaseException], dict[str, Any] | None]] = field(default_factory=list)
-    """Functions that return more attributes for the event of an exception. None, or the distributed probe's"""
     watched: list[ref[Any]] = field(default_factory=list)
     """Models given to ``torchobs.watch``"""
     breakers: dict[str, CircuitBreaker] = field(default_factory=dict)
@@ -166,6 +158,11 @@ class HookList(Generic[P]):
 
     def _update(self) -> None:
         self.listeners[:] = [listener for _, listener in self._by_probe]
+
+    def ask(self, *args: P.args, **kwargs: P.kwargs) -> list[Any]:
+        """Return what the listeners return, but ``None``; in any thread."""
+        answers = [listener(*args, **kwargs) for listener in list(self.listeners)]
+        return [answer for answer in answers if answer is not None]
 
     def notify(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Call the listeners in the training thread; each one's time counts as its probe's overhead."""
@@ -231,19 +228,22 @@ class DebugLevel(HookList[[int]]):
 
 
 class Hooks:
-    """All hook lists of a session; beside each: who calls it, when, and with what. All but ``level`` in the training thread."""
+    """All hook lists of a session; beside each: who calls it, when, and with what, mostly in the training thread."""
 
     __slots__ = (
         "after_closure_backward",
         "before_step",
         "ends",
         "ends_by_error",
+        "explain_error",
         "iterated",
         "level",
+        "loader_workers",
         "loss_scaled",
         "nonfinite_arrived",
         "nonfinite_gradient",
         "nonfinite_loss",
+        "recent_collectives",
         "steps_within",
         "takes_loss",
         "unscales",
@@ -267,6 +267,12 @@ class Hooks:
         """Loss probe: a loss that is not finite has arrived from a device; when the next backward begins"""
         self.ends_by_error: HookList[[BaseException | None]] = HookList(spent_ns)
         """Exit probe: this exception is about to end the program, or ``sys.exit(n)`` does (``None``)"""
+        self.explain_error: HookList[[BaseException]] = HookList(spent_ns)
+        """Exit probe, in any thread: asks for more attributes of the event of this exception"""
+        self.recent_collectives: HookList[[]] = HookList(spent_ns)
+        """Sampler thread: asks for the last collectives of a rank that stands still, as attributes of an event"""
+        self.loader_workers: HookList[[]] = HookList(spent_ns)
+        """Sampler thread: asks for the worker processes of the loaders in use (lists of ``LoaderWorker``)"""
         self.ends: HookList[[]] = HookList(spent_ns)
         """Session: it is about to end, with whatever is there still"""
         self.steps_within: HookList[[int, Any]] = HookList(spent_ns)

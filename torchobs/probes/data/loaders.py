@@ -226,7 +226,7 @@ class LoaderProbe:
             context.count(metric, 0)
         self._infers = context.settings.infer_throughput
         self._batches, self._replica_batches = BatchWatch(self._breaker, self._look), ReplicaBatches(context, self._replicas)
-        context.loader_workers.append(self._workers)
+        context.hooks.loader_workers.register(self._breaker, self._workers)
         self._watch(DataLoader)
         # it overrides __iter__ without calling DataLoader's
         self._import = after_import(STATEFUL, lambda: self._watch(sys.modules[STATEFUL].StatefulDataLoader))
@@ -234,8 +234,6 @@ class LoaderProbe:
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         cancel(self._import)
-        if self._workers in self._context.loader_workers:
-            self._context.loader_workers.remove(self._workers)
         for patch in self._patches:
             patch.undo()
         if self._batches is not None:

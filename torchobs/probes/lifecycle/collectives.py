@@ -250,17 +250,12 @@ class CollectivesProbe:
         self._dumps = {name: dump for name in _RECORDERS if (dump := getattr(bindings, name, None)) is not None}
         self._take = context.breaker(self.name).guard(self._read_in_training)
         self._pickled = {name: dump for name in _PICKLED if (dump := getattr(bindings, name, None)) is not None}
-        self._explain = context.breaker(self.name).guard(self._explain_timeout)
-        self._recent = context.breaker(self.name).guard(self.recent)
-        context.explain_error.append(self._explain)
-        context.recent_collectives.append(self._recent)
+        context.hooks.explain_error.register(context.breaker(self.name), self._explain_timeout)
+        context.hooks.recent_collectives.register(context.breaker(self.name), self.recent)
         self._installed = True
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        if self._installed:
-            self._context.explain_error.remove(self._explain)
-            self._context.recent_collectives.remove(self._recent)
         self._installed = False
 
     def sample(self) -> None:

@@ -323,8 +323,7 @@ class DistributedProbe:
             return
         self._ddp = DistributedDataParallel
         self._read = context.breaker(self.name).guard(self._read_ddp)
-        self._explain = context.breaker(self.name).guard(self._unused.describe)
-        context.explain_error.append(self._explain)
+        context.hooks.explain_error.register(context.breaker(self.name), self._unused.describe)
         watched = partial(self._watched, context.breaker(self.name).guard(self._note_new))
         self._patch = Patch(DistributedDataParallel, "__init__", watched, probe=self.name, nests=True)
 
@@ -334,7 +333,6 @@ class DistributedProbe:
         if patch is None:
             return
         patch.undo()
-        self._context.explain_error.remove(self._explain)
         if not self._context.training.backwards:
             self._read_group()
             self._read()

@@ -402,8 +402,8 @@ class ExitProbe:
     def _record(self, context: ProbeContext, error: BaseException, *, fatal: bool, thread: str) -> None:
         if id(error) != self._recorded:
             described = describe(error, messages=context.settings.run_details)
-            for explain in context.explain_error:
-                described |= explain(error) or {}
+            for more in context.hooks.explain_error.ask(error):
+                described |= more
             attributes = described | ({"thread": thread} if thread else {}) | _signal(_cause(error))
             context.writer.event(catalog.EVENT_EXCEPTION.name, attributes, context.recorder.ended)
             self._recorded = id(error)  # only now: a signal's handler that raises may have interrupted it
