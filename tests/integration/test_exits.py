@@ -331,7 +331,6 @@ def test_a_notebook_goes_on_after_a_cell_that_failed(tmp_path: Path, flight_dir:
 
 WATCHED = """
 from IPython.core.interactiveshell import InteractiveShell
-from torchobs.support.error_guard import CircuitBreaker
 from torchobs.taps.patch import RESTORED, active
 InteractiveShell.instance().run_cell("import torchobs; torchobs.init()")
 assert RESTORED not in [patch.check() for patch in active()]
