@@ -3,7 +3,6 @@
 import re
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.exporters import EXPORTER, Program, start_program
+from tests.exporters import Program, start_program
 from tests.prometheus_server import PrometheusServer
 from tests.rank_files import live_rank, train
 from tests.support import clean_environment, wait_until
@@ -134,19 +133,6 @@ def test_a_real_prometheus_gets_the_final_value_before_a_sidecar_leaves(
     assert "waiting for the final state" in sidecar.log
 
 
-def test_a_misspelt_variable_is_told_and_opens_no_door(exporter: Callable[..., Program]) -> None:
-    """One by which somebody meant a password serves nothing but health, as a misspelt option does; others are served past."""
-    pod = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
-    program = exporter(TORCHOBS_EXPORTER_GARCE="5m", **pod)
-    assert program.value("torchobs_exporter_config_ok") == 0
-    assert "TORCHOBS_EXPORTER_GARCE is an unknown option, did you mean TORCHOBS_EXPORTER_GRACE?" in program.log
-    for name in ("WEB_CONFIG", "WEB_CONFIG_FIEL", "CONFIG_FILE"):
-        program = exporter(**{f"TORCHOBS_EXPORTER_{name}": "/etc/web.yml"}, **pod)
-        assert program.get("/metrics").status == 503
-        assert f"TORCHOBS_EXPORTER_{name} is an unknown option, did you mean TORCHOBS_EXPORTER_WEB_CONFIG_FILE?" in program.log
-        assert "web.yml" not in program.log
-
-
 def test_nobody_scraped_nobody_is_waited_for(exporter: Callable[..., Program]) -> None:
     """A pod without a Prometheus ends at once, though a person had a look."""
     program = exporter()
@@ -205,19 +191,6 @@ def test_a_person_does_not_wait_for_scrapers(
     assert not targets.exists()
 
 
-def test_under_nohup_a_closed_terminal_is_nothing_to_it(
-    start: Start, tmp_path: Path, flight_dir: Path, free_port: Callable[[], int]
-) -> None:
-    """It goes on ignoring the signal, as it was told."""
-    program = start_program(partial(start, "nohup"), tmp_path / "log", free_port(), "--flight-dir", str(flight_dir))
-    status = Path(f"/proc/{program.process.pid}/status").read_text()
-    ignored = re.search(r"^SigIgn:\s+([0-9a-f]+)$", status, re.MULTILINE)
-    assert ignored
-    assert int(ignored[1], 16) & 1 << signal.SIGHUP - 1
-    program.process.send_signal(signal.SIGHUP)
-    assert program.get().status == 200
-
-
 def test_a_sidecar_starts_whatever_is_wrong_with_its_configuration(
     start: Start, tmp_path: Path, free_port: Callable[[], int]
 ) -> None:
@@ -230,30 +203,6 @@ def test_a_sidecar_starts_whatever_is_wrong_with_its_configuration(
     for problem in named:
         assert problem in program.log
     assert "none is not there yet" in program.page("/")
-
-
-def test_a_sidecar_without_its_port_waits_for_it(start: Start, tmp_path: Path, flight_dir: Path) -> None:
-    """Kubelet would restart one that exits, and start no training meanwhile."""
-    with socket.create_server(("127.0.0.1", 0)) as blocker:
-        port = blocker.getsockname()[1]
-        log = tmp_path / "log"
-        with log.open("w") as error:
-            arguments = ["--flight-dir", str(flight_dir), "--web.listen-address", f"127.0.0.1:{port}"]
-            process = start(*EXPORTER, *arguments, stderr=error, env=clean_environment())
-        wait_until(lambda: "cannot listen" in log.read_text(), timeout_s=20)
-    wait_until(Program(process, f"127.0.0.1:{port}", log).is_ready, timeout_s=20)
-
-
-def test_the_log_names_every_address(start: Start, tmp_path: Path, flight_dir: Path, free_port: Callable[[], int]) -> None:
-    """Those that are listened on, and those that cannot be."""
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        taken = [f"127.0.0.1:{blocker.getsockname()[1]}" for blocker in (one, other)]
-        unix = f"unix:{tmp_path / 'a.sock'}"
-        arguments = [word for address in (*taken, unix) for word in ("--web.listen-address", address)]
-        program = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir), *arguments)
-        said = [f"cannot listen on {address}" for address in taken]
-        said += [f"listening on {address}" for address in (program.address, unix)]
-        wait_until(lambda: all(line in program.log for line in said))
 
 
 def test_the_log_has_few_lines_of_one_kind_a_minute(exporter: Callable[..., Program], flight_dir: Path) -> None:
@@ -295,16 +244,6 @@ def test_the_exporter_is_small_and_quiet(exporter: Callable[..., Program], fligh
     assert "libtorch" not in "".join(path.path for path in process.memory_maps())
     for writer in writers:
         writer.close()
-
-
-def _p99_s(program: Program) -> float:
-    """The 99th percentile of 100 scrapes."""
-    times_s = []
-    for _ in range(100):
-        began = time.perf_counter()
-        assert program.get().status == 200
-        times_s.append(time.perf_counter() - began)
-    return statistics.quantiles(times_s, n=100)[98]
 
 
 def _cpu_s(pid: int) -> float:

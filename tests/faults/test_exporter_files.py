@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import shutil
@@ -19,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.exporters import Client, Service
 from tests.rank_files import BOOT, BORN_WALL_NS, Clock, File, live_rank, train
-from tests.scanners import scanner_of, states
+from tests.scanners import scanner_of
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.exporter import daemon, text_format
@@ -28,8 +27,6 @@ from torchobs.exporter.exporter_metrics import ScrapeInput
 from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.otlp.source import Metrics
 from torchobs.exporter.text_format import Style
-from torchobs.flight.files import lock
-from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,31 +92,6 @@ class _Refusing:
 
     def __call__(self, *_: object, **__: object) -> int:
         raise OSError(self._number, os.strerror(self._number))
-
-
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.EIO])
-def test_what_cannot_be_asked_for_at_present_makes_nobody_dead(
-    scanner: Scanner, flight_dir: Path, file: File, clock: Clock, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    """Names, files and locks that cannot be opened: who was alive stays so by its heartbeat, and unresponsive without one."""
-    assert states(scanner.scan()) == {"0": "alive"}
-    with monkeypatch.context() as failing:
-        for module, name in ((reader, "list_names"), (lock, "_probe"), (lock, "held_here")):
-            failing.setattr(module, name, _Refusing(number))
-        (flight_dir / "new").touch()
-        clock.seconds = 0.5
-        file.step(2, 0.4)
-        file.beat(0.5)
-        file.save()
-        snapshot = scanner.scan()
-        assert states(snapshot) == {"0": "alive"}
-        assert snapshot.problems == (f"{os.strerror(number)}: {flight_dir}",)
-        assert snapshot.ranks[0].view.last_step_ns is not None
-        clock.seconds = 5.0
-        assert states(scanner.scan()) == {"0": "unresponsive"}
-    file.release()
-    clock.seconds = 6.0
-    assert states(scanner.scan()) == {"0": "lost"}
 
 
 CHURN_S = 3.0

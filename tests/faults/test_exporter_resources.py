@@ -144,15 +144,6 @@ def test_the_limit_follows_from_the_memory() -> None:
     assert series_limit(ExporterConfig(memory_limit=1 << 50)) == MOST_SERIES
 
 
-def test_a_container_s_own_limit_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless another one is given; where there is none there is the limit of any page."""
-    monkeypatch.setattr(snapshot, "cgroup_limit", lambda: 128 << 20)
-    assert series_limit(ExporterConfig()) == (80 << 20) // snapshot.SERIES_BYTES
-    assert series_limit(ExporterConfig(memory_limit=1 << 30)) == ((1 << 30) - RESERVED_BYTES) // snapshot.SERIES_BYTES
-    monkeypatch.setattr(snapshot, "cgroup_limit", lambda: None)
-    assert series_limit(ExporterConfig()) == MOST_SERIES
-
-
 class Stopped:
     """Ends the service before it serves."""
 

@@ -10,10 +10,8 @@ import stat
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 import httpx
 import pytest
@@ -29,7 +27,6 @@ from torchobs.config.settings import PROBES
 from torchobs.exporter import api_schema, commands, daemon
 from torchobs.exporter.access import SOCKET_NAME, AccessChannel, Token, refusal
 from torchobs.exporter.api import Api
-from torchobs.exporter.api_schema import Dated, Position
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.flight.files import artifacts, control
@@ -129,23 +126,6 @@ def test_what_a_rank_does(writer: FlightWriter, web: Caller) -> None:
     assert web.get("/status")["ranks"]["alive"] == 1
 
 
-def test_the_learning_rate_is_that_of_the_first_group(begin: Callable[..., FlightWriter], web: Caller) -> None:
-    """Each parameter group has a series of its own; where there is no group 0, the first that there is counts."""
-    writer = begin()
-    seen(web, 1)
-
-    def is_told(rate: float | None) -> bool:
-        return bool(web.get("/ranks")["ranks"][0]["learning_rate"] == rate)
-
-    assert is_told(None)
-    for group, rate in (("1", 0.1), ("0", 0.5)):
-        cell = writer.table.cell(catalog.LEARNING_RATE, {"group": group})
-        assert cell
-        cell.set(rate)
-        writer.publish()
-        wait_until(partial(is_told, rate))
-
-
 def test_steps_have_what_came_late(writer: FlightWriter, web: Caller) -> None:
     """The last ones, oldest first; a value that a device delivered afterwards stands in its own step."""
     writer.append(
@@ -169,13 +149,6 @@ def test_events_are_paged_and_filtered(writer: FlightWriter, web: Caller) -> Non
     assert second["next"] is None
     assert [one["name"] for one in web.get("/events?kind=torchobs.anomaly&rank=0")["events"]] == ["torchobs.anomaly"]
     assert web.get("/events?kind=torchobs.exception")["events"] == []
-
-
-@pytest.mark.parametrize("name", ["epoch-2", "top1", "Prüfung 評価", "<script>", "x" * 256])
-def test_an_application_s_own_events_are_found_by_name(writer: FlightWriter, web: Caller, name: str) -> None:
-    """Whatever text it chose."""
-    writer.event(name, {}, 3)
-    assert [one["name"] for one in web.get(f"/events?kind={quote(name)}")["events"]] == [name]
 
 
 def test_the_training_summary_counts_as_the_metrics_do(begin: Callable[..., FlightWriter], web: Caller) -> None:
@@ -347,15 +320,6 @@ def test_bad_requests(
     assert len(problem["detail"]) > 10
 
 
-@pytest.mark.parametrize(("text", "status"), [("-1", 400), ("99999999999", 400), ("", 400), ("0", 400), ("0000000000005", 200)])
-def test_how_long_a_list_may_be_is_said(writer: FlightWriter, local: Caller, text: str, status: int) -> None:
-    """Every value in a query is text, so that its type is no answer."""
-    assert writer.name
-    reply = local.ask("GET", f"/events?limit={text}")
-    assert reply.status == status
-    assert status == 200 or reply.json["detail"].endswith("limit is a whole number from 1 to 1000.")
-
-
 def test_two_runs_have_a_rank_0_each(begin: Callable[..., FlightWriter], local: Caller) -> None:
     """Then it takes the incarnation to name one."""
     writers = [begin(run_id=run_id) for run_id in ("a", "b")]
@@ -493,15 +457,6 @@ def test_on_another_address_it_takes_authentication(flight_dir: Path, tmp_path: 
     config = ExporterConfig(flight_dir=str(flight_dir), api_token_file=str(tmp_path / "token"))
     assert asyncio.run(ask(config)).status_code == 401
     assert asyncio.run(ask(config, Authorization=f"Bearer {TOKEN}")).json()["token"] is True
-
-
-def test_a_control_directory_that_cannot_be_written_is_a_problem(flight_dir: Path, writer: FlightWriter, local: Caller) -> None:
-    """Which says which option."""
-    assert writer.name
-    (flight_dir / "control").write_text("a file")
-    reply = local.post("/debug/level/basic")
-    assert reply.status == 503
-    assert "--control.dir" in reply.json["detail"]
 
 
 def test_the_description_is_served(web: Caller, checkout: Path) -> None:
@@ -736,15 +691,3 @@ def test_every_reason_has_its_remedy(reason: str) -> None:
 def test_whatever_a_rank_says_is_an_answer(said: dict[str, Any], answer: str) -> None:
     """Of one short line: the event is from a file that anybody may have written."""
     assert commands.failure_problem("0", said).detail == answer
-
-
-def test_only_the_evidence_in_question_is_found() -> None:
-    """Not another's failure, and not an event of the application that has the same attribute."""
-    events = [
-        Dated(Position(at, "ab", at), {"name": name, "attributes": {"evidence": evidence, "at": at}})
-        for at, (name, evidence) in enumerate(
-            [("mine", "1" * 16), ("torchobs.stacks", "1" * 16), ("torchobs.stacks_failed", "2" * 16)]
-        )
-    ]
-    assert commands.failure(events, "1" * 16) is None
-    assert commands.failure(events, "2" * 16) == {"evidence": "2" * 16, "at": 2}

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from PIL import Image
 
-from tests import draw_dashboards, support
+from tests import support
 from tests.dashboards import shipped, targets, variables
 from tests.prometheus_server import PrometheusServer, Series
 from tests.promql import filled
@@ -117,14 +115,3 @@ def test_one_run_id_in_two_clusters_is_two_runs(program: Callable[[str], str]) -
         assert mixed == []
         up = Panels(server, ended_s).ask(Run(), "torchobs-run", "Ranks up")
         assert {one.labels["cluster"]: one.value for one in up} == ranks
-
-
-def test_a_picture_is_drawn(tmp_path: Path, program: Callable[[str], str]) -> None:
-    """Of the dashboard that is named, as wide as the others."""
-    program("prometheus")
-    draw_dashboards.main(["torchobs-alerts", "--out", str(tmp_path)])
-    (path,) = tmp_path.iterdir()
-    assert path.name == "alerts.png"
-    with Image.open(path) as picture:
-        assert picture.width == 1244
-        assert len(picture.convert("RGB").getcolors(1 << 20) or ()) > 20

@@ -2,10 +2,8 @@
 
 import gc
 import os
-import pty
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +20,6 @@ from torchobs.config.options import Address
 from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig, Mode
 from torchobs.exporter.daemon import serve
-from torchobs.exporter.http import bind
 from torchobs.flight.files import location
 from torchobs.node.lifetime import ServiceStatus
 
@@ -77,20 +74,6 @@ def test_it_hears_signals_while_it_serves(start: Start, tmp_path: Path, flight_d
     """What was kept back is not kept back any more."""
     program = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir))
     assert not keeps_back(signal.SIGTERM, program.process.pid)
-
-
-def test_a_terminal_in_a_pod_is_nobody_to_tell(start: Start, flight_dir: Path, free_port: Callable[[], int]) -> None:
-    """A container with `tty: true`: the mistake is a problem that is served, and not the end."""
-    port = free_port()
-    ours, theirs = pty.openpty()
-    arguments = ("--web.listen-address", f"127.0.0.1:{port}", "--grace", "soon", "--no")
-    environ = {**clean_environment(), "KUBERNETES_SERVICE_HOST": "10.96.0.1", "TORCHOBS_EXPORTER_FLIGHT_DIR": str(flight_dir)}
-    process = start(*EXPORTER, *arguments, stderr=theirs, env=environ)
-    client = Client(f"127.0.0.1:{port}")
-    wait_until(lambda: process.poll() is not None or _answers(client), timeout_s=60)
-    assert client.value("torchobs_exporter_config_ok") == 0
-    os.close(theirs)
-    os.close(ours)
 
 
 def _answers(client: Client) -> bool:
@@ -168,21 +151,6 @@ def test_no_place_for_temporary_files_is_no_reason_to_fail(monkeypatch: pytest.M
     assert location.candidates(None, None)[-1] == f"/tmp/torchobs-{os.getuid()}"
 
 
-def test_a_host_that_is_no_name_is_as_any_that_cannot_be_listened_on() -> None:
-    """Python refuses a label of 64 characters by an error that is none of the operating system's."""
-    with pytest.raises(OSError, match="no host name"):
-        bind(Address("x" * 64, 0))
-
-
-def test_the_port_is_free_again_when_it_has_left(flight_dir: Path) -> None:
-    """Kubelet restarts one that a person has ended, on the same port."""
-    announced: list[str] = []
-    config = ExporterConfig(flight_dir=str(flight_dir), listen=(Address("127.0.0.1", 0),))
-    assert serve(config, announce=lambda address, _: announced.append(address), finished=lambda _: True) == 0
-    with socket.create_server(("127.0.0.1", int(announced[0].rpartition(":")[2]))):
-        pass
-
-
 class Loop:
     """Garbage that only a collection finds."""
 
@@ -225,23 +193,3 @@ def test_what_has_survived_is_not_looked_at_again_for_an_hour(clock: Clock) -> N
         gc.collect()
         assert forgotten() is None
         assert gc.get_freeze_count() > 0
-
-
-def test_younger_collections_are_what_they_are(clock: Clock) -> None:
-    """They take what is young, and keep nothing."""
-    with frozen_gc(clock):
-        young = Loop()
-        gone = weakref.ref(young)
-        del young
-        gc.collect(1)
-        assert gone() is None
-        assert gc.get_freeze_count() == 0
-
-
-def test_in_the_end_everything_is_as_it_was(clock: Clock) -> None:
-    """Nothing is called any more, and nothing is kept; the youngest are looked at as often as before."""
-    before = list(gc.callbacks), gc.get_threshold()
-    with frozen_gc(clock):
-        assert gc.get_threshold() == (daemon.YOUNG, *before[1][1:])
-        gc.collect()
-    assert (list(gc.callbacks), gc.get_threshold()) == before

@@ -72,27 +72,6 @@ def test_scrapes_that_come_together_share_a_scan(scanner: Scanner) -> None:
     assert scanner.scans == 2
 
 
-def test_a_scan_in_which_the_process_was_stopped_is_not_what_was_asked_for_after_it(scanner: Scanner) -> None:
-    """What it had read by then was from before: there is another one."""
-    scanner.clock = clock = Clock()
-
-    async def ask() -> int:
-        watch = SnapshotCache(scanner, clock)
-        scanner.answers.clear()
-        before = asyncio.ensure_future(watch.fresh(deadline_s=30.0))
-        await asyncio.to_thread(wait_until, lambda: scanner.scans)
-        clock.seconds += 2.5
-        after = asyncio.ensure_future(watch.fresh(deadline_s=30.0))
-        await asyncio.sleep(0)  # it waits as well
-        scanner.answers.set()
-        assert (await before).number == 1
-        number = (await after).number
-        watch.close()
-        return number
-
-    assert asyncio.run(ask()) == 2
-
-
 def test_a_directory_that_does_not_answer_costs_a_scrape_its_deadline(scanner: Scanner) -> None:
     """It gets the last snapshot then; every one that gave up is counted; no second scan is started beside the first."""
 
@@ -157,13 +136,3 @@ def test_the_final_snapshot_is_taken_after_it_was_asked_for(scanner: Scanner) ->
         return number
 
     assert asyncio.run(ask()) == 2
-
-
-def test_closing_lets_go_of_the_files(scanner: Scanner) -> None:
-    """In the thread that uses them."""
-
-    async def close() -> None:
-        SnapshotCache(scanner).close()
-
-    asyncio.run(close())
-    wait_until(scanner.closed.is_set)

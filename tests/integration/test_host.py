@@ -7,26 +7,24 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics_parser
 
 from tests.exporters import Service
-from tests.otlp import Receiver, Request, Seen, points, to
+from tests.otlp import Request, Seen, points
 from tests.rank_files import Clock, File
 from tests.scanners import scanner_of
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.catalog import HOST_COLLECTORS, Kind, Metric
-from torchobs.cli.exporter import parser
 from torchobs.exporter import daemon
 from torchobs.exporter import host as host_module
-from torchobs.exporter.config import ExporterConfig, PushConfig, parse
+from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import HostFacts, Sample, ScrapeInput
 from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.host import HostMetrics
@@ -167,29 +165,12 @@ def test_processors_are_told_by_mode_and_threads_by_state(tree: Path) -> None:
     assert found.facts.booted_ns == 1_795_200_000 * 10**9
 
 
-def test_what_a_kernel_does_not_count_is_absent(tree: Path) -> None:
-    """No OOM kills before Linux 4.13, and no such file in some sandboxes: absent, not zero, and nothing fails."""
-    (tree / "proc/vmstat").write_text("pswpin 1\npswpout 2\n")
-    (tree / "proc/stat").write_text("cpu  100 20 30 4000 50 6 7 8 90 10\nbtime 1\n")
-    found = of_tree(tree)
-    assert found.values(catalog.HOST_OOM_KILLS) == found.values(catalog.HOST_THREADS) == {}
-    assert found.failed == {}
-
-
 def test_in_a_pod_the_pod_s_interface_is_shown(tree: Path) -> None:
     """It has no physical one; of a mounted tree, the first process's interfaces are the machine's."""
     _network(tree / "proc/1/net/dev", "lo", "eth0")
     found = of_tree(tree)
     assert {interface for interface, _ in found.values(catalog.SYSTEM_NETWORK_IO)} == {"eth0"}
     assert psutil.PROCFS_PATH == "/proc", "psutil's own variable holds for the whole process"
-
-
-def test_a_machine_of_a_thousand_devices_fills_no_page(tree: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The first 64, and the log says so."""
-    _network(tree / "proc/net/dev", *(f"vf{number}" for number in range(1000)))
-    found = of_tree(tree, ("network",))
-    assert len(found.values(catalog.SYSTEM_NETWORK_IO)) == 128
-    assert "1000 network interfaces, of which the first 64" in caplog.text
 
 
 def test_a_failure_is_counted_each_time_and_told_once(tree: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -207,18 +188,6 @@ def test_a_failure_is_counted_each_time_and_told_once(tree: Path, caplog: pytest
     found.look()
     assert found.failed == {"memory": 3}
     assert len(caplog.records) == 2
-
-
-def test_hostile_names_forge_no_series(tree: Path) -> None:
-    """A device may be called nearly whatever a file may."""
-    path = tree / "proc/net/dev"
-    path.write_bytes(
-        path.read_bytes().replace(b"eth7", b'a"}\\1').replace(b"lo", b"\xff\xfe").replace(b"bond0", "größe".encode())
-    )
-    shutil.rmtree(tree / "sys/class")
-    found = of_tree(tree)
-    assert {name for name, _ in found.values(catalog.SYSTEM_NETWORK_IO)} == {'a"}\\1', "??", "größe", "docker0"}
-    assert found.page().count("# TYPE system_network_io") == 1
 
 
 def test_a_file_system_s_numbers_are_those_of_statvfs(tmp_path: Path) -> None:
@@ -285,15 +254,6 @@ def test_nothing_is_said_unless_asked_for(flight_dir: Path) -> None:
     with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as exporter:
         text = exporter.page()
     assert not re.search(r"^(# HELP )?(system_|torchobs_host|torchobs_exporter_host)", text, re.MULTILINE)
-
-
-def test_the_bare_option_means_everything() -> None:
-    """It needs no value, and takes none that is another option; the variable does the same."""
-    for arguments in (["--collect.host", "--grace", "5m"], ["--collect.host=all", "--grace=5m"]):
-        given = parser(lenient=True).parse_args(arguments)
-        assert (given.collect_host, given.grace_s) == (["all"], ["5m"])
-    assert parser(lenient=True).parse_args(["--collect.host", "cpu"]).collect_host == ["cpu"]
-    assert parse({}, {"TORCHOBS_EXPORTER_COLLECT_HOST": "cpu,disk"}).collect_host == ("cpu", "disk")
 
 
 class Server:
@@ -394,25 +354,6 @@ def test_the_machine_is_a_resource_of_its_own_that_began_with_its_boot() -> None
     assert took.resource["service.name"] == "torchobs-exporter"
 
 
-def test_the_exporter_looks_anew_for_each_push(flight_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though nobody scrapes it: what changed since the last push is in the next one."""
-    monkeypatch.setattr(daemon, "TICK_S", 0.05)
-    stat = "cpu  100 20 30 4000 50 6 7 8 90 10\nbtime 1795200000\nprocs_running {}\nprocs_blocked 1\n"
-    (tmp_path / "stat").write_text(stat.format(3))
-    with Receiver() as receiver:
-
-        def running() -> list[float]:
-            seen = points(receiver.of("/v1/metrics"))
-            return [one.point.as_int or one.point.as_double for one in seen if one.metric.name == catalog.HOST_THREADS.name]
-
-        push = PushConfig(metrics=to(receiver), interval_s=0.1)
-        config = ExporterConfig(flight_dir=str(flight_dir), push=push, mode="node", collect_host=("cpu",), procfs=str(tmp_path))
-        with Service(config):
-            wait_until(lambda: 3 in running())
-            (tmp_path / "stat").write_text(stat.format(7))
-            wait_until(lambda: 7 in running())
-
-
 @pytest.fixture
 def snapshot(flight_dir: Path) -> Snapshot:
     """Of a rank whose application measures its machine, too, by OpenTelemetry's own instrumentation."""
@@ -449,12 +390,3 @@ def test_an_application_keeps_its_names_and_forges_none_of_ours(snapshot: Snapsh
     assert sorted(of["system_"]) == sorted(expected)
     assert of["torchobs_host_"] == []
     assert len([line for line in lines if line == "# TYPE system_cpu_time_seconds_total counter"]) == 1
-
-
-def test_over_otlp_an_application_keeps_its_names_as_well(snapshot: Snapshot) -> None:
-    """Each is of its own resource; a name of ours is not sent."""
-    metrics = Metrics(series_limit=100, born_ns=BORN_NS)
-    sent: Mapping[str, Any] = {one.metric.name: one.scope for one in received(metrics.collect(snapshot.ranks, (), NOW_NS))}
-    assert {name: scope for name, scope in sent.items() if name.startswith(("system.", "torchobs.host."))} == {
-        "system.cpu.time": APPLICATION.name, "system.memory.usage": APPLICATION.name, "system.network.io": APPLICATION.name,
-    }  # fmt: skip

@@ -22,7 +22,6 @@ from torchobs.config.settings import EXPORTER_ADDRESS
 from torchobs.flight.files.location import open_directory
 from torchobs.node import election
 from torchobs.node.election import Announcement
-from torchobs.node.launch import NAME
 
 TRAINER = """
 import logging, os, signal, sys
@@ -137,38 +136,6 @@ def status_of(pid: int) -> dict[str, str]:
     return dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
 
 
-def test_nothing_that_a_trainer_set_for_itself_is_inherited(trainer: Trainer, flight_dir: Path) -> None:
-    """Affinity, signals, umask, descriptors, a working directory that is gone, the environment: all its own."""
-    child = trainer(hostile=HOSTILE)
-    found = announced(flight_dir)
-    wait_until(lambda: int(status_of(found.pid)["SigBlk"], 16) == 0)  # while a thread is started, all signals are blocked
-    status = status_of(found.pid)
-    assert status["Name"] == NAME
-    assert status["Umask"] == "0077"
-    ignored = {number for number in signal.valid_signals() if int(status["SigIgn"], 16) >> (number - 1) & 1}
-    assert ignored <= {signal.SIGPIPE, signal.SIGXFSZ}
-    assert status["Cpus_allowed_list"] == Path("/proc/1/status").read_text().split("Cpus_allowed_list:\t")[1].split("\n")[0]
-    assert os.getpriority(os.PRIO_PROCESS, found.pid) == min(19, os.getpriority(os.PRIO_PROCESS, child.pid) + 5)
-    process = Path(f"/proc/{found.pid}")
-    files = {}
-    for link in (process / "fd").iterdir():
-        with suppress(FileNotFoundError):  # a file that it looked at and has closed
-            files[int(link.name)] = str(link.readlink())
-    assert str((process / "cwd").readlink()) == "/"
-    assert "/dev/zero" not in files.values()
-    assert files[0] == "/dev/null"
-    assert files[1] == files[2] == str(flight_dir / "exporter.log")
-    environ = (process / "environ").read_text()
-    assert "LC_TIME=C" in environ
-    assert not [name for name in ("LD_PRELOAD", "PYTHON", "RANK", "TORCHOBS_RUN_ID") if f"{name}=" in environ]
-
-
-def test_a_misspelt_web_configuration_of_the_trainer_s_closes_the_door(trainer: Trainer, flight_dir: Path) -> None:
-    """As on the exporter's own command line."""
-    trainer(env={**clean_environment(), "TORCHOBS_EXPORTER_WEB_CONFIG": "web.yml"})
-    assert httpx.get(f"{announced(flight_dir).url}metrics", trust_env=False, timeout=10).status_code == 503
-
-
 def test_it_descends_from_no_trainer(trainer: Trainer, flight_dir: Path) -> None:
     """Launchers end whatever descends from a rank; and no zombie is left for the trainer to find."""
     child = trainer()
@@ -253,16 +220,6 @@ def test_an_address_that_was_asked_for_and_is_taken_is_an_error(trainer: Trainer
         rest = child.communicate("\n", timeout=20)[1]
     assert f"no exporter: it cannot listen on {address}: Address already in use; the training goes on" in rest
     assert not (flight_dir / election.NAME).exists()
-
-
-def test_sigterm_ends_it(trainer: Trainer, flight_dir: Path) -> None:
-    """Whoever does not want it ends it like any daemon; the training goes on."""
-    child = trainer(hostile=HOSTILE)
-    found = announced(flight_dir)
-    os.kill(found.pid, signal.SIGTERM)
-    wait_until(lambda: not psutil.pid_exists(found.pid))
-    assert not (flight_dir / election.NAME).exists()
-    assert child.poll() is None
 
 
 def test_it_runs_the_trainer_s_own_torchobs(trainer: Trainer, flight_dir: Path, tmp_path: Path) -> None:

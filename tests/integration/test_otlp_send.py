@@ -14,10 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from email.utils import formatdate
 from pathlib import Path
-from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -30,7 +28,6 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
-from urllib3 import HTTPResponse
 
 from tests.exporters import Service, start_program
 from tests.otlp import Answer, Fast, Pushing, Receiver, Request, only_metrics, points, recorded, to
@@ -41,12 +38,9 @@ from torchobs.catalog import Kind, Metric
 from torchobs.exporter.config import ExporterConfig, PushConfig, PushTarget
 from torchobs.exporter.otlp import source
 from torchobs.exporter.otlp.push import FIRST_S, LONGEST_RETRY_AFTER_S, MOST_S, Sender
-from torchobs.exporter.otlp.send import GRPC_METHODS, Grpc, Http, Outcome, _retry_after_s
+from torchobs.exporter.otlp.send import GRPC_METHODS, Grpc, Http, Outcome
 from torchobs.exporter.otlp.source import MOST_BYTES, MOST_ITEMS, Batch, Item, Place
 from torchobs.flight.format.series import Scope
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 USER, CALLS = Scope("my.package", "1.0"), Metric("my.c", Kind.COUNTER, "", "A user's instrument.")
 SOON_S = 30.0
@@ -161,55 +155,6 @@ def test_a_receiver_that_hangs_is_left_after_the_timeout(flight_dir: Path, file:
     assert counts.failures >= 1
     assert counts.sent == recorded(counts) > 20
     assert {request.body for request in receiver.requests} == {receiver.taken[-1].body}
-
-
-class Early:
-    """A server that answers each connection as soon as it is there and reads no body, inside a `with` block."""
-
-    def __init__(self, *answers: bytes) -> None:
-        self._answers = answers
-
-    def __enter__(self) -> Self:
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self._server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        self.target = f"http://127.0.0.1:{self._server.getsockname()[1]}/v1/metrics"
-        self._thread = Thread(target=self._answer)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.join()
-        self._server.close()
-
-    def _answer(self) -> None:
-        for answer in self._answers:
-            connection, _ = self._server.accept()
-            with connection:
-                connection.recv(1)
-                connection.sendall(answer)  # and closes with the rest unread, which resets the connection
-
-
-@pytest.mark.parametrize(
-    ("answer", "kind", "words"),
-    [
-        (b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 11\r\n\r\nno such key", "refused", "401 Unauthorized: no such key"),
-        (b"HTTP/1.1 403 Forbidden\r\nConnection: close\r\n\r\nno", "refused", "403 Forbidden: no"),
-        (b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n", "refused", "413 Too Large:"),
-        (b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nRetry-After: 7\r\n\r\n", "retry", "503 Busy:"),
-        (b"HTTP/1.1 408 Timeout\r\nContent-Length: 0\r\n\r\n", "retry", "408 Timeout:"),
-        (b"", "retry", ""),
-    ],
-    ids=["401", "403", "413", "503", "408", "nothing"],
-)
-def test_a_refusal_before_the_body_was_read_is_one(answer: bytes, kind: str, words: str) -> None:
-    """The answer that is there counts, not the connection that broke."""
-    with Early(answer) as server:
-        web = Http("metrics", PushTarget(server.target))
-        outcome = web.send(b"x" * 32 * 1024**2)
-        web.close()
-    assert outcome.kind == kind
-    assert outcome.words == words if words else "connection" in outcome.words.lower()
-    assert outcome.after_s == (7.0 if b"Retry-After" in answer else None)
 
 
 @pytest.fixture
@@ -372,12 +317,6 @@ def test_nothing_of_it_is_imported_where_it_is_off() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_the_page_has_no_word_of_it_where_it_is_off(flight_dir: Path) -> None:
-    """Series of a thing that is not there would only puzzle."""
-    with Service(ExporterConfig(flight_dir=str(flight_dir))) as service:
-        assert "otlp" not in service.page()
-
-
 @pytest.mark.serial
 def test_a_receiver_that_hangs_holds_up_no_scrape_and_no_end(flight_dir: Path) -> None:
     """While requests hang, the page comes as ever; an exporter that has done its duty leaves in its time."""
@@ -490,18 +429,6 @@ def test_a_certificate_may_be_renewed(program: Callable[[str], str], tmp_path: P
     assert "CERTIFICATE_VERIFY_FAILED" in before.words
 
 
-@pytest.mark.parametrize(
-    ("header", "seconds"),
-    [
-        (None, None), ("", None), ("5", 5.0), (" 120 ", 120.0), ("-1", None), ("1.5", None), ("soon", None), ("٣", None),
-        ("9" * 9000, None), (formatdate(10, usegmt=True), 0.0), ("Fri, 99 Foo 2000 00:00:00 GMT", None),
-    ],
-)  # fmt: skip
-def test_retry_after_is_a_number_or_a_date(header: str | None, seconds: float | None) -> None:
-    """RFC 9110; what is neither says nothing."""
-    assert _retry_after_s(HTTPResponse(headers={} if header is None else {"Retry-After": header})) == seconds
-
-
 def names_of(batches: Sequence[Batch]) -> list[str]:
     """The names of the records that are in requests, in their order."""
     found = []
@@ -602,15 +529,6 @@ def test_pauses_double_with_chance_up_to_a_minute(after_s: float | None, expecte
     for number, waited_s in enumerate([*clock.waits[:12], clock.waits[12]]):
         longest_s = min(FIRST_S * 2 ** (number % 12), MOST_S)
         assert max(longest_s / 2, expected or 0.0) <= waited_s <= max(longest_s, expected or 0.0)
-
-
-def test_an_outage_of_days_is_an_outage() -> None:
-    """Promise: whatever comes back is sent to, also after thousands of attempts."""
-    queue = sender(Steps(*[Outcome("retry")] * 3000, Outcome("sent")))
-    for body in (b"x", b"the last"):
-        queue.put(Batch(body, 1))
-    queue._run()
-    assert (queue.counts.sent, queue.counts.failures) == (2, 3000)
 
 
 def test_a_request_that_cannot_be_sent_costs_no_other() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,26 +54,6 @@ def test_the_environment_is_chosen_and_not_copied() -> None:
     assert chosen == {name: f"value of {name}" for name in kept}
 
 
-def test_modules_are_located_without_being_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer looks whether the exporter could run; it must not load a server to find out."""
-    (tmp_path / "first").mkdir()
-    (tmp_path / "first" / "located_module.py").write_text("raise RuntimeError")
-    (tmp_path / "second" / "located_package").mkdir(parents=True)
-    (tmp_path / "second" / "located_package" / "__init__.py").write_text("raise RuntimeError")
-    for part in ("first", "second"):
-        monkeypatch.syspath_prepend(tmp_path / part)
-    found, missing = launch.locate(("located_module", "located_package", "no_such_module", "no.such.module"))
-    assert found == [str(tmp_path / "first"), str(tmp_path / "second")]
-    assert missing == ["no_such_module", "no.such.module"]
-
-
-def test_an_installed_extra_is_complete_and_left_unloaded() -> None:
-    """`pip install torchobs[exporter]` brings what is looked for, and looking loads none of it into the trainer."""
-    before = set(sys.modules)
-    assert launch.locate(launch.NEEDED)[1] == []
-    assert {name.partition(".")[0] for name in set(sys.modules) - before} <= {"opentelemetry"}
-
-
 def test_a_missing_extra_is_one_line_that_names_the_command(
     flight_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -103,30 +82,6 @@ def test_a_directory_that_is_gone_is_logged_and_not_raised(tmp_path: Path, caplo
     assert "could not be started" in caplog.text
 
 
-@pytest.mark.parametrize("executable", ["", None])
-def test_a_program_that_embeds_python_starts_none(
-    executable: str | None, flight_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """`sys.executable` names no Python there: what would be started is anybody's guess."""
-    monkeypatch.setattr(sys, "executable", executable)
-    launch.ensure_exporter(str(flight_dir), "127.0.0.1:0", LOG)
-    assert "torchobs exporter" in caplog.text
-
-
-def test_whose_lock_has_lost_its_name_is_the_exporter_no_more(directory_fd: int, flight_dir: Path) -> None:
-    """Somebody emptied the directory: the next rank elects another exporter, and this one has to notice."""
-    candidate = election.Election(directory_fd)
-    assert candidate.win()
-    (flight_dir / election.LOCK).unlink()
-    assert not candidate.holds()
-    assert not election.is_decided(directory_fd)
-    (flight_dir / election.LOCK).touch()
-    assert not candidate.holds()
-    assert candidate.win()
-    assert election.is_decided(directory_fd)
-    candidate.release()
-
-
 def test_a_planted_link_is_no_lock(directory_fd: int, flight_dir: Path) -> None:
     """It would have us create or lock any file of this user."""
     (flight_dir / election.LOCK).symlink_to(flight_dir / "target")
@@ -146,31 +101,6 @@ def test_an_announcement_counts_while_its_exporter_lives(directory_fd: int, flig
     assert [path.name for path in flight_dir.iterdir() if path.name != election.LOCK] == ["exporter.json"]
     candidate.release()
     assert election.read(directory_fd) is None
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"pid": 1}', "\N{SNOWMAN}" * 3000, '{"surprise": 1}'])
-def test_garbage_is_no_announcement(content: str, directory_fd: int, flight_dir: Path) -> None:
-    """The file is read by other programs while anything may lie there."""
-    (flight_dir / election.NAME).write_text(content)
-    candidate = election.Election(directory_fd)
-    assert candidate.win()
-    assert election.read(directory_fd) is None
-    candidate.release()
-
-
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        ("127.0.0.1:10960", "http://127.0.0.1:10960/"),
-        (":10960", "http://127.0.0.1:10960/"),
-        ("0.0.0.0:10961", "http://127.0.0.1:10961/"),
-        ("[::]:10960", "http://[::1]:10960/"),
-        ("[::1]:10960", "http://[::1]:10960/"),
-    ],
-)
-def test_the_url_is_one_that_can_be_typed(address: str, expected: str) -> None:
-    """Every interface is an address to listen on, none to connect to."""
-    assert election.url(address) == expected
 
 
 def test_a_rank_lives_while_its_heart_beats(directory_fd: int, flight_dir: Path) -> None:
@@ -315,17 +245,6 @@ def test_good_news_are_never_held_back() -> None:
         assert not passes("other", logger="other")
 
 
-def test_a_line_with_what_was_left_out_keeps_its_arguments() -> None:
-    """The count is added to a message that may hold a percent sign of its own."""
-    now = 0.0
-    once = lifetime.OncePerMinute(60.0, lambda: now)
-    assert [once.filter(record("full: 100%")) for _ in range(3)] == [True, False, False]
-    now = 61.0
-    line = record("full: 100%")
-    assert once.filter(line)
-    assert line.getMessage() == "full: 100% [and 2 more like it]"
-
-
 def test_the_older_half_goes_when_the_log_is_too_long(tmp_path: Path) -> None:
     """Whole lines are left, the newest among them, and what is written next comes after them."""
     directory = os.open(tmp_path, os.O_RDONLY)
@@ -341,16 +260,6 @@ def test_the_older_half_goes_when_the_log_is_too_long(tmp_path: Path) -> None:
     file.close()
     os.close(directory)
     assert lines == [*(f"line {number}" for number in range(945, 1000)), "next"]
-
-
-def test_a_log_that_is_no_file_is_left_alone() -> None:
-    """Started by hand, the exporter writes to a terminal or a pipe."""
-    read_end, write_end = os.pipe()
-    os.write(write_end, b"x" * 100)
-    lifetime.shorten(write_end, limit=10)
-    assert os.read(read_end, 200) == b"x" * 100
-    os.close(read_end)
-    os.close(write_end)
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:

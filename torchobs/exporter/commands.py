@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -137,7 +136,7 @@ class ArtifactStore:
 
     def _open(self) -> tuple[int, int | None]:
         """Return the directory's descriptor and the user id that files must have. Raises ``OSError``."""
-        self._directory.names(time.time_ns())
+        self._directory.open()
         return self._directory.fd, self._directory.owner
 
 

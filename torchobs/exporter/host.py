@@ -27,7 +27,7 @@ from torchobs.flight.files.location import find_existing
 from torchobs.ranks import labels
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torchobs.exporter.config import ExporterConfig
 
@@ -37,9 +37,6 @@ DEADLINE_S = 0.2
 """How long a scrape waits for all collectors together: a hundred times what they take, well below any scrape timeout."""
 KEEP_S = 60.0
 """Greatest age of a result that is shown for lack of a newer one: one to four scrape intervals."""
-MOST_DEVICES = 64
-"""Most disks, and most interfaces, with series: a machine may have 1,000 virtual functions."""
-
 FAILS = (OSError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError, RuntimeError, Warning)
 """Exceptions of reading files of an unknown kernel, also by psutil, which warns if it finds less than it expects."""
 
@@ -96,7 +93,7 @@ def disk(config: ExporterConfig) -> Iterator[Sample]:
         found = psutil.disk_io_counters(perdisk=True, nowrap=False) or {}
     # a slash in a name (cciss/c0d0) is an exclamation mark in sysfs
     physical = [name for name in found if _is_physical(f"{config.sysfs}/block/{name.replace('/', '!')}")]
-    for name in _bounded(physical, "disks"):
+    for name in physical:
         own, counts = {catalog.SYSTEM_DEVICE.name: name}, found[name]
         yield Sample(catalog.SYSTEM_DISK_IO_TIME, own, getattr(counts, "busy_time", 0) / 1e3)
         for direction in catalog.DISK_DIRECTION.values:
@@ -114,7 +111,7 @@ def network(config: ExporterConfig) -> Iterator[Sample]:
         found = psutil.net_io_counters(pernic=True, nowrap=False)
     # the traffic of a bond or a bridge is counted at its members
     physical = [name for name in found if _is_physical(f"{config.sysfs}/class/net/{name}")]
-    for name in _bounded(physical or [name for name in found if name != "lo"], "network interfaces"):
+    for name in physical or [name for name in found if name != "lo"]:
         for direction, suffix, way in (("receive", "recv", "in"), ("transmit", "sent", "out")):
             own = {catalog.NETWORK_INTERFACE.name: name, catalog.NETWORK_DIRECTION.name: direction}
             yield Sample(catalog.SYSTEM_NETWORK_IO, own, getattr(found[name], f"bytes_{suffix}"))
@@ -263,12 +260,6 @@ def _is_physical(link: str) -> bool:
     except OSError:
         return False
     return "/virtual/" not in target or "/virtual/nvme-fabrics/" in target
-
-
-def _bounded(names: Sequence[str], what: str) -> Sequence[str]:
-    if len(names) > MOST_DEVICES:
-        _log.warning("host: %d %s, of which the first %d are shown", len(names), what, MOST_DEVICES)
-    return names[:MOST_DEVICES]
 
 
 def _once(samples: Iterable[Sample]) -> Iterator[Sample]:

@@ -54,14 +54,10 @@ class SnapshotCache:
     async def fresh(self, max_age_s: float = FRESH_S, deadline_s: float = DEADLINE_S) -> Snapshot:
         """Return a snapshot that is at most ``max_age_s`` old, or after ``deadline_s`` the newest.
 
-        A call during a scan waits for that scan, and for another if this process was suspended in its midst.
+        A call during a scan waits for that scan.
         """
-        asked_ns, until = self._clock().monotonic_ns, asyncio.get_running_loop().time() + deadline_s
-        if self.latest is EMPTY or asked_ns - self.latest.taken_ns > max_age_s * 1e9:
-            done = await self._scan(deadline_s)
-            left_s = until - asyncio.get_running_loop().time()
-            if done and left_s > deadline_s / 2 and asked_ns - self.latest.taken_ns > DEADLINE_S * 1e9:
-                await self._scan(left_s)
+        if self.latest is EMPTY or self._clock().monotonic_ns - self.latest.taken_ns > max_age_s * 1e9:
+            await self._scan(deadline_s)
         return self.latest
 
     async def after_now(self, deadline_s: float = DEADLINE_S) -> Snapshot:
@@ -80,8 +76,8 @@ class SnapshotCache:
         self._thread.submit(self._scanner.close)
         self._thread.shutdown(wait=False)
 
-    async def _scan(self, deadline_s: float) -> bool:
-        """Wait for a scan; return True if it succeeded in time."""
+    async def _scan(self, deadline_s: float) -> None:
+        """Wait for a scan."""
         if self._running is None:
             self._running = asyncio.get_running_loop().run_in_executor(self._thread, self._take)
         running = self._running
@@ -93,7 +89,6 @@ class SnapshotCache:
             self._running = None
             if (problem := running.exception()) is not None:
                 _log.error("a scan failed, the last snapshot is served: %r", problem, exc_info=problem)
-        return bool(done) and running.exception() is None
 
     def _take(self) -> None:
         self.latest = self._scanner.scan()

@@ -37,13 +37,6 @@ if TYPE_CHECKING:
     from torchobs.ranks.rank_file import RankCandidate
 
 
-_SETTLED_NS = 1_000_000_000
-"""Age from which a ctime is trusted: it has the resolution of a clock tick, and a younger one may hide a later change."""
-
-_LIST_ANYWAY = 30
-"""Scans after which the names are read again regardless of ctime: a wall clock that jumps could repeat one."""
-
-
 class ForeignDirectoryError(OSError):
     """The directory belongs to another user, and this process is root."""
 
@@ -68,39 +61,27 @@ class Directory:
         self.fd = -1
         self.path = ""
         self.owner: int | None = None
-        self._names: list[str] = []
         self.left_out = 0
         """number of flight files beyond those that are listed"""
-        self._listed_ns = -1
-        self._scans = 0
 
-    def names(self, wall_ns: int) -> list[str]:
-        """Return the names of the flight files (``reader.list_names``). Raises ``OSError`` when there is no directory to read.
-
-        A listing of 10^5 names takes 50 ms, so it is repeated only when the directory has changed.
-        """
-        self._open()
-        changed_ns = os.fstat(self.fd).st_ctime_ns  # changes with mtime and with the permissions
-        self._scans += 1
-        settled = abs(wall_ns - changed_ns) > _SETTLED_NS
-        if not settled or changed_ns != self._listed_ns or self._scans >= _LIST_ANYWAY:
-            try:
-                self._names, self.left_out = reader.list_names(self.fd)
-            except OSError as problem:
-                problem.filename = self.path
-                raise
-            self._listed_ns = changed_ns if settled else -1
-            self._scans = 0
-        return self._names
+    def names(self) -> list[str]:
+        """Return the names of the flight files (``reader.list_names``). Raises ``OSError`` if there is no directory to read."""
+        self.open()
+        try:
+            names, self.left_out = reader.list_names(self.fd)
+        except OSError as problem:
+            problem.filename = self.path
+            raise
+        return names
 
     def close(self) -> None:
         """Close the directory. Idempotent."""
         fd, self.fd = self.fd, -1
-        self._listed_ns = -1
         if fd >= 0:
             os.close(fd)
 
-    def _open(self) -> None:
+    def open(self) -> None:
+        """Open the directory, another one if its path leads to another by now. Raises ``OSError``."""
         path = find_existing(self._config.flight_dir, self._config.runtime_dir)
         if path is None:
             self.close()
@@ -160,7 +141,7 @@ class Scanner:
         """Scan the directory and return a snapshot."""
         began, now = time.perf_counter(), self._clock()
         self._number += 1
-        names, problems = self._names(now)
+        names, problems = self._names()
         if names is not None:
             self._note_left_out(self._directory.left_out)
             self._forget(names)
@@ -200,10 +181,10 @@ class Scanner:
         self._forget([])
         self._directory.close()
 
-    def _names(self, now: Now) -> tuple[list[str] | None, tuple[str, ...]]:
+    def _names(self) -> tuple[list[str] | None, tuple[str, ...]]:
         """Return the names and the problems; ``None``: not listable at present, known ranks are kept."""
         try:
-            return self._directory.names(now.wall_ns), self._config.problems
+            return self._directory.names(), self._config.problems
         except (OSError, MemoryError) as problem:
             _log.error("flight directory: %s", _text(problem))
             return None if is_passing(problem) else [], (*self._config.problems, _text(problem))

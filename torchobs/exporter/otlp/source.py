@@ -517,7 +517,7 @@ class Rings:
             ring = self._rings.get(rank.incarnation)
             if ring is None:
                 ring = self._rings[rank.incarnation] = _Ring(rank.view.header, spans=self._spans)
-            for payload in self._fresh(ring, rank, wall_ns):
+            for payload in self._fresh(ring, rank):
                 with _left_out(rank):
                     ring.add(payload, wall_ns, spans, records)
             if not rank.up:
@@ -535,12 +535,12 @@ class Rings:
         for incarnation in self._rings.keys() - set(incarnations):
             self._rings.pop(incarnation).close()
 
-    def _fresh(self, ring: _Ring, rank: Rank, wall_ns: int) -> list[bytes]:
+    def _fresh(self, ring: _Ring, rank: Rank) -> list[bytes]:
         """Return what was written to a rank's ring since the last call, oldest first; nothing if it cannot be read."""
         if rank.view.live.event_head == ring.head:
             return []
         try:
-            self._directory.names(wall_ns)
+            self._directory.open()
             payloads = ring.read(self._directory)
         except READ_ERRORS as problem:
             ring.close()
