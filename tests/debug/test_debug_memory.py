@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.debug.models import Slope, hooks
 from torchobs import debug, guard, tune
-from torchobs.tensors.running import Buffers
 
 
 def wide() -> torch.nn.Sequential:
@@ -215,17 +214,6 @@ def test_a_model_that_is_run_beside_its_training_is_as_before(name: str) -> None
     assert all(after[key] is buffer and torch.equal(buffer, values[key]) for key, buffer in buffers.items())
     assert after.keys() == buffers.keys()
     assert name == "Recovery" or random_states() == drawn  # a step of training draws
-
-
-def test_what_expand_has_made_is_put_back() -> None:
-    """Promise: also where a forward pass has changed the one number behind it."""
-    one = torch.arange(3.0)
-    model = nn.Module()
-    model.register_buffer("odd", one[:, None].expand(3, 5))
-    kept = Buffers(model)
-    one.mul_(7)
-    kept.put_back()
-    assert one.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("function", [debug.memory_usage, debug.count_flops])

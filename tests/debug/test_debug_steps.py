@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from tests.debug.models import MODELS, hooks, step
 from tests.training import Recording, batch, loss_of, mlp
 from torchobs import debug, guard
-from torchobs.detect.spikes import ORDERS, WARM_UP, NormBaseline
+from torchobs.detect.spikes import WARM_UP
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -247,39 +247,6 @@ def test_a_large_norm_that_is_usual_is_no_explosion() -> None:
     assert told == [True] * WARM_UP + [False] * (100 - WARM_UP)
     assert step(15e3)
     assert not step(150.0)
-
-
-def test_a_norm_that_grows_smoothly_explodes_at_last() -> None:
-    """Promise: a recent past that grows along does not hide it; one that is far from finite is judged, too."""
-    norms, norm = NormBaseline(), 1.0
-    for _ in range(WARM_UP):
-        assert norms.limit == 0.0
-        norms.add(norm)
-    limit = norms.limit
-    assert limit == pytest.approx(8.0)
-    while norm <= norms.limit:
-        assert norm < 1.1 * ORDERS
-        norms.add(norm)
-        norm *= 1.01
-    assert norm == pytest.approx(ORDERS, rel=0.02)
-    before = norms.limit
-    for odd in (nan, 0.0, float("inf")):
-        norms.add(odd)
-    assert norms.limit == before
-
-
-def test_a_loss_that_grows_smoothly_is_told() -> None:
-    """Promise: where each is near the last, the model's first losses tell; sound again, it is sound."""
-    model, told, chance, texts = graded(1.0), [], Random(0), list[str]()
-    for number in range(400):
-        found = debug.monitor_step(model, 2.0 * 1.03 ** max(0, number - 50) * chance.uniform(0.8, 1.2))
-        assert found.loss_anomaly == found.anomaly_detected == bool(found.anomalies)
-        told.append(found.loss_anomaly)
-        texts += found.anomalies
-    assert told.index(True) == pytest.approx(340, abs=30)
-    assert all(told[told.index(True) :])
-    assert texts[-1].endswith("stays far above the first ones, 2.276 (diverged)")
-    assert debug.monitor_step(model, 2.0).anomalies == ()
 
 
 class _Packed(nn.Module):

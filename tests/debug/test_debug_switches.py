@@ -117,15 +117,6 @@ def test_each_alone_is_undone(tmp_path: Path) -> None:
     assert state() == before
 
 
-def test_what_the_user_has_set_is_restored() -> None:
-    """Torch's anomaly mode was on, without the check for NaN."""
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        debug.enable("anomaly_detection")
-        assert torch.is_anomaly_check_nan_enabled()
-        debug.disable()
-        assert (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()) == (True, False)
-
-
 def test_what_is_wrong_is_found(caplog: pytest.LogCaptureFixture) -> None:
     """Explosion, NaN in a weight, a loss that is not finite: by the switches named for them."""
     training = Training()
@@ -287,22 +278,3 @@ def test_what_is_removed_in_a_step_s_hook(model: nn.Linear, when: str) -> None:
         finally:
             handle.remove()
         assert state() == before
-
-
-def test_switches_that_are_enabled_again_before_the_hooks_have_gone(model: nn.Linear) -> None:
-    """Promise: each step is looked at once."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def disable(*_: Any) -> None:
-        debug.disable()
-
-    handle = register_optimizer_step_pre_hook(disable)
-    try:
-        debug.enable(["gradient_norms"], gradients_every=1)
-        step(model, optimizer)
-    finally:
-        handle.remove()
-    debug.enable(["gradient_norms"], gradients_every=1)
-    optimizer.step()
-    assert looks() == {"gradient_norms": 1}
-    step(model, optimizer)
