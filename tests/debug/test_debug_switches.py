@@ -21,7 +21,7 @@ from tests.debug.models import hooks
 from tests.support import wait_until
 from tests.training import Recording
 from torchobs import debug
-from torchobs.debug.switches import PRESETS, SWITCHES, GradientNorms
+from torchobs.debug.switches import PRESETS, SWITCHES, SwitchProbe
 from torchobs.runtime.session import current
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def test_an_error_at_a_switch_s_end_is_its_own(
     """All the others are put back all the same, and a warning names the one."""
     before, training = state(), Training()
     debug.enable("full", model=training.model, trace_dir=tmp_path)
-    monkeypatch.setattr(GradientNorms, "remove", lambda _: refuse(), raising=False)
+    monkeypatch.setattr(SwitchProbe, "remove", lambda _: refuse(), raising=False)
     assert debug.disable("gradient_norms").enabled == tuple(name for name in SWITCHES if name != "gradient_norms")
     debug.disable()
     torchobs.shutdown()

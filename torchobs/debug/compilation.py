@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchobs.debug.findings import told
+from torchobs.debug.findings import record_findings
 from torchobs.debug.steps import RAISED, first_line, raised_by
 from torchobs.debug.tensors import require_module
 from torchobs.probes.compile.compile import REMEDIES, read_break, read_failure, read_guard
@@ -110,7 +110,7 @@ def compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> Comp
     texts += [("compile_error", name, f"the {by} raised {error}")] if error is not None else []
     return CompileCheck(
         model=name, graphs=graphs, operators=operators, full_graph=graphs == 1 and not breaks, breaks=breaks,
-        recompiles=tuple(recompiles), guards=guards, error=error, anomalies=told("compile", texts),
+        recompiles=tuple(recompiles), guards=guards, error=error, anomalies=record_findings("compile", texts),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import inf, nan
 from typing import TYPE_CHECKING, Any
 
-from torchobs.debug.findings import record_series, told
+from torchobs.debug.findings import record_findings, record_series
 from torchobs.debug.tensors import Rows, bytes_of, elements_of, require_tensor
 from torchobs.support.result import Result
 
@@ -71,12 +71,13 @@ def analyze_diffusion(pipeline: Any) -> DiffusionCheck:
     rows = tuple(_component(name, part, is_module=name in modules) for name, part in parts.items())
     every = {id(x): x for module in modules.values() for x in [*module.parameters(), *module.buffers()]}
     parameters = {id(x): x for module in modules.values() for x in module.parameters()}
-    anomalies = told("analyze_diffusion", [*_mismatches([row for row in rows if row.name in modules]), *_nonfinite(modules)])
+    sick = [*_mismatches([row for row in rows if row.name in modules]), *_nonfinite(modules)]
     return DiffusionCheck(
         pipeline=type(pipeline).__name__, total_parameters=sum(map(elements_of, parameters.values())),
         trainable_parameters=sum(elements_of(x) for x in parameters.values() if x.requires_grad),
         size=sum(map(bytes_of, every.values())), dtypes=_sorted(row.dtypes for row in rows),
-        devices=_sorted(row.devices for row in rows), components=rows, anomalies=anomalies,
+        devices=_sorted(row.devices for row in rows), components=rows,
+        anomalies=record_findings("analyze_diffusion", sick),
     )  # fmt: skip
 
 
@@ -245,7 +246,7 @@ class DiffusionMonitor:
         return DenoisingCheck(
             steps=len(rows), time=sum(times), average_time=sum(times) / len(times) if times else None,
             final_norm=rows[-1].norm if rows else nan, first_nonfinite=odd.step if odd is not None else None,
-            anomalies=told("diffusion_monitor", _latent_texts(rows, odd)), rows=tuple(rows),
+            anomalies=record_findings("diffusion_monitor", _latent_texts(rows, odd)), rows=tuple(rows),
         )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ _log_limiter = RateLimiter(LOG_EVERY_S)
 _event_limiter = anomaly_limiter()
 
 
-def found(kind: str, message: str, *, function: str, name: str = "", **fields: Any) -> None:
+def record_finding(kind: str, message: str, *, function: str, name: str = "", **fields: Any) -> None:
     """Log a finding and record it as an event; repeated ones are held back and counted.
 
     Args:
@@ -62,13 +62,13 @@ def found(kind: str, message: str, *, function: str, name: str = "", **fields: A
         api.record_event(catalog.EVENT_DEBUG_FINDING, about | fields)
 
 
-def told(function: str, findings: Iterable[tuple[str, str, str]]) -> tuple[str, ...]:
+def record_findings(function: str, findings: Iterable[tuple[str, str, str]]) -> tuple[str, ...]:
     """Log and record findings (kind, what it was found in, sentence), of each kind the first eight; return all sentences."""
     seen, texts = Counter[str](), list[str]()
     for kind, name, text in findings:
         seen[kind] += 1
         if seen[kind] <= FLOOD:
-            found(kind, text, function=function, name=name)
+            record_finding(kind, text, function=function, name=name)
         texts.append(text)
     return tuple(texts)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchobs import catalog
 from torchobs.debug import tensors
-from torchobs.debug.findings import told
+from torchobs.debug.findings import record_findings
 from torchobs.probes.gradients.norms import device_norms, local
 from torchobs.probes.nonfinite.backward import bad_gradients
 from torchobs.probes.nonfinite.probe import skips_by_itself
@@ -133,7 +133,7 @@ def gradients_of(
         text = f"{first} is all zeros and has a gradient: until its first step it may pass none on to {', '.join(zero)}"
         check = replace(check, remarks=(text,))
     excused = set(zero if first is not None else ())
-    return replace(check, anomalies=told(function, _anomalies(check, excused, exploding, vanishing)))
+    return replace(check, anomalies=record_findings(function, _anomalies(check, excused, exploding, vanishing)))
 
 
 def _add_scalar(numbers: tensors.Numbers, value: Any, function: str) -> int | None:

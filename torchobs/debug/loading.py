@@ -9,7 +9,7 @@ from math import nan
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.debug.findings import told
+from torchobs.debug.findings import record_findings
 from torchobs.support.arguments import is_whole
 from torchobs.support.result import Result
 from torchobs.tensors.batches import walk
@@ -130,7 +130,7 @@ def dataloader(loader: Any, *, batches: int = 20) -> LoaderCheck:
         batch_longest=max(later or seconds or [nan]), throughput=after_first / sum(later) if later and sum(later) else nan,
         worker_loads=loads, parts=summary.parts(), classes={str(key): counts[key] for key in sorted(counts)},
         imbalance=max(counts.values()) / min(counts.values()) if counts else None,
-        anomalies=told("dataloader", texts),
+        anomalies=record_findings("dataloader", texts),
     )  # fmt: skip
 
 

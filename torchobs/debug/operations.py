@@ -14,7 +14,7 @@ from math import isfinite
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 
-from torchobs.debug.findings import found, history
+from torchobs.debug.findings import history, record_finding
 from torchobs.debug.gradients import StepHook, norm_before_step, norm_of_model
 from torchobs.debug.tensors import require_module
 from torchobs.probes.memory.device_memory import has_statistics
@@ -283,7 +283,7 @@ def _finish(opened: _Open, elapsed: float, before: Reading, model: Any) -> None:
     for text in anomalies:
         if opened.parent is None or text not in opened.parent.texts:  # else the outermost tells it
             fields = {name: value for name, value in about.items() if value is not None}
-            found("anomaly", f"{info.operation}: {text}", function="context", name=info.operation, **fields)
+            record_finding("anomaly", f"{info.operation}: {text}", function="context", name=info.operation, **fields)
 
 
 def _note_birth(birth: Birth) -> None:

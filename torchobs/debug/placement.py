@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchobs.debug.findings import told
+from torchobs.debug.findings import record_findings
 from torchobs.debug.tensors import bytes_of, require_module, require_optimizer
 from torchobs.support.result import Result
 from torchobs.tensors.batches import walk
@@ -116,7 +116,7 @@ def devices(model: Any, batch: Any = None, *, optimizer: Any = None) -> DeviceCh
         text += ", and the host waits for it" * row.waits + (f" at {row.location}" if row.location else "")
         anomalies.append(("silent_copy", row.operator, text))
     anomalies += [("forward_error", type(model).__name__, f"the forward pass raised {error}")] if error else []
-    texts = told("devices", anomalies)
+    texts = record_findings("devices", anomalies)
     return DeviceCheck(type(model).__name__, home, spread, rows, tuple(misplaced), copies, error, texts)
 
 

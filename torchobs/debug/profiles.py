@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from torchobs.debug import operations
-from torchobs.debug.findings import told
+from torchobs.debug.findings import record_findings
 from torchobs.probes.core.torch_profiler import Recording
 from torchobs.support.arguments import is_whole
 from torchobs.support.result import Result, fill
@@ -263,4 +263,4 @@ class ProfiledLoop(Generic[T]):
             self._recorder.finish(max(0, min(taken, last) - first))  # the loop has ended, or left by break or an exception
             if not self.result.steps and not self.result.anomalies:
                 text = f"no step was recorded: the loop ended within wait={wait} and warmup={warmup} steps, or in the next"
-                fill(self.result, anomalies=told("profile", [("not_profiled", "profile", text)]))
+                fill(self.result, anomalies=record_findings("profile", [("not_profiled", "profile", text)]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from torchobs.debug.findings import told
+from torchobs.debug.findings import record_findings
 from torchobs.debug.tensors import require_module
 from torchobs.support.process_group import let_backend_finish
 from torchobs.support.result import Result
@@ -152,7 +152,7 @@ def _compared(model: str, rank: int, sides: list[_Side], *, broadcast: bool) -> 
             texts.append((f"rank_{row.kind}", row.name, text))
     agree = not structure and all(row.kind == "buffer" for row in rows)
     sharded = max(side.sharded for side in sides)
-    return RankAgreement(model, rank, len(sides), agree, structure, tuple(rows), sharded, told("ddp", texts))
+    return RankAgreement(model, rank, len(sides), agree, structure, tuple(rows), sharded, record_findings("ddp", texts))
 
 
 def _listed(ranks: tuple[int, ...]) -> str:

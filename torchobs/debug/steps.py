@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torchobs.debug import operations, tensors
-from torchobs.debug.findings import found, history, told
+from torchobs.debug.findings import history, record_finding, record_findings
 from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, check_gradients, gradients_of, require_positive
 from torchobs.detect.spikes import Divergence, LossBaseline, NormBaseline
 from torchobs.support.result import Result
@@ -126,7 +126,7 @@ def _judge(
         verdict["gradient_vanishing"] = f"the total gradient norm {norm:.3g} is below {vanishing:.3g} (vanishing)"
     for kind, text in verdict.items():
         if isfinite(loss) or kind != "loss_anomaly":  # else the check of the gradients has told it
-            found(kind, text, function=function, name=type(model).__name__)
+            record_finding(kind, text, function=function, name=type(model).__name__)
     in_gradients = () if is_skipped and isfinite(loss) else check.anomalies
     return verdict, tuple(dict.fromkeys([*in_gradients, *verdict.values()]))
 
@@ -283,7 +283,7 @@ def _forward(model: Any, batch: Any, function: str, *, wanted: bool) -> ForwardP
     rows = collector.read()
     in_order = (row for group in ("inputs", "activations", "outputs") for row in rows.get(group, ()))
     anomalies = tuple(row.anomaly for row in in_order if row.anomaly)
-    told(function, (("nonfinite_tensor", text.partition(":")[0], text) for text in anomalies))
+    record_findings(function, (("nonfinite_tensor", text.partition(":")[0], text) for text in anomalies))
     return ForwardPass(
         model=type(model).__name__, time=part.time, inputs=rows.get("inputs", ()), outputs=rows.get("outputs", ()),
         activations=rows.get("activations", ()), memory=part.host, gpu_memory=part.device, anomalies=anomalies, _output=output,
@@ -350,7 +350,7 @@ def optimization_step(optimizer: Any, *, scaler: Any = None) -> OptimizationStep
     norm, update, old = (tensors.total_norm(rows[count * i : count * (i + 1)]) for i in range(3))
     odd = (("parameters", norm), ("update", update))
     anomalies = tuple(f"the norm of the {what} is {value} after the step" for what, value in odd if not isfinite(value))
-    told("optimization_step", (("nonfinite_parameter", type(optimizer).__name__, text) for text in anomalies))
+    record_findings("optimization_step", (("nonfinite_parameter", type(optimizer).__name__, text) for text in anomalies))
     skipped = scaler is not None and scaler.get_scale() < scale
     return OptimizationStep(
         optimizer=type(optimizer).__name__, time=part.time, learning_rates=rates, parameter_norm=norm, update_norm=update,
@@ -431,7 +431,7 @@ def _strangers(model: Any, optimizer: Any) -> tuple[str, ...]:
     if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         return ()
     text = f"the optimizer ({type(optimizer).__name__}) has none of the model's parameters: make it of model.parameters()"
-    return told("training_step", [("foreign_optimizer", type(model).__name__, text)])
+    return record_findings("training_step", [("foreign_optimizer", type(model).__name__, text)])
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchobs import api, catalog
-from torchobs.debug.findings import found, record_series, told
+from torchobs.debug.findings import record_finding, record_findings, record_series
 from torchobs.debug.tensors import require_module, wide
 from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.result import Result, fill
@@ -100,7 +100,7 @@ class EarlyStopper:
         api.record_event(catalog.EVENT_DEBUG_EARLY_STOPPING, {name: x for name, x in about.items() if x is not None})
         if decision.stop and not self._stopped:
             self._stopped = True
-            found("early_stop", decision.reason, function="early_stopping", name=self.monitor)
+            record_finding("early_stop", decision.reason, function="early_stopping", name=self.monitor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs to go on."""
@@ -213,4 +213,4 @@ def _finish(result: Validation, elapsed: float) -> None:
     record_series({f"{result.name}.{name}": value for name, value in metrics.items()})
     about = {"name": result.name, "samples": result.samples, "batches": result.batches, "seconds": elapsed, **metrics}
     api.record_event(catalog.EVENT_DEBUG_VALIDATION, about)
-    told("validation", [("validation", result.name, f"{result.name}: {text}") for text in texts])
+    record_findings("validation", [("validation", result.name, f"{result.name}: {text}") for text in texts])

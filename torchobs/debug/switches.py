@@ -6,11 +6,11 @@ import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import RLock, get_ident
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torchobs import catalog
 from torchobs.debug import operations
-from torchobs.debug.findings import found, logger, record_series, told
+from torchobs.debug.findings import logger, record_finding, record_findings, record_series
 from torchobs.debug.gradients import StepHook, check_gradients, scale_in_use
 from torchobs.debug.placement import devices
 from torchobs.debug.profiles import Recorder
@@ -26,7 +26,7 @@ from torchobs.support.result import Result
 from torchobs.tensors.references import living
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from torchobs.probes.core.context import ProbeContext
@@ -35,30 +35,41 @@ MOST_TRACES = 8
 """Trace files that one ``enable`` writes"""
 
 
-class SwitchProbe:
-    """A switch that is on. Its class has some of these methods; an exception in one of them turns the switch off.
+class Look(NamedTuple):
+    """The update of a step begins."""
 
-    ``install()`` begins, ``remove()`` puts everything back. ``take_loss(loss)``: a backward pass begins from this loss, without
-    the loss scale. ``look(model, optimizer)``: a step's update begins; returns what is seen, or nothing to look at the next.
+    model: Any
+    """``None`` as long as it is unknown"""
+    optimizer: Any
+    loss: Any
+    """That from which the last backward pass began, without the loss scale; ``None`` before one"""
+    context: ProbeContext
+
+
+class SwitchProbe:
+    """A switch that is on: a function of a :class:`Look`, which returns what it sees, or nothing to be called at the next step.
+
+    A class of its own has some of these methods: ``install()`` begins, ``remove()`` puts everything back, ``take_loss(loss)``:
+    a backward pass begins. An exception turns the switch off.
     """
 
     last = ""
     """What it saw last, in words"""
 
-    def __init__(self, name: str, every: int, trace_dir: str, context: ProbeContext) -> None:
+    def __init__(self, name: str, every: int, trace_dir: str, context: ProbeContext, see: Callable[[Look], str]) -> None:
         """``every``: steps between two looks; 0 if it looks at no step."""
-        self.every, self.trace_dir, self.context = every, trace_dir, context
+        self.every, self.trace_dir, self.context, self._see = every, trace_dir, context, see
         self.looks, self.looked_at, self.due = 0, -1, context.recorder.step
         self.breaker = context.breakers[f"debug.{name}"] = CircuitBreaker(f"debug.{name}")
 
-    def run(self, method: str, *args: Any) -> Any:
+    def run(self, method: str, *args: Any) -> None:
         """Call one of the methods, where its class has it."""
-        function = getattr(self, method, None)
-        return call(self.breaker, function, *args) if function is not None else None
+        if (function := getattr(self, method, None)) is not None:
+            call(self.breaker, function, *args)
 
-    def before_step(self, step: int, model: Any, optimizer: Any) -> None:
+    def before_step(self, step: int, look: Look) -> None:
         """Look if it is time to: at every optimizer of a step."""
-        if self.every and (step >= self.due or step == self.looked_at) and (text := self.run("look", model, optimizer)):
+        if self.every and (step >= self.due or step == self.looked_at) and (text := self._see(look)):
             self.note(step, text)
 
     def note(self, step: int, text: str) -> None:
@@ -92,7 +103,7 @@ class StepProfile(SwitchProbe):
     _several_train: ClassVar[bool] = False
     _recorder: Recorder | None = None
 
-    def before_step(self, step: int, model: Any, optimizer: Any) -> None:
+    def before_step(self, step: int, look: Look) -> None:
         recorder = self._recorder
         if recorder is not None and step > self.looked_at:
             self._recorder, StepProfile._ended_at = None, step
@@ -133,25 +144,22 @@ class StepTrace(StepProfile):
     writes = True
 
 
-class Memory(SwitchProbe):
+def memory_usage(look: Look) -> str:
     """Memory of process and devices."""
+    del look  # it is of no step
+    reading = operations.read()
+    sizes = {"host": reading.host} | ({} if reading.device is None else {"device": reading.device})
+    record_series({f"debug.memory.{name}": size for name, size in sizes.items()})
+    return ", ".join(f"{size / 2**20:.0f} MiB on the {name}" for name, size in sizes.items())
 
-    def look(self, model: Any, optimizer: Any) -> str:
-        reading = operations.read()
-        sizes = {"host": reading.host} | ({} if reading.device is None else {"device": reading.device})
-        record_series({f"debug.memory.{name}": size for name, size in sizes.items()})
-        return ", ".join(f"{size / 2**20:.0f} MiB on the {name}" for name, size in sizes.items())
 
-
-class GradientNorms(SwitchProbe):
+def gradient_norms(look: Look) -> str:
     """``check_gradients``."""
-
-    def look(self, model: Any, optimizer: Any) -> str:
-        if model is None:
-            return ""
-        norm = check_gradients(model).total_norm
-        record_series({"debug.gradient_norm": norm})
-        return f"norm {norm:.4g}"
+    if look.model is None:
+        return ""
+    norm = check_gradients(look.model).total_norm
+    record_series({"debug.gradient_norm": norm})
+    return f"norm {norm:.4g}"
 
 
 class ForwardPass(SwitchProbe):
@@ -165,16 +173,16 @@ class ForwardPass(SwitchProbe):
     def install(self) -> None:
         self._hooks = ExitStack()
 
-    def before_step(self, step: int, model: Any, optimizer: Any) -> None:
+    def before_step(self, step: int, look: Look) -> None:
         if self._collector is not None:
             rows = [row for group in self._collector.read().values() for row in group]
             if rows:
                 odd = [row for row in rows if row.anomaly]
-                told("enable", [("nonfinite_activation", row.name, row.anomaly) for row in odd])
+                record_findings("enable", [("nonfinite_activation", row.name, row.anomaly) for row in odd])
                 self.note(step, f"{len(rows)} tensors, {len(odd)} not finite")
             self.remove()
-        if step + 1 >= self.due and model is not None:
-            self._watch(model)
+        if step + 1 >= self.due and look.model is not None:
+            self._watch(look.model)
 
     def _watch(self, model: Any) -> None:
         import torch
@@ -206,69 +214,45 @@ class ForwardPass(SwitchProbe):
         self._collector = None
 
 
-class BackwardPass(SwitchProbe):
+def backward_pass(look: Look) -> str:
     """``monitor_step`` of the loss that the backward pass began from."""
-
-    _loss: Any = None
-
-    def take_loss(self, loss: Any) -> None:
-        self._loss = loss
-
-    def look(self, model: Any, optimizer: Any) -> str:
-        loss, self._loss = self._loss, None
-        if loss is None or model is None:
-            return ""
-        check = monitor_step(model, loss)
-        return f"loss {check.loss:.4g}, norm {check.gradient_norm:.4g}"
+    if look.loss is None or look.model is None:
+        return ""
+    check = monitor_step(look.model, look.loss)
+    return f"loss {check.loss:.4g}, norm {check.gradient_norm:.4g}"
 
 
-class Placement(SwitchProbe):
+def device_placement(look: Look) -> str:
     """``devices`` of model and optimizer."""
-
-    def look(self, model: Any, optimizer: Any) -> str:
-        check = devices(model, optimizer=optimizer) if model is not None else None
-        return f"on {check.device}, {len(check.misplaced)} elsewhere" if check is not None else ""
+    check = devices(look.model, optimizer=look.optimizer) if look.model is not None else None
+    return f"on {check.device}, {len(check.misplaced)} elsewhere" if check is not None else ""
 
 
-class Precision(SwitchProbe):
+def mixed_precision(look: Look) -> str:
     """What autocast computes in, weights in float16, and the loss scale."""
+    import torch
 
-    def look(self, model: Any, optimizer: Any) -> str:
-        import torch
-
-        named = model.named_parameters() if model is not None else ()
-        half = [name for name, x in named if x.dtype is torch.float16 and x.requires_grad]
-        if half:
-            text = f"{len(half)} trained parameters are float16, where small updates are lost: keep float32 and use autocast"
-            found("half_weights", text, function="enable", name=half[0])
-        autocast = ", ".join(f"{dtype} on {device}" for device, dtype in self.context.training.autocast.items()) or "off"
-        scale = scale_in_use(None)
-        return f"autocast {autocast}" + (f", loss scale {float(scale):g}" if scale is not None else "")
+    named = look.model.named_parameters() if look.model is not None else ()
+    half = [name for name, x in named if x.dtype is torch.float16 and x.requires_grad]
+    if half:
+        text = f"{len(half)} trained parameters are float16, where small updates are lost: keep float32 and use autocast"
+        record_finding("half_weights", text, function="enable", name=half[0])
+    autocast = ", ".join(f"{dtype} on {device}" for device, dtype in look.context.training.autocast.items()) or "off"
+    scale = scale_in_use(None)
+    return f"autocast {autocast}" + (f", loss scale {float(scale):g}" if scale is not None else "")
 
 
-class DataWait(SwitchProbe):
-    """Time that the session counts as waiting for data since it was enabled, and its share."""
+def time_in(state: str) -> Callable[[Look], str]:
+    """Return a switch for the time that the session counts as in that state of goodput, and its share."""
 
-    state = "data"
+    def see(look: Look) -> str:
+        spent = look.context.writer.table.core.totals.floats[Word.GOODPUT :][: len(catalog.GOODPUT_STATES)].tolist()
+        time_s = spent[catalog.GOODPUT_STATES.index(state)]
+        share = time_s / (sum(spent) or 1.0)
+        record_series({f"debug.{state}_share": share})
+        return f"{time_s:.3g} s, {share:.0%} of the time, in {state}"
 
-    def install(self) -> None:
-        self._before = self._spent()
-
-    def look(self, model: Any, optimizer: Any) -> str:
-        spent = {state: now - self._before[state] for state, now in self._spent().items()}
-        time_s, share = spent[self.state], spent[self.state] / (sum(spent.values()) or 1.0)
-        record_series({f"debug.{self.state}_share": share})
-        return f"{time_s:.3g} s, {share:.0%} of the time, in {self.state}"
-
-    def _spent(self) -> dict[str, float]:
-        words = self.context.writer.table.core.totals.floats
-        return {state: words[Word.GOODPUT + place] for place, state in enumerate(catalog.GOODPUT_STATES)}
-
-
-class Validations(DataWait):
-    """The same of evaluations."""
-
-    state = "evaluation"
+    return see
 
 
 class Stopping(SwitchProbe):
@@ -280,39 +264,37 @@ class Stopping(SwitchProbe):
     def take_loss(self, loss: Any) -> None:
         self._sum, self._count = self._sum + loss, self._count + 1
 
-    def look(self, model: Any, optimizer: Any) -> str:
-        if not self._count:
-            return ""
-        decision = self._stopper(self._sum / self._count)
-        self._sum, self._count = 0.0, 0
-        return f"loss {decision.value:.4g}, best {decision.best or 0:.4g}, patience left {decision.patience_left}"
+    def before_step(self, step: int, look: Look) -> None:
+        if step >= self.due and self._count:
+            decision = self._stopper(self._sum / self._count)
+            self._sum, self._count = 0.0, 0
+            best = decision.best or 0
+            self.note(step, f"loss {decision.value:.4g}, best {best:.4g}, patience left {decision.patience_left}")
 
 
-class Rates(SwitchProbe):
-    """Learning rates of each optimizer's groups."""
-
-    def look(self, model: Any, optimizer: Any) -> str:
-        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        record_series({f"debug.learning_rate.{index}": rate for index, rate in enumerate(rates)})
-        return "lr " + ", ".join(f"{rate:.3g}" for rate in rates)
+def lr_scheduling(look: Look) -> str:
+    """Learning rates of an optimizer's groups."""
+    rates = [float(group["lr"]) for group in look.optimizer.param_groups if "lr" in group]
+    record_series({f"debug.learning_rate.{index}": rate for index, rate in enumerate(rates)})
+    return "lr " + ", ".join(f"{rate:.3g}" for rate in rates)
 
 
-SWITCHES: dict[str, tuple[type[SwitchProbe], str]] = {
+SWITCHES: dict[str, tuple[Any, str]] = {
     "autograd_anomaly": (AnomalyMode, "always"),
     "autograd_profiler": (StepProfile, "profile"),
     "tensorboard_traces": (StepTrace, "profile"),
-    "memory_usage": (Memory, "memory"),
-    "gradient_norms": (GradientNorms, "gradients"),
+    "memory_usage": (memory_usage, "memory"),
+    "gradient_norms": (gradient_norms, "gradients"),
     "forward_pass": (ForwardPass, "gradients"),
-    "backward_pass": (BackwardPass, "gradients"),
-    "device_placement": (Placement, "gradients"),
-    "mixed_precision": (Precision, "gradients"),
-    "data_loading": (DataWait, "performance"),
-    "validation": (Validations, "performance"),
+    "backward_pass": (backward_pass, "gradients"),
+    "device_placement": (device_placement, "gradients"),
+    "mixed_precision": (mixed_precision, "gradients"),
+    "data_loading": (time_in("data"), "performance"),
+    "validation": (time_in("evaluation"), "performance"),
     "early_stopping": (Stopping, "performance"),
-    "lr_scheduling": (Rates, "performance"),
+    "lr_scheduling": (lr_scheduling, "performance"),
 }
-"""Names, each with its probe and what its interval goes by"""
+"""Names, each with its function or class, and what its interval goes by"""
 _BASIC = ("gradient_norms", "lr_scheduling")
 _INTERMEDIATE = (*_BASIC, "memory_usage", "data_loading", "validation", "early_stopping")
 PRESETS: dict[str, tuple[str, ...]] = {
@@ -429,6 +411,7 @@ class _Board:
         self._begun = 0
         self._hook: Any = None
         self._model: Any = None
+        self._loss: Any = None
         self._searched: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
@@ -456,7 +439,8 @@ class _Board:
             if name in self._probes:
                 self._probes[name].every = intervals[interval]
             elif self._context is not None:
-                probe = self._probes[name] = kind(name, intervals[interval], trace_dir, self._context)
+                make = kind if isinstance(kind, type) else SwitchProbe
+                probe = self._probes[name] = make(name, intervals[interval], trace_dir, self._context, kind)
                 probe.run("install")
 
     def remove(self, names: Iterable[str]) -> None:
@@ -470,7 +454,7 @@ class _Board:
             self._hook.remove()
             context.hooks.takes_loss.unregister(_NAME)
             context.hooks.ends.unregister(_NAME)
-            self._context = self._model = None
+            self._context = self._model = self._loss = None
             self._searched.clear()
             StepProfile._several_train = False
 
@@ -486,8 +470,9 @@ class _Board:
             self._searched.add(optimizer)
             if (model := model_of(optimizer)) is not None:
                 self._model = weakref.ref(model)
+        look = Look(self.model, optimizer, self._loss, context)
         for probe in list(self._probes.values()):
-            call(probe.breaker, probe.before_step, context.recorder.step, self.model, optimizer)
+            call(probe.breaker, probe.before_step, context.recorder.step, look)
 
     def _take_loss(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
         import torch
@@ -495,9 +480,9 @@ class _Board:
         loss = tensors[0] if isinstance(tensors, (tuple, list)) and len(tensors) == 1 else tensors
         if accumulates and gradients is None and isinstance(loss, torch.Tensor) and loss.numel() == 1:
             loss, scale = loss.detach().reshape(()), scale_in_use(None)
-            loss = loss if scale is None else loss / scale.to(loss.device, non_blocking=True)
+            self._loss = loss if scale is None else loss / scale.to(loss.device, non_blocking=True)
             for probe in list(self._probes.values()):
-                probe.run("take_loss", loss)
+                probe.run("take_loss", self._loss)
 
     def status(self) -> SwitchStatus:
         """Return what :func:`status` does."""

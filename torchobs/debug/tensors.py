@@ -14,7 +14,7 @@ from itertools import islice
 from math import hypot, inf, isnan, nan, prod, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.debug.findings import found, told
+from torchobs.debug.findings import record_finding, record_findings
 from torchobs.support.result import Result
 from torchobs.tensors.values import evenly_sampled, stored
 
@@ -402,7 +402,7 @@ def analyze_tensor(x: Any, name: str = "tensor") -> TensorStats:
         histogram=tuple(int(count) for count in shape[len(QUANTILES) : -1]), sampled=int(shape[-1]),
     )  # fmt: skip
     if row.anomaly:
-        found("nonfinite_tensor", row.anomaly, function="analyze_tensor", name=name)
+        record_finding("nonfinite_tensor", row.anomaly, function="analyze_tensor", name=name)
     return stats
 
 
@@ -417,10 +417,11 @@ def analyze_parameters(model: Any) -> ParameterAnalysis:
     for name, x in parameters.items():
         taken.add(name, x)
     rows = taken.described()
+    odd = [("nonfinite_parameter", row.name, row.anomaly) for row in rows if row.anomaly]
     return ParameterAnalysis(
         model=type(model).__name__, numel=sum(row.numel for row in rows),
         trainable=sum(elements_of(x) for x in parameters.values() if x.requires_grad),
         size_bytes=sum(map(bytes_of, parameters.values())), norm=total_norm(rows),
         has_nan=any(row.nan_count for row in rows), has_inf=any(row.inf_count for row in rows), parameters=rows,
-        anomalies=told("analyze_parameters", [("nonfinite_parameter", row.name, row.anomaly) for row in rows if row.anomaly]),
+        anomalies=record_findings("analyze_parameters", odd),
     )  # fmt: skip
