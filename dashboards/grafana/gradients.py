@@ -75,8 +75,7 @@ def whole() -> tuple[Panel, ...]:
         ),
         panels.number(
             "Layers as one",
-            "Layers without series of their own, shown together as 'other'. Good: few; the largest "
-            "ones are shown.",
+            "Layers without series of their own, shown together as 'other'. Good: few; the largest ones are shown.",
             "short",
             Query(f"max({select(catalog.GRAD_LAYERS_FOLDED, *RANKS)}) or vector(0)"),
         ),

@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from torchobs.exporter.otlp.push import Push
 
 TICK_S = 1.0
+LEAST_DRAIN_S = 1.0
+"""The shortest wait for the last scrapes: kubelet leaves a sidecar two seconds once the grace is over."""
+JUST_ENDED_S = 5.0
+"""A rank without a heartbeat for longer has not ended by the signal that ends the exporter."""
 FLUSH_S = 10.0
 """How long a node's exporter that ends waits for the OTLP receiver."""
 THOROUGH_S = 3600.0
@@ -225,11 +229,15 @@ class _Service:
         """Wait until every scraper and the OTLP receiver have the final state, including ranks that end during the wait.
 
         Where no scraper has come yet, a rank that failed waits for the first: nobody else would ever hear of it.
+        The pod's grace began with the SIGTERM of its trainings: what one survived of it is gone.
         """
         if self._done and self._push is None:
             return
-        deadline_s = time.monotonic() + min(self._config.drain_timeout_s, FLUSH_S if self._done else math.inf)
+        begun_s = time.monotonic()
         final = await self._final() if not self._hurry.is_set() else 0
+        ages_s = [rank.terminated_age_s or 0.0 for rank in self._snapshots.latest.ranks if rank.beat_age_s <= JUST_ENDED_S]
+        left_s = max(LEAST_DRAIN_S, self._config.drain_timeout_s - max(ages_s, default=0.0))
+        deadline_s = begun_s + min(left_s, FLUSH_S if self._done else math.inf)
         if self._pod is not None:
             self._pod.look(self._snapshots.latest, self._scrapers, time.monotonic(), ends=True)
         while not self._hurry.is_set():

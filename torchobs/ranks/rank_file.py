@@ -252,6 +252,10 @@ class RankFile:
         since = max(self.view.last_step_ns or self.header.monotonic_ns, recorded_ns)
         return max(0.0, (now.monotonic_ns - since) / 1e9)
 
+    def terminated_age_s(self, now: Now) -> float | None:
+        """Return the seconds since a SIGTERM left its mark; ``None`` without one."""
+        return None if self._terminated_s is None else now.wall_ns / 1e9 - self._terminated_s
+
     def standstill(self, now: Now) -> Standstill | None:
         """Return that the rank stands still, if it does (``detect.hangs``)."""
         age_s, quiet_s = self.progress_age_s(now), self._quiet_s(now)

@@ -329,6 +329,7 @@ class Scanner:
             exemplars=tracked.exemplars,
             exception=tracked.exception,
             standstill=tracked.standstill(now),
+            terminated_age_s=tracked.terminated_age_s(now),
         )
 
 

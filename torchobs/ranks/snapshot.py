@@ -139,6 +139,8 @@ class Rank:
     """attributes of ``catalog.RANK_EXCEPTION``: the newest exception of its main thread; empty: none is in its event ring"""
     standstill: Standstill | None = None
     """that it makes no step; None: it does, or has ended, or does something else that may take long"""
+    terminated_age_s: float | None = None
+    """since it got a SIGTERM that it has no handler for; None: none is known of"""
 
     @property
     def trains(self) -> bool:
