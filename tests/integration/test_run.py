@@ -576,7 +576,7 @@ def test_a_script_that_closed_the_terminal_has_its_file_to_itself(tmp_path: Path
 def test_the_start_says_where_the_page_is(tmp_path: Path, flight_dir: Path) -> None:
     """One line, with the address that the exporter has got."""
     port = free_port()
-    said = run(tmp_path, flight_dir, "--address", f"127.0.0.1:{port}", wait=WAIT)
+    said = run(tmp_path, flight_dir, "--address", f"127.0.0.1:{port}", wait=WAIT, TORCHOBS_LOG_LEVEL="WARNING")
     try:
         line = f"torchobs: this run is shown live on http://127.0.0.1:{port}/\n"
         assert said.terminal.count(line) == 1

@@ -31,13 +31,3 @@ class Listed:
 
     def __iter__(self) -> Any:
         return iter(self._batches)
-
-
-class Unsized:
-    """A loader that knows no length."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self._batches)

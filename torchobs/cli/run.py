@@ -19,8 +19,6 @@ import re
 import runpy
 import shlex
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
@@ -45,8 +43,6 @@ _HOOKS = tuple(str(Path(__file__).parent.parent / name) for name in ("probes", "
 """Where a hook's frames are. A signal's handler, of the user's, may run within any of them"""
 _STDERR = 2
 _MOST_FINDINGS = 3
-_PATIENCE_S = 20.0
-_LOOK_S = 0.1
 _LEAST_NAMED = 0.01
 _VALUED = (
     settings.named("exporter_address")._replace(flag="--address", metavar="HOST:PORT"),
@@ -214,19 +210,19 @@ class _Watched(NamedTuple):
 
 
 class Summary:
-    """Prints the messages at start and end. Must be created before ``init()``, so that its exit handler runs last."""
+    """Prints the summary at the end. Must be created before ``init()``, so that its exit handler runs last."""
 
     def __init__(self, *, quiet: bool) -> None:
         from torchobs.runtime.notebook import PageAddress
 
-        PageAddress.said_elsewhere = True
+        PageAddress.silent = quiet or not os.isatty(_STDERR)
         self._quiet = quiet
         self._watched: _Watched | None = None
         # exit handlers run last in, first out: this one after the session's and the script's
         atexit.register(error_guard.call, error_guard.CircuitBreaker("summary"), self.end)
 
     def begin(self, session: Session | None) -> None:
-        """Print the live page's address as soon as it is known."""
+        """Remember the run."""
         writer = session.writer if session is not None else None
         if session is None or writer is None or session.identity is None or session.identity.rank:
             return
@@ -234,9 +230,6 @@ class Summary:
             return
         directory = str(Path(writer.path).parent)
         self._watched = _Watched(directory, session.identity.run_id, os.getpid())
-        if session.settings.exporter:
-            guarded = (error_guard.CircuitBreaker("summary"), self._say_address)
-            threading.Thread(target=error_guard.call, args=guarded, name="torchobs-address", daemon=True).start()
 
     def end(self) -> None:
         """Print the summary of the run after everything else has ended."""
@@ -248,16 +241,6 @@ class Summary:
         chosen = choose([Path(watched.directory)], watched.run_id)
         more = f"torchobs inspect {shlex.quote(watched.directory)} --run {shlex.quote(watched.run_id)}"
         _tell([*summary_lines(chosen.ranks, chosen.launchers), f"more: {more}"])
-
-    def _say_address(self) -> None:
-        from torchobs.runtime.notebook import announced
-
-        until = time.monotonic() + _PATIENCE_S
-        while self._watched is not None and time.monotonic() < until:
-            if url := announced(self._watched.directory):
-                _tell([f"this run is shown live on {url}"])
-                return
-            time.sleep(_LOOK_S)
 
 
 def summary_lines(ranks: Sequence[RankReport], launchers: Sequence[RankReport]) -> list[str]:
@@ -328,7 +311,7 @@ def main(given: Sequence[str], begin: Callable[..., object] | None = None) -> No
         logging.getLogger("torchobs").warning(
             "torchobs could not start (%s at %s): the script runs without it", failure.exception, failure.location
         )
-    error_guard.call(error_guard.CircuitBreaker("summary"), _say_address, summary)
+    error_guard.call(error_guard.CircuitBreaker("summary"), _watch, summary)
     try:
         execute(what)
     except SystemExit as leaving:
@@ -401,7 +384,7 @@ def _init(**overrides: object) -> object:
     return torchobs.init(**overrides)
 
 
-def _say_address(summary: Summary) -> None:
+def _watch(summary: Summary) -> None:
     from torchobs.runtime import session
 
     summary.begin(session.current())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from html import escape
 from importlib import import_module
 from math import isnan
@@ -26,10 +27,10 @@ _logger = logging.getLogger("torchobs")
 
 
 class PageAddress:
-    """Waits for the exporter of the flight file's directory; for the sampler thread."""
+    """Waits for the exporter of the flight file's directory, and says where its page is; for the sampler thread."""
 
-    said_elsewhere: ClassVar[bool] = False
-    """Whether the command that runs the script says it"""
+    silent: ClassVar[bool] = False
+    """Set where ``torchobs run`` is not to print anything"""
 
     def __init__(self, flight_file: str, *, says: bool) -> None:
         self._directory, self._says = str(Path(flight_file).parent), says
@@ -38,27 +39,19 @@ class PageAddress:
         """Empty until it is announced"""
 
     def sample(self) -> None:
-        """Look whether it is announced."""
+        """Look whether it is announced, by an exporter that listens."""
         now_s = time.monotonic()
         if self.url or now_s < self._due_s or now_s > self._until_s:
             return
+        from torchobs.flight.files.location import opened
+        from torchobs.node import election
+
         self._due_s = now_s + _INTERVAL_S
-        self.url = announced(self._directory)
-        if self.url and self._says and not PageAddress.said_elsewhere:
-            _logger.warning("torchobs: this run is shown live on %s", self.url)
-
-
-def announced(directory: str) -> str:
-    """Return the address of the directory's exporter; empty if there is none, or none that listens yet."""
-    from torchobs.flight.files.location import opened
-    from torchobs.node import election
-
-    try:
-        with opened(directory) as directory_fd:
+        with suppress(OSError), opened(self._directory) as directory_fd:
             found = election.read(directory_fd)
-    except OSError:
-        return ""
-    return found.url if found is not None else ""
+            self.url = found.url if found is not None else ""
+        if self.url and self._says and not PageAddress.silent:
+            _logger.warning("torchobs: this run is shown live on %s", self.url)
 
 
 INTERVAL_S = 1.0
