@@ -163,7 +163,7 @@ _SLOTS = {
     "recorder": "sole in_pass metered log_wins step _clean _timed _tokens _samples _expected _begun_ns",
     "training": "backwards in_closure thread",
     "values": "flags losses tokens samples step loss_sum norm_squared learning_rate norm_scale",
-    "loss": "_scaled _autograd_grad_only",
+    "loss": "_scaled",
     "step": "_depth _given _outer _untraced",
     "breaker": "is_open",
     "rates": "key",

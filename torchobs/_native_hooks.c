@@ -30,14 +30,11 @@ static PyObject *outcome(int failed, PyObject *result, PyObject *type, PyObject 
 
 /* -- PlainLoss: torchobs.probes.step.loss ----------------------------------------------------------------------------- */
 
-enum { LOSS_VALUES, LOSS_METERED, LOSS_LOG_WINS, LOSS_IN_CLOSURE, LOSS_SCALED, LOSS_AUTOGRAD_GRAD, LOSS_IS_OPEN };
+enum { LOSS_VALUES, LOSS_METERED, LOSS_LOG_WINS, LOSS_IN_CLOSURE, LOSS_SCALED, LOSS_IS_OPEN };
 enum { LOSS_REFERENCE, LOSS_TENSOR };
 static const Plan loss_plan = {
     4, ".t", LOSS_VALUES,
-    {
-        {0, "values"}, {0, "metered"}, {0, "log_wins"}, {1, "in_closure"}, {2, "_scaled"}, {2, "_autograd_grad_only"},
-        {3, "is_open"},
-    },
+    {{0, "values"}, {0, "metered"}, {0, "log_wins"}, {1, "in_closure"}, {2, "_scaled"}, {3, "is_open"}},
 };
 
 static PyObject *loss_new(PyTypeObject *type, PyObject *args, PyObject *named)
@@ -89,7 +86,7 @@ static PyObject *loss_take(PyObject *object, PyObject *const *args, Py_ssize_t c
     PyObject *reference = self->held[LOSS_REFERENCE];
     if (count != 3 || args[1] != Py_None || (PyObject *)Py_TYPE(args[0]) != self->held[LOSS_TENSOR] || args[2] != Py_True
         || !is_false(self, LOSS_IS_OPEN) || !is_false(self, LOSS_METERED) || !is_false(self, LOSS_LOG_WINS)
-        || !is_false(self, LOSS_IN_CLOSURE) || get(self, LOSS_SCALED) != Py_None || get(self, LOSS_AUTOGRAD_GRAD) != Py_None)
+        || !is_false(self, LOSS_IN_CLOSURE) || get(self, LOSS_SCALED) != Py_None)
         return call_with(reference, args, count);
     PyObject *on_cpu = PyObject_GetAttr(args[0], self->names[IS_CPU]);
     if (on_cpu == NULL)

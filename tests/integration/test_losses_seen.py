@@ -70,7 +70,7 @@ DOORS: dict[str, Callable[[torch.Tensor, torch.nn.Module], object]] = {
 
 @pytest.mark.parametrize("name", DOORS)
 def test_a_backward_by_any_door_is_one(run: Recording, name: str) -> None:
-    """Its loss is the step's, its time is backward's, and its gradient's norm is measured."""
+    """Its loss is the step's, but of ``torch.autograd.grad``; its time is backward's, and its gradient's norm is measured."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, norms = [], []
@@ -82,9 +82,12 @@ def test_a_backward_by_any_door_is_one(run: Recording, name: str) -> None:
         norms.append(norm_of(model))
         optimizer.step()
     steps = run.steps()
-    assert [record.loss for record in steps] == pytest.approx(losses, rel=1e-6)
+    if name in {"autograd.grad", "grad, imported before"}:  # what it begins from may be no loss
+        assert not any(has(record, StepFlag.LOSS) for record in steps)
+    else:
+        assert [record.loss for record in steps] == pytest.approx(losses, rel=1e-6)
+        assert {record.losses for record in steps} == {1}
     assert [record.grad_norm for record in steps] == pytest.approx(norms, rel=1e-4)
-    assert {record.losses for record in steps} == {1}
     assert all(record.phase_s[BACKWARD] > 0.0 for record in steps)
 
 

@@ -2,8 +2,8 @@
 
 On the CPU it is read at once (143 ns), on a device it is copied without waiting. It is never kept: a loss holds its whole
 graph. With ``GradScaler`` the value before scaling is recorded (unknown if there are several scalars). With accumulation the
-step's backward passes are summed. Losses of ``torch.autograd.grad`` count in steps without another backward only: before one
-it is an inner loop, after one an analysis of the curvature.
+step's backward passes are summed. What ``torch.autograd.grad`` begins from is no loss: it may be an inner loop's, or an
+analysis of the curvature.
 
 A tensor subclass (MONAI's ``MetaTensor``, fastai's ``TensorBase``) is read as a plain tensor, without its
 ``__torch_function__``, which is the user's code and slow. One with a ``__torch_dispatch__`` of its own may have no value to
@@ -45,7 +45,7 @@ class LossProbe:
     """Records the loss of each step."""
 
     name = "loss"
-    __slots__ = ("__dict__", "_autograd_grad_only", "_scaled")  # the compiled part reads them in place
+    __slots__ = ("__dict__", "_scaled")  # the compiled part reads it in place
 
     def __init__(self) -> None:
         self._scaled: weakref.ref[torch.Tensor] | None = None
@@ -54,8 +54,6 @@ class LossProbe:
         self._pending: list[_PendingLoss] = []
         self._reported: set[str] = set()
         """Device types reported as not read"""
-        self._autograd_grad_only: object = None
-        """Values or parts with losses of ``torch.autograd.grad`` only, which the step's first backward removes"""
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -103,7 +101,7 @@ class LossProbe:
                 if (
                     gradients is not None or type(tensors) is not kind or not tensors.is_cpu or not accumulates
                     or recorder.metered or training.in_closure or recorder.log_wins
-                    or self._scaled is not None or self._autograd_grad_only is not None
+                    or self._scaled is not None
                 ):  # fmt: skip
                     take(tensors, gradients, accumulates)
                     return
@@ -127,11 +125,11 @@ class LossProbe:
         made = make_hook(self._context.writer.native, "PlainLoss", owners, (take_loss, kind))
         return made.take if made is not None else take_loss
 
-    def _take(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: C901, FBT001  # inline; as a listener
+    def _take(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # inline; as a listener
         """Take the loss of a backward pass that begins. ``accumulates``: False for ``torch.autograd.grad``."""
         recorder, in_closure = self._context.recorder, self._training.in_closure
         begun_ns = monotonic_ns() if recorder.metered else 0
-        if recorder.log_wins:
+        if recorder.log_wins or not accumulates:
             return
         whole = given = tensors
         if type(tensors) in {tuple, list}:
@@ -145,36 +143,21 @@ class LossProbe:
             return
         value = loss if self._scaled is None else self._plain(whole, loss)
         if not value.is_cpu:
-            self._take_later(value.detach(), within=in_closure, accumulates=accumulates)
+            self._take_later(value.detach(), within=in_closure)
         elif in_closure:
             number = value.item()
             recorder.add_loss(number, within_step=True)
             if number - number:
                 self._nonfinite(given)
-        elif accumulates and self._autograd_grad_only is None:
+        else:
             values, number = recorder.values, value.item()
             values.loss_sum += number
             values.losses += 1
             values.flags |= _LOSS
             if number - number:  # NaN, which is true, unless it is finite
                 self._nonfinite(given)
-        else:
-            number = value.item()
-            self._add_from_autograd_grad(number, accumulates=accumulates)
-            if number - number:
-                self._nonfinite(given)
         if begun_ns:
             self._context.record_overhead(self.name, monotonic_ns() - begun_ns)
-
-    def _add_from_autograd_grad(self, value: float, *, accumulates: bool) -> None:
-        """Add a loss of ``torch.autograd.grad``, or the first one after such: only one kind counts."""
-        values = self._context.recorder.values
-        if not accumulates and values.losses and self._autograd_grad_only is not values:
-            return
-        if accumulates and self._autograd_grad_only is values:
-            values.loss_sum, values.losses = 0.0, 0
-        self._autograd_grad_only = None if accumulates else values
-        self._context.recorder.add_loss(value, within_step=False)
 
     def _sum(self, tensors: Sequence[Any], gradients: Any) -> tuple[Any, Any]:
         """Return the sum of scalars, or a single tensor, as the loss; ``(None, None)`` if there is none to read."""
@@ -202,7 +185,7 @@ class LossProbe:
             return tensor.detach() / self._scale  # divided after scaling, for an accumulation
         return tensor.detach()
 
-    def _take_later(self, value: torch.Tensor, *, within: bool, accumulates: bool = True) -> None:
+    def _take_later(self, value: torch.Tensor, *, within: bool) -> None:
         """Take a loss on a device; a step's backward passes are summed once all have arrived."""
         recorder, pending = self._context.recorder, self._pending
         if within and recorder.values.evaluated:
@@ -212,11 +195,6 @@ class LossProbe:
         if not pending or pending[-1].pending_step != pending_step:
             pending.append(_PendingLoss(pending_step, []))
         parts = pending[-1].parts
-        if not accumulates and parts and self._autograd_grad_only is not parts:
-            return
-        if accumulates and self._autograd_grad_only is parts:
-            parts.clear()
-        self._autograd_grad_only = None if accumulates else parts
         arriving: list[float] = []
         if self._context.device.take(value, arriving.append):
             parts.append(arriving)
