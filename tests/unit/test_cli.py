@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.diagnosis_files import fact, facts, step
+from tests.diagnosis_files import facts, step
 from tests.rank_files import Clock, File
 from tests.scanners import scanner_of
 from torchobs import catalog
@@ -50,15 +50,6 @@ def test_the_norm_of_a_shard_is_said_to_be_one(ranks: float | None, is_told: boo
     values = {} if ranks is None else {catalog.GRAD_NORM_RANKS: ranks}
     report = facts([step(number, 1.0, 0.5) for number in range(1, 4)], values=values)
     assert (SHARD in shown(report, 160)) is is_told
-
-
-def test_sizes_and_durations_of_events_have_their_unit() -> None:
-    """By the catalog; what is no likely number stays as it is."""
-    growth = fact(catalog.EVENT_MEMORY_GROWTH, 1.0, 3, space="host", per_step=40_960, time_to_limit=5_400.0)
-    odd = fact(catalog.EVENT_SHARED_MEMORY_FULL, 2.0, 4, used=10**400, size="much")
-    lines = shown(facts([step(1)], events=[growth, odd]), 1000)
-    assert any("per_step 40 KiB · time_to_limit 1 h 30 min" in line for line in lines)
-    assert any("size much" in line for line in lines)
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf a trace", b"no HTTP\r\n", b""])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import inf, isfinite, isnan
+from math import inf, isnan
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ from torchobs.catalog import Severity
 from torchobs.detect import speed
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import Health, health
-from torchobs.diagnosis.rank_report import Fact, Point, SpanFact, curves, events_of, spans_of, with_unit
+from torchobs.diagnosis.rank_report import MOST_TEXT, Fact, Point, curves, events_of, spans_of, title_of, words_of
 from torchobs.diagnosis.status import (
     LAST_LOSSES,
     NO_REPLICAS,
@@ -55,7 +55,6 @@ MOST_ALIKE = 3
 MOST_LINES = 100
 MOST_MERGED = 20_000
 """Events of all ranks that are looked through for the list"""
-MOST_TEXT = 400
 ALIKE_S = 60.0
 RECORDS = 16_384
 """Records read per update over all ranks, at least 64 of each; one takes 2 µs to decode. Beyond 64 ranks, the throughput of
@@ -186,49 +185,28 @@ def _time(event: EventRow) -> float:
     return event.at_s
 
 
-def of_ring(header: Header, rank: str, frames: Iterable[tuple[int, dict[str, Any]]]) -> list[EventRow]:
+def of_ring(header: Header, rank: str, frames: Iterable[tuple[int, Mapping[str, Any]]]) -> list[EventRow]:
     """Return the events and the long spans of a rank's ring, oldest first."""
     frames = list(frames)
     ours = (frame for frame in frames if str(frame[1].get("scope", "")).startswith("['torchobs'"))
     rows = [_event(rank, fact) for fact in events_of(frames, header) if fact.name != catalog.EVENT_SCALARS.name]  # curves
-    return sorted([*rows, *(_span(rank, span) for span in spans_of(ours) if span.name in _SPANS)], key=_time)
+    for span in spans_of(ours):
+        if span.name in _SPANS:
+            took = f"took {text_format.duration(span.end_s - span.start_s)}"
+            words = words_of(Fact(span.name, span.end_s, None, span.attributes))
+            row = EventRow(span.end_s, (rank,), None, Severity.INFO, _SPANS[span.name], " · ".join(filter(None, [took, words])))
+            rows.append(row)
+    return sorted(rows, key=_time)
 
 
 def _event(rank: str, fact: Fact) -> EventRow:
-    known, kind = catalog.EVENT_BY_NAME.get(fact.name), fact.attributes.get("kind")
-    is_anomaly = known is catalog.EVENT_ANOMALY and kind in catalog.ANOMALY_KINDS
-    return EventRow(
-        at_s=fact.time_s,
-        ranks=(rank,),
-        step=fact.step,
-        severity=catalog.event_severity(fact.name, fact.attributes),
-        title=_title(fact.name) if known else labels.text(fact.name)[:MOST_TEXT],
-        text=_text(fact.name, fact.attributes),
-        anomaly=str(kind) if is_anomaly else "",
-        number=1 + fact.count("left_out") if is_anomaly else 1,
-    )
-
-
-def _title(name: str) -> str:
-    return name.removeprefix("torchobs.").replace("_", " ").replace(".", " ").capitalize()
-
-
-def _span(rank: str, span: SpanFact) -> EventRow:
-    parts = [f"took {text_format.duration(span.end_s - span.start_s)}", _text(span.name, span.attributes)]
-    return EventRow(span.end_s, (rank,), None, Severity.INFO, _SPANS[span.name], " · ".join(filter(None, parts)))
-
-
-def _text(name: str, attributes: Mapping[str, Any]) -> str:
-    """Return the attributes of an event or span as one line: names in words, sizes and durations with their unit."""
-    parts = ((label, with_unit(name, label, value) or _value(value)) for label, value in attributes.items())
-    named = ((labels.text(name).removeprefix("exception.").removesuffix("_s").replace("_", " "), text) for name, text in parts)
-    return " · ".join(f"{name} {text}" for name, text in named if text)[:MOST_TEXT]
-
-
-def _value(value: object) -> str:
-    if isinstance(value, float) and isfinite(value):
-        return text_format.number(value)
-    return ", ".join(map(_value, value[:8])) if isinstance(value, list) else labels.text(value)
+    kind, is_ours = fact.attributes.get("kind"), fact.name in catalog.EVENT_BY_NAME
+    is_anomaly = fact.name == catalog.EVENT_ANOMALY.name and kind in catalog.ANOMALY_KINDS
+    severity = catalog.event_severity(fact.name, fact.attributes)
+    title = text_format.capital(title_of(fact.name)) if is_ours else text_format.clean(fact.name, MOST_TEXT)
+    words = " · ".join(filter(None, [fact.text("kind").replace("_", " "), words_of(fact)]))
+    number = 1 + fact.count("left_out") if is_anomaly else 1
+    return EventRow(fact.time_s, (rank,), fact.step, severity, title, words, str(kind) if is_anomaly else "", number)
 
 
 class Curves(NamedTuple):

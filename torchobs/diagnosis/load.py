@@ -309,7 +309,7 @@ def _found(path: Path, file: FlightFile, directory_fd: int, now: Now) -> LoadedF
 
 
 class NoRunError(ValueError):
-    """There is no such run, or more than one; the message says what there is."""
+    """There is no such run; the message says what there is."""
 
 
 class Chosen(NamedTuple):
@@ -346,8 +346,9 @@ def runs_of(found: Iterable[LoadedFlight]) -> list[RunFiles]:
 
 
 def choose(paths: Sequence[Path], run: str | None) -> Chosen:
-    """Read files, and of directories the run ``run`` (its id or the beginning of it, or a job's name), by default the latest.
+    """Read the files; of a directory with several runs the requested one, by default the latest.
 
+    ``run``: a run_id, a job's name, or the beginning of a run_id; of several that match the latest is read.
     Raises :class:`NoRunError`, or ``OSError`` for a directory that cannot be read.
     """
     ranks, bad = load_reports([path for path in paths if not path.is_dir()])
@@ -358,8 +359,10 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
         if path.is_dir():
             listed = listing(path)
             bad += listed.bad
-            found, others = _run(listed.found, run)
-            more = read(found)
+            every = runs_of(listed.found)
+            wanted = next(iter(every if run is None else _named(every, run)), None)
+            others = [one for one in reversed(every) if one is not wanted]
+            more = read(wanted.files if wanted else ())
             ranks, bad, launchers = ranks + more.ranks, bad + more.bad, launchers + more.launchers
             names = ", ".join(text_format.clean(other.run_id, 60) for other in others[-3:])
             aside = [f"{text_format.plural(len(others), 'other run')} in this directory: --run {names}"] if others else []
@@ -383,20 +386,16 @@ def read(found: Sequence[LoadedFlight]) -> Chosen:
 
 
 def find(wanted: str | None, directory: Path | None = None) -> Chosen:
-    """Read the run that a person named: a flight file, a directory, a run_id or its beginning, or a job's name.
+    """Read the run that a person named: a flight file, a directory, or what :func:`choose` takes. ``None``: the latest run.
 
-    ``None``: the latest run. ``directory``: where named runs are looked for, by default where this user's trainings write.
-    Raises :class:`NoRunError` when no run matches, or several do; ``OSError`` for a directory that cannot be read.
+    ``directory``: where named runs are looked for, by default where this user's trainings write.
+    Raises :class:`NoRunError` when no run matches; ``OSError`` for a directory that cannot be read.
     """
     if wanted is not None and (path := Path(wanted)).exists():
         return choose([path], None)
     if wanted is not None and ("/" in wanted or wanted.endswith(".flight")):
         raise NoRunError(f"no such file or directory: {text_format.clean(wanted)}")
-    directory = directory or default_directory()
-    if wanted is None:
-        return choose([directory], None)
-    every = runs_of(listing(directory).found)
-    return read(_matching(every, wanted, directory).files)
+    return choose([directory or default_directory()], wanted)
 
 
 def _named(every: Sequence[RunFiles], wanted: str) -> list[RunFiles]:
@@ -407,22 +406,6 @@ def _named(every: Sequence[RunFiles], wanted: str) -> list[RunFiles]:
         [run for run in every if run.run_id.startswith(wanted)],
     )
     return next((some for some in tests if some), [])
-
-
-def _matching(every: Sequence[RunFiles], wanted: str, directory: Path) -> RunFiles:
-    found = _named(every, wanted)
-    if len(found) == 1:
-        return found[0]
-    name = text_format.clean(repr(wanted))
-    if found:
-        raise NoRunError(f"{name} is {len(found)} runs; say which by its run_id:\n{_listed(found)}")
-    where = text_format.clean(directory)
-    there = (
-        f"these are there:\n{_listed(every)}"
-        if every
-        else "there are no flight files; a training writes them with torchobs.init()"
-    )
-    raise NoRunError(f"no run {name} in {where}; {there}")
 
 
 def _listed(runs: Sequence[RunFiles]) -> str:
@@ -451,13 +434,6 @@ def _launchers(found: Sequence[LoadedFlight]) -> list[RankReport]:
     incarnations = {item.header.resource.get(LAUNCHED_BY) for item in found}
     reports, _ = load_reports([item.path for item in found if item.header.incarnation.hex() in incarnations])
     return [one for one in reports if not one.last_step and not one.partial]
-
-
-def _run(found: Sequence[LoadedFlight], run: str | None) -> tuple[Sequence[LoadedFlight], list[RunFiles]]:
-    """Return the files of the requested run, by default the one that lived last, and the other runs, oldest first."""
-    every = runs_of(found)
-    wanted = next(iter(every if run is None else _named(every, run)), None)
-    return wanted.files if wanted else (), [one for one in reversed(every) if one is not wanted]
 
 
 def _nothing(paths: Sequence[Path], bad: Sequence[tuple[str, str]], run: str | None, others: Sequence[RunFiles]) -> str:

@@ -24,6 +24,7 @@ from torchobs.ranks import labels, state
 from torchobs.ranks.state import MemoryUse, trains
 
 MOST_NAMES = 64
+MOST_TEXT = 600
 MOST_POINTS = 512
 """Most points kept per curve, the newest ones. A rank thins them out over time (``probes.core.user_scalars``)."""
 _FAR = 1 << 62
@@ -109,7 +110,7 @@ class Fact(NamedTuple):
         value = self.attributes.get(name)
         if isinstance(value, str) and value in _NAMES:
             return float(value)
-        return float(value) if isinstance(value, (int, float)) and abs(value) < float(_FAR) ** 4 else None
+        return float(value) if isinstance(value, (int, float)) and not abs(value) >= float(_FAR) ** 4 else None
 
     def count(self, name: str) -> int:
         """Return an attribute that is a count; 0 if absent or invalid."""
@@ -446,3 +447,15 @@ def attribute_text(fact: Fact, name: str, longest: int = text_format.LONGEST) ->
     if number is not None:
         return text_format.number(number)
     return text_format.clean(text_format.source_location(fact.text(name, longest)), longest)
+
+
+def title_of(name: str) -> str:
+    """Return the name of an event or span in words."""
+    return text_format.clean(name.removeprefix("torchobs.").replace("_", " ").replace(".", " "), 80)
+
+
+def words_of(fact: Fact) -> str:
+    """Return the attributes of an event as one line, without its kind."""
+    words = ((name, attribute_text(fact, name)) for name in list(fact.attributes)[:10] if name != "kind")
+    named = [f"{text_format.clean(name, 40).removesuffix('_s').replace('_', ' ')} {text}" for name, text in words if text]
+    return text_format.clean(" · ".join(named), MOST_TEXT)

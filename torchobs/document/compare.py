@@ -13,7 +13,7 @@ from torchobs.diagnosis import text_format
 from torchobs.diagnosis.diagnosis import diagnose_run
 from torchobs.diagnosis.load import Chosen
 from torchobs.diagnosis.rank_report import RankReport, Step
-from torchobs.document.blocks import Document, Figure, Figures, Item, Items, LineChart, Section, Series, Table, Text, section
+from torchobs.document.blocks import Document, Item, Items, LineChart, Section, Series, Table, Text, section
 from torchobs.document.run import facts, known_details
 from torchobs.document.sections import points_of
 from torchobs.flight.format.event_ring import plain
@@ -89,30 +89,22 @@ def compare(first: Chosen, second: Chosen) -> Comparison:
 def parsed(arguments: Sequence[object]) -> dict[str, str]:
     """Return a script's arguments by name: ``--lr 3e-4``, ``--lr=3e-4``, ``lr=3e-4``; others by their position."""
     words = [text_format.clean(word) for word in arguments]
-    found: dict[str, str] = {}
-    at = position = 0
-    while at < len(words):
-        word, following = words[at], words[at + 1] if at + 1 < len(words) else "-"
+    by_name: dict[str, str] = {}
+    option = ""
+    position = 0
+    for word in words:
         name, equals, value = word.partition("=")
         if equals and name.strip("-"):
-            found[name] = value
-        elif word.startswith("-") and not _is_number(word):
-            has_value = not following.startswith("-") or _is_number(following)
-            found[word] = following if has_value else "yes"
-            at += has_value
+            by_name[name] = value
+        elif word.startswith("-"):
+            by_name[word] = "yes"
+        elif option:
+            by_name[option] = word
         else:
             position += 1
-            found[f"argument {position}"] = word
-        at += 1
-    return found
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
+            by_name[f"argument {position}"] = word
+        option = word if word.startswith("-") and not equals else ""
+    return by_name
 
 
 def _quantities(first: RankReport, second: RankReport) -> Iterator[Compared]:
@@ -181,65 +173,37 @@ def comparison_document(found: Comparison) -> Document:
     """Return the comparison as a document."""
     reports = (found.first, found.second)
     names = [f"{name}: {report.identity[0]} {report.identity[1]}" for name, report in zip(_NAMES, reports, strict=True)]
-    verdict = _verdict(found)
     jobs = list(dict.fromkeys(report.identity[0] for report in reports))
     return Document(
         title=f"Two runs of {jobs[0]} compared" if len(jobs) == 1 else f"{jobs[0]} and {jobs[1]} compared",
         subtitle=" · ".join(names),
         badge=("info", "Compared"),
-        headline=verdict[0].words,
+        headline=_settings(found),
         sections=(
-            section("findings", "What differs", Items(tuple(verdict[1:])), _figures(reports)),
-            _set_differently(found), _measured(found), _charts(reports),
+            section("findings", "What differs", Items(tuple(_ends(found)))), _set_differently(found), _measured(found),
+            _charts(reports),
         ),
         footer=(f"torchobs {__version__}",),
     )  # fmt: skip
 
 
-def _verdict(found: Comparison) -> list[Item]:
-    told = [one for one in found.quantities if one.what == "step time" or one.what.startswith("loss")]
-    items = [Item("info", sentence(one), "measured") for one in told]
+def _settings(found: Comparison) -> str:
     changed = [one.name for one in found.differences]
-    words = f"Set differently: {text_format.joined(changed, 8)}." if changed else "Nothing is set differently."
-    items.append(Item("info", words, "set" if changed else ""))
+    return f"Set differently: {text_format.joined(changed, 8)}." if changed else "Nothing is set differently."
+
+
+def _ends(found: Comparison) -> Iterator[Item]:
+    """Yield how each run that is not in order ended."""
     for name, report in zip(_NAMES, (found.first, found.second), strict=True):
         if report.state not in {"alive", "finished"}:
-            items.append(
-                Item("warning", f"{name} did not finish: {report.state}{f' ({report.reason})' if report.reason else ''}.", "")
-            )
-    return items
-
-
-def sentence(one: Compared) -> str:
-    """Return a quantity with a median as a sentence."""
-    if one.first is None or one.second is None:
-        return f"The {one.what} cannot be compared: one of the runs has no values."
-    medians = f"{_with_range(one, one.first, one.first_range)} in A, {_with_range(one, one.second, one.second_range)} in B"
-    if not one.change:
-        return f"The {one.what}: {medians}."
-    more, less = ("longer", "shorter") if one.unit == "s" else ("higher", "lower")
-    word = more if one.change > 0 else less
-    return f"The {one.what} is {text_format.percent(abs(one.change))} {word} in B: {medians}."
+            reason = f" ({report.reason})" if report.reason else ""
+            yield Item("warning", f"{name} did not finish: {report.state}{reason}, after step {report.last_step:,}.")
 
 
 def _with_range(one: Compared, value: float, middle_half: tuple[float, float] | None) -> str:
     rounded = {"s": text_format.duration, "By": text_format.size}.get(one.unit, text_format.number)
     ends = f" ({rounded(middle_half[0])} to {rounded(middle_half[1])})" if middle_half is not None else ""
     return f"{rounded(value)}{ends}"
-
-
-def _figures(reports: Sequence[RankReport]) -> Figures:
-    figures = []
-    for name, report in zip(_NAMES, reports, strict=True):
-        figures += [
-            Figure(f"{name}: state", report.state, report.reason if report.reason != report.state else ""),
-            Figure(
-                f"{name}: steps",
-                f"{report.last_step:,}",
-                f"in {report.lifetime}",
-            ),
-        ]
-    return Figures(tuple(figures))
 
 
 def _set_differently(found: Comparison) -> Section:

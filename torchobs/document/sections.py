@@ -12,7 +12,7 @@ from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.live import WHOLES
-from torchobs.diagnosis.rank_report import Fact, RankReport, Step, attribute_text
+from torchobs.diagnosis.rank_report import Fact, RankReport, Step, attribute_text, title_of, words_of
 from torchobs.diagnosis.stall import shown, stall, without_launcher
 from torchobs.diagnosis.status import Get
 from torchobs.document.blocks import (
@@ -159,7 +159,7 @@ def _severity(fact: Fact) -> str:
 
 def _kind(fact: Fact) -> str:
     kind = fact.text("kind") if fact.name == catalog.EVENT_ANOMALY.name else ""
-    return text_format.clean((kind or fact.name.removeprefix("torchobs.")).replace("_", " ").replace(".", " "), 60)
+    return title_of(kind or fact.name)
 
 
 def _counts(report: RankReport) -> Table | None:
@@ -465,9 +465,4 @@ def _joined(events: Iterable[Fact]) -> Iterator[tuple[Fact, str, str, str]]:
             alone = same if len(same) <= _MOST_ALIKE else same[-1:]
             for fact in alone:
                 more = f" (the last of {len(same):,} on end)" if len(alone) < len(same) else ""
-                yield fact, "" if fact.step is None else f"{fact.step:,}", _kind(fact), _words(fact) + more
-
-
-def _words(fact: Fact) -> str:
-    words = ((name, attribute_text(fact, name)) for name in list(fact.attributes)[:10] if name != "kind")
-    return text_format.clean(" · ".join(f"{text_format.clean(name, 40)} {text}" for name, text in words if text), 600)
+                yield fact, "" if fact.step is None else f"{fact.step:,}", _kind(fact), words_of(fact) + more
