@@ -221,12 +221,6 @@ Cleared = _object("Cleared", removed=_COUNT, hidden=_as(int, "what is not this e
 Nothing = _object("Nothing")
 StepsWanted = _object("StepsWanted", steps=_as(int, ge=1, le=MAX_PROFILE_STEPS))
 ProbesOff = _object("ProbesOff", off=_PROBES)
-_EXPECTED = {
-    Nothing: "{}, for there is nothing to be said",
-    StepsWanted: f"an object with steps, a whole number from 1 to {MAX_PROFILE_STEPS}",
-    ProbesOff: f"an object with off, a list of probes, which are {', '.join(PROBES)}",
-}
-"""The bodies of requests, in words"""
 
 
 def instant(wall_ns: int) -> str:
@@ -270,8 +264,6 @@ class Operation(NamedTuple):
 
 _RANK_NAME = _as(str, pattern=f"^({RANK})$")
 _IN_PATH = {"rank": _RANK_NAME, "id": _EVIDENCE_ID, "level": _LEVEL}
-_MOST = {"limit": MOST_EVENTS, "last": MOST_STEPS}
-"""Longest list by its query parameter"""
 _IN_QUERY = {
     "rank": _RANK_NAME,
     "kind": _as(str, min_length=1, max_length=LONGEST_NAME),
@@ -325,22 +317,12 @@ def query(request: Request, names: tuple[str, ...]) -> dict[str, Any]:
             raise bad(f"There is no query parameter {name[:64]!r} here; there is {', '.join(sorted(names)) or 'none'}.")
         if name in given:
             raise bad(f"The query parameter {name} is given twice.")
-        if name in _MOST:
-            given[name] = _length(name, text)
-            continue
         kind = str if name == "rank" else _IN_QUERY[name]  # there is no rank of an invalid name, which the answer says
         try:
-            given[name] = msgspec.convert(text, kind)
+            given[name] = msgspec.convert(text, kind, strict=False)
         except msgspec.ValidationError as error:
             raise bad(f"The query parameter {name}: {error}.") from None
     return given
-
-
-def _length(name: str, text: str) -> int:
-    digits = text.lstrip("0") if text.isascii() and text.isdigit() else ""
-    if not 1 <= len(digits) <= len(str(_MOST[name])) or int(digits) > _MOST[name]:
-        raise bad(f"The query parameter {name} is a whole number from 1 to {_MOST[name]}.")
-    return int(digits)
 
 
 def level(request: Request) -> int:
@@ -390,7 +372,7 @@ async def body(request: Request, wanted: Any) -> Any:
     try:
         return msgspec.convert(json.loads(raw.decode(), parse_float=_number), wanted)
     except (ValueError, RecursionError) as error:
-        raise bad(f"The body is the JSON of {_EXPECTED[wanted]}: {str(error)[:200]}.") from None
+        raise bad(f"The body is a JSON object, {{}} if there is nothing to say: {str(error)[:200]}.") from None
 
 
 def _number(text: str) -> float:

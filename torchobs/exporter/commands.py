@@ -64,8 +64,6 @@ class ArtifactStore:
     def __init__(self, config: ExporterConfig) -> None:
         self._directory = Directory(config)
         self._hidden: set[str] = set()
-        self._runs: dict[str, dict[str, str]] = {}
-        """by flight file; snapshots lack the earlier incarnations of restarted ranks, which left artifacts, too"""
 
     def listing(self) -> list[dict[str, Any]]:
         """Return descriptions of all artifacts, newest first; none if there is no directory."""
@@ -116,7 +114,6 @@ class ArtifactStore:
         except OSError:
             return
         self._hidden &= {one.name for one in present}
-        self._runs = {one.flight: self._runs[one.flight] for one in present if one.flight in self._runs}
         for one in present:
             with contextlib.suppress(OSError):
                 status = artifacts.look(directory_fd, one, owner)
@@ -124,15 +121,13 @@ class ArtifactStore:
                     yield (status.st_mtime_ns, one.name, one), _description(one, status, self._run_of(one))
 
     def _run_of(self, one: ArtifactName) -> dict[str, str] | dict[str, None]:
-        """Return the run in the header of the artifact's flight file, which is opened once for that."""
-        if one.flight not in self._runs:
-            try:
-                with contextlib.closing(reader.open_file(self._directory.fd, one.flight, self._directory.owner)) as file:
-                    job_name, run_id, _ = labels.identity(file.header.resource)
-            except READ_ERRORS:
-                return {"job_name": None, "run_id": None}  # gone or unreadable; not cached, as that may change
-            self._runs[one.flight] = {"job_name": job_name, "run_id": run_id}
-        return self._runs[one.flight]
+        """Return the run in the header of the artifact's flight file, which may be an earlier incarnation's."""
+        try:
+            with contextlib.closing(reader.open_file(self._directory.fd, one.flight, self._directory.owner)) as file:
+                job_name, run_id, _ = labels.identity(file.header.resource)
+        except READ_ERRORS:
+            return {"job_name": None, "run_id": None}  # gone or unreadable
+        return {"job_name": job_name, "run_id": run_id}
 
     def _open(self) -> tuple[int, int | None]:
         """Return the directory's descriptor and the user id that files must have. Raises ``OSError``."""

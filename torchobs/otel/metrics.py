@@ -226,12 +226,7 @@ class FlightCounter(SynchronousInstrument[api.Counter], api.Counter):
         if not 0 <= amount <= _MAX:
             self.stream.warn_once("an amount that is negative or not finite (%r) is ignored", amount)
             return
-        cell = self.stream.cell(attributes)
-        if cell is None:
-            self.stream.record(Cell.add, amount, attributes)
-            return
-        cell.add(amount)
-        cell.publish()
+        self.stream.record(Cell.add, amount, attributes)
 
 
 class FlightUpDownCounter(SynchronousInstrument[api.UpDownCounter], api.UpDownCounter):
@@ -292,12 +287,7 @@ class FlightGauge(SynchronousInstrument[_Gauge], _Gauge):
 
 
 class AsynchronousInstrument:
-    """What the observable instruments have in common: callbacks, which run every ten seconds and at the end.
-
-    An observed counter must not decrease, in a file or in Prometheus. When the total that a callback returns decreases (its
-    source was reset), the series continues with its last value plus the new total. The SDK exports the lower total, which
-    Prometheus treats as a reset, with the same result.
-    """
+    """What the observable instruments have in common: callbacks, which run every ten seconds and at the end."""
 
     kind: ClassVar[Kind]
     factory: ClassVar[str]
@@ -307,7 +297,6 @@ class AsynchronousInstrument:
         self.callbacks = list(callbacks or ())
         self._writer: FlightWriter | None = None
         self._shown: set[Cell] = set()
-        self._totals: dict[Cell, tuple[float, float]] = {}
 
     def observe(self, timeout_s: float) -> int:
         """Call the callbacks and set the series to their results; return how many raised, losing the rest of their values."""
@@ -339,22 +328,13 @@ class AsynchronousInstrument:
 
     def _show(self, found: dict[Cell, float]) -> None:
         if self.stream.writer is not self._writer:
-            self._writer, self._shown, self._totals = self.stream.writer, set(), {}
-        if self.kind is Kind.COUNTER:
-            found = {cell: self._total(cell, value) for cell, value in found.items()}
-        else:  # a gauge that a callback no longer returns becomes absent; a counter keeps its value
+            self._writer, self._shown = self.stream.writer, set()
+        if self.kind is not Kind.COUNTER:  # a gauge that a callback does not return becomes absent; a counter keeps its value
             found.update(dict.fromkeys(self._shown - found.keys(), nan))
         self._shown = {cell for cell, value in found.items() if isfinite(value)}
         for cell, value in found.items():
             cell.set(value)
             cell.publish()
-
-    def _total(self, cell: Cell, value: float) -> float:
-        base, last = self._totals.get(cell, (0, 0))
-        if value < last:
-            base += last
-        self._totals[cell] = base, value
-        return base + value
 
 
 class FlightObservableCounter(AsynchronousInstrument, api.ObservableCounter):

@@ -33,18 +33,14 @@ drawing from it would change the training's own random numbers.
 # ruff: noqa: FBT001, FBT002  # the API's signatures
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import os
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from opentelemetry.context import Context, attach, detach
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
@@ -59,16 +55,17 @@ from opentelemetry.trace import (
     format_span_id,
     format_trace_id,
     get_current_span,
-    set_span_in_context,
+    use_span,
 )
+from opentelemetry.util._decorator import _agnosticcontextmanager
 
 from torchobs.flight.format.series import Scope
 from torchobs.otel.attributes import clean, clean_key, cleaned, frozen, text, warn_once
 
 if TYPE_CHECKING:
-    from contextvars import Token
     from types import TracebackType
 
+    from opentelemetry.context import Context
     from opentelemetry.util.types import Attributes, AttributeValue
 
     from torchobs.flight.writer.writer import FlightWriter
@@ -77,8 +74,7 @@ if TYPE_CHECKING:
 
 
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
-_LENGTHS = (4096, 1024, 256, 64)
-_COUNTS = (32, 8, 2, 0)
+_LENGTHS = (4096, 256, 32)
 _LONG = ("name", "description", "attrs", "events", "links", "scope")
 _MANY = ("attrs", "events", "links")
 
@@ -86,7 +82,7 @@ _MANY = ("attrs", "events", "links")
 def fit(fields: Mapping[str, Any], limit: int) -> tuple[bytes, int]:
     """Return the frame's payload of at most ``limit`` bytes (at least 2 KiB), and the number of values cut.
 
-    A span that is too long loses the ends of its longest texts first, then its oldest events, links and attributes.
+    A span that is too long loses the ends of its longest texts first, then its attributes, events and links.
     """
     payload, shorter, cut = _encode(fields).encode(), dict(fields), 0
     for length in _LENGTHS:
@@ -94,7 +90,12 @@ def fit(fields: Mapping[str, Any], limit: int) -> tuple[bytes, int]:
             return payload, cut
         shorter, cut = _shorten(fields, length)
         payload = _encode(shorter | {"cut": cut}).encode()
-    return (payload, cut) if len(payload) <= limit else _thin_out(shorter, cut, limit)
+    if len(payload) <= limit:
+        return payload, cut
+    cut += 1 + sum(len(shorter.get(name, ())) for name in _MANY)
+    shorter.pop("state", None)
+    least = {"attrs": {}, "events": [], "links": [], "scope": [*shorter["scope"][:3], {}], "cut": cut}
+    return _encode(shorter | least).encode(), cut
 
 
 def _shorten(fields: Mapping[str, Any], length: int) -> tuple[dict[str, Any], int]:
@@ -109,22 +110,6 @@ def _shorten(fields: Mapping[str, Any], length: int) -> tuple[dict[str, Any], in
         return {short(key): short(item) for key, item in value.items()} if isinstance(value, dict) else value
 
     return {name: short(value) if name in _LONG else value for name, value in fields.items()}, len(cuts)
-
-
-def _thin_out(fields: Mapping[str, Any], cut: int, limit: int) -> tuple[bytes, int]:
-    fewer = {name: value for name, value in fields.items() if name != "state"}
-    cut += len(fields) - len(fewer)
-    for count in _COUNTS:
-        for name in _MANY:
-            found = fewer.get(name, ())
-            surplus = max(len(found) - count, 0)
-            kept = list(found.items() if isinstance(found, dict) else found)[surplus:]
-            fewer[name], cut = dict(kept) if isinstance(found, dict) else kept, cut + surplus
-        payload = _encode(fewer | {"cut": cut}).encode()
-        if len(payload) <= limit:
-            return payload, cut
-    fewer["scope"] = [*fewer["scope"][:3], {}]  # the only other field that can be long
-    return _encode(fewer | {"cut": cut + 1}).encode(), cut + 1
 
 
 LIMIT = 128
@@ -153,11 +138,10 @@ class Origin:
 
 
 class Reactions(NamedTuple):
-    """What to do with a span when its ``with`` block exits, with or without an exception."""
+    """What to do with a span when an exception leaves its ``with`` block."""
 
     record: bool
     set_status: bool
-    end: bool = True
 
 
 class Bounded:
@@ -304,7 +288,10 @@ class FlightSpan(Span):
     ) -> None:
         """End the span; record an exception that leaves the block."""
         if exc_val is not None and self.is_recording():
-            react(self, exc_val, self._reactions, escaped=True)
+            if self._reactions.record:
+                self.record_exception(exc_val, escaped=True)
+            if self._reactions.set_status:
+                self.set_status(Status(StatusCode.ERROR, f"{type(exc_val).__name__}: {text(exc_val) or ''}"))
         super().__exit__(exc_type, exc_val, exc_tb)
 
     def _may_change(self) -> bool:
@@ -332,14 +319,6 @@ class FlightSpan(Span):
         fields |= {"attrs": dict(self._attributes.values), "events": events, "links": links}
         dropped = [self._attributes.dropped, self._events_seen - len(events), self._links_seen - len(links)]
         return fields | {"dropped": dropped} if any(dropped) else fields
-
-
-def react(span: Span, error: BaseException, reactions: Reactions, *, escaped: bool = False) -> None:
-    """Record an exception that leaves a span's block."""
-    if reactions.record:
-        span.record_exception(error, escaped=escaped)
-    if reactions.set_status:
-        span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {text(error) or ''}"))
 
 
 def _identity(context: SpanContext) -> tuple[str, str, int, str]:
@@ -431,7 +410,8 @@ class FlightTracer(Tracer):
         span.begin_with(attributes, links or ())
         return span
 
-    def start_as_current_span(  # type: ignore[override]  # noqa: PLR0913, PLR0917  # the API's wrapper class is private
+    @_agnosticcontextmanager  # as the SDK has it: also a decorator of functions and coroutines
+    def start_as_current_span(  # noqa: PLR0913, PLR0917  # the API's signature
         self,
         name: str,
         context: Context | None = None,
@@ -442,11 +422,11 @@ class FlightTracer(Tracer):
         record_exception: bool = True,
         set_status_on_exception: bool = True,
         end_on_exit: bool = True,
-    ) -> CurrentSpan:
-        """See :class:`opentelemetry.trace.Tracer`: a context manager, and a decorator of functions and coroutines."""
+    ) -> Iterator[Span]:
+        """See :class:`opentelemetry.trace.Tracer`."""
         given = (name, context, kind, attributes, links, start_time, record_exception, set_status_on_exception)
-        reactions = Reactions(record_exception, set_status_on_exception, end_on_exit)
-        return CurrentSpan(functools.partial(self.start_span, *given), reactions)
+        with use_span(self.start_span(*given), end_on_exit, record_exception, set_status_on_exception) as span:
+            yield span
 
     def _delegated_tracer(self) -> Tracer | None:
         provider = self._provider.delegate()
@@ -467,50 +447,6 @@ class FlightTracer(Tracer):
             scope: list[object] = [*self._scope[:3], dict(self._scope.attributes)]
             origin = self._origin = Origin(writer, provider.writer, scope)
         return origin
-
-
-class CurrentSpan(AbstractContextManager[Span]):
-    """Starts a span on entering and makes it the current one; a decorator starts one for each call.
-
-    Like the API's ``use_span``, which however raises another exception when an exception's text cannot be computed.
-    """
-
-    __slots__ = ("_entered", "_reactions", "_start")
-
-    def __init__(self, start: Callable[[], Span], reactions: Reactions) -> None:
-        self._start, self._reactions = start, reactions
-        self._entered: list[tuple[Span, Token[Context]]] = []
-
-    def __enter__(self) -> Span:
-        span = self._start()
-        self._entered.append((span, attach(set_span_in_context(span))))
-        return span
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        span, token = self._entered.pop()
-        detach(token)
-        if isinstance(error, Exception) and span.is_recording():
-            react(span, error, self._reactions)
-        if self._reactions.end:
-            span.end()
-
-    def __call__(self, function: FunctionT) -> FunctionT:
-        """Decorate a function or a coroutine function."""
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def run(*args: Any, **kwargs: Any) -> Any:
-                with CurrentSpan(self._start, self._reactions):
-                    return await function(*args, **kwargs)
-
-        else:
-
-            @functools.wraps(function)
-            def run(*args: Any, **kwargs: Any) -> Any:
-                with CurrentSpan(self._start, self._reactions):
-                    return function(*args, **kwargs)
-
-        return cast("FunctionT", run)
 
 
 def _context_below(parent: SpanContext | None) -> SpanContext:
