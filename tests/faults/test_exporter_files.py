@@ -84,16 +84,6 @@ def test_a_directory_that_is_made_again_is_followed(flight_dir: Path, monkeypatc
     writer.close()
 
 
-class _Refusing:
-    """The system call that has stopped to work, with whatever it says."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __call__(self, *_: object, **__: object) -> int:
-        raise OSError(self._number, os.strerror(self._number))
-
-
 CHURN_S = 3.0
 
 

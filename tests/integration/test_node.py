@@ -22,6 +22,7 @@ from torchobs.config.settings import EXPORTER_ADDRESS
 from torchobs.flight.files.location import open_directory
 from torchobs.node import election
 from torchobs.node.election import Announcement
+from torchobs.node.launch import NAME
 
 TRAINER = """
 import logging, os, signal, sys
@@ -134,6 +135,32 @@ def test_a_rank_s_exporter_serves_it_and_says_where(trainer: Trainer, flight_dir
 def status_of(pid: int) -> dict[str, str]:
     """What the kernel says of a process's first thread."""
     return dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
+
+
+def test_nothing_that_a_trainer_set_for_itself_is_inherited(trainer: Trainer, flight_dir: Path) -> None:
+    """Affinity, signals, umask, descriptors, a working directory that is gone, the environment: all its own."""
+    child = trainer(hostile=HOSTILE)
+    found = announced(flight_dir)
+    wait_until(lambda: int(status_of(found.pid)["SigBlk"], 16) == 0)  # while a thread is started, all signals are blocked
+    status = status_of(found.pid)
+    assert status["Name"] == NAME
+    assert status["Umask"] == "0077"
+    ignored = {number for number in signal.valid_signals() if int(status["SigIgn"], 16) >> (number - 1) & 1}
+    assert ignored <= {signal.SIGPIPE, signal.SIGXFSZ}
+    assert status["Cpus_allowed_list"] == Path("/proc/1/status").read_text().split("Cpus_allowed_list:\t")[1].split("\n")[0]
+    assert os.getpriority(os.PRIO_PROCESS, found.pid) == min(19, os.getpriority(os.PRIO_PROCESS, child.pid) + 5)
+    process = Path(f"/proc/{found.pid}")
+    files = {}
+    for link in (process / "fd").iterdir():
+        with suppress(FileNotFoundError):  # a file that it looked at and has closed
+            files[int(link.name)] = str(link.readlink())
+    assert str((process / "cwd").readlink()) == "/"
+    assert "/dev/zero" not in files.values()
+    assert files[0] == "/dev/null"
+    assert files[1] == files[2] == str(flight_dir / "exporter.log")
+    environ = (process / "environ").read_text()
+    assert "LC_TIME=C" in environ
+    assert not [name for name in ("LD_PRELOAD", "PYTHON", "RANK", "TORCHOBS_RUN_ID") if f"{name}=" in environ]
 
 
 def test_it_descends_from_no_trainer(trainer: Trainer, flight_dir: Path) -> None:

@@ -22,7 +22,7 @@ from torchobs.flight.writer.writer import FlightWriter
 from torchobs.otel import FlightMeterProvider
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Generator, Iterator
     from pathlib import Path
 
 
@@ -279,13 +279,6 @@ def test_a_forked_child_changes_nothing(writer: FlightWriter, meter: Meter) -> N
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert otel.values(writer) == {("c", "{}"): 1}
-
-
-def _time(add: Callable[..., None], attributes: dict[str, str]) -> float:
-    begun = time.perf_counter()
-    for _ in range(1000):
-        add(1, attributes)
-    return time.perf_counter() - begun
 
 
 def test_a_callback_that_raises_spoils_nothing_else(
