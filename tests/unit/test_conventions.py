@@ -103,7 +103,9 @@ def test_only_the_guard_catches_everything() -> None:
 
 def test_only_the_settings_read_the_environment() -> None:
     """Every variable is documented, validated and named in one place; Python's own path is none of ours."""
-    reading = re.compile(r"\bos\.(environb?|getenv)\b(?!(\.get\(|\.pop\(|\[)\"PYTHON(PATH|USERBASE)\")|from os import .*\b(environ|getenv)\b")
+    reading = re.compile(
+        r"\bos\.(environb?|getenv)\b(?!(\.get\(|\.pop\(|\[)\"PYTHON(PATH|USERBASE)\")|from os import .*\b(environ|getenv)\b"
+    )
     assert {name for name, path in sources() if reading.search(path.read_text())} == {"config/settings.py"}
 
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.slow_device import SlowDevice
-from torchobs.probes.gradients.norms import Measurement, count_on_device, device_norms, from_norms, largest, measure
+from torchobs.probes.gradients.norms import Measurement, count_on_device, device_norms, from_norms, measure
 from torchobs.tensors.device_reads import Device, Devices
 
 if TYPE_CHECKING:
@@ -135,13 +135,6 @@ def test_elements_that_are_not_finite_are_counted_without_a_copy(dtype: torch.dt
         count = count_on_device(tensor)
     assert (count.dtype, count.shape) == (torch.int64, ())
     assert seen.largest <= (4 if dtype.itemsize == 1 else 1) << 23
-
-
-def test_the_largest_element_of_gradients_in_several_places() -> None:
-    """On the CPU, two devices, in float8; only the CPU's is looked at, and a fake has no value to look at."""
-    tensors = [of(torch.bfloat16, 5), of(torch.float8_e5m2, 5), of(torch.float32, 5, device="cuda:1")]
-    found = largest(tensors)
-    assert (found.dtype, found.device, found.shape) == (torch.float64, torch.device("cuda:0"), ())
 
 
 def measured(

@@ -55,7 +55,6 @@ class ClipWatch:
         """The threshold of the last clipping by norm; ``None`` if it is on a device"""
         self.value: float | None = None
         """The threshold of the last clipping by value; ``None`` as well"""
-        self._clamped = False
         self._each_ns = 0
         self._covered, self._covered_grads, self._covered_until = 0, -1, 0
         """An optimizer's id, its number of gradients, and the step until which that is assumed"""
@@ -131,11 +130,6 @@ class ClipWatch:
     def forget(self) -> None:
         """Drop the clippings, which were inside a closure."""
         self._seen = []
-
-    def take_clamped(self) -> bool:
-        """Return True if gradients were clipped by value since the last call."""
-        clamped, self._clamped = self._clamped, False
-        return clamped
 
     # -- clip_grad_norm_ ---------------------------------------------------------------------------------------------------
 
@@ -295,8 +289,7 @@ class ClipWatch:
         return clip_grad_value_
 
     def _note_value(self, clip_value: Any) -> None:
-        self._clamped = not is_on_device(clip_value)  # ``float`` would wait for the device
-        self.value = float(clip_value) if self._clamped else None
+        self.value = None if is_on_device(clip_value) else float(clip_value)  # ``float`` would wait for the device
 
 
 def _not_compiled(watched: Callable[[Any], Any], original: Any) -> Any:

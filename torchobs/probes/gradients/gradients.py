@@ -22,7 +22,7 @@ from torchobs.probes.core.context import SamplingInterval
 from torchobs.probes.gradients.clipping import ClipWatch
 from torchobs.probes.gradients.layers import WIDER, Layers, UpdateWatch
 from torchobs.probes.gradients.lints import Lints, Measured
-from torchobs.probes.gradients.norms import PendingNorms, largest, measure, scaled
+from torchobs.probes.gradients.norms import PendingNorms, measure, scaled
 from torchobs.probes.gradients.replica_weights import Replicas, ReplicaWeights
 from torchobs.probes.gradients.stuck_layers import NoGradients, StuckLayersWatch
 from torchobs.support.process_group import rank_and_size
@@ -50,8 +50,6 @@ _MOST_NUMBERS = 1 << 15
 _RECOUNT_EVERY = 64
 _NOTED_STEPS = 8
 """How many steps to leave alone where clipping has computed the norm, and nothing is left to measure"""
-_ROUNDING = 2.0**-8
-"""bfloat16's relative rounding, for a limit in the gradient's own type"""
 
 
 class GradientProbe:
@@ -306,7 +304,6 @@ class GradientProbe:
             self._keep(made, optimizer, within=within)
             if made.faults and not (within or made.arriving):
                 self._context.hooks.nonfinite_gradient.notify(optimizer, frozenset())
-            self._look_for_clamping(gradients)
         self._pace.spend(monotonic_ns() - begun_ns)
 
     def _measure_clipped(self, gradients: list[Any]) -> Measurement | None:
@@ -373,14 +370,6 @@ class GradientProbe:
         if within:
             parts[:] = [part for part in parts if part.optimizer is None or part.optimizer() is not optimizer]
         parts.append(made)
-
-    def _look_for_clamping(self, gradients: list[Any]) -> None:
-        """Flag the step if gradients have reached the limit of clipping by value."""
-        clip = self._clip
-        if clip.take_clamped() and clip.value is not None:
-            limit = clip.value * (1.0 - _ROUNDING)
-            with self._torch.no_grad():
-                clip.decide(largest(gradients), lambda value: value >= limit)
 
 
 def _parameters_with_gradient(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -195,25 +195,6 @@ def count_nonfinite(tensor: Any) -> tuple[int, int]:
     return nans, infinities
 
 
-def largest(gradients: Sequence[Any]) -> Any:
-    """Return the largest absolute value of all elements as a zero-dimensional tensor. Never waits."""
-    import torch  # torch is optional until training begins
-
-    tensors = [_plain(torch, tensor) for tensor in local([0] * len(gradients), gradients).tensors]
-    maxima = [_maximum(torch, tensor) for tensor in tensors]
-    device = next((maximum.device for maximum in maxima if not maximum.is_cpu), None)
-    if device is not None:
-        dtype = wide(torch, device.type)
-        # one on the CPU is passed as a number: a copy would wait
-        maxima = [torch.full((), one.item(), dtype=dtype, device=device) if one.is_cpu else one.to(device) for one in maxima]
-    return torch.stack(maxima).max() if maxima else torch.zeros((), device="cpu")
-
-
-def _maximum(torch: Any, plain: Any) -> Any:
-    parts = [plain] if plain.dtype.itemsize > 1 else _chunks(torch, plain, _DEVICE_CHUNK)
-    return torch.stack([torch.linalg.vector_norm(part, inf) for part in parts]).max().to(wide(torch, plain.device.type))
-
-
 def _norm(torch: Any, plain: Any) -> Any:
     norm = torch.linalg.vector_norm
     if plain.dtype in {torch.float32, torch.bfloat16, torch.float64} and plain.numel() >= LARGE:
