@@ -19,11 +19,12 @@ from torchobs.flight.format.layout import MAJOR, PHASE_NAMES, RECORD_SIZE
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord, pack, unpack
 from torchobs.flight.metrics import fold, throughput
 from torchobs.flight.metrics.fold import clear_credit, credit, credited
+from torchobs.flight.metrics.forward import LEAST_STAMPS, ForwardShare
 from torchobs.flight.metrics.throughput import LEAST_STEPS, pace, speed, time_left_s
 from torchobs.flight.metrics.totals import DIVERGED, STATES, WORDS, Anomaly, Totals, Word, core_series, is_active
 
 HEADER = flights.header()
-LAYOUT = 0x810E0B67
+LAYOUT = 0xD5A3A6D1
 NUMBERS = st.floats(width=64) | st.sampled_from([nan, inf, -inf, 0.0, 1e308, -1e308, 5e-324])
 SECONDS = st.floats(min_value=0.0, max_value=1e6)
 LAST = ("torchobs.loss", ())
@@ -636,3 +637,36 @@ def test_words_stay_where_they_are() -> None:
     """Promise: readers of other versions find every total; another layout needs another version of the file."""
     words = {name: word for name, word in vars(Word).items() if name.isupper()}
     assert zlib.crc32(repr((MAJOR, sorted(words.items()), WORDS)).encode()) == LAYOUT
+
+
+def stamped(seq: int, called_s: float, *, fetch: bool) -> StepRecord:
+    """A plain step of a second: 0.2 s, a fetch of 0.1 s or none, 0.4 s, and a backward pass."""
+    data_s, before_s, after_s = (0.1, 0.2, 0.4) if fetch else (0.0, 0.0, 0.6)
+    spent_s = {"data": data_s, "other": before_s, "forward" if fetch else "between": after_s, "backward": 0.3}
+    phases = tuple(spent_s.get(name, 0.0) for name in PHASE_NAMES)
+    return record(seq, end_s=float(seq), phase_s=phases, gap_s=(before_s, after_s, called_s))
+
+
+@pytest.mark.parametrize(
+    ("fetch", "called_s", "forward_s"),
+    [(False, 0.45, 0.15), (False, 0.0001, 0.5999), (True, 0.4, 0.3), (True, 0.05, 0.55)],
+    ids=["batch by hand", "forward at once", "augmentation behind the fetch", "next batch fetched behind the forward pass"],
+)
+def test_stamps_divide_the_time_before_a_backward_pass(fetch: bool, called_s: float, forward_s: float) -> None:  # noqa: FBT001  # parametrized
+    """From the twentieth on, every step; however the records are cut, and alike for the mean of the last steps."""
+    steps = [stamped(seq, called_s if seq <= LEAST_STAMPS else 0.0, fetch=fetch) for seq in range(1, LEAST_STAMPS + 101)]
+    whole, parts = empty(), empty()
+    fold.fold(whole, steps)
+    for begin in range(0, len(steps), 7):
+        fold.fold(parts, steps[begin : begin + 7])
+    assert bytes(whole.buffer) == bytes(parts.buffer)
+    spent = dict(zip(catalog.PHASES, whole.floats[Word.PHASE_TIME : Word.PHASE_TIME + len(catalog.PHASES)], strict=True))
+    known, plain = (101, LEAST_STAMPS - 1)
+    assert spent["between"] == pytest.approx(0.0 if fetch else 0.6 * plain)
+    assert spent["forward"] == pytest.approx(forward_s * known + 0.4 * plain * fetch)
+    assert sum(spent.values()) == pytest.approx(len(steps) * (1.0 if fetch else 0.9))
+    share = ForwardShare(whole.floats[Word.FORWARD_SHARE : Word.FORWARD_SHARE + 5])
+    last = pace(steps[-50:], share)
+    assert last is not None
+    assert last.phases_s[catalog.PHASES.index("forward")] == pytest.approx(forward_s)
+    assert last.phases_s[catalog.PHASES.index("between")] == 0.0

@@ -290,7 +290,7 @@ class _RankReader:
             return
         with suppress(*READ_ERRORS), files.flight_file(rank.incarnation) as file:  # gone or unreadable: earlier data stays
             records = file.latest(LATEST if focused else limit)
-            self.details = self.details._replace(pace=pace(records), newest=newest(records))
+            self.details = self.details._replace(pace=pace(records, file.forward_share()), newest=newest(records))
             if focused:
                 self._history = self._history or _History()
                 gap = not records or records[0].seq > self._history.upto + 1

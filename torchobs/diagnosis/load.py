@@ -232,7 +232,7 @@ def _report(tracked: RankFile, source: str, limit: int | None, now: Now) -> Rank
         events=events_of(((at, one) for at, one in frames if one.get("name") != catalog.EVENT_SCALARS.name), header),
         scalars=rank_report.curves(one for _, one in frames),
         values=values,
-        pace=pace(records),
+        pace=pace(records, tracked.file.forward_share()),
         recorded=not up or live.steps_since_ns is not None,
         standstill=tracked.standstill(now) if up else None,
         details=details,

@@ -27,7 +27,8 @@ offset type   field            meaning
 A *plain* step (kind 3), as nearly all are, holds time stamps of its boundaries instead of durations, so that the training
 thread computes nothing: ``fetch`` u64 at 32; ``fetched``, ``backward``, ``backward_ends``, ``optimizer`` u64 at 64, each
 CLOCK_MONOTONIC in ns << 4, the low bits the hook's code; ``norm_scale`` f32 at 108; ``begun_ns`` u64, the last step's end,
-at 112. Without a DataLoader ``fetch`` and ``fetched`` are 0 ns. :func:`unpack` decodes both kinds to :class:`StepRecord`.
+at 112; ``called`` u32 at 120, when the first module was called after ``begun_ns``, in units of 100 ns, 0 where nobody looked.
+Without a DataLoader ``fetch`` and ``fetched`` are 0 ns. :func:`unpack` decodes both kinds to :class:`StepRecord`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from torchobs.flight.format.layout import RECORD_SIZE
 _BODY = struct.Struct("<QQQHHIdddd8fQIfdI")
 PLAIN = struct.Struct("<QQQHHIQddd4QQIfQI")
 """A plain step's record, without its CRC: seq, step, end_ns, kind, flags, losses, fetch, loss, grad_norm, learning_rate,
-fetched, backward, backward_ends, optimizer, tokens, samples, norm_scale, begun_ns, zero."""
+fetched, backward, backward_ends, optimizer, tokens, samples, norm_scale, begun_ns, called."""
+CALLED_UNIT_NS = 100
 CRC = struct.Struct("<I")
 PLAIN_CODES = (0, 1, 5, 6, 7)
 """Codes of a plain step's stamps: ``fetch``, ``fetched``, ``backward``, ``backward_ends``, ``optimizer``"""
@@ -95,6 +97,9 @@ class StepRecord(NamedTuple):
     tokens: int
     samples: int
     norm_scale: float
+    gap_s: tuple[float, float, float] | None = None
+    """of a plain step: the time before its fetch, that from there to the backward pass, and from its begin to the first call
+    of a module, 0 if unknown"""
 
 
 def pack(  # noqa: PLR0913, PLR0917  # the record's fields, once a step: a tuple around them would cost as much as packing
@@ -125,7 +130,7 @@ def unpack(raw: bytes | memoryview, seed: int) -> StepRecord | None:
 
 def _unpack_plain(raw: bytes | memoryview) -> StepRecord:
     """Compute the durations of a plain step."""
-    seq, step, end_ns, _, flags, losses, *stamps, tokens, samples, scale, begun_ns, _ = PLAIN.unpack_from(raw)
+    seq, step, end_ns, _, flags, losses, *stamps, tokens, samples, scale, begun_ns, called = PLAIN.unpack_from(raw)
     fetch, loss, norm, rate, fetched, backward, backward_ends, optimizer = stamps
     has_fetch = fetched >> 4 > 0
     fetch, fetched = (fetch >> 4, fetched >> 4) if has_fetch else (begun_ns, begun_ns)
@@ -135,6 +140,7 @@ def _unpack_plain(raw: bytes | memoryview) -> StepRecord:
     phases = (fetched - fetch, forward, backward_ends - backward, end_ns - optimizer, other, 0, 0, 0, between)
     seconds = tuple([length / 1e9 for length in phases])
     length_s = (end_ns - begun_ns) / 1e9
+    gap = ((fetch - begun_ns) / 1e9, before / 1e9, called * CALLED_UNIT_NS / 1e9)
     return StepRecord(
-        seq, step, end_ns, RecordKind.STEP, flags, losses, length_s, loss, norm, rate, seconds, tokens, samples, scale
+        seq, step, end_ns, RecordKind.STEP, flags, losses, length_s, loss, norm, rate, seconds, tokens, samples, scale, gap
     )

@@ -37,6 +37,7 @@ from torchobs.detect.spikes import (
     stays_away,
 )
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
+from torchobs.flight.metrics.forward import ForwardShare
 from torchobs.flight.metrics.totals import (
     BURST_WORDS,
     DIVERGED,
@@ -375,9 +376,11 @@ def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
     floats = totals.floats
     data, forward, backward, optimizer, other, between = floats[_PHASE_WORDS]
     productive, starved, skipped, evaluation, checkpoint, compiling = floats[Word.GOODPUT : Word.GOODPUT + 6]
-    has_credit = any(credited(totals))
+    has_credit, share = any(credited(totals)), ForwardShare(floats[Word.FORWARD_SHARE : Word.FORWARD_SHARE + 5])
     for record in steps:
-        data_s, forward_s, backward_s, optimizer_s, other_s, evaluation_s, checkpoint_s, compile_s, between_s = record.phase_s
+        share.learn(record)
+        data_s, _, backward_s, optimizer_s, _, evaluation_s, checkpoint_s, compile_s, _ = record.phase_s
+        forward_s, other_s, between_s = share.divide(record)
         data += data_s
         forward += forward_s
         backward += backward_s
@@ -397,6 +400,8 @@ def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
             skipped += trained_s
         else:
             productive += trained_s
+    for index, value in enumerate(share.words()):
+        floats[Word.FORWARD_SHARE + index] = value
     for index, value in enumerate((data, forward, backward, optimizer, other, between)):
         floats[Word.PHASE_TIME + index] = value
     for index, value in enumerate((productive, starved, skipped, evaluation, checkpoint, compiling)):

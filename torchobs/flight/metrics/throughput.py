@@ -15,6 +15,7 @@ from torchobs.catalog import PHASES
 from torchobs.detect.speed import Spent
 from torchobs.flight.format.layout import PHASE_NAMES
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
+from torchobs.flight.metrics.forward import NO_SHARE, ForwardShare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,13 +57,19 @@ class Throughput(NamedTuple):
         return Spent(self.steps, self.phases_s)
 
 
-def pace(records: Sequence[StepRecord]) -> Throughput | None:
-    """Return the throughput over the newest of ``records``; ``None`` if these have no timed step."""
+def pace(records: Sequence[StepRecord], share: ForwardShare = NO_SHARE) -> Throughput | None:
+    """Return the throughput over the newest of ``records``; ``None`` if these have no timed step.
+
+    ``share``: that of the forward pass as the file has it.
+    """
     recent = records[-RECORDS:]
     steps = _latest([record for record in recent if _is_timed(record)])
     if not steps:
         return None
     phases = [fmean(record.phase_s[index] for record in steps) for index in map(PHASE_NAMES.index, PHASES)]
+    divided = zip(*map(share.divide, steps), strict=True)
+    for phase, lengths in zip(("forward", "other", "between"), divided, strict=True):
+        phases[PHASES.index(phase)] = fmean(lengths)
     elapsed_s = (steps[-1].end_ns - steps[0].end_ns) / 1e9
     timed = elapsed_s if elapsed_s > 0 else None
     # the first step's samples were processed before the window

@@ -117,6 +117,8 @@ class Word:
     and of each its value, its step and its time; the norm's as logarithms"""
     LOSS_RISE = _take(3)
     """``fold.Rise``: its first and last step, and whether the loss stayed"""
+    FORWARD_SHARE = _take(5)
+    """``forward.ForwardShare``"""
 
 
 DURATION_SUM = Word.STEP_DURATION + len(catalog.SECONDS_BOUNDS) + 1

@@ -39,6 +39,7 @@ from torchobs.flight.format.layout import (
 from torchobs.flight.format.series import INT_ABSENT, Series, ValueType, decode
 from torchobs.flight.format.step_record import RecordKind, StepRecord, unpack
 from torchobs.flight.metrics import fold
+from torchobs.flight.metrics.forward import NO_SHARE, ForwardShare
 from torchobs.flight.metrics.totals import Totals, Word
 
 if TYPE_CHECKING:
@@ -313,6 +314,11 @@ class FlightFile:
         live = self.live()
         beat_ns = live.heartbeat_ns if live.exit_reason is None and self.header.boot_id == boot_id() else None
         return beat_ns is not None and now_ns - beat_ns <= FADED_AFTER_S * 1e9
+
+    def forward_share(self) -> ForwardShare:
+        """Return the share of the forward pass in the time before a backward pass, by which the file's metrics are divided."""
+        raw = self._newest(0)[1]
+        return ForwardShare(Totals(bytearray(raw)).floats[Word.FORWARD_SHARE : Word.FORWARD_SHARE + 5]) if raw else NO_SHARE
 
     def steps(self, limit: int | None = None) -> list[StepRecord]:
         """Return the records in the ring, oldest first, the last ``limit`` of them."""

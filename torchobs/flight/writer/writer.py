@@ -146,7 +146,7 @@ class FlightWriter:
 
         def append_plain(  # noqa: PLR0913, PLR0917  # see step_record.pack
             boundaries: Sequence[int], step: int, end_ns: int, begun_ns: int, flags: int, losses: int, loss: float,
-            grad_norm: float, learning_rate: float, tokens: int, samples: int, norm_scale: float,
+            grad_norm: float, learning_rate: float, tokens: int, samples: int, norm_scale: float, called: int = 0,
         ) -> bool:  # fmt: skip
             if len(boundaries) == 3:  # noqa: PLR2004  # without a loader
                 boundaries = (*NO_FETCH, *boundaries)
@@ -158,7 +158,7 @@ class FlightWriter:
             seq = next(sequence)
             body = pack_body(
                 seq, step, end_ns, 3, flags, losses, fetch, loss, grad_norm, learning_rate, fetched, backward, backward_ends,
-                optimizer, tokens, samples, norm_scale, begun_ns, 0,
+                optimizer, tokens, samples, norm_scale, begun_ns, called,
             )  # fmt: skip
             raw = body + pack_crc(checksum(body, seed))
             offset = at + ((seq - 1) & mask) * RECORD_SIZE

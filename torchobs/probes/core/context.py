@@ -167,12 +167,13 @@ class HookList(Generic[P]):
     def notify(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Call the listeners in the training thread; each one's time counts as its probe's overhead."""
         del kwargs
-        now_ns = monotonic_ns()
+        then_ns = monotonic_ns()
         spent = self._spent_ns
         for probe, listener in self._by_probe:
             listener(*args)  # type: ignore[call-arg]  # without keywords, which no listener has
-            then_ns, now_ns = now_ns, monotonic_ns()
+            now_ns = monotonic_ns()
             spent[probe] = spent.get(probe, 0) + now_ns - then_ns
+            then_ns = now_ns
 
 
 class BeforeStep(HookList[[Any, bool]]):

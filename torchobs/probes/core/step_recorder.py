@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torchobs import catalog
 from torchobs.detect.spikes import WARM_UP
-from torchobs.flight.format.step_record import RecordKind, StepFlag
+from torchobs.flight.format.step_record import CALLED_UNIT_NS, RecordKind, StepFlag
 from torchobs.probes.core.timeline import (
     BACKWARD_BEGINS,
     CLOSURE_BEGINS,
@@ -146,10 +146,10 @@ class StepRecorder:
     """
 
     __slots__ = (
-        "_alive", "_append", "_append_plain", "_begun_ns", "_calls", "_clean", "_compiling_ns", "_dead", "_early", "_expected",
-        "_gone", "_pacemaker", "_parts", "_samples", "_seen_backward", "_timed", "_timeline", "_tokens", "_without",
-        "_work_done", "arguments", "direct", "given", "in_pass", "log_wins", "metered", "models", "restarts", "sizes", "sole",
-        "step", "trace", "values",
+        "_alive", "_append", "_append_plain", "_begun_ns", "_called_ns", "_calls", "_clean", "_compiling_ns", "_dead", "_early",
+        "_expected", "_gone", "_pacemaker", "_parts", "_plain", "_samples", "_seen_backward", "_timed", "_timeline", "_tokens",
+        "_without", "_work_done", "arguments", "direct", "given", "in_pass", "log_wins", "metered", "models", "restarts",
+        "sizes", "sole", "step", "trace", "values",
     )  # fmt: skip
 
     def __init__(self, writer: FlightWriter) -> None:
@@ -193,7 +193,8 @@ class StepRecorder:
         self._expected: list[int] | None = None
         """The arguments of the last plain step: most often its loader's alone, of which a batch has these sizes"""
         self._tokens = self._samples = 0
-        self._work_done, self._append, self._append_plain = writer.work_done, writer.append, writer.append_plain
+        self._work_done, self._append, self._plain = writer.work_done, writer.append, writer.append_plain
+        self._append_plain, self._called_ns = self._plain, 0
         self._timeline, self._timed, self._clean = PhaseTimeline(), False, False
         self._begun_ns = self._compiling_ns = 0
 
@@ -366,6 +367,15 @@ class StepRecorder:
         """End the compilation; the phase before it continues. Cannot raise."""
         self._compiling_ns = 0
         self.trace.append(now_ns << 4 | UNPIN)
+
+    def note_forward(self, now_ns: int) -> None:
+        """Note that the first module of a step was called: if it ends plainly, its record has that."""
+        self._called_ns, self._expected, self._append_plain = now_ns, None, self._append_stamped  # no hook's own fast path
+
+    def _append_stamped(self, boundaries: Sequence[int], step: int, end_ns: int, begun_ns: int, *values: Any) -> bool:
+        """Write a plain step's record with the forward stamp, if that is this step's."""
+        self._append_plain, called = self._plain, (self._called_ns - begun_ns) // CALLED_UNIT_NS
+        return self._plain(boundaries, step, end_ns, begun_ns, *values, called if 0 < called <= _U32 else 0)
 
     def has_begun(self, besides: Collection[int] = ()) -> bool:
         """Return True if anything was recorded since the last end, ``besides`` those boundaries. From any thread."""

@@ -4,7 +4,7 @@
 ``optimizer`` from the optimizer's pre to its post hook (inside a closure: forward up to its first backward), ``other`` the time
 between those. Each is measured as an interval of its own. In a step without a fetch nothing shows where the forward pass
 begins: what lies before its backward passes is ``between``. The script can mark what is ``data`` or ``rollout``; from there to
-a backward of the step it is ``forward``.
+a backward of the step it is ``forward``. Stamps of some steps divide both (``flight.metrics.forward``).
 
 Evaluation is neither a step nor part of one. It is
 
@@ -142,12 +142,7 @@ class PhaseTimeline:
         if self._pinned:
             self._fetching = loader
             return
-        before = self.segment
-        length = self._cut(now_ns, DATA)
-        if before == FORWARD and self._loader:
-            self._set_aside(length)
-        elif before != NOTHING:
-            self.spent_ns[before] += length
+        self._leave_segment(now_ns, DATA)
         if self._window is not None:
             if not self._has_trained and not self._window_loader:
                 self._window = Moment(now_ns, self.spent_ns.copy(), self._undecided.copy(), self._window.owner)
@@ -155,6 +150,15 @@ class PhaseTimeline:
                 self._possible_end = Moment(now_ns, self.spent_ns.copy(), self._undecided.copy())
             self._window_loader = loader
         self._loader = loader
+
+    def _leave_segment(self, now_ns: int, following: int) -> None:
+        """End the current segment as what it was; what was done with a batch that may be no training's is set aside."""
+        before = self.segment
+        length = self._cut(now_ns, following)
+        if before == FORWARD and self._loader:
+            self._set_aside(length)
+        elif before != NOTHING:
+            self.spent_ns[before] += length
 
     def _set_aside(self, length: int) -> None:
         """Keep the times of a fetch without a backward so far, until it is known what they were."""
@@ -252,13 +256,7 @@ class PhaseTimeline:
         """``module.eval()`` was called; ``owner`` identifies the module."""
         if self._pinned or self._window is not None:
             return
-        # the segment continues: whether this is an evaluation is known later
-        before = self.segment
-        length = self._cut(now_ns, before)
-        if before == FORWARD and self._loader:
-            self._set_aside(length)  # a fetch without a backward belongs to the time before
-        elif before != NOTHING:
-            self.spent_ns[before] += length
+        self._leave_segment(now_ns, self.segment)  # it continues: whether this is an evaluation is known later
         self._window = Moment(now_ns, self.spent_ns.copy(), self._undecided.copy(), owner)
 
     def evaluation_ends(self, owner: int, now_ns: int) -> None:
@@ -305,12 +303,7 @@ class PhaseTimeline:
         elif self._compiling_ns:
             pass  # a phase within a compilation counts as compilation
         elif not self._pinned:
-            before = self.segment
-            length = self._cut(now_ns, segment)
-            if before == FORWARD and self._loader:
-                self._set_aside(length)
-            elif before != NOTHING:
-                self.spent_ns[before] += length
+            self._leave_segment(now_ns, segment)
         else:
             self.spent_ns[self._pinned[-1]] += self._cut(now_ns, segment)
         self._pinned.append(segment)

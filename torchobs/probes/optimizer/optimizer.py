@@ -170,7 +170,7 @@ class OptimizerProbe:
     def _write_first(self, step: int, rate: float) -> None:
         """Write the first group's rate, which has arrived, for a step that may have ended."""
         append = self._context.writer.append
-        append(step, monotonic_ns(), RecordKind.LATE, StepFlag.LEARNING_RATE, 0, 0.0, 0.0, 0.0, rate, (0.0,) * 8)
+        append(step, monotonic_ns(), RecordKind.LATE, StepFlag.LEARNING_RATE, 0, 0.0, 0.0, 0.0, rate, (0.0,) * 9)
 
     def _living(self) -> list[torch.optim.Optimizer]:
         return [optimizer for known in self._optimizers if (optimizer := known()) is not None]

@@ -15,6 +15,7 @@ from torchobs.flight.metrics.fold import clear_credit, credit, credited
 from torchobs.flight.metrics.totals import DURATION_SUM, Word
 from torchobs.probes.core.context import LONG_NS, span_limiter
 from torchobs.probes.core.timeline import CHECKPOINT, COMPILE, DATA, EVAL, EVALUATION, FORWARD, OTHER, TRAIN, WITHIN_STEP
+from torchobs.probes.step.forward_stamps import ForwardStamps
 from torchobs.support.graph_safe import outside_of_graphs
 from torchobs.taps.patch import Patch
 
@@ -43,6 +44,7 @@ class PhaseProbe:
 
         self._context, self._training = context, context.training
         self._startup, self._open, self._ended = Startup(context), OpenTime(context), False
+        self._stamps = ForwardStamps(context)
         context.recorder.record_phases(enabled=True)
         self._patch = Patch(torch.nn.Module, "train", self._watched_train, probe=self.name, nests=True)
 
@@ -65,6 +67,7 @@ class PhaseProbe:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         if self._patch is not None:
             self._patch.undo()
+            self._stamps.close()
             self._context.recorder.record_phases(enabled=False)
             self._training.evaluating_since_ns = 0
             self._ended = True
@@ -72,6 +75,7 @@ class PhaseProbe:
     def sample(self) -> None:
         """Write spans of finished evaluations; update goodput and the startup time."""
         self._training.idle = self._is_idle()
+        self._stamps.sample()
         self._open.sample(last=self._ended)
         self._training.evaluating_since_ns = self._open.evaluating_since_ns
         self._startup.sample(last=self._ended)

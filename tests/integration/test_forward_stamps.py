@@ -1,0 +1,177 @@
+"""Forward stamps: they divide the time before a backward pass, and neither training nor torch's tracers see them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.modules import module
+from torch.utils.data import DataLoader, Dataset
+
+from tests.training import Recording, mlp
+from torchobs.flight.format.layout import PHASE_NAMES
+from torchobs.flight.metrics.forward import LEAST_STAMPS
+from torchobs.probes.step import forward_stamps
+from torchobs.probes.step.forward_stamps import MOST_REFUSED, ForwardStamps
+
+INPUTS = torch.ones(2, 8)
+
+
+class Training:
+    """A training whose every step can be asked for a stamp."""
+
+    def __init__(self, run: Recording) -> None:
+        assert run.session.context is not None
+        self.context = run.session.context
+        self.stamps = ForwardStamps(self.context)
+        self.model = mlp()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+
+    def step(self, inputs: torch.Tensor = INPUTS, before_s: float = 0.0, within_s: float = 0.0) -> None:
+        time.sleep(before_s)
+        loss = self.model(inputs).square().mean()
+        time.sleep(within_s)
+        loss.backward()
+        self.optimizer.step()
+
+    def ask(self) -> None:
+        """Have the next optimizer step set the hook, and make that step."""
+        self.stamps._due_ns = 0
+        self.stamps.sample()
+        self.step()
+        assert self.is_set()
+
+    def is_set(self) -> bool:
+        """Return whether the next call of a module is looked at."""
+        return self.stamps._key in module._global_forward_pre_hooks
+
+
+@pytest.fixture
+def training(run: Recording, monkeypatch: pytest.MonkeyPatch) -> Training:
+    """Other tests of this process compile."""
+    monkeypatch.setattr(forward_stamps, "has_compiled", lambda: False)
+    made = Training(run)
+    for _ in range(3):
+        made.step()
+    return made
+
+
+def phase_times(run: Recording) -> dict[str, float]:
+    """Seconds in each phase, so far."""
+    return {key[1]: value for key, value in run.look().items() if key[0] == "torchobs.step.phase.time"}
+
+
+def test_stamps_divide_what_no_fetch_does(run: Recording, training: Training) -> None:
+    """Making a batch takes 4 ms, the forward pass 1 ms: once there are enough stamps; a single step stays between."""
+    for _ in range(LEAST_STAMPS + 30):
+        training.ask()
+        training.step(before_s=0.004, within_s=0.001)
+    before = phase_times(run)
+    assert before["between"] > 0.0
+    for _ in range(40):
+        training.step(before_s=0.004, within_s=0.001)
+    after = phase_times(run)
+    assert after["between"] == before["between"]
+    assert 40 * 0.001 < after["forward"] - before["forward"] < 0.5 * (after["other"] - before["other"])
+    last = dict(zip(PHASE_NAMES, run.steps()[-1].phase_s, strict=True))
+    assert (last["forward"], last["between"] > 0.005) == (0.0, True)
+
+
+def test_calls_that_are_no_forward_pass_of_training_are_passed_over(training: Training) -> None:
+    """Without gradients, in a fetch, in another thread; after 64 the stamp is given up."""
+    training.ask()
+    with torch.no_grad():
+        training.model(INPUTS)
+    assert training.is_set()
+    training.model(INPUTS)
+    assert not training.is_set()
+    training.ask()
+
+    class Transforming(Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, _: int) -> Any:
+            return training.model(INPUTS)
+
+    next(iter(DataLoader(Transforming(), batch_size=None)))
+    assert training.is_set()
+    training.step()
+    assert not training.is_set()
+    training.ask()
+    with torch.no_grad():
+        for _ in range(MOST_REFUSED):
+            training.model(INPUTS)
+    assert not training.is_set()
+
+
+def functional(model: torch.nn.Module) -> torch.Tensor:
+    """``functional_call`` with its own parameters."""
+    found: torch.Tensor = torch.func.functional_call(model, dict(model.named_parameters()), (INPUTS,))
+    return found
+
+
+def vmapped(model: torch.nn.Module) -> torch.Tensor:
+    """Each sample by itself."""
+    found: torch.Tensor = torch.func.vmap(model)(INPUTS)
+    return found
+
+
+def traced(model: torch.nn.Module) -> str:
+    """The graph of torch.fx."""
+    return torch.fx.symbolic_trace(model).code
+
+
+def exported(model: torch.nn.Module) -> str:
+    """The graph of torch.export."""
+    return str(torch.export.export(model, (INPUTS,)).graph)
+
+
+def scripted(model: torch.nn.Module) -> str:
+    """The graph of a trace of torch.jit."""
+    return re.sub(r"___torch_mangle_\d+\.", "", str(torch.jit.trace(model, (INPUTS,)).graph))  # type: ignore[no-untyped-call]
+
+
+def pickled(model: torch.nn.Module) -> bytes:
+    """As ``torch.save`` writes the whole model, and as a copy."""
+    file = io.BytesIO()
+    torch.save(copy.deepcopy(model), file)
+    return pickle.dumps(model.state_dict()) + bytes(len(file.getvalue()))
+
+
+def compiled(model: torch.nn.Module) -> torch.Tensor:
+    """In one graph, which may have no break."""
+    found: torch.Tensor = torch.compile(lambda inputs: model(inputs) + 1.0, backend="eager", fullgraph=True)(INPUTS)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("use", [functional, vmapped, traced, exported, scripted, pickled, compiled])
+def test_what_traces_transforms_or_copies_a_model_sees_nothing(training: Training, use: Callable[[Any], Any]) -> None:
+    """The same result while the hook is set as without it."""
+    expected = use(training.model)
+    training.ask()
+    found = use(training.model)
+    if isinstance(found, torch.Tensor):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    else:
+        assert found == expected
+
+
+def test_nothing_is_stamped_once_something_was_compiled(run: Recording) -> None:
+    """Dynamo would see the hook: none is set from then on."""
+    training = Training(run)
+    torch.compile(training.model, backend="eager")
+    assert forward_stamps.has_compiled()
+    training.stamps._due_ns = 0
+    training.stamps.sample()
+    training.step()
+    assert not training.is_set()
+    assert training.stamps._closed
