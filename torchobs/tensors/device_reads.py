@@ -267,7 +267,8 @@ class EventPool:
         self._free.setdefault(device, []).extend(events)
 
 
-_SLOTS, _MOST_COPIES = 1024, 256
+_SLOTS, _MOST_COPIES = _LEAST, _MOST_AT_ONCE
+"""Values in a copy, and copies on their way: the pool has buffers for those from the first step on, and pins no more memory"""
 EVERY_S = 0.1
 """Time between two copies: the interval at which the sampler thread looks"""
 _SETTLE_POLLS, _SETTLE_POLL_S = 50, 0.001
