@@ -231,26 +231,6 @@ class DebugLevel(HookList[[int]]):
 class Hooks:
     """All hook lists of a session; beside each: who calls it, when, and with what, mostly in the training thread."""
 
-    __slots__ = (
-        "after_closure_backward",
-        "before_step",
-        "ends",
-        "ends_by_error",
-        "explain_error",
-        "iterated",
-        "level",
-        "loader_workers",
-        "loss_scaled",
-        "nonfinite_arrived",
-        "nonfinite_gradient",
-        "nonfinite_loss",
-        "recent_collectives",
-        "steps_within",
-        "takes_loss",
-        "unscales",
-        "watched",
-    )  # fmt: skip
-
     def __init__(self, spent_ns: dict[str, int]) -> None:
         self.level = DebugLevel(spent_ns)
         self.before_step = BeforeStep(spent_ns)
@@ -289,8 +269,8 @@ class Hooks:
 
     def unregister(self, probe: str) -> None:
         """Remove the listeners of that probe from every list."""
-        for name in self.__slots__:
-            hook: HookList[...] = getattr(self, name)
+        hooks: list[HookList[...]] = list(vars(self).values())
+        for hook in hooks:
             hook.unregister(probe)
 
 
@@ -300,20 +280,6 @@ _SMOOTHING = 0.25
 
 class SamplingInterval:
     """Every step if that is cheap enough, else every n-th. For the training thread; :meth:`spend_later` for any."""
-
-    __slots__ = (
-        "_cost_ns",
-        "_later_ns",
-        "_share",
-        "_since_ns",
-        "_since_step",
-        "_spent_ns",
-        "due_at",
-        "fixed",
-        "interval",
-        "most",
-        "step",
-    )
 
     def __init__(self, share: float, fixed: int | None = None) -> None:
         self._share, self.fixed = max(share, 1e-6), fixed
