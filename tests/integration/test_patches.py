@@ -180,9 +180,9 @@ def layers(function: Any) -> int:
 
 @pytest.mark.parametrize(("owner", "name"), [(torch.autograd, "backward"), (torch.nn.Module, "train"), (torch, "save")])
 def test_sessions_under_another_tools_wrapper_leave_one_function_of_ours(flight_dir: Path, owner: Any, name: str) -> None:
-    """The tool wraps anew in each of twenty sessions; the one function that cannot be taken out works in all of them."""
+    """The tool wraps anew in each of five sessions; the one function that cannot be taken out works in all of them."""
     before = vars(owner)[name]
-    for _ in range(20):
+    for _ in range(5):
         for run in recording(flight_dir):
             setattr(owner, name, wrapped(vars(owner)[name]))
             trainer()(2)
