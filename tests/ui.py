@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
+from torchobs.catalog.findings import Finding
 from torchobs.detect.hangs import Standstill
 from torchobs.detect.learning import ZeroRate
 from torchobs.detect.speed import Slowness
@@ -74,7 +75,7 @@ def row(  # noqa: PLR0913  # each is what some test is about
         ran_s=ran_s,
         standstill=still,
         lately=lately or {},
-        events=EventSummary(mistakes),
+        events=EventSummary({kind: Finding(kind) for kind in mistakes}),
         slowness=slow,
         replicas=replicas,
         zero_rate=rate,

@@ -99,7 +99,7 @@ def ended(start: Any, flight_dir: Path, tmp_path: Path, place: str) -> list[str]
 def test_the_rank_that_did_not_come_is_named(start: Any, flight_dir: Path, tmp_path: Path, place: str, told: str) -> None:
     """And not rank 0, whose exception ended the run, as the one that failed first; it has called one collective more."""
     found = ended(start, flight_dir, tmp_path, place)
-    begin, _, counts = found[0].partition("Rank 0 called one collective more than rank 1 ")
+    begin, _, counts = found[0].partition("Rank 0 called 1 collective more than rank 1 ")
     assert begin == f"A collective timed out after 5 s on rank 0. {told}"
     assert re.match(r"\(\d+ and \d+ of group default \(gloo\)\)", counts)
     assert not any("failed first" in text or "Only rank" in text for text in found)

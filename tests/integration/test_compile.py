@@ -23,10 +23,10 @@ import torchobs
 from tests import support
 from tests.training import Recording, batch, loss_of, mlp, recording
 from torchobs import catalog
+from torchobs.catalog.findings import RECOMPILE_REMEDIES
 from torchobs.flight.format.layout import PHASE_NAMES
 from torchobs.flight.reader import reader
 from torchobs.probes.compile.compile import (
-    REMEDIES,
     read_break,
     read_failure,
     read_guard,
@@ -480,7 +480,7 @@ def test_a_guard_is_read(reason: str, kind: str, expression: str) -> None:
 
 def test_every_kind_of_guard_has_its_remedy() -> None:
     """The catalog, the reader and the words to the log go together."""
-    assert tuple(REMEDIES) == catalog.COMPILE_GUARDS
+    assert tuple(RECOMPILE_REMEDIES) == catalog.COMPILE_GUARDS
     assert {kind for _, kind, _ in GUARDS} == set(catalog.COMPILE_GUARDS)
 
 

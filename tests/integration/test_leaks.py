@@ -13,8 +13,8 @@ import torch
 
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
+from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.load import load_reports
-from torchobs.diagnosis.performance import pace
 from torchobs.flight.files import artifacts
 from torchobs.probes.memory import leak
 from torchobs.probes.memory.growth import Suspicion
@@ -81,8 +81,8 @@ def test_a_leak_is_told_with_its_line_its_types_and_its_tensors(run: Recording, 
     assert (told["space"], told["ended"]) == ("host", "complete")
     assert told["steps"] >= leak.LEAST_STEPS
     assert any(line.startswith(f"{__file__}:") for line in told["lines"])
-    assert any(row.startswith(f"{__name__}.Marked ") for row in told["objects"])
-    assert any(row.startswith("float32[7, 333] on cpu ") for row in told["tensors"])
+    assert any(row.endswith(f" {__name__}.Marked") for row in told["objects"])
+    assert any(" tensors float32[7, 333] on cpu, " in row for row in told["tensors"])
     assert told["tensor_bytes"] >= told["steps"] * 7 * 333 * 4
     place = run.session.context.writer.place if run.session.context is not None else None
     assert place is not None
@@ -103,9 +103,9 @@ def test_inspect_says_what_leaked(run: Recording) -> None:
     writer = run.session.writer
     assert writer is not None
     (report,), _ = load_reports([Path(writer.path)])
-    found = {one.kind: one.long for one in pace(report)}
-    assert f"made at {__file__}:" in found["memory_leak"]
-    assert "tensors float32[5, 77] on cpu" in found["memory_leak"]
+    found = {one.kind: one.long for one in diagnose(report)}
+    assert " tensors float32[5, 77] on cpu, " in found["memory_leak"]
+    assert f", made at {__file__}:" in found["memory_leak"]
 
 
 def test_a_user_s_own_tracing_is_left_alone(run: Recording) -> None:

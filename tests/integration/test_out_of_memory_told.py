@@ -10,9 +10,8 @@ import torch
 
 from tests.training import Recording, loss_of, mlp
 from torchobs import catalog
-from torchobs.diagnosis.endings import _device_memory
-from torchobs.diagnosis.rank_report import Fact
 from torchobs.probes.memory.device_memory import components, host_shortage
+from torchobs.support import text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +73,7 @@ def test_modules_are_named_by_what_they_take_on_a_device(run: Recording) -> None
     assert isinstance(large, torch.nn.Linear)
     size = large.weight.nbytes + large.bias.nbytes
     found = components(context_of(run), "cpu")
-    assert f"large {size} B" in found.modules
+    assert f"large, {text.size(size)}" in found.modules
     assert components(context_of(run), "cuda:0").sizes["parameters"] == 0
 
 
@@ -85,18 +84,3 @@ def test_of_a_sparse_tensor_counts_what_it_stores(run: Recording) -> None:
     table = torch.nn.Embedding(10_000, 8, sparse=True)
     table(torch.arange(5)).sum().backward()
     assert components(context, "cpu").sizes["gradients"] - before == 5 * (8 * 4 + 8)
-
-
-def test_inspect_says_what_took_it() -> None:
-    """In words, for the host and for a device; without figures only what is known."""
-    sizes = {"parameters": 2 << 30, "optimizer_state": 4 << 30, "modules": ["embed 1610612736 B", "head 5 B"]}
-    fact = Fact(catalog.EVENT_OUT_OF_MEMORY.name, 0.0, 3, {"device": "cpu", "requested": 1 << 30, **sizes})
-    assert _device_memory(fact) == (
-        "The host had no memory left: 1 GiB were asked for; of the model, parameters 2 GiB and optimizer state 4 GiB, most of "
-        "it in embed 1610612736 B"
-    )
-    assert _device_memory(Fact(fact.name, 0.0, 3, {"device": "cpu"})) == "The host had no memory left"
-    assert _device_memory(Fact(fact.name, 0.0, 3, {"device": "cpu", "requested": 1 << 30, "limit": 6 << 30})) == (
-        "The process was at the limit of its address space (6 GiB, ulimit): 1 GiB were asked for"
-    )
-    assert "parameters 2 GiB" in _device_memory(Fact(fact.name, 0.0, 3, {"device": "cuda:0", **sizes}))

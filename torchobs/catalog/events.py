@@ -4,32 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torchobs.catalog.model import (
-    ANOMALY_KIND,
-    ANOMALY_SEVERITY,
-    COLLECTIVE_TIMEOUTS,
-    COMPILE_BREAK,
-    COMPILE_FAILURE,
-    COMPILE_GUARD,
-    COMPILE_LOCATION,
-    DEVICE,
-    EXIT_REASON,
-    GPU_ID,
-    ORIGIN,
-    PHASE,
-    PROBE,
-    SCALER,
-    SCHEDULER_MISUSE_KIND,
-    SPACE,
-    Attribute,
-    Event,
-    Severity,
-    Span,
-    error,
-    info,
-    span,
-    warning,
-)
+from torchobs.catalog.model import *
 from torchobs.catalog.own import TUNE_ACTION
 
 # --- events -------------------------------------------------------------------------------------------------------------------

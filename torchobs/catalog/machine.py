@@ -2,38 +2,7 @@
 
 from __future__ import annotations
 
-from torchobs.catalog.model import (
-    CPU_MODE,
-    DEVICE,
-    DISK_DIRECTION,
-    FILESYSTEM_STATE,
-    FILESYSTEM_TYPE,
-    GPU_ID,
-    GPU_TASK,
-    GPU_THROTTLE,
-    HW_ERROR,
-    HW_SENSOR,
-    HW_STATE,
-    HW_TYPE,
-    INODE_STATE,
-    IO_DIRECTION,
-    LIMIT,
-    MEMORY_STATE,
-    MOUNTPOINT,
-    NETWORK_DIRECTION,
-    NETWORK_INTERFACE,
-    PAGING_STATE,
-    RESOURCE,
-    SPACE,
-    SYSTEM_DEVICE,
-    THREAD_STATE,
-    UNWRITTEN_STATE,
-    WAITING,
-    Attribute,
-    counter,
-    gauge,
-    updown,
-)
+from torchobs.catalog.model import *
 
 # --- memory -------------------------------------------------------------------------------------------------------------------
 MEMORY_DEVICE_ALLOCATED = gauge("torchobs.memory.device.allocated", "By", DEVICE).described("Device memory in use by tensors.")

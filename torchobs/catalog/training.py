@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchobs.catalog.model import *
 from torchobs.catalog.model import (
     ANOMALY_KIND,
     CACHE_RESULT,

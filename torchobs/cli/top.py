@@ -19,6 +19,7 @@ from types import FrameType, TracebackType
 from typing import NamedTuple, TextIO
 
 from torchobs import catalog
+from torchobs.catalog import Severity
 from torchobs.cli import arguments
 from torchobs.cli.arguments import tolerant
 from torchobs.config import settings
@@ -148,13 +149,12 @@ def _heading(run: RunView, style: TerminalStyle, now: str) -> str:
 
 def _verdict(run: RunView, style: TerminalStyle) -> list[str]:
     """Return the findings in the live page's words, after its headline if that is one; none if all is well."""
-    head = health.headline(run.status)
-    found = [*([head] if head.severity != health.INFO else []), *health.findings(run.status)]
-    severity = max((one.severity for one in found), key=lambda name: health.LEVELS[name].value, default=health.INFO)
-    if severity == health.INFO:
+    head, whole = health.headline(run.status), health.health(run.status)
+    if whole.level is Severity.INFO:
         return []
-    line = f"{health.BADGES[health.LEVELS[severity]]}: {' '.join(text_format.clean(one.long) for one in found)}"
-    return [style("red" if severity == health.ERROR else "yellow", text_format.cut(line, style.width))]
+    words = [*([head.long] if head.severity != health.INFO else []), *(one.short for one in health.findings(run.status))]
+    line = f"{whole.badge}: {text_format.clean(' '.join(words), style.width)}"
+    return [style("red" if whole.level is Severity.ERROR else "yellow", text_format.cut(line, style.width))]
 
 
 def _curves(run: RunView, style: TerminalStyle) -> list[str]:

@@ -6,10 +6,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torchobs.catalog.findings import RECOMPILE_REMEDIES
 from torchobs.debug.findings import record_findings
 from torchobs.debug.steps import RAISED, first_line, raised_by
 from torchobs.debug.tensors import require_module
-from torchobs.probes.compile.compile import REMEDIES, read_break, read_failure, read_guard
+from torchobs.probes.compile.compile import read_break, read_failure, read_guard
 from torchobs.support.result import Result
 from torchobs.tensors.batches import call
 from torchobs.tensors.running import state_kept
@@ -138,10 +139,10 @@ def _recompiles(model: Any, batch: Any, more_batches: Sequence[Any]) -> tuple[li
             name = type(model).__name__ if record.co_filename == __file__ else record.co_name or ""
             if record.recompile_reason:
                 guard = read_guard(record.recompile_reason)
-                rows.append(Recompile(what, name, guard.kind, guard.expression, REMEDIES[guard.kind]))
+                rows.append(Recompile(what, name, guard.kind, guard.expression, RECOMPILE_REMEDIES[guard.kind]))
             elif record.fail_type:
                 failure = read_failure(record.fail_type, record.fail_reason or "")
-                rows.append(Recompile(what, name, "other", failure, REMEDIES["other"]))
+                rows.append(Recompile(what, name, "other", failure, RECOMPILE_REMEDIES["other"]))
         first_error = first_error or error
     return rows, first_error
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from torchobs.catalog.findings import Finding
+from torchobs.catalog.findings import Finding, finding
 from torchobs.diagnosis import endings, from_events, hangs
 from torchobs.diagnosis.endings import compare, ending, first_failed, launcher_ending, stalled_together
-from torchobs.diagnosis.health import BADGES, ERROR, INFO, LEVELS, WARNING, Health, health, standing_still, stated
+from torchobs.diagnosis.health import BADGES, ERROR, INFO, LEVELS, WARNING, Health, health, standing_still
 from torchobs.diagnosis.numerics import numerics
 from torchobs.diagnosis.performance import pace
 from torchobs.diagnosis.rank_report import RankReport
@@ -39,8 +39,8 @@ class RunDiagnosis(NamedTuple):
         """The health's headline, with the worst severity of all findings."""
         found = worst(chain(self.together, *self.by_rank))
         level = max(self.health.level, LEVELS[found], key=lambda level: level.value)
-        severity = next(name for name, one in LEVELS.items() if one is level)
-        return stated(severity, "verdict", f"{BADGES[level]}. {self.health.headline}")
+        badge = self.health.badge if level is self.health.level else BADGES[level]
+        return finding("verdict", severity=level, badge=badge, headline=self.health.headline)
 
 
 def diagnose_run(ranks: Sequence[RankReport], launchers: Iterable[RankReport] = ()) -> RunDiagnosis:
@@ -60,13 +60,13 @@ def diagnose_run(ranks: Sequence[RankReport], launchers: Iterable[RankReport] = 
 
 def diagnose(report: RankReport) -> list[Finding]:
     """Return the findings on a rank: first how it ended, then the others, the worst first."""
-    first, *rest = chain.from_iterable(rule(report) for rule in _RULES)
-    return [first, *sorted(rest, key=lambda finding: _ORDER.index(finding.severity))]
+    first, *rest = (found._replace(rank=report.rank) for rule in _RULES for found in rule(report))
+    return [first, *sorted(rest, key=lambda found: _ORDER.index(found.severity))]
 
 
 def worst(findings: Iterable[Finding]) -> str:
     """Return the worst severity among them."""
-    return min((finding.severity for finding in findings), key=_ORDER.index, default=INFO)
+    return min((found.severity for found in findings), key=_ORDER.index, default=INFO)
 
 
 def findings(ranks: Sequence[RankReport], launchers: Iterable[RankReport] = ()) -> list[Finding]:

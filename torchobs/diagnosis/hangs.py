@@ -1,6 +1,6 @@
-"""Which ranks the others of a hung run wait for, and what torch's flight recorder knows of its collectives, in sentences. Pure.
+"""Where a run stands still and for whom: stalls of a rank, whom the others wait for, and what torch's flight recorder knows.
 
-Ranks are compared within their replica group alone: each such group has a default group of its own, of the same name.
+Pure. Ranks are compared within their replica group alone: each such group has a default group of its own, of the same name.
 """
 
 from __future__ import annotations
@@ -8,25 +8,244 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, groupby
+from statistics import median
+from typing import NamedTuple
 
+from torchobs import catalog
+from torchobs.catalog import Severity
+from torchobs.catalog.findings import (
+    ABSENT,
+    ASIDE,
+    CALLED_DIFFERENTLY,
+    INSTEAD,
+    PLACE,
+    SURPLUS,
+    WAITING,
+    Finding,
+    finding,
+    sentence,
+)
 from torchobs.detect import hangs
-from torchobs.detect.hangs import Absence, Blamed, Mismatch, Position, Surplus
-from torchobs.diagnosis import text_format
-from torchobs.diagnosis.rank_report import RankReport
+from torchobs.detect.hangs import LEAST_S, PATIENT_PHASES, USUAL_FACTOR, Absence, Blamed, Position, Surplus
+from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.diagnosis.status import RankStatus
-from torchobs.ranks import labels
+from torchobs.flight.files.artifacts import PROFILE, STUCK
+from torchobs.flight.reader.reader import Distribution
+from torchobs.ranks import labels, state
+from torchobs.support import text
 
 _MOST_NAMED = 4
+_MOST_GROUPS = 3
 _RECENT = re.compile(r"(.{1,200}) #(\d{1,18}) (\w+ at .+)")
 """Group, number, kind and line of ``probes.lifecycle.collectives``"""
-_MOST_GROUPS = 3
-_ASIDE = {
-    "evaluation": "evaluates", "checkpoint": "saves a checkpoint", "compile": "compiles", "idle": "has left its training loop",
-}  # fmt: skip
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\(most recent call first\):\n((?:  [^\n]*\n?)*)")
+_FRAME = re.compile(r'  File "([^"\n]*)", line ([0-9]+|\?\?\?) in ([^\n]*)')
+_MAIN = re.compile(r"^# Thread 0x([0-9a-f]+) is 'MainThread'$", re.MULTILINE)
+_PROCESS = re.compile(r"^Process (?=[0-9]{1,10}:)", re.MULTILINE)
+_MAIN_OF_PROCESS = re.compile(r'^Thread [^\n]*"MainThread"\n((?:    [^\n]*\n?)*)', re.MULTILINE)
+_FRAME_OF_PROCESS = re.compile(r"^    ([^\n]*) \(([^\n]*:[0-9]+)\)$", re.MULTILINE)
+_STACK = "Stack (most recent call first):\n"
+_MOST = 64
+_LAUNCHER = re.compile(r"/torchobs/(?:cli/|__main__\.py)|/bin/torchobs:|^<frozen runpy>")
+_LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.[0-9]+/|/torchobs/(?:probes|runtime|cli)/|^<frozen ")
+_RECENT_STEPS = 200
 
 
-def evidence(ranks: Sequence[RankStatus], named: Collection[str]) -> Iterator[str]:
+def main_frames(dump: str) -> tuple[str, ...]:
+    """Return the main thread's frames as ``file:line in function``, the innermost first; at most 64.
+
+    Without the header, as in stacks of a rank that held the GIL, the main thread is the one that ``faulthandler`` writes last.
+    """
+    threads = [(int(found[1], 16), found[2]) for found in _THREAD.finditer(dump)]
+    if not threads:
+        return ()
+    named = _MAIN.search(dump)
+    main = next((body for number, body in threads if named and number == int(named[1], 16)), threads[-1][1])
+    return _frames(main)
+
+
+def worker_frames(dump: str) -> dict[int, tuple[str, ...]]:
+    """Return the main threads' frames of a data loader's workers by process id, as py-spy writes them, the innermost first."""
+    found = {}
+    for process in _PROCESS.split(dump)[1:]:
+        pid, _, body = process.partition(":")
+        if (main := _MAIN_OF_PROCESS.search(body)) is not None:
+            frames = _FRAME_OF_PROCESS.findall(main[1])[:_MOST]
+            found[int(pid)] = tuple(f"{place} in {function}" for function, place in frames)
+    return found
+
+
+def crash_frames(dump: str) -> tuple[str, ...]:
+    """Return the frames of the thread that crashed, the innermost first; empty if it ran no Python code."""
+    return _frames(dump.partition(_STACK)[2])
+
+
+def _frames(body: str) -> tuple[str, ...]:
+    return tuple(f"{found[1]}:{found[2]} in {found[3]}" for found in list(_FRAME.finditer(body))[:_MOST])
+
+
+def place(frames: Sequence[str]) -> str:
+    """Return the innermost frame, and the innermost of the user's own code if that is another; ``frames``: one or more."""
+    own = next((frame for frame in frames if not _LIBRARIES.search(frame)), frames[0])
+    called = f", called at {shown(own)}" if own != frames[0] else ""
+    return f"{shown(frames[0])}{called}"
+
+
+def without_launcher(frames: Sequence[str]) -> Sequence[str]:
+    """Leave out the outermost frames, of ``torchobs run`` and ``python -m``."""
+    end = len(frames)
+    while end and _LAUNCHER.search(frames[end - 1]):
+        end -= 1
+    return frames[:end] or frames
+
+
+def shown(frame: str) -> str:
+    """Return a frame as one sanitised line, shortened for installed packages."""
+    return text.source_location(text.clean(frame))
+
+
+class Stall(NamedTuple):
+    """A time without steps at the end, much longer than a step. Seconds."""
+
+    seconds: float
+    """from the last step, or the start, to the last sign of life"""
+    usual_step: float | None
+    """median of the last 200 steps; ``None`` before the first"""
+    phase: str | None
+    phase_seconds: float | None
+    """how much of that in the last phase"""
+    hung: bool
+    """True if the exporter calls a living rank hung after this time"""
+    lock_held: bool
+    """True if the GIL was held at the end: no thread of torchobs could run, so that it may have lasted longer"""
+    stacks: tuple[str, ...]
+    """names of stack dumps taken meanwhile, and ids of those that no longer exist"""
+    frames: tuple[str, ...]
+    """the main thread's frames in the last of them, the innermost first; empty if none is here"""
+    long: bool
+    """False if it was long enough to write stacks, and nothing more"""
+
+
+def stall(report: RankReport) -> Stall | None:
+    """Return the time without a step at the end; ``None`` if it was no longer than 20 usual steps and 10 s.
+
+    Of a living rank the exporter's rule decides (``detect.hangs``), and of none that evaluates, saves or compiles.
+
+    The factor is the exporter's, which calls no rank hung before a minute, as that may page a person. If the GIL was held, the
+    known stall is short, because the heartbeat stopped with it. One that ended the run, and of which the rank has written its
+    stacks, is returned however short it was.
+    """
+    if not report.newest_is_here or not report.end_known:
+        return None
+    timed = [step.duration_s for step in report.steps[-_RECENT_STEPS:] if step.duration_s is not None]
+    usual_s = report.standstill.usual_step if report.standstill else median(timed) if timed else None
+    quiet_s, timeout_s = max(0.0, report.last_s - report.progress_s), _timeout_s(report)
+    least_s = timeout_s if usual_s is None else max(LEAST_S, USUAL_FACTOR * usual_s)
+    unheard = report.reason in {"", "lost", "out_of_memory"}
+    held = unheard and any(left.kind == STUCK and not left.number for left in report.left)
+    patient = report.phase in PATIENT_PHASES
+    long = quiet_s >= least_s and (patient or not report.up or usual_s is None)
+    long = long or held or report.state == "hung" or report.standstill is not None
+    if report.reason == "finished" or not (long or _written_early(report)):
+        return None
+    begun_s = report.phase_begun_s
+    return Stall(
+        seconds=quiet_s,
+        usual_step=usual_s,
+        phase=report.phase,
+        phase_seconds=None if begun_s is None else min(quiet_s, max(0.0, report.last_s - begun_s)),
+        hung=report.state == "hung" or (not report.up and quiet_s > timeout_s and not patient),
+        lock_held=held,
+        stacks=_stacks(report),
+        frames=report.frames,
+        long=long,
+    )
+
+
+def with_patience(reports: Sequence[RankReport]) -> list[RankReport]:
+    """Return the reports, with *hung* ranks alive that only wait for a peer that evaluates, saves or compiles.
+
+    As the exporter has them (``ranks.state.waits``): a report of one file cannot know it.
+    """
+    phases: dict[tuple[str, str, str], set[str | None]] = {}
+    for report in reports:
+        if report.state == "alive":
+            phases.setdefault(_team(report), set()).add(report.phase)
+    ages = [max(0.0, report.last_s - report.progress_s) for report in reports]
+    return [
+        replace(report, state="alive") if state.waits(report.state, age_s, phases.get(_team(report), ())) else report
+        for report, age_s in zip(reports, ages, strict=True)
+    ]
+
+
+def _team(report: RankReport) -> tuple[str, str, str]:
+    job_name, run_id, rank = report.identity
+    return job_name, run_id, labels.team(rank)
+
+
+def stalled(report: RankReport) -> Iterator[Finding]:
+    """Yield the stall, if there was one."""
+    found = stall(report)
+    if found is None:
+        return
+    patient = found.phase in PATIENT_PHASES
+    habitual = report.standstill is not None and report.standstill.habitual
+    severity = Severity.ERROR if found.hung else Severity.INFO if patient or habitual or not found.long else Severity.WARNING
+    kind = "lock_held" if found.lock_held else "left_loop" if found.phase == "idle" else "stalled"
+    yield finding(
+        kind,
+        rank=report.rank,
+        severity=severity if kind == "stalled" else None,
+        quiet=found.seconds,
+        usual=found.usual_step,
+        phase=found.phase,
+        phase_s=found.phase_seconds,
+        place=place(found.frames) if found.frames else None,
+        stacks=found.stacks,
+        worker=_awaited(report) if found.phase == "data" else None,
+        command="`torchobs stacks`" if report.up and not found.stacks else None,
+    )
+
+
+def _awaited(report: RankReport) -> str | None:
+    """Return the worker of a data loader that the next batch is expected of, and where it is, if that is known."""
+    dumps = [fact for fact in _dumps(report) if fact.text("awaited")]
+    if not dumps:
+        return None
+    name = dumps[-1].text("awaited")
+    doing = next((words.removeprefix(name) for words in dumps[-1].texts("workers") if words.startswith(f"{name}: ")), "")
+    return f"{name}{doing.replace(': ', ', then ', 1)}"
+
+
+def _stacks(report: RankReport) -> tuple[str, ...]:
+    files = [left for left in report.left if left.kind != PROFILE]
+    late = [
+        left.name for left in files if not left.number or left.number / 1e3 >= report.progress_s - 1
+    ]  # 1 s for clock adjustments
+    known = {"", *(left.id for left in files)}
+    return tuple(
+        sorted(late) or [f"evidence {name}" for fact in _dumps(report) if (name := fact.text("evidence")) not in known]
+    )
+
+
+def _written_early(report: RankReport) -> bool:
+    """Return True if the rank wrote its stacks by itself after its last step, and ended before the next."""
+    return not report.up and any(fact.text("cause") == "stalled" for fact in _dumps(report))
+
+
+def _dumps(report: RankReport) -> list[Fact]:
+    """Return the events of stacks that were written after the last step."""
+    return [fact for fact in report.events_named(catalog.EVENT_STACKS) if fact.time_s >= report.progress_s]
+
+
+def _timeout_s(report: RankReport) -> float:
+    durations = report.values.get((catalog.STEP_DURATION.name,))
+    return state.hang_timeout_s(durations if isinstance(durations, Distribution) else None, catalog.SECONDS_BOUNDS)
+
+
+def absences(ranks: Sequence[RankStatus], named: Collection[str]) -> Iterator[str]:
     """Yield for ranks that the others wait for, and that did not come to a collective, to which they did not come."""
     by_absence: dict[tuple[str, Absence], list[str]] = {}
     for team in labels.teams(ranks):
@@ -34,8 +253,12 @@ def evidence(ranks: Sequence[RankStatus], named: Collection[str]) -> Iterator[st
             if rank in named:
                 by_absence.setdefault((labels.team(rank), one), []).append(rank)
     for (_, one), names in by_absence.items():
-        who = text_format.capital(text_format.ranks(names, _MOST_NAMED))
-        yield f"{who} {'has' if len(names) == 1 else 'have'} not come to {_absence(one)}."
+        operation = "a collective" if one.operation == "none" else one.operation
+        yield sentence(ABSENT, {**one._asdict(), "operation": operation, **_who(names)})
+
+
+def _who(names: Sequence[str]) -> dict[str, object]:
+    return {"who": text.capital(text.ranks(names, _MOST_NAMED)), "count": len(names)}
 
 
 def surpluses(ranks: Sequence[RankStatus]) -> list[Surplus]:
@@ -48,59 +271,35 @@ def surplus(ranks: Sequence[RankStatus], reports: Sequence[RankReport] = ()) -> 
     """Yield which ranks called more collectives of a group than others, and with reports which, if their calls show that."""
     calls = {report.rank: recent_calls(report) for report in reports}
     for found in surpluses(ranks):
-        numbers = list(found.ranks)
-        if len(numbers) > 2:  # noqa: PLR2004  # two are compared in words
-            told = [f"{number:,} on {text_format.ranks(found.ranks[number], _MOST_NAMED)}" for number in numbers]
-            yield f"Of group {_group(found.group)} ranks called different numbers of collectives: {text_format.joined(told)}."
+        if len(found.ranks) > 2:  # noqa: PLR2004  # two are compared in words
+            numbers = [f"{number:,} on {text.ranks(names, _MOST_NAMED)}" for number, names in found.ranks.items()]
+            yield sentence(CALLED_DIFFERENTLY, {"group": found.group, "numbers": text.joined(numbers)})
             continue
         (most, ahead), (least, behind) = found.ranks.items()
-        more = "one collective" if most - least == 1 else text_format.plural(most - least, "collective")
-        who, others = text_format.ranks(ahead, _MOST_NAMED), text_format.ranks(behind, _MOST_NAMED)
         extra = hangs.inserted(*(calls.get(names[0], {}).get(found.group, {}) for names in (ahead, behind)))
-        which = (
-            f": {text_format.joined([text_format.source_location(text_format.clean(text)) for text in extra], _MOST_NAMED)}"
-            if extra
-            else ""
-        )
-        counts = f"{most:,} and {least:,} of group {_group(found.group)}"
-        yield f"{text_format.capital(who)} called {more} more than {others} ({counts}){which}."
+        calls_more = text.joined([shown(call) for call in extra], _MOST_NAMED)
+        counts = {"more": most - least, "most": most, "least": least, "group": found.group, "calls": calls_more}
+        yield sentence(SURPLUS, {**_who(ahead), **counts, "others": text.ranks(behind, _MOST_NAMED)})
 
 
 def recent_calls(report: RankReport) -> dict[str, dict[int, str]]:
     """Return a rank's last collectives by group and number, as it wrote them down when it stood still, or was timed out."""
     facts = [fact for fact in report.events if fact.time_s >= report.progress_s and "collectives" in fact.attributes]
     found: dict[str, dict[int, str]] = {}
-    for text in facts[-1].texts("collectives") if facts else ():
-        if (parsed := _RECENT.fullmatch(text)) is not None:
+    for words in facts[-1].texts("collectives") if facts else ():
+        if (parsed := _RECENT.fullmatch(words)) is not None:
             found.setdefault(parsed[1], {})[int(parsed[2])] = parsed[3]
     return found
 
 
-def mismatches(ranks: Sequence[RankStatus]) -> Iterator[str]:
+def mismatches(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     """Yield what differs where ranks of a group wait in different collectives."""
     waiting = ({rank.rank: rank.collectives for rank in team} for team in labels.teams(ranks))
     for one in chain.from_iterable(map(hangs.mismatched, waiting)):
-        yield f"Ranks do not call the same collective: number {one.number:,} of group {_group(one.group)} is {_kinds(one)}."
-
-
-def _absence(one: Absence) -> str:
-    operation = "a collective" if one.operation == "none" else one.operation
-    wait = text_format.plural(one.waiting, "rank")
-    last = f"the last called there is number {one.enqueued:,}" if one.enqueued else "none was called there"
-    verb = "waits" if one.waiting == 1 else "wait"
-    return f"{operation} number {one.number:,} of group {_group(one.group)}, in which {wait} {verb} ({last})"
-
-
-def _kinds(one: Mismatch) -> str:
-    kinds = []
-    for (operation, size), names in one.kinds.items():
-        amount = "" if size is None else f" of {text_format.size(size)}"
-        kinds.append(f"{operation}{amount} on {text_format.ranks(names, _MOST_NAMED)}")
-    return text_format.joined(kinds, _MOST_NAMED)
-
-
-def _group(name: str) -> str:
-    return text_format.clean(name)
+        sizes = {kind: "" if kind[1] is None else f" of {text.size(kind[1])}" for kind in one.kinds}
+        kinds = [f"{kind[0]}{sizes[kind]} on {text.ranks(names, _MOST_NAMED)}" for kind, names in one.kinds.items()]
+        operations = text.joined(kinds, _MOST_NAMED)
+        yield finding("collectives_differ", number=one.number, group=one.group, operations=operations)
 
 
 def blamed(ranks: Sequence[RankStatus]) -> dict[str, Blamed]:
@@ -118,43 +317,43 @@ def sentences(ranks: Sequence[RankStatus], found: Mapping[str, Blamed]) -> str:
 
 def _sentence(ranks: Sequence[RankStatus], found: Mapping[str, Blamed]) -> str:
     others = Counter(where(position(rank)) for rank in ranks if rank.rank not in found)
-    (place, number), *more = others.most_common()
-    waiting = f"the other {text_format.plural(number, 'rank')}" if number > 1 else "the other rank"
-    rest = " (most of them)" if more else ""
-    kinds = groupby(sorted(found, key=lambda name: _what(found[name])), key=lambda name: _what(found[name]))
-    parts = [f"{text_format.ranks(list(names), _MOST_NAMED)} {what}" for what, names in kinds]
-    named = text_format.joined(parts, _MOST_GROUPS)
-    told = f"{text_format.capital(named)}, and {waiting}{rest} {'waits' if number == 1 else 'wait'} {place}."
-    return " ".join([told, *(list(evidence(ranks, found)) or surplus(ranks))])
+    (there, number), *more = others.most_common()
+    kinds = groupby(sorted(found, key=lambda name: _instead(found[name])), key=lambda name: _instead(found[name]))
+    culprits = text.joined([f"{text.ranks(list(names), _MOST_NAMED)} {what}" for what, names in kinds], _MOST_GROUPS)
+    values = {"waiting": number, "others": number if number > 1 else None, "most": bool(more), "place": there}
+    told = sentence(WAITING, {"culprits": text.capital(culprits), **values})
+    return " ".join([told, *(list(absences(ranks, found)) or surplus(ranks))])
 
 
-def _what(one: Blamed) -> str:
+def _instead(one: Blamed) -> str:
     """Return what a rank does instead of what the others wait for."""
-    if one.why == hangs.ENDED:
-        return "ended in order" if one.position.state == "finished" else "ended"
-    if one.why == hangs.SILENT:
-        return f"gave no sign of life since it was {where(one.position)}"
-    arrived = one.why != hangs.NOT_ARRIVED
-    if one.why == hangs.ASIDE_OF_TRAINING or (not arrived and one.position.phase in hangs.ASIDE):
-        return _ASIDE[one.position.phase or "idle"]
-    if one.why == hangs.NOT_IN_COLLECTIVE or (not arrived and one.position.frames):
-        return f"runs {text_format.clean(one.position.frames[0])} {where(one.position)}"
-    if one.why == hangs.FETCHING or (not arrived and one.position.phase == "data"):
-        return f"fetches data{_step(one.position)}"
-    return f"stays {where(one.position)}"
+    why, at = one.why, one.position
+    if why == hangs.NOT_ARRIVED:
+        why = hangs.alone(at).why
+        why = hangs.ELSEWHERE if why == hangs.ENDED else why
+    return sentence(
+        INSTEAD[why],
+        {
+            "in_order": at.state == "finished",
+            "place": where(at),
+            "aside": ASIDE[at.phase if at.phase in ASIDE else "idle"],
+            "frame": at.frames[0] if at.frames else None,
+            "step": _step(at),
+        },
+    )
 
 
 def where(position: Position) -> str:
     """Return in which phase of which step a rank is."""
     phase = position.phase
     if phase == "idle":
-        return "after its training loop"
-    within = "between two phases" if phase in {None, "other"} else f"in {phase}"
-    return within + _step(position)
+        return sentence(PLACE, {"idle": True})
+    between = phase in {None, "other"}
+    return sentence(PLACE, {"between": between, "phase": None if between else phase, "step": _step(position)})
 
 
-def _step(position: Position) -> str:
-    return "" if position.steps is None else f" of step {position.steps + 1:,}"
+def _step(position: Position) -> int | None:
+    return None if position.steps is None else position.steps + 1
 
 
 def position(rank: RankStatus) -> Position:

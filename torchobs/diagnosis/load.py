@@ -17,6 +17,7 @@ from torchobs import catalog
 from torchobs.config import settings
 from torchobs.config.launchers import LAUNCHED_BY
 from torchobs.diagnosis import rank_report, text_format
+from torchobs.diagnosis.hangs import crash_frames, main_frames, with_patience
 from torchobs.diagnosis.rank_report import (
     RankReport,
     events_of,
@@ -26,7 +27,6 @@ from torchobs.diagnosis.rank_report import (
     steps_of,
     values_of,
 )
-from torchobs.diagnosis.stall import crash_frames, main_frames, with_patience
 from torchobs.flight.files import artifacts, endings
 from torchobs.flight.files.artifacts import PROFILE, ArtifactName
 from torchobs.flight.files.create import file_name, lock_name

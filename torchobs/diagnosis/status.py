@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from torchobs import catalog
 from torchobs.catalog import Metric
+from torchobs.catalog.findings import Finding
 from torchobs.config.settings import PROBES
 from torchobs.detect import speed
 from torchobs.detect.growth import NEAR_S
@@ -20,6 +21,7 @@ from torchobs.detect.learning import NEGLIGIBLE, OTHER_GROUPS, ZeroRate, zero_ra
 from torchobs.detect.speed import Slowness
 from torchobs.detect.spikes import LastAnomaly, healthy_steps
 from torchobs.diagnosis import text_format
+from torchobs.diagnosis.from_events import from_events
 from torchobs.diagnosis.rank_report import Fact, RankReport, by_attributes, last_known, zero_rate_of
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.throughput import Throughput, time_left_s
@@ -28,11 +30,6 @@ from torchobs.ranks.comparison import collectives_called, group_progress
 from torchobs.ranks.snapshot import Rank, Readings
 
 LAST_LOSSES = 64
-MOST_STUCK = 3
-"""Layers that are named for one cause, of those that learn nothing"""
-"""Its square is finite"""
-_IN_PARAMETERS = frozenset({"parameter", "optimizer", "overflow"})
-"""Origins of NaN and infinity that are in parameters"""
 LATELY_S = 600.0
 """Window of recent anomalies, equal to that of the alerts on them"""
 _SETTLED_S = 2.0
@@ -64,32 +61,13 @@ class Newest(NamedTuple):
 NOTHING_NEW = Newest()
 
 
-class StuckLayers(NamedTuple):
-    """Layers that learn nothing for one cause, as an event has them."""
-
-    cause: str
-    """one of ``catalog.STUCK_CAUSES``"""
-    layers: int
-    """number of them"""
-    total: int
-    """number of layers that the model has"""
-    names: tuple[str, ...]
-    """the first of them"""
-    at: str
-    """the layer that the cause is seen at"""
-    step: int | None
-
-
 class EventSummary(NamedTuple):
     """What the events of a rank say about its training, as far as they are known."""
 
-    mistakes: tuple[str, ...] = ()
-    """of ``catalog.LOOP_MISTAKES`` what the loop was found to do"""
-    stuck: tuple[StuckLayers, ...] = ()
+    found: Mapping[str, Finding] = MappingProxyType({})
+    """findings that events make (``from_events``)"""
     anomalies: Mapping[str, LastAnomaly] = MappingProxyType({})
     """the last one by kind"""
-    spoiled: str = ""
-    """a parameter or buffer that holds NaN or infinity, unless it was found to be finite again"""
 
 
 NO_EVENTS = EventSummary()
@@ -393,8 +371,7 @@ def past_in(report: RankReport) -> Mapping[str, int]:
 
 def summary_of(events: Iterable[Fact], known: EventSummary = NO_EVENTS) -> EventSummary:
     """Return what the events say, with what is ``known`` from those before them."""
-    events = list(events)
-    anomalies, spoiled = dict(known.anomalies), known.spoiled
+    events, anomalies = list(events), dict(known.anomalies)
     for event in events:
         kind = event.text("kind")
         if event.name == catalog.EVENT_ANOMALY.name and kind in catalog.ANOMALY_KINDS and event.step is not None:
@@ -402,58 +379,7 @@ def summary_of(events: Iterable[Fact], known: EventSummary = NO_EVENTS) -> Event
             reported = (before.reported if before else 0) + 1 + event.count("left_out")
             step = max(event.step, before.step if before else 0)
             anomalies[kind] = LastAnomaly(step, event.number("baseline"), reported)
-        elif event.name == catalog.EVENT_NONFINITE_ORIGIN.name:
-            origin, operator = event.text("origin"), event.text("operator")
-            if origin in _IN_PARAMETERS or (origin in {"backward", "unknown"} and not operator):
-                spoiled = event.text("parameter", 120)
-        elif event.name == catalog.EVENT_NONFINITE_REST.name:
-            spoiled = event.text("parameter", 120) if event.count("parameters_affected") else ""
-    return EventSummary(
-        mistakes_of(events, known.mistakes), stuck_layers_of(events, known.stuck), anomalies, spoiled,
-    )  # fmt: skip
-
-
-def mistakes_of(events: Iterable[Fact], known: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return the kinds of the loop's mistakes, each once, with those ``known`` before these events.
-
-    A scheduler's and parameters that are left out are among them. An event about no parameter takes its kind back.
-    """
-    found = dict.fromkeys(known)
-    for event in events:
-        kind = event.attributes.get("kind")
-        if event.name == catalog.EVENT_LOOP_MISTAKE.name and isinstance(kind, str) and kind in catalog.LOOP_MISTAKES:
-            found[kind] = None
-            if event.attributes.get("parameters_affected") == 0:
-                del found[kind]
-        elif event.name == catalog.EVENT_LEFT_OUT_PARAMETERS.name:
-            found.pop("left_out", None)
-            if event.count("parameters_affected"):
-                found["left_out"] = None
-        elif event.name == catalog.EVENT_SCHEDULER_MISUSED.name and kind in catalog.SCHEDULER_MISUSES:
-            found[f"scheduler_{kind}"] = None
-    return tuple(found)
-
-
-def stuck_layers_of(events: Iterable[Fact], known: tuple[StuckLayers, ...] = ()) -> tuple[StuckLayers, ...]:
-    """Return the layers that learn nothing, by cause, of the last step that has such events; ``known``: from earlier ones.
-
-    An optimizer that gets no gradient is apart from what is seen in gradients; unused layers are none of them.
-    """
-    stuck = known
-    for event in events:
-        cause = event.text("cause")
-        if event.name == catalog.EVENT_UNMOVED_LAYERS.name and cause in catalog.STUCK_CAUSES and cause != "unused":
-            others = [one for one in stuck if one.cause != cause]
-            others = [one for one in others if one.step == event.step or "no_gradient" in {one.cause, cause}]
-            stuck = (*others, *([stuck_layers_in(event)] if event.count("layers_affected") else []))
-    return stuck
-
-
-def stuck_layers_in(event: Fact) -> StuckLayers:
-    """Return the layers of one such event."""
-    names = tuple(event.texts("layers", MOST_STUCK, 80))
-    counts = event.count("layers_affected"), event.count("layers_total")
-    return StuckLayers(event.text("cause"), *counts, names, event.text("at", 80), event.step)
+    return EventSummary(from_events(events, known.found), anomalies)
 
 
 def replicas_of(events: Iterable[Fact], losses: Mapping[int, float], known: Replicas = NO_REPLICAS) -> Replicas:

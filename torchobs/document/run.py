@@ -16,10 +16,9 @@ from torchobs.catalog.findings import Finding
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.endings import typical_phases
-from torchobs.diagnosis.health import BADGES, LEVELS
+from torchobs.diagnosis.hangs import stall
 from torchobs.diagnosis.load import Chosen
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, last_known, units
-from torchobs.diagnosis.stall import stall
 from torchobs.document import sections
 from torchobs.document.blocks import (
     Block,
@@ -89,11 +88,11 @@ def run_document(chosen: Chosen, options: Options = DEFAULT) -> Document:
     happened = section(
         "findings", "What happened", _findings(chosen.ranks, known, names), *_limits(chosen), _figures(first, chosen.ranks)
     )
-    unread = (f"not read: {text_format.clean(name)}: {why}" for name, why in chosen.bad[:8])
+    unread = (f"Not read: {text_format.clean(name)}: {why}" for name, why in chosen.bad[:8])
     return Document(
         title=job_name,
         subtitle=_subtitle(run_id, chosen.ranks),
-        badge=(known.verdict.severity, BADGES[LEVELS[known.verdict.severity]]),
+        badge=(known.verdict.severity, str(known.verdict.values["badge"])),
         headline=known.health.headline,
         sections=(happened, *sections),
         footer=(*unread, f"torchobs {__version__}; from {text_format.plural(len(chosen.ranks), 'flight file')}"),

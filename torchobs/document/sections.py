@@ -11,9 +11,9 @@ from statistics import median, quantiles
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
+from torchobs.diagnosis.hangs import shown, stall, without_launcher
 from torchobs.diagnosis.live import WHOLES
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, attribute_text, title_of, words_of
-from torchobs.diagnosis.stall import shown, stall, without_launcher
 from torchobs.diagnosis.status import Get
 from torchobs.document.blocks import (
     AreaChart,

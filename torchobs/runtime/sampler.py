@@ -10,10 +10,10 @@ import gc
 import logging
 import threading
 import time
-from math import isfinite
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
+from torchobs.catalog.findings import finding
 from torchobs.flight.files.create import survive_limits
 from torchobs.flight.files.location import remedy
 from torchobs.probes.gradients.layers import GrownLayers
@@ -210,12 +210,9 @@ class Sampler:
         for anomaly in found:
             firsts.setdefault(anomaly.kind, anomaly)
         for kind, first in firsts.items():
-            usual = f", usual is {first.baseline:.6g}" if isfinite(first.value) else ""
-            self._context.warn_limited(
-                f"anomaly {kind}",
-                f"{kind.replace('_', ' ')} in step {first.step}: {first.value:.6g}{usual}",
-                own="loss" in kind,  # each rank has its own batches; the gradients are reduced
-            )
+            words = finding(kind, step=first.step, value=first.value, baseline=first.baseline).short
+            # each rank has its own batches; the gradients are reduced
+            self._context.warn_limited(f"anomaly {kind}", words, own="loss" in kind)
 
     def _origin(self, anomaly: Anomaly) -> dict[str, str]:
         """Return where the anomaly was born, if it is a value that was traced."""

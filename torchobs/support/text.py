@@ -130,6 +130,11 @@ def span(seconds: float | None) -> str:
     return f"{whole} s"
 
 
+def about(seconds: float | None) -> str:
+    """Return a duration in its largest unit: ``40 s``, ``3 min``, ``2 h``, ``4 d``."""
+    return " ".join(span(seconds).split()[:2])
+
+
 def rate(per_s: float | None, what: str = "") -> str:
     """Return a rate per second, ``1.92``, or of ``what``: ``45,300 tokens/s``."""
     if per_s is None:

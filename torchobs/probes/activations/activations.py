@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 from torchobs import catalog
+from torchobs.catalog.findings import Finding
 from torchobs.detect.learning import LASTING_STEPS
 from torchobs.flight.writer.series_table import LAYERS
 from torchobs.probes.core.context import SamplingInterval
@@ -204,8 +205,7 @@ class ActivationProbe:
             dead.add(layer)
             attributes = {"layer": layer, "units_dead": silent, "units": since.units, "steps": since.steps}
             self._context.writer.event(catalog.EVENT_DEAD_UNITS.name, attributes, step)
-            what = f"{silent} of {since.units} units of {layer} gave zero for every sample of {since.steps} steps"
-            self._context.warn_limited("dead units", f"{what}: they learn nothing any more")
+            self._context.warn_limited("dead units", Finding("dead_units", "", step, attributes).short)
 
     def _show(self, layers: dict[str, ActivationStats]) -> None:
         cell = self._context.writer.table.cell

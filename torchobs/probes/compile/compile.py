@@ -29,6 +29,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
+from torchobs.catalog.findings import RECOMPILE_REMEDIES, Finding, finding
 from torchobs.detect.learning import QUIET_S, Recompiles
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.import_hooks import after_import, cancel
@@ -96,16 +97,6 @@ def _trace_rules() -> Any:
 
 MAX_LENGTH = 200
 """Longest text in an event, in characters"""
-
-REMEDIES = {
-    "shape": "mark the dimension with torch._dynamo.mark_dynamic(), compile with dynamic=True, or pad to a few sizes",
-    "tensor": "give it tensors of one dtype, device, layout and requires_grad",
-    "global_state": "call it under one grad mode, autocast and default dtype, or compile one function for each",
-    "type": "give it arguments of one type: None in place of a tensor, or another class, is a new graph",
-    "value": "what it reads is compiled in as a constant: pass a tensor, or keep what changes out of the function",
-    "other": "TORCH_LOGS=recompiles tells more",
-}
-"""What to do about guards that keep failing, by ``catalog.COMPILE_GUARDS``"""
 
 _STAGES = {
     "kernels": ("triton_compile_time_us",),
@@ -303,7 +294,7 @@ class CompileRecords:
         elif fields["is_forward"] is not False:
             self._add((catalog.COMPILE_COMPILATIONS.name, "recompile" if guard else "first"), 1)
             if guard:
-                self._note_recompile(function, location, guard, step)
+                self._note_recompile(location, guard, step)
         self._write_span(fields, function, location, guard)
 
     def note_break(self, reason: Any) -> None:
@@ -328,14 +319,15 @@ class CompileRecords:
             self._functions[frame] = str(fields["co_name"]), f"{fields['co_filename']}:{fields['co_firstlineno']}"
         return self._functions.get(frame, ("unknown", "unknown"))
 
-    def _note_recompile(self, function: str, location: str, guard: Guard, step: int) -> None:
+    def _note_recompile(self, location: str, guard: Guard, step: int) -> None:
         self._add((catalog.COMPILE_RECOMPILES.name, guard.kind), 1)
         attributes: dict[str, object] = {"location": location, "guard": guard.kind, "expression": guard.expression}
         self._context.event(catalog.EVENT_RECOMPILE, attributes)
         times = self._recompiles.note(location, time.monotonic(), step)
         if times:
             self._context.event(catalog.EVENT_RECOMPILE_STORM, {**attributes, "recompiles": times})
-            self._warn_limited(f"torch.compile has recompiled {function} ({location}) {times} times within ten minutes", guard)
+            remedy = RECOMPILE_REMEDIES[guard.kind]
+            self._warn_limited(Finding("recompile_storm", "", step, {**attributes, "recompiles": times, "remedy": remedy}).long)
 
     def _note_failure(self, fields: Mapping[str, Any], location: str, guard: Guard | None) -> None:
         reason = str(fields["fail_reason"])
@@ -346,9 +338,7 @@ class CompileRecords:
         attributes = {"location": location, "reason": kind, "exception.type": str(fields["fail_type"])}
         self._context.event(catalog.EVENT_COMPILE_FAILED, attributes)
         if kind == "recompile_limit" and guard is not None:
-            self._warn_limited(
-                f"torch.compile has given up {location} at its recompile limit, and more of its calls run uncompiled", guard
-            )
+            self._warn_limited(finding("compile_failure", location=location, reason="its recompile limit").short)
 
     def _write_span(self, fields: Mapping[str, Any], function: str, location: str, guard: Guard | None) -> None:
         begun_us, ended_us = fields["start_time_us"], fields["end_time_us"]
@@ -370,11 +360,10 @@ class CompileRecords:
         if cell is not None and amount:
             cell.add(amount)
 
-    def _warn_limited(self, what: str, guard: Guard) -> None:
+    def _warn_limited(self, words: str) -> None:
         """Log at most once a minute; the events have every occurrence."""
         if self._warnings.take(time.monotonic()):
-            failed = f"{guard.kind} ({guard.expression})"
-            logger.warning("torchobs: %s. The guard that failed last: %s. Remedy: %s", what, failed, REMEDIES[guard.kind])
+            logger.warning("torchobs: %s", words)
 
 
 _MAX_WAITING = 4096

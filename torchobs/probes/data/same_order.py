@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.catalog.findings import finding
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
@@ -59,8 +60,7 @@ class SameOrder:
         if self._repeats >= _LEAST_REPEATS and not (self._is_set or self._is_told):
             self._is_told = self._stands = True
             self._context.writer.event(catalog.EVENT_LOOP_MISTAKE.name, {"kind": "same_order"}, step)
-            text = "each epoch has the order of the one before: sampler.set_epoch() is not called"
-            self._context.warn_limited("same_order", text)
+            self._context.warn_limited("same_order", finding("same_order").short)
 
     def _take_back(self) -> None:
         """Note that the sampler is given epochs; write the event again, of no parameter, if the contrary was told."""

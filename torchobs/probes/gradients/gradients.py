@@ -16,6 +16,7 @@ from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.catalog.findings import finding
 from torchobs.detect.spikes import blown_layer
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.context import SamplingInterval
@@ -121,8 +122,7 @@ class GradientProbe:
         """Report once that gradients were clipped with the loss scale in them."""
         self._misuse_reported, context = True, self._context
         context.event(catalog.EVENT_AMP_CLIPPED_SCALED, {"limit": limit, "scale": scale})
-        so = f"they were clipped to {limit / scale:.3g} (the limit {limit:g} over the loss scale {scale:g})"
-        context.warn_limited("clipped scaled", f"gradients are clipped by norm before scaler.unscale_(optimizer): {so}")
+        context.warn_limited("clipped scaled", finding("clipped_scaled", limit=limit, scale=scale).short)
 
     def observe(self) -> None:
         """Publish all that is known so far, and look for missing names."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import ref
 
 from torchobs import catalog
+from torchobs.catalog.findings import finding
 from torchobs.detect.learning import LASTING_SAMPLES, LASTING_STEPS
 from torchobs.probes.core.timeline import BACKWARD_ENDS
 from torchobs.tensors.graph import accumulator_of
@@ -58,8 +59,6 @@ class Lint:
     """One kind of mistake, at one optimizer or in the loop as a whole."""
 
     kind: ClassVar[str]
-    text: ClassVar[str]
-    """Line of the log"""
     lasting_steps: ClassVar[int] = 0
     """Steps from the first to the last suspect look in a row, beside ``LASTING_SAMPLES`` looks"""
 
@@ -169,7 +168,7 @@ class Lints:
             if lint.kind not in self._reported:
                 self._reported.add(lint.kind)
                 self.context.writer.event(catalog.EVENT_LOOP_MISTAKE.name, {"kind": lint.kind}, step)
-                self.context.warn_limited(f"loop {lint.kind}", lint.text)
+                self.context.warn_limited(f"loop {lint.kind}", finding(lint.kind, step=step).short)
         if EvaluationMode.kind not in self._reported:
             self._look_for_models(self._optimizers.living())
         self.due = self._not_in_optimizer.due or any(state.due for _, state in self._optimizers.living())
@@ -219,7 +218,6 @@ class KeptGradients(Lint):
     """
 
     kind = "gradients_kept"
-    text = "gradients are never set to zero: each backward pass adds to those of all steps before (zero_grad())"
     _COMPARED = 1024
     """Elements of a gradient on the CPU that are compared with zero"""
 
@@ -307,7 +305,6 @@ class EvaluationMode(Lint):
     """
 
     kind = "evaluation_mode"
-    text = "the model is trained in evaluation mode, after training mode: was model.train() forgotten?"
     lasting_steps = LASTING_STEPS
 
     def __init__(self, runner: Lints, module: Any, *, began: bool) -> None:
@@ -366,7 +363,6 @@ class KeptLosses(Lint):
     """
 
     kind = "losses_kept"
-    text = "losses are kept with their graphs, of which there are more with each step: keep loss.item() or loss.detach()"
     _LOOKS, _DOWN, _KEY = 8, 6, "torchobs"
     """Backward passes that are looked at; nodes from the loss down to the marked one, since loss scaling and the mean over
     micro-batches come after what a script keeps"""
@@ -428,7 +424,6 @@ class LateClipping(Lint):
     """
 
     kind = "clipped_late"
-    text = "gradients are clipped after optimizer.step(), which has used them: clip between backward() and step()"
 
     def __init__(self, runner: Lints, clip: ClipWatch) -> None:
         super().__init__(runner)

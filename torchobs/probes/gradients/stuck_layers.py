@@ -25,6 +25,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
+from torchobs.catalog.findings import Finding
 from torchobs.detect.learning import LASTING_SAMPLES, LASTING_STEPS, LayerSample, StuckLayerDetector, StuckLayers, leading
 from torchobs.tensors.names import layer_of
 from torchobs.tensors.references import ObjectIndex, TensorReference
@@ -49,13 +50,6 @@ _NAMED = 8
 _MATRIX = 2
 """Least dimensions of a weight: gates, biases and scales have fewer"""
 _MOST_PLANS = 64
-_REASONS = {
-    "dead_units": "only zeros come into {at}",
-    "vanishing": "the gradient has all but vanished in {at}",
-    "cut_off": "no gradient at all comes to {at} (saturated or dead units behind it, or a part that is cut off from the loss)",
-    "no_gradient": "its optimizer gets no gradient for {at} (a detached loss, a model that was replaced, or zero_grad() "
-    "after backward())",
-}
 
 
 class _Presence:
@@ -223,28 +217,28 @@ class StuckLayersWatch:
 
     def _report(self, stuck: StuckLayers, step: int) -> None:
         self._reported, self._reported_s = frozenset(stuck.all), monotonic()
-        total, reasons = max(self._layers.count(), len(stuck.all)), []
-        for cause, layers, at in stuck.by_cause():
-            self._write(cause, layers, total, at, step)
-            reasons.append(_REASONS[cause].format(at=at))
-        self._context.warn_limited("unmoved layers", f"{len(stuck.all)} of {total} layers learn nothing: {'; '.join(reasons)}")
+        total = max(self._layers.count(), len(stuck.all))
+        words = [self._write(cause, layers, total, at, step) for cause, layers, at in stuck.by_cause()]
+        self._context.warn_limited("unmoved layers", " ".join(words))
 
     def report_missing(self, cause: str, layers: Sequence[str], step: int, parameters: Collection[int] = ()) -> None:
         """Report layers of optimizers to whose ``parameters`` no gradient comes; no layers: some have come after all."""
         total, at = max(self._layers.count(parameters), len(layers)), layers[-1] if layers else ""
-        self._write(cause, layers, total, at, step)
+        words = self._write(cause, layers, total, at, step)
         if cause == "no_gradient":
             self._without = len(layers)
             self._show()
             if layers:
-                what = f"{len(layers)} of {total} layers learn nothing: {_REASONS[cause].format(at=at)}"
-                self._context.warn_limited("layers without a gradient", what)
+                self._context.warn_limited("layers without a gradient", words)
 
-    def _write(self, cause: str, layers: Sequence[str], total: int, at: str, step: int) -> None:
+    def _write(self, cause: str, layers: Sequence[str], total: int, at: str, step: int) -> str:
+        """Write the event; return its finding in words."""
         attributes = {
             "layers": list(layers[:_NAMED]), "layers_affected": len(layers), "layers_total": total, "cause": cause, "at": at,
         }  # fmt: skip
         self._context.writer.event(catalog.EVENT_UNMOVED_LAYERS.name, attributes, step)
+        kind = "unused_layers" if cause == "unused" else f"unmoved_layers_{cause}"
+        return Finding(kind, "", step, attributes).short
 
     def _show(self) -> None:
         self._context.set_gauge(catalog.GRAD_UNMOVED_LAYERS, float(self._unmoved + self._without))

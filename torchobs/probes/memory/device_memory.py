@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.detect.growth import FastWindow, MemoryPoint
 from torchobs.probes.memory.growth import Floor, GrowthGauges, GrowthVerdict
+from torchobs.support import text
 from torchobs.support.error_guard import call
 from torchobs.tensors.names import all_modules, clean, layer_of, roots
 from torchobs.tensors.values import stored
@@ -128,7 +129,7 @@ MOST_MODULES = 5
 
 
 class Components(NamedTuple):
-    """Bytes of each component, and the modules that take most as ``name size B``."""
+    """Bytes of each component, and the modules that take most as ``name, size``."""
 
     sizes: dict[str, int]
     modules: list[str]
@@ -165,7 +166,7 @@ def components(context: ProbeContext, device: str) -> Components:
             add("optimizer_state", value, layer)
     for tensor, layer in buffers:
         add("buffers", tensor, layer)
-    rows = [f"{layer} {size} B" for layer, size in layers.most_common(MOST_MODULES) if layer != "unknown"]
+    rows = [f"{layer}, {text.size(size)}" for layer, size in layers.most_common(MOST_MODULES) if layer != "unknown"]
     return Components({name: sizes[name] for name in ("parameters", "gradients", "optimizer_state", "buffers")}, rows)
 
 

@@ -11,6 +11,7 @@ from math import inf, nan
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
+from torchobs.catalog.findings import finding
 from torchobs.detect.growth import NEAR_S, Growth, MemoryHistory, MemoryPoint, soonest
 
 if TYPE_CHECKING:
@@ -84,6 +85,6 @@ class GrowthGauges:
         if fresh:
             attributes = {**self._attributes, "per_step": per_step, "time_to_limit": seconds}
             self._context.event(catalog.EVENT_MEMORY_GROWTH, attributes)
-            what = f"{self._attributes['space']} memory grows by {per_step / 2**20:.3g} MiB a step"
-            self._context.warn_limited("memory growth", f"{what}, and would reach its limit in {seconds:.0f} s", own=True)
+            grown = finding("memory_growth", memory=self._attributes["space"].capitalize(), per_step=per_step, left=seconds)
+            self._context.warn_limited("memory growth", grown.short, own=True)
         return fresh

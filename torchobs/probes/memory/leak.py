@@ -23,6 +23,7 @@ from torchobs import catalog
 from torchobs.flight.files import artifacts
 from torchobs.probes.memory.process_memory import ProcessStats
 from torchobs.probes.memory.source_lines import innermost
+from torchobs.support import text
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.rate_limit import RateLimiter
 from torchobs.taps.taps import subclasses
@@ -262,9 +263,9 @@ class HostTrace:
         ):  # tensors lie outside of Python's memory: by the number of objects
             lines = sorted(lines, key=lambda row: -row[1].number)
         told = {
-            "lines": [f"{line} {more.number} more, {more.size} B" for line, more in lines],
-            "objects": [f"{name} {more} more" for name, more in types],
-            "tensors": [f"{kind} {more.number} more, {more.size} B" for kind, more in kinds],
+            "lines": [f"{line} {more.number:,} more, {text.size(more.size)}" for line, more in lines],
+            "objects": [f"{more:,} {name}" for name, more in types],
+            "tensors": [f"{text.plural(more.number, 'tensor')} {kind}, {text.size(more.size)}" for kind, more in kinds],
         }
         attributes: dict[str, object] = {
             "space": "host", "ended": self._ended, "seconds": round(self._passed_s, 1), "steps": self._steps, "grown": grown,

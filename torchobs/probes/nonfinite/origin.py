@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from torchobs.catalog.findings import origin_of
 from torchobs.probes.nonfinite.backward import bad_gradients, likely_node
 from torchobs.probes.nonfinite.forward import Birth, first_birth, is_mean_of_nothing
 from torchobs.probes.nonfinite.locate import Locator, ModuleNames, Place, is_users, locals_of, memory_of
@@ -82,28 +83,8 @@ class NonfiniteOrigin(Result):
     note: str
 
     def sentence(self) -> str:
-        """Return the finding in one sentence."""
-        is_backward, line = self.kind == "backward", f" ({self.line})" if self.line else ""
-        if self.operator in OPAQUE and (is_backward or self.kind == "unknown"):
-            region = f"{'the backward pass of ' * is_backward}{OPAQUE[self.operator]} {self.module}".rstrip()
-            later = f" {LATER}" if self.note == LATER else ""
-            return f"The NaN or infinity appeared inside {region}{line}{later}. Run `debug.trace_nan(model, batch)`."
-        where = f"{self.operator} in {self.module or 'no module'}{line}"
-        if self.kind == "unknown" and self.note == OTHER_RANKS:
-            return f"Where they began was not found; perhaps in the derivative of {where}, {OTHER_RANKS}."
-        several, because = f"{self.parameter} {self.note}".rstrip(), f": {self.note}" if self.note else ""
-        return {
-            "input": f"The input {self.parameter or '(the batch, or what was made of it without gradient)'} held values that"
-            f" are not finite{'' if self.sample is None else f' in sample {self.sample}'}; they reached {where}.",
-            "parameter": f"The parameter {self.parameter} itself held values that are not finite.",
-            "operator": f"The operator {where} made them of finite inputs{because}.",
-            # by the graph alone; a derivative that was seen at work has no note
-            "backward": f"The derivative of {where} {'most likely ' if self.note else ''}made them, of finite values.",
-            "overflow": f"Gradients of a finite loss most likely overflowed in {FLOAT16}; they reached {several}.",
-            "unknown": f"Where they began was not found; they passed {where}{because}."
-            if self.operator
-            else f"The parameters {several} were not finite already; what made them so was not seen.",
-        }[self.kind]
+        """Return the finding in words."""
+        return origin_of(attributes_of(self)).long
 
 
 def attributes_of(origin: NonfiniteOrigin) -> dict[str, Any]:

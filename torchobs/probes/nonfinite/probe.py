@@ -16,6 +16,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.catalog.findings import finding
 from torchobs.detect.spikes import HEALTHY
 from torchobs.probes.core.timeline import BACKWARD_BEGINS, BACKWARD_ENDS
 from torchobs.probes.nonfinite.backward import BackwardWatch, bad_gradients
@@ -252,7 +253,7 @@ class NonfiniteProbe:
         if attributes:
             context.writer.event(catalog.EVENT_NONFINITE_GRADIENT.name, attributes, step)
             if logged:
-                context.warn_limited("anomaly nonfinite_gradient", f"nonfinite gradient in step {step}")
+                context.warn_limited("anomaly nonfinite_gradient", finding("nonfinite_gradient", step=step).short)
 
     def _end(self) -> None:
         self._last_gradients()

@@ -13,6 +13,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.catalog.findings import finding
 from torchobs.taps.patch import Patch
 from torchobs.taps.taps import subclasses
 
@@ -264,14 +265,7 @@ class SchedulerProbe:
         context = self._context
         context.count(catalog.SCHEDULER_MISUSE, 1, {"kind": kind})
         context.event(catalog.EVENT_SCHEDULER_MISUSED, {"kind": kind, "scheduler": state.name})
-        context.warn_limited(f"scheduler {kind}", f"the scheduler {state.name} {_MEANING[kind]}")
-
-
-_MEANING = {
-    "before_optimizer": "was stepped before its optimizer's first step: the schedule's first rate was never used",
-    "never_stepped": "was made but never stepped: the learning rate does not follow it",
-    "idle_optimizer": "is stepped, but its optimizer is not: what trains is another one, whose rate it does not set",
-}
+        context.warn_limited(f"scheduler {kind}", finding(f"scheduler_{kind}", scheduler=state.name).short)
 
 
 def _count_of(scheduler: Any) -> object:

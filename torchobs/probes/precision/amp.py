@@ -16,6 +16,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.catalog.findings import finding
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.support.graph_safe import graph_being_made
 from torchobs.support.import_hooks import after_import, cancel
@@ -107,8 +108,7 @@ class LossScales:
             context.event(catalog.EVENT_AMP_SCALE_COLLAPSED, {"scaler": str(state.index), "scale": state.scale})
             # a scaler that skips does not call the optimizer, before which gradients are looked at: where are they made?
             context.hooks.nonfinite_arrived.notify()
-            fallen = f"the loss scale has fallen to {state.scale:g} by step {context.recorder.step}"
-            context.warn_limited("amp scale", f"{fallen}: the gradients are not finite at any scale, and steps are skipped")
+            context.warn_limited("amp scale", finding("amp_scale_collapsed", scale=state.scale).short)
         state.collapsed = collapsed
 
 
@@ -270,7 +270,7 @@ class AutocastWatch:
         if in_float16 and not scaled and not self._reported and context.recorder.step >= UNSCALED_STEPS:
             self._reported = True
             context.event(catalog.EVENT_AMP_UNSCALED, {"steps": context.recorder.step})
-            context.warn_limited("amp unscaled", "float16 autocast is in use without a GradScaler: small gradients become zero")
+            context.warn_limited("amp unscaled", finding("amp_unscaled").short)
         self._wrap()
 
 

@@ -17,6 +17,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
+from torchobs.catalog.findings import finding
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.flight.writer.native import make_hook
 from torchobs.probes.core.step_recorder import GONE, resolve_step
@@ -204,10 +205,7 @@ class LossProbe:
         self._reported.add(kind)
         context = self._context
         context.event(catalog.EVENT_DEVICE_UNREAD, {"device_type": kind})
-        why = f"torch copies no value from there ({self._context.device.unread[kind]})"
-        context.warn_limited(
-            f"unread {kind}", f"loss and gradient norm are not recorded on {kind}: {why}; torchobs.log(loss=...) is"
-        )
+        context.warn_limited(f"unread {kind}", finding("device_unread", device_type=kind).short)
 
     def sample(self) -> None:
         """Write the losses of ended steps whose values have arrived."""

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.catalog.findings import finding
 from torchobs.probes.core.timeline import BACKWARD_ENDS
 from torchobs.tensors.references import TensorReference, living_optimizers
 
@@ -104,9 +105,7 @@ class NeverStepped:
         self._due = sys.maxsize
         attributes = {"kind": "never_stepped", "optimizer": kind, "backward_passes": count}
         self._context.event(catalog.EVENT_LOOP_MISTAKE, attributes)
-        self._context.warn_limited(
-            "loop never_stepped", f"{count} backward passes and no step of the optimizer ({kind}): is optimizer.step() missing?"
-        )
+        self._context.warn_limited("loop never_stepped", finding("never_stepped", optimizer=kind, backward_passes=count).short)
 
 
 def _with_gradient(optimizer: Any, count: int) -> torch.Tensor | None:

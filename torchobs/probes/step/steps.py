@@ -16,6 +16,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.catalog.findings import finding
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.flight.writer.native import make_hook
 from torchobs.probes.core.step_recorder import ModelChanges
@@ -386,9 +387,7 @@ class OtherThreads:
             self._reported = True
             context, name = self._context, self._name
             context.event(catalog.EVENT_OTHER_THREAD, {"thread": name})
-            context.warn_limited(
-                "threads", f"thread {name} steps an optimizer beside the training thread: its steps are not recorded"
-            )
+            context.warn_limited("threads", finding("other_thread", thread=name).short)
 
 
 def _steps_running() -> int:

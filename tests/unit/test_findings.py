@@ -1,0 +1,112 @@
+"""The words of all findings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from string import Formatter
+from typing import TYPE_CHECKING
+
+from torchobs import catalog
+from torchobs.catalog.findings import KINDS, Finding, Kind, fields, sentence
+
+if TYPE_CHECKING:
+    import pytest
+
+GOLDEN = Path(__file__).parent / "golden" / "findings.txt"
+SAMPLE: dict[str, object] = {
+    "who": "Rank 1", "count": 1, "rank": "1", "step": 812, "where": "after step 812", "quiet": 69.0, "usual": 0.1,
+    "phase": "data", "phase_s": 69.0, "moment": "2026-01-02 03:04:05", "lifetime": "2 h since init()",
+    "signal": "SIGTERM", "code": 3,
+    "raised": 'ValueError "no such file" at train.py:33', "cause": 'OSError "disk" at data.py:7',
+    "exception": "ValueError at train.py:33", "waited": "a timeout after 30 s, it waited for rank 0, which did not come",
+    "unused": ["head.weight", "head.bias"], "unused_of": "Net", "handled": "RuntimeError at train.py:5",
+    "place": "torch/nn/functional.py:10, called at train.py:33 in load", "meaning": "a segmentation fault", "kill_age": 1.0,
+    "cgroup": 0.99, "machine": 0.98, "limit": 8 * 2**30, "thread": "loader", "others": 2, "at": "fc2", "unmoved": 3,
+    "others_s": 0.1, "ago": 3.0, "hw.id": "GPU-1234", "reason": "lost", "xid": 79, "gpus": 2, "names": ["GPU-1", "GPU-2"],
+    "pid": 4711, "how": "SIGKILL", "workers": 3, "probes": "gpu, amp", "items": ["12 events", "3 series"],
+    "badge": "All well", "headline": "Training: 2 of 2 ranks alive.", "stacks": ["r0.stacks.txt"],
+    "worker": "worker 1 (pid 20), then sleeping in futex", "command": "`torchobs stacks`", "took": 40.0, "more": 2,
+    "now": 0.4, "steps": 640, "share": 0.46, "wait": 30.0, "age": 300.0, "lost": 40, "saves": 2,
+    "why": "OSError: 1 GiB were left on the file system, a checkpoint takes 4 GiB", "saved_step": 800, "format": "torch",
+    "exception.type": "OSError", "device": "cuda:0", "requested": 2 * 2**30, "free": 2**30, "allocated": 70 * 2**30,
+    "reserved": 74 * 2**30, "model": "parameters 20 GiB, gradients 20 GiB, optimizer state 40 GiB",
+    "largest": "train.py:40, 30 GiB", "used": 60 * 2**20, "size": 64 * 2**20, "memory": "Host", "per_step": 3 * 2**20,
+    "time_to_limit": 7200.0, "left": 7200.0, "tensor": "244 tensors float32[200000] on cpu, 186 MiB", "grown": 195 * 2**20,
+    "line": "train.py:23 2,000 more, 95 MiB", "objects": ["100 Marked"], "location": "model.py:12", "guard": "shape",
+    "expression": "x.size(0) == 32", "recompiles": 9, "remedy": "pad to a few sizes", "message": "call to print",
+    "missing": 2, "here": 6, "expected": 8, "next": "0", "later": 3.0, "within": 2.0, "what": "A collective",
+    "timeout": 30.0, "gave_up": "ranks 0 and 2",
+    "waiting": "Rank 1 evaluates, and the other 2 ranks wait in backward of step 40.", "number": 41, "group": "default",
+    "operations": "all_reduce on rank 0 and barrier on rank 1", "odd": "ranks 1 and 3", "norms": "rank 1: 2.5, 3: 2.7",
+    "alike": 512, "factor": 1.7, "own": 0.2, "name": "NaN", "loss": 2.3, "rise": 40.0, "rise_usual": 1.2,
+    "rise_value": 48.0, "rise_ago": 3, "rate": 10.0, "rate_usual": 1e-3, "rate_value": 1e-2, "rate_step": 790,
+    "learning_rate": 1e-3, "wasted": 100, "losses": 4, "recovered": True, "healthy": 300, "kinds": "NaN",
+    "layers": ["fc1", "fc2", "fc3", "fc4"], "layers_affected": 5, "layers_total": 9, "scaled": True, "value": 48.0,
+    "baseline": 1.2, "again": 3, "layer": "fc1", "layer_norm": 40.0, "layer_usual": 1.1, "vanished": 12, "measured": 640,
+    "zero": 0.25, "first": 2.3, "warm_up": 50, "word": "Past:", "parameter": "fc.weight", "operator": "log",
+    "module": "net.head", "note": "it was given 0", "infinite": "at 0", "sample": 3, "region": "compiled region",
+    "since": 400, "highest": 1e-3, "streak": 40, "skipped": 40, "scale": 0.5, "device_type": "xla", "changes": 3,
+    "optimizer": "AdamW", "backward_passes": 64, "parameters": ["head.weight", "head.bias"], "parameters_affected": 2,
+    "scheduler": "StepLR", "units_dead": 60, "units": 64, "kind": "loss_spike", "compiled": 3, "evidence": "r0-12.layers",
+    "modules": ["decoder, 30 GiB"],
+}  # fmt: skip
+
+
+def words(kind: Kind) -> list[str]:
+    """The sentences of a kind with every value, and with those alone that it cannot do without."""
+    bare = {name: value for name, value in SAMPLE.items() if name in fields(kind.short) | fields(kind.long)}
+    templates = dict.fromkeys(filter(None, (kind.short, kind.long)))
+    return list(dict.fromkeys(sentence(template, values) for template in templates for values in (SAMPLE, bare)))
+
+
+def test_the_words_of_all_findings(pytestconfig: pytest.Config) -> None:
+    """Every sentence, with likely numbers; `pytest --update-golden` writes them again, to be read aloud."""
+    text = "".join(f"{kind.name}\n" + "".join(f"    {line}\n" for line in words(kind)) for kind in KINDS.values())
+    if pytestconfig.getoption("--update-golden"):
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
+
+
+def test_every_value_has_a_sample() -> None:
+    """A name that nobody sets is a typing error."""
+    templates = [template for kind in KINDS.values() for template in (kind.short, kind.long)]
+    used = {name for template in templates for _, name, _, _ in Formatter().parse(re.sub(r"\w+[?!]", "", template)) if name}
+    assert used - SAMPLE.keys() == set()
+
+
+def test_a_sentence_is_a_sentence() -> None:
+    """It begins with a capital or a name, and ends with a full stop; no byte counts, no doubled words of punctuation."""
+    for kind in KINDS.values():
+        for line in words(kind):
+            assert line.endswith((".", "?")), (kind.name, line)
+            assert not re.search(r"\d{7,}|  |(?<!\.)\.\.(?!\.)|,,|\( | \)|\{|\}|\[ ", line), (kind.name, line)
+            assert "no longer" not in line, (kind.name, line)
+
+
+def test_kinds_come_from_the_catalog(checkout: Path) -> None:
+    """A source is an event or a metric, a key one of its values, and an alert one of the rules'."""
+    alerts = (checkout / "deploy/prometheus/rules/torchobs-alerts.yml").read_text()
+    for kind in KINDS.values():
+        assert not kind.alert or f"alert: {kind.alert}\n" in alerts, kind.name
+        if isinstance(kind.source, catalog.Event) and kind.key and kind.key not in {"cpu", "device"}:
+            assert any(kind.key in one.values for one in kind.source.attributes), kind.name
+
+
+def test_values_from_a_file_cannot_break_a_sentence() -> None:
+    """A flight file may hold anything: control characters, braces, numbers without end."""
+    odd = {"scheduler": "\x1b[31m{x}[y]", "parameters_affected": 10**400, "parameters": ["a\n"], "step": float("inf")}
+    assert Finding("scheduler_never_stepped", "", None, odd).short.startswith(
+        "A learning-rate scheduler (?[31m{x}[y]) is never"
+    )
+    assert Finding("left_out", "", None, odd).long
+
+
+def test_a_part_is_left_out_where_a_value_is_absent() -> None:
+    """And shown or not by a condition."""
+    assert sentence("It rose[ to {value:n}][ in step {step:,}].", {"value": 2.0}) == "It rose to 2."
+    assert sentence("[up?waits][up!waited]", {"up": True}) + sentence("[up?waits][up!waited]", {}) == "waitswaited"
+    assert (
+        sentence("{n:layer} {n:learns|learn}", {"n": 1}) + sentence(", {n:layer}", {"n": 2000})
+        == "1 layer learns, 2,000 layers"
+    )
