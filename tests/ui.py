@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tests.exporters import Client
 
 PACE = Throughput(
-    steps=64, step_s=0.5, mean_s=0.52, phases_s=(0.05, 0.15, 0.2, 0.08, 0.02), window_s=33.0, per_s=1.9,
+    steps=64, step_s=0.5, mean_s=0.52, phases_s=(0.05, 0.15, 0.2, 0.08, 0.02, 0.0), window_s=33.0, per_s=1.9,
     tokens_per_s=31_000.0, samples_per_s=None,
 )  # fmt: skip
 

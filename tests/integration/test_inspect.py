@@ -343,7 +343,7 @@ def test_rubbish_is_refused_with_the_reason(tmp_path: Path, rubbish: bytes, caps
     dead(tmp_path).save()
     status, out = inspected(capsys, tmp_path)
     assert status == 1
-    assert f"not read: {bad.name}"[:40] in out
+    assert f"Not read: {bad.name}"[:40] in out
 
 
 def test_what_is_not_there_is_told_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -231,30 +231,7 @@ def test_a_loss_that_left_its_start_for_good_is_told_with_the_rate() -> None:
     assert of_rate(history, events=events) == {}
 
 
-RAMPED = [min(12.0 * 1.5**number, 7e3) for number in range(45)]
 """The losses of a detector whose rate warms up to 1: 12, 18, 27 ..., and 7,000 in the end"""
-
-
-@pytest.mark.parametrize(
-    ("losses", "rate", "given", "is_told"),
-    [
-        (RAMPED, 1.0, {}, True),
-        (RAMPED, 1.0, {"reason": "", "state": "alive", "up": True}, False),
-        (RAMPED[:24], 1.0, {}, False),
-        ([*RAMPED[:40], *[20.0] * 5], 1.0, {}, False),
-        ([*RAMPED[:40], math.nan], 1.0, {}, False),
-        ([12.0 * number for number in range(1, 45)], 1.0, {}, False),
-        (RAMPED, 1e-3, {}, False),
-    ],
-    ids=["ended away", "it still runs", "too few", "it came back", "it turned NaN", "its weight is ramped up", "short steps"],
-)
-def test_a_short_run_that_ended_away_from_its_start_is_told(
-    losses: list[float], rate: float, given: dict[str, Any], *, is_told: bool
-) -> None:
-    """It has not the fifty losses that are waited for while it runs."""
-    norm = 300.0 if rate == 1.0 else 1.0
-    history = [step(number, loss, norm, learning_rate=rate) for number, loss in enumerate(losses, 1)]
-    assert ("diverged" in of_rate(history, **given)) == is_told
 
 
 def rates(*runs: tuple[float | None, int], first: int = 1) -> list[Step]:

@@ -409,7 +409,7 @@ def look_at(file: FlightFile, directory_fd: int, name: str, now: Now) -> Look:
     live = file.live()  # after the lock: if that is free, these are the final ones
     age_s = (now.monotonic_ns - beat_ns(header, live, now)) / 1e9
     beats = is_held and age_s <= state.UNRESPONSIVE_AFTER_S and live.exit_reason is None
-    candidate = candidate_of(header, live, same_boot=same_boot)._replace(alive_ns=NOW_NS * beats)
+    candidate = candidate_of(header, live, same_boot=same_boot)._replace(alive_ns=NOW_NS * beats, trains=file.has_steps())
     return Look(candidate, is_held, age_s)
 
 

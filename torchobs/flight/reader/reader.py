@@ -324,6 +324,10 @@ class FlightFile:
         """Return the records in the ring, oldest first, the last ``limit`` of them."""
         return self._records(0, limit)
 
+    def has_steps(self) -> bool:
+        """Return whether a step was ever recorded: the first goes into the ring's first slot."""
+        return any(self._records_at(0, 1))
+
     def latest(self, limit: int) -> list[StepRecord]:
         """Return up to ``limit`` records, oldest first, the last being the newest one in the view of :meth:`read`.
 
