@@ -231,9 +231,6 @@ def test_a_loss_that_left_its_start_for_good_is_told_with_the_rate() -> None:
     assert of_rate(history, events=events) == {}
 
 
-"""The losses of a detector whose rate warms up to 1: 12, 18, 27 ..., and 7,000 in the end"""
-
-
 def rates(*runs: tuple[float | None, int], first: int = 1) -> list[Step]:
     """Steps in runs of one learning rate each."""
     every = [rate for rate, count in runs for _ in range(count)]

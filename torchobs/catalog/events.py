@@ -400,6 +400,13 @@ EVENT_COMPILE_FAILED = warning(
     COMPILE_FAILURE,
     Attribute("exception.type", "class of the compiler's exception"),
 )
+EVENT_STEP_BETWEEN = info(
+    "torchobs.step.between",
+    "The line of the script at which the training thread most often is outside of fetch, forward, backward and optimizer, by"
+    " samples of its stack.",
+    Attribute("location", "file:line"),
+    Attribute("function", "its function"),
+)
 EVENT_GRAPH_BREAK = info(
     "torchobs.compile.graph_break",
     "A graph break; recorded once per location.",

@@ -330,6 +330,9 @@ data warning alert=TorchobsDataStarvation
     long: Training [up?waits][up!waited] for its data[: {share:%} of the time of its steps].[ Most of it was one wait of
       {wait:s}, in step {step:,}: something stalled there.][no_batch? Its workers had no batch ready at the end: give the loader
       more workers, or each less work.]
+between info
+    short: Between steps[ on {where}]: {function}, {location}.
+    long: Between steps {share:%}[ on {where}]: {function}, {location}.
 checkpoint_age info
     short: The last checkpoint was complete[ {age:s} before the end][age! at the end].
     long: The last checkpoint was complete[ {age:s} before the end][age! at the end]: [{lost:step}][more? or more][lost!no step]

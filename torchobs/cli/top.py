@@ -151,7 +151,8 @@ def _verdict(run: RunView, style: TerminalStyle) -> list[str]:
     """Return the findings in the live page's words, after its headline if that is one; none if all is well."""
     head, whole = health.headline(run.status), health.health(run.status)
     if whole.level is Severity.INFO:
-        return []
+        found = (one for one in health.findings(run.status) if one.kind == "between")
+        return [style("dim", text_format.cut(text_format.clean(one.long, style.width), style.width)) for one in found]
     words = [*([head.long] if head.severity != health.INFO else []), *(one.short for one in health.findings(run.status))]
     line = f"{whole.badge}: {text_format.clean(' '.join(words), style.width)}"
     return [style("red" if whole.level is Severity.ERROR else "yellow", text_format.cut(line, style.width))]

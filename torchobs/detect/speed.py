@@ -183,6 +183,18 @@ class Starvation:
         return True
 
 
+LEAST_BETWEEN = 0.2
+"""Share of a step in other and between from which on the line is named where the time goes"""
+LEAST_SAMPLES, LEAST_OF_LINE = 30, 0.3
+"""Fewest samples of the stack there, and the share that one line has of them"""
+
+
+def between_share(phases_s: Mapping[str, float]) -> float | None:
+    """Return the share of the steps' time in other and between, by phase; ``None`` if it is small, or little is known."""
+    trained_s, between_s = sum(phases_s.values()), phases_s["other"] + phases_s["between"]
+    return None if trained_s < LEAST_TRAINED_S or between_s < LEAST_BETWEEN * trained_s else between_s / trained_s
+
+
 _DATA = PHASES.index("data")
 _FORWARD, _BETWEEN = PHASES.index("forward"), PHASES.index("between")
 _LATE = [PHASES.index(phase) for phase in LATE_PHASES]

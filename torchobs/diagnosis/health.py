@@ -182,6 +182,7 @@ def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
     yield from broken(ranks)
     yield from waiting(ranks)
     yield from slowest(ranks)
+    yield from between(ranks)
     yield from probes_off(ranks)
 
 
@@ -393,6 +394,15 @@ def slowest(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         rank, found = max(slow, key=lambda pair: pair[1].factor)
         times = {"factor": round(found.factor, 1), "own": found.own_s, "others_s": found.others_s}
         yield finding("slowest_rank", rank=rank.rank, up=rank.up, phase=PHASES[found.phase], **dict[str, Any](times))
+
+
+def between(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Yield where the time between the phases of a step goes, of the rank with the most of it."""
+    known = [rank for rank in ranks if rank.between and rank.events.between[0]]
+    if known:
+        rank = max(known, key=lambda one: one.between or 0.0)
+        function, location = rank.events.between
+        yield finding("between", where=_where([rank], ranks), share=rank.between, function=function, location=location)
 
 
 def probes_off(ranks: Sequence[RankStatus]) -> Iterator[Finding]:

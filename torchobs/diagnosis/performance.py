@@ -28,6 +28,7 @@ def pace(report: RankReport) -> Iterator[Finding]:
     yield from _held_up(report)
     yield from _slowed(report)
     yield from _waited(report)
+    yield from health.between([status])
     yield from health.probes_off([status])
     if report.up or report.reason == "finished":  # else they are reported as what led to the end
         yield from health.broken([status])

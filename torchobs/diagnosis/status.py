@@ -68,6 +68,8 @@ class EventSummary(NamedTuple):
     """findings that events make (``from_events``)"""
     anomalies: Mapping[str, LastAnomaly] = MappingProxyType({})
     """the last one by kind"""
+    between: tuple[str, str] = ("", "")
+    """function and line of the script at which the training thread most often is between the phases of a step"""
 
 
 NO_EVENTS = EventSummary()
@@ -141,6 +143,8 @@ class RankStatus:
     """number of functions that torch.compile no longer compiles"""
     waiting: float | None = None
     """share of step time spent waiting for data, if too large"""
+    between: float | None = None
+    """share of step time in other and between, if it is large"""
     slowness: Slowness | None = None
     frames: tuple[str, ...] = ()
     """innermost frames of the training thread, as for ``detect.hangs``; empty: unknown"""
@@ -267,6 +271,7 @@ def completed(status: RankStatus, get: Get, of: Callable[[Metric], Mapping[tuple
         failed_gpus=tuple(gpu for (gpu, _, state), is_so in of(catalog.HW_STATUS).items() if state == "failed" and is_so),
         given_up=int(get(catalog.COMPILE_FAILURES, "recompile_limit") or 0),
         waiting=waiting_share(get, up=status.up),
+        between=speed.between_share({phase: get(catalog.STEP_PHASE_TIME, phase) or 0.0 for phase in catalog.PHASES}),
         probes_off=tuple(probe for probe in PROBES if get(catalog.PROBE_DISABLED, probe)),
         alike_norms=alike_norms(status.alike_norms, of(catalog.DISTRIBUTED_INFO), get(catalog.GRAD_NORM_RANKS)),
         zero_rate=_of_all_groups(status.zero_rate, get),
@@ -371,7 +376,7 @@ def past_in(report: RankReport) -> Mapping[str, int]:
 
 def summary_of(events: Iterable[Fact], known: EventSummary = NO_EVENTS) -> EventSummary:
     """Return what the events say, with what is ``known`` from those before them."""
-    events, anomalies = list(events), dict(known.anomalies)
+    events, anomalies, between = list(events), dict(known.anomalies), known.between
     for event in events:
         kind = event.text("kind")
         if event.name == catalog.EVENT_ANOMALY.name and kind in catalog.ANOMALY_KINDS and event.step is not None:
@@ -379,7 +384,9 @@ def summary_of(events: Iterable[Fact], known: EventSummary = NO_EVENTS) -> Event
             reported = (before.reported if before else 0) + 1 + event.count("left_out")
             step = max(event.step, before.step if before else 0)
             anomalies[kind] = LastAnomaly(step, event.number("baseline"), reported)
-    return EventSummary(from_events(events, known.found), anomalies)
+        elif event.name == catalog.EVENT_STEP_BETWEEN.name:
+            between = event.text("function", 60), event.text("location").rpartition("/")[2]
+    return EventSummary(from_events(events, known.found), anomalies, between)
 
 
 def replicas_of(events: Iterable[Fact], losses: Mapping[int, float], known: Replicas = NO_REPLICAS) -> Replicas:

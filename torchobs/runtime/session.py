@@ -38,6 +38,7 @@ from torchobs.runtime.probe_manager import PatchWatch, ProbeManager
 from torchobs.runtime.sampler import LimitedLog, Sampler, SamplerPauses
 from torchobs.runtime.spans import RunSpan, trace_attributes
 from torchobs.runtime.spawned_ranks import SpawnedRanks, hide_launcher_file, launcher_attributes
+from torchobs.runtime.stack_samples import StackSamples
 from torchobs.support import error_guard, graph_safe
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call, settle
@@ -159,6 +160,7 @@ class Session:
         self._commands = CommandHandler(context, self._probe_manager, control_directory(control_dir, place.path))
         self._history = GaugeHistory(context)
         self._samples += [("control", self._commands.sample), ("history", self._history.sample)]
+        self._samples.append(("between", StackSamples(context).sample))
         self._slow += [
             ("otel", self.run.sample),
             ("children", partial(hide_launcher_file, context)),

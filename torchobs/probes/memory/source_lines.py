@@ -23,7 +23,7 @@ def innermost(made: Traceback) -> str | None:
     frames, package = list(made)[::-1], False  # tracemalloc puts the innermost last
     for frame in frames:
         file = frame.filename
-        if file.startswith(_OURS):
+        if is_ours(file):
             if not package:
                 return None
         elif file.startswith(_packages()):
@@ -44,6 +44,11 @@ def is_standard(file: str) -> bool:
 def is_installed(file: str) -> bool:
     """Return True for a package's file in any environment: torch's may not be this Python's (PYTHONPATH, a .pth file)."""
     return "/site-packages/" in file or "/dist-packages/" in file
+
+
+def is_ours(file: str) -> bool:
+    """Return True for a file of torchobs."""
+    return file.startswith(_OURS)
 
 
 @lru_cache(maxsize=1)
