@@ -49,8 +49,8 @@ LATER = frozenset({"_recompile_re"})
 
 CUDA = frozenset(
     {
-        *("_cuda_attach_out_of_memory_observer", "_cuda_isHistoryEnabled", "_lazy_call", "_queued_calls", "_snapshot"),
-        *("_record_memory_history", "_cuda_hasPrimaryContext"),
+        *("_cuda_attach_out_of_memory_observer", "_cuda_isHistoryEnabled", "_lazy_call", "_queued_calls"),
+        "_cuda_hasPrimaryContext",
     }
 )
 """On a CPU there is nothing to ask them for"""
@@ -61,32 +61,17 @@ FOR_A_PROFILE = frozenset({"_profiler_enabled", "_is_profiler_enabled"})
 NEEDED_BY_TORCH = frozenset(
     {
         *("_enabled", "_scale", "_growth_tracker"),  # GradScaler
-        *(
-            "_index_sampler",
-            "_next_data",
-            "_workers",
-            "_num_workers",
-            "_data_queue",
-            "_task_info",
-            "_rcvd_idx",
-            "_shutdown",
-        ),  # a loader
-        *("_local_tensor", "_values", "_fsdp_flattened"),  # a DTensor, a sparse tensor, a flat parameter of FSDP
-        *("_active_ddp_module", "_version", "_buffers"),  # on DDP while it runs, of every tensor, of every module
+        *("_index_sampler", "_next_data", "_workers", "_num_workers", "_data_queue", "_task_info", "_rcvd_idx"),  # a loader
+        "_shutdown",  # the same
+        *("_local_tensor", "_values", "_indices", "_fsdp_flattened"),  # a DTensor, a sparse tensor, a flat parameter of FSDP
+        *("_active_ddp_module", "_version"),  # on DDP while it runs, of every tensor
+        *("_buffers", "_parameters"),  # of every module
         "_execution_engine",  # of every backward
         "_metadata",  # of a module's state
         *("_schema", "_base", "_sequence_nr"),  # of every operator, view and node of a graph
         "_autograd",  # which says whether a profiler runs
-        *(
-            "_world",
-            "_in_order",
-            "_get_root_mesh",
-            "_compiled_call_impl",
-            "_forward_cls",
-            "_input_metadata",
-            "_get_fsdp_state",
-            "_unsharded_param",
-        ),  # asked for by getattr with a default
+        *("_world", "_in_order", "_get_root_mesh", "_compiled_call_impl", "_forward_cls", "_input_metadata", "_get_fsdp_state"),
+        "_unsharded_param",  # asked for by getattr with a default
         *("_opt_called", "_schedulers", "_fsdp_param_groups", "_popen"),  # schedulers, fully_shard, a process
     }
 )
