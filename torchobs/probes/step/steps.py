@@ -207,7 +207,7 @@ class StepProbe:
         return call_before, call_after
 
     def _read_rate(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the learning rate of the step in progress, which is no float, or in groups of another kind."""
+        """Record the learning rate of the step in progress, if it is a number, in groups as torch has them."""
         try:
             rate = optimizer.param_groups[0]["lr"]
         except (AttributeError, LookupError, TypeError):
@@ -278,12 +278,8 @@ class StepProbe:
         if recorder.values.flags & StepFlag.LEARNING_RATE or not key:
             return
         rated = optimizer if id(optimizer) == key else recorder.alive(key) if self._training.backwards else None
-        groups = rated.param_groups if rated is not None else None
-        rate = groups[0].get("lr") if groups else None
-        rate = rate if type(rate) is float else self._number_safely(rate)
-        if rate is not None:
-            recorder.values.learning_rate = rate
-            recorder.values.flags |= StepFlag.LEARNING_RATE
+        if rated is not None:
+            self._read_rate(rated)
 
     def _number_safely(self, rate: object) -> float | None:
         return call(self._context.breaker(OptimizerProbe.name), number_of, rate)  # another one once that probe is made anew
