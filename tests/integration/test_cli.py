@@ -15,7 +15,6 @@ import pytest
 from tests.rank_files import live_rank, train
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import _version
-from torchobs.cli import control, exporter
 from torchobs.cli.__main__ import COMMANDS
 from torchobs.exporter import config
 from torchobs.flight.format.layout import Exit
@@ -151,18 +150,6 @@ def test_an_interrupt_of_the_trial_shows_what_was_found_until_then(
     assert list(trials.iterdir()) == []
 
 
-def test_an_interrupt_of_the_wait_for_a_trace_says_that_profiling_goes_on(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rank has been asked already."""
-    monkeypatch.setattr(control, "socket_of", lambda _: Path("socket"))
-    monkeypatch.setattr(control, "post", lambda *_: {"rank": "3", "evidence": {"href": "/x"}})
-    monkeypatch.setattr(control, "evidence", lambda *_: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        control.profile(["3", "--steps", "400"])
-    assert "rank 3 goes on profiling" in capsys.readouterr().err
-
-
 def torchobs(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m torchobs`."""
     environment = {**clean_environment(), "COLUMNS": "128", **environ}
@@ -220,14 +207,6 @@ def test_the_plain_install_has_all_but_the_exporter(tmp_path: Path) -> None:
 WITHOUT = "import sys; sys.modules[{module!r}] = None; from torchobs.cli.__main__ import main; sys.exit(main({arguments!r}))"
 
 
-def test_the_help_names_the_commands_and_loads_none() -> None:
-    """A list of commands is no reason to import a web server."""
-    shown = torchobs("--help")
-    assert shown.returncode == 0
-    assert re.search(r"^  run +\w", shown.stdout, re.MULTILINE)
-    assert re.search(r"^  exporter +\w", shown.stdout, re.MULTILINE)
-
-
 def test_the_exporter_s_help_has_every_option_its_variable_and_examples() -> None:
     """One does not have to leave the terminal."""
     shown = torchobs("exporter", "--help")
@@ -246,15 +225,6 @@ def test_the_help_fits_the_terminal(columns: int) -> None:
     explained, _, examples = shown.partition("examples:")
     assert max(map(len, explained.splitlines())) in range(min(columns, 128) - 12, min(columns, 128) - 1)
     assert "  torchobs exporter --flight-dir /dev/shm/run7        another directory\n" in examples
-
-
-def test_the_help_is_in_groups_and_says_what_holds_by_default() -> None:
-    """What belongs together stands together; where OpenTelemetry's variable has another unit, it is told."""
-    shown = " ".join(torchobs("exporter", "--help").stdout.split())
-    titles = ["where to serve:", "limits:", "commands to ranks:", "push over OTLP:", "log:"]
-    assert all(title in shown for title in titles)
-    assert "[env: TORCHOBS_EXPORTER_GRACE] [default: 5m]" in shown
-    assert "OTEL_EXPORTER_OTLP_TIMEOUT (milliseconds, at least 1)] [default: 10s]" in shown
 
 
 def test_the_version_is_told() -> None:
@@ -293,28 +263,6 @@ def test_what_is_wrong_ends_it_with_one_line_and_nothing_starts(arguments: tuple
     assert line.endswith("`torchobs exporter --help` has all options and variables")
 
 
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        ({"TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS": "0.0.0.0:x"}, "TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS='0.0.0.0:x': expected"),
-        ({"TORCHOBS_EXPORTER_GARCE": "5m"}, "TORCHOBS_EXPORTER_GARCE is an unknown option"),
-        ({"TORCHOBS_EXPORTER_SERIES_LIMIT": "0"}, "TORCHOBS_EXPORTER_SERIES_LIMIT='0': expected"),
-    ],
-)
-def test_a_wrong_variable_ends_it_as_well(variables: dict[str, str], said: str) -> None:
-    """It is an option in another place."""
-    done = torchobs("exporter", **variables)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_without_arguments_everything_is_the_default() -> None:
-    """The first command that the documentation gives."""
-    assert {value for value in vars(exporter.parser(lenient=True).parse_args([])).values() if value} == set()
-    assert config.parse({}, {}) == config.ExporterConfig()
-
-
 @pytest.mark.parametrize("module", ["uvicorn", "starlette", "prometheus_client"])
 def test_a_missing_extra_is_one_line_that_names_the_command(module: str) -> None:
     """A plain install has no exporter, and says how to get it."""
@@ -339,15 +287,6 @@ def test_run_needs_no_extra(tmp_path: Path) -> None:
         env={**clean_environment(), "TORCHOBS_ENABLED": "0"},
     )
     assert (ran.returncode, ran.stdout) == (5, "ran with ['--lr', '1']\n"), ran.stderr
-
-
-def test_a_fault_of_ours_is_not_called_a_missing_extra(tmp_path: Path) -> None:
-    """Another module that is missing is a bug, and has its traceback."""
-    code = WITHOUT.format(module="torchobs.exporter.daemon", arguments=["exporter"])
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30, cwd=tmp_path)
-    assert said.returncode == 1
-    assert "Traceback" in said.stderr
-    assert "pip install" not in said.stderr
 
 
 def test_the_exporter_loads_neither_torch_nor_the_sdk() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.rank_files import BOOT, BORN_WALL_NS, PHASES_S, Clock, File, live_rank, train
+from tests.rank_files import BOOT, BORN_WALL_NS, PHASES_S, File, live_rank, train
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import __main__ as dispatch
@@ -49,25 +49,6 @@ def dying(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, how: st
     """Start the training that dies."""
     environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return start(sys.executable, ROOT / "tests" / "scripts" / "dying.py", how, torch=True, env=environ, **options)
-
-
-def test_two_living_processes_of_one_rank_are_told_apart(
-    flight_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on the page: the older is the rank, the younger has digits of its own; a replica group is part of its rank."""
-    monkeypatch.setattr(load, "system_clock", Clock(20.0))
-    files = [File(flight_dir, seed=0xAA), File(flight_dir, seed=0xBB, born_s=5.0), File(flight_dir, seed=0xCC, replica_group=1)]
-    for number, file in enumerate(files):
-        file.step(number + 1, 10.0)
-        file.beat(19.9)
-        file.save().hold()
-    found = document(capsys, flight_dir)
-    assert {rank["rank"]: rank["last_step"] for rank in found["ranks"]} == {"0": 1, "0-000000bb": 2, "0-g1": 3}
-    _, out = inspected(capsys, flight_dir)
-    assert "0-000000bb" in out
-    assert "0-g1" in out
-    for file in files:
-        file.release()
 
 
 def test_a_run_that_diverged_and_raised(
@@ -218,17 +199,6 @@ def test_of_a_restarted_rank_the_last_attempt_is_told(tmp_path: Path, capsys: py
     assert f"1 earlier attempt of these ranks: inspect {first.path.name}"[:60] in out
 
 
-@pytest.mark.parametrize("kept", [5000, 200_000, 500_000, 900_000])
-def test_a_part_of_a_file_gives_what_can_be_had(tmp_path: Path, kept: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """A download that broke off: what is there is told, and that it is a part."""
-    whole = dead(tmp_path).save().path
-    part = tmp_path / "part"
-    part.write_bytes(whole.read_bytes()[:kept])
-    status, out = inspected(capsys, part)
-    assert status == 1
-    assert f"{kept:,} of 1,048,576 bytes are there" in " ".join(out.split())
-
-
 def finished(directory: Path) -> File:
     """A rank of another boot that finished at step 40, whose loss was not finite from step 20 on; its totals are folded."""
     file = File(directory, boot=bytes(16))
@@ -367,20 +337,6 @@ def test_a_directory_of_two_hundred_ranks_is_told_in_seconds(tmp_path: Path, cap
     assert "200 ranks" in out
     assert "… and 160 more" in out
     assert "The same goes for 198 more ranks." in " ".join(out.split())
-
-
-def test_a_living_rank_is_told_while_it_trains(flight_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Reading takes nothing from it; exit status 0."""
-    writer = live_rank(flight_dir)
-    train(writer, range(1, 20))
-
-    def told() -> str:
-        writer.heartbeat()
-        status, out = inspected(capsys, flight_dir)
-        return out if status == 0 else ""
-
-    assert "Rank 0 is running, after step 19." in wait_until(told)
-    writer.close()
 
 
 def test_no_damage_makes_it_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from tests.chromium import Browser
 from tests.exporters import Service
 from tests.integration.test_ui_chromium import CONTRASTS
 from tests.otlp import Pushing, Receiver, to
-from tests.rank_files import File, live_rank, train
+from tests.rank_files import File
 from tests.support import ROOT, clean_environment
 from tests.ui import Parsed
 from torchobs import catalog
@@ -208,15 +208,6 @@ def test_a_long_run_says_where_its_steps_begin(flight_dir: Path, tmp_path: Path,
     file.save()
     assert ran(capsys, "report", file.path, "-o", tmp_path / "r.html")[0] == 0
     assert "keeps its last 4,096 records: step by step the report begins with step 905" in text_of(tmp_path / "r.html")
-
-
-def test_a_living_rank(flight_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """While it trains."""
-    writer = live_rank(flight_dir)
-    train(writer, range(1, 20))
-    assert ran(capsys, "report", "--dir", flight_dir, "-o", tmp_path / "r.html")[0] == 0
-    assert "alive" in text_of(tmp_path / "r.html")
-    writer.close()
 
 
 def test_runs_by_name(
@@ -416,11 +407,3 @@ def test_a_late_init_is_reported_since_the_process_began(files: Path) -> None:
     assert ran is not None
     assert float(ran[1]) == pytest.approx(times, rel=0.05)
     assert times >= 1.5
-
-
-def test_a_second_recording_is_reported_since_its_init(files: Path) -> None:
-    """What the process did before was another recording, and no start-up."""
-    text = said(files, "inspect", "--run", "second")
-    assert re.search(r"it ran for \S+ m?s since init\(\)", text)
-    assert "Time since init()" in text
-    assert rank_of(files, "second")["started"] >= rank_of(files, "first")["started"] + 1.5

@@ -247,17 +247,6 @@ def test_a_path_is_what_was_typed(path: str, folder: Path, flight_dir: Path) -> 
     assert "sys.path" not in same(path, cwd=folder, flight_dir=flight_dir)[1]
 
 
-def test_a_script_in_another_directory_finds_its_neighbours(folder: Path, flight_dir: Path) -> None:
-    """And what lies in the working directory it does not find."""
-    (folder / "sub").mkdir()
-    (folder / "sub" / "train.py").write_text("import neighbour\nprint(neighbour.x)\nimport stranger\n")
-    (folder / "sub" / "neighbour.py").write_text("x = 1\n")
-    (folder / "stranger.py").touch()
-    status, out, err = same("sub/train.py", cwd=folder, flight_dir=flight_dir)
-    assert (status, out) == (1, "1\n")
-    assert "No module named 'stranger'" in err
-
-
 @pytest.mark.parametrize("package", ["folder", "app.zip", "./folder/"])
 def test_a_directory_or_zip_with_a_main_module(package: str, tmp_path: Path, flight_dir: Path) -> None:
     """`python app.zip`, which is how whole projects are shipped to a cluster."""
@@ -270,17 +259,6 @@ def test_a_directory_or_zip_with_a_main_module(package: str, tmp_path: Path, fli
     assert same(package, "--flag", cwd=tmp_path, flight_dir=flight_dir)[0] == 0
 
 
-def test_a_package_with_a_main_module(tmp_path: Path, flight_dir: Path) -> None:
-    """`-m package` runs its `__main__`, with its relative imports."""
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").write_text("import sys\nprint(sys.argv)\n")
-    (tmp_path / "package" / "part.py").write_text("x = 1\n")
-    (tmp_path / "package" / "__main__.py").write_text(
-        "from .part import x\nimport sys\nprint(x, sys.argv, __package__, __spec__.name)\n"
-    )
-    assert same("-m", "package", "--flag", cwd=tmp_path, flight_dir=flight_dir)[0] == 0
-
-
 @pytest.mark.parametrize("command", [("-m", "no_such_module"), ("-m", "empty"), ("empty",)])
 def test_what_cannot_be_run_is_refused_in_python_s_words(command: tuple[str, ...], tmp_path: Path, flight_dir: Path) -> None:
     """A module that is not there, a package or directory without `__main__`."""
@@ -288,14 +266,6 @@ def test_what_cannot_be_run_is_refused_in_python_s_words(command: tuple[str, ...
     status, _, err = same(*command, cwd=tmp_path, flight_dir=flight_dir)
     assert status == 1
     assert "no_such_module" in err or "__main__" in err
-
-
-def test_compiled_scripts_run(tmp_path: Path, flight_dir: Path) -> None:
-    """`python x.pyc`."""
-    (tmp_path / "x.py").write_text("print(__file__, type(__loader__))\n")
-    compile_it = "import py_compile; py_compile.compile('x.py', 'x.pyc')"
-    subprocess.run([sys.executable, "-c", compile_it], cwd=tmp_path, check=True)
-    assert same("x.pyc", cwd=tmp_path, flight_dir=flight_dir)[0] == 0
 
 
 def test_a_terminal_stays_a_terminal(tmp_path: Path, flight_dir: Path) -> None:
@@ -496,12 +466,6 @@ sys.stderr.write("mine\\n")
 {wait}
 raise ValueError("at its end")
 """
-CLOSE = """
-import os
-os.close(2)
-assert os.open("own.txt", os.O_CREAT | os.O_RDWR) == 2
-sys.exit()
-"""
 WAIT = """
 import glob, os
 while not glob.glob(os.environ["TORCHOBS_DIR"] + "/exporter.json"):
@@ -564,13 +528,6 @@ def test_who_wants_it_quiet_has_it_quiet(
     said = run(tmp_path, flight_dir, "--no-exporter", *options, **environ)
     assert (said.status, said.output) == (1, "trained\n")
     assert ("torchobs:" in said.terminal) == ("off" in options)
-
-
-def test_a_script_that_closed_the_terminal_has_its_file_to_itself(tmp_path: Path, flight_dir: Path) -> None:
-    """A daemon's next file gets the number of standard error: the end is not said there."""
-    said = run(tmp_path, flight_dir, "--no-exporter", wait=CLOSE)
-    assert (said.status, said.output, said.terminal) == (0, "trained\n", "mine\n")
-    assert (tmp_path / "own.txt").read_bytes() == b""
 
 
 def test_the_start_says_where_the_page_is(tmp_path: Path, flight_dir: Path) -> None:

@@ -353,17 +353,6 @@ def test_a_rank_that_records_no_more_has_no_speed(tmp_path: Path) -> None:
     file.release()
 
 
-def test_two_runs_have_a_heading_each(tmp_path: Path) -> None:
-    """They are not compared with each other."""
-    files = [*ranks(tmp_path, 1, run_id="one")]
-    other = File(tmp_path, seed=9, rank=0, run_id="two")
-    other.beat(10.0)
-    files.append(other.save().hold())
-    assert [line.split()[1] for line in frame(looked(tmp_path), 100, 40) if line.startswith("gpt")] == ["one", "two"]
-    for file in files:
-        file.release()
-
-
 def test_it_starts_fast() -> None:
     """Nothing heavy is imported: no torch, no web server, no click."""
     code = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import html
 import math
 import os
 import re
@@ -25,7 +24,7 @@ from torchobs import catalog
 from torchobs.diagnosis import live as runs
 from torchobs.diagnosis.live import KEPT, RunsReader
 from torchobs.document import live
-from torchobs.document.live import PARTS, Choice, Model, choice_of, focused, heading, model, rendered
+from torchobs.document.live import PARTS, Choice, Model, focused, heading, model, rendered
 from torchobs.exporter import access, page
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.page import Feed
@@ -211,14 +210,6 @@ def test_one_too_many_is_told_so(exporter: Service, monkeypatch: pytest.MonkeyPa
             return again.next()[0] == "parts"
 
     wait_until(admitted)
-
-
-def test_a_stream_ends_before_it_is_taken_for_stuck(exporter: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its viewer asks anew."""
-    monkeypatch.setattr(page, "LIFE_S", 0.5)
-    with Stream(exporter) as stream:
-        assert stream.until("end") == {"gone": False}
-        assert stream.answer.read() == b""
 
 
 def test_an_exporter_that_ends_does_not_wait_for_who_watches(flight_dir: Path) -> None:
@@ -433,18 +424,6 @@ def test_a_run_that_is_asked_for_is_there_however_many_are_newer(
     assert shown(snapshot, Choice(run=A)).run is not None
 
 
-def test_every_link_of_a_page_leads_to_the_run_that_it_shows(served: Callable[..., FlightWriter], exporter: Service) -> None:
-    """Also where nobody has chosen one; and so does the stream."""
-    served("a")
-    for newest in ("b", "c"):
-        served(newest)
-        page = Parsed(wait_until(lambda newest=newest: has(exporter, "/", f'<span class="run"><bdi>{newest}')))  # type: ignore[misc]  # bound in the loop
-        own = [link for link in page.links if link.startswith("./?") and not link.endswith("#health")]
-        assert len(own) > 5
-        assert {choice_of(link.partition("?")[2].partition("#")[0]).run for link in own} == {f"jobs/{newest}"}
-        assert f'data-stream="./live/stream?run=jobs%2F{newest}"' in exporter.page("/")
-
-
 def has(exporter: Service, path: str, words: str) -> str:
     """The page, once it has these words."""
     page = exporter.page(path)
@@ -467,22 +446,6 @@ def test_a_page_of_no_run_stays_with_the_first_that_comes(served: Callable[..., 
         parts = stream.until("parts")
         assert "stream" not in parts
         assert parts["heading"] == '<bdi>jobs</bdi> <span class="run"><bdi>a</bdi></span>'
-
-
-def test_a_stream_of_a_run_that_is_not_there_yet_waits_for_it(served: Callable[..., FlightWriter], exporter: Service) -> None:
-    """A page that is opened before its job asks for it all the same."""
-    served("a")
-    query = "?run=jobs%2Fb&rank=0"
-    page = wait_until(lambda: has(exporter, f"/{query}", "<h2>Runs</h2>"))
-    assert f'data-stream="./live/stream{html.escape(query)}"' in page
-    assert '<h1 id="heading"><bdi>jobs/b</bdi></h1>' in page
-    with Stream(exporter, query) as stream:
-        assert "No such run (any more)" in str(stream.until("parts")["health"])
-        served("b", 5)
-        parts = stream.until("parts", "heading", "<bdi>b</bdi>")
-        if "step 5" not in str(parts.get("health")):
-            stream.until("parts", "health", "step 5")
-        assert parts["heading"] == '<bdi>jobs</bdi> <span class="run"><bdi>b</bdi></span>'
 
 
 def test_each_run_in_the_list_begins_with_how_it_is(served: Callable[..., FlightWriter], exporter: Service) -> None:
@@ -534,15 +497,6 @@ def leave_stacks(flight_dir: Path, writer: FlightWriter, number: int) -> str:
     (flight_dir / one.name).write_text(STACKS)
     os.utime(flight_dir / one.name, (1_700_000_000 + number,) * 2)
     return f"/api/v1/evidence/{one.id}"
-
-
-def test_the_longest_name_of_a_run_is_found_by_its_link(served: Callable[..., FlightWriter], exporter: Service) -> None:
-    """A query is cut, but not within that."""
-    served("長" * 900)
-    page = wait_until(lambda: has(exporter, "/", "step 3"))
-    link = next(link for link in Parsed(page).links if link.endswith("#curves"))
-    assert len(link) > 8000
-    assert "step 3" in exporter.page(link.removeprefix(".").partition("#")[0])
 
 
 TRAINING = """

@@ -152,12 +152,7 @@ def profile(given: Sequence[str]) -> int:
 
 
 def _trace(path: Path, answer: Mapping[str, Any], wait_s: float) -> bytes:
-    try:
-        body = evidence(path, answer["evidence"]["href"], wait_s)
-    except KeyboardInterrupt:
-        sys.stderr.write(f"torchobs profile: stopped waiting for the trace; rank {answer['rank']} goes on profiling\n")
-        raise
-    if body is None:
+    if (body := evidence(path, answer["evidence"]["href"], wait_s)) is None:
         raise CommandError(f"there is no trace after {wait_s:g} s: too few steps have ended, or --wait is too short")
     return body
 
