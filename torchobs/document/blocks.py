@@ -101,16 +101,6 @@ class LineChart(NamedTuple):
     from_zero: bool = False
 
 
-class AreaChart(NamedTuple):
-    """Stacked areas over steps; ``rows``: step and one value for each name."""
-
-    name: str
-    names: tuple[str, ...]
-    rows: tuple[tuple[float, tuple[float, ...]], ...]
-    rounded: Rounded = text_format.duration
-    note: str = ""
-
-
 class StripChart(NamedTuple):
     """Kinds of events, one below the other, on one axis of steps."""
 
@@ -133,7 +123,7 @@ class HeatMap(NamedTuple):
     note: str = ""
 
 
-Chart = LineChart | AreaChart | StripChart | HeatMap
+Chart = LineChart | StripChart | HeatMap
 Block = Text | Items | Figures | Table | Shares | Code | Chart
 
 
@@ -159,7 +149,7 @@ class Document(NamedTuple):
     def charts(self) -> tuple[Chart, ...]:
         """Return all charts, in their order."""
         blocks = (block for section in self.sections for block in section.blocks)
-        return tuple(block for block in blocks if isinstance(block, (LineChart, AreaChart, StripChart, HeatMap)))
+        return tuple(block for block in blocks if isinstance(block, (LineChart, StripChart, HeatMap)))
 
 
 def section(name: str, title: str, *blocks: Block | None, wide: bool = False) -> Section:

@@ -71,7 +71,7 @@ def _block(block: content.Block) -> Iterator[str]:  # one case for each kind
     elif isinstance(block, content.StripChart):
         yield from (f"- {_plain(name)}: {_steps(steps)}" for name, _, steps in block.rows)
     else:
-        yield from _omitted(block)
+        yield from _heat(block)
 
 
 def _lines(chart: content.LineChart) -> Iterator[str]:
@@ -87,8 +87,8 @@ def _lines(chart: content.LineChart) -> Iterator[str]:
         yield _plain(chart.note)
 
 
-def _omitted(chart: content.AreaChart | content.HeatMap) -> Iterator[str]:
-    if isinstance(chart, content.HeatMap) and chart.steps:
+def _heat(chart: content.HeatMap) -> Iterator[str]:
+    if chart.steps:
         yield f"**{_plain(chart.name)}** (steps {chart.steps[0]:,} to {chart.steps[-1]:,})"
         for name, row in zip(chart.names, chart.values, strict=True):
             yield f"- `{text_format.sparkline(row, _BARS)}` {_plain(name)}"

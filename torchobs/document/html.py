@@ -7,7 +7,6 @@ Every drawing stretches to its place, has a text alternative, and is drawn from 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from math import ceil, floor, isfinite, log, log10
 from typing import NamedTuple
 
@@ -85,8 +84,6 @@ def drawn(chart: content.Chart) -> Html:
     """Return a chart as a figure; nothing if it has no value."""
     if isinstance(chart, content.LineChart):
         return _lines(chart)
-    if isinstance(chart, content.AreaChart):
-        return _areas(chart)
     return _strip(chart) if isinstance(chart, content.StripChart) else _heat(chart)
 
 
@@ -202,45 +199,6 @@ def _legend(chart: content.LineChart, curves: Sequence[Curve | None], *, logarit
     lost = sum(found.nonfinite for found in finite)
     notes += [f"{lost:,} not finite (dots at the top)"] * bool(lost)
     return tag("p", *keys, tag("span", " · ".join(notes)), class_="legend")
-
-
-def _areas(chart: content.AreaChart) -> Html:
-    if not chart.rows:
-        return EMPTY
-    rows = _thinned(chart.rows)
-    axis = _Axis(rows[0][0], rows[-1][0])
-    tops = [(step, list(accumulate(values, initial=0.0))) for step, values in rows]
-    # one slow step shall not flatten all others
-    heights = sorted(top[-1] for _, top in tops)
-    scale = Scale(0.0, min(heights[-1], 3 * heights[len(heights) // 2]) * 1.05 or 1.0)
-    # a single step is as wide as the drawing
-    places = [(axis.x(step), top) for step, top in tops] if len(tops) > 1 else [(x, tops[0][1]) for x in (0.0, WIDTH)]
-    shapes = [
-        tag(
-            "path",
-            d=band_path([(x, 0.0, scale.y(top[index]), scale.y(top[index + 1])) for x, top in places]),
-            class_=f"is-{name}",
-        )
-        for index, name in enumerate(chart.names)
-    ]
-    ys = [(scale.y(value) / HEIGHT, chart.rounded(value)) for value in scale.ticks()]
-    means = [sum(values[index] for _, values in rows) / len(rows) for index in range(len(chart.names))]
-    said = ", ".join(f"{name} {chart.rounded(mean)}" for name, mean in zip(chart.names, means, strict=True))
-    keys = [tag("span", tag("i", class_=f"key is-{name}"), name, class_="entry") for name in chart.names]
-    return _figure(chart, _frame(shapes, f"{chart.name}. Mean: {said}", ys, axis.ticks()), tag("p", *keys, class_="legend"))
-
-
-def _thinned(rows: Sequence[tuple[float, tuple[float, ...]]]) -> list[tuple[float, tuple[float, ...]]]:
-    """Return means of neighbouring rows, at most :data:`BUCKETS`."""
-    count = min(BUCKETS, len(rows))
-    groups = (rows[index * len(rows) // count : (index + 1) * len(rows) // count] for index in range(count))
-    return [
-        (
-            sum(at for at, _ in group) / len(group),
-            tuple(sum(column) / len(group) for column in zip(*(v for _, v in group), strict=True)),
-        )
-        for group in groups
-    ]
 
 
 def _strip(chart: content.StripChart) -> Html:

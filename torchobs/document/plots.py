@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from torchobs.document.blocks import AreaChart, Chart, Document, HeatMap, LineChart, StripChart
+from torchobs.document.blocks import Chart, Document, HeatMap, LineChart, StripChart
 from torchobs.document.charts import curve_of, spreads
 
 if TYPE_CHECKING:
@@ -27,14 +27,6 @@ _STYLE: Any = {
     "svg.fonttype": "none", "text.parse_math": False,
 }  # fmt: skip
 _COLOURS = ("#2f6fdb", "#c26a00", "#2c8a5f", "#8e44ad", "#b3231d", "#0f7f8c", "#6b5b00", "#55606c")
-_PHASES = {
-    "data": "#c26a00",
-    "forward": "#3b78de",
-    "backward": "#1f3f86",
-    "optimizer": "#2c8a5f",
-    "other": "#7d8792",
-    "between": "#a08fc0",
-}
 _SEVERITIES = {"error": "#b3231d", "warning": "#8a4b00", "info": "#1d5bb8"}
 
 
@@ -74,8 +66,6 @@ def _drawn(chart: Chart, axes: Axes) -> bool:
     if isinstance(chart, LineChart):
         return _lines(chart, axes)
     axes.set_xlabel("step")
-    if isinstance(chart, AreaChart):
-        return _areas(chart, axes)
     return _strip(chart, axes) if isinstance(chart, StripChart) else _heat(chart, axes)
 
 
@@ -110,19 +100,6 @@ def _lines(chart: LineChart, axes: Axes) -> bool:
 
 def _formatter(rounded: Callable[[float], str]) -> Callable[[float, float], str]:
     return lambda value, _: rounded(value)
-
-
-def _areas(chart: AreaChart, axes: Axes) -> bool:
-    places = [at for at, _ in chart.rows]
-    columns = list(zip(*(values for _, values in chart.rows), strict=True))
-    axes.stackplot(
-        places, *columns, labels=chart.names, colors=[_PHASES.get(name, "#7d8792") for name in chart.names], linewidth=0
-    )
-    totals = sorted(sum(values) for _, values in chart.rows)
-    axes.set_ylim(0, min(totals[-1], 3 * totals[len(totals) // 2]) * 1.05 or 1)
-    axes.yaxis.set_major_formatter(_formatter(chart.rounded))
-    axes.legend(fontsize=8, ncols=len(chart.names), loc="upper right")
-    return True
 
 
 def _strip(chart: StripChart, axes: Axes) -> bool:

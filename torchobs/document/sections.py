@@ -16,7 +16,6 @@ from torchobs.diagnosis.live import WHOLES
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step, attribute_text, title_of, words_of
 from torchobs.diagnosis.status import Get
 from torchobs.document.blocks import (
-    AreaChart,
     Code,
     HeatMap,
     LineChart,
@@ -223,13 +222,10 @@ def time_spent(report: RankReport, of: str) -> Section:
     )  # fmt: skip
 
 
-def _phases(report: RankReport) -> AreaChart | None:
-    rows = tuple(
-        (float(step.step), tuple(step.phase_s.get(name, 0.0) for name in catalog.PHASES))
-        for step in report.steps
-        if step.duration_s is not None
-    )
-    return AreaChart("Phases by step", tuple(catalog.PHASES), rows) if len(rows) >= _LEAST_TIMED else None
+def _phases(report: RankReport) -> LineChart | None:
+    timed = [step for step in report.steps if step.duration_s is not None]
+    series = tuple(Series(name, [(float(step.step), step.phase_s.get(name, 0.0)) for step in timed]) for name in catalog.PHASES)
+    return LineChart("Phases by step", series, text_format.duration) if len(timed) >= _LEAST_TIMED else None
 
 
 def _spread(report: RankReport) -> str:
