@@ -41,7 +41,6 @@ SCRIPTS = {
         seen = {name: value for name, value in globals().items() if name not in ("sys", "__main__")}
         print(seen, type(__loader__), sys.argv, sys.path[0], vars(__main__) is globals(), __name__)
     """,
-    "annotations": "x: int = 1\nprint(__annotations__)",
     "docstring": "'''what it is for'''\nprint(__doc__)",
     "inspect": "import inspect\nclass A:\n    y = 1\nprint(inspect.getsource(A))",
     "chdir": "import os, sys\nos.chdir('/')\nprint(__file__, sys.path[0], os.path.exists(__file__))",
@@ -50,11 +49,6 @@ SCRIPTS = {
     # how it ends
     "exit_status": "import sys\nsys.exit(3)",
     "exit_message": "import sys\nsys.exit('bad')",
-    "exit_none": "import sys\nsys.exit()",
-    "exit_true": "raise SystemExit(True)",
-    "exit_large": "raise SystemExit(300)",
-    "exit_object": "raise SystemExit(ValueError('q'))",
-    "exit_subclass": "class Leave(SystemExit):\n    pass\nraise Leave(4)",
     "os_exit": "import os\nprint('x', flush=True)\nos._exit(7)",
     "interrupt": "raise KeyboardInterrupt",
     "sigint": "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)",
@@ -85,22 +79,7 @@ SCRIPTS = {
             x.backward()
         train(torch.ones(2, requires_grad=True))
     """,
-    "chained_in_torch": """
-        import torch
-        from torch.utils.data import DataLoader
-        class Bad(torch.nn.Linear):
-            def train(self, mode=True):
-                super().train(mode)
-                [mode for mode in DataLoader([1, object()], batch_size=2)]
-        try:
-            Bad(1, 1).eval()
-        except TypeError as error:
-            torch.save(error, "/no such directory/x")
-    """,
-    "generator_exit": "raise GeneratorExit",
     "syntax": "x = (\ny = 3",
-    "open_string": "x = '''abc",
-    "indentation": "if 1:\nx = 2",
     "own_hook": """
         import sys
         sys.excepthook = lambda kind, error, trace: print(kind, trace.tb_frame.f_code.co_name, error.__traceback__ is trace)
@@ -115,22 +94,10 @@ SCRIPTS = {
             pass
         atexit.register(lambda: print(type(pickle.loads(pickle.dumps(A())))))
     """,
-    "at_exit_traceback": """
-        import atexit, sys, traceback
-        atexit.register(lambda: traceback.print_tb(sys.last_traceback))
-        1 / 0
-    """,
-    "destructor": "class A:\n    def __del__(self):\n        print('del')\na = A()",
     "destructor_error": "class A:\n    def __del__(self):\n        print('del')\na = A()\n1 / 0",
     "stdout_closed": "import sys\nsys.stdout.close()",
     # threads
     "thread": "from threading import *\nThread(target=lambda: (main_thread().join(), print('t'))).start()\nprint('m')",
-    "thread_exit": """
-        import sys, threading
-        thread = threading.Thread(target=lambda: sys.exit(3))
-        thread.start()
-        thread.join()
-    """,
     "thread_error": """
         import threading
         thread = threading.Thread(target=lambda: 1 / 0, name="T")
@@ -159,17 +126,6 @@ SCRIPTS = {
         """
         for method in ("spawn", "forkserver", "fork")
     },
-    "pool": """
-        from concurrent.futures import ProcessPoolExecutor
-        from multiprocessing import get_context
-
-        def square(x):
-            return x * x
-
-        if __name__ == "__main__":
-            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                print(list(pool.map(square, range(3))))
-    """,
     "fork_exit": """
         import os, sys, warnings
         warnings.simplefilter("ignore")  # since Python 3.12 os.fork() warns where there are threads, such as our sampler
@@ -231,8 +187,8 @@ def test_a_module_cannot_tell(name: str, folder: Path, flight_dir: Path) -> None
     same("-m", f"my_{name}", "--flag", cwd=folder, flight_dir=flight_dir)
 
 
-@pytest.mark.parametrize("flags", [("-I",), ("-O",), ("-W", "error"), ("-X", "dev")], ids=" ".join)
-@pytest.mark.parametrize("name", ["names", "docstring", "warning", "processes_spawn"])
+@pytest.mark.parametrize("flags", [("-I",), ("-W", "error"), ("-X", "dev")], ids=" ".join)
+@pytest.mark.parametrize("name", ["names", "warning", "processes_spawn"])
 def test_python_s_own_options_hold(name: str, flags: tuple[str, ...], folder: Path, flight_dir: Path) -> None:
     """`python -W error -m torchobs run x.py` is `python -W error x.py`: nothing of ours warns, leaks or needs `sys.path[0]`."""
     same(f"my_{name}.py", cwd=folder, flight_dir=flight_dir, flags=flags)
@@ -593,14 +549,10 @@ def test_a_mistake_leaves_nothing(tmp_path: Path, flight_dir: Path, script: str,
     [
         (SHORT + "sys.exit(2)\n", {}),
         (SHORT + "import not_there\n", {}),
-        ("import torch\nraise RuntimeError\n", {}),
-        ("import sys, torch\nsys.exit(1)\n", {}),
         ("import sys, torch\nsys.exit('no data')\n", {}),
-        ("import torch\ntorch.ones(1)\n", {}),
         ("import torch\nfor _ in torch.utils.data.DataLoader([1]): import not_there\n", {}),
         ("import torch\nimport not_there\n", LAUNCHED),
         ("import torch\nimport not_there\n", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}),
-        ("import torch\nimport not_there\n", {"SLURM_JOB_ID": "1"}),
     ],
 )
 def test_what_had_begun_or_failed_stays(tmp_path: Path, flight_dir: Path, script: str, variables: dict[str, str]) -> None:

@@ -153,21 +153,7 @@ class _AsItsOwn:
             return
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
-        for each in _chain(error):
-            each.__traceback__ = _without_hooks(each.__traceback__)
         _show_once_from(_without_hooks(trace))
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return an exception with its causes, contexts and group members."""
-    found, waiting = list[BaseException](), [error]
-    while waiting:
-        each = waiting.pop()
-        if not any(each is known for known in found):
-            found.append(each)
-            members = getattr(each, "exceptions", ())  # of a BaseExceptionGroup (Python 3.11)
-            waiting += [one for one in (each.__cause__, each.__context__, *members) if isinstance(one, BaseException)]
-    return found
 
 
 def _without_hooks(trace: TracebackType | None) -> TracebackType | None:
