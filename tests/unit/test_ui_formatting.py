@@ -11,7 +11,7 @@ from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.live import EventRow, log_of, merged_ranks, of_ring
-from torchobs.document.charts import BUCKETS, alternative, curve, heights, sparkline, stacked
+from torchobs.document.charts import BUCKETS, alternative, curve, height_of, sparkline, stacked
 from torchobs.document.live import Choice, choice_of, query_of
 from torchobs.document.markup import exact, joined, named, tag, text
 from torchobs.flight.format.layout import Header
@@ -44,14 +44,15 @@ def test_a_curve_has_as_many_points_as_can_be_seen() -> None:
     assert found is not None
     assert (len(found.buckets), found.first_step, found.last_step, found.last) == (BUCKETS, 1, 4000, 0.0)
     assert all(bucket.mean is not None and bucket.least <= bucket.mean <= bucket.greatest for bucket in found.buckets)
-    assert all(point and 0 <= point[1] <= point[0] <= point[2] <= 1 for point in heights(found))
+    height = height_of(found)
+    assert all(0 <= height(bucket.least) <= height(bucket.greatest) <= 1 for bucket in found.buckets)
 
 
 def test_what_is_not_finite_is_counted_and_leaves_a_gap() -> None:
     """A NaN is data."""
     found = curve([(1, 1.0), (2, NAN), (3, 2.0), (4, -INF)])
     assert found is not None
-    assert (found.nonfinite, found.last, [point is None for point in heights(found)]) == (2, 2.0, [False, True, False, True])
+    assert (found.nonfinite, found.last, [one.mean for one in found.buckets]) == (2, 2.0, [1.0, None, 2.0, None])
     drawn = sparkline(found, "Loss", text_format.number)
     assert drawn.count('class="line"') == 2
     assert drawn.count('class="odd"') == 2
@@ -83,7 +84,7 @@ def test_the_largest_numbers_there_are_make_a_curve() -> None:
     for values in ([1.7e308] * 3, [1.7e308, -1.7e308], [5e-324, 1.7e308]):
         found = curve(list(enumerate(values)))
         assert found is not None
-        assert all(point and all(0 <= value <= 1 for value in point) for point in heights(found))
+        assert all(0 <= height_of(found)(value) <= 1 for value in values)
 
 
 @pytest.mark.parametrize(

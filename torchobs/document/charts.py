@@ -81,24 +81,35 @@ def curve_of(points: Iterable[tuple[float, float]], most: int) -> Curve | None:
     return curve(((round(at * 1000), value) for at, value in points), most)
 
 
-def heights(curve: Curve) -> list[tuple[float, float, float] | None]:
-    """Return each bucket's (mean, minimum, maximum), scaled to 0 (the chart's bottom) to 1."""
+def height_of(curve: Curve) -> Callable[[float], float]:
+    """Return the function that scales the curve's values to 0 (the chart's bottom) to 1."""
 
     def scaled(value: float) -> float:
         return log10(value) if curve.logarithmic else value
 
-    low, high = scaled(curve.least), scaled(curve.greatest)
-    room = high - low
+    low, room = scaled(curve.least), scaled(curve.greatest) - scaled(curve.least)
     if not (room > 0 and isfinite(room)):
-        return [(0.5, 0.5, 0.5) if bucket.mean is not None else None for bucket in curve.buckets]
+        return lambda _: 0.5
+    return lambda value: min(1.0, max(0.0, (scaled(value) - low) / room))
 
-    def height(value: float) -> float:
-        return min(1.0, max(0.0, (scaled(value) - low) / room))
 
-    return [
-        (height(bucket.mean), height(bucket.least), height(bucket.greatest)) if bucket.mean is not None else None
-        for bucket in curve.buckets
-    ]
+def drawn(
+    curve: Curve, x: Callable[[int], float], y: Callable[[float], float], line: str = "line", *, banded: bool = True
+) -> list[Html]:
+    """Return a curve's means in a band from minimum to maximum, with gaps and marks where nothing is finite.
+
+    ``x``: the place of a bucket by its index; ``y``: that of a value, downwards.
+    """
+    rows: list[Points] = [[]]
+    for index, bucket in enumerate(curve.buckets):
+        if bucket.mean is None:
+            rows.append([])
+        else:
+            rows[-1].append((x(index), y(bucket.mean), y(bucket.least), y(bucket.greatest)))
+    bands = [tag("path", d=band_path(row), class_="band") for row in rows if row and banded]
+    lines = [tag("path", d=line_path(row), class_=line) for row in rows if row]
+    odd = [index for index, bucket in enumerate(curve.buckets) if bucket.nonfinite]
+    return [*bands, *lines, *(tag("path", d=f"M{x(index):.1f} 4h.1", class_="odd") for index in odd)]
 
 
 def _bucket(group: Sequence[tuple[int, float]]) -> Bucket:
@@ -120,16 +131,10 @@ def sparkline(curve: Curve | None, what: str, rounded: Callable[[float], str], *
     """Return a line of means within a band from minimum to maximum. ``stale``: without a curve, there were values before."""
     if curve is None:
         return tag("p", "No finite value lately." if stale else "No value yet.", class_="none")
-    rows = _rows(curve)
+    height, count = height_of(curve), len(curve.buckets)
     svg = tag(
         "svg",
-        *(tag("path", d=band_path(row), class_="band") for row in rows),
-        *(tag("path", d=line_path(row), class_="line") for row in rows),
-        *(
-            tag("path", d=f"M{_x(index, curve)} 3h.1", class_="odd")
-            for index, bucket in enumerate(curve.buckets)
-            if bucket.nonfinite
-        ),
+        *drawn(curve, lambda index: _WIDTH * (index + 0.5) / count, lambda value: 4 + (1 - height(value)) * (_HEIGHT - 8)),
         viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}",
         preserveAspectRatio="none",
         role="img",
@@ -179,26 +184,6 @@ def stacked(parts: Iterable[tuple[str, float]]) -> Html:
 def meter(part: float | None) -> Html:
     """Return a bar of a fraction in use; the surrounding text gives the number."""
     return EMPTY if part is None else stacked([("full" if part >= 0.9 else "taken", part)])  # noqa: PLR2004
-
-
-def _rows(curve: Curve) -> list[Points]:
-    """Return the points in contiguous rows: buckets without finite values are gaps."""
-    rows: list[Points] = [[]]
-    for index, point in enumerate(heights(curve)):
-        if point is None:
-            rows.append([])
-        else:
-            mean, least, greatest = map(_y, point)
-            rows[-1].append((float(_x(index, curve)), mean, least, greatest))
-    return [row for row in rows if row]
-
-
-def _x(index: int, curve: Curve) -> str:
-    return f"{_WIDTH * (index + 0.5) / len(curve.buckets):.1f}"
-
-
-def _y(height: float) -> float:
-    return 4 + (1 - height) * (_HEIGHT - 8)
 
 
 def line_path(row: Points) -> str:

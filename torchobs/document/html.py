@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from torchobs.diagnosis import text_format
 from torchobs.document import blocks as content
-from torchobs.document.charts import Curve, Points, band_path, curve_of, described, line_path, spreads, stacked
+from torchobs.document import charts
+from torchobs.document.charts import Curve, curve_of, described, spreads, stacked
 from torchobs.document.markup import EMPTY, Html, heading_cell, joined, named, number_cell, style_sheet, table, tag
 
 WIDTH, HEIGHT = 600.0, 180.0
@@ -155,29 +156,15 @@ def _lines(chart: content.LineChart) -> Html:
     shapes += [tag("path", d=f"M0 {scale.y(value):.1f}H{WIDTH:g}", class_="level") for _, value in chart.levels]
     for index, found in enumerate(curves):
         if found is not None:
-            shapes += _curve(found, scale, axis, index, banded=len(chart.series) == 1)
+            places = [axis.x(bucket.at / 1000) for bucket in found.buckets]
+            line = f"line s{index % _COLOURED}"
+            shapes += charts.drawn(found, places.__getitem__, scale.y, line, banded=len(chart.series) == 1)
     ys = [(scale.y(value) / HEIGHT, chart.rounded(value)) for value in scale.ticks(binary=chart.rounded is text_format.size)]
     pairs = zip(chart.series, curves, strict=True)
     said = [f"{one.name}: {described(found, chart.rounded)}" for one, found in pairs if found]
     said += [text_format.plural(len(chart.marks), "mark")] if chart.marks else []
     plot = _frame(shapes, f"{chart.name}. {'; '.join(said)}", ys, axis.ticks())
     return _figure(chart, plot, _legend(chart, curves, logarithmic=scale.logarithmic))
-
-
-def _curve(found: Curve, scale: Scale, axis: _Axis, index: int, *, banded: bool) -> list[Html]:
-    rows: list[Points] = [[]]
-    odd = []
-    for bucket in found.buckets:
-        x = axis.x(bucket.at / 1000)
-        if bucket.mean is None:
-            rows.append([])
-        else:
-            rows[-1].append((x, scale.y(bucket.mean), scale.y(bucket.least), scale.y(bucket.greatest)))
-        if bucket.nonfinite:
-            odd.append(tag("path", d=f"M{x:.1f} 4h.1", class_="odd"))
-    drawn_rows = [row for row in rows if row]
-    bands = [tag("path", d=band_path(row), class_="band") for row in drawn_rows if banded]
-    return [*bands, *(tag("path", d=line_path(row), class_=f"line s{index % _COLOURED}") for row in drawn_rows), *odd]
 
 
 def _legend(chart: content.LineChart, curves: Sequence[Curve | None], *, logarithmic: bool) -> Html:
