@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.rank_files import live_rank, train
-from tests.support import ROOT, clean_environment, wait_until
+from tests.support import ROOT, clean_environment
 from torchobs import _version
 from torchobs.cli.__main__ import COMMANDS
 from torchobs.exporter import config
 from torchobs.flight.format.layout import Exit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 PROGRAM = (sys.executable, "-m", "torchobs")
 CALLS = {
@@ -134,22 +128,6 @@ def test_an_interrupt_while_it_imports_shows_nothing(name: str, module: str) -> 
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_an_interrupt_of_the_trial_shows_what_was_found_until_then(
-    start: Callable[..., subprocess.Popen[str]], flight_dir: Path
-) -> None:
-    """`torchobs doctor`: its trial's directory is gone, too."""
-    trials = flight_dir / "tmp"
-    trials.mkdir()
-    environ = environment(TMPDIR=str(trials), TORCHOBS_DIR=str(flight_dir))
-    one = start(*PROGRAM, "doctor", env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    wait_until(lambda: list(trials.iterdir()))
-    one.send_signal(signal.SIGINT)
-    out, said = one.communicate(timeout=60)
-    assert (one.returncode, said) == (130, "")
-    assert "torch" in out
-    assert list(trials.iterdir()) == []
-
-
 def torchobs(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m torchobs`."""
     environment = {**clean_environment(), "COLUMNS": "128", **environ}
@@ -216,15 +194,6 @@ def test_the_exporter_s_help_has_every_option_its_variable_and_examples() -> Non
         assert all(name in shown.stdout.replace("\n", "").replace(" ", "") for name in option.every_variable)
     assert "  torchobs exporter --flight-dir /dev/shm/run7  " in shown.stdout
     assert "config_ok" in shown.stdout
-
-
-@pytest.mark.parametrize("columns", [60, 100, 300])
-def test_the_help_fits_the_terminal(columns: int) -> None:
-    """Prose and options are wrapped to its width, 128 columns at most; examples are to be copied, and stay as they are."""
-    shown = torchobs("exporter", "--help", COLUMNS=str(columns)).stdout
-    explained, _, examples = shown.partition("examples:")
-    assert max(map(len, explained.splitlines())) in range(min(columns, 128) - 12, min(columns, 128) - 1)
-    assert "  torchobs exporter --flight-dir /dev/shm/run7        another directory\n" in examples
 
 
 def test_the_version_is_told() -> None:

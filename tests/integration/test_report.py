@@ -149,17 +149,6 @@ def test_the_json_is_whole(trainings: Path, tmp_path: Path, capsys: pytest.Captu
     assert found["findings"] is not None
 
 
-def test_markdown(trainings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Headings, findings, tables of equal width, and a line of bars for each curve."""
-    assert ran(capsys, "report", trainings / "raised", "-o", tmp_path / "r.md")[0] == 0
-    lines = (tmp_path / "r.md").read_text().splitlines()
-    assert lines[0].startswith("# ")
-    assert "- **Error:** Rank 0 ended by RuntimeError" in "\n".join(lines)
-    assert any(line.startswith("`") and "loss:" in line for line in lines)
-    rows = [line.count(" | ") for line in lines if line.startswith("| ")]
-    assert rows
-
-
 def test_copies_and_parts(trainings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A copy says that it is one; a part is read as far as it goes; rubbish is refused in a line."""
     (flight,) = (trainings / "killed").glob("*.flight")

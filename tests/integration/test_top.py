@@ -344,15 +344,6 @@ def test_a_run_that_stands_still_is_worth_a_look(tmp_path: Path) -> None:
         file.release()
 
 
-def test_a_rank_that_records_no_more_has_no_speed(tmp_path: Path) -> None:
-    """Nobody knows how fast it is."""
-    (file,) = ranks(tmp_path, 1)
-    file.writer.steps_since(None)
-    file.save()
-    assert frame(looked(tmp_path), 100)[-1].split()[:5] == ["0", "alive", "100", "-", "-"]
-    file.release()
-
-
 def test_it_starts_fast() -> None:
     """Nothing heavy is imported: no torch, no web server, no click."""
     code = (
