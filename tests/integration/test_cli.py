@@ -83,16 +83,6 @@ def test_a_full_disk_is_told_in_one_line(name: str, unbuffered: str, rank: Path)
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("name", CALLS)
-def test_a_stream_that_is_closed_is_none(name: str, closed: str, rank: Path) -> None:
-    """`torchobs inspect >&-` for its exit status: that of a rank that has finished, whose output nobody reads."""
-    line = ["bash", "-c", f'exec "$@" {closed}', "bash", *command(name, rank)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60, env=environment())
-    assert "Traceback" not in done.stderr
-    assert done.returncode == 0 or name == "doctor"
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_what_the_encoding_has_not_is_a_question_mark(name: str, rank: Path) -> None:
     """In a container without a locale."""

@@ -260,11 +260,10 @@ def kubernetes(
     """Yield whether the pod's volumes are mounted where expected; nothing outside of Kubernetes."""
     if "KUBERNETES_SERVICE_HOST" not in environ:
         return
-    group = Path(mount).is_dir() and Path(mount).stat().st_mode & stat.S_ISGID
     if not Path(mount).is_dir():
         remedy = f"mount the sidecar's emptyDir at {mount}; without it the sidecar sees nothing of this container"
         yield Check("kubernetes", WARN, f"in a pod, and {mount} is no volume", remedy)
-    elif not group:
+    elif not Path(mount).stat().st_mode & stat.S_ISGID:
         remedy = "set securityContext.fsGroup: the sidecar reads by group"
         yield Check("kubernetes", WARN, f"the group of {mount} is no fsGroup's", remedy)
     elif not Path(control).is_dir():

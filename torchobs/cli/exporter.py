@@ -81,16 +81,13 @@ def main(given: Sequence[str]) -> int:
         CommandError: an option or a variable is wrong, and this is no sidecar.
     """
     made, mistakes = parser(lenient=True), []
-    # from Python 3.12 on argparse takes each for `-h`, prints the help and ends
-    clustered = [word for word in given if word.startswith("-h") and word != "-h"]
-    given = [word for word in given if word not in clustered]
     try:
         options, rest = made.parse_known_args(given)
     except _MistakeError as mistake:  # a value for a flag: the only error of a lenient parser
         mistakes.append(str(mistake))
         options, rest = made.parse_known_args([word for word in given if not word.startswith(_WITHOUT_VALUE)])
     flags = [option.flag for option in config.EVERY_OPTION]
-    for word in (*clustered, *rest):
+    for word in rest:
         what, hint = "option" if word.startswith("-") else "argument", closest(word.partition("=")[0], flags)
         mistakes.append(f"no such {what}: {word!r}{hint}")
     found = {name: texts for name, texts in vars(options).items() if texts is not None}
