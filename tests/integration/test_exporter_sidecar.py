@@ -1,12 +1,10 @@
 """What the daemon has to survive (no temp directory, a terminal, signals at the worst moment), and its garbage collection."""
 
 import gc
-import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,7 +18,6 @@ from torchobs.config.options import Address
 from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig, Mode
 from torchobs.exporter.daemon import serve
-from torchobs.flight.files import location
 from torchobs.node.lifetime import ServiceStatus
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -142,13 +139,6 @@ def test_a_rank_that_was_killed_a_moment_ago_is_not_left_alive(
         time.sleep(0.02)
     assert 'torchobs_rank_state{job_name="gpt",rank="0",run_id="run-1",state="lost"} 1' in pages[-1]
     assert program.process.wait(timeout=20) == 0
-
-
-def test_no_place_for_temporary_files_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A root that is read-only has none, and Python then raises; the message of whoever needs one names it instead."""
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
-    assert location.candidates(None, None)[-1] == f"/tmp/torchobs-{os.getuid()}"
 
 
 class Loop:

@@ -197,17 +197,6 @@ def test_a_quiet_series_that_counts_already_is_shown_as_it_is(exporter: Exporter
     assert values(exporter, "torchobs_probe_disabled") == [0.0]
 
 
-def test_a_quiet_series_is_on_the_pages_of_all_formats_from_then_on(exporter: Exporter, file: File) -> None:
-    """Also where it has its default value again before the other format is asked for."""
-    for at_s, disabled in ((1.0, 0), (2.0, 1), (3.0, 0)):
-        file.set(catalog.PROBE_DISABLED, disabled, probe="loss")
-        exporter.scan(at_s, file)
-        found = re.findall(r"^torchobs_probe_disabled{.*} (.*)$", exporter.text(), re.MULTILINE)
-        assert found == ([] if at_s == 1.0 else [f"{disabled}.0"])
-        if at_s != 2.0:
-            assert re.findall(r"^torchobs_probe_disabled{.*} (.*)$", exporter.openmetrics(), re.MULTILINE) == found
-
-
 KILLS = "torchobs_cgroup_memory_oom_kills_total"
 
 
@@ -442,16 +431,6 @@ def test_an_exemplar_outlives_its_span_in_the_ring(exporter: Exporter, file: Fil
     assert shown(exporter) == {"0.125": 1}
     file.release()
     exporter.scan(5.0)
-    assert shown(exporter) == {"0.125": 1}
-
-
-def test_a_span_is_shown_though_no_counter_has_changed(exporter: Exporter, file: File) -> None:
-    """A step found to be anomalous afterwards has its span later than its place in the histogram; the page is written anew."""
-    file.step(1, 0.1)
-    exporter.scan(1.0, file)
-    assert shown(exporter) == {}
-    file.span(1, 0.1)
-    exporter.scan(1.0, file)
     assert shown(exporter) == {"0.125": 1}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -131,26 +131,6 @@ def test_exemplars_are_those_of_the_page(flight_dir: Path, receiver: Receiver, f
     assert of_steps[-1].start_time_unix_nano <= newest.time_unix_nano <= of_steps[-1].time_unix_nano
 
 
-STOPPED_S = 8.0
-"""When a rank that was there before and comes back does not beat."""
-
-
-def displace(flight_dir: Path, config: PushConfig, file: File, counted: Mapping[float, int]) -> None:
-    """Push while another rank takes the file's place, which comes back; ``counted``: at each look, added to its counter."""
-    newer = File(flight_dir, seed=2, born_s=5.0).hold()
-    with Pushing(flight_dir, config) as pushing:
-        for second, added in counted.items():
-            file.set(user("my.c"), added, USER)
-            if second != STOPPED_S:
-                file.beat(second)
-            file.save()
-            if second > 5.0:
-                newer.beat(second)
-                newer.save()
-            pushing.look(second)
-        newer.release()
-
-
 def test_an_application_s_instrument_takes_no_name_of_ours(flight_dir: Path, receiver: Receiver, file: File) -> None:
     """Its series would be the rank's."""
     file.set(user("torchobs.steps"), 9, USER)
@@ -158,24 +138,6 @@ def test_an_application_s_instrument_takes_no_name_of_ours(flight_dir: Path, rec
     with Pushing(flight_dir, only_metrics(receiver)) as pushing:
         pushing.look(1.0)
     assert {one.scope for one in points(receiver.taken) if one.metric.name == "torchobs.steps"} <= {"torchobs"}
-
-
-def test_a_rank_that_gets_another_label_has_its_end_and_its_values_in_one_request(
-    flight_dir: Path, receiver: Receiver, file: File
-) -> None:
-    """Both are of one resource; neither takes the other's place, nor does an application's scope that is named as ours."""
-    file.set(user("my.c"), 100, USER)
-    file.set(user("my.d"), 1, Scope("torchobs", str(file.header.resource.get("torchobs_version", ""))))
-    displace(flight_dir, only_metrics(receiver), file, {4.0: 0, 8.0: 0, 12.0: 0})
-    found = [
-        (one.attributes["rank"], bool(one.point.flags & NO_VALUE))
-        for one in points(receiver.taken)
-        if one.metric.name == "my.c"
-    ]
-    assert ("0", True) in found
-    assert found[-1] != ("0", False)
-    assert ("0-00000001", False) in found
-    assert {"my.d", "torchobs.steps"} <= {one.metric.name for one in points(receiver.taken[:1]) if one.scope == "torchobs"}
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from tests.exporters import Program, Service, start_program
+from tests.exporters import Service, start_program
 from tests.otlp import Collector, pairs_of_json
 from tests.prometheus_server import PrometheusServer, Series, newest_prometheus
 from tests.rank_files import begin_run, live_rank, live_span, train
@@ -111,42 +111,6 @@ def test_the_collector_gets_what_was_recorded(
         file.close()
     complaints = [line for line in exporter.log.splitlines() if "level=error" in line or "level=warn" in line]
     assert [line for line in complaints if "does not answer within 2 s" not in line] == []  # which a busy machine may not
-
-
-@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
-def test_a_collector_without_logs_gets_metrics_and_spans(
-    program: Callable[[str], str],
-    start: Callable[..., subprocess.Popen[str]],
-    flight_dir: Path,
-    tmp_path: Path,
-    protocol: str,
-) -> None:
-    """It answers 404, by gRPC UNIMPLEMENTED: that is told once, counted, and costs the other signals nothing."""
-    collector = Collector(program("otelcol"), start, tmp_path, signals=("metrics", "traces"))
-    environ = {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": collector.grpc if protocol == "grpc" else collector.http,
-        "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
-        "OTEL_BSP_SCHEDULE_DELAY": "200",
-    }
-    writer = live_rank(flight_dir)
-    train(writer, range(1, 4))
-    exporter = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir), **environ)
-    for number in range(1, 4):
-        writer.event("my.event", {"number": number})
-        live_span(writer, number)
-        train(writer, range(3 + number, 4 + number))
-        wait_until(lambda number=number: refused_logs(exporter) == number)  # type: ignore[misc]  # binds the loop's variable
-    wait_until(lambda: len(sent_spans(collector)) == 3)
-    wait_until(lambda: any(not is_own(resource) for resource, *_ in sent_points(collector)))
-    writer.close()
-    why = "UNIMPLEMENTED" if protocol == "grpc" else "404"
-    assert exporter.log.count(f"OTLP logs: the receiver refuses them: {why}") == 1
-    assert exporter.log.count("level=error") == 1
-
-
-def refused_logs(exporter: Program) -> float | None:
-    """How many log records the receiver refused, on the exporter's page."""
-    return exporter.value("torchobs_exporter_otlp_dropped_total", signal="logs", reason="refused")
 
 
 def sent_logs(collector: Collector) -> list[tuple[dict[str, Any], dict[str, Any]]]:

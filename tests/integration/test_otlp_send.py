@@ -233,34 +233,6 @@ def retry_info(seconds: int) -> bytes:
     return bytes(Status(code=8, details=[detail]).SerializeToString())
 
 
-def serving(pool: ThreadPoolExecutor, server: Server, certificate: Path, port: int = 0) -> tuple[Any, int]:
-    """A running server behind TLS, and its port."""
-    running = grpc.server(pool, handlers=(server,))
-    pair = certificate.with_suffix(".key").read_bytes(), certificate.read_bytes()
-    port = running.add_secure_port(f"127.0.0.1:{port}", grpc.ssl_server_credentials([pair]))
-    running.start()
-    return running, port
-
-
-def test_a_certificate_of_grpc_may_be_renewed(program: Callable[[str], str], tmp_path: Path, pool: ThreadPoolExecutor) -> None:
-    """Whom to trust is read again after a failure; what was sent before a receiver's change is sent after it as well."""
-    first, second = (certify(program("openssl"), tmp_path, name) for name in ("first", "second"))
-    trusted, server = tmp_path / "trusted.pem", Server()
-    trusted.write_bytes(first.read_bytes())
-    running, port = serving(pool, server, first)
-    rpc = Grpc("metrics", PushTarget(f"https://127.0.0.1:{port}", "grpc", certificate=str(trusted)))
-    try:
-        assert rpc.send(b"").kind == "sent"
-        running.stop(None).wait()
-        running, _ = serving(pool, server, second, port)
-        assert rpc.send(b"").kind == "retry"
-        trusted.write_bytes(second.read_bytes())
-        wait_until(lambda: rpc.send(b"").kind == "sent")
-    finally:
-        rpc.close()
-        running.stop(None).wait()
-
-
 @contextlib.contextmanager
 def connected(pool: ThreadPoolExecutor, server: Server) -> Iterator[Grpc]:
     """A transport to that server."""

@@ -314,17 +314,6 @@ def test_a_file_of_an_earlier_boot_is_dead_and_expires_by_the_wall_clock(
         scanner.close()
 
 
-def test_files_that_appear_and_vanish_come_and_go(scanner: Scanner, rank: Callable[..., File]) -> None:
-    """At the next scan."""
-    assert states(scanner.scan()) == {}
-    first = rank()
-    assert states(scanner.scan()) == {"0": "alive"}
-    rank(seed=2, rank=1)
-    assert states(scanner.scan()) == {"0": "alive", "1": "alive"}
-    first.path.unlink()
-    assert states(scanner.scan()) == {"1": "alive"}
-
-
 def test_a_file_whose_name_was_deleted_and_made_again_goes_on(scanner: Scanner, rank: Callable[..., File]) -> None:
     """The writer makes it again under its name, with another inode."""
     file = rank()
@@ -382,19 +371,6 @@ def test_what_is_no_flight_file_is_counted_and_hurts_nobody(
     assert {known: count for known, count in snapshot.errors.items() if count} == {reason: 1}
 
 
-def test_a_bad_file_that_becomes_good_is_served(scanner: Scanner, look: Look, rank: Callable[..., File]) -> None:
-    """A file that is being copied into the directory is half-written at first."""
-    whole = rank()
-    content = whole.path.read_bytes()
-    whole.path.write_bytes(content[:5000])
-    assert scanner.scan().files["bad"] == 1
-    whole.path.write_bytes(content)
-    assert look(1.0).errors["header"] == 1, "it is not tried at every scan"
-    snapshot = look(5.0, whole)
-    assert states(snapshot) == {"0": "alive"}
-    assert snapshot.files["bad"] == 0
-
-
 @pytest.mark.parametrize("left", [0, 100, 4096, 4400, 100_000])
 def test_a_file_that_shrinks_keeps_what_was_served(look: Look, rank: Callable[..., File], left: int) -> None:
     """Its counters do not step back; without a heartbeat it is unresponsive, and dead once the lock is free."""
@@ -439,18 +415,6 @@ def test_a_directory_that_is_not_there_yet_is_waited_for(flight_dir: Path, clock
     assert states(scanner.scan()) == {"0": "alive"}, "another directory under the same name is found"
     file.release()
     scanner.close()
-
-
-def test_a_file_in_the_directory_s_place_is_a_problem_and_no_failure(flight_dir: Path, clock: Clock) -> None:
-    """So is a symbolic link: nobody may lead the exporter elsewhere."""
-    for make in (Path.touch, lambda path: path.symlink_to("/dev/shm")):
-        path = flight_dir / f"wrong-{len(list(flight_dir.iterdir()))}"
-        make(path)
-        scanner = scanner_of(path, clock)
-        snapshot = scanner.scan()
-        assert len(snapshot.problems) == 1
-        assert not snapshot.ranks
-        scanner.close()
 
 
 @pytest.mark.parametrize(

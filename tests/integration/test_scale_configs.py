@@ -288,22 +288,6 @@ def step_and_reason(span: dict[str, Any]) -> tuple[int, str]:
     return given.get("torchobs.step.number", 0), next(value for name, value in given.items() if name.endswith(".reason"))
 
 
-def test_the_sampling_has_options_that_are_documented(checkout: Path) -> None:
-    """By the processor's config.schema.yaml; and decisions are remembered for longer than spans, as its README asks for."""
-    sampling = shipped(checkout, "collector/gateway.yml")["processors"]["tail_sampling"]
-    waits = {"decision_wait", "decision_wait_after_root_received", "drop_pending_traces_on_shutdown", "block_on_overflow"}
-    sizes = {"num_traces", "expected_new_traces_per_sec", "maximum_trace_size_bytes", "decision_cache"}
-    documented = waits | sizes | {"policies", "sample_on_first_match", "sampling_strategy"}
-    assert sampling.keys() <= documented
-    assert sampling["decision_cache"].keys() == {"sampled_cache_size", "non_sampled_cache_size"}
-    assert min(sampling["decision_cache"].values()) >= 10 * sampling["num_traces"]
-    for policy in sampling["policies"]:
-        assert policy.keys() == {"name", "type", policy["type"]}
-    options = {policy["type"]: policy[policy["type"]].keys() for policy in sampling["policies"]}
-    assert options["ottl_condition"] <= {"error_mode", "span", "spanevent"}
-    assert options["probabilistic"] <= {"hash_salt", "sampling_percentage"}
-
-
 def test_the_gateway_s_policy_asks_for_spans_that_there_are(checkout: Path) -> None:
     """What is routine, by names of the catalog as they are sent."""
     config = shipped(checkout, "collector/gateway.yml")

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from tests.dashboards import FOLDER, shipped
-from torchobs.cli import __main__ as dispatch
 from torchobs.cli import deploy as command
 from torchobs.exporter.otlp import source
 
@@ -99,10 +98,3 @@ def test_the_command_writes_what_is_shipped(tmp_path: Path) -> None:
         assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"{len(shipped())} dashboards in {into}\n", "")
     written = {path.name: path.read_bytes() for path in into.iterdir()}
     assert written == {"mine.json": b"{}", **{path.name: path.read_bytes() for path in FOLDER.iterdir()}}
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 1 and one line."""
-    (tmp_path / "file").touch()
-    assert dispatch.main(["dashboards", "export", str(tmp_path / "file" / "below")]) == 1
-    assert capsys.readouterr().err == f"torchobs dashboards: {tmp_path / 'file' / 'below'}: Not a directory\n"

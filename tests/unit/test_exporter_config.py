@@ -121,28 +121,11 @@ def test_where_to_listen_cannot_be_read_is_loopback_only(
     assert config.parse({**given, "listen": [":9000"]}, environ, mistakes).addresses == (Address("", 9000),)
 
 
-def test_a_regular_expression_in_the_drop_list_is_told_what_to_do_instead() -> None:
-    """Drop lists of earlier versions were regular expressions: nothing is dropped by one, and the problem names the remedy."""
-    chosen = config.parse({"drop_metrics": [".*_layer_.*", "torchobs_loss"]}, {})
-    assert chosen.drop_metrics == ("torchobs_loss",)
-    (problem,) = chosen.problems
-    assert problem.startswith("--drop-metrics '.*_layer_.*': expected a metric's name")
-    assert "torchobs_grad_layer_*" in problem
-    assert "metric_relabel_configs" in problem
-
-
 def test_a_web_configuration_that_is_not_allowed_is_not_none() -> None:
     """Nobody asked for an open door: the exporter serves nothing then, as with a file that is broken."""
     chosen = config.parse({"web_config_file": [""]}, {})
     assert chosen.web_config_file == ""
     assert chosen.problems
-
-
-def test_one_bad_address_does_not_take_the_good_one_along() -> None:
-    """It listens where it can."""
-    chosen = config.parse({"listen": ["nonsense", ":9000"]}, {})
-    assert chosen.listen == (Address("", 9000),)
-    assert len(chosen.problems) == 1
 
 
 def test_a_variable_that_is_no_option_s_is_named_without_its_value() -> None:
@@ -160,12 +143,6 @@ def test_a_variable_that_is_no_option_s_is_named_without_its_value() -> None:
         "TORCHOBS_EXPORTER_GARCE is an unknown option, did you mean TORCHOBS_EXPORTER_GRACE?",
         "TORCHOBS_EXPORTER_NOTHING_OF_THE_KIND is an unknown option",
     ]
-
-
-@pytest.mark.parametrize("service", ["SERVICE_HOST", "SERVICE_PORT", "PORT", "PORT_10960_TCP", "PORT_10960_TCP_ADDR"])
-def test_no_variable_is_one_that_kubernetes_sets_for_a_service(service: str) -> None:
-    """A Service called `torchobs-exporter` describes itself to every container of its namespace, unasked."""
-    assert f"TORCHOBS_EXPORTER_{service}" not in {option.variables[0] for option in config.OPTIONS}
 
 
 @pytest.mark.parametrize(

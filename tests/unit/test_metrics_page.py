@@ -316,13 +316,6 @@ def test_a_scrape_waits_no_longer_than_its_scraper(declared: bytes, deadline_s: 
     assert Asked("GET", (TIMEOUT, declared)).deadlines_s == [deadline_s]
 
 
-def test_the_first_of_two_headers_counts() -> None:
-    """As everywhere else in the exporter; and what is no text is no error."""
-    asked = Asked("GET", (b"accept", b"text/plain"), (b"accept", b"\xff"), (b"accept-encoding", b"gzip"))
-    assert asked.pages.asked == [("text/plain", True)]
-    assert asked.headers[b"content-encoding"] == b"gzip"
-
-
 ONE, OTHER = ("10.0.0.1", 40_000), ("10.0.0.1", 40_002)
 """Two connections from one address"""
 

@@ -1,13 +1,9 @@
 """Ranks as files show them: incarnations, labels, and states."""
 
-import itertools
-import re
-
 import pytest
 
 from torchobs import catalog
 from torchobs.catalog import SECONDS_BOUNDS
-from torchobs.exporter import api_schema
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader.reader import Distribution
 from torchobs.ranks import labels
@@ -106,20 +102,6 @@ def test_which_incarnations_are_served(claims: list[RankCandidate], served: dict
     assert resolve(claims) == served
 
 
-def test_five_elastic_restarts_leave_one() -> None:
-    """The newest by birth, in whatever order the files are found."""
-    restarts = [claim(f"{number}" * 8, number * 100, until_s=number * 100 + 90, restart=number) for number in range(5)]
-    for order in itertools.permutations(restarts):
-        assert resolve(order) == {"44444444": ""}
-
-
-def test_ranks_runs_and_jobs_do_not_mix() -> None:
-    """Each of the three names makes another rank."""
-    others = [("gpt", "run-1", "1"), ("gpt", "run-2", "0"), ("bert", "run-1", "0")]
-    claims = [claim(f"{number}" * 8, number)._replace(rank=rank) for number, rank in enumerate([RANK, *others])]
-    assert resolve(claims) == {f"{number}" * 8: "" for number in range(4)}
-
-
 @pytest.mark.parametrize("resource", [{}, {"job_name": "", "run_id": "", "rank": ""}, {"rank": -1}, {"rank": "0-aaaaaaaa"}])
 def test_a_missing_identity_is_unknown(resource: dict[str, object]) -> None:
     """An empty label is no label, and the joins need all three; a rank is a number, or could pass for a duplicate's."""
@@ -200,26 +182,6 @@ def test_the_info_holds_what_describes_the_rank_and_nothing_else() -> None:
         "exported_job": "mine",
         "exported_instance": "this",
     }
-
-
-@pytest.mark.parametrize("value", [-1, 1 << 53, 10**400, "7", 1.0, None])
-def test_a_number_that_is_none_is_absent(value: object) -> None:
-    """A float cannot hold every integer that JSON can."""
-    assert labels.number({"restart": value}, "restart") is None
-    assert labels.number({"restart": 7}, "restart") == 7
-
-
-@pytest.mark.parametrize(
-    "rank",
-    [
-        labels.identity({"rank": 0, **group})[2] + suffix
-        for group in ({}, {"replica_group": 12})
-        for suffix in ("", "-3f9a12bc")
-    ],
-)
-def test_the_api_takes_every_rank_that_is_served(rank: str) -> None:
-    """Its number, its replica group, and the digits of a second process."""
-    assert re.fullmatch(api_schema.RANK, rank)
 
 
 ALIVE = Observation(
@@ -319,16 +281,6 @@ USUAL, FOUR_S, HALF_MINUTE, MINUTES = map(SECONDS_BOUNDS.index, (0.125, 4.0, 32.
 def test_the_hang_timeout_is_learned_from_the_rank_s_own_steps(seen: Distribution | None, timeout_s: float) -> None:
     """20 times the 99th percentile, from 60 s on; half an hour before the first step."""
     assert rank_state.hang_timeout_s(seen, SECONDS_BOUNDS) == timeout_s
-
-
-@pytest.mark.parametrize("reason", [None, Exit.FINISHED, Exit.EXCEPTION, Exit.EXIT_CODE, 99])
-@pytest.mark.parametrize("code", [0, 1, -15])
-def test_every_ending_has_a_series_created_beforehand(reason: int | None, code: int) -> None:
-    """Reasons and states are those of the catalog, whatever the exit word says."""
-    for memory in (None, MemoryUse(), MemoryUse(cgroup=1.0)):
-        state, why = rank_state.ending(reason, code, memory)
-        assert state in set(catalog.RANK_STATES) - rank_state.LIVING
-        assert why in catalog.EXIT_REASONS
 
 
 @pytest.mark.parametrize(
