@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import os
-import stat
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -109,7 +107,6 @@ TOKEN_HEADERS = frozenset({"authorization", "torchobs-token"})
 LEAST_TOKEN = 16
 """Shortest token accepted, in characters; generated ones are longer."""
 
-_MOST_TOKEN = 4096
 _NO_CONTROL = (
     "Commands are taken over the exporter's Unix socket (--api.socket), or with the bearer token of --api.token-file; this "
     "exporter has no such file."
@@ -143,13 +140,7 @@ class Token:
         """Return the token. Raises ``OSError`` or ``ValueError`` if there is no usable one."""
         if self._path is None:
             raise ValueError("no token file")
-        fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise ValueError("the token file is no regular file")
-            token = os.read(fd, _MOST_TOKEN).decode().strip()
-        finally:
-            os.close(fd)
+        token = Path(self._path).read_text(encoding="utf-8").strip()
         if len(token) < LEAST_TOKEN:
             msg = f"the token has fewer than {LEAST_TOKEN} characters"
             raise ValueError(msg)

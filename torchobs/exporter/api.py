@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from torchobs.flight.reader.reader import FlightFile
     from torchobs.ranks.snapshot import Rank, Snapshot
 
-    Values = dict[str, dict[tuple[str, ...], float]]
-
 
 PREFIX = "/api/v1"
 MOST_RINGS = 256
@@ -170,79 +168,41 @@ def _step(parts: Sequence[StepRecord], rank: Rank) -> dict[str, Any]:
 
 
 _LOSS_KINDS = ("nonfinite_loss", "loss_spike", "diverged")
-_COUNTERS = (
-    catalog.STEPS, catalog.ANOMALIES, catalog.DEBUG_OPERATIONS, catalog.DEBUG_OPERATION_TIME, catalog.DEBUG_OPERATION_ANOMALIES,
-    catalog.DEBUG_STEPS, catalog.DEBUG_ANOMALY_STEPS, catalog.DEBUG_STEP_ANOMALIES, catalog.GRAD_NORM_DISTRIBUTION,
-    catalog.GRAD_NONFINITE_STEPS,
-)  # fmt: skip
-_GREATEST = (catalog.DEBUG_OPERATION_LONGEST, catalog.DEBUG_OPERATION_MEMORY)
 _STEP_ANOMALIES = ("gradient_explosions", "gradient_vanishing", "loss_anomalies")
 """As the API names ``catalog.STEP_ANOMALIES``"""
 
 
-class Summaries:
-    """What the ranks' debugging has counted, as ``torchobs.debug`` names it, since the last ``/debug/clear``.
-
-    Counters never fall: clearing remembers them as the new zero, in this exporter alone.
-    """
-
-    def __init__(self) -> None:
-        self._zero: dict[str, Values] = {}
-
-    def clear(self, snapshot: Snapshot) -> None:
-        """Let the summaries of these ranks begin anew."""
-        self._zero = {rank.incarnation: _values(rank) for rank in snapshot.ranks}
-
-    def debug(self, snapshot: Snapshot, evidence: int) -> dict[str, Any]:
-        """Return levels, active anomalies, failed probes and the operations of the ranks; ``evidence``: number of artifacts."""
-        operations = [row for rank in snapshot.ranks for row in _operations(rank, self._since_clear(rank))]
-        count = sum(row["count"] for row in operations)
-        times = [row["average_time"] * row["count"] for row in operations]
-        return {
-            "total_operations": count,
-            "average_time": sum(times) / count if count else None,
-            **{name: _greatest(row[name] for row in operations) for name in ("longest_time", "memory_peak", "gpu_memory_peak")},
-            "anomalies": sum(row["anomalies"] for row in operations),
-            "operations": operations,
-            "levels": dict(Counter(level_name(rank.view.live.level) for rank in snapshot.ranks if rank.up)),
-            "anomalies_active": [
-                {**named(rank), "kind": kind}
-                for rank in snapshot.ranks
-                if rank.up
-                for kind in _raised(rank, catalog.ANOMALY_ACTIVE)
-            ],
-            "probes_disabled": [
-                {**named(rank), "probe": probe} for rank in snapshot.ranks for probe in _raised(rank, catalog.PROBE_DISABLED)
-            ],
-            "evidence": evidence,
-        }
-
-    def training(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Return steps and anomalies, per rank and in total; rates are those of ``debug.training_summary``."""
-        counted = [_counts(self._since_clear(rank)) for rank in snapshot.ranks]
-        ranks = [{**named(rank), **_summary(counts)} for rank, counts in zip(snapshot.ranks, counted, strict=True)]
-        total: Counter[str] = sum(counted, Counter())
-        return {**_summary(total, len(counted)), "ranks": ranks}
-
-    def _since_clear(self, rank: Rank) -> Readings:
-        now, zero = _values(rank), self._zero.get(rank.incarnation, {})
-        for metric in _COUNTERS:
-            before = zero.get(metric.name, {})
-            now[metric.name] = {key: max(value - before.get(key, 0), 0) for key, value in now[metric.name].items()}
-        for metric in _GREATEST:
-            before = zero.get(metric.name, {})
-            now[metric.name] = {key: value for key, value in now[metric.name].items() if value != before.get(key)}
-        return Readings(now)
+def debug_summary(snapshot: Snapshot, evidence: int) -> dict[str, Any]:
+    """Return levels, active anomalies, failed probes and the operations of the ranks; ``evidence``: number of artifacts."""
+    operations = [row for rank in snapshot.ranks for row in _operations(rank, readings_of(rank))]
+    count = sum(row["count"] for row in operations)
+    times = [row["average_time"] * row["count"] for row in operations]
+    return {
+        "total_operations": count,
+        "average_time": sum(times) / count if count else None,
+        **{name: _greatest(row[name] for row in operations) for name in ("longest_time", "memory_peak", "gpu_memory_peak")},
+        "anomalies": sum(row["anomalies"] for row in operations),
+        "operations": operations,
+        "levels": dict(Counter(level_name(rank.view.live.level) for rank in snapshot.ranks if rank.up)),
+        "anomalies_active": [
+            {**named(rank), "kind": kind}
+            for rank in snapshot.ranks
+            if rank.up
+            for kind in _raised(rank, catalog.ANOMALY_ACTIVE)
+        ],
+        "probes_disabled": [
+            {**named(rank), "probe": probe} for rank in snapshot.ranks for probe in _raised(rank, catalog.PROBE_DISABLED)
+        ],
+        "evidence": evidence,
+    }
 
 
-def _values(rank: Rank) -> Values:
-    """Return a rank's counts and greatest values; of the distribution of gradient norms their number."""
-    readings = readings_of(rank)
-    values = {metric.name: dict(readings.of(metric)) for metric in (*_COUNTERS, *_GREATEST)}
-    norms = [value for series, value in rank.view.points if series.name == catalog.GRAD_NORM_DISTRIBUTION.name]
-    number = sum(sum(value.counts) for value in norms if isinstance(value, Distribution))
-    values[catalog.GRAD_NORM_DISTRIBUTION.name] = {(): float(number)}
-    return values
+def training_summary(snapshot: Snapshot) -> dict[str, Any]:
+    """Return steps and anomalies, per rank and in total; rates are those of ``debug.training_summary``."""
+    counted = [_counts(rank) for rank in snapshot.ranks]
+    ranks = [{**named(rank), **_summary(counts)} for rank, counts in zip(snapshot.ranks, counted, strict=True)]
+    total: Counter[str] = sum(counted, Counter())
+    return {**_summary(total, len(counted)), "ranks": ranks}
 
 
 def _greatest(values: Iterable[float | None]) -> float | None:
@@ -250,7 +210,7 @@ def _greatest(values: Iterable[float | None]) -> float | None:
 
 
 def _operations(rank: Rank, readings: Readings) -> list[dict[str, Any]]:
-    """Return one row for each operation that was done. Greatest values are null until one exceeds that before a clear."""
+    """Return one row for each operation that was done."""
     rows = []
     for (name,), count in readings.of(catalog.DEBUG_OPERATIONS).items():
         if count:
@@ -272,8 +232,9 @@ def _raised(rank: Rank, metric: catalog.Metric) -> list[str]:
     return [", ".join(key) for key, value in readings_of(rank).of(metric).items() if value]
 
 
-def _counts(readings: Readings) -> Counter[str]:
+def _counts(rank: Rank) -> Counter[str]:
     """Return a rank's steps and anomalies: of the steps checked by hand, or of all where none was."""
+    readings = readings_of(rank)
 
     def count(metric: catalog.Metric, *key: str) -> int:
         return round(readings.get(metric, *key) or 0)
@@ -285,7 +246,9 @@ def _counts(readings: Readings) -> Counter[str]:
         found = [count(catalog.DEBUG_STEP_ANOMALIES, kind) for kind in catalog.STEP_ANOMALIES]
     else:
         steps = count(catalog.STEPS)
-        measured = count(catalog.GRAD_NORM_DISTRIBUTION) + count(catalog.GRAD_NONFINITE_STEPS) or steps
+        norms = [value for series, value in rank.view.points if series.name == catalog.GRAD_NORM_DISTRIBUTION.name]
+        finite = sum(sum(value.counts) for value in norms if isinstance(value, Distribution))
+        measured = finite + count(catalog.GRAD_NONFINITE_STEPS) or steps
         least, most = max(kinds.values(), default=0), min(sum(kinds.values()), steps)
         found = [*(kinds[kind] for kind in catalog.STEP_ANOMALIES[:2]), sum(kinds[kind] for kind in _LOSS_KINDS)]
     counted = {"total_steps": steps, "measured": measured, "anomaly_steps": least, "anomaly_steps_most": most}
@@ -320,7 +283,6 @@ class Api:
         self._token = access.Token(config.api_token_file)
         self._artifacts = ArtifactStore(config)
         self.commands = CommandService(config, self._artifacts)
-        self._summaries = Summaries()
         self._thread = ThreadPoolExecutor(1, "api")
         self._handlers: dict[str, Callable[[Request], Awaitable[object]]] = {
             "status": self._status, "ranks": self._ranks, "debugSummary": self._debug_summary,
@@ -394,10 +356,10 @@ class Api:
         return {"ranks": [rank_state(rank) for rank in (await self._watch.fresh()).ranks]}
 
     async def _debug_summary(self, _: Request) -> object:
-        return self._summaries.debug(await self._watch.fresh(), len(await self.evidence()))
+        return debug_summary(await self._watch.fresh(), len(await self.evidence()))
 
     async def _training_summary(self, _: Request) -> object:
-        return self._summaries.training(await self._watch.fresh())
+        return training_summary(await self._watch.fresh())
 
     async def _events(self, request: Request) -> object:
         query = request.state.query
@@ -464,7 +426,6 @@ class Api:
         return await self._run(self.commands.stacks, await self._targets(request))
 
     async def _clear(self, _: Request) -> object:
-        self._summaries.clear(await self._watch.fresh())
         removed, hidden = await self._run(self.commands.clear)
         return {"removed": removed, "hidden": hidden}
 

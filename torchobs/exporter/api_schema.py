@@ -283,7 +283,7 @@ def _command(name: str, path: str, summary: str, returns: Any, body: Any = Nothi
     return Operation(name, path, summary, returns, 202, ("rank",), body, refusals=(404, 409, 503))
 
 
-_CLEAR = "Remove the evidence that there is, and begin both summaries anew. No metric, no event and no state changes."
+_CLEAR = "Remove the evidence that there is. No metric, no event and no state changes."
 _DEBUG_SUMMARY = "Operations of torchobs.debug, levels, anomalies that go on, probes that failed."
 _TRAINING_SUMMARY = "Steps, anomalies and their rates, per rank and in all."
 _EVENTS = "Events of all ranks, or one, newest first."

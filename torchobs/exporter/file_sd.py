@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import socket
 from ipaddress import ip_address
 from pathlib import Path
-from secrets import token_hex
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.config.options import Address
+from torchobs.flight.files import entries
+from torchobs.flight.files.location import opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,7 +46,7 @@ class TargetFile:
         """number of failed writes"""
         self._path, self._host = Path(path.replace(_HOST, host)), host
         self._written: ScrapeTarget | None = None
-        self._inode = (0, 0)
+        self._inode = 0
 
     def update(self, target: ScrapeTarget) -> None:
         """Write the file if its content changes. A failed write is a problem, and retried by the next call."""
@@ -63,8 +63,7 @@ class TargetFile:
     def remove(self) -> None:
         """Remove the file, unless another exporter has replaced it. Idempotent."""
         with contextlib.suppress(OSError):
-            status = self._path.lstat()
-            if (status.st_dev, status.st_ino) == self._inode:
+            if self._path.lstat().st_ino == self._inode:
                 self._path.unlink()
 
     def _text(self, target: ScrapeTarget) -> str:
@@ -80,18 +79,9 @@ class TargetFile:
         return Address(self._host, address.port) if everywhere else address
 
     def _write(self, text: str) -> None:
-        # the temporary name must not end in .json or .yml: Prometheus reads every file that matches
-        temporary = self._path.with_name(f".{self._path.name}.{token_hex(4)}.tmp")
-        try:
-            with temporary.open("x", encoding="utf-8") as file:
-                file.write(text)
-                os.fchmod(file.fileno(), _MODE)
-                status = os.fstat(file.fileno())
-            temporary.replace(self._path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        self._inode = (status.st_dev, status.st_ino)
+        with opened(self._path.parent, link=True) as directory_fd:
+            entries.replace(directory_fd, self._path.name, text.encode(), _MODE)
+            self._inode = entries.inode(directory_fd, self._path.name)
 
 
 def listened_on(bound: Iterable[socket.socket]) -> tuple[Address, ...]:

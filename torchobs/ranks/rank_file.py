@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import struct
 from collections import defaultdict
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -154,10 +154,6 @@ class Look(NamedTuple):
     lock_held: bool
     beat_age_s: float
 
-    def is_past(self, grace_s: float) -> bool:
-        """Return True if the rank is surely dead, and has been for longer than the grace."""
-        return not self.lock_held and self.beat_age_s > max(grace_s, SURELY_DEAD_S)
-
 
 class RankFile:
     """An open flight file and its observed state. Not thread-safe."""
@@ -228,7 +224,7 @@ class RankFile:
         if self._closed:
             return
         # the lock first: if it is free, the following read is final
-        self.lock_held = self.same_boot and _is_held(directory_fd, lock_name(self.name), before=self.lock_held)
+        self.lock_held = self.same_boot and is_held(directory_fd, lock_name(self.name), before=self.lock_held)
         was_up = self.up
         may_have_mark = not self.lock_held or self.header.pid == 1
         self._terminated_s = endings.terminated_at(directory_fd, lock_name(self.name)) if may_have_mark else None
@@ -395,22 +391,15 @@ def beat_ns(header: Header, live: LiveWords, now: Now) -> int:
     return now.monotonic_ns - max(0, ago_ns)
 
 
-def look(directory_fd: int, name: str, owner: int | None, now: Now) -> Look:
-    """Read header and live words of a flight file, some 5 KiB of it. Raises one of :data:`READ_ERRORS`."""
-    with closing(reader.open_file(directory_fd, name, owner)) as file:
-        _check_name(file, name)
-        return look_at(file, directory_fd, name, now)
-
-
 def look_at(file: FlightFile, directory_fd: int, name: str, now: Now) -> Look:
     """Read the live words and the lock of an open file."""
     header, same_boot = file.header, file.header.boot_id == now.boot_id
-    is_held = same_boot and _is_held(directory_fd, lock_name(name), before=False)
+    locked = same_boot and is_held(directory_fd, lock_name(name))
     live = file.live()  # after the lock: if that is free, these are the final ones
     age_s = (now.monotonic_ns - beat_ns(header, live, now)) / 1e9
-    beats = is_held and age_s <= state.UNRESPONSIVE_AFTER_S and live.exit_reason is None
+    beats = locked and age_s <= state.UNRESPONSIVE_AFTER_S and live.exit_reason is None
     candidate = candidate_of(header, live, same_boot=same_boot)._replace(alive_ns=NOW_NS * beats, trains=file.has_steps())
-    return Look(candidate, is_held, age_s)
+    return Look(candidate, locked, age_s)
 
 
 def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now) -> RankFile:
@@ -429,7 +418,8 @@ def _check_name(file: FlightFile, name: str) -> None:
         raise BadFlightFileError("a copy: its name is not the one that its header gives")
 
 
-def _is_held(directory_fd: int, name: str, *, before: bool) -> bool:
+def is_held(directory_fd: int, name: str, *, before: bool = False) -> bool:
+    """Return whether a rank's lock is held; ``before``: whether it was, in case it cannot be queried at present."""
     try:
         return lock.is_held(directory_fd, name)
     except OSError as problem:

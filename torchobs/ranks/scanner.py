@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from torchobs.config.identity import boot_id
 from torchobs.flight.files import entries
+from torchobs.flight.files.create import lock_name
 from torchobs.flight.files.location import KUBERNETES_MOUNT, find_existing, open_directory
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.reader import MAX_FILES
@@ -30,7 +31,7 @@ from torchobs.ranks.state import waits
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torchobs.exporter.config import ExporterConfig
     from torchobs.flight.reader.reader import FlightFile
@@ -205,32 +206,14 @@ class Scanner:
                 if not is_passing(problem):
                     self._tracked.pop(name).release()  # reopened below and then served or counted as bad
         until_s = time.thread_time() + OPENING_S
-        new = (name for name in names if not (name in self._tracked or name in self._past or name in self._bad))
+        new = [name for name in names if not (name in self._tracked or name in self._past or name in self._bad)]
+        new.sort(key=lambda name: not rank_file.is_held(self._directory.fd, lock_name(name)))  # those of living ranks first
         due = [name for name, retry_ns in self._bad.items() if retry_ns <= now.monotonic_ns]
         series = sum(tracked.file.size for tracked in self._tracked.values())
-        for name in chain(self._living_first(new, now, until_s), due):
+        for name in chain(new, due):
             series += self._open(name, series, now)
             if time.thread_time() > until_s:
                 break
-
-    def _living_first(self, new: Iterable[str], now: Now, until_s: float) -> Iterator[str]:
-        """Yield the new files to open, those of living ranks first; those of ranks that are long dead need no opening."""
-        rest = []
-        for name in new:
-            try:
-                look = rank_file.look(self._directory.fd, name, self._directory.owner, now)
-            except READ_ERRORS as problem:
-                self._refuse(name, problem, now)
-            else:
-                if look.is_past(self._config.grace_s):
-                    self._past[name] = look.candidate
-                elif look.lock_held:
-                    yield name
-                else:
-                    rest.append(name)
-            if time.thread_time() > until_s:
-                break
-        yield from rest
 
     def _note_left_out(self, left_out: int) -> None:
         if left_out and not self._left_out:
