@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -116,7 +117,7 @@ def ensure_exporter(flight_dir: str, address: str, log: logging.Logger, grace_s:
         return
     try:
         with opened(flight_dir) as directory_fd:
-            if not is_decided(directory_fd):
+            if not is_decided(directory_fd) and _is_free(address, directory_fd, log):
                 _start(os.path.abspath(flight_dir), directory_fd, address, grace_s, environ, log)
     except (OSError, subprocess.SubprocessError) as problem:
         _warn_once(log, f"the exporter could not be started: {problem}")
@@ -146,6 +147,27 @@ def _warn_once(log: logging.Logger, message: str) -> None:
     if message not in _warned:
         _warned.add(message)
         log.warning("%s", message)
+
+
+def _is_free(address: str, directory_fd: int, log: logging.Logger) -> bool:
+    """Return True if an exporter can listen there; else warn, here rather than only in the exporter's log."""
+    problem = _bind_error(address) if address else None
+    if problem is None or is_decided(directory_fd):  # taken by the exporter that another rank has just started
+        return problem is None
+    _warn_once(log, f"no exporter: it cannot listen on {address}: {problem.strerror or problem}; the training goes on")
+    return False
+
+
+def _bind_error(address: str) -> OSError | None:
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind((host.strip("[]"), int(port)))  # not listening, so concurrent checks do not collide
+    except OSError as problem:
+        return problem
+    return None
 
 
 def _start(
