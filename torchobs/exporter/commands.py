@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from torchobs import catalog
 from torchobs.config.settings import PROBES
@@ -20,7 +20,6 @@ from torchobs.flight.files import artifacts, control, location
 from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK
 from torchobs.flight.files.control import Command
 from torchobs.flight.files.create import file_name
-from torchobs.flight.files.location import opened
 from torchobs.flight.reader import reader
 from torchobs.ranks import labels
 from torchobs.ranks.rank_file import READ_ERRORS
@@ -49,12 +48,10 @@ _REMEDIES = {
 
 
 class StoredArtifact(NamedTuple):
-    """An artifact that was found, with what is needed to open it."""
+    """An artifact that was found, opened for reading."""
 
     evidence: ArtifactName
-    directory: str
-    owner: int | None
-    inode: int
+    file: BinaryIO
     size: int
 
 
@@ -75,8 +72,8 @@ class ArtifactStore:
             directory_fd, owner = self._open()
             for one in artifacts.names(directory_fd):
                 if one.id == identifier:
-                    status = artifacts.look(directory_fd, one, owner)
-                    return StoredArtifact(one, self._directory.path, owner, status.st_ino, status.st_size)
+                    fd, size = artifacts.open_checked(directory_fd, one, owner)
+                    return StoredArtifact(one, open(fd, "rb"), size)  # noqa: PTH123  # a descriptor, which `read` closes
         detail = "There is no such evidence, or not yet: GET /api/v1/evidence lists what there is."
         raise Problem(404, "no-such-evidence", detail)
 
@@ -136,23 +133,12 @@ class ArtifactStore:
 
 
 def read(stored: StoredArtifact) -> Iterator[bytes]:
-    """Yield the file's bytes up to the size found; fewer if the file was replaced.
-
-    The file is reopened for each piece, so that none stays open when the client disconnects.
-    """
-    offset = 0
-    while offset < stored.size and (chunk := _piece(stored, offset)):
-        offset += len(chunk)
-        yield chunk
-
-
-def _piece(stored: StoredArtifact, offset: int) -> bytes:
-    with contextlib.suppress(OSError), opened(stored.directory) as directory_fd:
-        fd, _ = artifacts.open_checked(directory_fd, stored.evidence, stored.owner)
-        with open(fd, "rb"):  # noqa: PTH123  # a descriptor, closed at the end
-            if os.fstat(fd).st_ino == stored.inode:
-                return os.pread(fd, min(CHUNK, stored.size - offset), offset)
-    return b""
+    """Yield the file's bytes up to the size found, and close it."""
+    with stored.file as file:
+        left = stored.size
+        while left and (chunk := file.read(min(CHUNK, left))):
+            left -= len(chunk)
+            yield chunk
 
 
 def media_type(one: ArtifactName) -> str:

@@ -210,6 +210,15 @@ class SynchronousInstrument(Generic[DelegateT]):
         """Delegate to the same instrument of the application's own provider from now on."""
         self._delegate = getattr(meter, self.factory)(*self.stream.identity)
 
+    def _change(self, change: Change, amount: float, attributes: Attributes, least: float = -_MAX) -> None:
+        """Record an amount, unless it is below ``least`` or not finite."""
+        if type(amount) not in _NUMBERS:
+            amount = number(amount)
+        if least <= amount <= _MAX:
+            self.stream.record(change, amount, attributes)
+        else:
+            self.stream.warn_once("an amount that is below %g or not finite (%r) is ignored", least, amount)
+
 
 class FlightCounter(SynchronousInstrument[api.Counter], api.Counter):
     """A sum that never decreases."""
@@ -221,12 +230,7 @@ class FlightCounter(SynchronousInstrument[api.Counter], api.Counter):
         if self._delegate is not None:
             self._delegate.add(amount, attributes, **_given(context))
             return
-        if type(amount) not in _NUMBERS:
-            amount = number(amount)
-        if not 0 <= amount <= _MAX:
-            self.stream.warn_once("an amount that is negative or not finite (%r) is ignored", amount)
-            return
-        self.stream.record(Cell.add, amount, attributes)
+        self._change(Cell.add, amount, attributes, least=0.0)
 
 
 class FlightUpDownCounter(SynchronousInstrument[api.UpDownCounter], api.UpDownCounter):
@@ -239,12 +243,7 @@ class FlightUpDownCounter(SynchronousInstrument[api.UpDownCounter], api.UpDownCo
         if self._delegate is not None:
             self._delegate.add(amount, attributes, **_given(context))
             return
-        if type(amount) not in _NUMBERS:
-            amount = number(amount)
-        if not -_MAX <= amount <= _MAX:
-            self.stream.warn_once("an amount that is not finite (%r) is ignored", amount)
-            return
-        self.stream.record(Cell.add, amount, attributes)
+        self._change(Cell.add, amount, attributes)
 
 
 class FlightHistogram(SynchronousInstrument[api.Histogram], api.Histogram):
@@ -257,12 +256,7 @@ class FlightHistogram(SynchronousInstrument[api.Histogram], api.Histogram):
         if self._delegate is not None:
             self._delegate.record(amount, attributes, **_given(context))
             return
-        if type(amount) not in _NUMBERS:
-            amount = number(amount)
-        if not 0 <= amount <= _MAX:
-            self.stream.warn_once("an amount that is negative or not finite (%r) is ignored", amount)
-            return
-        self.stream.record(Cell.observe, amount, attributes)
+        self._change(Cell.observe, amount, attributes, least=0.0)
 
     def delegate_to(self, meter: Meter) -> None:
         """See :class:`SynchronousInstrument`; boundaries that are not the default ones are advised there, too."""
