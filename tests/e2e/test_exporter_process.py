@@ -1,6 +1,5 @@
 """The real exporter over real ranks: processes that are killed and stopped, signals, and a Prometheus that must get the end."""
 
-import os
 import re
 import signal
 import socket
@@ -80,21 +79,6 @@ def test_a_killed_rank_is_shown_within_two_seconds_with_its_last_step(
     assert (program.state("1"), program.value("torchobs_rank_up", rank="1")) == ("alive", 1)
 
 
-def test_a_stopped_rank_is_unresponsive_until_it_goes_on(
-    exporter: Callable[..., Program], rank: Callable[..., tuple[subprocess.Popen[str], Path]]
-) -> None:
-    """SIGSTOP: its lock is held, its heartbeat stands; it is there, and nobody calls it dead."""
-    program = exporter()
-    process, _ = rank()
-    wait_until(lambda: program.state() == "alive")
-    process.send_signal(signal.SIGSTOP)
-    wait_until(lambda: program.state() == "unresponsive")
-    assert program.value("torchobs_rank_up") == 1
-    assert (program.value("torchobs_rank_progress_age_seconds") or 0) > 2
-    process.send_signal(signal.SIGCONT)
-    wait_until(lambda: program.state() == "alive")
-
-
 @pytest.mark.serial
 def test_a_death_is_seen_though_nobody_scrapes(
     exporter: Callable[..., Program], rank: Callable[..., tuple[subprocess.Popen[str], Path]]
@@ -132,43 +116,6 @@ def test_a_real_prometheus_gets_the_final_value_before_a_sidecar_leaves(
         assert prometheus.value("last_over_time(torchobs_steps_total[5m])") == 1234
         assert prometheus.value('last_over_time(torchobs_rank_exit{reason="finished"}[5m])') == 1
     assert "waiting for the final state" in sidecar.log
-
-
-def test_nobody_scraped_nobody_is_waited_for(exporter: Callable[..., Program]) -> None:
-    """A pod without a Prometheus ends at once, though a person had a look."""
-    program = exporter()
-    program.page(User_Agent="curl/8")
-    program.process.terminate()
-    assert program.process.wait(timeout=10) == 0, program.log
-
-
-def test_a_rank_that_failed_waits_for_its_first_scrape(exporter: Callable[..., Program], flight_dir: Path) -> None:
-    """A run that ends with an error before any scraper has come would leave no trace."""
-    writer = live_rank(flight_dir)
-    program = exporter("--drain-timeout", "60s")
-    writer.exit(2, 1)
-    writer.close()
-    program.process.terminate()
-    wait_until(lambda: "fetched by: the first scraper" in program.log)
-    assert 'reason="exception"' in program.page(X_Prometheus_Scrape_Timeout_Seconds="10")
-    assert program.process.wait(timeout=10) == 0, program.log
-
-
-def test_what_a_training_survived_of_the_grace_is_not_waited_for(
-    exporter: Callable[..., Program], rank: Callable[..., tuple[subprocess.Popen[str], Path]], flight_dir: Path
-) -> None:
-    """Killed at the grace's end, it leaves its exporter two seconds, after which kubelet kills that, too."""
-    process, _ = rank()
-    program = exporter("--drain-timeout", "40s")
-    program.page(X_Prometheus_Scrape_Timeout_Seconds="10")
-    process.kill()
-    process.wait()
-    (lock,) = flight_dir.glob("*.lock")
-    lock.write_text("Stack (most recent call first)\n")
-    os.utime(lock, (time.time() - 45, time.time() - 45))
-    program.process.terminate()
-    assert program.process.wait(timeout=8) == 0, program.log
-    assert "not fetched by: 127.0.0.1" in program.log
 
 
 def test_a_second_signal_ends_the_wait(exporter: Callable[..., Program]) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import wait_until
 from torchobs.flight.files.location import open_place
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 from torchobs.node import election
@@ -171,20 +170,6 @@ def test_a_rank_that_looked_between_release_and_return_starts_one_that_loses(
     go(late)
     assert said(late) == "gone"
     assert late.wait(10) == 0
-
-
-def test_of_two_that_stand_at_once_one_is_elected(process: Start, directory_fd: int) -> None:
-    """Eight ranks start together and all see a free lock; the losers end at once, before anything heavy was imported."""
-    candidates = [process(CANDIDATE) for _ in range(2)]
-    for candidate in candidates:
-        go(candidate)
-    first = [said(candidate) for candidate in candidates]
-    assert sorted(first) == ["elected", "gone"]
-    winner = candidates[first.index("elected")]
-    assert candidates[first.index("gone")].wait(10) == 0
-    found = wait_until(lambda: election.read(directory_fd))
-    assert found is not None
-    assert found.pid == winner.pid
 
 
 def test_whoever_was_told_to_end_does_not_look_back(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,22 +169,6 @@ def test_what_a_ring_loses_between_two_looks_is_said(
             pushing.look(second)
     assert 6000 - len(spans(receiver.of("/v1/traces"))) > 2000
     assert caplog.text.count("writes more spans and events than its ring holds") == 1
-
-
-def test_a_ring_that_is_read_in_time_loses_nothing(
-    flight_dir: Path, receiver: Receiver, file: File, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Frames of any length, lap after lap: the room that is left at a lap's end is no loss."""
-    dice, numbers = random.Random(1), itertools.count(1)
-    with Pushing(flight_dir, only_traces(receiver)) as pushing:
-        for look in range(1, 61):
-            for number in itertools.islice(numbers, 7):
-                file.writer.events.append(frame(number, 0.1, 0.2, attrs={"text": "x" * dice.randrange(15_000)}))
-            file.beat(look)
-            file.save()
-            pushing.look(look)
-    assert [span.name for span in spans(receiver.taken)] == [f"work {one}" for one in range(1, next(numbers))]
-    assert "its ring holds" not in caplog.text
 
 
 def segment(file: File, part: int, begun_s: float, **more: object) -> dict[str, object]:

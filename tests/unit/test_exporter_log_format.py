@@ -1,10 +1,8 @@
 """The exporter's log: one line per fact, and a machine can read it."""
 
-import contextlib
 import json
 import logging
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -47,25 +45,3 @@ def test_json_has_the_trace_of_an_exception() -> None:
         problem.exc_info = sys.exc_info()
     assert "ValueError: invalid literal" in json.loads(log_format.Formatter("json").format(problem))["trace"]
     assert len(log_format.Formatter("logfmt").format(problem).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("level", "name"), [(10, "debug"), (20, "info"), (30, "warn"), (40, "error"), (50, "error"), (5, "debug")]
-)
-def test_levels_are_prometheus_own(level: int, name: str) -> None:
-    """Four, and everything else is the nearest of them."""
-    assert json.loads(log_format.Formatter("json").format(record("x", level=level)))["level"] == name
-
-
-def test_a_line_that_cannot_be_written_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk, or a pipe that nobody reads, costs the line and no more."""
-    handler = log_format.Handler()
-    monkeypatch.setattr(logging.getLogger(), "handlers", [handler, logging.NullHandler()])
-    with Path("/dev/full").open("w", encoding="utf-8") as full:
-        handler.setStream(full)
-        for _ in range(3):
-            handler.handle(record("no room"))
-        assert (handler.lost, log_format.lost()) == (3, 3)
-        monkeypatch.undo()
-        with contextlib.suppress(OSError):
-            full.close()

@@ -215,18 +215,6 @@ def test_a_line_comes_once_a_minute() -> None:
     ]
 
 
-def test_what_is_wrong_next_is_a_line_of_its_own() -> None:
-    """Another error in the same words' frame within the minute is logged, up to a number that no file of hundreds exceeds."""
-    now = 0.0
-    once = lifetime.OncePerMinute(60.0, lambda: now)
-    assert [once.filter(record("%s", problem)) for problem in ("line 3: no such key", "line 4: no YAML")] == [True, True]
-    assert sum(once.filter(record("%s is bad", f"r{number}.flight")) for number in range(500)) == lifetime.BURST
-    now = 61.0
-    line = record("%s is bad", "r.flight")
-    assert once.filter(line)
-    assert line.getMessage() == "r.flight is bad [and 490 more like it]"
-
-
 def test_good_news_are_never_held_back() -> None:
     """What is mended twice within a minute is said twice, and what breaks again after it, too; others stay as quiet."""
     once = lifetime.OncePerMinute(60.0, lambda: 0.0)

@@ -39,7 +39,7 @@ RECORDINGS = [rule for rule in RULES if "record" in rule]
 BY_NAME = {metric.prometheus + suffix: metric for metric in catalog.METRICS for suffix in ("", "_bucket", "_count", "_sum")}
 RECORDED = {rule["record"] for rule in RECORDINGS}
 FOREIGN = {alerts_machine.INFINIBAND, alerts_machine.UNAME, "node_infiniband_link_downed_total"}
-"""Series of node_exporter; `test_infiniband_down.py` has a real one say the first two."""
+"""Series of node_exporter"""
 BY_NODE = [["cluster", "instance"], ["cluster", "nodename"]]
 """Labels that tell machines apart where node_exporter is asked"""
 
