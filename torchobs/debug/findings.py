@@ -18,7 +18,7 @@ from torchobs.support.rate_limit import RateLimiter, anomaly_limiter
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
     from types import TracebackType
 
 
@@ -186,88 +186,69 @@ class TrainingSummary(Result):
     session (``anomaly_steps`` is a lower bound then: the greatest of the counts by kind)"""
 
 
-class History:
-    """Counts of one process. Every method may be called by any thread."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        renew_in_child(self, _lock=Lock)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._operations: dict[str, OperationSummary] = {}
-        self._steps = Counter[str]()
-        """Steps by kind of anomaly; all of them, and those with any, by the names below"""
-        self._anomalies: deque[str] = deque(maxlen=MOST_RECENT)
-        self._recorded_before = Counter[str]()
-
-    def clear(self) -> None:
-        """Forget all; the session's own counts, which never fall, are remembered as the new zero."""
-        recorded = _recorded()
-        with self._lock:
-            self._forget()
-            self._recorded_before = recorded
-
-    def add_operation(self, name: str, time_s: float, memory: int, gpu_memory: int, anomalies: tuple[str, ...]) -> None:
-        """Count an operation that has ended."""
-        with self._lock:
-            if name not in self._operations and len(self._operations) >= MOST_OPERATIONS:
-                name = OTHER
-            old = self._operations.get(name, OperationSummary(name, 0, 0.0, 0.0, 0, 0, 0))
-            runs, spent = old.count + 1, old.average_time * old.count + time_s
-            longest, anomalous = max(old.longest_time, time_s), old.anomalies + bool(anomalies)
-            peaks = max(old.memory_peak, memory), max(old.gpu_memory_peak, gpu_memory)
-            total = self._operations[name] = OperationSummary(name, runs, spent / runs, longest, *peaks, anomalous)
-            self._anomalies.extend(f"{name}: {text}" for text in anomalies)
-        api.count(catalog.DEBUG_OPERATIONS, 1, operation=name)
-        api.count(catalog.DEBUG_OPERATION_TIME, time_s, operation=name)
-        api.count(catalog.DEBUG_OPERATION_ANOMALIES, bool(anomalies), operation=name)
-        api.set_gauge(catalog.DEBUG_OPERATION_LONGEST, total.longest_time, operation=name)
-        api.set_gauge(catalog.DEBUG_OPERATION_MEMORY, total.memory_peak, operation=name, space="host")
-        if total.gpu_memory_peak:
-            api.set_gauge(catalog.DEBUG_OPERATION_MEMORY, total.gpu_memory_peak, operation=name, space="device")
-
-    def add_step(self, kinds: frozenset[str], *, anomalous: bool) -> None:
-        """Count a step that was checked, with the kinds of ``catalog.STEP_ANOMALIES`` that it has."""
-        with self._lock:
-            self._steps.update([_ALL, *[_ANOMALOUS] * anomalous, *kinds])
-        api.count(catalog.DEBUG_STEPS, 1)
-        api.count(catalog.DEBUG_ANOMALY_STEPS, anomalous)
-        for kind in catalog.STEP_ANOMALIES:
-            api.count(catalog.DEBUG_STEP_ANOMALIES, kind in kinds, kind=kind)
-
-    def summary(self) -> DebugSummary:
-        """Return what ``debug.summary`` does."""
-        with self._lock:
-            rows, texts = tuple(self._operations.values()), tuple(self._anomalies)
-        count, longest = sum(row.count for row in rows), max(rows, key=lambda row: row.longest_time, default=None)
-        time_s = sum(row.average_time * row.count for row in rows)
-        return DebugSummary(
-            total_operations=count, average_time=time_s / count if count else None,
-            longest_time=longest.longest_time if longest else None, longest_operation=longest.operation if longest else None,
-            memory_peak=max((row.memory_peak for row in rows), default=0),
-            gpu_memory_peak=max((row.gpu_memory_peak for row in rows), default=0),
-            anomalies=sum(row.anomalies for row in rows), operations=rows, recent_anomalies=texts,
-        )  # fmt: skip
-
-    def training(self) -> TrainingSummary:
-        """Return what ``debug.training_summary`` does."""
-        with self._lock:
-            steps, before = self._steps.copy(), self._recorded_before
-        if steps[_ALL] or current() is None:
-            kinds = (steps[kind] for kind in catalog.STEP_ANOMALIES)
-            return _training(steps[_ALL], steps[_ALL], steps[_ANOMALOUS], *kinds, source="monitored")
-        now = _recorded()
-        now.subtract(before)
-        loss = sum(now[kind] for kind in LOSS_KINDS)
-        explosions, vanishing = (now[kind] for kind in catalog.STEP_ANOMALIES[:2])
-        anomalous = max(now[kind] for kind in catalog.ANOMALY_KINDS)
-        return _training(now[_ALL], now[_MEASURED] or now[_ALL], anomalous, explosions, vanishing, loss, source="recorded")
+_operations: dict[str, OperationSummary] = {}
+_steps, _recorded_before = Counter[str](), Counter[str]()
+"""Steps that were checked: by kind of anomaly, all, and those with any; the session's counts at the last ``clear()``"""
+_anomalies: deque[str] = deque(maxlen=MOST_RECENT)
 
 
-def _training(
-    steps: int, measured: int, anomalous: int, explosions: int, vanishing: int, loss: int, *, source: str
-) -> TrainingSummary:
+def record_operation(name: str, time_s: float, memory: int, gpu_memory: int, anomalies: tuple[str, ...]) -> None:
+    """Count an operation that has ended."""
+    with _lock:
+        if name not in _operations and len(_operations) >= MOST_OPERATIONS:
+            name = OTHER
+        old = _operations.get(name, OperationSummary(name, 0, 0.0, 0.0, 0, 0, 0))
+        runs, spent = old.count + 1, old.average_time * old.count + time_s
+        longest, anomalous = max(old.longest_time, time_s), old.anomalies + bool(anomalies)
+        peaks = max(old.memory_peak, memory), max(old.gpu_memory_peak, gpu_memory)
+        total = _operations[name] = OperationSummary(name, runs, spent / runs, longest, *peaks, anomalous)
+        _anomalies.extend(f"{name}: {text}" for text in anomalies)
+    api.count(catalog.DEBUG_OPERATIONS, 1, operation=name)
+    api.count(catalog.DEBUG_OPERATION_TIME, time_s, operation=name)
+    api.count(catalog.DEBUG_OPERATION_ANOMALIES, bool(anomalies), operation=name)
+    api.set_gauge(catalog.DEBUG_OPERATION_LONGEST, total.longest_time, operation=name)
+    api.set_gauge(catalog.DEBUG_OPERATION_MEMORY, total.memory_peak, operation=name, space="host")
+    if total.gpu_memory_peak:
+        api.set_gauge(catalog.DEBUG_OPERATION_MEMORY, total.gpu_memory_peak, operation=name, space="device")
+
+
+def record_step(kinds: Collection[str], *, anomalous: bool) -> None:
+    """Count a step that was checked, with the kinds of ``catalog.STEP_ANOMALIES`` that it has."""
+    with _lock:
+        _steps.update([_ALL, *[_ANOMALOUS] * anomalous, *kinds])
+    api.count(catalog.DEBUG_STEPS, 1)
+    api.count(catalog.DEBUG_ANOMALY_STEPS, anomalous)
+    for kind in catalog.STEP_ANOMALIES:
+        api.count(catalog.DEBUG_STEP_ANOMALIES, kind in kinds, kind=kind)
+
+
+def summary() -> DebugSummary:
+    """Return the operations that contexts enclosed so far: how many, how long, how much memory, how many with anomalies."""
+    with _lock:
+        rows, texts = tuple(_operations.values()), tuple(_anomalies)
+    count, longest = sum(row.count for row in rows), max(rows, key=lambda row: row.longest_time, default=None)
+    return DebugSummary(
+        total_operations=count, average_time=sum(row.average_time * row.count for row in rows) / count if count else None,
+        longest_time=longest.longest_time if longest else None, longest_operation=longest.operation if longest else None,
+        memory_peak=max((row.memory_peak for row in rows), default=0),
+        gpu_memory_peak=max((row.gpu_memory_peak for row in rows), default=0),
+        anomalies=sum(row.anomalies for row in rows), operations=rows, recent_anomalies=texts,
+    )  # fmt: skip
+
+
+def training_summary() -> TrainingSummary:
+    """Return steps and anomalies: of the steps given to ``monitor_step`` and ``training_step``, or else the session's."""
+    with _lock:
+        found, source = _steps.copy(), "monitored"
+    measured = found[_ALL]
+    explosions, vanishing, loss = (found[kind] for kind in catalog.STEP_ANOMALIES)
+    if not found[_ALL] and current() is not None:
+        found, source = _recorded(), "recorded"
+        found.subtract(_recorded_before)
+        explosions, vanishing = (found[kind] for kind in catalog.STEP_ANOMALIES[:2])
+        loss, measured = sum(found[kind] for kind in LOSS_KINDS), found[_MEASURED] or found[_ALL]
+        found[_ANOMALOUS] = max(found[kind] for kind in catalog.ANOMALY_KINDS)
+    steps, anomalous = found[_ALL], found[_ANOMALOUS]
     if not steps:
         return TrainingSummary(0, anomalous, explosions, vanishing, loss, None, None, None, None, source)
     exploded, vanished = explosions / measured, vanishing / measured
@@ -286,23 +267,14 @@ def _recorded() -> Counter[str]:
     return Counter({_ALL: ints[Word.STEPS], _MEASURED: measured, **kinds})
 
 
-history = History()
-"""The history of this process"""
-
-
-def summary() -> DebugSummary:
-    """Return the operations that contexts enclosed so far: how many, how long, how much memory, how many with anomalies."""
-    return history.summary()
-
-
-def training_summary() -> TrainingSummary:
-    """Return steps and anomalies: of the steps given to ``monitor_step`` and ``training_step``, or else the session's."""
-    return history.training()
-
-
 def clear() -> None:
     """Forget all operations and steps seen so far, and which findings were logged already. Metrics and events stay."""
-    global _log_limiter, _event_limiter  # the limiters of the process
-    history.clear()
+    global _log_limiter, _event_limiter  # of the process
+    recorded = _recorded()
     with _lock:
         _log_limiter, _event_limiter = RateLimiter(LOG_EVERY_S), anomaly_limiter()
+        _recorded_before.clear()
+        _recorded_before.update(recorded)  # the session's counts never fall
+        _operations.clear()
+        _steps.clear()
+        _anomalies.clear()

@@ -14,7 +14,7 @@ from math import isfinite
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 
-from torchobs.debug.findings import history, record_finding
+from torchobs.debug.findings import record_finding, record_operation
 from torchobs.debug.gradients import StepHook, norm_before_step, norm_of_model
 from torchobs.debug.tensors import require_module
 from torchobs.probes.memory.device_memory import has_statistics
@@ -278,7 +278,7 @@ def _finish(opened: _Open, elapsed: float, before: Reading, model: Any) -> None:
         info, execution_time=elapsed, memory_usage=host, gpu_memory=device, gradient_norm=norm,
         anomaly_detected=bool(anomalies), anomalies=anomalies,
     )  # fmt: skip
-    history.add_operation(info.operation, elapsed, host.peak, device.peak if device is not None else 0, anomalies)
+    record_operation(info.operation, elapsed, host.peak, device.peak if device is not None else 0, anomalies)
     about = {"epoch": info.epoch, "batch": info.batch, "model": info.model_name}
     for text in anomalies:
         if opened.parent is None or text not in opened.parent.texts:  # else the outermost tells it
@@ -326,12 +326,7 @@ def operation(
 
             return measured_coroutine
 
-        @functools.wraps(function)
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            with context(label, model_name, anomaly=anomaly):
-                return function(*args, **kwargs)
-
-        return measured
+        return _measured(DebugInfo(label, model_name, anomaly=anomaly), None)(function)
 
     return decorate
 

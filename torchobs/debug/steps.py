@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torchobs.debug import operations, tensors
-from torchobs.debug.findings import history, record_finding, record_findings
+from torchobs.debug.findings import record_finding, record_findings, record_step
 from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, check_gradients, gradients_of, require_positive
 from torchobs.detect.spikes import Divergence, LossBaseline, NormBaseline
 from torchobs.support.result import Result
@@ -84,7 +84,7 @@ def monitor_step(
     exploding = _explodes_above(model) if exploding is None else exploding
     check = gradients_of(model, loss, scaler, "monitor_step", exploding, vanishing)
     verdict, anomalies = _judge(model, check, "monitor_step", exploding, vanishing)
-    history.add_step(frozenset(verdict), anomalous=bool(anomalies))
+    record_step(verdict, anomalous=bool(anomalies))
     return StepCheck(
         step=_models[model].number if step is None else step, loss=nan if check.loss is None else check.loss,
         gradient_norm=check.total_norm, gradient_explosion="gradient_explosion" in verdict,
@@ -401,7 +401,7 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
     verdict, in_gradients = _judge(model, backward.gradients, "training_step", limit, VANISHING)
     parts = forward.anomalies, in_gradients, optimization.anomalies, _strangers(model, optimizer)
     anomalies = tuple(dict.fromkeys(text for part in parts for text in part))
-    history.add_step(frozenset(verdict), anomalous=bool(anomalies))
+    record_step(verdict, anomalous=bool(anomalies))
     return TrainingStep(
         loss=backward.loss, time=time.perf_counter() - begun, gradient_norm=backward.gradients.total_norm,
         anomaly_detected=bool(anomalies), anomalies=anomalies, forward=forward, backward=backward, optimization=optimization,
