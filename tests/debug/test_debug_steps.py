@@ -301,7 +301,7 @@ def _model() -> nn.Module:
 WRONG: dict[str, Callable[[], Any]] = {
     r"trace_nan\(\) takes a torch.nn.Module, not str": lambda: wrong.trace_nan("model", torch.zeros(1)),
     r"devices\(\) takes a torch.nn.Module": lambda: wrong.devices(torch.zeros(3)),
-    r"analyze_tensor\(\) takes a torch.Tensor, not list: convert it by torch.as_t": lambda: wrong.analyze_tensor([1.0]),
+    r"analyze_tensor\(\) takes a torch.Tensor, not list": lambda: wrong.analyze_tensor([1.0]),
     "takes a torch.optim.Optimizer, not function": lambda: wrong.training_step(_model(), functional.mse_loss, None, None),
     r"devices\(\) takes a torch.optim.Optimizer, not int": lambda: wrong.devices(_model(), optimizer=3),
     "takes a loss function after": lambda: wrong.training_step(_model(), torch.optim.SGD([torch.zeros(1)]), 3, None),

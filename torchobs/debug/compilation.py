@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs.catalog.findings import RECOMPILE_REMEDIES
 from torchobs.debug.findings import record_findings
 from torchobs.debug.steps import RAISED, first_line, raised_by
-from torchobs.debug.tensors import require_module
+from torchobs.debug.tensors import require
 from torchobs.probes.compile.compile import read_break, read_failure, read_guard
 from torchobs.support.result import Result
 from torchobs.tensors.batches import call
@@ -85,7 +85,7 @@ def compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> Comp
     Raises:
         TypeError: ``model`` is no module. What the compiler or the model raises is in ``error``.
     """
-    require_module(model, "compile")
+    require(model, "nn.Module", "compile")
     model, name = getattr(model, "_orig_mod", model), type(model).__name__
     import torch._dynamo
 

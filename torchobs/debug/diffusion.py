@@ -10,8 +10,9 @@ from math import inf, nan
 from typing import TYPE_CHECKING, Any
 
 from torchobs.debug.findings import record_findings, record_series
-from torchobs.debug.tensors import Rows, bytes_of, elements_of, require_tensor
+from torchobs.debug.tensors import Rows, bytes_of, elements_of, require
 from torchobs.support.result import Result
+from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -188,7 +189,7 @@ class DiffusionMonitor:
         """Take the latents after one step, in a loop of one's own. Steps beyond 10,000 are left out."""
         import torch
 
-        require_tensor(latents, "diffusion_monitor")
+        require(latents, "Tensor", "diffusion_monitor")
         if len(self._seen) >= MOST_STEPS:
             return
         now = time.perf_counter()
@@ -214,25 +215,22 @@ class DiffusionMonitor:
             TypeError: there is no scheduler with a ``step``.
         """
         scheduler = getattr(pipeline, "scheduler", pipeline)
-        original = getattr(scheduler, "step", None)
-        if not callable(original):
+        if not callable(getattr(scheduler, "step", None)):
             raise TypeError(f"watch() takes a pipeline or a scheduler with step(), not {type(pipeline).__name__}")
-        own = vars(scheduler).get("step")
 
-        def step(model_output: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(model_output, timestep, *args, **kwargs)
-            sample = result[0] if isinstance(result, tuple) else getattr(result, "prev_sample", result)
-            self.step(sample, timestep=timestep)
-            return result
+        def watched(original: Any) -> Any:
+            def step(model_output: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
+                result = original(model_output, timestep, *args, **kwargs)
+                self.step(result[0] if isinstance(result, tuple) else getattr(result, "prev_sample", result), timestep=timestep)
+                return result
 
-        scheduler.step = step
+            return step
+
+        patch = Patch(scheduler, "step", watched)
         try:
             yield self
         finally:
-            if own is not None:
-                scheduler.step = own
-            else:
-                del scheduler.step
+            patch.undo()
 
     def result(self) -> DenoisingCheck:
         """Return all steps so far, after one transfer from each device."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchobs.debug.memory import loss_of
-from torchobs.debug.tensors import require_module
+from torchobs.debug.tensors import require
 from torchobs.support.result import Result
 from torchobs.tensors.batches import call
 from torchobs.tensors.running import beside_grad, state_kept
@@ -72,7 +72,7 @@ def count_flops(model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None 
     Raises:
         TypeError: ``model`` is no module. What the model raises goes on.
     """
-    require_module(model, "count_flops")
+    require(model, "nn.Module", "count_flops")
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode

@@ -109,7 +109,7 @@ def gradients_of(
     """Return what :func:`check_gradients` does, for a function of that name."""
     require_positive(exploding)
     require_positive(vanishing)
-    tensors.require_module(model, function)
+    tensors.require(model, "nn.Module", function)
     tensors.require_scaler(scaler, function)
     named, taken = list(model.named_parameters()), tensors.Rows()
     for name, x in named:
@@ -336,10 +336,7 @@ def nan_guard(optimizer: torch.optim.Optimizer, *, agree: bool = False) -> NanGu
         TypeError: it is not an optimizer.
         ValueError: in the step, if that is given a closure.
     """
-    import torch
-
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"nan_guard() takes an optimizer of torch.optim, not {type(optimizer).__name__}")
+    tensors.require(optimizer, "optim.Optimizer", "nan_guard")
     return NanGuard(optimizer, agree=agree)
 
 

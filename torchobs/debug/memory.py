@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug import operations
-from torchobs.debug.tensors import bytes_of, is_uninitialized, require_module, require_optimizer, wide
+from torchobs.debug.tensors import bytes_of, is_uninitialized, require, wide
 from torchobs.probes.memory.device_memory import has_statistics
 from torchobs.probes.nonfinite.locate import is_users_file
 from torchobs.support.result import Result, fill
@@ -73,9 +73,9 @@ def memory_usage(
     Raises:
         TypeError: ``model`` is no module, or the batch has no tensor. What the model raises goes on.
     """
-    require_module(model, "memory_usage")
+    require(model, "nn.Module", "memory_usage")
     if optimizer is not None:
-        require_optimizer(optimizer, "memory_usage")
+        require(optimizer, "optim.Optimizer", "memory_usage")
     size = batch_size(batch)
     if not size:
         what = f"{type(batch).__name__}{' of none' if _tensors_in(batch) else ''}"

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchobs import catalog
 from torchobs.debug.memory import loss_of
 from torchobs.debug.operator_watch import UNWRITTEN, user_line
-from torchobs.debug.tensors import require_module
+from torchobs.debug.tensors import require
 from torchobs.probes.nonfinite.backward import BackwardWatch
 from torchobs.probes.nonfinite.forward import MASKABLE, RESHAPING
 from torchobs.probes.nonfinite.locate import Place, memory_of
@@ -259,7 +259,7 @@ def trace_nan(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor]
         TypeError: ``model`` is no ``torch.nn.Module``.
         ValueError: nothing in the model or the batch takes a gradient, the loss is not one number, or it is on the device meta.
     """
-    require_module(model, "trace_nan")
+    require(model, "nn.Module", "trace_nan")
     for name in _WRAPPED:
         inner = dict(model.named_children()).get(name)
         if inner is not None and (name == "_orig_mod" or type(model).__name__.endswith("DataParallel")):

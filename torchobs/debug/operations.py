@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from torchobs.debug.findings import record_finding, record_operation
 from torchobs.debug.gradients import StepHook, norm_before_step, norm_of_model
-from torchobs.debug.tensors import require_module
+from torchobs.debug.tensors import require
 from torchobs.probes.memory.device_memory import has_statistics
 from torchobs.probes.memory.process_memory import ProcessStats
 from torchobs.support.after_fork import renew_in_child
@@ -240,7 +240,7 @@ def _check(operation: object, anomaly: object, model: Any) -> None:
     if anomaly not in ANOMALY:
         raise ValueError(f"anomaly is one of {', '.join(map(repr, ANOMALY))}, not {anomaly!r}")
     if model is not None:
-        require_module(model, "context")
+        require(model, "nn.Module", "context")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchobs.debug.findings import record_findings
-from torchobs.debug.tensors import bytes_of, require_module, require_optimizer
+from torchobs.debug.tensors import bytes_of, require
 from torchobs.support.result import Result
 from torchobs.tensors.batches import walk
 from torchobs.tensors.running import state_kept, wants_gradients
@@ -89,9 +89,9 @@ def devices(model: Any, batch: Any = None, *, optimizer: Any = None) -> DeviceCh
     Raises:
         TypeError: ``model`` is no module, or ``optimizer`` none. What the forward pass raises is in ``error``.
     """
-    require_module(model, "devices")
+    require(model, "nn.Module", "devices")
     if optimizer is not None:
-        require_optimizer(optimizer, "devices")
+        require(optimizer, "optim.Optimizer", "devices")
     from torchobs.debug.steps import MOST_TENSORS
 
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())

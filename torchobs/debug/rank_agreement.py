@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from torchobs.debug.findings import record_findings
-from torchobs.debug.tensors import require_module
+from torchobs.debug.tensors import require
 from torchobs.support.process_group import let_backend_finish
 from torchobs.support.result import Result
 
@@ -78,7 +78,7 @@ def ddp(model: Any, *, group: Any = None) -> RankAgreement:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    require_module(model, "ddp")
+    require(model, "nn.Module", "ddp")
     side = _side(model.module if isinstance(model, DistributedDataParallel) else model)
     together = dist.is_available() and dist.is_initialized()
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if together else (0, 1)

@@ -78,7 +78,7 @@ def monitor_step(
         TypeError: ``model`` is no module, or ``loss`` not one number.
         ValueError: a threshold is not above 0.
     """
-    tensors.require_module(model, "monitor_step")
+    tensors.require(model, "nn.Module", "monitor_step")
     if loss is None:
         raise TypeError("monitor_step() takes a loss: a tensor with one element, or a number")
     exploding = _explodes_above(model) if exploding is None else exploding
@@ -270,7 +270,7 @@ def forward_pass(model: Any, batch: Any, *, activations: bool = False) -> Forwar
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``. What the model raises goes on.
     """
-    tensors.require_module(model, "forward_pass")
+    tensors.require(model, "nn.Module", "forward_pass")
     return _forward(model, batch, "forward_pass", wanted=activations)
 
 
@@ -310,7 +310,7 @@ def _backward(loss: Any, model: Any, scaler: Any, exploding: float, vanishing: f
     if not loss.requires_grad:
         raise ValueError("the loss has no graph: are gradients off, or was it detached?")
     tensors.require_scaler(scaler, "backward_pass", "scale")
-    tensors.require_module(model, "backward_pass")
+    tensors.require(model, "nn.Module", "backward_pass")
     with _measured() as part:
         (loss if scaler is None else scaler.scale(loss)).backward()
     gradients = check_gradients(model, loss, scaler=scaler, exploding=exploding, vanishing=vanishing)
@@ -328,7 +328,7 @@ def optimization_step(optimizer: Any, *, scaler: Any = None) -> OptimizationStep
     """
     import torch
 
-    tensors.require_optimizer(optimizer, "optimization_step")
+    tensors.require(optimizer, "optim.Optimizer", "optimization_step")
     tensors.require_scaler(scaler, "optimization_step", "scale")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with torch.no_grad():
@@ -384,8 +384,8 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
         TypeError: an argument is of the wrong kind. What model, loss and optimizer raise goes on.
         ValueError: the loss has more than one element, or nothing to differentiate; a threshold is not above 0.
     """
-    tensors.require_module(model, "training_step")
-    tensors.require_optimizer(optimizer, "training_step")
+    tensors.require(model, "nn.Module", "training_step")
+    tensors.require(optimizer, "optim.Optimizer", "training_step")
     tensors.require_scaler(scaler, "training_step", "scale")
     if not callable(loss_fn):
         raise TypeError(f"training_step() takes a loss function after the optimizer, not {type(loss_fn).__name__}")
@@ -417,7 +417,7 @@ def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPa
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``. What the model raises goes on.
     """
-    tensors.require_module(model, "inference")
+    tensors.require(model, "nn.Module", "inference")
     import torch
 
     # tables that a first pass makes would stay in inference mode, and the training that comes after refuses those

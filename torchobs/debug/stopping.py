@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchobs import api, catalog
 from torchobs.debug.findings import record_finding, record_findings, record_series
-from torchobs.debug.tensors import require_module, wide
+from torchobs.debug.tensors import require, wide
 from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.result import Result, fill
 from torchobs.tensors.running import evaluating
@@ -190,7 +190,7 @@ def validation(model: Any = None, name: str = "validation", *, stopper: EarlySto
     import torch
 
     if model is not None:
-        require_module(model, "validation")
+        require(model, "nn.Module", "validation")
     result, begun = Validation(name), time.perf_counter()
     try:
         with api.phase("evaluation"), nullcontext() if model is None else evaluating(model), torch.no_grad():

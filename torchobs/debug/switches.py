@@ -16,7 +16,7 @@ from torchobs.debug.placement import devices
 from torchobs.debug.profiles import Recorder
 from torchobs.debug.steps import Collector, activations, monitor_step
 from torchobs.debug.stopping import early_stopping
-from torchobs.debug.tensors import require_module
+from torchobs.debug.tensors import require
 from torchobs.flight.metrics.totals import Word
 from torchobs.probes.core.torch_profiler import ProfilerBusyError
 from torchobs.runtime.session import current, init
@@ -369,7 +369,7 @@ def enable(
         given = ", ".join(map(repr, every))
         raise ValueError(f"a switch looks every step or less often: frequencies are whole numbers, 1 or more, not {given}")
     if model is not None:
-        require_module(model, "enable")
+        require(model, "nn.Module", "enable")
     if names and current() is None:
         init()  # not under the lock, which a session's end takes
     intervals = dict(zip(("gradients", "memory", "performance", "profile"), every, strict=True)) | {"always": 0}

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import islice
 from math import hypot, inf, isnan, nan, prod, sqrt
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.debug.findings import record_finding, record_findings
@@ -22,28 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 
-def require_tensor(x: Any, function: str) -> None:
-    """Raise ``TypeError`` with advice if ``x`` is no tensor."""
+def require(value: Any, kind: str, function: str) -> None:
+    """Raise ``TypeError`` unless a value is of that class of torch, such as ``nn.Module``."""
     import torch
 
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{function}() takes a torch.Tensor, not {type(x).__name__}: convert it by torch.as_tensor()")
-
-
-def require_module(model: Any, function: str) -> None:
-    """Raise ``TypeError`` with advice if ``model`` is no module."""
-    import torch
-
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"{function}() takes a torch.nn.Module, not {type(model).__name__}")
-
-
-def require_optimizer(optimizer: Any, function: str) -> None:
-    """Raise ``TypeError`` with advice if ``optimizer`` is none."""
-    import torch
-
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"{function}() takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if not isinstance(value, attrgetter(kind)(torch)):
+        raise TypeError(f"{function}() takes a torch.{kind}, not {type(value).__name__}")
 
 
 def require_scaler(scaler: Any, function: str, *methods: str) -> None:
@@ -386,7 +371,7 @@ def analyze_tensor(x: Any, name: str = "tensor") -> TensorStats:
     Raises:
         TypeError: ``x`` is not a tensor.
     """
-    require_tensor(x, "analyze_tensor")
+    require(x, "Tensor", "analyze_tensor")
     taken, shape = Rows(), [nan] * len(QUANTILES) + [0.0] * (BINS + 1)
     values, kind = taken.add(name, x)
     counted = 0 if values is None else values.numel()
@@ -412,7 +397,7 @@ def analyze_parameters(model: Any) -> ParameterAnalysis:
     Raises:
         TypeError: ``model`` is not a ``torch.nn.Module``.
     """
-    require_module(model, "analyze_parameters")
+    require(model, "nn.Module", "analyze_parameters")
     taken, parameters = Rows(), dict(model.named_parameters())
     for name, x in parameters.items():
         taken.add(name, x)
