@@ -1,5 +1,6 @@
 """The real exporter over real ranks: processes that are killed and stopped, signals, and a Prometheus that must get the end."""
 
+import os
 import re
 import signal
 import socket
@@ -116,6 +117,35 @@ def test_a_real_prometheus_gets_the_final_value_before_a_sidecar_leaves(
         assert prometheus.value("last_over_time(torchobs_steps_total[5m])") == 1234
         assert prometheus.value('last_over_time(torchobs_rank_exit{reason="finished"}[5m])') == 1
     assert "waiting for the final state" in sidecar.log
+
+
+def test_a_rank_that_failed_waits_for_its_first_scrape(exporter: Callable[..., Program], flight_dir: Path) -> None:
+    """A run that ends with an error before any scraper has come would leave no trace."""
+    writer = live_rank(flight_dir)
+    program = exporter("--drain-timeout", "60s")
+    writer.exit(2, 1)
+    writer.close()
+    program.process.terminate()
+    wait_until(lambda: "fetched by: the first scraper" in program.log)
+    assert 'reason="exception"' in program.page(X_Prometheus_Scrape_Timeout_Seconds="10")
+    assert program.process.wait(timeout=10) == 0, program.log
+
+
+def test_what_a_training_survived_of_the_grace_is_not_waited_for(
+    exporter: Callable[..., Program], rank: Callable[..., tuple[subprocess.Popen[str], Path]], flight_dir: Path
+) -> None:
+    """Killed at the grace's end, it leaves its exporter two seconds, after which kubelet kills that, too."""
+    process, _ = rank()
+    program = exporter("--drain-timeout", "40s")
+    program.page(X_Prometheus_Scrape_Timeout_Seconds="10")
+    process.kill()
+    process.wait()
+    (lock,) = flight_dir.glob("*.lock")
+    lock.write_text("Stack (most recent call first)\n")
+    os.utime(lock, (time.time() - 45, time.time() - 45))
+    program.process.terminate()
+    assert program.process.wait(timeout=8) == 0, program.log
+    assert "not fetched by: 127.0.0.1" in program.log
 
 
 def test_a_second_signal_ends_the_wait(exporter: Callable[..., Program]) -> None:
