@@ -18,10 +18,8 @@ from torchobs.tensors.running import generators, length, random_states_kept
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-SLOW_WORKER = 3.0
-"""A worker is slow whose batches are waited for this many times longer than the median worker's, while the others are idle"""
 LEAST_WAIT_S = 0.01
-"""and at least this long"""
+"""A worker is slow whose batches are waited for at least this long, while the others are idle"""
 LEAST_ALONE = 0.9
 """Share of a slow worker's batches at which the others are idle; of equal workers one may be ahead by a batch for ever"""
 LEAST_BATCHES = 3
@@ -231,8 +229,6 @@ def _slow_workers(loads: tuple[WorkerLoad, ...], fetches: Sequence[_Fetch]) -> I
     judged = {load.worker: load.typical for load in loads if load.batches >= LEAST_BATCHES}
     for worker, wait in judged.items():
         alone = [fetch.alone for fetch in fetches[1:] if fetch.worker == worker and fetch.alone is not None]
-        others = [other for one, other in judged.items() if one != worker]
-        others_idle = sum(alone) >= LEAST_ALONE * len(alone) > 0
-        if others and others_idle and wait >= LEAST_WAIT_S and wait > SLOW_WORKER * median(others):
-            text = f"worker {worker} is waited for {wait:.3g} s a batch, the others {median(others):.3g} s"
+        if sum(alone) >= LEAST_ALONE * len(alone) > 0 and wait >= LEAST_WAIT_S:
+            text = f"worker {worker} is waited for {wait:.3g} s a batch, while the others are idle"
             yield "slow_worker", f"worker {worker}", text

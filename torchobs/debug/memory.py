@@ -7,7 +7,7 @@ import tracemalloc
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torchobs.debug import operations
 from torchobs.debug.tensors import bytes_of, is_uninitialized, require, wide
@@ -80,31 +80,25 @@ def memory_usage(
     if not size:
         what = f"{type(batch).__name__}{' of none' if _tensors_in(batch) else ''}"
         raise TypeError(f"memory_usage() takes a batch with a tensor of at least one sample, not {what}")
-    passes = _measured(model, batch, loss_fn)
+    peak, modules = _measured(model, batch, loss_fn)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    rows = sorted((ModuleActivations(*name, size) for name, size in passes.modules.items()), key=lambda row: -row.size)
+    rows = sorted((ModuleActivations(*name, size) for name, size in modules.items()), key=lambda row: -row.size)
     return MemoryBreakdown(
         model=type(model).__name__, batch_size=size, parameters=_unique(model.parameters()), buffers=_unique(model.buffers()),
         gradients=sum(map(bytes_of, parameters)), optimizer_state=_optimizer_state(optimizer),
-        inputs=_unique(_tensors_in(batch)), activations=sum(row.size for row in rows), peak=passes.peak, modules=tuple(rows),
+        inputs=_unique(_tensors_in(batch)), activations=sum(row.size for row in rows), peak=peak, modules=tuple(rows),
     )  # fmt: skip
 
 
-class _Passes(NamedTuple):
-    """What a forward and a backward pass took."""
-
-    peak: int
-    modules: dict[tuple[str, str], int]
-
-
-def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> _Passes:
+def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> tuple[int, dict[tuple[str, str], int]]:
+    """Return the most memory at one time, and what each module keeps, by its path and class."""
     import torch
 
     from torchobs.debug.operator_watch import AllocationWatch
 
     there = [*model.parameters(), *model.buffers(), *_tensors_in(batch)]
 
-    def passes(backward: Backward) -> _Passes:
+    def passes(backward: Backward) -> tuple[int, dict[tuple[str, str], int]]:
         known = {storage.data_ptr() for x in there for storage in storages(x)}
         modules: dict[tuple[str, str], int] = {}
         watch = AllocationWatch()
@@ -122,7 +116,7 @@ def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> _
                 loss = loss_of(call(model, batch), loss_fn)
             backward(loss)
             del loss
-        return _Passes(watch.peak, modules)
+        return watch.peak, modules
 
     return beside_grad(model, passes)
 
