@@ -114,8 +114,14 @@ def test_slow_operations() -> None:
     with pytest.raises(KeyError), debug.performance("broken") as broken:  # it is entered, then raises
         raise KeyError
     assert broken.error == "KeyError"
+    try:
+        slow.to_dict()["absent"]
+    except KeyError:  # a block in a handler has not failed for that
+        with debug.performance("retry") as again, debug.context("inner") as info, debug.validation() as validated:
+            validated.add(1)
+    assert (again.error, info.error, validated.error) == (None, None, None)
     summary = debug.summary()
     assert {row.operation: (row.count, row.anomalies) for row in summary.operations} == {
-        "sleep": (1, 1), "nothing": (2, 0), "broken": (1, 0),
+        "sleep": (1, 1), "nothing": (2, 0), "broken": (1, 0), "retry": (1, 0), "inner": (1, 0),
     }  # fmt: skip
     assert summary.recent_anomalies[0].startswith("sleep: sleep took")

@@ -244,6 +244,24 @@ def _check(operation: object, anomaly: object, model: Any) -> None:
 
 
 @contextmanager
+def noting_error(result: Any) -> Iterator[list[BaseException]]:
+    """Fill ``error`` of a result with the class of the exception that ends the block, if one does; the list gets it, too.
+
+    ``sys.exc_info`` would be that of an ``except`` around the block.
+    """
+    errors = list[BaseException]()
+
+    def ends(*raised: Any) -> None:
+        if (error := raised[1]) is not None:
+            fill(result, error=type(error).__name__)
+            errors.append(error)
+
+    with ExitStack() as stack:
+        stack.push(ends)
+        yield errors
+
+
+@contextmanager
 def _measured(template: DebugInfo, model: Any) -> Iterator[DebugInfo]:
     parent = _current.get()
     opened = _Open(replace(template, parent=parent.info.operation if parent is not None else None), parent)
@@ -255,15 +273,14 @@ def _measured(template: DebugInfo, model: Any) -> Iterator[DebugInfo]:
         _current.set(opened)
         before, begun = read(), time.perf_counter()
         try:
-            yield opened.info
-        except BaseException as error:
-            fill(opened.info, error=type(error).__name__)
-            if isinstance(error, RuntimeError) and "returned nan values in its" in str(error):  # torch's anomaly mode
-                opened.note(str(error).splitlines()[0])
-            raise
+            with noting_error(opened.info) as errors:
+                yield opened.info
         finally:
             elapsed = time.perf_counter() - begun
             undo.close()
+            for error in errors:
+                if isinstance(error, RuntimeError) and "returned nan values in its" in str(error):  # torch's anomaly mode
+                    opened.note(str(error).splitlines()[0])
             _finish(opened, elapsed, before, model)
 
 
@@ -373,11 +390,9 @@ def performance(operation: str, slow_s: float = 10.0, *, samples: int | None = N
         wait_for_devices()
         begun, cpu_begun = time.perf_counter(), time.process_time()
         try:
-            yield measured
+            with noting_error(measured):
+                yield measured
             wait_for_devices()
-        except BaseException as error:
-            fill(measured, error=type(error).__name__)
-            raise
         finally:
             elapsed, cpu = time.perf_counter() - begun, time.process_time() - cpu_begun
             per_sample, throughput = (elapsed / samples, samples / elapsed) if samples else (None, None)
