@@ -119,7 +119,7 @@ def test_slow_operations() -> None:
     except KeyError:  # a block in a handler has not failed for that
         with debug.performance("retry") as again, debug.context("inner") as info, debug.validation() as validated:
             validated.add(1)
-    assert (again.error, info.error, validated.error) == (None, None, None)
+        assert (again.error, info.error, validated.error) == (None, None, None)
     summary = debug.summary()
     assert {row.operation: (row.count, row.anomalies) for row in summary.operations} == {
         "sleep": (1, 1), "nothing": (2, 0), "broken": (1, 0), "retry": (1, 0), "inner": (1, 0),
