@@ -101,17 +101,18 @@ class StepProfile(SwitchProbe):
     writes = False
     _ended_at: ClassVar[int] = -1
     _several_train: ClassVar[bool] = False
+    _running: ClassVar[StepProfile | None] = None
     _recorder: Recorder | None = None
 
     def before_step(self, step: int, look: Look) -> None:
         recorder = self._recorder
         if recorder is not None and step > self.looked_at:
-            self._recorder, StepProfile._ended_at = None, step
+            self._recorder, StepProfile._running, StepProfile._ended_at = None, None, step
             recorder.finish(1)
             result = recorder.result
             self.last = "; ".join(result.anomalies) or f"{result.time:.3g} s, top operator {result.top_operator}"
             self.last += f", trace in {result.tensorboard}" * bool(result.tensorboard)
-        elif recorder is None and step >= self.due and step != self._ended_at and not self._several_train:
+        elif self._running is None and step >= self.due and step != self._ended_at and not self._several_train:
             self._begin(step)
 
     def _begin(self, step: int) -> None:
@@ -123,7 +124,7 @@ class StepProfile(SwitchProbe):
             self.last = f"no profile: {problem}"
             return
         recorder.record()
-        self._recorder = recorder
+        self._recorder, StepProfile._running = recorder, self
         self.note(step, self.last)
 
     def stop_for_threads(self) -> None:
@@ -135,6 +136,7 @@ class StepProfile(SwitchProbe):
     def remove(self) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
+            StepProfile._running, StepProfile._ended_at = None, self.context.recorder.step
             recorder.cancel()
 
 
@@ -471,7 +473,7 @@ class _Board:
             if (model := model_of(optimizer)) is not None:
                 self._model = weakref.ref(model)
         look = Look(self.model, optimizer, self._loss, context)
-        for probe in list(self._probes.values()):
+        for probe in sorted(self._probes.values(), key=lambda probe: probe.due):  # of two that profile, that which waits longer
             call(probe.breaker, probe.before_step, context.recorder.step, look)
 
     def _take_loss(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
