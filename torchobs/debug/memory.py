@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchobs.debug import operations
+from torchobs.debug.steps import RAISED
 from torchobs.debug.tensors import bytes_of, is_uninitialized, require, wide
 from torchobs.probes.memory.device_memory import has_statistics
 from torchobs.probes.nonfinite.locate import is_users_file
@@ -197,7 +198,7 @@ def _optimizer_state(optimizer: Any) -> int | None:
     try:
         tried = type(optimizer)(groups)
         getattr(type(tried).step, "__wrapped__", type(tried).step)(tried)  # without hooks
-    except (TypeError, ValueError, RuntimeError):  # it takes other arguments than its groups have, or reads its tensors
+    except RAISED:  # it takes other arguments than its groups have, or refuses tensors without data
         if tried is None or not tried.state:
             return None
     return sum(int(x.nbytes) for x in _tensors_in([dict(state) for state in tried.state.values()]))

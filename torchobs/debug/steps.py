@@ -134,7 +134,7 @@ def _judge(
 MOST_TENSORS = 64
 """Most tensors of a batch, or of an output, that are looked at"""
 RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a model raises, or the compiler"""
+"""What a model raises, an optimizer, or the compiler"""
 
 
 class Collector:
