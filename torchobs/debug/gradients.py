@@ -217,24 +217,10 @@ class StepHook:
         self.remove = taps.BEFORE_STEP.subscribe(before_step)
 
 
-def norm_before_step(optimizer: Any) -> Any:
-    """Return the norm of the gradients that an optimizer is about to step with, unscaled, as a tensor; ``None`` without any."""
+def norm_of(parameters: Iterable[Any], scale: Any) -> Any:
+    """Return the L2 norm of gradients, divided by the scale, as a tensor; ``None`` without any. Of a DTensor the shard's."""
     import torch
 
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # a fused optimizer under a loss scaler unscales in its kernel
-    return norm_of(torch, parameters, getattr(optimizer, "grad_scale", None))
-
-
-def norm_of_model(model: Any) -> Any:
-    """Return the norm of a module's gradients, unscaled, as a tensor; ``None`` if it has none."""
-    import torch
-
-    return norm_of(torch, list(model.parameters()), scale_in_use(None))
-
-
-def norm_of(torch: Any, parameters: Iterable[Any], scale: Any) -> Any:
-    """Return the L2 norm of all gradients as a tensor; ``None`` without any. Of a DTensor the local shard's."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     by_device: dict[Any, list[Any]] = {}
     with torch.no_grad():

@@ -15,7 +15,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from torchobs.debug.findings import record_finding, record_operation
-from torchobs.debug.gradients import StepHook, norm_before_step, norm_of_model
+from torchobs.debug.gradients import StepHook, norm_of, scale_in_use
 from torchobs.debug.tensors import require
 from torchobs.probes.memory.device_memory import has_statistics
 from torchobs.probes.memory.process_memory import ProcessStats
@@ -188,7 +188,8 @@ class _Open:
         """Keep the norm that a step begins with, if that is in this operation of this task."""
         current = _current.get()
         if current is not None and self in current.enclosing():
-            norm = norm_before_step(optimizer)
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            norm = norm_of(parameters, getattr(optimizer, "grad_scale", None))  # a fused one unscales in its kernel
             self.norm = self.norm if norm is None else norm
 
     def note(self, text: str) -> None:
@@ -286,7 +287,7 @@ def _measured(template: DebugInfo, model: Any) -> Iterator[DebugInfo]:
 
 def _finish(opened: _Open, elapsed: float, before: Reading, model: Any) -> None:
     info, (host, device) = opened.info, use(before, read())
-    on_device = opened.norm if opened.norm is not None or model is None else norm_of_model(model)
+    on_device = opened.norm if opened.norm is not None or model is None else norm_of(model.parameters(), scale_in_use(None))
     norm = None if on_device is None else float(on_device.item())
     if norm is not None and not isfinite(norm):
         opened.note(f"the gradient norm is {norm}")
