@@ -36,7 +36,7 @@ class Misplaced(Result):
     """A tensor that is not where the model is."""
 
     kind: str
-    """``parameter``, ``buffer``, ``input``, ``gradient`` or ``optimizer state``"""
+    """``parameter``, ``buffer``, ``input`` or ``optimizer state``"""
     name: str
     device: str
     expected: str
@@ -104,7 +104,7 @@ def devices(model: Any, batch: Any = None, *, optimizer: Any = None) -> DeviceCh
     misplaced = [*_elsewhere("input", inputs, home)]
     if not spread:
         misplaced = [*_elsewhere("parameter", parameters, home), *_elsewhere("buffer", buffers, home), *misplaced]
-    misplaced += [*_gradients(parameters), *_states(optimizer, {id(x): name for name, x in parameters})]
+    misplaced += _states(optimizer, {id(x): name for name, x in parameters})
     copies, error = ((), None) if batch is None else _watched(model, batch)
     rows = _uses({"parameters": parameters, "buffers": buffers, "inputs": inputs})
     anomalies = []
@@ -129,11 +129,6 @@ def _home(tensors: list[Any]) -> str:
 
 def _elsewhere(kind: str, named: Iterable[tuple[str, Any]], home: str) -> list[Misplaced]:
     return [Misplaced(kind, name, str(x.device), home) for name, x in named if str(x.device) != home]
-
-
-def _gradients(parameters: list[tuple[str, Any]]) -> list[Misplaced]:
-    rows = ((name, x.grad.device, x.device) for name, x in parameters if x.grad is not None)
-    return [Misplaced("gradient", name, str(has), str(wants)) for name, has, wants in rows if has != wants]
 
 
 def _states(optimizer: Any, names: dict[int, str]) -> list[Misplaced]:
