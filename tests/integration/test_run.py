@@ -526,8 +526,6 @@ def run_words(
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("", ("-m", "tarin")),
-        ("", ("-m", "tarin.model")),
         ("import torch\nimport not_there\n", ("train.py",)),
         ("from torch import not_there\n", ("train.py",)),
         ("def train(:\n", ("train.py",)),

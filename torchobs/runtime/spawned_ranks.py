@@ -9,7 +9,7 @@ workers, pools) are not ranks.
 The launching process takes no steps: its own file, a second rank 0, is hidden once the ranks' files exist, and shown again
 if that process fails.
 
-A program that a person started by mistake (a name that is mistyped, an import that fails, ``--help``) leaves no run behind: it
+A program that a person started by mistake (an import that fails, a wrong argument, ``--help``) leaves no run behind: it
 would be shown as the newest run from then on. Under a scheduler, and in Kubernetes, a program that does not come to its first
 step is a failure that somebody has to hear of, and stays.
 """
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     UnpickleToken = Callable[[dict[str, str], str], object]
 
 
-LONGEST_S = 60.0
-"""Who has loaded data for a minute has begun."""
 _LAUNCHERS = frozenset({"python", "torchrun"})
 _UNATTENDED = frozenset({"KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"})
 """Variables of a pod, and of the jobs of schedulers, of which nobody sees the output"""
@@ -58,14 +56,12 @@ def is_mistake(error: BaseException) -> bool:
     """Return True for the exception of a program that cannot begin: its module is not there, or it was only asked for help."""
     if not isinstance(error, SystemExit):
         return isinstance(error, (ImportError, SyntaxError))
-    if error.code == _USAGE or (not error.code and not _HELP.isdisjoint(sys.argv[1:])):
-        return True
-    return isinstance(error.code, str) and _raised_by_runpy(error)
+    return error.code == _USAGE or (not error.code and not _HELP.isdisjoint(sys.argv[1:]))
 
 
 def hide_mistake(context: ProbeContext, error: BaseException | None) -> None:
     """Remove the flight file of a program that ends by that exception, if it is a mistake and nothing has begun."""
-    if error is None or not is_mistake(error) or context.writer.elapsed_ns() > LONGEST_S * 1e9:
+    if error is None or not is_mistake(error):
         return
     resource, environ = context.writer.header.resource, settings.environment()
     attended = resource.get("launcher") in _LAUNCHERS and _UNATTENDED.isdisjoint(environ)
@@ -77,16 +73,6 @@ def hide_mistake(context: ProbeContext, error: BaseException | None) -> None:
     begun = context.recorder.ended or context.recorder.has_begun() or rank_and_size() is not None
     if not begun and not context.writer.hidden:
         context.writer.hide()
-
-
-def _raised_by_runpy(error: SystemExit) -> bool:
-    """Return True if ``python -m`` itself refuses the module: behind its frames are none but ours."""
-    trace, last = error.__traceback__, ""
-    while trace is not None:
-        name = str(trace.tb_frame.f_globals.get("__name__"))
-        last = last if name.startswith("torchobs.") else name
-        trace = trace.tb_next
-    return last == "runpy"
 
 
 GROUPS = "torch.distributed.distributed_c10d"
