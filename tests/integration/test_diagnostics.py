@@ -25,10 +25,9 @@ from tests import support
 from tests.support import wait_until
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.flight.files import artifacts, control
+from torchobs.flight.files import artifacts, control, endings
 from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK, ArtifactName
 from torchobs.flight.files.location import open_directory
-from torchobs.flight.writer import exit_signals
 from torchobs.probes.memory.process_memory import ProcessStats, Resident
 from torchobs.runtime import profiler as torch_profiler
 from torchobs.runtime import stacks
@@ -338,7 +337,7 @@ def caught() -> int:
     """
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
     mask = int(line.split()[1], 16)
-    for number in (signal.SIGTERM, *exit_signals.SIGNALS, *range(32, signal.SIGRTMIN)):
+    for number in (signal.SIGTERM, *endings.EXIT_SIGNALS, *range(32, signal.SIGRTMIN)):
         mask &= ~(1 << (number - 1))
     return mask
 

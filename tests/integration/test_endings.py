@@ -17,7 +17,7 @@ from tests.support import NEEDS_COMPILER, ROOT, clean_environment, wait_until
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.load import load_reports
 from torchobs.exporter.config import ExporterConfig
-from torchobs.flight.writer import exit_signals
+from torchobs.flight.files import endings
 from torchobs.flight.writer.native import compiled
 from torchobs.ranks.scanner import Scanner
 
@@ -230,7 +230,7 @@ def mark_signals() -> None:
     """Mark the signals that end a process by their default."""
     memory = ctypes.create_string_buffer(64)
     assert native is not None
-    exit_signals.mark(native, native.Map(memory, ctypes.addressof(memory), 64), 8)
+    endings.mark_exits(native, native.Map(memory, ctypes.addressof(memory), 64), 8)
 
 
 def caught() -> int:
@@ -248,10 +248,10 @@ def test_handlers_come_and_go_without_python_s_knowledge() -> None:
         assert caught() & ~before & bit
         assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
         signal.signal(signal.SIGUSR1, lambda *_: None)
-        exit_signals.unmark(native)
+        endings.unmark_exits(native)
         assert caught() == before | 1 << signal.SIGUSR1 - 1
     finally:
-        exit_signals.unmark(native)
+        endings.unmark_exits(native)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
@@ -265,7 +265,7 @@ def test_a_signal_with_a_handler_is_left_alone() -> None:
         signal.raise_signal(signal.SIGUSR1)
         assert heard == [signal.SIGUSR1]
     finally:
-        exit_signals.unmark(native)
+        endings.unmark_exits(native)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
@@ -281,7 +281,7 @@ def test_a_child_of_fork_has_the_defaults() -> None:
         assert os.waitpid(child, 0)[1] == 0
         assert caught() != before
     finally:
-        exit_signals.unmark(native)
+        endings.unmark_exits(native)
 
 
 SCRIPT = """

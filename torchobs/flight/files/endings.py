@@ -14,6 +14,11 @@ SIGTERM leaves no trace, and a Python handler would not run while a rank is stuc
 in C and without the GIL, the stack of the main thread into the lock file, and then has the signal do what it did before
 (``chain``). A lock file that begins with such a stack is the mark. Nothing is registered where SIGTERM has a handler or is
 ignored; a handler that is installed later replaces this one.
+
+**Other signals that end a rank by their default** (:data:`EXIT_SIGNALS`). The exit word says which it was, where the compiled
+part is there to store it. Without it, on file systems other than tmpfs, and for the first process of a container (which a
+default does not end), such a rank is *lost*. Again nothing is marked where a signal has a handler or is ignored, as SIGHUP
+under nohup, and a handler that is installed later replaces the mark.
 """
 
 from __future__ import annotations
@@ -24,12 +29,18 @@ import operator
 import os
 import signal
 import stat
+import sys
 import weakref
 from collections.abc import Iterable
 from threading import get_ident
+from typing import TYPE_CHECKING
 
 from torchobs.flight.files import lock
+from torchobs.flight.format.layout import EXIT_SET, Exit
 from torchobs.support import cgroup
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 
 class LockFile:
@@ -201,3 +212,24 @@ def _termination_is_ours() -> bool:
 
 def _python_has_handler() -> bool:
     return signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+
+
+EXIT_SIGNALS = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU)
+"""Not SIGPROF: profilers in C leave a process alone that has an action for it already"""
+
+
+def mark_exits(native: ModuleType | None, memory_map: object, offset: int) -> None:
+    """Have these signals store their exit word at the map's offset, in bytes; again, it replaces the first."""
+    if native is None or memory_map is None or os.getpid() == 1:
+        return
+    words = {int(number): EXIT_SET | Exit.TERMINATED << 32 | 128 + number for number in EXIT_SIGNALS}
+    native.mark_signals(memory_map, offset, words)
+
+
+def unmark_exits(native: ModuleType | None) -> None:
+    """Give the signals their defaults back, unless somebody else has installed a handler."""
+    if native is not None:
+        native.unmark_signals()
+
+
+os.register_at_fork(after_in_child=lambda: unmark_exits(sys.modules.get("torchobs._native")))

@@ -27,7 +27,6 @@ from torchobs.flight.format.layout import DEFAULT_SIZE, EXIT_SET, NO_STEPS, RECO
 from torchobs.flight.format.step_record import CRC, NO_FETCH, PLAIN, PLAIN_CODES, StepRecord, pack, unpack
 from torchobs.flight.metrics import fold as record_fold
 from torchobs.flight.metrics.totals import Anomaly, Word, core_series
-from torchobs.flight.writer import exit_signals
 from torchobs.flight.writer.native import compiled
 from torchobs.flight.writer.series_table import Table
 from torchobs.flight.writer.storage import DeferredStorage, Storage
@@ -356,7 +355,7 @@ class FlightWriter:
         """Have signals leave their marks, in the file or beside it, if they would end the process."""
         if self._created is not None:
             self._marks_signals = True
-            exit_signals.mark(self.native, self.memory.map, (self._live_at + Live.EXIT) * 8)
+            endings.mark_exits(self.native, self.memory.map, (self._live_at + Live.EXIT) * 8)
             self._marked_in = self._created.lock.number()
             endings.mark_termination(self._marked_in)
             endings.mark_crash(self._marked_in)
@@ -364,7 +363,7 @@ class FlightWriter:
     def _unmark_signals(self) -> None:
         if self._marks_signals:
             self._marks_signals = False
-            exit_signals.unmark(self.native)
+            endings.unmark_exits(self.native)
             endings.unmark_termination()
             endings.unmark_crash()
 
