@@ -92,8 +92,8 @@ class Session:
         self.run: RunSpan | None = None
         self._commands: CommandHandler | None = None
         self._children: SpawnedRanks | None = None
-        self._history: GaugeHistory | None = None
-        self._notebook: NotebookStatus | None = None
+        self._last: list[tuple[str, Callable[[], None]]] = []
+        """What is called after the sampler's last round"""
         self._page: PageAddress | None = None
         self.recorded_in = ""
         """Path of the flight file, also after the end; empty if there is none"""
@@ -158,9 +158,11 @@ class Session:
         self._probe_manager = ProbeManager(context, factories(self.loss_scaling), safe_point, self._samples, self._slow)
         control_dir = str(chosen.control_dir) if chosen.control_dir else None
         self._commands = CommandHandler(context, self._probe_manager, control_directory(control_dir, place.path))
-        self._history = GaugeHistory(context)
-        self._samples += [("control", self._commands.sample), ("history", self._history.sample)]
-        self._samples.append(("between", StackSamples(context).sample))
+        history = GaugeHistory(context)
+        self._samples += [
+            ("control", self._commands.sample), ("history", history.sample), ("between", StackSamples(context).sample),
+        ]  # fmt: skip
+        self._last.append(("history", history.record))
         self._slow += [
             ("otel", self.run.sample),
             ("children", partial(hide_launcher_file, context)),
@@ -170,9 +172,10 @@ class Session:
             self._page = PageAddress(writer.path, says=chosen.summary and not found_identity.rank and not in_notebook())
             self._samples.append(("page", self._page.sample))
         if chosen.summary and in_notebook():
-            self._notebook = NotebookStatus(context, f"{found_identity.job_name} {found_identity.run_id}", self._page)
-            call(context.breaker("notebook"), self._notebook.begin)
-            self._samples.append(("notebook", self._notebook.sample))
+            status = NotebookStatus(context, f"{found_identity.job_name} {found_identity.run_id}", self._page)
+            call(context.breaker("notebook"), status.begin)
+            self._samples.append(("notebook", status.sample))
+            self._last.append(("notebook", status.end))
         if chosen.run_details:
             details = RunDetails(context)
             call(context.breaker("details"), details.begin)
@@ -272,10 +275,8 @@ class Session:
             for breaker in context.breakers.values():
                 breaker.is_open = False
             call(CircuitBreaker("sampler"), self._sampler.end)
-            if self._history is not None:
-                call(CircuitBreaker("history"), self._history.record)
-            if self._notebook is not None:
-                call(CircuitBreaker("notebook"), self._notebook.end)
+            for name, finish in self._last:
+                call(CircuitBreaker(name), finish)
             for breaker in context.breakers.values():
                 breaker.is_open = True
         reason, code, _ = ended = self._exits.ended(self._exit)

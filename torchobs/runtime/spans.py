@@ -85,7 +85,7 @@ class RootSpans:
         self.ids = SpanIds(writer.header)
         self._writer, self._flags = writer, flags
         header = writer.header
-        run = self._frame(catalog.SPAN_RUN.name, self.ids.run, header.monotonic_ns) | remote
+        run = self.frame(catalog.SPAN_RUN.name, self.ids.run, header.monotonic_ns) | remote
         self._roots: deque[Root] = deque([Root(self.ids.run, header.monotonic_ns, 0, run)], maxlen=_KEPT)
         self._epoch, self._epoch_ns, self._part = 0, header.monotonic_ns, 0
         self._epoch_starts: deque[int] = deque(maxlen=_KEPT)
@@ -132,7 +132,11 @@ class RootSpans:
         """End the current root with the rank."""
         root = self.current
         attributes = root.attributes | ({"steps": step - root.step} if root.ids != self.ids.run else {})
-        self._writer.events.append({"k": "span", **root.frame, "t1": self._wall(now_ns), "status": status, "attrs": attributes})
+        self.write(root.frame, now_ns, status, attributes)
+
+    def write(self, frame: Mapping[str, object], ended_ns: int, status: Status, attributes: Mapping[str, object]) -> None:
+        """Write a span of this :meth:`frame`, which has ended."""
+        self._writer.events.append({"k": "span", **frame, "t1": self._wall(ended_ns), "status": status, "attrs": attributes})
 
     def _epochs_together(self) -> int:
         starts = self._epoch_starts
@@ -156,12 +160,13 @@ class RootSpans:
         links = [link(self.ids.run, self._flags, "run")]
         if previous.ids != self.ids.run:
             links.append(link(previous.ids, self._flags, "previous"))
-        frame = self._frame(catalog.SPAN_SEGMENT.name, ids, at_ns) | {"links": links}
+        frame = self.frame(catalog.SPAN_SEGMENT.name, ids, at_ns) | {"links": links}
         attributes: dict[str, object] = {"epoch": epoch, "part": part} if epoch else {"part": part}
         self._roots.append(Root(ids, at_ns, step, frame, attributes))
         self.announce()
 
-    def _frame(self, name: str, ids: SpanId, begun_ns: int) -> dict[str, object]:
+    def frame(self, name: str, ids: SpanId, begun_ns: int) -> dict[str, object]:
+        """Return the fields of a span that are known when it begins."""
         fields: dict[str, object] = {"name": name, "trace_id": ids.trace, "span_id": ids.span, "flags": self._flags}
         return fields | {"kind": "internal", "t0": self._wall(begun_ns), "scope": ["torchobs", None, None, {}]}
 
@@ -260,13 +265,8 @@ class RunSpan:
         self, name: str, ids: SpanId, started_ns: int, ended_ns: int, attributes: Mapping[str, object],
         more: Mapping[str, object], *, failed: bool = False,
     ) -> None:  # fmt: skip
-        header = self._writer.header
-        offset_ns = header.wall_ns - header.monotonic_ns
-        own: dict[str, object] = {"k": "span", "name": name, "trace_id": ids.trace, "span_id": ids.span, "flags": self._flags}
-        times = {"kind": "internal", "t0": started_ns + offset_ns, "t1": ended_ns + offset_ns}
-        status: dict[str, object] = {"status": "error" if failed else "unset", "attrs": attributes}
-        scope: dict[str, object] = {"scope": ["torchobs", None, None, {}]}
-        self._writer.events.append({**own, **times, **status, **scope, **more})
+        frame = {**self._roots.frame(name, ids, started_ns), **more}
+        self._roots.write(frame, ended_ns, "error" if failed else "unset", attributes)
 
     def _install(self) -> None:
         if self._installed:

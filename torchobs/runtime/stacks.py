@@ -316,50 +316,28 @@ class Watchdog:
 
     def _report_stacks(self, silent_s: float) -> None:
         """Store the stacks written while the sampler was blocked under their own name, and record an event."""
-        place = self._writer.place
-        if place is None:
+        place, file = self._writer.place, self._file
+        if place is None or file is None:
             return
-        size = _size(self._own, place.fd)
-        done = named(self._writer.name, STUCK, time.time_ns() // 1_000_000)
-        refused = self._append_end(size) if size is not None else None
+        size, done = _size(self._own, place.fd), named(self._writer.name, STUCK, time.time_ns() // 1_000_000)
+        problem = None if size is None else _complete(file, size)
         if size:
-            refused = self._finish(place, done, silent_s) or refused
-        if refused is not None:
-            self._report_failure(refused, done)
+            try:
+                artifacts.finish(place, self._own.name, done)
+            except OSError as error:
+                os.ftruncate(file.number(), 0)
+                problem = error
+            else:
+                self._no_file = True  # the next stacks go to another file
+                attributes = {"cause": "stuck", "evidence": done.id, "silent_s": round(silent_s, 3)}
+                self._writer.event(catalog.EVENT_STACKS.name, attributes)
+        if problem is not None:
+            self._report_failure(artifacts.refusal(problem), done)
         if size is None or self._no_file:
             self._create_file()
 
-    def _finish(self, place: FlightDirectory, done: ArtifactName, silent_s: float) -> dict[str, str] | None:
-        """Rename the file to its artifact name; on failure, return the event's attributes that say why."""
-        try:
-            artifacts.finish(place, self._own.name, done)
-        except OSError as problem:
-            self._truncate(0)
-            return artifacts.refusal(problem)
-        self._no_file = True  # the next stacks go to another file
-        attributes = {"cause": "stuck", "evidence": done.id, "silent_s": round(silent_s, 3)}
-        self._writer.event(catalog.EVENT_STACKS.name, attributes)
-        return None
-
     def _report_failure(self, refused: dict[str, str], wanted: ArtifactName) -> None:
         self._writer.event(catalog.EVENT_STACKS_FAILED.name, {"cause": "stuck", **refused, "evidence": wanted.id})
-
-    def _append_end(self, size: int) -> dict[str, str] | None:
-        """Append the end marker; on failure, return the event's attributes that say why."""
-        try:
-            self._truncate(min(size, artifacts.LIMITS[STUCK] - len(END)))
-            if self._file is not None:
-                artifacts.append(self._file, END)
-        except OSError as problem:
-            return artifacts.refusal(problem)
-        finally:
-            if not size:  # nothing was written although there was space, as after SIGSTOP
-                self._truncate(0)
-        return None
-
-    def _truncate(self, size: int) -> None:
-        if self._file is not None:
-            os.ftruncate(self._file.number(), size)
 
     def _create_file(self) -> bool:
         """Create an empty file for the next stacks; return True on success. Without one no timer is set; an event says why."""
@@ -376,6 +354,19 @@ class Watchdog:
             return False
         self._no_file, self._last_error = False, ""
         return True
+
+
+def _complete(file: Descriptor, size: int) -> OSError | None:
+    """Append the end marker to stacks of that size; return the error where that failed."""
+    try:
+        os.ftruncate(file.number(), min(size, LIMITS[STUCK] - len(END)))
+        artifacts.append(file, END)
+    except OSError as problem:
+        return problem
+    finally:
+        if not size:  # nothing was written although there was space, as after SIGSTOP
+            os.ftruncate(file.number(), 0)
+    return None
 
 
 def _nowhere() -> Descriptor:
