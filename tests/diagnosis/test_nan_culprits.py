@@ -47,18 +47,6 @@ def origin(observed: Observed) -> dict[str, Any]:
     return {"step": fact.step, **fact.attributes}
 
 
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_the_first_steps_are_numbered_right(at: int) -> None:
-    """While it is not known yet where a step ends."""
-
-    def loss_of(model: nn.Module, number: int) -> torch.Tensor:
-        loss = model(torch.randn(8, 4)).square().mean()
-        return torch.as_tensor((loss - loss.detach() - 1.0).log() if number == at else loss)
-
-    told = origin(run(nn.Linear(4, 4), loss_of, grad_interval=1))
-    assert (told["step"], told["operator"]) == (at, "log")
-
-
 class Batches:
     """Hands out batches that no variable of a running function holds when the backward pass begins."""
 

@@ -246,21 +246,6 @@ def test_what_a_failed_save_leaves_is_told(run: Recording, tmp_path: Path) -> No
     assert event["attrs"]["free"] == pytest.approx(there.f_bavail * there.f_frsize, rel=0.5)
 
 
-def test_a_failed_save_of_sparse_parameters_is_told(run: Recording, tmp_path: Path) -> None:
-    """They have no `nbytes`; the first checkpoint is not there to say what one takes."""
-    edges = torch.nn.Parameter(torch.eye(8).to_sparse())
-    optimizer = torch.optim.SGD([edges], lr=0.1)
-    for _ in range(2):
-        torch.sparse.mm(edges, torch.ones(8, 1)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with suppress(RuntimeError):
-        torch.save({"edges": edges}, tmp_path / "gone" / "model.pt")
-    (event,) = run.frames("torchobs.checkpoint.failed")
-    assert (event["attrs"]["saved_step"], event["attrs"]["needed"]) == (0, 8 * 8 * 4)
-    assert run.look()[catalog.STEPS.name,] == 2
-
-
 def test_safetensors_are_checkpoints(run: Recording, tmp_path: Path) -> None:
     """Transformers saves so."""
     safetensors = pytest.importorskip("safetensors.torch")

@@ -115,12 +115,6 @@ def checkpointed() -> Function:
     return lambda inputs: checkpoint(inner, inputs, use_reentrant=False)
 
 
-def differentiated() -> Function:
-    """``eval()`` in what ``torch.func.grad`` differentiates."""
-    inner = mode(training=False)
-    return lambda inputs: torch.func.grad(lambda given: inner(given).sum())(inputs)  # noqa: PLW0108  # as above
-
-
 def clipped(by_value: bool) -> Function:  # noqa: FBT001  # which of the two
     """Clipping."""
     model, _ = trained()
@@ -173,12 +167,6 @@ def step(scaled: bool) -> Function:  # noqa: FBT001  # with a loss scaler
         return loss.detach()
 
     return function
-
-
-def scaled() -> Function:
-    """A loss scaler's scaling."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    return lambda inputs: scaler.scale(inputs.sum())
 
 
 def scheduled(make: Callable[[torch.optim.Optimizer], Any], *given: float) -> Function:
@@ -245,23 +233,18 @@ CASES: dict[str, Callable[[], Function]] = {
     "eval": lambda: mode(training=False),
     "train of a module's own": Frozen,
     "no_grad": evaluation,
-    "assigned module": lambda: assigned("1", nn.Identity()),
     "assigned parameter": lambda: assigned("more", nn.Parameter(torch.ones(2))),
     "register_parameter": lambda: registered("register_parameter", nn.Parameter(torch.ones(2))),
-    "register_buffer": lambda: registered("register_buffer", torch.ones(2)),
     "add_module": lambda: registered("add_module", nn.Identity()),
     "containers": containers,
     "checkpoint": checkpointed,
-    "func.grad": differentiated,
     "clip_grad_norm_": lambda: clipped(by_value=False),
     "clip_grad_value_": lambda: clipped(by_value=True),
     "autocast": autocast,
     "backward": backward,
     "step": lambda: step(scaled=False),
     "scaled step": lambda: step(scaled=True),
-    "scale": scaled,
     "StepLR": lambda: scheduled(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)),
-    "ReduceLROnPlateau": lambda: scheduled(torch.optim.lr_scheduler.ReduceLROnPlateau, 1.0),
     "loader": loaded,
     "save": saved,
     "torchobs": described,

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-import torchobs
 from tests import support
 from tests.training import Recording, mlp, recording
 from torchobs.flight.format.layout import PHASE_NAMES
@@ -92,20 +91,6 @@ def test_stateful_loaders_are_loaders(run: Recording) -> None:
     waited = train(stateful.StatefulDataLoader(Slow(), batch_size=2, num_workers=1))
     assert data_time(run) == pytest.approx(waited, rel=0.05, abs=0.002)
     assert run.look()[("torchobs.data.worker_start.time",)] > 0
-
-
-@pytest.mark.serial
-def test_a_plain_iterator_is_waited_for_where_the_script_says_so(run: Recording) -> None:
-    """``phase("data")`` is for what no loader of torch fetches."""
-
-    def batches() -> Iterator[torch.Tensor]:
-        for index in range(4):
-            with torchobs.phase("data"):
-                batch = Slow()[index]
-            yield batch
-
-    waited = train(batches())
-    assert 4 * FETCH_S <= data_time(run) <= waited  # by the script's own words it lies within
 
 
 def test_workers_are_counted_and_their_start_is_timed_once_where_they_persist(run: Recording) -> None:

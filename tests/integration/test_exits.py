@@ -6,7 +6,6 @@ import builtins
 import os
 import re
 import sys
-import threading
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,10 +28,8 @@ from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader import reader
 from torchobs.probes.lifecycle.exits import Ending, describe, root_cause
 from torchobs.ranks.scanner import Scanner
-from torchobs.support.error_guard import CircuitBreaker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from torchobs.diagnosis.rank_report import RankReport
@@ -360,27 +357,6 @@ def test_who_catches_an_exit_and_trains_on_has_not_left(flight_dir: Path, monkey
         monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
         sys.excepthook(LookupError, LookupError(), None)
         assert exits.ended(None) == (Exit.FINISHED, 0, None)  # at a prompt one goes on
-
-
-def test_an_exception_that_the_sampler_finds_while_it_is_recorded_is_one(
-    flight_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Python sets ``sys.last_value`` before it calls the excepthook."""
-    for recorded in recording(flight_dir):
-        context, exits, error = recorded.session.context, recorded.session._exits, LookupError("once")
-        assert context is not None
-
-        def explain(_: BaseException, sample: Callable[[], None] = exits.sample) -> None:
-            if threading.current_thread() is threading.main_thread():
-                sampler = threading.Thread(target=sample)
-                sampler.start()
-                sampler.join()
-
-        context.hooks.explain_error.register(CircuitBreaker("once"), explain)
-        monkeypatch.setattr(sys, "last_value", error, raising=False)
-        exits.record_exception(error)
-        exits.sample()
-        assert len(recorded.frames("torchobs.exception")) == 1
 
 
 def test_sys_is_left_as_it_was_found(flight_dir: Path) -> None:

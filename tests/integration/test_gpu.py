@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +15,7 @@ from tests import nvml, support
 from tests.training import Recording, recording
 from torchobs import catalog
 from torchobs.flight.reader import reader
-from torchobs.probes.gpu import monitor, sensors
+from torchobs.probes.gpu import monitor
 from torchobs.probes.gpu.monitor import GpuMonitor
 from torchobs.probes.gpu.sensors import MEANINGS, Used, kind, used, visible
 
@@ -259,33 +258,6 @@ def test_idle_gpus_are_local_rank_0_s_after_a_while(bench: Bench, monkeypatch: p
 def test_torch_without_cuda_tells_nothing() -> None:
     """And is not asked to initialise it."""
     assert used() is None
-
-
-class Torch:
-    """A torch with CUDA and two devices, on the first of which its process has a context."""
-
-    def __init__(self, backend: str) -> None:
-        self.version = SimpleNamespace(cuda="12.8")
-        self._C = SimpleNamespace(_cuda_hasPrimaryContext=lambda index: index == 0)
-        self.cuda = SimpleNamespace(
-            is_initialized=lambda: True, device_count=lambda: 2, get_allocator_backend=lambda: backend,
-            get_device_properties=lambda index: SimpleNamespace(uuid=f"uuid-{index}"), memory_stats_as_nested_dict=self._stats,
-        )  # fmt: skip
-
-    def _stats(self, index: int) -> dict[str, Any]:
-        if self.cuda.get_allocator_backend() == "pluggable":
-            message = "CUDAPluggableAllocator does not yet support getDeviceStats"
-            raise RuntimeError(message)
-        return {"reserved_bytes": {"all": {"current": 1 << 20}}} if index == 1 else {}
-
-
-@pytest.mark.parametrize(("backend", "at"), [("native", 1), ("cudaMallocAsync", 1), ("pluggable", 0)])
-def test_a_device_is_in_use_where_torch_holds_memory_or_has_a_context(
-    backend: str, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An allocator of the user's own (RAPIDS') tells nothing of its memory, and raises when it is asked."""
-    monkeypatch.setattr(sensors, "imported", lambda _: Torch(backend))
-    assert used() == [Used(f"cuda:{index}", f"uuid-{index}", index == at) for index in range(2)]
 
 
 def gpu_threads() -> list[threading.Thread]:

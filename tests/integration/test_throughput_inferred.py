@@ -169,16 +169,6 @@ def test_what_the_script_gives_counts_instead(run: Recording, first: int, *, aft
     assert samples == [2] * 6  # not given
 
 
-def test_without_a_batch_there_is_nothing(run: Recording) -> None:
-    """Tensors made by the script, or batches without a tensor: neither series is ever other than 0."""
-    training = Training()
-    for _ in range(3):
-        training.step(torch.ones(4, FEATURES))
-    for text in DataLoader(["a", "b"], batch_size=1):  # type: ignore[arg-type]
-        training.step(torch.full((4, FEATURES), float(len(text))))
-    assert counted(run) == ([0] * 5, [0] * 5)
-
-
 def test_it_can_be_turned_off(flight_dir: Path) -> None:
     """By a setting; then no batch is looked at."""
     for run in recording(flight_dir, infer_throughput=False):

@@ -17,7 +17,6 @@ from torchobs import catalog
 from torchobs.probes.lifecycle import collectives
 from torchobs.probes.lifecycle.collectives import (
     CollectivesProbe,
-    Dump,
     GroupStatus,
     RecordedCall,
     UnreadableError,
@@ -153,22 +152,6 @@ def test_sizes_are_counted_once_each_from_level_advanced_on(flight_dir: Path) ->
     assert [after - before for before, after in zip(first, second, strict=True)] == [3 * 4000, 3]
     assert first[0] >= 2 * 4000
     assert {key[0] for key in read[1]} == {SIZE[0], "torchobs.collective.input"}
-
-
-def test_a_rank_in_many_groups_has_series_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mesh of many dimensions, or a group for each expert, makes as many; the default group is the first."""
-
-    class Pair:
-        def size(self) -> int:
-            return 2
-
-    names = {number: collectives._Group(str(number), {"backend": "nccl", "group": str(number)}) for number in range(20)}
-    world = SimpleNamespace(pg_names={Pair(): group.name for group in names.values()})
-    monkeypatch.setattr(dist.distributed_c10d, "_world", world)
-    probe = collectives.CollectivesProbe()
-    probe._groups = {("nccl", number): group for number, group in names.items()}
-    dump = Dump(dict.fromkeys(reversed(range(20)), GroupStatus(9, 9)), ())
-    assert [number for (_, number), _ in probe._shown({"nccl": dump})] == list(range(8))
 
 
 @pytest.mark.usefixtures("group")

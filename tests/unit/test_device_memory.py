@@ -202,14 +202,6 @@ def test_peaks_are_those_since_we_look_and_outlive_a_reset(run: Recording) -> No
         assert device.value(catalog.MEMORY_DEVICE_PEAK) == expected
 
 
-def test_all_of_a_device_that_is_used_later_is_ours(run: Recording) -> None:
-    """Peaks and errors between the initialisation and the first look."""
-    device = Device(run, [])
-    device.observe(3, 50, retries=2, ooms=1)
-    assert device.value(catalog.MEMORY_DEVICE_PEAK) == 50
-    assert (device.value(catalog.MEMORY_ALLOC_RETRIES), device.value(catalog.MEMORY_OOMS)) == (2, 1)
-
-
 def test_errors_are_counted_from_the_start_on_and_over_a_reset(run: Recording) -> None:
     """`reset_accumulated_memory_stats` sets the allocator's own counts to 0; ours never step back."""
     device = Device(run, [DeviceMemory("cuda:0", 3, 6, retries=5, ooms=2)])
