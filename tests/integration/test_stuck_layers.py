@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training import Recording, recording
+from tests.training import Recording, has, recording
 from torchobs import catalog
 from torchobs.detect.learning import LASTING_STEPS
+from torchobs.flight.format.step_record import StepFlag
+from torchobs.probes.core.context import SamplingInterval
 from torchobs.probes.gradients.stuck_layers import APART
 
 if TYPE_CHECKING:
@@ -99,6 +103,42 @@ def test_the_layers_of_the_model_are_counted_whatever_is_trained(run: Recording)
     dead, _ = train(run, (trained, torch.optim.Adam(model["trained"].parameters(), lr=1e-3)), rows)
     assert dead["layers_total"] == 4 + 6
     assert not any(parameter.grad is not None for parameter in teacher.parameters())
+
+
+class CutOff(nn.Module):
+    """A backbone whose output the script multiplies by zero from step 60 on, and a head with a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head, self.calls = chain(nn.Tanh, 2), nn.Linear(WIDTH + 1, 1), 0
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        """One number a row."""
+        self.calls += 1
+        features = self.backbone(inputs) * (self.calls < 60)
+        return self.head(torch.cat([inputs, features], 1))
+
+
+def test_a_fast_training_is_measured_more_often_while_in_doubt(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured every 80th step it would have no three samples within 200 steps; in doubt it is every 25th, for 200 steps."""
+    monkeypatch.setattr(SamplingInterval, "_set_interval", lambda pace, _: setattr(pace, "interval", 80))
+    with contextlib.contextmanager(recording)(flight_dir, grad_interval="auto") as run:
+        model: Any = CutOff()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        for number in range(500):
+            optimizer.zero_grad()
+            torch.autograd.backward((model(rows()) - torch.randn(8, 1)).square().mean())
+            optimizer.step()
+            if number % 10 == 0:
+                run.look()
+        (told,) = run.frames(catalog.EVENT_UNMOVED_LAYERS.name)
+        assert told["attrs"]["at"] == "backbone.4"
+        assert told["step"] <= 60 + 80 + 80 + LASTING_STEPS
+        measured = [record.step for record in run.steps() if has(record, StepFlag.GRAD_NORM)]
+        apart = [later - earlier for earlier, later in itertools.pairwise(measured)]
+        assert set(apart) == {25, 80}
+        assert apart[-1] == 80
+        assert apart.count(25) <= 2 * LASTING_STEPS / 25
 
 
 def test_a_backbone_that_is_frozen_is_left_in_peace(run: Recording) -> None:

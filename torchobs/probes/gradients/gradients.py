@@ -148,6 +148,7 @@ class GradientProbe:
         self._set(catalog.GRAD_INTERVAL, float(self._pace.interval))
         self._begin_model()
         self._receive()
+        self._pace.most = self._stuck_layers.wanted_interval()
         self._stuck_layers.judge()
         time_s = monotonic()
         if self._latest is None or not (now or time_s - self._shown_s >= _SHOW_S):

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.catalog.findings import Finding
 from torchobs.detect.learning import LASTING_SAMPLES, LASTING_STEPS, LayerSample, StuckLayerDetector, StuckLayers, leading
+from torchobs.probes.core.context import MAX_INTERVAL
 from torchobs.tensors.names import layer_of
 from torchobs.tensors.references import ObjectIndex, TensorReference
 
@@ -134,8 +135,9 @@ class StuckLayersWatch:
     def __init__(self, context: ProbeContext, layers: Layers) -> None:
         self._context, self._layers = context, layers
         self._plans: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Part]] = {}
-        self._reported_s = -inf
-        """When layers were last reported"""
+        self._reported_s = self._hurried = self._hurried_s = -inf
+        """When layers were last reported; since which step first gradients were zero or missing when measurements were last
+        made more often, and when that was"""
         self._due: deque[tuple[int, Sequence[Measurement]]] = deque(maxlen=_LOOKS)
         """Steps to judge as soon as their layers are known, oldest first"""
         self.begin()
@@ -145,9 +147,9 @@ class StuckLayersWatch:
         self._judge, self._due_s, self._judged = StuckLayerDetector(), -inf, -1
         self._reported: frozenset[str] = frozenset()
         self._missing = MissingGradients()
-        self._zeros, self._looks, self._looked, self._whole = -1, 0, -_APART, -inf
-        """First gradients that are zero or missing; looks since there are so many, and the step of the last one; the last step
-        in which there were none"""
+        self._zeros, self._begun, self._looks, self._looked, self._whole = -1, 0, 0, -_APART, -inf
+        """First gradients that are zero or missing; since which step there are so many, looks since then, and the step of the
+        last one; the last step in which there were none"""
         self._due.clear()
         self._plans.clear()
         self._unmoved = self._without = 0
@@ -160,7 +162,7 @@ class StuckLayersWatch:
         if not zeros:
             self._whole = step
         if zeros != self._zeros:
-            self._zeros, self._looks = zeros, 0
+            self._zeros, self._begun, self._looks = zeros, step, 0
         is_look = self._looks < _LOOKS and step - self._looked >= _APART
         if is_look:
             self._looks, self._looked = self._looks + 1, step
@@ -168,6 +170,17 @@ class StuckLayersWatch:
             is_calm = self._judge.samples >= LASTING_SAMPLES and not self._judge.doubts and not is_look
             self._due_s = monotonic() + (_RELAXED_S if is_calm else _USUAL_S)
             self._due.append((step, measurements))
+
+    def wanted_interval(self) -> int:
+        """Return the longest interval between measurements for now: short while first gradients have just become zero.
+
+        A fast training is measured every 50th or 100th step. That is hurried once a minute at most, for they may come and go.
+        """
+        if self._zeros <= 0 or self._looks >= _LOOKS:
+            return MAX_INTERVAL
+        if self._begun != self._hurried and monotonic() - self._hurried_s >= _QUIET_S:
+            self._hurried, self._hurried_s = self._begun, monotonic()
+        return _APART if self._begun == self._hurried else MAX_INTERVAL
 
     def judge(self, last: tuple[int, Sequence[Measurement]] | None = None) -> None:
         """Judge the next step that waits, or, as the rank ends, all up to its ``last``; report new findings."""
