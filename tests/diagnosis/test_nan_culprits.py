@@ -201,6 +201,21 @@ def test_clipping_makes_all_gradients_nan_and_does_not_hide_the_first() -> None:
     assert (told["origin"], told["operator"], told["step"]) == ("backward", "sqrt", AT)
 
 
+def test_a_loss_module_has_the_line_that_calls_it() -> None:
+    """It has no parameters, and is called by a name of the user's."""
+    criterion = nn.CTCLoss()
+
+    def loss(model: nn.Module, number: int) -> torch.Tensor:
+        lengths = torch.tensor([2 if number == AT else 6])
+        return torch.as_tensor(
+            criterion(model(torch.randn(6, 1, 4)).log_softmax(2), torch.tensor([[1, 2, 3]]), lengths, torch.tensor([3]))
+        )
+
+    told = origin(run(nn.Linear(4, 5), loss))
+    assert (told["operator"], told["step"]) == ("ctc_loss", AT)
+    assert "test_nan_culprits.py:" in told["location"]
+
+
 class Normalized(nn.Module):
     """Divides a batch by its deviation."""
 

@@ -80,17 +80,13 @@ def test_the_machine_is_what_psutil_says(process: ProcessStats) -> None:
     """What macOS gets from psutil is what Linux reads itself, since it is read ten times a second near a limit."""
     other = ProcessStats(linux=False)
     machine, same = process.machine(), other.machine()
-    assert machine is not None
-    assert same is not None
     assert machine.total == same.total
     assert machine.swap_total == same.swap_total
     wait_until(lambda: are_left_the_same(process.machine(), other.machine()))  # unless somebody took some in between
 
 
-def are_left_the_same(one: Machine | None, other: Machine | None) -> bool:
+def are_left_the_same(one: Machine, other: Machine) -> bool:
     """Whether both say about the same of what other processes take and give back."""
-    assert one is not None
-    assert other is not None
     swap_free = pytest.approx(other.swap_free, rel=0.1, abs=MIB)
     return bool(one.available == pytest.approx(other.available, rel=0.1) and one.swap_free == swap_free)
 
@@ -126,13 +122,10 @@ def test_children_of_children_are_found() -> None:
 
 
 def test_meminfo_is_read_in_bytes() -> None:
-    """Available is what the kernel estimates; one that does not is an old one."""
+    """Available is what the kernel estimates."""
     machine = parse_machine(MEMINFO)
     assert machine == Machine(24682496 * 1024, 23655936 * 1024, 2097148 * 1024, 1048576 * 1024)
-    assert machine is not None
     assert machine.left == (23655936 + 1048576) * 1024
-    assert parse_machine(MEMINFO.replace("MemAvailable", "MemAvail")) is None
-    assert parse_machine("") is None
     assert parse_machine("MemTotal: 1 kB\nMemAvailable: 1 kB\n") == Machine(1024, 1024, 0, 0)
 
 
@@ -142,7 +135,7 @@ MACHINE = Machine(total=64 * GIB, available=48 * GIB, swap_total=0, swap_free=0)
 class Rank:
     """A flight file and a recorded tree."""
 
-    def __init__(self, tmp_path: Path, flight_dir: Path, machine: Machine | None = MACHINE, *, container: bool = True) -> None:
+    def __init__(self, tmp_path: Path, flight_dir: Path, machine: Machine = MACHINE, *, container: bool = True) -> None:
         self.tree, self.file = tmp_path / "tree", File(flight_dir)
         self.membership("/" if container else None)
         self.machine = machine
@@ -180,13 +173,12 @@ KILLS = {"torchobs.cgroup.memory.oom_kills": 0.0}
         (MACHINE, 5.75, {"cgroup": 0.5, "machine": 0.25, **KILLS}, (4, 4)),
         (MACHINE, None, {"machine": 0.25}, (48, None)),
         (MACHINE, 0.0, {"machine": 0.25, **KILLS}, (48, None)),
-        (None, None, {}, (None, None)),
         (SWAPPING, 9.75, {"cgroup": 0.75, "machine": 1 - 20 / 72, **KILLS}, (4, 12)),
     ],
-    ids=["file pages can be given back", "no cgroup", "a group without a limit", "a kernel that tells nothing", "swap is room"],
+    ids=["file pages can be given back", "no cgroup", "a group without a limit", "swap is room"],
 )
 def test_the_share_of_each_limit(
-    tmp_path: Path, flight_dir: Path, machine: Machine | None, usage: float | None, shares: object, left: tuple[int | None, ...]
+    tmp_path: Path, flight_dir: Path, machine: Machine, usage: float | None, shares: object, left: tuple[int | None, ...]
 ) -> None:
     """Promise: what cannot be given back counts, what may be swapped out is room; no series speaks of what there is not."""
     rank = Rank(tmp_path, flight_dir, machine, container=usage is not None)

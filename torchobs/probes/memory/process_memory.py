@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from math import nan
+from math import inf, nan
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
@@ -125,20 +125,17 @@ class ProcessStats:
             waiting += fresh
         return ChildProcesses(len(known), sum(_rss_in(read(f"/proc/{child}/statm")) for child in known))
 
-    def machine(self) -> Machine | None:
-        """Return the machine's memory; ``None`` on a kernel that does not estimate what is available."""
+    def machine(self) -> Machine:
+        """Return the machine's memory."""
         if not self._linux:
             memory, swap = psutil.virtual_memory(), psutil.swap_memory()
             return Machine(memory.total, memory.available, swap.total, swap.free)
         return parse_machine(read("/proc/meminfo"))
 
 
-def parse_machine(text: str) -> Machine | None:
+def parse_machine(text: str) -> Machine:
     """Parse the text of ``/proc/meminfo``."""
-    total, available = _kib(text, "MemTotal:"), _kib(text, "MemAvailable:")
-    if total is None or available is None:
-        return None
-    return Machine(total, available, _kib(text, "SwapTotal:") or 0, _kib(text, "SwapFree:") or 0)
+    return Machine(*(_kib(text, name) or 0 for name in ("MemTotal:", "MemAvailable:", "SwapTotal:", "SwapFree:")))
 
 
 def _kib(text: str, name: str) -> int | None:
@@ -196,16 +193,14 @@ class MemoryCgroup:
 class MemoryLimits:
     """Publishes ``torchobs.memory.context.utilization`` and counts OOM kills."""
 
-    def __init__(self, writer: FlightWriter, machine: Callable[[], Machine | None], root: str = "") -> None:
+    def __init__(self, writer: FlightWriter, machine: Callable[[], Machine], root: str = "") -> None:
         self._writer, self._machine = writer, machine
         self._cgroup = MemoryCgroup(root) if sys.platform == "linux" else None
         self._cells: dict[str, Cell | None] = {}
         self._counted: tuple[str, int] | None = None
         self._due = 0.0
-        self.left: float | None = None
-        """Bytes to the nearest limit"""
-        self.total: float | None = None
-        """That limit in bytes"""
+        self.left, self.total = inf, inf
+        """Bytes to the nearest limit, and that limit"""
         self.grouped: float | None = None
         """Bytes that count towards it, if it is the cgroup's limit"""
 
@@ -216,18 +211,17 @@ class MemoryLimits:
     def update(self, *, thorough: bool = False) -> None:
         """Read both limits. ``thorough``: search the tightest cgroup again."""
         machine = self._machine()
-        limits = [
-            headroom for headroom in (self._of_group(machine, thorough=thorough), _of_machine(machine)) if headroom is not None
-        ]
+        group = self._of_group(machine, thorough=thorough)
+        limits = [_Headroom(machine.left, machine.total + machine.swap_total, "machine"), *([group] if group else [])]
         for headroom in limits:
             self._show(headroom)
-        nearest = min(limits, default=None)
-        self.left, self.total = (nearest.left, nearest.total) if nearest else (None, None)
-        self.grouped = nearest.total - nearest.left if nearest and nearest.limit == "cgroup" else None
+        nearest = min(limits)
+        self.left, self.total = nearest.left, nearest.total
+        self.grouped = nearest.total - nearest.left if nearest is group else None
         delays = [(headroom.left - (1 - NEAR) * headroom.total) / MAX_RATE for headroom in limits]
         self._due = time.monotonic() + min([MAX_INTERVAL_S, *delays])
 
-    def _of_group(self, machine: Machine | None, *, thorough: bool) -> _Headroom | None:
+    def _of_group(self, machine: Machine, *, thorough: bool) -> _Headroom | None:
         cgroup = self._cgroup
         if cgroup is None:
             return None
@@ -269,16 +263,11 @@ class _Headroom(NamedTuple):
     limit: str
 
 
-def _of_machine(machine: Machine | None) -> _Headroom | None:
-    return None if machine is None else _Headroom(machine.left, machine.total + machine.swap_total, "machine")
-
-
-def _of_memory(memory: Memory, machine: Machine | None) -> _Headroom | None:
+def _of_memory(memory: Memory, machine: Machine) -> _Headroom | None:
     if memory.limit is None or memory.left is None or not memory.limit:
         return None
-    swap_total, swap_free = (machine.swap_total, machine.swap_free) if machine is not None else (0, 0)
-    swap_limit = swap_total if memory.swap_limit is None else min(memory.swap_limit, swap_total)
-    swap_left = min(max(swap_limit - (memory.swap or 0), 0), swap_free)
+    swap_limit = machine.swap_total if memory.swap_limit is None else min(memory.swap_limit, machine.swap_total)
+    swap_left = min(max(swap_limit - (memory.swap or 0), 0), machine.swap_free)
     return _Headroom(memory.left + swap_left, memory.limit + swap_limit, "cgroup")
 
 
@@ -405,7 +394,7 @@ class MemoryProbe:
         self._show_pss()
         self._context.yield_gil()
         machine, children, files = process.machine(), process.children(), process.files()
-        self._context.set_gauge(catalog.MEMORY_HOST_AVAILABLE, machine.available if machine else None)
+        self._context.set_gauge(catalog.MEMORY_HOST_AVAILABLE, machine.available)
         self._context.set_gauge(catalog.MEMORY_HOST_CHILDREN_RSS, children.rss if children else None)
         self._context.set_gauge(catalog.PROCESS_CHILDREN, children.processes if children else None)
         self._context.set_gauge(catalog.PROCESS_THREADS, process.threads())
@@ -432,11 +421,7 @@ class MemoryProbe:
             for past in (self._anonymous, self._cgroup_floor, self._fast):
                 past.begin()
         point = MemoryPoint(recorder.step, self._clock(), used)
-        if (
-            limits.left is not None
-            and limits.total is not None
-            and self._fast.see(point, limits.left, limits.total, caching=self._context.training.epoch == 1)
-        ):
+        if self._fast.see(point, limits.left, limits.total, caching=self._context.training.epoch == 1):
             self._show_growth()
 
     def _evaluate_growth(self) -> None:
