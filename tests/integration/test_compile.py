@@ -313,21 +313,6 @@ def test_shutdown_leaves_dynamo_as_it_was(flight_dir: Path) -> None:
     assert points[catalog.COMPILE_COMPILATIONS.name, ("cause", "first")] == 1
 
 
-@pytest.mark.parametrize("missing", ["get_compilation_metrics", "graph_break_reasons", "counters", "CompilationMetrics"])
-def test_another_torch_s_compiler_is_left_alone(flight_dir: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    """Without the private names that it reads the probe is off, and says so; all else goes on."""
-    before = vars(callback.CompilationCallbackHandler)["install_callbacks"]
-    if missing == "CompilationMetrics":
-        monkeypatch.setattr(utils, missing, type("CompilationMetrics", (), {"__dataclass_fields__": {"compile_id": None}}))
-    else:
-        monkeypatch.delattr(utils, missing)
-    with torchobs.init(flight_dir=flight_dir) as session:
-        assert vars(callback.CompilationCallbackHandler)["install_callbacks"] is before
-        run = Recording(session)
-        support.wait_until(lambda: run.values().get(("torchobs.probe.disabled", "compile")) == 1.0)
-        assert run.values()["torchobs.probe.errors", "step"] == 0
-
-
 def test_an_import_of_dynamo_never_fails_for_us(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The list of files that are not traced is private, too."""
     monkeypatch.delattr(trace_rules, "add")

@@ -176,49 +176,9 @@ def test_without_a_process_group_there_are_no_such_series(flight_dir: Path) -> N
         assert [key for key in run.values() if key[0].startswith(("torchobs.distributed", "torchobs.ddp"))] == []
 
 
-class Mesh:
-    """Two dimensions, as ``DeviceMesh`` names them."""
-
-    mesh_dim_names = ("dp", "tp")
-    ndim = 2
-
-    def size(self, index: int) -> int:
-        return (4, 2)[index]
-
-    def get_coordinate(self) -> tuple[int, int]:
-        return (3, 1)
-
-
-class Placed:
-    def __init__(self, *, shard: bool) -> None:
-        self._shard = shard
-
-    def is_shard(self) -> bool:
-        return self._shard
-
-
-class Spread:
-    device_mesh = Mesh()
-    placements = (Placed(shard=False), Placed(shard=True))
-
-
-class FlatParameter:
-    """Of FSDP's first version, by its name."""
-
-
 class Optimizer:
     def __init__(self, *parameters: object) -> None:
         self.param_groups = [{"params": list(parameters)}]
-
-
-def test_kinds_are_told_apart_by_mesh_and_placement() -> None:
-    """A dimension on which nothing is sharded is no tensor parallelism; plain parameters are none of all this."""
-    assert recognise([], ddp=True) == Parallelism(("ddp",), ())
-    assert recognise([Optimizer(torch.nn.Parameter(torch.ones(1)))], ddp=False) == Parallelism()
-    assert recognise([Optimizer(Spread(), Spread())], ddp=True) == Parallelism(
-        ("ddp", "tensor"), (("dp", 4), ("tp", 2)), 2, (("dp", 3), ("tp", 1))
-    )
-    assert recognise([Optimizer(FlatParameter())], ddp=False) == Parallelism(("fsdp1",), ())
 
 
 @pytest.mark.parametrize(

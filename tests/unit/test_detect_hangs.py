@@ -16,7 +16,6 @@ from torchobs import catalog
 from torchobs.catalog import SECONDS_BOUNDS
 from torchobs.detect import hangs
 from torchobs.detect.hangs import (
-    EARLY_FIRST_S,
     PATIENT_PHASES,
     Absence,
     CollectiveTimeout,
@@ -34,7 +33,6 @@ from torchobs.detect.hangs import (
     parse_timeout,
     standstill,
     surplus,
-    usual_and_long_s,
     waits,
 )
 from torchobs.diagnosis import endings, health
@@ -166,18 +164,6 @@ def test_a_run_with_minutes_now_and_then_has_twice_those() -> None:
 def test_a_stall_that_was_survived_doubles_it() -> None:
     """So that a run of a month writes a few at most, whatever it does."""
     assert [limit_s([0.1] * 500, survived) for survived in range(4)] == [10.0, 20.0, 40.0, 80.0]
-
-
-def test_before_the_steps_are_known_it_is_long() -> None:
-    """Data are loaded and models are compiled; but a collective may end the run by its own timeout."""
-    assert limit_s([]) == limit_s([8.0]) == EARLY_FIRST_S
-
-
-def test_a_cold_first_step_is_left_out_of_the_usual_of_a_few() -> None:
-    """And allowed twice."""
-    usual_s, long_s = usual_and_long_s(counts([8.0, *[0.02] * 30]), SECONDS_BOUNDS, 8.0)
-    assert usual_s < 0.05
-    assert long_s >= 8.0
 
 
 def still(durations_s: list[float], quiet_s: float, phase: str = "other", age_s: float | None = None) -> Standstill | None:
