@@ -9,30 +9,7 @@ import sys
 import pytest
 
 from tests.support import wait_until
-from torchobs.probes.data.worker_states import in_words, parse_state, state_of
-
-
-@pytest.mark.parametrize(
-    ("stat", "state"),
-    [
-        ("12 (python) S 1 12 12", "sleeping"),
-        ("12 (a) R) D 1 12", "in uninterruptible sleep"),
-        ("12 (python) ? 1", ""),
-        ("", ""),
-        ("12 (python)", ""),
-    ],
-)
-def test_a_state_is_the_field_after_the_name(stat: str, state: str) -> None:
-    """A program's name may hold parentheses and spaces."""
-    assert parse_state(stat) == state
-
-
-def test_a_state_in_words_has_what_could_be_read() -> None:
-    """A wait channel that may not be read is 0."""
-    assert in_words("sleeping", "futex_do_wait") == "sleeping in futex_do_wait"
-    assert in_words("sleeping", "0") == in_words("sleeping", "") == "sleeping"
-    assert in_words("running", "futex_do_wait") == "running"
-    assert in_words("", "") == "unknown"
+from torchobs.probes.data.loaders import state_of
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

@@ -38,7 +38,7 @@ from torchobs.flight.files.create import shortage
 from torchobs.flight.format.layout import LIVE_PHASES
 from torchobs.flight.metrics.totals import DURATION_SUM, Word
 from torchobs.probes.core.timeline import CHECKPOINT, COMPILE, DATA, EVALUATION, FORWARD, OTHER
-from torchobs.probes.data.worker_states import state_of
+from torchobs.probes.data.loaders import state_of
 from torchobs.support.descriptors import Descriptor
 
 if TYPE_CHECKING:

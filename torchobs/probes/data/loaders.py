@@ -18,16 +18,18 @@ from threading import Lock, get_ident
 from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import psutil
+
 from torchobs import catalog
 from torchobs.detect.speed import DataCounters, Starvation
 from torchobs.flight.metrics.totals import Word
 from torchobs.flight.writer.native import ELSEWHERE, make_hook
 from torchobs.probes.core.timeline import EXHAUSTED, FETCH, FETCHED, LOADER_STARTS, LONG_TRACE, STEP_ENDS
 from torchobs.probes.data.replica_batches import ReplicaBatches
-from torchobs.probes.data.worker_states import LoaderWorker
 from torchobs.probes.gradients.replica_weights import Replicas
 from torchobs.support import error_guard
 from torchobs.support.after_fork import renew_in_child
+from torchobs.support.cgroup import read
 from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import after_import, cancel
 from torchobs.taps import taps
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 _PHASES = slice(Word.PHASE_TIME, Word.PHASE_TIME + len(catalog.PHASES))
 _DATA = Word.PHASE_TIME + catalog.PHASES.index("data")
 STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
+_LONGEST = 200
 _ROUNDS = 10
 """Workers are checked once a second: a system call for each"""
 
@@ -198,6 +201,34 @@ class BatchWatch:
         for iterator in list(self._armed):
             vars(iterator).pop("_next_data", None)
         self._armed.clear()
+
+
+class LoaderWorker(NamedTuple):
+    """A worker process of a data loader that is being iterated."""
+
+    number: int
+    pid: int
+    awaited: bool
+    """whether the next batch is its"""
+
+    @property
+    def name(self) -> str:
+        """As it is shown."""
+        return f"worker {self.number} (pid {self.pid})"
+
+
+def state_of(pid: int) -> str:
+    """Return what a worker's process does, as far as it may be read: ``sleeping in futex_do_wait``.
+
+    It may wait for a lock that was held at its fork, for a file system, or compute. Its state and the kernel's function where
+    it waits are files (proc(5)), for which no privileges are needed; its stack is another process's to read.
+    """
+    try:
+        state = psutil.Process(pid).status()
+    except psutil.Error:
+        return "unknown"
+    channel = read(f"/proc/{pid}/wchan").strip()  # 0 where it may not be read
+    return f"{state} in {channel}"[:_LONGEST] if channel not in {"", "0"} and state != psutil.STATUS_RUNNING else state
 
 
 class LoaderProbe:
