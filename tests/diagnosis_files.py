@@ -64,6 +64,12 @@ def facts(
     )  # fmt: skip
 
 
+def origin_told(event: Fact) -> str:
+    """What is said of where a NaN was born, by its event."""
+    found = diagnose(facts(steps(3), events=[event]))
+    return next(one.long for one in found if one.kind.startswith("nonfinite_origin"))
+
+
 def told(of: RankReport) -> dict[str, str]:
     """The diagnosis by kind."""
     return {finding.kind: finding.long for finding in diagnose(of)}

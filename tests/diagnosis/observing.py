@@ -40,6 +40,12 @@ QUIET = {
 """Events that a healthy run has none of. Gradients that are not finite are ordinary with a loss scaler."""
 
 
+def stem(kind: str) -> str:
+    """What kinds of findings have in common that are of one subject."""
+    stems = ("nonfinite_origin", "nonfinite_loss", "unmoved_layers")
+    return next((one for one in stems if kind.startswith(one)), kind)
+
+
 @dataclass
 class Observed:
     """What was said of a run."""
@@ -56,12 +62,12 @@ class Observed:
 
     def kinds(self) -> set[str]:
         """The kinds of these findings."""
-        return {finding.kind for finding in self.findings}
+        return {stem(finding.kind) for finding in self.findings}
 
     def text(self, *kinds: str) -> str:
         """What the findings of some kinds say, those that are for information alone included."""
         told = [*self.diagnosis.together, *(finding for rank in self.diagnosis.by_rank for finding in rank)]
-        return " ".join(finding.long for finding in told if finding.kind in kinds)
+        return " ".join(finding.long for finding in told if stem(finding.kind) in kinds)
 
     def events(self, event: catalog.Event, since: int = 0, **attributes: object) -> list[Fact]:
         """The events of that name from a step on whose attributes are these."""

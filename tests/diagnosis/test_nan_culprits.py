@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.diagnosis.observing import Look, Observed, observe
-from tests.diagnosis_files import fact, facts, steps, told
+from tests.diagnosis_files import fact, origin_told
 from torchobs import catalog
 from torchobs.probes.nonfinite.backward import likely_node
 from torchobs.probes.nonfinite.origin import OVER_NOTHING, GraphTracer, NonfiniteOrigin, user_frames
@@ -494,7 +494,7 @@ def test_where_a_derivative_is_infinite_is_said_of_the_operator_that_is_meant(op
     """Of others it says nothing; and one that nobody saw at work is the likely one."""
     for note, born in (("", "born"), ("from the graph's structure", "most likely born")):
         event = fact(catalog.EVENT_NONFINITE_ORIGIN, 1.0, origin="backward", operator=operator, module="head", note=note)
-        text = told(facts(steps(3), events=[event]))["nonfinite_origin"]
+        text = origin_told(event)
         assert text == f"The NaN or infinity was {born} in the derivative of {operator} in head.{hint}"
 
 
@@ -519,7 +519,7 @@ def test_a_derivative_that_torch_bounds_is_not_called_infinite(operator: str) ->
     assert torch.autograd.grad(BOUNDED[operator](weight), weight)[0].isfinite().all()
     assert likely_node(nodes, {id(weight)}) is None
     event = fact(catalog.EVENT_NONFINITE_ORIGIN, 1.0, origin="backward", operator=operator)
-    assert "That derivative is" not in told(facts(steps(3), events=[event]))["nonfinite_origin"]
+    assert "That derivative is" not in origin_told(event)
 
 
 def test_all_targets_that_are_ignored_are_told_in_a_training() -> None:

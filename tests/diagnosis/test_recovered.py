@@ -112,7 +112,7 @@ def test_a_running_mean_that_took_the_batch_in_stays_trouble() -> None:
     observed = trained(model, bad_batch, AT + 80)
     assert model.training
     assert observed.diagnosis.verdict.long.startswith("Trouble.")
-    assert "1.running_mean held NaN or infinity" in observed.diagnosis.health.text
+    assert "1.running_mean holds NaN or infinity" in observed.diagnosis.health.text
 
 
 class Rows(nn.Module):
@@ -145,7 +145,7 @@ def test_a_weight_that_is_not_finite_stays_trouble_until_it_is(*, restored: bool
 
     observed = trained(model, ill, AT + 90)
     assert observed.diagnosis.verdict.long.startswith("All well." if restored else "Trouble.")
-    said = "table.weight held NaN or infinity, and was not found to be finite since."
+    said = "table.weight holds NaN or infinity, and was not found to be finite since."
     assert (said in observed.diagnosis.health.text) != restored
 
 

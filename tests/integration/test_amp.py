@@ -15,6 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
+from torchobs.catalog.findings import finding
 from torchobs.flight.format.step_record import RecordKind
 from torchobs.probes.core.timeline import BACKWARD_BEGINS
 from torchobs.probes.precision import amp
@@ -227,7 +228,7 @@ def test_a_collapsed_scale_is_told_once(run: Recording, caplog: pytest.LogCaptur
     assert run.values()[STREAK] == 6
     assert run.attributes("torchobs.amp.scale_collapsed") == [{"scaler": "0", "scale": 0.5}]
     assert [line.getMessage() for line in caplog.records if "loss scale" in line.getMessage()] == [
-        "torchobs: the loss scale has fallen to 0.5 by step 3: the gradients are not finite at any scale, and steps are skipped"
+        "torchobs: The loss scale has fallen to 0.5: the gradients are not finite at any scale, and every step is skipped."
     ]
     scaler.update(new_scale=256.0)
     run.look()
@@ -358,7 +359,7 @@ def test_float16_training_without_a_scaler_is_told_once(
     assert autocasts(values) == {("cpu", str(dtype).removeprefix("torch."))}
     assert scaled or not [name for name in values if name[0] == "torchobs.amp.scale"]
     assert len(run.frames("torchobs.amp.unscaled")) == told
-    text = "torchobs: float16 autocast is in use without a GradScaler: small gradients become zero"
+    text = f"torchobs: {finding('amp_unscaled').short}"
     assert [line for line in caplog.messages if "float16" in line] == [text] * told
 
 

@@ -225,7 +225,7 @@ def test_a_leak_that_leaves_a_minute_is_told_of_within_half_a_minute(
         watched.seconds += 1.0
     seconds = watched.value(catalog.MEMORY_TIME_TO_LIMIT, "host")
     told = [frame["attrs"]["space"] for frame in watched.run.frames(catalog.EVENT_MEMORY_GROWTH.name)]
-    said = [record.getMessage() for record in caplog.records if "host memory grows by" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "Host memory grows by" in record.getMessage()]
     assert told == ["host"] * leaks
     assert len(said) == leaks
     assert (seconds == pytest.approx(60, rel=0.2)) if leaks else seconds is None

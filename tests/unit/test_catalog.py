@@ -1,6 +1,7 @@
 """The catalog keeps the conventions that its names are translated by, and translates as Prometheus does."""
 
 import math
+import re
 from collections import Counter
 
 import pytest
@@ -198,3 +199,12 @@ def test_hardware_and_system_are_named_as_opentelemetry_names_them(metric: Metri
 def test_every_kind_of_anomaly_has_a_severity() -> None:
     """Severity is a function of the kind, so it needs no label."""
     assert tuple(catalog.ANOMALY_SEVERITY) == catalog.ANOMALY_KINDS
+
+
+def test_events_have_names_for_people() -> None:
+    """Each another, in a few words, without an abbreviation that only the code has."""
+    titles = [catalog.event_title(event.name) for event in catalog.EVENTS]
+    assert len(set(titles)) == len(titles)
+    assert [title for title in titles if re.search(r"\b(Amp|Grad|Gpu|Loop)\b|[._]", title)] == []
+    assert catalog.event_title("torchobs.memory.out_of_memory") == "Out of memory"
+    assert catalog.event_title("mine.of_my_own") == "Mine of my own"

@@ -26,10 +26,10 @@ ORIGINS: list[tuple[dict[str, str], str]] = [
     ),
     (
         {"origin": "unknown", **REGION},
-        "The NaN or infinity of step 7 appeared inside a compiled region, blocks.3 (train.py:9). Run `debug.trace_nan(",
+        "The NaN or infinity of step 7 appeared inside compiled region blocks.3 (train.py:9). Run `debug.trace_nan(",
     ),
-    ({"origin": "unknown", "note": "or a later one", **REGION}, "blocks.3 (train.py:9), or a later one. Run `debug.trace_nan("),
-    ({"origin": "backward", "operator": "checkpoint_function"}, "inside the backward pass of a checkpointed region. Run"),
+    ({"origin": "unknown", "note": "or a later one", **REGION}, "blocks.3 (train.py:9) or a later one. Run `debug.trace_nan("),
+    ({"origin": "backward", "operator": "checkpoint_function"}, "inside the backward pass of checkpointed region. Run"),
     (
         {
             "origin": "unknown",

@@ -125,7 +125,7 @@ def test_events_become_lines_and_what_is_none_is_left_out() -> None:
     told = of_ring(HEADER, "0", enumerate(frames))
     assert [(one.title, one.text, one.severity, one.step) for one in told] == [
         ("Anomaly", "nonfinite loss · value NaN", Severity.ERROR, 7),
-        ("Data worker died", "pid 3", Severity.ERROR, None),
+        ("Data loader's worker died", "pid 3", Severity.ERROR, None),
         ("mine <b>", "", Severity.INFO, None),
         ("Evaluation", "took 3 s", Severity.INFO, None),
     ]
@@ -176,7 +176,7 @@ def spike(at_s: float, rank: str = "0", number: int = 1) -> EventRow:
 
 def test_many_events_of_a_kind_are_one_line_and_the_first_cause_stays() -> None:
     """A hundred spikes after one worker's death: the death is the first, and the spikes say how many they were since when."""
-    died = EventRow(50.0, ("0",), 49, Severity.ERROR, "Data worker died", "pid 3")
+    died = EventRow(50.0, ("0",), 49, Severity.ERROR, "Data loader's worker died", "pid 3")
     began = EventRow(1.0, ("0",), None, Severity.INFO, "Run start", "")
     log = log_of([[began, died, *(spike(float(second), number=2) for second in range(100, 200))]])
     assert log.cause == died

@@ -578,6 +578,47 @@ SPAN_COMPILE = span(
 EVENTS: tuple[Event, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Event))
 SPANS: tuple[Span, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Span))
 EVENT_BY_NAME: dict[str, Event] = {event.name: event for event in EVENTS}
+TITLES = {
+    EVENT_DISTRIBUTED.name: "Distributed training",
+    EVENT_GPU_LOST.name: "GPU lost",
+    EVENT_GPU_XID.name: "GPU error (XID)",
+    EVENT_LOOP_MISTAKE.name: "Mistake in the training loop",
+    EVENT_LEFT_OUT_PARAMETERS.name: "Parameters in no optimizer",
+    EVENT_AMP_SCALE_COLLAPSED.name: "Loss scale collapsed",
+    EVENT_AMP_UNSCALED.name: "float16 without a loss scaler",
+    EVENT_AMP_CLIPPED_SCALED.name: "Clipped before unscaling",
+    EVENT_DEVICE_UNREAD.name: "Values of a device not read",
+    EVENT_OUT_OF_MEMORY.name: "Out of memory",
+    EVENT_SHARED_MEMORY_FULL.name: "Shared memory full",
+    EVENT_NONFINITE_GRADIENT.name: "Gradients not finite",
+    EVENT_NONFINITE_ORIGIN.name: "Where NaN or infinity began",
+    EVENT_NONFINITE_REST.name: "NaN or infinity in weights",
+    EVENT_STEP_HELD.name: "Step held back",
+    EVENT_UNMOVED_LAYERS.name: "Layers that learn nothing",
+    EVENT_REPLICA_WEIGHTS.name: "Weights to compare",
+    EVENT_REPLICA_BATCHES.name: "Batches to compare",
+    EVENT_ACTIVATIONS.name: "Layer outputs",
+    EVENT_LAYER_HISTORY.name: "Layer outputs around an anomaly",
+    EVENT_MODEL_CHANGE.name: "Another model",
+    EVENT_CHILDREN.name: "Processes started",
+    EVENT_OTHER_THREAD.name: "Another training thread",
+    EVENT_WORKER_DIED.name: "Data loader's worker died",
+    EVENT_STARVED.name: "Waiting for data",
+    EVENT_RECOMPILE.name: "Recompiled",
+    EVENT_RECOMPILE_STORM.name: "Recompiled again and again",
+    EVENT_COMPILE_FAILED.name: "Compilation given up",
+    EVENT_GRAPH_BREAK.name: "Graph break",
+    EVENT_STACKS.name: "Stacks written",
+    EVENT_STACKS_FAILED.name: "Stacks not written",
+    EVENT_PROFILE_START.name: "Profile started",
+    EVENT_PROFILE_END.name: "Profile written",
+}
+"""Names for people of events whose own says too little"""
+
+
+def event_title(name: str) -> str:
+    """Return an event's name for people: ``Out of memory``."""
+    return TITLES.get(name) or name.removeprefix("torchobs.").replace("_", " ").replace(".", " ").capitalize()
 
 
 def event_severity(name: str, attributes: Mapping[str, object]) -> Severity:

@@ -483,9 +483,9 @@ nonfinite_origin_overflow error source=torchobs.nonfinite.origin key=overflow
       the largest number there is 65,504, and no loss scaler was used. Scale the loss (torch.amp.GradScaler, with weights in
       float32), or train in bfloat16.[ It is past: the last {healthy:,} steps were healthy.]
 nonfinite_origin_region error
-    short: NaN or infinity appears inside a {region}[, {module}][ ({location})]: run `debug.trace_nan(model, batch)`.
-    long: The NaN or infinity[ of step {step:,}] appeared inside [backward?the backward pass of ]a {region}[, {module}][
-      ({location})][note?, or a later one]. Run `debug.trace_nan(model, batch)`.[ It is past: the last {healthy:,} steps were
+    short: NaN or infinity appears inside {region}[ {module}][ ({location})]: run `debug.trace_nan(model, batch)`.
+    long: The NaN or infinity[ of step {step:,}] appeared inside [backward?the backward pass of ]{region}[ {module}][
+      ({location})][note? or a later one]. Run `debug.trace_nan(model, batch)`.[ It is past: the last {healthy:,} steps were
       healthy.]
 nonfinite_origin_unknown error source=torchobs.nonfinite.origin key=unknown
     short: Where NaN or infinity begins was not found[: it passes {operator}][ in {module}][ ({location})].

@@ -271,9 +271,8 @@ def _anomalies(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         yield finding("nonfinite_loss", where=_where(lost, ranks))
     odd = [rank for rank in ranks if {"nonfinite_loss", "nonfinite_gradient"} & {*rank.anomalies}] or (lost if ended else [])
     spoiled = [rank for rank in ranks if SPOILED in rank.events.found]
-    if odd or spoiled:
-        origins = [rank.events.found[ORIGIN] for rank in (*odd, *spoiled) if ORIGIN in rank.events.found]
-        yield from origins[:1]
+    origins = [rank.events.found[ORIGIN] for rank in odd if ORIGIN in rank.events.found]
+    yield from origins[:1]
     if spoiled and not any("nonfinite_loss" in rank.anomalies or rank in lost for rank in ranks):
         told = spoiled[0].events.found[SPOILED]
         yield told._replace(values={**told.values, "where": _where(spoiled, ranks)})

@@ -451,7 +451,7 @@ def attribute_text(fact: Fact, name: str, longest: int = text_format.LONGEST) ->
 
 def title_of(name: str) -> str:
     """Return the name of an event or span in words."""
-    return text_format.clean(name.removeprefix("torchobs.").replace("_", " ").replace(".", " "), 80)
+    return text_format.clean(catalog.event_title(name), 80)
 
 
 def words_of(fact: Fact) -> str:

@@ -386,7 +386,7 @@ def _reasons(report: RankReport) -> Table | None:
     events = (catalog.EVENT_RECOMPILE, catalog.EVENT_GRAPH_BREAK, catalog.EVENT_COMPILE_FAILED)
     rows = [
         (
-            event.name.removeprefix("torchobs.").replace(".", " "),
+            title_of(event.name),
             "-" if fact.step is None else f"{fact.step:,}",
             " · ".join(f"{name} {text}" for name in fact.attributes if (text := attribute_text(fact, name))),
         )
