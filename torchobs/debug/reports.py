@@ -51,14 +51,14 @@ def report(path: str | os.PathLike[str] | None = None) -> RunReport | Path:
         ValueError: the ending is none of these.
         OSError: the file cannot be written.
     """
-    from torchobs.document import files as write
+    from torchobs.document import files
     from torchobs.document.run import run_document
 
     if path is None:
         return RunReport(run_document(_read()))
     output = Path(path)
-    write.check_format(output)
-    write.write(output, write.report_text(_read(), output.suffix))
+    files.check_format(output)
+    files.write(output, files.report_text(_read(), output.suffix))
     return output
 
 

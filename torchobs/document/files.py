@@ -13,7 +13,7 @@ from typing import Any
 
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.load import Chosen
-from torchobs.document import blocks as content
+from torchobs.document import blocks
 from torchobs.document.charts import curve_of, described
 from torchobs.document.html import page
 from torchobs.document.run import Options, document, run_document
@@ -25,7 +25,7 @@ FORMATS = (".html", ".htm", ".md", ".json")
 _ALL = 1_000_000
 
 
-def markdown(document: content.Document) -> str:
+def markdown(document: blocks.Document) -> str:
     """Return the file's text."""
     lines = [
         f"# {_plain(document.title)}",
@@ -39,7 +39,7 @@ def markdown(document: content.Document) -> str:
     return "\n".join([*lines, "", *(_plain(words) for words in document.footer), ""])
 
 
-def _section(one: content.Section) -> Iterator[str]:
+def _section(one: blocks.Section) -> Iterator[str]:
     yield f"## {_plain(one.title)}"
     for block in one.blocks:
         lines = list(_block(block))
@@ -48,33 +48,33 @@ def _section(one: content.Section) -> Iterator[str]:
             yield from lines
 
 
-def _block(block: content.Block) -> Iterator[str]:  # one case for each kind
-    if isinstance(block, content.Text):
+def _block(block: blocks.Block) -> Iterator[str]:  # one case for each kind
+    if isinstance(block, blocks.Text):
         yield _plain(block.words)
-    elif isinstance(block, content.Code):
+    elif isinstance(block, blocks.Code):
         # indented, so that no fence within it can end it
         yield from (f"    {line}" for line in block.words.splitlines())
-    elif isinstance(block, content.Items):
+    elif isinstance(block, blocks.Items):
         yield from (f"- {_WORDS[one.severity]}{_plain(one.words)}" for one in block.items)
-    elif isinstance(block, content.Figures):
+    elif isinstance(block, blocks.Figures):
         rows = tuple((one.name, one.value, one.more) for one in block.figures)
-        yield from _table(content.Table("", ("Figure", "Value", ""), rows, frozenset({0, 1, 2})))
-    elif isinstance(block, content.Table):
+        yield from _table(blocks.Table("", ("Figure", "Value", ""), rows, frozenset({0, 1, 2})))
+    elif isinstance(block, blocks.Table):
         yield from _table(block)
-    elif isinstance(block, content.Shares):
+    elif isinstance(block, blocks.Shares):
         whole = sum(block.parts.values())
         parts = sorted(block.parts.items(), key=lambda part: -part[1])
         rows = tuple((name, text_format.duration(s), text_format.percent(s / whole)) for name, s in parts if s > 0)
-        yield from _table(content.Table(block.caption, ("Part", "Time", "Share"), rows))
-    elif isinstance(block, content.LineChart):
+        yield from _table(blocks.Table(block.caption, ("Part", "Time", "Share"), rows))
+    elif isinstance(block, blocks.LineChart):
         yield from _lines(block)
-    elif isinstance(block, content.StripChart):
+    elif isinstance(block, blocks.StripChart):
         yield from (f"- {_plain(name)}: {_steps(steps)}" for name, _, steps in block.rows)
     else:
         yield from _heat(block)
 
 
-def _lines(chart: content.LineChart) -> Iterator[str]:
+def _lines(chart: blocks.LineChart) -> Iterator[str]:
     yield f"**{_plain(chart.name)}**"
     for one in chart.series:
         found = curve_of(one.points, _BARS)
@@ -87,7 +87,7 @@ def _lines(chart: content.LineChart) -> Iterator[str]:
         yield _plain(chart.note)
 
 
-def _heat(chart: content.HeatMap) -> Iterator[str]:
+def _heat(chart: blocks.HeatMap) -> Iterator[str]:
     if chart.steps:
         yield f"**{_plain(chart.name)}** (steps {chart.steps[0]:,} to {chart.steps[-1]:,})"
         for name, row in zip(chart.names, chart.values, strict=True):
@@ -99,7 +99,7 @@ def _steps(steps: tuple[float, ...]) -> str:
     return f"{'step' if len(shown) == 1 else 'steps'} {text_format.joined(shown, 12)}"
 
 
-def _table(block: content.Table) -> Iterator[str]:
+def _table(block: blocks.Table) -> Iterator[str]:
     if block.caption:
         yield f"**{_plain(block.caption)}**"
         yield ""
@@ -133,7 +133,7 @@ def report_text(chosen: Chosen, suffix: str) -> str:
     return json_text(document(chosen.ranks, chosen.launchers, chosen.bad, Options(_ALL, _ALL, history=True)))
 
 
-def document_text(made: content.Document, suffix: str) -> str:
+def document_text(made: blocks.Document, suffix: str) -> str:
     """Return a document as Markdown or HTML."""
     return markdown(made) if suffix.lower() == ".md" else page(made)
 

@@ -11,8 +11,7 @@ from math import ceil, floor, isfinite, log, log10
 from typing import NamedTuple
 
 from torchobs.diagnosis import text_format
-from torchobs.document import blocks as content
-from torchobs.document import charts
+from torchobs.document import blocks, charts
 from torchobs.document.charts import Curve, curve_of, described, spreads, stacked
 from torchobs.document.markup import EMPTY, Html, heading_cell, joined, named, number_cell, style_sheet, table, tag
 
@@ -81,14 +80,14 @@ def round_values(low: float, high: float) -> list[float]:
     return [number * unit for number in range(ceil(low / unit - 1e-9), floor(high / unit + 1e-9) + 1)]
 
 
-def drawn(chart: content.Chart) -> Html:
+def drawn(chart: blocks.Chart) -> Html:
     """Return a chart as a figure; nothing if it has no value."""
-    if isinstance(chart, content.LineChart):
+    if isinstance(chart, blocks.LineChart):
         return _lines(chart)
-    return _strip(chart) if isinstance(chart, content.StripChart) else _heat(chart)
+    return _strip(chart) if isinstance(chart, blocks.StripChart) else _heat(chart)
 
 
-def _figure(chart: content.Chart, plot: Html, *more: Html) -> Html:
+def _figure(chart: blocks.Chart, plot: Html, *more: Html) -> Html:
     note = tag("p", chart.note, class_="note") if chart.note else EMPTY
     return tag("figure", tag("figcaption", chart.name), plot, *more, note, class_="chart")
 
@@ -136,7 +135,7 @@ class _Axis(NamedTuple):
         return f"step {at:,.0f}" if first else f"{at:,.0f}"
 
 
-def _lines(chart: content.LineChart) -> Html:
+def _lines(chart: blocks.LineChart) -> Html:
     curves = [curve_of(one.points, BUCKETS) for one in chart.series]
     values = [value for one in chart.series for _, value in one.points] + [value for _, value in chart.levels]
     scale = scale_of(values, from_zero=chart.from_zero)
@@ -167,7 +166,7 @@ def _lines(chart: content.LineChart) -> Html:
     return _figure(chart, plot, _legend(chart, curves, logarithmic=scale.logarithmic))
 
 
-def _legend(chart: content.LineChart, curves: Sequence[Curve | None], *, logarithmic: bool) -> Html:
+def _legend(chart: blocks.LineChart, curves: Sequence[Curve | None], *, logarithmic: bool) -> Html:
     keys = [
         tag("span", tag("i", class_=f"key s{index % _COLOURED}"), one.name, class_="entry")
         for index, one in enumerate(chart.series)
@@ -188,7 +187,7 @@ def _legend(chart: content.LineChart, curves: Sequence[Curve | None], *, logarit
     return tag("p", *keys, tag("span", " · ".join(notes)), class_="legend")
 
 
-def _strip(chart: content.StripChart) -> Html:
+def _strip(chart: blocks.StripChart) -> Html:
     axis, height = _Axis(*chart.span), max(_ROW * len(chart.rows), _ROW)
     shapes, ys, said = list[Html](), [], []
     for index, (name, severity, steps) in enumerate(chart.rows):
@@ -204,7 +203,7 @@ def _strip(chart: content.StripChart) -> Html:
     return _figure(chart, tag("div", plot, style=f"--rows:{len(chart.rows)}"))
 
 
-def _heat(chart: content.HeatMap) -> Html:
+def _heat(chart: blocks.HeatMap) -> Html:
     positive = [value for row in chart.values for value in row if value is not None and value > 0 and isfinite(value)]
     if not positive or not chart.steps:
         return EMPTY
@@ -240,12 +239,12 @@ def _shade(value: float, low: float, high: float) -> str:
     return str(min(SHADES - 1, int((log10(value) - low) / (high - low) * SHADES))) if high > low else str(SHADES // 2)
 
 
-def page(document: content.Document) -> str:
+def page(document: blocks.Document) -> str:
     """Return the file's text."""
     return f"<!doctype html>\n{tag('html', _head(document), _body(document), lang='en')}\n"
 
 
-def fragment(document: content.Document) -> str:
+def fragment(document: blocks.Document) -> str:
     """Return the report for a notebook's output cell: in a frame, so that its style stays its own."""
     return tag(
         "iframe",
@@ -256,7 +255,7 @@ def fragment(document: content.Document) -> str:
     )
 
 
-def _head(document: content.Document) -> Html:
+def _head(document: blocks.Document) -> Html:
     _, symbol = SYMBOLS[document.badge[0]]
     return tag(
         "head",
@@ -270,7 +269,7 @@ def _head(document: content.Document) -> Html:
     )
 
 
-def _body(document: content.Document) -> Html:
+def _body(document: blocks.Document) -> Html:
     class_, symbol = SYMBOLS[document.badge[0]]
     badge = tag("span", f"{symbol} {document.badge[1]}", class_="badge")
     links = [tag("li", tag("a", one.title, href=f"#{one.name}")) for one in document.sections]
@@ -284,39 +283,39 @@ def _body(document: content.Document) -> Html:
     )  # fmt: skip
 
 
-def _section(one: content.Section) -> Html:
-    blocks = [_block(block) for block in one.blocks]
+def _section(one: blocks.Section) -> Html:
+    parts = [_block(block) for block in one.blocks]
     class_ = "wide-charts" if one.wide else None
-    return tag("section", tag("h2", one.title, id=f"{one.name}-title"), tag("div", *blocks, class_="blocks"), id=one.name,
+    return tag("section", tag("h2", one.title, id=f"{one.name}-title"), tag("div", *parts, class_="blocks"), id=one.name,
                aria_labelledby=f"{one.name}-title", class_=class_)  # fmt: skip
 
 
-def _block(block: content.Block) -> Html:  # one return for each kind
-    if isinstance(block, content.Text):
+def _block(block: blocks.Block) -> Html:  # one return for each kind
+    if isinstance(block, blocks.Text):
         return tag("p", block.words, class_=f"text {block.tone}".rstrip())
-    if isinstance(block, content.Code):
+    if isinstance(block, blocks.Code):
         return tag("pre", tag("code", block.words), tabindex="0")
-    if isinstance(block, content.Items):
+    if isinstance(block, blocks.Items):
         return tag("ul", *map(_item, block.items), class_="findings")
-    if isinstance(block, content.Figures):
+    if isinstance(block, blocks.Figures):
         parts = [
             tag("div", tag("dt", one.name), tag("dd", one.value), tag("dd", one.more, class_="more") if one.more else EMPTY)
             for one in block.figures
         ]
         return tag("dl", *parts, class_="figures")
-    if isinstance(block, content.Table):
+    if isinstance(block, blocks.Table):
         return _table(block)
-    return _shares(block) if isinstance(block, content.Shares) else drawn(block)
+    return _shares(block) if isinstance(block, blocks.Shares) else drawn(block)
 
 
-def _item(one: content.Item) -> Html:
+def _item(one: blocks.Item) -> Html:
     class_, symbol = SYMBOLS[one.severity]
     mark = tag("span", symbol, role="img", aria_label=_WORDS[one.severity], class_="symbol")
     link = joined([" ", tag("a", "See the data", href=f"#{one.section}")]) if one.section else EMPTY
     return tag("li", mark, tag("span", one.words, link), class_=class_)
 
 
-def _table(block: content.Table) -> Html:
+def _table(block: blocks.Table) -> Html:
     head = [heading_cell(name, "" if index in block.words else "n") for index, name in enumerate(block.head)]
     body = [
         tag(
@@ -329,7 +328,7 @@ def _table(block: content.Table) -> Html:
     return table(block.caption, block.caption, head, body)
 
 
-def _shares(block: content.Shares) -> Html:
+def _shares(block: blocks.Shares) -> Html:
     whole = sum(block.parts.values())
     parts = sorted(((name, seconds) for name, seconds in block.parts.items() if seconds > 0), key=lambda part: -part[1])
     if not whole or not parts:
