@@ -92,6 +92,22 @@ def test_a_hundred_thousand_names_are_looked_at_in_time(flight_dir: Path, direct
     assert len(list(flight_dir.iterdir())) == NAMES + 2
 
 
+def test_of_ten_thousand_flight_names_the_living_are_read_first(
+    flight_dir: Path, directory_fd: int, writer: FlightWriter
+) -> None:
+    """Nobody can make a scan open more than 4,096 files: the living, then those written last; the others are counted."""
+    os.utime(writer.name, ns=(0, 0), dir_fd=directory_fd)  # a rank that stores through a map may have the oldest file
+    for rank in range(10_000):
+        fd = os.open(name(rank), os.O_CREAT | os.O_WRONLY, dir_fd=directory_fd)
+        os.utime(fd, ns=(rank + 1, rank + 1))
+        os.close(fd)
+    found = reader.list_names(directory_fd)
+    assert set(found.names) == {writer.name, *map(name, range(10_001 - reader.MAX_FILES, 10_000))}
+    assert found.names == sorted(found.names) == reader.names(directory_fd)
+    assert found.left_out == 10_001 - reader.MAX_FILES
+    assert len(list(flight_dir.iterdir())) == 10_002
+
+
 def test_two_scans_at_once_both_see_every_file(flight_dir: Path, directory_fd: int) -> None:
     """They share the directory's descriptor, but not the position in it: a scrape misses no rank because another one runs."""
     expected = sorted(name(rank) for rank in range(500))

@@ -8,6 +8,7 @@ No counter decreases: a snapshot in which one would is not served.
 
 from __future__ import annotations
 
+import heapq
 import os
 import re
 import stat
@@ -19,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.catalog import Kind
 from torchobs.config.identity import boot_id
-from torchobs.flight.files import entries
-from torchobs.flight.files.create import SUFFIX
+from torchobs.flight.files import entries, lock
+from torchobs.flight.files.create import SUFFIX, lock_name
 from torchobs.flight.format import documents, event_ring
 from torchobs.flight.format.layout import (
     FADED_AFTER_S,
@@ -205,14 +206,36 @@ class Names(NamedTuple):
 
 
 def list_names(directory_fd: int) -> Names:
-    """Return the first 4,096 names of flight files in a directory, and how many more there are. Raises ``OSError``."""
-    found = sorted(filter(is_name, entries.names(directory_fd)))
-    return Names(found[:MAX_FILES], max(0, len(found) - MAX_FILES))
+    """Return the names of flight files in a directory: at most 4,096.
+
+    Where there are more, those of living ranks come first, by their locks, then the files that were written last. Raises
+    ``OSError``.
+    """
+    found = [*filter(is_name, entries.names(directory_fd))]
+    if len(found) > MAX_FILES:
+        ranked = ((_is_held(directory_fd, name), _mtime_ns(directory_fd, name), name) for name in found)
+        chosen = heapq.nlargest(MAX_FILES, ranked)
+        return Names(sorted(name for _, _, name in chosen), len(found) - MAX_FILES)
+    return Names(sorted(found))
 
 
 def names(directory_fd: int) -> list[str]:
     """Return the names of :func:`list_names`. Raises ``OSError``."""
     return list_names(directory_fd).names
+
+
+def _is_held(directory_fd: int, name: str) -> bool:
+    try:
+        return lock.is_held(directory_fd, lock_name(name))
+    except OSError:
+        return False
+
+
+def _mtime_ns(directory_fd: int, name: str) -> int:
+    try:
+        return os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mtime_ns
+    except OSError:
+        return 0
 
 
 def is_name(name: str) -> bool:
