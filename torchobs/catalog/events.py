@@ -598,7 +598,6 @@ TITLES = {
     EVENT_REPLICA_WEIGHTS.name: "Weights to compare",
     EVENT_REPLICA_BATCHES.name: "Batches to compare",
     EVENT_ACTIVATIONS.name: "Layer outputs",
-    EVENT_LAYER_HISTORY.name: "Layer outputs around an anomaly",
     EVENT_MODEL_CHANGE.name: "Another model",
     EVENT_CHILDREN.name: "Processes started",
     EVENT_OTHER_THREAD.name: "Another training thread",
