@@ -93,6 +93,7 @@ def test_recompilations_are_counted_by_the_guard_that_failed(run: Recording) -> 
     told = run.attributes(catalog.EVENT_RECOMPILE.name)
     expressions = [attributes["expression"] for attributes in told]
     assert expressions == ["inputs: size at index 0", "inputs: dtype", "grad_mode", "factor == …", "more is None"]
+    assert {frame["step"] for frame in run.frames(catalog.EVENT_RECOMPILE.name)} == {1}, "the step in progress"
     line = scaled.__code__.co_firstlineno
     assert {attributes["location"] for attributes in told} == {f"{__file__}:{line}"}
     spans = run.attributes(catalog.SPAN_COMPILE.name)

@@ -65,8 +65,7 @@ def test_the_line_is_information_where_much_of_the_time_goes_there() -> None:
         phases = dict.fromkeys(PHASES, 0.0) | {"between": between_s, "backward": 100.0 - between_s}
         rank = RankStatus(
             rank="0", state="alive", reason="", up=True, phase="other", recorded=True, beat_age_s=0.0, progress_age_s=0.0,
-            steps=9,
-            loss=None, per_s=None, between=between_share(phases), events=summary_of([event]),
+            steps=9, loss=None, per_s=None, between=between_share(phases), events=summary_of([event]),
         )  # fmt: skip
         found = list(health.between([rank]))
         assert [one.long for one in found] == expected

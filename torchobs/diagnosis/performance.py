@@ -75,21 +75,26 @@ def _slowed(report: RankReport) -> Iterator[Finding]:
     """Yield that the last steps were slow, and in which phase."""
     latest = report.steps[model_begins(report.steps, len(report.steps)) :]
     timed = [step for step in latest if step.duration_s is not None][_FIRST:]
-    begin = speed.slowed_from([step.duration_s or 0.0 for step in timed]) if report.newest_is_here else None
+    begin = speed.slowed_from([_took_s(step) for step in timed]) if report.newest_is_here else None
     if begin is None:
         return
     earlier, late = timed[:begin], timed[begin:]
-    usual_s, now_s = (fmean(step.duration_s or 0.0 for step in steps) for steps in (earlier, late))
+    usual_s, now_s = (fmean(map(_took_s, steps)) for steps in (earlier, late))
     phase, excess_s = _grown_phase(earlier, late)
-    took, share = sum(step.duration_s or 0.0 for step in late), min(1.0, excess_s / (now_s - usual_s))
+    took, share = sum(map(_took_s, late)), min(1.0, excess_s / (now_s - usual_s))
     yield finding("slowdown", steps=len(late), took=took, now=now_s, usual=usual_s, share=share, phase=phase)
+
+
+def _took_s(step: Step) -> float:
+    """Return how long a step took, with what was compiled in it: who recompiles in every step is slow."""
+    return (step.duration_s or 0.0) + step.phase_s.get("compile", 0.0)
 
 
 def _grown_phase(earlier: Sequence[Step], late: Sequence[Step]) -> tuple[str, float]:
     def typical(steps: Sequence[Step], phase: str) -> float:
         return fmean(step.phase_s.get(phase, 0.0) for step in steps)
 
-    excess = {phase: typical(late, phase) - typical(earlier, phase) for phase in catalog.PHASES}
+    excess = {phase: typical(late, phase) - typical(earlier, phase) for phase in (*catalog.PHASES, "compile")}
     phase = max(excess, key=lambda name: excess[name])
     return phase, excess[phase]
 

@@ -322,7 +322,7 @@ class CompileRecords:
     def _note_recompile(self, location: str, guard: Guard, step: int) -> None:
         self._add((catalog.COMPILE_RECOMPILES.name, guard.kind), 1)
         attributes: dict[str, object] = {"location": location, "guard": guard.kind, "expression": guard.expression}
-        self._context.event(catalog.EVENT_RECOMPILE, attributes)
+        self._context.writer.event(catalog.EVENT_RECOMPILE.name, attributes, step + 1)
         times = self._recompiles.note(location, time.monotonic(), step)
         if times:
             self._context.event(catalog.EVENT_RECOMPILE_STORM, {**attributes, "recompiles": times})
