@@ -147,15 +147,14 @@ def test_a_variable_that_is_no_option_s_is_named_without_its_value() -> None:
 
 @pytest.mark.parametrize(
     ("text", "chosen"),
-    [("all", HOST_COLLECTORS), ("True", HOST_COLLECTORS), ("1", HOST_COLLECTORS), ("none", ()), ("off", ()),
-     ("disk", ("disk",)), ("network, cpu ,", ("cpu", "network")), ("CPU", ("cpu",))],
+    [("all", HOST_COLLECTORS), ("none", ()), ("disk", ("disk",)), ("network, cpu ,", ("cpu", "network")), ("CPU", ("cpu",))],
 )  # fmt: skip
 def test_collectors_are_chosen_by_name(text: str, chosen: tuple[str, ...]) -> None:
     """All, none, or a list in any order."""
     assert config.parse({"collect_host": [text]}, {}).collect_host == chosen
 
 
-@pytest.mark.parametrize("text", ["cpus", "cpu,meminfo", "all,cpu", "cpu memory", "infiniband", "cpu,pressure"])
+@pytest.mark.parametrize("text", ["cpus", "cpu,meminfo", "all,cpu", "cpu memory", "infiniband", "true"])
 def test_a_collector_that_does_not_exist_is_refused(text: str) -> None:
     """And the problem says which there are; those of earlier versions that are node_exporter's now are none."""
     chosen = config.parse({"collect_host": [text]}, {})

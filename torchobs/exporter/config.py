@@ -187,10 +187,8 @@ def _collectors(text: str) -> tuple[str, ...]:
     word = text.lower()
     if word in {_ALL, "none"}:
         return HOST_COLLECTORS if word == _ALL else ()
-    if "," not in word and word not in HOST_COLLECTORS:
-        return HOST_COLLECTORS if kinds.BOOLEAN.parse(word) else ()
     named = {name.strip() for name in word.split(",")} - {""}
-    if not named <= set(HOST_COLLECTORS):
+    if not named or not named <= set(HOST_COLLECTORS):
         raise ValueError(text)
     return tuple(name for name in HOST_COLLECTORS if name in named)
 
