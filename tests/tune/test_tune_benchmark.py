@@ -157,14 +157,19 @@ class _Temperature(nn.Module):
         return nn.functional.mse_loss(self.computed(self.norm(output)) * self.scale, target)
 
 
-@pytest.mark.parametrize("kind", ["module", "method", "partial"])
+@pytest.mark.parametrize("kind", ["module", "method", "partial", "function"])
 def test_what_a_loss_function_has_is_as_before(kind: str) -> None:
-    """Promise: gradients, parameters and buffers of a loss that is a module, or bound to one, are as before."""
+    """Promise: gradients, parameters and buffers of a loss function, and of the model that it refers to, are as before."""
     model, loss = nn.Linear(8, 4), _Temperature()
     optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], 0.1)
     x, target = torch.randn(16, 8), torch.randn(16, 4)
     loss(model(x), target).backward()
-    loss_fn: Any = {"module": loss, "method": loss.forward, "partial": functools.partial(loss.forward)}[kind]
+
+    def penalised(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target) + model.weight.square().sum()
+
+    functions: dict[str, Any] = {"module": loss, "method": loss.forward, "function": penalised}
+    loss_fn = functions.get(kind) or functools.partial(loss.forward)
     values = [*model.state_dict().values(), *loss.state_dict().values()]
     values += [leaf.grad for leaf in (*model.parameters(), *loss.parameters()) if leaf.grad is not None]
     before = [value.clone() for value in values]

@@ -22,7 +22,7 @@ from torchobs import api, catalog
 from torchobs.support.arguments import is_whole
 from torchobs.support.result import Result
 from torchobs.tensors.batches import call
-from torchobs.tensors.running import generators, random_states_kept
+from torchobs.tensors.running import Buffers, generators, random_states_kept
 from torchobs.tune.difference import outputs, pair_of
 from torchobs.tune.plan import Plan, optimize
 from torchobs.tune.techniques import FAILURES, first_line
@@ -201,6 +201,22 @@ def _without_graphs(models: Iterable[nn.Module]) -> Iterator[None]:
             owned[name] = value
 
 
+@contextmanager
+def _untouched(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Put gradients and buffers of the caller's own back when the block ends: a loss function may refer to the model."""
+    groups = optimizer.param_groups if optimizer is not None else ()
+    weights = [*model.parameters(), *(weight for group in groups for weight in group["params"])]
+    buffers, gradients = Buffers(model), [(weight, weight.grad) for weight in weights]
+    for weight in weights:
+        weight.grad = None
+    try:
+        yield
+    finally:
+        buffers.put_back()
+        for weight, gradient in gradients:
+            weight.grad = gradient
+
+
 def _bound(loss_fn: Any) -> list[nn.Module]:
     """Return the modules of which a copy of the loss function has copies."""
     if isinstance(loss_fn, partial):
@@ -254,9 +270,9 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
 ) -> Benchmark:
     """Time steps of a model in each mode, in rounds of all modes, so that a change of the machine's speed meets all alike.
 
-    Model, optimizer and random state are as before afterwards: the steps are done by copies, which need room beside them. A
-    loss function is copied if it is a module or a method of one. Steps with an optimizer are recorded as training steps, if a
-    session runs. On a GPU torch's peak of allocated memory is reset.
+    Model, optimizer, gradients and random state are as before afterwards: the steps are done by copies, which need room beside
+    them. A loss function is copied if it is a module or a method of one. Steps with an optimizer are recorded as training
+    steps, if a session runs. On a GPU torch's peak of allocated memory is reset.
 
     Args:
         model: the model, on its device.
@@ -284,7 +300,7 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
         raise TypeError(f"tune.benchmark() takes a torch.nn.Module, not {type(model).__name__}")
     _check_optimizer(model, optimizer, has_loss=loss_fn is not None)
     batch = _first_batch(batch)
-    with random_states_kept():
+    with random_states_kept(), _untouched(model, optimizer):
         step = _Step(*copied(model, optimizer, loss_fn), batch)
         options = {"example": step.input, **options}
         plans, left_out, first_s = _first_steps(
