@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import errno
 import hashlib
 import hmac
 import io
 import logging
 import os
 import re
+import stat
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -100,8 +102,7 @@ def scan_file(path: str | os.PathLike[str]) -> FileScan:
             import modelscan  # noqa: F401
     except ImportError as error:
         raise ImportError("scan_file needs fickling and modelscan: pip install 'torchobs[guard]'") from error
-    with Path(name).open("rb") as file:
-        head = file.read(_HEAD)
+    head = _head(name)
     kind = _kind(name, head)
     try:
         findings = [_Finding("unreadable", (f"it {_no_model(head)}",))] if _no_model(head) else list(_read(name, kind))
@@ -136,8 +137,7 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
     import torch
 
     name = os.fspath(path)
-    with Path(name).open("rb") as file:
-        head = file.read(_HEAD)
+    head = _head(name)
     shown, kind = text_of(name), _kind(name, head)
     if kind == "safetensors":
         from safetensors import SafetensorError
@@ -163,6 +163,14 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
     except DAMAGE as error:
         why = str(error).strip() or type(error).__name__
         raise ValueError(f"{shown} is no file of torch.save, or damaged, or does not fit {map_location!r}: {why}") from error
+
+
+def _head(name: str) -> bytes:
+    """Return a file's beginning. Raises ``OSError`` for a pipe or a device, too, at which a reader would wait."""
+    if not stat.S_ISREG(Path(name).stat().st_mode):
+        raise OSError(errno.EINVAL, "is no file, but a pipe, a device or a directory", name)
+    with Path(name).open("rb") as file:
+        return file.read(_HEAD)
 
 
 def _no_model(head: bytes) -> str | None:
