@@ -66,17 +66,6 @@ def main_frames(dump: str) -> tuple[str, ...]:
     return _frames(main)
 
 
-def worker_frames(dump: str) -> dict[int, tuple[str, ...]]:
-    """Return the main threads' frames of a data loader's workers by process id, as py-spy writes them, the innermost first."""
-    found = {}
-    for process in _PROCESS.split(dump)[1:]:
-        pid, _, body = process.partition(":")
-        if (main := _MAIN_OF_PROCESS.search(body)) is not None:
-            frames = _FRAME_OF_PROCESS.findall(main[1])[:_MOST]
-            found[int(pid)] = tuple(f"{place} in {function}" for function, place in frames)
-    return found
-
-
 def crash_frames(dump: str) -> tuple[str, ...]:
     """Return the frames of the thread that crashed, the innermost first; empty if it ran no Python code."""
     return _frames(dump.partition(_STACK)[2])
