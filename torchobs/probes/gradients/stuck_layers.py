@@ -20,6 +20,7 @@ would be.
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from math import inf, isfinite, sqrt
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -320,8 +321,8 @@ APART = LASTING_STEPS // LASTING_SAMPLES
 _EVERY = 8
 """Steps between two looks at optimizers that have some gradients"""
 _MOST_OPTIMIZERS = 16
-_CHOSEN = 3
-"""Parameters of an optimizer that must stay as they are"""
+_CHOSEN, _COMPARED = 3, 16
+"""Parameters of an optimizer that must stay as they are, and their elements that are compared"""
 
 
 class _Optimizer:
@@ -336,8 +337,8 @@ class _Optimizer:
         """Step in which gradients came after the verdict"""
         self.looks = self.since = 0
         """Looks without a gradient in a row, and the step of the first"""
-        self.before: list[int] = []
-        """Versions of some parameters at the first of these looks"""
+        self.before: list[tuple[int, Any]] = []
+        """Versions and elements of some parameters at the first of these looks"""
         self.without: list[tuple[TensorReference, int]] | None = None
         """Parameters without a gradient at the first look that found some, with their versions"""
         self.due = 0
@@ -373,7 +374,10 @@ class NoGradients:
     """
 
     def __init__(self, context: ProbeContext, stuck_layers: StuckLayersWatch) -> None:
-        self._context, self._stuck_layers = context, stuck_layers
+        import torch  # torch is optional until training begins
+
+        self._context, self._torch, self._stuck_layers = context, torch, stuck_layers
+        self._plain = {torch.Tensor, torch.nn.Parameter}
         self._optimizers = ObjectIndex(_MOST_OPTIMIZERS, lambda _: _Optimizer())
         self._others_train = False
         self._trained, self._looked = 0, -_EVERY
@@ -422,20 +426,43 @@ class NoGradients:
     def _look(self, state: _Optimizer, optimizer: Any, step: int) -> None:
         state.looks += 1
         if state.looks == 1:
-            state.since, state.before = step, _versions(optimizer)
+            state.since, state.before = step, self._chosen(optimizer)
         if state.had and self._trained >= state.since:  # this one now and then, or others, in turn
             state.looks = 0
             return
         if state.looks <= LASTING_SAMPLES or step - state.since < (LASTING_STEPS if state.had else APART):
             return
-        before, state.before = state.before, []
-        if _versions(optimizer) != before:
+        before, state.before, now = state.before, [], self._chosen(optimizer)
+        if [version for version, _ in now] != [version for version, _ in before]:
             state.looks, state.done = 0, not state.had  # gradients in steps that were not measured, or it needs none
             return
         state.done = True
         trained = [TensorReference(one) for one in parameters_of(optimizer) if one.requires_grad]
-        if trained:
-            self._found.append(_Missing(state, "no_gradient", state.since + 1, trained))
+        if not trained:
+            return
+        note = partial(self._note, _Missing(state, "no_gradient", state.since + 1, trained))
+        with self._torch.no_grad():
+            pairs = [(old, new) for (_, old), (_, new) in zip(before, now, strict=True) if old is not None]
+            differ = [(old != new).any().float() for old, new in pairs]
+            if not differ:
+                note(0.0)
+            elif len({one.device for one in differ}) == 1:
+                self._context.device.take(self._torch.stack(differ).sum(), note)
+
+    def _note(self, missing: _Missing, differ: float) -> None:
+        if not differ:
+            self._found.append(missing)
+
+    def _chosen(self, optimizer: Any) -> list[tuple[int, Any]]:
+        """Return versions of some parameters, and copies of some of their elements."""
+        owned = parameters_of(optimizer)
+        chosen = [owned[len(owned) * index // _CHOSEN] for index in range(_CHOSEN)] if owned else []
+        with self._torch.no_grad():
+            return [(one._version, self._elements(one)) for one in chosen]
+
+    def _elements(self, one: Any) -> Any:
+        plain = type(one) in self._plain and one.layout is self._torch.strided and not one.is_meta
+        return one.detach().reshape(-1)[:_COMPARED].clone() if plain else None
 
     # -- in the sampler thread ---------------------------------------------------------------------------------------------
 
@@ -473,12 +500,6 @@ class NoGradients:
         layers, parameters = [name for one in found for name in one.layers], {key for one in found for key in one.parameters}
         since = max((one.step for one in found), default=step)
         self._stuck_layers.report_missing("no_gradient", layers, since, parameters)
-
-
-def _versions(optimizer: Any) -> list[int]:
-    """Return torch's counts of changes of some parameters."""
-    owned = parameters_of(optimizer)
-    return [owned[len(owned) * index // _CHOSEN]._version for index in range(_CHOSEN)] if owned else []
 
 
 def _possibly_stepped(optimizer: Any) -> set[int]:
