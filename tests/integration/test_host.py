@@ -249,13 +249,6 @@ def test_the_exporter_s_page_has_it_and_promtool_no_complaint(running: Service, 
     assert complaints == []
 
 
-def test_nothing_is_said_unless_asked_for(flight_dir: Path) -> None:
-    """Off is the default."""
-    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as exporter:
-        text = exporter.page()
-    assert not re.search(r"^(# HELP )?(system_|torchobs_host|torchobs_exporter_host)", text, re.MULTILINE)
-
-
 class Server:
     """A file server: questions hang while it is down."""
 

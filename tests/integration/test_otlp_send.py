@@ -530,14 +530,3 @@ def test_after_an_outage_an_exporter_that_ends_tries_again_and_again(after_s: fl
     queue._run()
     assert clock.waits[8] >= MOST_S / 2
     assert clock.waits[9:] == pytest.approx(expected)
-
-
-def test_a_refusal_is_logged_once_an_hour(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever numbers are in it: one at each push would fill the log."""
-    outcomes = [Outcome("refused", words=f"404: not found at {number}", of_address=True) for number in range(20)]
-    queue = sender(Steps(*outcomes))
-    for number in range(21):
-        queue.put(Batch(b"x", number))
-    queue._run()
-    assert caplog.text.count("the receiver refuses them: 404") == 1
-    assert queue.counts.dropped["refused"] == sum(range(20))
