@@ -49,7 +49,7 @@ SAMPLE: dict[str, object] = {
     "since": 400, "highest": 1e-3, "streak": 40, "skipped": 40, "scale": 0.5, "device_type": "xla", "changes": 3,
     "optimizer": "AdamW", "backward_passes": 64, "parameters": ["head.weight", "head.bias"], "parameters_affected": 2,
     "scheduler": "StepLR", "units_dead": 60, "units": 64, "kind": "loss_spike", "compiled": 3, "evidence": "r0-12.layers",
-    "modules": ["decoder, 30 GiB"],
+    "modules": ["decoder, 30 GiB"], "function": "get_batch",
 }  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def test_what_a_script_asked_for_is_no_anomaly() -> None:
     spike = fact(catalog.EVENT_ANOMALY, 6.0, 60, kind="loss_spike")
     (chart,) = anomalies(facts(steps(100), events=[*asked, spike]), "").blocks
     assert isinstance(chart, StripChart)
-    assert chart.rows == (("loss spike", "warning", (60.0,)),)
+    assert chart.rows == (("Loss spike", "warning", (60.0,)),)
 
 
 def run(*losses: float) -> Chosen:
