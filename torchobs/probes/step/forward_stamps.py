@@ -42,21 +42,25 @@ class ForwardStamps:
         breaker = context.breaker("phases")
         self._hook, self._modes = no_hook_in_graphs(breaker.guard(self._called)), dispatch_modes()
         self._chance, self._due_ns, self._refused = random.Random(), 0, 0  # noqa: S311  # nothing secret, and not the script's
-        self._wanted, self._closed, self._due_before = False, False, 0
+        self._wanted, self._closed = False, False
+        self._seen = self._asked_at = self._due_before = 0
         context.hooks.before_step.register(breaker, self._before_step, guarded=True)  # it calls nothing that raises
 
     def sample(self) -> None:
-        """Ask for a stamp in the step after the next optimizer step, if one is due."""
-        now_ns = monotonic_ns()
-        if self._wanted or now_ns < self._due_ns or self._key in self._hooks or self._closed:
-            return
-        self._due_ns = now_ns + self._chance.randint(LEAST_NS, MOST_NS)
-        if has_compiled():
+        """Ask for a stamp in one of the next steps, if one is due."""
+        if self._closed or has_compiled():
             self.close()
             return
-        hook = self._context.hooks.before_step
-        self._due_before, self._wanted = hook.due_at, True
-        hook.due_at = 0
+        now_ns = monotonic_ns()
+        done, self._seen = self._recorder.step - self._seen, self._recorder.step
+        if now_ns < self._due_ns or self._key in self._hooks:
+            return
+        self._due_ns = now_ns + self._chance.randint(LEAST_NS, MOST_NS)
+        # not the very next step, in which this thread's round still takes the GIL now and then
+        hook, self._asked_at = self._context.hooks.before_step, self._seen + self._chance.randint(0, max(0, done))
+        if hook.due_at > self._asked_at:
+            self._due_before, hook.due_at = hook.due_at, self._asked_at
+        self._wanted = True
 
     def close(self) -> None:
         """Take no more stamps. Idempotent."""
@@ -64,10 +68,10 @@ class ForwardStamps:
         self._take_away()
 
     def _before_step(self, _optimizer: object, within_closure: bool) -> None:  # noqa: FBT001  # a listener
-        if not self._wanted:
+        if not self._wanted or self._recorder.step < self._asked_at:
             return
         self._wanted, hook = False, self._context.hooks.before_step
-        if not hook.due_at:  # which no other listener has set meanwhile
+        if hook.due_at == self._asked_at:  # which no other listener has set meanwhile
             hook.due_at = self._due_before
         if not (within_closure or self._closed or self._training.backwards):
             self._refused = 0
