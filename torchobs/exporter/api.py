@@ -398,7 +398,11 @@ class Api:
             "Content-Disposition": f'attachment; filename="{stored.evidence.name}"',
             "Content-Security-Policy": "sandbox",
         }
-        return StreamingResponse(commands.read(stored), headers=headers, media_type=commands.media_type(stored.evidence))
+        media_type = commands.media_type(stored.evidence)
+        if request.method == "HEAD":
+            stored.file.close()
+            return Response(headers=headers, media_type=media_type)
+        return StreamingResponse(commands.read(stored), headers=headers, media_type=media_type)
 
     async def _check_failure(self, identifier: str) -> None:
         """Raise ``Problem`` if the rank asked for that artifact has reported that it could not write it."""
