@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import os
-import re
 import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -96,8 +95,8 @@ def test_what_python_ends_with_is_what_the_file_says(
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("raise ValueError('secret')", "failed{}: ValueError at train.py:4."),
-        ("sys.exit(3)", "failed{} with an exit status."),
+        ("raise ValueError('secret')", "failed: ValueError at train.py:4."),
+        ("sys.exit(3)", "failed with an exit status"),
     ],
 )
 def test_page_top_and_report_name_the_exception(tmp_path: Path, flight_dir: Path, line: str, words: str) -> None:
@@ -110,9 +109,8 @@ def test_page_top_and_report_name_the_exception(tmp_path: Path, flight_dir: Path
     (lines,) = [line for line in screen(runs, TerminalStyle(400), 50).lines if "Trouble" in line]
     reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
     inspected = health(run_status(reports))
-    assert all(f"Rank 0 {words.format('')}" in gist for gist in (shown.health.gist, inspected.gist))
-    for text in (shown.health.text, lines, inspected.text):
-        assert re.search(re.escape(f"Rank 0 {words}").replace(r"\{\}", r" \S+( \S+)? ago"), text), text
+    for text in (shown.health.gist, inspected.gist, shown.health.text, lines, inspected.text):
+        assert f"Rank 0 {words}" in text
 
 
 CHAIN = """
@@ -409,7 +407,7 @@ def fail(*given):
 def interrupt(number, frame):
     raise KeyboardInterrupt
 """
-TOLD_TO_END = "was told to end (SIGTERM: by the scheduler, the launcher or a person) after step"
+TOLD_TO_END = "was told to end by SIGTERM after step"
 ENDS = {
     # body: status, reason, what is said
     "signal.signal(signal.SIGTERM, functools.partial(leave, 0)); send(signal.SIGTERM)": (

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
 OriginKind = Literal["input", "parameter", "operator", "backward", "overflow", "unknown"]
-FLOAT16 = "float16, whose largest number is 65,504, without a loss scaler"
 UNSEEN = "not all inputs of this function were seen: it may have been given them, or have made them"
 """Of a function written in Python; a sentence that follows"""
 LATER = "or a later one"
