@@ -66,9 +66,7 @@ def test_a_run_without_a_step_says_how_its_steps_would_be_recorded() -> None:
     """And that the optimizer never steps, as long as there is no step."""
     (only,) = diagnose(facts([], **FINISHED))
     assert only.kind == "finished_without_step"
-    assert only.long.endswith("call torchobs.step() once per step.")
-    children = fact(catalog.EVENT_CHILDREN, 1.0, count=2)
-    assert "join a process group" in diagnose(facts([], **FINISHED, events=[children]))[0].long
+    assert "call torchobs.step() once per step." in only.long
     event = fact(catalog.EVENT_LOOP_MISTAKE, 1.0, kind="never_stepped", optimizer="SGD", backward_passes=1_234)
     assert "1,234 backward passes, and no step of the optimizer (SGD)" in told(facts([], events=[event]))["never_stepped"]
     assert "never_stepped" not in told(facts(steps(3), events=[event]))

@@ -347,11 +347,6 @@ EVENT_MODEL_CHANGE = info(
     Attribute("changes", "how many there were"),
     Attribute("steps_before", "steps done before it"),
 )
-EVENT_CHILDREN = info(
-    "torchobs.children",
-    "A process without a step has started others by multiprocessing; they become ranks only by joining a process group.",
-    Attribute("count", "how many there were at the same time"),
-)
 EVENT_OTHER_THREAD = warning(
     "torchobs.other_thread",
     "A second thread steps optimizers at the same time as the recorded one; its steps are not counted.",
@@ -599,7 +594,6 @@ TITLES = {
     EVENT_REPLICA_BATCHES.name: "Batches to compare",
     EVENT_ACTIVATIONS.name: "Layer outputs",
     EVENT_MODEL_CHANGE.name: "Another model",
-    EVENT_CHILDREN.name: "Processes started",
     EVENT_OTHER_THREAD.name: "Another training thread",
     EVENT_WORKER_DIED.name: "Data loader's worker died",
     EVENT_STARVED.name: "Waiting for data",

@@ -251,8 +251,8 @@ finished info
 finished_without_step info
     short: {who} finished without a recorded step.
     long: {who} finished in order after {lifetime}, without a recorded step. If no optimizer of torch's steps, call
-      torchobs.step() once per step.[children? The processes that it started are recorded if they join a process group, or call
-      torchobs.init().]
+      torchobs.step() once per step. Processes that it started are recorded if they join a process group, or call
+      torchobs.init().
 end_unknown warning
     short: How rank {rank} ended is not known.
     long: How rank {rank} ended is not in this part of the file[; it had come to step {step:,} at least].

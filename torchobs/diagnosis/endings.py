@@ -96,7 +96,7 @@ def how_ended(report: RankReport) -> Finding:
     elif reason == "exit_code":
         values |= {"code": report.exit_code, "signal": _signal(report)}
     elif reason in {"interrupted", "terminated"}:
-        values |= {"signal": _name_of(report.exit_code - 128, "SIGTERM"), **_made_of_signal(report)}
+        values |= {"signal": _signal(report) or _name_of(report.exit_code - 128, "SIGTERM"), **_made_of_signal(report)}
     elif reason == "crashed":
         own, name = without_launcher(report.crash), _name_of(report.exit_code - 128, "a fatal signal")
         values |= {"place": place(own) if own else None, "signal": name, "meaning": FATAL_SIGNALS.get(name, "a fatal signal")}
@@ -105,8 +105,7 @@ def how_ended(report: RankReport) -> Finding:
     elif reason == "lost":
         values |= {"rebooted": not report.same_boot and not report.copied, "copied": report.copied}
     else:
-        children = bool(report.events_named(catalog.EVENT_CHILDREN))
-        values |= {"lifetime": report.lifetime, "signal": _signal(report), "children": children}
+        values |= {"lifetime": report.lifetime, "signal": _signal(report)}
         reason = "finished" if report.last_step or report.partial else "finished_without_step"
     return finding(reason, rank=report.rank, **values)
 
