@@ -125,18 +125,6 @@ def test_a_checkpointed_region_is_named_as_that(run: Recording) -> None:
     assert told(run)[1].startswith("The NaN or infinity appeared inside checkpointed region")
 
 
-def test_an_operator_before_a_region_is_named_as_ever(run: Recording) -> None:
-    """Promise: what is not compiled is traced to its operator, also where compiled regions follow."""
-    model, called = made("blocks")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(2):
-        optimizer.zero_grad()
-        h = torch.log(model.first(torch.randn(6, 4)) * 0 - 1)
-        torch.autograd.backward(called.blocks[2](h).square().mean())
-    found, _ = told(run)
-    assert (found["step"], found["origin"], found["operator"]) == (1, "operator", "log")
-
-
 def test_a_bad_sample_of_a_compiled_model_is_named(run: Recording) -> None:
     """Promise: the variable whose bad samples are those of the result, which the graph does not have."""
     train(*made("whole"), "input")
@@ -151,14 +139,6 @@ def test_a_bad_parameter_of_a_compiled_model_is_named(run: Recording) -> None:
     torch.autograd.backward(called(torch.randn(6, 4)).square().mean())
     found, _ = told(run)
     assert (found["origin"], found["parameter"]) == ("parameter", "blocks.2.linear.weight")
-
-
-def test_a_compiled_function_is_named_without_a_module(run: Recording) -> None:
-    """Promise: it has none, and no line."""
-    x, weight = torch.randn(6, 4), nn.Parameter(torch.randn(4, 3))
-    loss_of = torch.compile(lambda x, weight: torch.log(-1 - (x @ weight).abs()).mean(), backend="aot_eager")
-    torch.autograd.backward(loss_of(x, weight))
-    assert told(run)[1] == f"The NaN or infinity appeared inside compiled region. {RUN_TRACE}"
 
 
 def test_a_derivative_inside_a_region_is_seen_in_the_next_backward_pass(run: Recording) -> None:

@@ -216,68 +216,6 @@ def test_a_loss_module_has_the_line_that_calls_it() -> None:
     assert "test_nan_culprits.py:" in told["location"]
 
 
-class Normalized(nn.Module):
-    """Divides a batch by its deviation."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x / torch.full_like(x, 2.0)
-
-
-class Detector(nn.Module):
-    """Prepares its batch by an attribute that is set last, and returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 4)
-        self.prepare = Normalized()
-
-    def forward(self, x: torch.Tensor, boxes: torch.Tensor, regression: Step) -> torch.Tensor:
-        x = self.prepare(x)
-        return self.loss(self.head(x), boxes, regression)
-
-    def loss(self, found: torch.Tensor, boxes: torch.Tensor, regression: Step) -> torch.Tensor:
-        """The sum over samples by their number."""
-        each = [regression(one, box) for one, box in zip(found, boxes, strict=True)]
-        return torch.stack(each).sum() / max(1, len(each))
-
-
-@pytest.mark.parametrize(
-    "regression",
-    [functional.smooth_l1_loss, functional.mse_loss, functional.huber_loss, functional.binary_cross_entropy_with_logits],
-)
-def test_a_target_of_a_regression_is_found_behind_sums_and_quotients(regression: Step) -> None:
-    """Not the sum's quotient, which makes NaN of NaN, nor the quotient of what has prepared the batch."""
-
-    def loss_of(model: nn.Module, number: int) -> torch.Tensor:
-        boxes = torch.rand(3, 4)
-        if number == AT:
-            boxes[1, 2] = float("nan")
-        return torch.as_tensor(model(torch.randn(3, 4), boxes, regression))
-
-    told = origin(run(Detector(), loss_of))
-    assert (told["origin"], told["step"], told["operator"]) == ("input", AT, regression.__name__)
-
-
-class Shift(torch.autograd.Function):
-    """Keeps nothing of what it was given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """A sum."""
-        del ctx
-        return x + weight
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Of the weight alone."""
-        del ctx
-        return None, gradients[0].sum(0)
-
-
-class Log(Shift):
-    """Keeps nothing, and is none of torch's logarithms."""
-
-
 class Scale(torch.autograd.Function):
     """Keeps what it was given, what it made on its way, and its result."""
 
@@ -298,95 +236,12 @@ class Scale(torch.autograd.Function):
         return gradients[0] * weight if ctx.needs_input_grad[0] else None, (gradients[0] * between).sum(0)
 
 
-class Net(nn.Module):
-    """Gives its input to a function at once, or behind a layer."""
-
-    def __init__(self, function: Any, *, behind: bool = False) -> None:
-        super().__init__()
-        self.function, self.behind = function, behind
-        self.weight, self.first, self.out = nn.Parameter(torch.ones(4)), nn.Linear(4, 4), nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows of four."""
-        return torch.as_tensor(self.out(self.function.apply(self.first(x) if self.behind else x, self.weight)))
-
-
 def batch(number: int) -> torch.Tensor:
     """With a NaN in the step in question."""
     x = torch.randn(8, 4)
     if number == AT:
         x[3, 1] = float("nan")
     return x
-
-
-def held(model: nn.Module, number: int, step: Callable[[torch.Tensor], None]) -> None:
-    """A batch that a variable of the loop holds, with a NaN."""
-    x = batch(number)
-    step(model(x).square().mean())
-
-
-def gone(model: nn.Module, number: int, step: Callable[[torch.Tensor], None]) -> None:
-    """A batch that nobody holds any more."""
-    step(model(batch(number)).square().mean())
-
-
-def faulty(model: nn.Module, number: int, step: Callable[[torch.Tensor], None]) -> None:
-    """A batch that is finite, and labels of which some are missing."""
-    x, labels = torch.randn(8, 4), torch.randn(8, 1)
-    labels[2] = float("nan")
-    Scale.factor = float("inf") if number == AT else 1.0
-    x[1:] *= 0.0 if number == AT else 1.0  # times infinity: NaN
-    made = model(x)
-    step(torch.where(labels.isnan(), 0.0, made - labels.nan_to_num()).square().mean())
-
-
-Script = Any
-
-
-def run_script(model: nn.Module, script: Script) -> Observed:
-    """Train with the faults of a script."""
-
-    def train(look: Look) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-        def step(loss: torch.Tensor) -> None:
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            optimizer.step()
-
-        for number in range(1, AT + 3):
-            script(model, number, step)
-            look.stepped()
-        Scale.factor = 1.0
-
-    torch.manual_seed(0)
-    return observe(train)
-
-
-@pytest.mark.parametrize(
-    ("function", "behind", "script", "wanted"),
-    [
-        (Shift, False, held, {"origin": "input", "parameter": "x", "sample": 3}),
-        (Log, False, held, {"origin": "input", "parameter": "x", "sample": 3}),
-        (Scale, False, held, {"origin": "input", "parameter": "x", "sample": 3}),
-        (Shift, False, gone, {"origin": "unknown", "operator": "shift", "module": "Net"}),
-        (Scale, False, faulty, {"origin": "unknown", "operator": "scale", "module": "Net"}),
-        (Scale, True, faulty, {"origin": "operator", "operator": "scale", "module": "Net"}),
-    ],
-)
-def test_a_function_is_blamed_for_what_it_makes_of_finite_inputs(
-    function: Any, script: Script, wanted: dict[str, object], *, behind: bool
-) -> None:
-    """What it was given is looked for among what it has saved and in variables; else it is said that it was not seen."""
-    observed = run_script(Net(function, behind=behind), script)
-    told = observed.events(catalog.EVENT_NONFINITE_ORIGIN)[0]
-    assert {name: told.attributes.get(name) for name in wanted} == wanted
-    assert told.step == AT
-    text = observed.text("nonfinite_origin")
-    if wanted["origin"] == "unknown":
-        assert f"Where the NaN or infinity of step {AT} began was not found: it passed {wanted['operator']} in Net" in text
-        assert "not all inputs of this function were seen" in text
-        assert "born in" not in text
 
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -428,17 +283,6 @@ def test_a_mean_over_nothing_is_named_as_that(loss: Loss, operator: str, why: st
     assert why in origin.note
     assert why in origin.sentence()
     assert origin.parameter == ("tags" if "(tags)" in why else "")
-
-
-def test_a_batch_without_a_sample_is_named_as_that() -> None:
-    """The model has made an empty output of it. A mean over columns of no rows is no NaN: the logarithm beside it is."""
-    scores = nn.Linear(5, 7)(torch.randn(0, 5))
-    assert origin_of(functional.cross_entropy(scores, torch.zeros(0, dtype=torch.long))).note == OVER_NOTHING
-    assert origin_of(functional.mse_loss(scores, torch.zeros(0, 7))).note == OVER_NOTHING
-    errors, logits = nn.Linear(5, 7)(torch.ones(0, 5)), nn.Linear(3, 3)(torch.ones(2, 3))
-    origin = origin_of(torch.cat([(errors**2).mean(-1), (logits @ torch.zeros(3, 1)).log().mean(-1)]).mean())
-    assert (origin.kind, origin.operator) == ("operator", "log")
-    assert "nothing" not in origin.note
 
 
 class Attention(nn.Module):

@@ -208,30 +208,6 @@ def two(players: Players, number: int) -> None:
     players.make()
 
 
-@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize(("spoil", "step"), [(one, AT + 1), (two, AT)])
-def test_a_spoiled_weight_is_dated_and_not_called_the_birthplace(
-    spoil: Callable[[Players, int], None], step: int, make: Any
-) -> None:
-    """Promise: of a gradient that nobody measured, in a step of another player: what did it was not seen."""
-
-    def steps(look: Look) -> None:
-        players = Players(make)
-        for number in range(1, AT + 4):
-            spoil(players, number)
-            look.stepped()
-
-    torch.manual_seed(0)
-    observed = observe(steps, grad_interval=RARELY)
-    told = observed.events(catalog.EVENT_NONFINITE_ORIGIN)[0]
-    assert (told.attributes["origin"], told.step) == ("unknown", step)
-    text = observed.text("nonfinite_origin")
-    assert text.startswith("The parameter 0.weight and 1 more held")
-    assert "was not seen" in text
-    assert "born" not in text
-    assert "sqrt" not in text
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD], ids=lambda kind: kind.__name__)
 def test_weights_that_are_overwritten_are_blamed_on_no_derivative(make: Any, bias: bool) -> None:  # noqa: FBT001  # a parameter

@@ -18,7 +18,6 @@ from tests.diagnosis.sick_models import BACKWARD, FORWARD, TRAININGS, Planted, S
 from tests.training import Recording, recording
 from torchobs import catalog, debug
 from torchobs.flight.reader import reader
-from torchobs.tensors.values import Condition, bad_elements, condition, statistics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,16 +123,6 @@ def test_nothing_is_said_of_healthy_trainings(tmp_path: Path) -> None:
         recorded.look()
         assert recorded.frames(catalog.EVENT_NONFINITE_ORIGIN.name) == []
         next(run, None)
-
-
-def test_a_tensor_whose_memory_was_freed_is_unknown() -> None:
-    """Promise: as FSDP leaves weights that it has gathered: its shape is there, its values are not, and nothing is raised."""
-    freed = torch.ones(4, 4)
-    freed.untyped_storage().resize_(0)
-    assert condition(freed) is Condition.UNKNOWN
-    assert statistics("freed", freed) is None
-    assert bad_elements(freed) == ()
-    assert condition(torch.ones(0)) is Condition.FINITE
 
 
 @pytest.fixture

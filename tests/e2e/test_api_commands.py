@@ -202,16 +202,3 @@ def test_a_person_s_commands(local: Caller, flight_dir: Path, tmp_path: Path) ->
     nobody = torchobs("stacks", "--dir", str(tmp_path))
     assert nobody.returncode == 1
     assert "no exporter answers" in nobody.stderr
-
-
-def test_the_application_s_own_profiler_is_not_disturbed(local: Caller, ranks: list[Rank]) -> None:
-    """It begins in the middle of ours, which ends."""
-    profile = asked(local, "/profile?rank=0", {"steps": 1000})
-    wait_until(lambda: local.get("/events?rank=0&kind=torchobs.profile.start")["events"])
-    ranks[0].say("profile", told="profile")
-    assert gzip.decompress(fetched(local, profile["evidence"]))
-    (ended,) = wait_until(lambda: local.get("/events?rank=0&kind=torchobs.profile.end")["events"])
-    assert ended["attributes"]["reason"] == "interrupted"
-    before = shown(local, 0)["steps"]
-    wait_until(lambda: shown(local, 0)["steps"] > before)
-    assert ranks[0].process.poll() is None

@@ -7,7 +7,6 @@ import io
 import json
 import pickle
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from torchobs import catalog
 from torchobs.detect.learning import LASTING_STEPS
 from torchobs.diagnosis.load import load_reports
 from torchobs.diagnosis.numerics import numerics
-from torchobs.tensors.statistics import MOST_ELEMENTS, NUMBERS, ActivationStats, combine, first_tensor, numbers
+from torchobs.tensors.statistics import ActivationStats, combine, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -334,68 +333,6 @@ def stats(*outputs: torch.Tensor) -> ActivationStats:
     """The statistics of some calls."""
     rows = [numbers(torch, output) for output in outputs]
     return combine([(row.double().tolist(), count) for row, count in rows])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("offset", [0.0, 100.0])
-def test_several_calls_are_as_one(dtype: torch.dtype, offset: float) -> None:
-    """Of different sizes, with zeros and values that are not finite in some; nothing cancels where the mean is large."""
-    generator = torch.Generator().manual_seed(1)
-    parts = [torch.randn(size, generator=generator) + offset for size in (10, 1000, 7)]
-    parts[1][::3] = 0.0
-    parts[2][0], parts[0][3] = float("nan"), float("-inf")
-    parts = [part.to(dtype) for part in parts]
-    found = stats(*parts)
-    assert found._asdict() == pytest.approx({**by_hand(torch.cat(parts)), "elements": 1017}, rel=1e-4)
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (0x9000, 64), (1, 1 << 20), (2, 3, 1 << 18), (1 << 19, 1)])
-def test_no_more_is_looked_at_than_the_limit(shape: tuple[int, ...]) -> None:
-    """Whatever the shape."""
-    output = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    row, count = numbers(torch, output)
-    assert count == output.numel() or MOST_ELEMENTS // 2 < count <= MOST_ELEMENTS
-    assert len(row) == NUMBERS
-
-
-def test_the_first_tensor_is_found_in_bounds() -> None:
-    """Promise: the first floating-point tensor, whatever it is in; no output is searched for longer than a moment."""
-
-    @dataclass
-    class Answer:  # as transformers have it
-        loss: None
-        logits: torch.Tensor
-
-    kind, wanted = torch.Tensor, torch.ones(1)
-    assert first_tensor(Answer(None, wanted), kind) is wanted
-    assert first_tensor((torch.arange(4), (None, wanted)), kind) is wanted
-    assert first_tensor(torch.ones(2, 3, dtype=torch.bfloat16).t(), kind) is not None
-    assert first_tensor({"a": [1, (wanted,)]}, kind) is wanted
-    assert first_tensor([[[[[wanted]]]]], kind) is None
-    assert first_tensor([0] * 100 + [wanted], kind) is None
-    assert first_tensor(torch.nn.Parameter(wanted), kind) is None
-
-
-def test_autocast_and_accumulation(extreme: Extreme) -> None:
-    """Half precision is summed up in single precision; of an accumulated step the first part is looked at."""
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    parts = [torch.randn(64, 8), torch.randn(64, 8) * 9]
-
-    def step(_index: int) -> None:
-        optimizer.zero_grad()
-        for part in parts:
-            with torch.autocast("cpu", torch.bfloat16):
-                model(part).float().square().mean().backward()
-        optimizer.step()
-
-    extreme.start(step)
-    for index in range(3):
-        step(index)
-    found = extreme.stats()["0"]
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = [by_hand(model[0](part)) for part in parts]
-    assert any(found == pytest.approx(each, rel=1e-4) for each in expected)
 
 
 @pytest.fixture

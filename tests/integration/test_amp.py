@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,10 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.catalog.findings import finding
-from torchobs.flight.format.step_record import RecordKind
-from torchobs.probes.core.timeline import BACKWARD_BEGINS
 from torchobs.probes.precision import amp
-from torchobs.probes.precision.amp import LossScales, Overflows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -136,73 +131,6 @@ def test_a_disabled_scaler_shows_nothing(run: Recording) -> None:
     assert (values[SKIPPED], len(run.steps())) == (0, 3)
 
 
-class SlowDevice:
-    """Delivers values when it is told to, as a device does."""
-
-    def __init__(self) -> None:
-        self.unread: dict[str, str] = {}
-        self.under_way: list[Any] = []
-
-    def take(self, value: torch.Tensor, deliver: Any) -> bool:
-        assert value.device.type == "meta"
-        self.under_way.append(deliver)
-        return True
-
-    def poll(self) -> None:
-        """Deliver nothing by itself."""
-
-
-def test_what_fused_optimizers_found_on_a_device_marks_its_step_once(run: Recording) -> None:
-    """Two find an overflow in one step, another's was known at once: each step is marked by one record, each find counted."""
-    context = run.session.context
-    assert context is not None
-    device: Any = SlowDevice()
-    context = dataclasses.replace(context, device=device)
-    found_inf = torch.zeros((), device="meta")
-    models = [mlp(seed) for seed in range(3)]
-    plain, *fused = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    overflows = Overflows(context)
-    for index in range(3):
-        for optimizer in (plain, *fused):
-            context.recorder.mark(BACKWARD_BEGINS, time.monotonic_ns())
-            context.recorder.optimizer_begins(optimizer)
-            if optimizer is not plain:
-                overflows.fused(optimizer, found_inf)
-            else:
-                overflows.note(optimizer, overflow=index == 1)
-            context.recorder.optimizer_ends(optimizer, time.monotonic_ns())
-    overflows.sample()
-    assert [has(record, StepFlag.SKIPPED) for record in run.steps()] == [False, True, False]
-    for deliver, value in zip(device.under_way, (1.0, 1.0, 0.0, 1.0, 0.0, 0.0), strict=True):
-        deliver(value)
-    overflows.sample()
-    late = [record.step for record in run.records() if record.kind == RecordKind.LATE]
-    assert late == [1]
-    context.writer.fold()
-    values = run.look()
-    assert [values["torchobs.amp.overflows", str(index)] for index in range(3)] == [1, 1, 2]
-    assert (values[SKIPPED], values[STREAK]) == (2, 0)
-
-
-def test_a_scale_on_a_device_is_copied_once_a_look(run: Recording) -> None:
-    """After an update, and not again before the last was shown."""
-    context = run.session.context
-    assert context is not None
-    device: Any = SlowDevice()
-    context = dataclasses.replace(context, device=device)
-    scaler = GradScaler("cpu")
-    scaler._scale, scaler._growth_tracker = torch.ones((), device="meta"), torch.zeros((), device="meta")
-    scales = LossScales(context)
-    for looks in range(1, 4):
-        for _ in range(5):
-            scales.updated(scaler)
-        assert len(device.under_way) == 2 * looks
-        device.under_way[-2](4.0 * looks)
-        device.under_way[-1](float(looks))
-        scales.sample()
-        assert scale_of(run.look()) == (4.0 * looks, float(looks))
-
-
 def test_an_error_of_the_scaler_s_reaches_the_user_and_changes_nothing(run: Recording) -> None:
     """Stepping twice without an update raises as it always did; the next step counts."""
     model, optimizer = sgd()
@@ -277,21 +205,6 @@ def test_removal_is_exact(flight_dir: Path) -> None:
         assert scale_of(run.look()) == (32.0, 1.0)
     assert [dict(vars(owner)) for owner in owners] == before
     assert dict(torch_optimizer._global_optimizer_pre_hooks) == hooks
-
-
-def test_without_a_scaler_nobody_pays(run: Recording) -> None:
-    """The hook on optimizers comes with the first scaler's first step."""
-    hooks = len(torch_optimizer._global_optimizer_pre_hooks)
-    model, optimizer = sgd()
-    loss_of(model).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks
-    scaler = GradScaler("cpu")
-    for _ in range(2):
-        step(model, optimizer, scaler)
-        scaler.update()
-    assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks + 1
-    assert len(run.steps()) == 3
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -170,20 +170,6 @@ def test_the_training_summary_counts_as_the_metrics_do(begin: Callable[..., Flig
     assert "NaN" in {rank["loss"] for rank in web.get("/ranks")["ranks"]}  # and not the last finite one
 
 
-def test_rates_of_gradients_are_of_the_steps_that_were_measured(begin: Callable[..., FlightWriter], web: Caller) -> None:
-    """Of 40 steps a quarter has a norm, which is zero: from the fifth of them on it has vanished."""
-    writer = begin()
-    for number in range(1, 41):
-        flags = StepFlag.LOSS | StepFlag.GRAD_NORM if number % 4 == 0 else StepFlag.LOSS
-        writer.append(number, time.monotonic_ns(), RecordKind.STEP, flags, 1, 0.1, 1.0, 0.0, 0.0, (0.0,) * 9)
-    writer.fold()
-    writer.publish()
-    wait_until(lambda: web.get("/debug/training/summary")["total_steps"] == 40)
-    found = web.get("/debug/training/summary")
-    assert (found["gradient_vanishing"], found["gradient_vanishing_rate"], found["anomaly_rate"]) == (6, 0.6, 0.6)
-    assert (found["anomaly_steps"], found["loss_anomaly_rate"]) == (6, 0.0)
-
-
 def test_without_a_rank_there_is_nothing_and_it_says_so(web: Caller) -> None:
     """Rates of no steps are null; a command has nobody to go to."""
     assert web.get("/ranks") == {"ranks": []}
@@ -208,23 +194,6 @@ def test_a_level_goes_to_all_ranks_or_to_one(flight_dir: Path, begin: Callable[.
         assert (command.level, command.seq) == (2, told["command"])
     assert [told["rank"] for told in local.post("/debug/level/off?rank=1").json["ranks"]] == ["1"]
     assert [given(flight_dir, writer).level for writer in writers] == [2, 0]
-
-
-def test_stacks_asked_for_twice_before_the_rank_looks_are_the_same(
-    flight_dir: Path, writer: FlightWriter, local: Caller
-) -> None:
-    """Whatever id was given out is one that the rank has read; asked after that, it writes others."""
-
-    def asked() -> int:
-        (told,) = local.post("/stacks").json["ranks"]
-        assert told["evidence"]["id"] == named(writer.name, STACKS, told["command"]).id
-        return int(told["command"])
-
-    first = asked()
-    assert asked() == first
-    assert given(flight_dir, writer).stacks_seq == first
-    writer.command(first)
-    wait_until(lambda: asked() > first)
 
 
 def test_what_a_slow_rank_has_yet_to_read_is_not_replaced(flight_dir: Path, writer: FlightWriter, local: Caller) -> None:

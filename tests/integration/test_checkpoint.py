@@ -327,24 +327,6 @@ def test_an_asynchronous_checkpoint_is_there_when_it_is_complete(run: Recording,
     assert all((span["t1"] - span["t0"]) / 1e9 >= span["attrs"]["blocked_s"] for span in spans)
 
 
-def test_a_long_load_is_a_span(run: Recording, tmp_path: Path) -> None:
-    """What a restart waits for."""
-    torch.save(Slow(), tmp_path / "slow.pt")
-    torch.load(tmp_path / "slow.pt", weights_only=False)
-    torch.load(io.BytesIO((tmp_path / "slow.pt").read_bytes()), weights_only=False)
-    assert [span["attrs"]["format"] for span in run.frames("torchobs.restore")] == ["torch", "torch"]
-
-
-class Slow:
-    """Takes its time to come back."""
-
-    def __setstate__(self, state: object) -> None:
-        time.sleep(0.11)
-
-    def __getstate__(self) -> dict[str, int]:
-        return {"state": 1}
-
-
 def test_nothing_is_left_of_the_watch(flight_dir: Path) -> None:
     """After shutdown torch's functions are its own again."""
     dcp = distributed()

@@ -30,7 +30,6 @@ from torchobs.probes.compile.compile import (
     read_break,
     read_failure,
     read_guard,
-    stage_seconds,
 )
 
 if TYPE_CHECKING:
@@ -246,20 +245,6 @@ def test_a_long_compilation_is_shown_as_one_and_not_as_a_hang(run: Recording, pa
     assert compiling >= sum(record.phase_s[7] for record in steps) * (1 - 1e-5)
 
 
-def test_a_compilation_in_another_thread_is_not_the_training_s(run: Recording) -> None:
-    """It is at work, and counted; the training thread's phase is its own."""
-    gate = Gate()
-    thread = threading.Thread(target=torch.compile(scaled, backend=gate), args=(torch.ones(3),))
-    with watching(run, gate) as seen:
-        thread.start()
-        torch.compile(mlp(), backend="eager")(torch.ones(4, 8))
-    thread.join()
-    assert seen == [("other", 1.0)]
-    assert counted(series(run), catalog.COMPILE_COMPILATIONS) == {"first": 2}
-    assert run.session.context is not None
-    assert not run.session.context.recorder.trace[2:]
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own looking at it
 def test_a_compiled_train_step_is_counted_right(run: Recording) -> None:
     """Forward, backward and optimizer in one compiled function: every step, its loss, and no break or failure of our making."""
@@ -383,48 +368,6 @@ def cold_and_warm(flight_dir: Path) -> None:
         assert [span["cached"] for span in run.attributes(catalog.SPAN_COMPILE.name)] == [False, True]
 
 
-@pytest.mark.serial
-def test_the_autograd_thread_s_compilation_is_the_training_s(run: Recording) -> None:
-    """On a CUDA device a graph's backward is compiled by the engine's thread, which the training thread waits for."""
-    context = run.session.context
-    assert context is not None
-    phases: list[str] = []
-    slept: list[float] = []
-    stepped: list[float] = []
-
-    def compile_it() -> None:
-        with callback.callback_handler.install_callbacks(callback.CallbackTrigger.LAZY_BACKWARD, "0/0"):
-            phases.append(PHASE_NAMES[context.recorder.phase()[0]])
-            begun = time.perf_counter()
-            time.sleep(0.2)
-            slept.append(time.perf_counter() - begun)
-
-    def wait_for_it(gradient: torch.Tensor) -> torch.Tensor:
-        thread = threading.Thread(target=compile_it)
-        thread.start()
-        thread.join()
-        return gradient
-
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for index in range(2):
-        loss = loss_of(model, index)
-        if index:
-            loss.register_hook(wait_for_it)  # type: ignore[no-untyped-call]
-        loss.backward()  # type: ignore[no-untyped-call]
-        stepped.append(time.perf_counter())
-        optimizer.step()
-    lasted = time.perf_counter() - stepped[0]
-    second = run.steps()[1]
-    assert phases == ["compile"]
-    assert second.phase_s[PHASE_NAMES.index("compile")] >= slept[0]
-    assert second.duration_s <= lasted - slept[0]
-    thread = threading.Thread(target=compile_it)
-    thread.start()
-    thread.join()
-    assert phases[1] != "compile"
-
-
 GUARDS = [
     ("0/0: tensor 'x' size mismatch at index 0. expected 3, actual 4", "shape", "x: size at index 0"),
     ("0/2: tensor 'self._buffers['seen']' rank mismatch. expected 1, actual 2", "shape", "self._buffers['seen']: rank"),
@@ -511,26 +454,3 @@ def test_a_failure_is_read(fail_type: str, fail_reason: str, expected: str) -> N
 
 DYNAMO, AOT, BACKWARD = (f"{name}_cumulative_compile_time_us" for name in ("dynamo", "aot_autograd", "backward"))
 INDUCTOR, KERNELS = "inductor_cumulative_compile_time_us", "triton_compile_time_us"
-
-
-@pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        # an inductor build, its backward, and a load from the cache, as measured
-        (
-            {DYNAMO: 29_997_248, AOT: 29_506_447, INDUCTOR: 28_057_412, KERNELS: 1_699_157},
-            (0.490801, 1.449035, 26.358255, 1.699157),
-        ),
-        ({BACKWARD: 2_289_413, INDUCTOR: 2_278_998, KERNELS: 1_738_810}, (0.0, 0.010415, 0.540188, 1.738810)),
-        ({DYNAMO: 150_414, AOT: 36_817, INDUCTOR: None, KERNELS: 495}, (0.113597, 0.036322, 0.0, 0.000495)),
-        ({DYNAMO: 72_991, AOT: 762}, (0.072229, 0.000762, 0.0, 0.0)),
-        ({DYNAMO: 3008}, (0.003008, 0.0, 0.0, 0.0)),
-        ({DYNAMO: 10, AOT: 20}, (0.0, 2e-5, 0.0, 0.0)),
-        ({}, (0.0, 0.0, 0.0, 0.0)),
-    ],
-)
-def test_stages_add_up(record: dict[str, int | None], expected: tuple[float, ...]) -> None:
-    """Torch's times hold one another; ours are what each stage took by itself."""
-    spent = stage_seconds(record)
-    assert [spent[stage] for stage in catalog.COMPILE_STAGES] == pytest.approx(expected)
-    assert sum(spent.values()) == pytest.approx(max([*filter(None, record.values()), 0]) / 1e6)

@@ -8,9 +8,7 @@ import json
 import multiprocessing
 import os
 import signal
-import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +26,6 @@ from torchobs import catalog
 from torchobs.flight.files import artifacts, control, endings
 from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK, ArtifactName
 from torchobs.flight.files.location import open_directory
-from torchobs.probes.memory.process_memory import ProcessStats, Resident
 from torchobs.runtime import profiler as torch_profiler
 from torchobs.runtime import stacks
 from torchobs.runtime.stacks import write_stacks
@@ -174,94 +171,6 @@ def profiles(run: Recording) -> Iterator[torch_profiler.Profiles]:
     asked = torch_profiler.Profiles(context)
     yield asked
     asked.close()
-
-
-def answers(run: Recording) -> list[tuple[str, str]]:
-    """The events that answer requests for profiles, with their reasons."""
-    names = ("torchobs.profile.end", "torchobs.profile.failed")
-    return [(name.rpartition(".")[2], frame["attrs"]["reason"]) for name in names for frame in run.frames(name)]
-
-
-def test_a_profiler_of_another_thread_that_begins_while_ours_does_ends_ours(
-    run: Recording, profiles: torch_profiler.Profiles, step: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At the moment between our start and the note of it: ours is answered with what it saw, and the next one works."""
-    starts, begun, goes = threading.Event(), threading.Event(), threading.Event()
-
-    def script() -> None:
-        starts.wait()
-        with profiler.profile():
-            begun.set()
-            goes.wait()
-
-    class Memory(ProcessStats):
-        def resident(self) -> Resident:
-            starts.set()
-            begun.wait(1.0)  # in vain, where the other one waits until ours has begun
-            return super().resident()
-
-    other = threading.Thread(target=script)
-    other.start()
-    step()
-    monkeypatch.setattr(torch_profiler, "ProcessStats", Memory)
-    profiles.request(1000, 1)
-    step()
-    begun.wait()
-    step()
-    goes.set()
-    other.join()
-    support.wait_until(lambda: answers(run) == [("end", "interrupted")])
-    support.wait_until(lambda: not profiles._in_progress)
-    profiles.request(1, 2)
-    for _ in range(3):
-        step()
-    support.wait_until(lambda: answers(run) == [("end", "interrupted"), ("end", "complete")])
-
-
-def test_a_request_that_is_given_up_while_it_is_taken_is_answered_once(
-    run: Recording, profiles: torch_profiler.Profiles, step: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the training thread, which has begun by then."""
-    looks, begun = threading.Event(), threading.Event()
-
-    class Clock:
-        @staticmethod
-        def monotonic() -> float:
-            if threading.current_thread() is not sampler:
-                return time.monotonic()
-            looks.set()
-            begun.wait()
-            return time.monotonic() + torch_profiler.NO_STEP_S
-
-    sampler = threading.Thread(target=profiles.sample)
-    step()
-    profiles.request(1, 1)
-    monkeypatch.setattr(torch_profiler, "time", Clock)
-    sampler.start()
-    looks.wait()
-    step()
-    begun.set()
-    sampler.join()
-    step()
-    support.wait_until(lambda: answers(run) == [("end", "complete")])
-
-
-def test_a_request_between_a_profile_s_end_and_its_trace_is_refused(
-    run: Recording, profiles: torch_profiler.Profiles, step: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second profile would run while the trace of the first is written."""
-
-    def asks(place: Any, **given: Any) -> Any:
-        profiles.request(1, 2)
-        return replace(place, **given)
-
-    monkeypatch.setattr(torch_profiler, "replace", asks)
-    step()
-    profiles.request(1, 1)
-    training(run, step, "torchobs.profile.end")
-    for _ in range(3):
-        step()
-    assert answers(run) == [("end", "complete"), ("failed", "profiler_in_use")]
 
 
 def test_a_rank_that_does_not_train_has_no_profile(

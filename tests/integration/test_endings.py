@@ -176,20 +176,6 @@ def run(flight_dir: Path, script: str) -> str:
     return done.stdout
 
 
-def test_a_second_session_marks_after_a_handler_has_come_and_gone(
-    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, seen: Callable[[], Rank]
-) -> None:
-    """A handler for the time of a last checkpoint replaces ours; a session that begins after it leaves a mark again."""
-    script = (
-        "import signal, torchobs\ntorchobs.init()\nsignal.signal(signal.SIGTERM, print)\ntorchobs.shutdown()\n"
-        f"signal.signal(signal.SIGTERM, signal.SIG_DFL)\ntorchobs.init()\n{WAITS}"
-    )
-    child = begin(start, flight_dir, script)
-    child.terminate()
-    assert child.wait(timeout=30) == -signal.SIGTERM
-    assert seen().reason == "terminated"
-
-
 def test_stacks_that_the_user_wants_on_sigterm_stay_theirs(flight_dir: Path) -> None:
     """``faulthandler.register`` of one's own writes where it was told to and survives, during the session and after it."""
     script = (

@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import torchobs
-from tests import support
 from tests.training import Recording, mlp, recording
 from torchobs.flight.reader import reader
 
@@ -101,27 +100,6 @@ def test_a_new_loader_for_every_epoch(run: Recording) -> None:
     assert epochs(run) == 3
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_for_each_fold_whose_iterator_lives_on(run: Recording, workers: int) -> None:
-    """Persistent workers: an iterator that is exhausted is over; one whose last batch is being trained on is not."""
-    loop, kept = Loop(), list[Any]()
-
-    def persistent() -> Any:
-        return DataLoader(torch.ones(BATCHES * 2, 8), batch_size=2, num_workers=workers, persistent_workers=workers > 0)  # type: ignore[arg-type]
-
-    validation = persistent()
-    for training in [persistent() for _ in range(3)]:
-        for _ in range(2):
-            batches = iter(training)
-            for index, batch in enumerate(batches):
-                if index:
-                    loop.evaluate(validation)
-                loop.step(batch)
-            kept.append(batches)
-            loop.evaluate(validation)
-    assert epochs(run) == 6
-
-
 def test_a_batch_for_a_look_is_no_epoch(run: Recording) -> None:
     """``next(iter(loader))`` to see the shape, then two epochs."""
     loop, training = Loop(), loader()
@@ -164,23 +142,6 @@ def test_an_evaluation_is_a_span(run: Recording, *, announced: bool) -> None:
     (span,) = run.frames("torchobs.evaluation")
     assert least - 1e-6 <= (span["t1"] - span["t0"]) / 1e9 <= most + 1e-6
     assert least - 1e-6 <= values[("torchobs.goodput.time", "evaluation")] <= most + 1e-6
-
-
-def test_an_evaluation_left_early_ends_there(run: Recording) -> None:
-    """A few batches of the validation data, and on with the training."""
-    loop, training = Loop(), loader()
-    loop.train(training)
-    begun, steps, least = time.perf_counter(), list[float](), 0.0
-    with torch.no_grad():
-        for batch in loader():
-            least = -time.perf_counter()
-            loop.model(batch)
-            time.sleep(NAP_S)
-            break
-    least += time.perf_counter()
-    loop.train(training, after=lambda: steps.append(time.perf_counter()))
-    (span,) = support.wait_until(lambda: run.frames("torchobs.evaluation"))
-    assert least - 1e-6 <= (span["t1"] - span["t0"]) / 1e9 <= steps[0] - begun + 1e-6
 
 
 def total(run: Recording) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 import sys
 from contextlib import closing
@@ -25,7 +24,7 @@ from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader import reader
-from torchobs.probes.lifecycle.exits import Ending, describe, root_cause
+from torchobs.probes.lifecycle.exits import Ending
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
@@ -366,22 +365,6 @@ def test_sys_is_left_as_it_was_found(flight_dir: Path) -> None:
     assert (sys.exit, sys.excepthook) == before
 
 
-def test_the_root_is_found_in_any_chain() -> None:
-    """`from None` cuts it, a group leads to its first member, and a chain that bites its tail ends."""
-    first, second = KeyError(), ValueError()
-    second.__cause__ = first
-    assert root_cause(second) is first
-    first.__context__ = second
-    assert root_cause(second) in {first, second}
-    third = TypeError()
-    third.__context__, third.__suppress_context__ = first, True
-    assert root_cause(third) is third
-    assert describe(third) == {"exception.type": "builtins.TypeError", "location": "unknown"}
-    group, leaf = getattr(builtins, "ExceptionGroup", None), KeyError()
-    if group is not None:  # since Python 3.11
-        assert root_cause(group("group", [leaf, ValueError()])) is leaf
-
-
 HANDLING = """
 import functools, os, signal, sys, time, torch
 model = torch.nn.Linear(4, 1)
@@ -475,12 +458,6 @@ for function, name in before.items():
 backward = torch.autograd.backward
 train(20)
 """
-
-
-def test_ctrl_c_at_the_very_end_is_late(tmp_path: Path, flight_dir: Path) -> None:
-    """While our own hooks go and the file is closed: what it interrupts is done all the same, and no traceback is shown."""
-    status, error, report = run_handling(tmp_path, flight_dir, CLOSING)
-    assert (status, report.reason, error) == (0, "finished", "")
 
 
 def test_ctrl_c_in_shutdown_is_the_script_s(tmp_path: Path, flight_dir: Path) -> None:

@@ -12,7 +12,7 @@ import stat
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics_parser
@@ -28,7 +28,7 @@ from torchobs.config.options import Address
 from torchobs.exporter import daemon
 from torchobs.exporter import http as server
 from torchobs.exporter.config import ExporterConfig, UnixAddress, address_of
-from torchobs.exporter.http import HttpProtocol, Server, bind_unix, serve_on
+from torchobs.exporter.http import Server, bind_unix, serve_on
 from torchobs.flight.writer.writer import FlightWriter
 
 if TYPE_CHECKING:
@@ -298,27 +298,6 @@ async def serving(app: ASGIApp = APP, context: ssl.SSLContext | None = None) -> 
     running = await serve_on(bound := socket.create_server(("127.0.0.1", 0)), app, context)
     yield running, bound.getsockname()
     await running.shutdown(sockets=[bound])
-
-
-def test_the_end_of_a_page_waits_for_no_acknowledgement() -> None:
-    """A page goes out in pieces: with Nagle's algorithm the last of them waits 40 ms, at every scrape.
-
-    A scraper may have connected before the server has begun, and keeps its connection.
-    """
-
-    async def no_delay() -> int:
-        bound = socket.create_server(("127.0.0.1", 0))
-        with socket.create_connection(bound.getsockname()):
-            running = await serve_on(bound, APP)
-            while not running.server_state.connections:  # noqa: ASYNC110  # nothing else shows it
-                await asyncio.sleep(0.01)
-            (connection,) = running.server_state.connections
-            accepted = cast("HttpProtocol", connection).transport.get_extra_info("socket")
-            found = int(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-            await running.shutdown(sockets=[bound])
-            return found
-
-    assert asyncio.run(no_delay()) != 0
 
 
 @pytest.fixture

@@ -142,13 +142,6 @@ def test_what_python_cannot_do_is_refused_and_not_done_by_half(home: Path, text:
     assert not _accepts(home, text)
 
 
-@pytest.mark.parametrize("value", ["2001-13-45", "1" * 5000])
-def test_what_python_has_no_value_for_is_an_error_of_the_file(value: str) -> None:
-    """A date in month 13, a number of 5,000 digits: the log called the file no UTF-8."""
-    with pytest.raises(web_config.WebConfigError, match="a date or a number"):
-        web_config.parse(f"basic_auth_users: {{a: {value}}}")
-
-
 def test_an_error_shows_no_hash() -> None:
     """The message goes to the log, and to a page."""
     for text in (f"basic_auth_users: {{a: '{HASH}x'}}", f"basic_auth_users: {{a: '{HASH}", f"{HASH}: [", f"a: {HASH}\n b: ]"):

@@ -162,25 +162,6 @@ def test_a_gpu_that_is_lost_harms_nothing(bench: Bench, caplog: pytest.LogCaptur
     assert bench.of("hw.energy") == {(): 1.0}
 
 
-def test_a_driver_that_is_reloaded_is_found_again(bench: Bench) -> None:
-    """Meanwhile gauges are absent; totals that begin at 0 again take nothing from our counters."""
-    bench.look()
-    bench.fake.gpus[0].millijoules += 5_000
-    bench.look()
-    bench.fake.loaded = False
-    for _ in range(2):
-        bench.look()
-    assert bench.of("hw.power") == {}
-    assert bench.of("hw.energy") == {(): 5.0}
-    bench.fake.loaded, bench.fake.initialised = True, 0
-    bench.fake.gpus[0].millijoules = 2_000
-    bench.look()
-    bench.fake.gpus[0].millijoules = 3_000
-    bench.look()
-    assert bench.of("hw.power") == {(): 612.345}
-    assert bench.of("hw.energy") == {(): 6.0}
-
-
 @pytest.mark.parametrize(
     ("change", "state"),
     [

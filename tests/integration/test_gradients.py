@@ -172,18 +172,6 @@ def test_every_way_to_clip_is_seen(run: Recording, how: str) -> None:
     assert layers(run).keys() == {"0", "2"}
 
 
-def test_the_threshold_of_clipping_by_value_is_shown(run: Recording) -> None:
-    """Which elements were clipped is not looked for."""
-    model: Any = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for limit in (1e-4, 1e6):
-        optimizer.zero_grad()
-        backward(model)
-        torch.nn.utils.clip_grad_value_(model.parameters(), limit)
-        optimizer.step()
-    assert shown(run)["torchobs.grad.clip.max_value",] == 1e6
-
-
 def test_nonfinite_elements_are_counted_and_their_layers_named(run: Recording) -> None:
     """How many, where and of which kind; the event says it once, the counter always."""
     model: Any = mlp()
@@ -294,41 +282,6 @@ def test_odd_gradients_are_measured(run: Recording) -> None:
     squares = [float(grad.abs().double().pow(2).sum()) for grad in expected]
     optimizer.step()
     assert run.steps()[0].grad_norm == pytest.approx(sum(squares) ** 0.5, rel=1e-3)
-
-
-class Still(torch.optim.Optimizer):
-    """Changes nothing: no optimizer of torch's computes in float8."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters, {"lr": 0.0})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        del closure
-
-
-def test_float8_gradients_are_measured(run: Recording) -> None:
-    """Weights in float8, with gradients in float8, or in float32 where torch allows that; what is not finite is counted."""
-    torch.manual_seed(0)
-    narrow = [nn.Parameter(torch.randn(64).to(kind)) for kind in (torch.float8_e4m3fn, torch.float8_e5m2)]
-    wide = nn.Parameter(torch.randn(64).to(torch.float8_e4m3fn))
-    for parameter in narrow:
-        parameter.grad = torch.randn(64).to(parameter.dtype)
-    if hasattr(wide, "grad_dtype"):
-        wide.grad_dtype = torch.float32
-        wide.grad = torch.randn(64)
-    optimizer = Still([*narrow, wide])
-    squares = [float(p.grad.float().double().pow(2).sum()) for p in (*narrow, wide) if p.grad is not None]
-    optimizer.step()
-    spoiled = torch.ones(64)
-    spoiled[:3] = float("nan")
-    narrow[0].grad = spoiled.to(torch.float8_e4m3fn)
-    spoiled[3:5] = float("inf")
-    narrow[1].grad = spoiled.to(torch.float8_e5m2)
-    optimizer.step()
-    assert run.steps()[0].grad_norm == pytest.approx(sum(squares) ** 0.5, rel=1e-5)
-    values = run.look()
-    assert values["torchobs.grad.nonfinite_steps",] == 1
-    assert values["torchobs.grad.nonfinite_elements",] == 8
 
 
 def test_no_gradient_outlives_its_step(run: Recording) -> None:

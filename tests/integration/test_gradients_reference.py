@@ -149,44 +149,6 @@ def test_norms_equal_the_reference_step_by_step(run: Recording, name: str) -> No
     assert min(norms) > 0
 
 
-def test_lbfgs_s_norm_is_that_of_its_last_evaluation(run: Recording) -> None:
-    """Which is what p.grad holds when the step returns."""
-    torch.manual_seed(0)
-    model = mlp()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-    inputs, norms = rows(), []
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss: torch.Tensor = model(inputs).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    for _ in range(3):
-        optimizer.step(closure)  # type: ignore[no-untyped-call]
-        norms.append(reference(model.parameters()))
-    assert [record.grad_norm for record in run.steps()] == pytest.approx(norms, rel=1e-4)
-
-
-def test_a_gan_s_norm_is_that_of_both_models(run: Recording) -> None:
-    """One step of each is one step of the training."""
-    torch.manual_seed(0)
-    generator, critic = nn.Linear(4, 8), mlp()
-    first, second = torch.optim.Adam(critic.parameters()), torch.optim.Adam(generator.parameters())
-    norms = []
-    for _ in range(STEPS):
-        fake = generator(torch.randn(4, 4))
-        first.zero_grad()
-        (critic(rows()).mean() - critic(fake.detach()).mean()).backward()
-        squares = reference(critic.parameters()) ** 2
-        first.step()
-        second.zero_grad()
-        critic(fake).mean().backward()
-        norms.append(math.sqrt(squares + reference(generator.parameters()) ** 2))
-        second.step()
-    assert [record.grad_norm for record in run.steps()] == pytest.approx(norms, rel=1e-4)
-
-
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)], ids=str)
 def test_an_embedding_of_forty_million_elements(run: Recording, dtype: torch.dtype, within: float) -> None:
     """Where torch's own foreach norm is 2.4e-3 off in float32, and 1.9e-2 in float16."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections import UserDict
-from dataclasses import dataclass
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from tests import fork_server, guard_rank
 from torchobs import guard
@@ -154,38 +152,6 @@ def test_a_batch_that_does_not_fit_is_split(largest: int) -> None:
 def sized(number: int) -> Batch:
     """A batch of so many samples."""
     return {"x": torch.randn(number, 8), "y": torch.randn(number, 1)}
-
-
-@dataclass
-class _Batch:
-    x: torch.Tensor
-    y: list[torch.Tensor]
-
-
-class _OfTokenizer(UserDict[str, Any]):
-    """A mapping that is no dictionary, as tokenizers and their collators return."""
-
-
-@pytest.mark.parametrize("made", [_Batch, lambda x, y: _OfTokenizer(x=x, y=y)])
-def test_batches_of_any_structure_are_split(made: Any) -> None:
-    """Promise: what does not fit is halved within its class, and a bad one is kept apart from the tensors of the loader."""
-    trained, whole = Trained(model()), Trained(model())
-    trained.largest = 4
-
-    def compute(part: Any) -> torch.Tensor:
-        assert type(part) is type(made(None, None))
-        x, y = (part.x, part.y) if isinstance(part, _Batch) else (part["x"], part["y"])
-        return trained.loss({"x": x, "y": y[0]})
-
-    for batch in batches(3):
-        outcome = trained.recovery.step(made(batch["x"], [batch["y"]]), compute)
-        assert (outcome.action, outcome.parts) == ("split", 2)
-        assert outcome.loss == pytest.approx(whole.step(batch).loss, rel=1e-5)
-    bad = torch.full((4, 8), nan)
-    trained.recovery.step(made(bad, [torch.zeros(4, 1)]), compute)
-    kept = trained.recovery.evidence[0].batch
-    bad.zero_()
-    assert (kept.x if isinstance(kept, _Batch) else kept["x"]).isnan().all()
 
 
 def test_other_errors_are_the_user_s() -> None:
@@ -431,16 +397,6 @@ def test_a_batch_that_cannot_be_split_is_the_original_error() -> None:
     assert trained.step({"x": torch.randn(2, 8), "y": torch.randn(2, 1), "mask": torch.ones(3)}).stepped
 
 
-def test_an_iterable_data_set_has_no_length() -> None:
-    """Promise: a loader without a length is gone through to its end."""
-
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            yield from (1, 2)
-
-    assert [int(each) for each in Trained(model()).recovery.batches(DataLoader(Stream(), batch_size=None))] == [1, 2]
-
-
 def test_a_lasting_error_of_data_is_raised() -> None:
     """Promise: a missing disk is no bad sample, and a generator that ended early is no end of the data."""
     recovery = Trained(model()).recovery
@@ -477,21 +433,6 @@ def test_arguments_of_nonsense_are_refused(name: str) -> None:
     arguments = {"model": network, "optimizer": torch.optim.SGD(network.parameters(), lr=0.1), **given}
     with pytest.raises((TypeError, ValueError), match=message):
         guard.Recovery(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("batch", "compute", "accumulate", "message"),
-    [
-        ([], None, True, "a list of micro-batches, at least one, not list"),
-        (torch.ones(2, 8), None, True, "a list of micro-batches, at least one, not Tensor"),
-        (torch.ones(2, 8), lambda _: 3.0, False, "a tensor of one number, not float"),
-        (torch.ones(2, 8), lambda batch: batch, False, r"not a tensor of shape \(2, 8\)"),
-    ],
-)
-def test_a_step_of_nonsense_is_refused(batch: Any, compute: Any, accumulate: bool, message: str) -> None:  # noqa: FBT001
-    """Promise: micro-batches that are none, and a function that returns no loss, are errors of ours."""
-    with pytest.raises(TypeError, match=message):
-        Trained(model()).recovery.step(batch, compute, accumulate=accumulate)
 
 
 @pytest.fixture(scope="module")

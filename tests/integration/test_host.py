@@ -203,16 +203,6 @@ def test_a_file_system_s_numbers_are_those_of_statvfs(tmp_path: Path) -> None:
     assert found.value(catalog.HOST_FILESYSTEM_READONLY, *mount) == 0
 
 
-def test_a_directory_that_is_not_there_is_a_failure_of_its_own(tmp_path: Path) -> None:
-    """The others are told of; two on one file system once."""
-    here = [tmp_path / "a", tmp_path / "b"]
-    for path in here:
-        path.mkdir()
-    found = Machine(collect=("filesystem",), paths=(*map(str, here), str(tmp_path / "missing")))
-    assert found.failed == {"filesystem": 1}
-    assert len(found.values(catalog.SYSTEM_FILESYSTEM_LIMIT)) == 1
-
-
 @pytest.mark.parametrize("innermost", ["/lustre", "/lustre/my data"])
 def test_a_path_is_on_the_innermost_mount(monkeypatch: pytest.MonkeyPatch, innermost: str) -> None:
     """The last of two at one place is over the other; a name that only begins alike is another's."""
@@ -360,26 +350,3 @@ def snapshot(flight_dir: Path) -> Snapshot:
     found = scanner.scan()
     scanner.close()
     return found
-
-
-@pytest.mark.parametrize("host", [False, True])
-def test_an_application_keeps_its_names_and_forges_none_of_ours(snapshot: Snapshot, host: bool) -> None:  # noqa: FBT001  # as parametrize gives it
-    """Its series have a rank; where the machine's are collected, theirs are the only ones of these names."""
-    machine = Sample(catalog.SYSTEM_NETWORK_IO, {catalog.NETWORK_INTERFACE.name: "eth0"}, 9.0)
-    told = facts(12.5, machine)._replace(snapshot=snapshot) if host else ScrapeInput(snapshot)
-    lines = "".join(Exposition(host=host).families(told, Style(openmetrics=False))).splitlines()
-    of = {name: [line for line in lines if line.startswith(name)] for name in ("system_", "torchobs_host_")}
-    rank = 'job_name="gpt",rank="0",run_id="run-1"'
-    of_application = [
-        f'system_cpu_time_seconds_total{{cpu_mode="user",{rank}}} 3.0',
-        f"system_memory_usage_bytes{{{rank}}} 4.0",
-        f"system_network_io_bytes{{{rank}}} 5.0",
-    ]
-    of_machine = [
-        'system_cpu_time_seconds_total{cpu_mode="user"} 12.5',
-        'system_network_io_bytes_total{network_interface_name="eth0"} 9.0',
-    ]
-    expected = of_machine if host else of_application
-    assert sorted(of["system_"]) == sorted(expected)
-    assert of["torchobs_host_"] == []
-    assert len([line for line in lines if line == "# TYPE system_cpu_time_seconds_total counter"]) == 1

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -18,14 +17,13 @@ from typing import Any
 
 import pytest
 
-from tests.rank_files import BOOT, BORN_WALL_NS, PHASES_S, File, live_rank, train
+from tests.rank_files import BOOT, BORN_WALL_NS, File, live_rank, train
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import __main__ as dispatch
 from torchobs.diagnosis import load
 from torchobs.flight.files.artifacts import named
 from torchobs.flight.format.layout import DEFAULT_SIZE, SLOT_SIZE, Exit, Live, Region, plan
-from torchobs.flight.format.step_record import RecordKind, StepFlag
 
 GOLDEN = Path(__file__).parent / "golden" / "inspect.json"
 HOSTILE = "h.3\x1b]0;owned\x07\x1b[2J\r\n\u202eevil"
@@ -255,25 +253,6 @@ def test_records_with_bad_bytes_are_counted(tmp_path: Path, capsys: pytest.Captu
     assert len(document(capsys, path, "--steps", "100")["ranks"][0]["steps"]) == 37
 
 
-@pytest.mark.parametrize("count", [1, 4095, 4096, 4097, 9000])
-def test_a_whole_file_is_no_part(tmp_path: Path, count: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """However often its ring went round, with values that came late, and with the next record torn where the oldest was."""
-    file = File(tmp_path, boot=bytes(16))
-    for number in range(1, count + 1):
-        file.step(number, number / 10)
-        if not number % 1000:
-            file.writer.append(number, 0, RecordKind.LATE, StepFlag.LOSS, 1, 0.0, 2.0, 0.0, 0.0, PHASES_S)
-            file.writer.fold()
-    file.beat(count / 10)
-    path = file.save().path
-    (rank,) = document(capsys, path)["ranks"]
-    assert (rank["problems"], rank["partial"], rank["last_step"]) == ([], False, count)
-    with path.open("r+b") as torn:
-        torn.seek(STEPS_AT + 128 * ((count + count // 1000) % 4096) + 40)
-        torn.write(b"\xff" * 3)
-    assert document(capsys, path)["ranks"][0]["problems"] == []
-
-
 def test_a_part_is_told_where_nothing_can_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,13 +261,6 @@ def test_a_part_is_told_where_nothing_can_be_written(
     part.write_bytes(dead(tmp_path).save().path.read_bytes()[:900_000])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "read-only"))
     assert inspected(capsys, part)[0] == 1
-
-
-def test_a_copy_says_that_it_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a rank that may well be alive elsewhere."""
-    copy = tmp_path / "from-the-pod.flight"
-    shutil.copy(dead(tmp_path).save().path, copy)
-    assert "whether its process still runs cannot be seen from it" in " ".join(inspected(capsys, copy)[1].split())
 
 
 def test_of_a_copy_with_its_own_name_no_kill_is_asserted(
@@ -322,21 +294,6 @@ def test_what_is_not_there_is_told_with_what_to_do(tmp_path: Path, capsys: pytes
     assert "torchobs run train.py" in capsys.readouterr().err
     assert dispatch.main(["inspect", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
-
-
-def test_a_directory_of_two_hundred_ranks_is_told_in_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a table that stays readable. It takes half a second of processor time: what compares each with each takes minutes."""
-    raw = dead(tmp_path).save()
-    for number in range(200):
-        again = dead(tmp_path, seed=number + 2, rank=number)
-        again.save()
-    raw.path.unlink()
-    began = time.process_time()
-    _, out = inspected(capsys, tmp_path)
-    assert time.process_time() - began < 20
-    assert "200 ranks" in out
-    assert "… and 160 more" in out
-    assert "The same goes for 198 more ranks." in " ".join(out.split())
 
 
 def test_no_damage_makes_it_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

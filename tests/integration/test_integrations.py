@@ -23,7 +23,6 @@ from tests.training import Recording
 from torchobs.flight.format.step_record import RecordKind, StepRecord
 from torchobs.flight.reader import reader
 from torchobs.integrations.hooks import Hooks, record_trainer, samples_in, scalars, tokens_in
-from torchobs.integrations.instrumentor import TorchInstrumentor
 from torchobs.support.command_line import starts_others
 
 EXTRAS = ("lightning", "transformers", "accelerate", "instrumentor")
@@ -114,14 +113,6 @@ def test_a_missing_framework_is_one_clear_line(extra: str) -> None:
     last = done.stderr.splitlines()[-1]
     assert last == f"ModuleNotFoundError: the {extra} integration needs: pip install 'torchobs[{extra}]'"
     assert "During handling" not in done.stderr
-
-
-def test_a_value_that_is_no_number_spoils_nothing(run: Recording) -> None:
-    """What is logged beside it counts, and so does the next call."""
-    torchobs.log(note="text", accuracy=0.5, shape=(1, 2), grid=torch.zeros(2, 2))
-    torchobs.log(precision=torch.tensor(0.25), count=pytest.importorskip("numpy").float64(3))
-    shown(run, {("torchobs.scalar", "accuracy"): 0.5, ("torchobs.scalar", "precision"): 0.25, ("torchobs.scalar", "count"): 3})
-    assert {name[1] for name in run.values() if name[0] == "torchobs.scalar"} == {"accuracy", "precision", "count"}
 
 
 def test_what_fails_in_one_public_function_leaves_the_others(flight_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -361,22 +352,6 @@ def test_the_command_switches_it_on_in_the_trainer_alone(flight_dir: Path, tmp_p
     file = reader.open_path(str(path))
     values = {point.series.name: point.value for point in file.read(final=True).points}
     assert (values["torchobs.steps"], file.header.resource["script"]) == (3, "train.py")
-    file.close()
-
-
-def test_instrumenting_by_hand_can_be_undone(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the command does, from a program: on, and off again."""
-    monkeypatch.setenv("TORCHOBS_DIR", str(flight_dir))
-    instrumentor = TorchInstrumentor()
-    instrumentor.instrument()
-    try:
-        assert len(list(flight_dir.glob("*.flight"))) == 1
-        assert instrumentor.instrumentation_dependencies() == ("torch >= 2.4",)
-    finally:
-        instrumentor.uninstrument()
-    (path,) = flight_dir.glob("*.flight")
-    file = reader.open_path(str(path))
-    assert file.read(final=True).live.exit_reason is not None
     file.close()
 
 

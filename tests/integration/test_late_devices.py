@@ -167,19 +167,6 @@ def test_the_loss_scale_of_a_fused_optimizer_is_divided_by_on_the_host(
     assert late.norms() == [(1, 5.0)]
 
 
-def test_each_optimizer_within_a_backward_pass_adds_to_the_norm(late: Late, parameters: list[torch.nn.Parameter]) -> None:
-    """There may be hundreds."""
-    recorder, notify = late.context.recorder, late.context.hooks.before_step.notify
-    optimizers = [OPTIMIZERS["foreach"]([one]) for one in parameters]
-    recorder.in_pass = True
-    for optimizer in optimizers:
-        notify(optimizer, False)  # noqa: FBT003  # a listener
-    recorder.step = 1
-    for number in (2.0, 3.0, 6.0):
-        late.device.land_as([number])
-    assert late.norms() == [(1, 7.0)]
-
-
 def test_a_loss_that_never_lands_holds_nobody_up(late: Late, parameters: list[torch.nn.Parameter]) -> None:
     """Losses are written in the order of their steps; the norms of the same steps do not wait for them."""
     optimizer = OPTIMIZERS["foreach"](parameters)
@@ -208,39 +195,6 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         if func.namespace == "aten" and not func.is_view:  # the others ask a fake where it is
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
-
-
-def test_losses_of_several_optimizers_before_their_cycle_is_known(late: Late, parameters: list[torch.nn.Parameter]) -> None:
-    """Whether a backward pass after an optimizer's step begins the next one shows later: with a GAN it does not."""
-    optimizers = [OPTIMIZERS["foreach"]([one]) for one in parameters]
-    for _ in range(3):
-        for optimizer in optimizers:
-            late.backward()
-            optimizer.step()
-    losses = [copy for copy in late.device.sent if copy[0].dtype is torch.float64 and len(copy[0]) == 1]
-    for number, copy in enumerate(losses[::2]):  # each is followed by a norm of one tensor
-        copy[1].put([10.0**number])
-    assert [(record.step, record.loss) for record in late.late(StepFlag.LOSS)] == [
-        (1, 111.0),
-        (2, 111_000.0),
-        (3, 111_000_000.0),
-    ]
-
-
-def test_a_step_that_is_forgotten_forgets_its_loss(late: Late, parameters: list[torch.nn.Parameter]) -> None:
-    """Where the hooks were off for a while: what comes after is not held up."""
-    optimizer = OPTIMIZERS["foreach"](parameters)
-    late.backward(has_loss=False)
-    optimizer.step()
-    late.backward()
-    late.context.recorder.restart()
-    for _ in range(2):
-        late.backward()
-        optimizer.step()
-    for copy in [copy for copy in late.device.sent if len(copy[0]) == 1][1:]:
-        copy[1].put([7.0])
-    late.device.sent[1][1].put([99.0])
-    assert [record.loss for record in late.late(StepFlag.LOSS)] == [7.0, 7.0]
 
 
 @pytest.mark.parametrize("late", ["advanced"], indirect=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +11,10 @@ from torch import nn
 
 import torchobs
 from tests.diagnosis.observing import Look, Observed, observe
-from tests.training import Recording, recording
+from tests.training import Recording
 from torchobs import catalog
 from torchobs.detect.learning import LASTING_STEPS
-from torchobs.diagnosis.diagnosis import diagnose
-from torchobs.diagnosis.load import load_reports
 from torchobs.probes.step.never_stepped import NeverStepped
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -63,22 +57,6 @@ def test_gradients_that_are_never_set_to_zero(run: Recording, kind: Any, clips: 
         optimizer.step()
     (found,) = told(run)
     assert found[0] == "gradients_kept"
-
-
-@pytest.mark.parametrize("cleared", [True, False])
-def test_gradients_that_are_clipped_in_steps_that_are_not_measured(flight_dir: Path, cleared: bool) -> None:  # noqa: FBT001
-    """Clipping in place changes them between two looks, which says nothing about whether they are ever set to zero."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for run in recording(flight_dir, grad_interval=5):
-        for _ in range(60):
-            if cleared:
-                optimizer.zero_grad(set_to_none=False)
-            backward(model)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-        run.look()
-        assert [kind for kind, *_ in told(run)] == ([] if cleared else ["gradients_kept"])
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -175,25 +153,6 @@ def test_a_mode_that_is_meant_so(run: Recording, change: Callable[[nn.Sequential
     assert told(run) == []
 
 
-@pytest.mark.parametrize("begins", [0, 3])
-def test_evaluation_mode_is_reported_where_the_optimizer_calls_a_closure(run: Recording, begins: int) -> None:
-    """Promise: as Lightning steps all optimizers."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.randn(8, 4)).square().mean()
-        torch.autograd.backward(loss)
-        return torch.as_tensor(loss)
-
-    for number in range(2 * LASTING_STEPS):
-        model.train(number < LASTING_STEPS // 2 + begins)
-        optimizer.step(closure)
-        run.look()
-    assert "evaluation_mode" in {kind for kind, _ in told(run)}
-
-
 # --- an optimizer that never steps --------------------------------------------------------------------------------------------
 
 
@@ -215,22 +174,6 @@ def test_an_optimizer_that_never_steps_is_told(run: Recording, clears: bool) -> 
     (mistake,) = run.attributes(catalog.EVENT_LOOP_MISTAKE.name)
     assert (mistake["kind"], mistake["optimizer"]) == ("never_stepped", "AdamW")
     assert mistake["backward_passes"] in range(100, 161)
-
-
-def test_a_frozen_layer_with_an_old_gradient_leaves_the_steps_recorded(run: Recording) -> None:
-    """Promise: no hook is put on it, which torch refuses; 120 micro-batches come before the first step."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    passes(model, 1)
-    model[0].requires_grad_(requires_grad=False)
-    for _ in range(3):
-        for count in (60, 60):
-            passes(model, count)
-            run.look()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    assert len(run.steps()) == 3
-    assert not run.attributes(catalog.EVENT_PROBE_DISABLED.name)
 
 
 def saliency() -> None:
@@ -316,23 +259,6 @@ def test_a_run_that_calls_torchobs_step_hears_nothing(run: Recording, caplog: py
     run.look()
     assert said(caplog) == []
     assert len(run.steps()) == 150
-
-
-def test_of_a_long_accumulation_nothing_is_said_in_the_end(run: Recording, flight_dir: Path) -> None:
-    """The event cannot know that a step comes after all; who reads it can."""
-    model = nn.Linear(8, 1)
-    optimizer = torch.optim.Adam(model.parameters())
-    passes(model, 60)
-    run.look()
-    passes(model, 100)
-    assert told(run)
-    for _ in range(3):
-        optimizer.step()
-        optimizer.zero_grad()
-        passes(model, 2)
-    run.look()
-    (report,), _ = load_reports(list(flight_dir.glob("*.flight")))
-    assert "never_stepped" not in {finding.kind for finding in diagnose(report)}
 
 
 # --- losses that are kept with their graphs -----------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from typing import TYPE_CHECKING, Any
@@ -129,18 +128,6 @@ def test_a_tensor_without_numbers_is_not_looked_at(run: Recording) -> None:
     assert context.recorder.values.losses == 0
 
 
-def test_several_losses_under_a_loss_scaler_are_not_guessed(run: Recording) -> None:
-    """Which of them are scaled is not known: no loss is better than one that is 65,536 times too large."""
-    model = mlp()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
-    for index in range(3):
-        optimizer.zero_grad()
-        torch.autograd.backward([scaler.scale(loss_of(model, index)), scaler.scale(loss_of(model, index + 1))])
-        scaler.step(optimizer)
-        scaler.update()
-    assert not any(has(record, StepFlag.LOSS) for record in run.steps())
-
-
 def test_a_pipeline_stage_has_no_loss(run: Recording) -> None:
     """Its backward begins with the gradient that the next stage has sent, of an output or of what stands for it."""
     model, (inputs, _) = mlp(), batch()
@@ -181,25 +168,6 @@ def test_gradients_within_a_forward_are_none_of_the_training(run: Recording) -> 
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     assert [record.loss for record in run.steps()] == losses
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["inner loop", "curvature"])
-def test_beside_a_backward_grad_gives_no_loss(run: Recording, *, after: bool) -> None:
-    """First-order MAML takes gradients of the model in its forward, Sophia and AdaHessian after the backward: one loss each."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for index in range(5):
-        optimizer.zero_grad()
-        for of in (0, 1) if after else (1, 0):
-            if of:
-                torch.autograd.grad(loss_of(model, index + 50), list(model.parameters()))
-            else:
-                loss = loss_of(model, index)
-                losses.append(loss.item())
-                loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    assert [(record.loss, record.losses) for record in run.steps()] == list(zip(losses, itertools.repeat(1), strict=False))
 
 
 def test_the_engine_is_put_back(flight_dir: Path) -> None:

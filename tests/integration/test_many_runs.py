@@ -12,8 +12,6 @@ import pytest
 from tests.rank_files import Clock, File
 from tests.scanners import scanner_of, states
 from torchobs.cli import inspect, report
-from torchobs.cli.report import list_runs
-from torchobs.flight.files import entries
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.reader import FlightFile
 
@@ -131,22 +129,3 @@ def test_commands_say_what_they_leave_out(
     assert (len(found["runs"]), found["left_out"]) == (3, 2)
     inspect.main([str(flight_dir)])
     assert "2 more flight files in this directory: 3 are read" in capsys.readouterr().out
-
-
-def test_listing_runs_reads_the_directory_a_fixed_number_of_times(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not once for each run: with 5,000 of them that took minutes."""
-    listings: list[int] = []
-    names = entries.names
-
-    def counted(fd: int) -> Iterator[str]:
-        listings.append(fd)
-        return names(fd)
-
-    monkeypatch.setattr(entries, "names", counted)
-    counts = []
-    for seed in range(1, 5):
-        File(flight_dir, seed=seed, run_id=f"run-{seed}").save()
-        listings.clear()
-        list_runs(flight_dir)
-        counts.append(len(listings))
-    assert len(set(counts)) == 1

@@ -159,30 +159,6 @@ def test_a_quiet_counter_is_scraped_at_zero_before_it_counts(exporter: Exporter,
         exporter.scan(3.0)
 
 
-def test_a_counter_that_was_shown_is_not_held_at_zero_again(exporter: Exporter, file: File) -> None:
-    """Where the only expected scraper has gone, somebody who once fetched an older page is the measure: not a reset."""
-    file.set(catalog.PROBE_ERRORS, 0, probe="loss")
-    exporter.scan(1.0, file)
-    assert exporter.samples(ERRORS) == []
-    file.set(catalog.PROBE_ERRORS, 3, probe="loss")
-    exporter.scan(2.0, file)
-    for acknowledged, shown in ((1, 0.0), (2, 3.0), (1, 3.0)):
-        exporter.acknowledged = acknowledged
-        assert values(exporter, ERRORS) == [shown]
-        assert exporter.holding == (shown == 0.0)
-        assert re.findall(rf"^{ERRORS}{{.*}} (.*)$", exporter.text(), re.MULTILINE) == [str(shown)]
-
-
-def test_a_time_is_shown_at_once(exporter: Exporter, file: File) -> None:
-    """No alert waits for its first second, and a Job whose idle time begins with its end is held up by no second scrape."""
-    file.set(catalog.OVERHEAD, 0.0, probe="loss")
-    exporter.scan(1.0, file)
-    file.set(catalog.OVERHEAD, 2.5, probe="loss")
-    exporter.scan(2.0, file)
-    assert values(exporter, "torchobs_overhead_seconds_total") == [2.5]
-    assert not exporter.holding
-
-
 def test_a_quiet_series_that_counts_already_is_shown_as_it_is(exporter: Exporter, file: File) -> None:
     """An exporter that starts again takes nothing back: a counter that steps back is a reset. So does no gauge wait."""
     file.set(catalog.PROBE_ERRORS, 3, probe="loss")
@@ -418,37 +394,6 @@ def test_each_bucket_shows_its_newest_step_that_has_a_span(exporter: Exporter, f
     assert " # {" not in exporter.text()
 
 
-def test_an_exemplar_outlives_its_span_in_the_ring(exporter: Exporter, file: File) -> None:
-    """An application that writes many spans pushes the step's out; the bucket shows it on, of a dead rank, too."""
-    file.step(1, 0.1)
-    file.span(1, 0.1)
-    exporter.scan(1.0, file)
-    assert shown(exporter) == {"0.125": 1}
-    for number in range(1000):
-        file.writer.events.append({"k": "span", "name": "work", "n": number, "text": "x" * 300})
-    file.step(2, 0.2)
-    exporter.scan(1.0, file)
-    assert shown(exporter) == {"0.125": 1}
-    file.release()
-    exporter.scan(5.0)
-    assert shown(exporter) == {"0.125": 1}
-
-
-def test_a_norm_that_a_device_delivers_late_finds_its_span(exporter: Exporter, file: File) -> None:
-    """Of a step whose span is there, and by the step's own end: it does not take a newer step's place."""
-    file.step(1, 0.1, norm=3.0)
-    file.span(1, 0.1, attrs={"duration_s": 0.1})
-    file.writer.events.append({"k": "late", "step": 1, "grad_norm": 3.0})
-    file.writer.events.append({"k": "late", "step": 7, "grad_norm": 3.0})
-    exporter.scan(1.0, file)
-    assert (shown(exporter), shown(exporter, NORM)) == ({"0.125": 1}, {"4.0": 1})
-    file.step(2, 0.2, norm=3.0)
-    file.span(2, 0.2, attrs={"duration_s": 0.1, "grad_norm": 3.0})
-    file.writer.events.append({"k": "late", "step": 1, "grad_norm": 3.5})
-    exporter.scan(1.0, file)
-    assert shown(exporter, NORM) == {"4.0": 2}
-
-
 @pytest.mark.parametrize("given", [{}, {"trace_id": "0af7651916cd43dd8448eb211c80319c"}], ids=["run id", "launcher"])
 def test_all_ranks_exemplars_of_a_step_lead_to_one_trace(exporter: Exporter, flight_dir: Path, given: dict[str, Any]) -> None:
     """Derived from the run's id, or from the trace that the launcher gave; in it each rank has a span of its own."""
@@ -500,23 +445,6 @@ def test_the_ranks_together_have_a_limit_too(flight_dir: Path, file: File) -> No
     assert limits.taken == both.taken // 2
     exporter.close()
     assert other.path.exists()
-
-
-def test_a_histogram_takes_the_room_of_its_lines(flight_dir: Path, file: File) -> None:
-    """As Prometheus counts series: the last quarter of the room is for torchobs' own, which no application can fill."""
-    file.set(user("my.time", Kind.HISTOGRAM, bounds=(1.0, 2.0, 4.0)), 1.0, USER)
-    for index in range(200):
-        file.set(user("my.size", Kind.GAUGE), index, USER, path=str(index))
-    file.save()
-    exporter = Exporter(flight_dir, limits=(limits := SeriesLimits(total=160)))
-    exporter.scan()
-    lines = [line for line in exporter.text().splitlines() if 'rank="0"' in line and not line.startswith("#")]
-    assert len([line for line in lines if line.startswith("my_time_")]) == 6
-    assert limits.taken <= 160
-    assert len([line for line in lines if line.startswith("my_")]) <= 120
-    assert limits.dropped["total_limit"] > 0
-    assert exporter.samples("torchobs_steps_total")
-    exporter.close()
 
 
 def test_what_is_on_the_drop_list_is_not_served(flight_dir: Path, file: File) -> None:

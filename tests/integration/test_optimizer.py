@@ -13,7 +13,6 @@ from tests.training import Recording, StepFlag, has, loss_of, mlp
 from torchobs import catalog
 from torchobs.flight.format.step_record import RecordKind
 from torchobs.probes.optimizer import optimizer as probe
-from torchobs.probes.optimizer.optimizer import counted_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -100,43 +99,6 @@ def test_a_rate_of_any_type_is_in_the_record_of_every_step(run: Recording, name:
 def test_what_is_no_rate_is_none(rate: Any) -> None:
     """And breaks nothing. One on a device is never read: that would wait for it."""
     assert probe.number_of(rate) is None
-
-
-class Container(torch.optim.Optimizer):
-    """As torchtitan's OptimizersContainer: one optimizer for each part of the model, and groups that nobody uses."""
-
-    def __init__(self, *parts: torch.nn.Module, rate: float) -> None:
-        self.optimizers = [torch.optim.AdamW(part.parameters(), lr=rate) for part in parts]
-        super().__init__([parameter for part in parts for parameter in part.parameters()], {"lr": rate})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as torchtitan has it
-        """All of them."""
-        del closure
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-
-def test_the_rate_of_a_container_is_that_of_the_optimizers_that_step(run: Recording) -> None:
-    """Schedulers set theirs; the container's own groups stay as they were made. From the first step on."""
-    model = mlp()
-    optimizer = Container(model[0], model[2], rate=1e-3)
-    schedulers = [
-        torch.optim.lr_scheduler.LambdaLR(part, lambda step, index=index: (step + 1) / (100 + index))  # type: ignore[misc]
-        for index, part in enumerate(optimizer.optimizers)
-    ]
-    truth = []
-    for index in range(30):
-        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
-        truth.append(optimizer.optimizers[0].param_groups[0]["lr"])
-        optimizer.step()
-        optimizer.zero_grad()
-        for scheduler in schedulers:
-            scheduler.step()
-    assert [record.learning_rate for record in run.steps()] == truth
-    shown = [part.param_groups[0]["lr"] for part in optimizer.optimizers]
-    values = run.look()
-    assert groups(values, RATE) == {"0": pytest.approx(truth[-1]), "1": pytest.approx(shown[1])}
-    assert groups(values, BETA2) == {"0": 0.999}, "the container's own groups have no such thing"
 
 
 def test_groups_are_shown_as_far_as_they_differ(run: Recording) -> None:
@@ -264,13 +226,3 @@ def test_the_script_knows_best(state: dict[str, Any], run: Recording, counting: 
     optimizer.load_state_dict(state)
     train(model, optimizer, steps=2)
     assert run.look()[SHOWN] == 400
-
-
-def test_a_count_in_the_group_is_found_and_other_things_are_none() -> None:
-    """Fused optimizers of other libraries count there."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    assert counted_steps(optimizer) is None
-    optimizer.state[optimizer.param_groups[0]["params"][0]] = {"step": "seven"}
-    assert counted_steps(optimizer) is None
-    optimizer.param_groups[0]["step"] = 7
-    assert counted_steps(optimizer) == 7

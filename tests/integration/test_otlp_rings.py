@@ -264,18 +264,6 @@ def test_severity_and_names_are_opentelemetry_s(
     assert "requested" not in attrs or record.body.string_value.endswith("requested 2 GiB")
 
 
-def test_an_event_without_a_step_is_of_the_segment_under_way(file: File, pushed: Callable[[], list[Any]]) -> None:
-    """Of the run before there is one; sampled as that is."""
-    ids = event_ring.SpanIds(file.header)
-    event(file, "my.event")
-    for number, part in enumerate((ids.segment(1, 0), ids.segment(1, 1)), start=2):
-        own = {"trace_id": part.trace, "span_id": part.span, "flags": number % 2, "scope": OURS, "attrs": {}}
-        file.writer.events.append({"k": "span_start", "name": catalog.SPAN_SEGMENT.name, "t0": BORN_WALL_NS, **own})
-        event(file, "my.event", second=number)
-    found = [(record.trace_id.hex(), record.span_id.hex(), record.flags) for record in pushed()]
-    assert found == [(*ids.run, 1), (*ids.segment(1, 0), 0), (*ids.segment(1, 1), 1)]
-
-
 def test_each_event_comes_once_and_with_the_next_look(flight_dir: Path, receiver: Receiver, file: File) -> None:
     """Also many; not when the spans' or metrics' time has come."""
     config = everything(receiver, span_delay_s=3600.0, interval_s=3600.0)

@@ -514,19 +514,3 @@ def test_a_request_that_cannot_be_sent_costs_no_other() -> None:
         queue.put(Batch(bytes([number]), number))
     queue._run()
     assert (queue.counts.dropped["refused"], queue.counts.sent) == (1, 5)
-
-
-@pytest.mark.parametrize(("after_s", "expected"), [(None, [2.0] * 5), (1.0, [2.0] * 5), (120.0, [120.0] * 5)])
-def test_after_an_outage_an_exporter_that_ends_tries_again_and_again(after_s: float | None, expected: list[float]) -> None:
-    """Soon, not after the minute that the outage has taught it; never before the receiver wants it."""
-    clock, again = Waits(), Outcome("retry", after_s=after_s)
-
-    def hurried() -> Outcome:
-        queue.hurry()
-        return again
-
-    queue = sender(Steps(*[again] * 9, hurried, *[again] * 4), clock)
-    queue.put(Batch(b"x", 1))
-    queue._run()
-    assert clock.waits[8] >= MOST_S / 2
-    assert clock.waits[9:] == pytest.approx(expected)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 from math import log
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
-from tests.training import recording
 from torchobs.detect.spikes import LASTING, judge_low
 from torchobs.support.error_guard import CircuitBreaker
 from torchobs.tensors import names as module_of_names
 from torchobs.tensors.names import LONGEST, ParameterNames, clean, layer_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -98,48 +93,6 @@ def test_what_was_built_may_go(names: ParameterNames, looks: list[int]) -> None:
     assert names.built_modules.modules() == []
     assert called(names, Net())[0] == "scale"
     assert looks == []
-
-
-def test_a_module_that_changes_while_it_is_walked_is_walked_again() -> None:
-    """The other thread may add a parameter at any time: nothing raises, and the next walk has them all."""
-    model = torch.nn.ModuleList([torch.nn.Linear(1, 1) for _ in range(300)])
-    parameters = list(model.parameters())
-    changes = [torch.nn.Linear(1, 1)]
-
-    def yield_gil() -> None:
-        if changes:
-            model.append(changes.pop())
-
-    names = ParameterNames(yield_gil)
-    names.watch(model)
-    names.look_for(parameters)
-    assert not changes
-    names.look_for(parameters)
-    assert names.get(parameters[-1]) == "299.bias"
-
-
-def test_a_module_whose_parameters_are_given_anew_costs_two_calls(flight_dir: Path) -> None:
-    """FSDP1 with ``use_orig_params`` does so twice in each step, for every parameter."""
-    model, calls = Net(), list[str]()
-
-    def count(frame: Any, event: str, _: object) -> None:
-        if event == "call" and "torchobs" in frame.f_code.co_filename:
-            calls.append(frame.f_code.co_name)
-
-    def give_anew() -> None:
-        for module in model.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, name, parameter)
-
-    for run in recording(flight_dir):
-        assert run.session.context is not None
-        give_anew()
-        gc.disable()  # hypothesis is called by collections
-        sys.setprofile(count)
-        give_anew()
-        sys.setprofile(None)
-        gc.enable()
-        assert calls == ["unless_compiling", "note"] * len(list(model.parameters()))
 
 
 NAMES = {

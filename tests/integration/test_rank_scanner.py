@@ -290,16 +290,6 @@ def test_replica_groups_keep_their_labels(look: Look, rank: Callable[..., File])
     assert (incarnations, snapshot.duplicates) == ({"0-g0": "01", "0-g1": "09"}, 0)
 
 
-def test_ranks_that_are_missing_are_missing_in_their_group(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
-    """A group's ranks do not stand in for another's."""
-    for number in range(2):
-        rank(seed=1 + number, rank=number, replica_group=0)
-    rank(seed=5, rank=0, replica_group=1)
-    clock.seconds = 0.5
-    (run,) = scanner.scan().runs
-    assert (run.here, run.missing) == (3, 1)
-
-
 def test_a_file_of_an_earlier_boot_is_dead_and_expires_by_the_wall_clock(
     flight_dir: Path, rank: Callable[..., File], clock: Clock
 ) -> None:

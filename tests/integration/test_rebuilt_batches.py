@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque, namedtuple
+from collections import namedtuple
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchobs.guard.recovery import on_cpu, split
-from torchobs.tensors.batches import rebuilt, walk
+from torchobs.tensors.batches import rebuilt
 
 
 class Held(MutableMapping[str, Any]):
@@ -92,28 +92,6 @@ def test_structures_are_made_again_without_their_constructors() -> None:
 
 def _first(part: Any) -> Any:
     return part[:1] if isinstance(part, Tensor) else part
-
-
-class Keyed:
-    """No mapping, but has keys and items as one does."""
-
-    def __init__(self, **items: Any) -> None:
-        self._items = items
-
-    def keys(self) -> Any:
-        return self._items.keys()
-
-    def items(self) -> Any:
-        return self._items.items()
-
-
-def test_what_is_searched_for_tensors_is_cut_as_well() -> None:
-    """Promise: each part has its own samples, of what has keys and items and of a deque, too."""
-    parts: list[Any] = []
-    for batch in (Keyed(x=torch.arange(8)), deque([torch.arange(8)], maxlen=3)):
-        parts = [part for part, _ in split(batch, 4)]
-        assert [[x.tolist() for _, x in walk(part)] for part in parts] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
-    assert parts[0].maxlen == 3
 
 
 class Opaque(Tensor):

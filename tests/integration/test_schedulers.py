@@ -128,19 +128,6 @@ def test_every_scheduler_is_counted_once_and_does_what_it_always_did(flight_dir:
     assert results[0] == results[1]
 
 
-def test_schedulers_made_before_init_are_counted(flight_dir: Path) -> None:
-    """Those of a class that is defined by then; nothing is held against them that was not seen."""
-    model, optimizer = sgd()
-    several = [lrs.StepLR(optimizer, 2), Overriding(optimizer), lrs.ChainedScheduler([lrs.StepLR(optimizer, 3)])]
-    optimizer.step()
-    for run in recording(flight_dir):
-        for scheduler in several:
-            scheduler.step()
-        train(model, optimizer, several[0], 4)
-        assert run.look()[STEPS] == 7
-        assert told(run) == []
-
-
 def test_loading_a_state_is_no_step(run: Recording) -> None:
     """A run that goes on from a checkpoint has made no step yet, and used nothing wrongly."""
     model, optimizer = sgd()

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
 import torchobs
@@ -159,25 +158,6 @@ def test_a_probe_that_raises_is_off_and_said_once(flight_dir: Path, caplog: pyte
     assert [record.getMessage().count("ZeroDivisionError") for record in caplog.records] == [1]
 
 
-def test_public_calls_do_not_break_a_full_graph(run: Recording) -> None:
-    """Inside torch.compile(fullgraph=True) they compile to nothing."""
-    model = mlp()
-
-    def forward(inputs: torch.Tensor) -> torch.Tensor:
-        torchobs.log(tokens=3, loss=1.0)
-        torchobs.event("inside", value=1)
-        torchobs.step()
-        torchobs.watch(model)
-        with torchobs.phase("forward"):
-            total: torch.Tensor = model(inputs).sum()
-            return total
-
-    compiled = torch.compile(forward, backend="eager", fullgraph=True)
-    expected = forward(torch.ones(2, 8))
-    assert torch.equal(compiled(torch.ones(2, 8)), expected)
-    assert run.errors() == []
-
-
 def test_extra_numbers_are_gauges_up_to_sixty_four(run: Recording) -> None:
     """The 65th name is dropped and counted; a tensor is as good as a number; a name may be given again and again."""
     for number in range(66):
@@ -189,22 +169,6 @@ def test_extra_numbers_are_gauges_up_to_sixty_four(run: Recording) -> None:
     assert values[("torchobs.scalar", "value_63")] == 63.0
     assert ("torchobs.scalar", "value_64") not in values
     support.wait_until(lambda: run.values()[("torchobs.flight.dropped", "series")] == 2)
-
-
-def test_a_compiled_training_step_does_not_recompile_for_us(run: Recording) -> None:
-    """Our wrappers are not traced: the compiled model has one graph, with and without us."""
-    from torch._dynamo.testing import CompileCounter
-
-    counter = CompileCounter()
-    model = mlp()
-    compiled = torch.compile(model, backend=counter)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(5):
-        optimizer.zero_grad()
-        compiled(torch.ones(4, 8)).sum().backward()
-        optimizer.step()
-    assert counter.frame_count == 1
-    assert len(run.steps()) == 5
 
 
 def test_init_before_torch_installs_the_probes_when_torch_comes(flight_dir: Path) -> None:
@@ -409,62 +373,9 @@ def child_trains() -> None:
     assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
 
 
-REGISTER = {"pre": register_optimizer_step_pre_hook, "post": register_optimizer_step_post_hook}
-
-
 def hooks() -> int:
     """How many optimizer hooks torch has."""
     return len(torch_optimizer._global_optimizer_pre_hooks) + len(torch_optimizer._global_optimizer_post_hooks)
-
-
-@pytest.mark.parametrize("how", ["plain", "raise_on", "scaler"])
-@pytest.mark.parametrize("when", ["pre", "post"])
-def test_shutdown_in_a_user_s_step_hook(flight_dir: Path, when: str, how: str) -> None:
-    """One registered before ``init()`` is called before ours, while torch iterates over all of them.
-
-    By the second step of a scaler mixed precision has a hook of its own, which torch calls after the user's.
-    """
-    steps, backward, before = list[int](), torch.autograd.backward, hooks()
-
-    def end(*_: Any) -> None:
-        steps.append(1)
-        if len(steps) == (2 if how == "scaler" else 1):
-            torchobs.shutdown()
-
-    register: Any = REGISTER[when]
-    handle = register(end)
-    try:
-        torchobs.init(flight_dir=flight_dir, raise_on={"nonfinite"} if how == "raise_on" else set())
-        model: Any = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=how == "scaler")
-        for _ in range(3):
-            scaler.scale(loss_of(model)).backward()  # type: ignore[no-untyped-call]
-            weights = model[0].weight.detach().clone()
-            scaler.step(optimizer)
-            scaler.update()
-            assert not torch.equal(weights, model[0].weight)
-        assert len(steps) == 3
-        assert hooks() == before + 1
-        assert torch.autograd.backward is backward
-    finally:
-        torchobs.shutdown()
-        handle.remove()
-    assert hooks() == before
-
-
-def test_a_number_whose_series_cannot_be_made_at_once_is_there_a_moment_later(flight_dir: Path) -> None:
-    """Another thread is held up while it makes one: the last of what was given meanwhile counts."""
-    for run in recording(flight_dir):
-        assert run.session.writer is not None
-        with run.session.writer.table._lock:
-            torchobs.log(accuracy=0.25, total_steps=7)
-            torchobs.log(accuracy=0.5)
-            assert ("torchobs.scalar", "accuracy") not in run.values()
-        values = support.wait_until(lambda: found if ("torchobs.scalar", "accuracy") in (found := run.look()) else {})  # noqa: B023
-        assert (values["torchobs.scalar", "accuracy"], values["torchobs.steps.planned",]) == (0.5, 7.0)
-        torchobs.log(accuracy=0.75)
-        assert run.look()["torchobs.scalar", "accuracy"] == 0.75
 
 
 def test_an_end_while_a_round_hangs_is_written_with_all_steps_and_makes_no_round_beside_it(flight_dir: Path) -> None:

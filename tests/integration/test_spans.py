@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ from torchobs import catalog
 from torchobs.flight.format import event_ring
 from torchobs.flight.format.layout import Region
 from torchobs.flight.format.step_record import StepFlag
-from torchobs.flight.reader import reader
 from torchobs.probes.core.context import EpochStart
 from torchobs.runtime.spans import RootSpans
 
@@ -223,29 +221,6 @@ def test_a_step_s_span_says_what_the_histograms_count(run: Recording) -> None:
     assert records[1].flags & StepFlag.UNTIMED
 
 
-def test_a_norm_that_a_device_delivers_late_is_told(flight_dir: Path) -> None:
-    """With the step's span, or after it where that was written before; not of a step that has none."""
-    for run in recording(flight_dir, grad_interval=1000):
-        context = run.session.context
-        assert context is not None
-        train(8)
-        run.look()
-        assert [span["attrs"]["step"] for span in run.frames("torchobs.step")] == [2, 4, 8]
-        early, later, other = 4, 7, 6
-        for step, norm in ((early, 2.5), (later, 3.5), (other, 4.5), (early, math.inf)):
-            context.recorder.late(step, StepFlag.GRAD_NORM, 0.0, norm)
-        run.look()
-        assert run.session.run is not None
-        run.session.run.anomalous.append(later)
-        run.look()
-        file = reader.open_path(context.writer.path)
-        late = [fields for _, fields in file.events() if fields["k"] == "late"]
-        file.close()
-        assert late == [{"k": "late", "step": early, "grad_norm": 2.5}]
-        (anomalous,) = [span for span in written(run, "anomalous") if span["attrs"]["step"] == later]
-        assert anomalous["attrs"]["grad_norm"] == 3.5
-
-
 def test_a_slow_step_is_there_with_its_phases(run: Recording) -> None:
     """Whoever looks for what was slow finds it, phase by phase."""
     napped: dict[int, tuple[float, float]] = {}
@@ -299,16 +274,6 @@ def test_a_step_with_an_event_is_there(run: Recording) -> None:
     assert 15 not in {span["attrs"]["step"] for span in run.frames("torchobs.step")}
 
 
-def test_an_epoch_longer_than_a_segment_is_not_sent(run: Recording) -> None:
-    """It is in the file, for the live page; a tracing backend has its segments."""
-    assert run.session.run is not None
-    now_ns = time.monotonic_ns()
-    for hours in (0.9, 1.1):
-        begun_ns = now_ns - round(hours * 3600e9)
-        run.session.run.write(catalog.SPAN_EPOCH.name, begun_ns, now_ns, {"epoch": 1}, failed=False)
-    assert [span["flags"] for span in run.frames("torchobs.epoch")] == [1, 0]
-
-
 def test_spans_of_the_application_are_beneath_the_step_they_were_made_in(run: Recording) -> None:
     """The step is written for it, sampled or not; what is made before the first step is beneath the run."""
     tracer = trace.get_tracer("application")
@@ -330,22 +295,6 @@ def test_spans_of_the_application_are_beneath_the_step_they_were_made_in(run: Re
     (setup,) = run.frames("setup")
     assert (setup["trace_id"], setup["parent"]) == (begun["trace_id"], begun["span_id"])
     assert [span["trace_id"] for span in works] == [step["trace_id"] for step in steps]
-
-
-def test_what_the_application_does_after_the_last_step_has_its_parent(flight_dir: Path) -> None:
-    """A final evaluation's spans are beneath a step that the run's end interrupted: no parent is missing."""
-    path = ""
-    for run in recording(flight_dir):
-        assert run.session.writer is not None
-        path = run.session.writer.path
-        train(3)
-        trace.get_tracer("application").start_span("final").end()
-    frames = [frame for _, frame in reader.open_path(path).events()]
-    known = {frame["span_id"] for frame in frames if "span_id" in frame}
-    assert all(frame["parent"] in known for frame in frames if "parent" in frame)
-    (final,) = [frame for frame in frames if frame["name"] == "final"]
-    (step,) = [frame for frame in frames if frame.get("span_id") == final["parent"]]
-    assert (step["attrs"]["step"], step["attrs"]["ended"]) == (4, False)
 
 
 @pytest.mark.parametrize("sampled", [True, False])

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import torchobs
 from tests import support
 from tests.training import Recording, loss_of, mlp
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def nap(seconds: float) -> float:
@@ -112,32 +108,6 @@ def test_batches_prefetched_for_an_accumulation_are_data(run: Recording) -> None
     assert all(record.phase_s[0] > 0 for record in steps)
 
 
-def test_a_loader_inside_an_iterable_dataset_is_fetched_once(run: Recording) -> None:
-    """Nested loaders: only the outermost fetch is waiting for data."""
-    napped_s = list[float]()
-
-    class Slow(IterableDataset[torch.Tensor]):
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            for (inputs,) in DataLoader(TensorDataset(torch.randn(6, 8)), batch_size=None):
-                napped_s.append(nap(0.02))
-                yield inputs
-
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    edges = [time.perf_counter()]
-    for inputs in DataLoader(Slow(), batch_size=2):
-        edges.append(time.perf_counter())
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        edges.append(time.perf_counter())
-        optimizer.step()
-    steps = run.steps()
-    assert len(steps) == 3
-    for index, record in enumerate(steps):
-        least_s, most_s = sum(napped_s[2 * index : 2 * index + 2]), edges[2 * index + 1] - edges[2 * index]
-        assert least_s * (1 - 1e-6) <= record.phase_s[0] <= most_s
-
-
 def test_a_phase_named_by_the_user_wins(run: Recording) -> None:
     """``with torchobs.phase("data")`` around a plain iterator is data; what follows is forward."""
     model = mlp()
@@ -180,16 +150,3 @@ def test_an_evaluation_is_what_the_rank_is_said_to_do(run: Recording, how: str) 
     optimizer.step()
     support.wait_until(lambda: run.view().live.phase == "other")
     assert seen == [True]
-
-
-def test_a_teacher_s_step_is_no_evaluation_however_long(run: Recording) -> None:
-    """A step that hangs in it is to be found."""
-    model, teacher = mlp(), mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    teacher.eval()
-    loss_of(model).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    teacher.eval()
-    open_ns = time.monotonic_ns()
-    support.wait_until(lambda: (run.view().live.heartbeat_ns or 0) > open_ns + 1_000_000_000)
-    assert run.view().live.phase == "other"

@@ -61,17 +61,6 @@ def test_an_optimizer_made_before_init_is_seen(flight_dir: Path) -> None:
         assert len(run.steps()) == 3
 
 
-def test_one_step_of_another_optimizer_at_the_end_is_no_step(run: Recording) -> None:
-    """It may be an occasional player's, of which no step comes any more; two of them are steps."""
-    models = [mlp(seed) for seed in range(2)]
-    optimizers = [torch.optim.Adam(model.parameters()) for model in models]
-    train(models[0], optimizers[0], 5)
-    train(models[1], optimizers[1], 1)
-    assert len(run.steps()) == 5
-    train(models[1], optimizers[1], 2)
-    assert len(run.steps()) == 7
-
-
 def test_a_subclass_that_calls_super_steps_once(run: Recording) -> None:
     """The wrapper around every class's step fires two pairs of hooks; that is one step."""
 
@@ -151,29 +140,6 @@ def test_a_closure_of_a_first_order_optimizer(run: Recording) -> None:
     steps = run.steps()
     assert [record.loss for record in steps] == losses
     assert [record.grad_norm for record in steps] == pytest.approx(norms, rel=1e-4)
-
-
-@pytest.mark.parametrize("clips", [False, True])
-def test_a_closure_without_a_backward_is_as_good_as_none(run: Recording, *, clips: bool) -> None:
-    """Lightning's manual optimization: two optimizers, the backward before; from each one's second step on it has a norm."""
-    models = [mlp(0), mlp(1)]
-    optimizers = [torch.optim.Adam(model.parameters()) for model in models]
-    norms = []
-    for index in range(6):
-        squares = 0.0
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            loss = loss_of(model, index)
-            loss.backward()  # type: ignore[no-untyped-call]
-            squares += norm_of(model) ** 2
-            if clips:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-            optimizer.step(lambda loss=loss: loss)
-        norms.append(squares**0.5)
-    steps = run.steps()
-    assert len(steps) == 6
-    assert [record.grad_norm for record in steps[1:]] == pytest.approx(norms[1:], rel=1e-4)
-    assert [has(record, StepFlag.CLOSURE) for record in steps] == [True] + [False] * 5
 
 
 def test_a_closure_that_skips_a_batch_remains_one(run: Recording) -> None:
@@ -301,14 +267,3 @@ def test_nonfinite_values_are_data(run: Recording) -> None:
     assert values[("torchobs.anomalies", "nonfinite_gradient")] == 1
     assert values[("torchobs.grad.nonfinite_steps",)] == 1
     assert values[("torchobs.anomaly.active", "nonfinite_loss")] == 1.0
-
-
-def test_a_huge_finite_gradient_is_not_called_infinite(run: Recording) -> None:
-    """1e20 squared overflows float32; the gradient is finite."""
-    parameter = torch.nn.Parameter(torch.zeros(10))
-    optimizer = torch.optim.SGD([parameter], lr=0.0)
-    for _ in range(2):
-        optimizer.zero_grad()
-        (parameter * 1e20).sum().backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    assert [record.grad_norm for record in run.steps()] == pytest.approx([1e20 * 10**0.5] * 2, rel=1e-6)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training import Recording, has, recording
+from tests.training import Recording, recording
 from torchobs import catalog
 from torchobs.detect.learning import LASTING_STEPS
-from torchobs.flight.format.step_record import StepFlag
-from torchobs.probes.core.context import SamplingInterval
 from torchobs.probes.gradients.stuck_layers import APART
 
 if TYPE_CHECKING:
@@ -92,53 +88,6 @@ def test_units_that_are_dead_are_found_by_the_layer_behind_them(run: Recording) 
     assert (dead["cause"], dead["at"], dead["layers"]) == ("dead_units", "6", ["6"])
     assert (blocked["cause"], blocked["at"], blocked["layers"]) == ("cut_off", "4", ["0", "2", "4"])
     assert dead["layers_total"] == blocked["layers_total"] == 6
-
-
-def test_the_layers_of_the_model_are_counted_whatever_is_trained(run: Recording) -> None:
-    """Also those that are frozen, and in no optimizer; not those of another model that nothing trains."""
-    teacher = chain(nn.ReLU, 9)
-    frozen, trained = chain(nn.ReLU, 3), chain(nn.ReLU, 5)
-    model = nn.ModuleDict({"frozen": frozen.requires_grad_(requires_grad=False), "trained": trained})
-    trained[4].bias.data.fill_(-10.0)
-    dead, _ = train(run, (trained, torch.optim.Adam(model["trained"].parameters(), lr=1e-3)), rows)
-    assert dead["layers_total"] == 4 + 6
-    assert not any(parameter.grad is not None for parameter in teacher.parameters())
-
-
-class CutOff(nn.Module):
-    """A backbone whose output the script multiplies by zero from step 60 on, and a head with a bias of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone, self.head, self.calls = chain(nn.Tanh, 2), nn.Linear(WIDTH + 1, 1), 0
-
-    def forward(self, inputs: torch.Tensor) -> Any:
-        """One number a row."""
-        self.calls += 1
-        features = self.backbone(inputs) * (self.calls < 60)
-        return self.head(torch.cat([inputs, features], 1))
-
-
-def test_a_fast_training_is_measured_more_often_while_in_doubt(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured every 80th step it would have no three samples within 200 steps; in doubt it is every 25th, for 200 steps."""
-    monkeypatch.setattr(SamplingInterval, "_set_interval", lambda pace, _: setattr(pace, "interval", 80))
-    with contextlib.contextmanager(recording)(flight_dir, grad_interval="auto") as run:
-        model: Any = CutOff()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-        for number in range(500):
-            optimizer.zero_grad()
-            torch.autograd.backward((model(rows()) - torch.randn(8, 1)).square().mean())
-            optimizer.step()
-            if number % 10 == 0:
-                run.look()
-        (told,) = run.frames(catalog.EVENT_UNMOVED_LAYERS.name)
-        assert told["attrs"]["at"] == "backbone.4"
-        assert told["step"] <= 60 + 80 + 80 + LASTING_STEPS
-        measured = [record.step for record in run.steps() if has(record, StepFlag.GRAD_NORM)]
-        apart = [later - earlier for earlier, later in itertools.pairwise(measured)]
-        assert set(apart) == {25, 80}
-        assert apart[-1] == 80
-        assert apart.count(25) <= 2 * LASTING_STEPS / 25
 
 
 def test_a_backbone_that_is_frozen_is_left_in_peace(run: Recording) -> None:
@@ -371,28 +320,6 @@ def test_gradients_that_come_again_take_it_back(run: Recording) -> None:
     assert step is not None
     assert ill.stop < step < ill.stop + APART
     assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] == 0.0
-
-
-@pytest.mark.parametrize(("before", "count"), [(sound, 20), (detached, 1)])
-def test_an_optimizer_that_is_never_fed_is_reported_whatever_trained_before(run: Recording, before: Step, count: int) -> None:
-    """After twenty trainings, and beside one whose gradients are lost as well: the event has the layers of both."""
-    alive = list[Built]()
-    for compute in [before] * count + [detached]:
-        model = net()
-        optimizer = torch.optim.Adam(model.parameters())
-        alive = [*alive[-1:], (model, optimizer)]
-        for _ in range(APART + 10):
-            compute(model, optimizer)
-            optimizer.step()
-        run.look()
-    step, layers = without(run)[-1]
-    assert len(layers) == (4 if before is detached else 2)
-    assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] == len(layers)
-    if before is detached:
-        for _ in range(20):
-            sound(*alive[0])
-            alive[0][1].step()
-        assert without(run)[-1] == (step, layers[2:])  # the first one gets some again
 
 
 @pytest.mark.parametrize("interval", [1, 16])

@@ -15,7 +15,6 @@ import sys
 import termios
 import time
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -287,20 +286,6 @@ def paced(one: RankView, **given: Any) -> RankView:
     return replace(one, status=status, details=one.details._replace(pace=one.pace._replace(**given)))
 
 
-def test_ranks_as_fast_as_each_other_keep_their_places(tmp_path: Path) -> None:
-    """A thousandth more or less, as in every look: nobody reads a table that is in another order every second."""
-    files = ranks(tmp_path, 12)
-    (run,) = looked(tmp_path)
-    for turn in (5, 7):
-        uneven = [slowed(one, 1, 1e-4 * (turn * at % 12)) for at, one in enumerate(run.ranks)]
-        lines = frame([with_ranks(run, uneven)], 100, 10)
-        shown = [line.split()[0] for line in lines if line[:4].strip().isdigit()]
-        assert len(shown) >= 3
-        assert shown == [str(at) for at in range(len(shown))]
-    for file in files:
-        file.release()
-
-
 def test_it_shows_the_work_of_a_second_and_the_share_of_the_peak(tmp_path: Path) -> None:
     """Tokens, or samples where there are none; a column that has nothing in it is not there."""
     (file,) = ranks(tmp_path, 1)
@@ -354,36 +339,6 @@ def test_it_starts_fast() -> None:
     assert shown.stdout == "[]\n"
 
 
-def test_a_look_at_more_ranks_costs_no_more_for_each(tmp_path: Path) -> None:
-    """It is repeated every second, beside the training. Calls are counted, not seconds: those are the machine's."""
-
-    def calls(count: int) -> int:
-        directory = tmp_path / str(count)
-        directory.mkdir()
-        files = ranks(directory, count)
-        watch = Watch(scanner_of(directory, Clock(10.0)))
-        wait_until(
-            lambda: sum(len(run.ranks) for run in watch.look()[0]) == count
-        )  # a slow machine opens them in several looks
-        made = 0
-
-        def counted(_frame: object, event: str, _argument: object) -> None:
-            nonlocal made
-            made += event in {"call", "c_call"}
-
-        sys.setprofile(counted)
-        try:
-            frame(watch.look()[0], 120, 50)
-        finally:
-            sys.setprofile(None)
-        for file in files:
-            file.release()
-        return made
-
-    few, many = calls(20), calls(200)
-    assert few < many < 11 * few
-
-
 def test_anomalies_of_the_last_minutes_are_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the live page's words; older ones make no warning."""
     (file,) = ranks(tmp_path, 1)
@@ -419,28 +374,3 @@ def test_more_runs_than_lines_are_moved_through(tmp_path: Path) -> None:
         found |= dict.fromkeys(shown)
     assert set(list(found)[:3]) == {"run-09", "run-10", "run-11"}
     assert len(found) == 12
-
-
-def test_every_rank_is_seen_where_neither_runs_nor_ranks_fit(tmp_path: Path) -> None:
-    """By moving down: the ranks of a large run, then on to the next; and no key is without effect, at the end neither."""
-    for number in range(60):
-        rank, name = (number, "large") if number < 50 else (0, f"run-{number}")
-        file = File(tmp_path, seed=number + 1, born_s=float(number < 50), rank=rank, run_id=name)
-        file.beat(10.0)
-        file.save()
-    runs = looked(tmp_path)
-    shown: list[list[str]] = []
-    first, found = 0, set[tuple[str, str]]()
-    while (now := screen(runs, TerminalStyle(100), 24, first)).first == first:
-        assert len(now.lines) <= 24
-        run = ""
-        for words in map(str.split, now.lines):
-            run = words[1] if words[:1] == ["gpt"] else run
-            if words[1:2] == ["lost"] or words[1:2] == ["alive"]:
-                found.add((run, words[0]))
-        shown.append(now.lines)
-        first += 1
-    assert found == {(run.run_id, one.rank) for run in runs for one in run.ranks}
-    assert all(one != other for one, other in pairwise(shown))
-    assert "more ranks: up, down" in "\n".join(shown[0])
-    assert screen(runs, TerminalStyle(100), 24, 1000).first == first - 1

@@ -5,15 +5,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any
-
 import pytest
 import torch
 
-import torchobs
-from tests.training import Recording, StepFlag, has, loss_of, mlp, norm_of
-from torchobs.probes.core.step_recorder import StepRecorder
+from tests.training import Recording, loss_of, mlp, norm_of
 
 
 class PartitionedOptimizer:
@@ -46,21 +41,6 @@ def test_an_optimizer_that_steps_for_each_parameter_group_makes_one_step(run: Re
     assert [step.loss for step in steps] == losses
     assert [step.losses for step in steps] == [1] * 10
     assert [step.grad_norm for step in steps] == pytest.approx(norms, rel=1e-4)
-
-
-def test_a_second_parameter_group_that_comes_later_goes_on_with_the_step(run: Recording) -> None:
-    """A backbone is thawed: from then on the optimizer steps twice."""
-    model = mlp()
-    first, second = list(model[0].parameters()), list(model[2].parameters())
-    optimizer = torch.optim.SGD(first, lr=0.01)
-    zero = PartitionedOptimizer(optimizer)
-    for index in range(12):
-        if index == 6:
-            optimizer.add_param_group({"params": second})
-        model.zero_grad()
-        loss_of(model, index).backward()
-        zero.step()
-    assert len(run.steps()) == 12
 
 
 def test_without_any_backward_each_step_is_one(run: Recording) -> None:
@@ -169,36 +149,6 @@ def test_fresh_models_of_one_step_each_are_a_step_each(run: Recording) -> None:
     assert len(run.steps()) == 39, "the last is taken for an occasional optimizer's"
 
 
-def test_sharpness_aware_minimisation_with_a_closure(run: Recording) -> None:
-    """The second pass is done by a closure within the step."""
-
-    class Sharp(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-            sharp = SharpnessAware(parameters, self)
-            sharp.climb()
-            with torch.enable_grad():
-                loss = closure()
-            sharp.shift(-1)
-            super().step()
-            self.zero_grad()
-            return loss
-
-    model, passes = mlp(), list[float]()
-    optimizer = Sharp(model.parameters(), lr=0.05)
-    for index in range(20):
-
-        def closure(index: int = index) -> torch.Tensor:
-            loss = loss_of(model, index)
-            loss.backward()
-            passes.append(loss.item())
-            return loss
-
-        closure()
-        optimizer.step(closure)
-    assert [step.loss for step in run.steps()] == pytest.approx([sum(pair) for pair in pairwise(passes)][::2])
-
-
 def test_an_accumulation_and_an_adversary_add_up_as_before(run: Recording) -> None:
     """Parameters that stay as they are between two backward passes: all losses are the step's."""
     model, losses = mlp(), list[float]()
@@ -215,80 +165,6 @@ def test_an_accumulation_and_an_adversary_add_up_as_before(run: Recording) -> No
         optimizer.zero_grad()
         losses.append(total)
     assert [step.loss for step in run.steps()] == losses
-
-
-def test_forward_and_loss_of_a_closure_that_is_evaluated_often(run: Recording) -> None:
-    """LBFGS: each evaluation's forward pass is forward, whichever it is."""
-    import time
-
-    model, slept = mlp(), list[float]()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=6, tolerance_grad=0, tolerance_change=0)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        begun = time.monotonic()
-        time.sleep(0.003)
-        slept.append(time.monotonic() - begun)
-        loss = loss_of(model)
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        optimizer.step(closure)
-    steps = run.steps()
-    assert len(slept) > 6
-    assert sum(step.phase_s[1] for step in steps) >= sum(slept)
-    assert all(has(step, StepFlag.CLOSURE) for step in steps)
-
-
-def test_the_user_s_own_boundaries_behind_parameter_groups(run: Recording) -> None:
-    """`torchobs.step()` has the last word there, too."""
-    model = mlp()
-    parts = [list(model[0].parameters()), list(model[2].parameters())]
-    zero = PartitionedOptimizer(torch.optim.Adam([{"params": part} for part in parts]))
-    for index in range(6):
-        model.zero_grad()
-        loss_of(model, index).backward()
-        zero.step()
-        torchobs.step()
-    assert len(run.steps()) == 6
-
-
-def test_of_hundreds_of_optimizers_in_backward_only_the_first_is_looked_at(
-    run: Recording, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once all have stepped."""
-    model = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(50))
-    optimizers = {parameter: torch.optim.SGD([parameter], lr=1e-3) for parameter in model.parameters()}
-
-    def update(parameter: torch.nn.Parameter) -> None:
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(update)
-
-    def train(layers: int) -> None:
-        values = torch.ones(2, 4)
-        for layer in list(model)[:layers]:
-            values = torch.tanh(layer(values))
-        values.square().mean().backward()
-
-    for _ in range(3):
-        train(50)
-    looked, original = list[object](), StepRecorder.optimizer_begins
-
-    def begins(recorder: StepRecorder, optimizer: object, **how: bool) -> bool:
-        looked.append(optimizer)
-        return original(recorder, optimizer, **how)
-
-    monkeypatch.setattr(StepRecorder, "optimizer_begins", begins)
-    for _ in range(5):
-        train(50)
-    assert len(looked) == 5
-    steps = run.steps()
-    assert [step.losses for step in steps] == [1] * 8
-    assert all(has(step, StepFlag.LEARNING_RATE) for step in steps)
 
 
 ALL, FIRST, LAST = range(12), range(7), range(5, 12)

@@ -90,21 +90,6 @@ assert last("autograd_profiler"), "it never looked"
 """)
 
 
-def test_the_script_s_profiler_may_begin_in_another_thread() -> None:
-    """A profiled step of ours ends for it, and goes on to be recorded in later steps."""
-    ends_well(f"""
-debug.enable("performance_profiling", profile_every=2)
-for _ in range(3): step()
-def profiled():
-{"".join(f"    {line}" + chr(10) for line in OWN_PROFILER.splitlines())}
-in_thread(profiled)
-step()
-assert "own profiler began" in last("autograd_profiler"), last("autograd_profiler")
-for _ in range(4): step()
-assert "top operator" in last("autograd_profiler"), last("autograd_profiler")
-""")
-
-
 @pytest.mark.parametrize("where", ["same", "other"])
 def test_no_profile_beside_one_that_warms_up(where: str) -> None:
     """A profiler of the script's that is only prepared is seen too, though it began before torchobs was used."""
@@ -126,34 +111,6 @@ own.stop()
 assert "aten::addmm" in names(own)
 step(), step()
 assert "top operator" in last("autograd_profiler"), last("autograd_profiler")
-""")
-
-
-def test_two_threads_profile_with_ours() -> None:
-    """The second gets an error that says what is running where; the first has its profile."""
-    ends_well("""
-begun, refused, errors = threading.Event(), threading.Event(), []
-def first():
-    with debug.profiling_context("first") as profile:
-        begun.set()
-        refused.wait()
-        step()
-    assert "aten::addmm" in profile.table
-def second():
-    begun.wait()
-    for start in (debug.profiling_context("second").__enter__, torch.profiler.profile().start):
-        try:
-            start()
-        except RuntimeError as error:
-            errors.append(str(error))
-    refused.set()
-threads = [threading.Thread(target=first, name="trainer"), threading.Thread(target=second)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-assert len(errors) == 2 and all("'first' in thread trainer" in error for error in errors), errors
-with debug.profiling_context("after") as profile:
-    step()
-assert profile.steps == 1
 """)
 
 

@@ -243,36 +243,6 @@ class Counting:
         self._scanner.close()
 
 
-def test_who_takes_messages_slowly_gets_the_newest_and_nothing_is_queued(writer: FlightWriter, flight_dir: Path) -> None:
-    """After many looks one message has it all; and when nobody is left, nobody looks."""
-    scanner = Counting(flight_dir)
-
-    async def watching() -> tuple[bytes, int, int]:
-        watch = SnapshotCache(scanner)
-        watched = Feed(watch, nothing)
-        messages = watched.messages(Choice())
-        assert b'"health"' in await anext(messages)
-        for step in range(4, 9):
-            train(writer, [step])
-            await asyncio.sleep(0.15)
-        newest = await anext(messages)
-        while b"step 8" not in newest:  # a machine that is slow to look
-            newest = await asyncio.wait_for(anext(messages), 20)
-        await messages.aclose()
-        assert watched._ticker is not None
-        await asyncio.wait_for(watched._ticker, 20)  # the look that was under way
-        left = scanner.lent
-        train(writer, [9])
-        await asyncio.sleep(0.3)
-        watched.close()
-        watch.close()
-        return newest, left, scanner.lent
-
-    newest, left, later = asyncio.run(watching())
-    assert b"step 8" in newest
-    assert later == left
-
-
 def test_files_that_do_not_answer_do_not_hold_the_page_up(
     writer: FlightWriter, flight_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,24 +358,6 @@ def has(exporter: Service, path: str, words: str) -> str:
     """The page, once it has these words."""
     page = exporter.page(path)
     return page if words in page else ""
-
-
-def test_a_page_of_no_run_stays_with_the_first_that_comes(served: Callable[..., FlightWriter], exporter: Service) -> None:
-    """Its stream tells it where to go on; there it hears of that run only, and of the heading, too."""
-    assert 'data-stream="./live/stream?sort=loss"' in exporter.page("/?sort=loss")
-    with Stream(exporter, "?sort=loss") as stream:
-        first = stream.until("parts")
-        assert "stream" not in first
-        assert first["heading"] == "torchobs exporter"
-        served("a")
-        parts = stream.until("parts", "stream", "jobs")
-    assert parts["stream"] == "./live/stream?run=jobs%2Fa&sort=loss"
-    served("b")
-    wait_until(lambda: "<bdi>b</bdi>" in exporter.page("/"))
-    with Stream(exporter, "?run=jobs%2Fa&sort=loss") as stream:
-        parts = stream.until("parts")
-        assert "stream" not in parts
-        assert parts["heading"] == '<bdi>jobs</bdi> <span class="run"><bdi>a</bdi></span>'
 
 
 def test_each_run_in_the_list_begins_with_how_it_is(served: Callable[..., FlightWriter], exporter: Service) -> None:
