@@ -83,8 +83,6 @@ PHASE_MEAN = "rank_phase:torchobs_step_phase_time_seconds:mean10m"
 STEP_MEAN = "rank:torchobs_step_duration_seconds:mean10m"
 ABOVE = "rank_phase:torchobs_step_phase_time_seconds:above10m"
 TOGETHER = "rank:torchobs_step_phase_time_seconds:together10m"
-LATE = "rank:torchobs_step_phase_time_seconds:late10m"
-WAIT = "rank:torchobs_step_phase_time_seconds:wait10m"
 EXCESS = "rank:torchobs_rank_excess_seconds:run10m"
 SLOWDOWN = "rank:torchobs_rank_slowdown_ratio:run10m"
 NODE_SLOWDOWN = "node:torchobs_rank_slowdown_ratio:avg10m"
@@ -208,6 +206,8 @@ def speed() -> Group:
     together = f"""sum by ({ONE_RANK}, {REPLICA_GROUP}) ({select(ABOVE, f'phase=~"{phases}"')})"""
     many = f"count {BY_GROUP} (2 * {TOGETHER} >= {ON_GROUP} group_left () max {BY_GROUP} ({TOGETHER}))"
     few = f"{TOGETHER} and {ON_GROUP} 2 * {many} < {ON_GROUP} count {BY_GROUP} ({TOGETHER})"
+    late = f"""clamp_min(max {BY_RANK} ({select(ABOVE, 'phase="data"')} or {few}), 0)"""
+    wait = f"""sum {BY_RANK} (clamp_min(-1 * {select(ABOVE, 'phase!="data"')}, 0))"""
     seen = select(catalog.RANK_EXCESS)
     return Group(
         "torchobs.speed",
@@ -216,11 +216,9 @@ def speed() -> Group:
             Recording(STEP_MEAN, f"sum by ({ONE_RANK}, {REPLICA_GROUP}) ({PHASE_MEAN})"),
             Recording(ABOVE, _above_peers()),
             Recording(TOGETHER, together),
-            Recording(LATE, f"""clamp_min(max {BY_RANK} ({select(ABOVE, 'phase="data"')} or {few}), 0)"""),
-            Recording(WAIT, f"sum {BY_RANK} (clamp_min(-1 * {select(ABOVE, _NOT_DATA)}, 0))"),
             Recording(
                 EXCESS,
-                f"{LATE} < {ON_RANK} {WAIT} or {WAIT} or sum {BY_RANK} (quantile_over_time(0.5, {seen}[{WINDOW}])) {grown}",
+                f"{late} < {ON_RANK} {wait} or {wait} or sum {BY_RANK} (quantile_over_time(0.5, {seen}[{WINDOW}])) {grown}",
             ),
             Recording(
                 SLOWDOWN,
@@ -236,9 +234,6 @@ def speed() -> Group:
         ),
         interval="1m",  # means of ten minutes: up to fifteen series for each rank
     )
-
-
-_NOT_DATA = 'phase!="data"'
 
 
 def _above_peers() -> str:
