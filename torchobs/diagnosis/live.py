@@ -63,6 +63,8 @@ EVENTS_S = 0.2
 """Time limit per update for event rings, each of which takes up to 5 ms; the remaining rings are read by the next update."""
 MOST_HISTORIES = 16
 MOST_RUNS = 50
+MOST_BY_STEPS = 256
+"""Living ranks of a run up to which they are compared by their last steps: with more that takes as long as all else"""
 MOST_COMPARED = 64
 """Steps by which ranks are compared."""
 KEPT = 4096
@@ -463,7 +465,7 @@ def run_of(job_name: str, run_id: str, ranks: Sequence[RankView], *, expected: i
 def _compared(ranks: Sequence[RankView]) -> Sequence[RankView]:
     """Return the ranks with the slowness of the living ones: by their last steps until the scanner compares them."""
     living = [rank for rank in ranks if rank.status.up]
-    if len(living) < 2 or any(rank.status.slowness for rank in living):  # noqa: PLR2004  # one is compared with nobody
+    if not 1 < len(living) <= MOST_BY_STEPS or any(rank.status.slowness for rank in living):
         return ranks
     slow: dict[str, speed.Slowness] = {}
     for team in labels.teams(living):
