@@ -43,7 +43,7 @@ _SHORTLY_S = 60.0
 RECENT = 200
 _KILLED_WITHIN_S = 40.0
 """torchrun sends SIGKILL 30 s after SIGTERM."""
-_ABORTED = 128 + signal.SIGABRT
+_ABORTED, _INTERRUPTED = 128 + signal.SIGABRT, 128 + signal.SIGINT
 _COLLECTIVE = (
     "torch/distributed/", "torch/nn/parallel/distributed.py", "DistBackendError", "DistNetworkError", "DistStoreError",
     "DistError",
@@ -96,7 +96,8 @@ def how_ended(report: RankReport) -> Finding:
     elif reason == "exit_code":
         values |= {"code": report.exit_code, "signal": _signal(report)}
     elif reason in {"interrupted", "terminated"}:
-        values |= {"signal": _signal(report) or _name_of(report.exit_code - 128, "SIGTERM"), **_made_of_signal(report)}
+        number = 0 if report.exit_code == _INTERRUPTED else report.exit_code - 128  # a handler of SIGTERM may raise Ctrl-C's
+        values |= {"signal": _name_of(number, "SIGTERM"), **_made_of_signal(report)}
     elif reason == "crashed":
         own, name = without_launcher(report.crash), _name_of(report.exit_code - 128, "a fatal signal")
         values |= {"place": place(own) if own else None, "signal": name, "meaning": FATAL_SIGNALS.get(name, "a fatal signal")}
