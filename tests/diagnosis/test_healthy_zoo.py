@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -129,6 +130,26 @@ def contrastive(look: Look) -> None:
         z = F.normalize(head(body(views)), dim=1)
         alike = (z @ z.T / 0.2).masked_fill(torch.eye(64, dtype=torch.bool), -1e9)
         _descend(optimizer, F.cross_entropy(alike, torch.arange(64).roll(32)))
+        look.stepped()
+
+
+def momentum_contrast(look: Look) -> None:
+    """MoCo: a queue of keys of a slow copy of the encoder, which begins empty."""
+    encoder = _mlp(64, 64, 16)
+    slow = copy.deepcopy(encoder).requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.03, momentum=0.9, weight_decay=1e-4)
+    queue: deque[torch.Tensor] = deque(maxlen=16)
+    for _ in range(STEPS):
+        x = _digits(32)[0].flatten(1)
+        query = F.normalize(encoder(x + 0.3 * torch.randn_like(x)), dim=1)
+        with torch.no_grad():
+            for mine, other in zip(slow.parameters(), encoder.parameters(), strict=True):
+                mine.lerp_(other, 0.01)
+            key = F.normalize(slow(x), dim=1)
+        negatives = [query @ torch.cat(list(queue)).T] if queue else []
+        logits = torch.cat([(query * key).sum(1, keepdim=True), *negatives], 1) / 0.2
+        _descend(optimizer, F.cross_entropy(logits, torch.zeros(32, dtype=torch.long)))
+        queue.append(key)
         look.stepped()
 
 
@@ -406,6 +427,45 @@ def low_rank_adapters(look: Look) -> None:
         look.stepped()
 
 
+def mean_teacher(look: Look) -> None:
+    """Few labels, and a teacher that is the student's moving average, whose weight is ramped up."""
+    student = _mlp(2, 32, 32, 2)
+    teacher = copy.deepcopy(student).requires_grad_(requires_grad=False)
+    optimizer = torch.optim.Adam(student.parameters(), lr=3e-3)
+    known, labels = _moons(8)
+    for step in range(STEPS):
+        x, _ = _moons(64)
+        with torch.no_grad():
+            goal = teacher(x + 0.1 * torch.randn_like(x)).softmax(1)
+        agrees = F.mse_loss(student(x + 0.1 * torch.randn_like(x)).softmax(1), goal)
+        weight = 20 * math.exp(-5 * (1 - min(1.0, step / 200)) ** 2)
+        _descend(optimizer, F.cross_entropy(student(known), labels) + weight * agrees)
+        with torch.no_grad():
+            for mine, other in zip(teacher.parameters(), student.parameters(), strict=True):
+                mine.lerp_(other, 0.01)
+        look.stepped()
+
+
+def self_distillation(look: Look) -> None:
+    """BYOL: no negatives, a predictor, and a target that follows slowly."""
+    online, predictor = _mlp(64, 48, 16), _mlp(16, 32, 16)
+    target = copy.deepcopy(online).requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD([*online.parameters(), *predictor.parameters()], lr=0.05, momentum=0.9)
+    for _ in range(STEPS):
+        x = _digits(32)[0].flatten(1)
+        one, two = x + 0.3 * torch.randn_like(x), x + 0.3 * torch.randn_like(x)
+        with torch.no_grad():
+            goals = target(two), target(one)
+        alike = [
+            F.cosine_similarity(predictor(online(view)), goal).mean() for view, goal in zip((one, two), goals, strict=True)
+        ]
+        _descend(optimizer, 4 - 2 * sum(alike, torch.zeros(())))
+        with torch.no_grad():
+            for mine, other in zip(target.parameters(), online.parameters(), strict=True):
+                mine.lerp_(other, 0.02)
+        look.stepped()
+
+
 def sparse_embeddings(look: Look) -> None:
     """Skip-grams with negative samples; both tables have sparse gradients."""
     inner, outer = nn.Embedding(400, 16, sparse=True), nn.Embedding(400, 16, sparse=True)
@@ -417,6 +477,29 @@ def sparse_embeddings(look: Look) -> None:
         close = (inner(words) * outer(near)).sum(1)
         apart = (inner(words)[:, None] * outer(far)).sum(2)
         _descend(optimizer, -F.logsigmoid(close).mean() - F.logsigmoid(-apart).sum(1).mean())
+        look.stepped()
+
+
+def sequence_to_sequence(look: Look) -> None:
+    """Sequences are reversed; the decoder gets more and more of what it made itself."""
+    words, encoder, decoder, head = (
+        nn.Embedding(17, 24),
+        nn.GRU(24, 32, batch_first=True),
+        nn.GRUCell(24, 32),
+        nn.Linear(32, 16),
+    )
+    parts = nn.ModuleList([words, encoder, decoder, head])
+    optimizer = torch.optim.Adam(parts.parameters(), lr=3e-3)
+    for step in range(STEPS):
+        text = torch.randint(0, 16, (24, 4))
+        state = encoder(words(text))[1][0]
+        given, losses = torch.full((24,), 16), []
+        for goal in text.flip(1).unbind(1):
+            state = decoder(words(given), state)
+            made = head(state)
+            losses.append(F.cross_entropy(made, goal))
+            given = made.argmax(1) if random.random() < step / STEPS else goal
+        _descend(optimizer, torch.stack(losses).mean(), clip=1.0)
         look.stepped()
 
 
@@ -478,6 +561,101 @@ def line_search(look: Look) -> None:
         look.stepped()
 
 
+def several_tasks(look: Look) -> None:
+    """Three tasks weighed by uncertainties that are learned: the loss becomes negative."""
+    body, heads = _mlp(8, 32, 32), nn.ModuleList(nn.Linear(32, 1) for _ in range(3))
+    doubts = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.Adam([*body.parameters(), *heads.parameters(), doubts], lr=3e-3)
+    for _ in range(STEPS):
+        x = torch.randn(32, 8)
+        goals = (x.sum(1, keepdim=True), 0.1 * x[:, :1], (x[:, 1:2] * x[:, 2:3]).sin())
+        losses = torch.stack([F.mse_loss(head(body(x).relu()), goal) for head, goal in zip(heads, goals, strict=True)])
+        _descend(optimizer, (losses * (-doubts).exp() + doubts).sum())
+        look.stepped()
+
+
+def speech(look: Look) -> None:
+    """CTC: labels without times, from frames that show them."""
+    shown, body, head = torch.randn(9, 12), nn.GRU(12, 24, batch_first=True, bidirectional=True), nn.Linear(48, 9)
+    optimizer = torch.optim.AdamW([*body.parameters(), *head.parameters()], lr=3e-3)
+    for _ in range(STEPS):
+        labels = torch.randint(1, 9, (12, 4))
+        frames = shown[labels.repeat_interleave(4, dim=1)] + 0.5 * torch.randn(12, 16, 12)
+        made = head(body(frames)[0]).log_softmax(2).transpose(0, 1)
+        lengths = torch.full((12,), 16), torch.full((12,), 4)
+        _descend(optimizer, F.ctc_loss(made, labels, *lengths, zero_infinity=True), clip=5.0)
+        look.stepped()
+
+
+def energies(look: Look) -> None:
+    """Contrastive divergence: Langevin steps from a buffer make the negatives, the loss is a difference around zero."""
+    model = _mlp(2, 48, 48, 1, activation=nn.SiLU)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    kept = torch.rand(256, 2) * 4 - 2
+    for _ in range(STEPS):
+        chosen = torch.randint(0, 256, (32,))
+        x = kept[chosen]
+        for _ in range(5):
+            x.requires_grad_()
+            (slope,) = torch.autograd.grad(model(x).sum(), x)
+            x = (x - 0.1 * slope + 0.05 * torch.randn_like(x)).detach().clamp(-3, 3)
+        kept[chosen] = x
+        real, made = model(_moons(32)[0]), model(x)
+        _descend(optimizer, (real - made).mean() + 0.1 * (real.square() + made.square()).mean(), clip=1.0)
+        look.stepped()
+
+
+def vector_quantisation(look: Look) -> None:
+    """VQ-VAE: a straight-through gradient, and codes of which some are not used."""
+    encoder, decoder, codes = _mlp(64, 32, 8), _mlp(8, 32, 64), nn.Embedding(24, 8)
+    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters(), *codes.parameters()], lr=2e-3)
+    for _ in range(STEPS):
+        x = _digits(32)[0].flatten(1)
+        z = encoder(x)
+        near = codes(torch.cdist(z, codes.weight).argmin(1))
+        made = decoder(z + (near - z).detach())
+        commitment = F.mse_loss(near, z.detach()) + 0.25 * F.mse_loss(z, near.detach())
+        _descend(optimizer, F.mse_loss(made, x) + commitment)
+        look.stepped()
+
+
+def differential_equation(look: Look) -> None:
+    """A neural ODE: eight Runge-Kutta steps through one small net, over a spiral that is followed for longer and longer."""
+    slope = _mlp(2, 32, 2, activation=nn.Tanh)
+    optimizer = torch.optim.Adam(slope.parameters(), lr=5e-3)
+    turn = torch.tensor([[-0.1, 2.0], [-2.0, -0.1]])
+    for step in range(STEPS):
+        start, count = torch.randn(16, 2), 2 + step // 100
+        x, losses = start, []
+        for number in range(1, count + 1):
+            a = slope(x)
+            b = slope(x + 0.1 * a)
+            c = slope(x + 0.1 * b)
+            x = x + 0.2 / 6 * (a + 2 * b + 2 * c + slope(x + 0.2 * c))
+            losses.append(F.mse_loss(x, start @ torch.linalg.matrix_exp(0.2 * number * turn).T))
+        _descend(optimizer, torch.stack(losses).mean())
+        look.stepped()
+
+
+def continual_learning(look: Look) -> None:
+    """Five tasks one after the other, each with classes that are new, and a memory of the former ones that is replayed."""
+    model = nn.Sequential(nn.Flatten(), _mlp(64, 64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    memory: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for step in range(STEPS):
+        task = step // 100
+        x, y = _digits(64)
+        mine = y // 2 == task
+        x, y = x[mine], y[mine]
+        if not len(x):
+            x, y = _digits(16)
+        batch = [(x, y), *random.sample(memory, min(2, len(memory)))]
+        _descend(optimizer, F.cross_entropy(model(torch.cat([a for a, _ in batch])), torch.cat([b for _, b in batch])))
+        if step % 20 == 0:
+            memory.append((x[:8], y[:8]))
+        look.stepped()
+
+
 def early_stopping(look: Look) -> None:
     """The best weights are taken back, and the rate is lowered, whenever the validation has not improved for three epochs."""
     data, labels = _moons(96, 0.4)
@@ -496,6 +674,60 @@ def early_stopping(look: Look) -> None:
             model.load_state_dict(kept)
             optimizer.param_groups[0]["lr"] *= 0.7
             bad = 0
+
+
+def deep_q_learning(look: Look) -> None:
+    """A replay buffer, a target that is copied every hundred steps, rewards that come at the goal alone."""
+    net = _mlp(2, 32, 4)
+    target, optimizer = copy.deepcopy(net), torch.optim.Adam(net.parameters(), lr=1e-3)
+    moves = torch.tensor([[0.2, 0.0], [-0.2, 0.0], [0.0, 0.2], [0.0, -0.2]])
+    buffer: deque[tuple[torch.Tensor, int, float, torch.Tensor, float]] = deque(maxlen=500)
+    place = torch.rand(2) * 2 - 1
+    for step in range(STEPS + 40):
+        with torch.no_grad():
+            action = random.randrange(4) if random.random() < max(0.1, 1 - step / 200) else int(net(place).argmax())
+        there = (place + moves[action]).clamp(-1, 1)
+        done = bool((there - 0.8).abs().max() < 0.25)
+        buffer.append((place, action, float(done), there, 1.0 - done))
+        place = torch.rand(2) * 2 - 1 if done or random.random() < 0.02 else there
+        if step < 40:
+            continue
+        states, actions, rewards, after, on = zip(*random.sample(buffer, 32), strict=True)
+        with torch.no_grad():
+            goal = torch.tensor(rewards) + 0.95 * torch.tensor(on) * target(torch.stack(after)).max(1).values
+        made = net(torch.stack(states)).gather(1, torch.tensor(actions)[:, None]).squeeze(1)
+        _descend(optimizer, F.smooth_l1_loss(made, goal), clip=10.0)
+        if step % 100 == 0:
+            target.load_state_dict(net.state_dict())
+        look.stepped()
+
+
+def physics(look: Look) -> None:
+    """A differential equation is solved by a net: second derivatives in the loss, and a boundary that weighs much."""
+    model = _mlp(1, 24, 24, 1, activation=nn.Tanh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    edge = torch.tensor([[0.0], [1.0]])
+    for _ in range(STEPS):
+        x = torch.rand(64, 1).requires_grad_()
+        u = model(x)
+        (first,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+        inside = (second + math.pi**2 * (math.pi * x).sin()).square().mean()
+        _descend(optimizer, inside + 100 * model(edge).square().mean())
+        look.stepped()
+
+
+def mixture_densities(look: Look) -> None:
+    """The likelihood of several answers: a loss of both signs."""
+    model = _mlp(1, 32, 15, activation=nn.Tanh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(STEPS):
+        y = torch.rand(64, 1) * 2 - 1
+        x = y + 0.4 * (2 * math.pi * y).sin() + 0.05 * torch.randn(64, 1)
+        weights, means, scales = model(x).chunk(3, 1)
+        parts = torch.distributions.Normal(means, F.softplus(scales) + 0.01).log_prob(y)  # type: ignore[no-untyped-call]
+        _descend(optimizer, -(weights.log_softmax(1) + parts).logsumexp(1).mean())
+        look.stepped()
 
 
 def sharpness_aware(look: Look) -> None:
@@ -520,10 +752,13 @@ def sharpness_aware(look: Look) -> None:
 
 
 TRAININGS: tuple[Train, ...] = (
-    coupling_flow, flow_of_heavy_tails, curriculum_of_noise, contrastive, distillation, folds, wasserstein_gan, actor_critic,
-    reinforcement, averaged_weights, meta_learning, diffusion, variational_autoencoder, recurrent_language_model,
-    large_batches, warm_restarts, gradual_unfreezing, low_rank_adapters, sparse_embeddings, fitted_by_heart, half_precision,
-    line_search, early_stopping, sharpness_aware,
+    coupling_flow, flow_of_heavy_tails, curriculum_of_noise, contrastive, momentum_contrast,
+    distillation, folds, wasserstein_gan, actor_critic, reinforcement, averaged_weights, meta_learning, diffusion,
+    variational_autoencoder, recurrent_language_model, large_batches, warm_restarts,
+    gradual_unfreezing, low_rank_adapters, mean_teacher, self_distillation, sparse_embeddings,
+    sequence_to_sequence, fitted_by_heart, half_precision, line_search,
+    several_tasks, speech, energies, vector_quantisation,
+    differential_equation, continual_learning, early_stopping, deep_q_learning, physics, mixture_densities, sharpness_aware,
 )  # fmt: skip
 
 
