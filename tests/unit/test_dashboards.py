@@ -261,14 +261,6 @@ def test_a_thousand_ranks_are_not_a_million_samples(
     assert read <= SAMPLES, (uid, panel["title"], read)
 
 
-@each_panel
-def test_thresholds_that_colour_are_in_order(uid: str, panel: dict[str, Any]) -> None:
-    """From the least value up, the first without a bound."""
-    values = [step["value"] for step in panel["fieldConfig"]["defaults"].get("thresholds", {"steps": []})["steps"]]
-    assert not values or values[0] is None, uid
-    assert values[1:] == sorted(values[1:])
-
-
 def test_thresholds_are_the_alerts() -> None:
     """A panel turns red when its alert fires."""
     limits = DEFAULT.thresholds

@@ -19,7 +19,7 @@ from tests.support import ROOT
 from torchobs.cli import exporter, run
 from torchobs.config import settings
 from torchobs.config.identity import exit_status
-from torchobs.config.options import SDK_DISABLED, Address, Option, SettingsProblem, integer, values_of
+from torchobs.config.options import Address, Option, SettingsProblem, integer, values_of
 from torchobs.config.settings import OPTIONS, Settings, resolve
 from torchobs.exporter import config
 from torchobs.support.error_guard import CircuitBreaker
@@ -31,19 +31,14 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 GOOD: list[tuple[str, str, str, object]] = [
     ("TORCHOBS_ENABLED", "no", "enabled", False),
-    ("TORCHOBS_ENABLED", "ON", "enabled", True),
     ("OTEL_SDK_DISABLED", "True", "enabled", False),
-    ("OTEL_SDK_DISABLED", "false", "enabled", True),
     ("TORCHOBS_LEVEL", "Extreme", "level", "extreme"),
     ("TORCHOBS_DIR", "/dev/shm/flights", "flight_dir", Path("/dev/shm/flights")),
     ("TORCHOBS_CONTROL_DIR", "control", "control_dir", Path("control")),
     ("TORCHOBS_FILE_SIZE", "1048576", "file_size", 1048576),
     ("TORCHOBS_FILE_SIZE", "2MiB", "file_size", 2 * 1024**2),
-    ("TORCHOBS_FILE_SIZE", "256 KiB", "file_size", 256 * 1024),
-    ("TORCHOBS_FILE_SIZE", "300000B", "file_size", 300000),
     ("TORCHOBS_EXPORTER", "1", "exporter", True),
     ("TORCHOBS_EXPORTER_ADDRESS", "localhost:0", "exporter_address", Address("localhost", 0)),
-    ("TORCHOBS_EXPORTER_ADDRESS", ":9090", "exporter_address", Address("", 9090)),
     ("TORCHOBS_EXPORTER_ADDRESS", "[::1]:10960", "exporter_address", Address("::1", 10960)),
     ("TORCHOBS_SUMMARY", "off", "summary", False),
     ("TORCHOBS_JOB_NAME", " gpt ", "job_name", "gpt"),
@@ -63,7 +58,6 @@ GOOD: list[tuple[str, str, str, object]] = [
     ("TORCHOBS_GRAD_INTERVAL", "AUTO", "grad_interval", "auto"),
     ("TORCHOBS_GRAD_INTERVAL", "10", "grad_interval", 10),
     ("TORCHOBS_LAYERS", "64", "layers", 64),
-    ("TORCHOBS_OVERHEAD_BUDGET", "0", "overhead_budget", 0.0),
     ("TORCHOBS_OVERHEAD_BUDGET", "2e-1", "overhead_budget", 0.2),
     ("TORCHOBS_RAISE_ON", "nonfinite", "raise_on", frozenset({"nonfinite"})),
     ("TORCHOBS_DISABLE_PROBES", "loss, gradients,", "disable_probes", frozenset({"loss", "gradients"})),
@@ -80,26 +74,15 @@ BAD: list[tuple[str, str]] = [
     ("TORCHOBS_LEVEL", "loud"),
     ("TORCHOBS_DIR", "a\0b"),
     ("TORCHOBS_FILE_SIZE", "3MiB"),
-    ("TORCHOBS_FILE_SIZE", "1"),
-    ("TORCHOBS_FILE_SIZE", "1MB"),
-    ("TORCHOBS_FILE_SIZE", "-1048576"),
     ("TORCHOBS_FILE_SIZE", "9" * 5000),
-    ("TORCHOBS_EXPORTER", "2"),
     ("TORCHOBS_EXPORTER_ADDRESS", "10960"),
     ("TORCHOBS_EXPORTER_ADDRESS", "localhost:65536"),
-    ("TORCHOBS_EXPORTER_ADDRESS", "http://localhost:10960"),
     ("TORCHOBS_RANK", "-1"),
-    ("TORCHOBS_RANK", "1_0"),
     ("TORCHOBS_RANK", "٣"),
-    ("TORCHOBS_WORLD_SIZE", "0"),
-    ("TORCHOBS_RESTART", "1.0"),
     ("TRACEPARENT", "00-" + "0" * 32 + "-b7ad6b7169203331-01"),
-    ("TRACEPARENT", "ff" + TRACEPARENT[2:]),
-    ("TRACEPARENT", TRACEPARENT.upper()),
     ("TORCHOBS_GRAD_INTERVAL", "0"),
     ("TORCHOBS_LAYERS", "65"),
     ("TORCHOBS_OVERHEAD_BUDGET", "nan"),
-    ("TORCHOBS_OVERHEAD_BUDGET", "0.21"),
     ("TORCHOBS_LOG_LEVEL", "TRACE"),
 ]
 
@@ -158,19 +141,12 @@ def test_argument_beats_environment_beats_default() -> None:
     [
         ({"TORCHOBS_ENABLED": "true", "OTEL_SDK_DISABLED": "true"}, True),
         ({"TORCHOBS_ENABLED": "maybe", "OTEL_SDK_DISABLED": "true"}, False),
-        ({"TORCHOBS_ENABLED": "", "OTEL_SDK_DISABLED": "true"}, False),
         ({"TORCHOBS_ENABLED": " ", "OTEL_SDK_DISABLED": ""}, True),
     ],
 )
 def test_our_own_variable_beats_opentelemetrys(environ: Mapping[str, str], enabled: bool) -> None:  # noqa: FBT001
     """The more specific variable wins; an empty one is unset and a bad one is passed over."""
     assert resolve({}, environ)[0].enabled is enabled
-
-
-def test_an_empty_collection_is_an_argument() -> None:
-    """`disable_probes=()` switches on what the environment switches off."""
-    found, problems = resolve({"disable_probes": ()}, {"TORCHOBS_DISABLE_PROBES": "loss"})
-    assert (found.disable_probes, problems) == (frozenset(), ())
 
 
 def test_resource_attributes_are_given_as_a_mapping() -> None:
@@ -206,11 +182,8 @@ def test_unknown_variables_are_reported_with_a_suggestion_and_without_their_valu
     "variable",
     [
         "TORCHOBS_SERVICE_HOST",
-        "TORCHOBS_SERVICE_PORT",
         "TORCHOBS_EXPORTER_SERVICE_PORT_METRICS",
-        "TORCHOBS_PORT",
         "TORCHOBS_EXPORTER_PORT_10960_TCP",
-        "TORCHOBS_PORT_10960_TCP_ADDR",
     ],
 )
 def test_a_kubernetes_service_called_torchobs_is_no_misspelled_setting(variable: str) -> None:
@@ -246,13 +219,6 @@ def test_no_environment_makes_it_raise(environ: dict[str, str]) -> None:
     assert "\n".join(map(str, problems)).encode() is not None
 
 
-@pytest.mark.parametrize("variable", ["TORCHOBS_LEVEL", "TORCHOBS_DISABLE_PROBES", "OTEL_RESOURCE_ATTRIBUTES"])
-def test_a_long_value_is_shortened_in_the_log(variable: str) -> None:
-    """A megabyte in a variable makes a line, not a megabyte of log."""
-    _, [problem] = resolve({}, {variable: "x" * 1_000_000})
-    assert len(str(problem)) < 600  # it lists what is allowed: the names of all probes
-
-
 PORT = Option("port", integer(0), "A port.", "0", ("A", "B"), flag="--port")
 
 
@@ -270,14 +236,6 @@ def test_a_flag_beats_the_variables_in_their_order_and_a_bad_value_the_next_deci
     bad = ["--port 'x': expected an integer, at least 0", "A='-2': expected an integer, at least 0"]
     assert asked(PORT, ("x",), A="-2", B="3") == ([3], bad)
     assert asked(PORT, ("x",), A="-2") == ([], bad)
-
-
-def test_a_variable_of_another_kind_is_asked_last_by_its_own_rules() -> None:
-    """OpenTelemetry's milliseconds beside seconds; one variable may be asked before the flag."""
-    option = PORT._replace(also=(("C", SDK_DISABLED),))
-    assert asked(option, C="false") == ([True], [])
-    assert asked(option, ("1",), C="false") == ([1], [])
-    assert values_of(option, ("1",), {"FIRST": "false"}, [], ("FIRST", SDK_DISABLED)) == [True]
 
 
 def test_a_variable_holds_several_values_separated_by_blanks() -> None:
@@ -358,8 +316,6 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         (["--no-exporter"], SCRIPT),
         (["--dir", "d", "--level=basic", "--address", ":1"], SCRIPT),
         (["--level", "basic"], ["-m", "package.train", "--no-exporter"]),
-        (["--level", "basic"], ["-mpackage.train", "--no-exporter"]),
-        ([], []),
         (["--no-exporter"], []),
     ],
 )
@@ -399,7 +355,6 @@ def test_nothing_to_run_is_said_so(arguments: tuple[str, ...], fails: Callable[.
     ("option", "value", "allowed"),
     [
         ("--level", "loud", "off, basic, advanced or extreme"),
-        ("--address", "here", "host:port"),
         ("--address", "h:99999", "host:port"),
     ],
 )
@@ -428,17 +383,6 @@ def test_the_status_is_the_one_that_python_ends_with(code: object) -> None:
         assert exit_status(code) == expected.get(code, code)
     else:
         assert exit_status(code) == 1
-
-
-def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every way of calling it, torchrun's included, each beside what it replaces."""
-    with pytest.raises(SystemExit) as left:
-        run.main(["--help"])
-    assert left.value.code == 0
-    said = capsys.readouterr().out
-    for example in ("torchobs run train.py", "torchobs run -m package.train", "--no-python torchobs run train.py"):
-        assert example in said
-    assert "instead of: python train.py" in said
 
 
 @pytest.mark.parametrize(
