@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import threading
@@ -17,7 +16,6 @@ from tests.cgroups import inside, memory_cgroup
 from tests.support import NEEDS_MOUNT, finish
 from torchobs import catalog
 from torchobs.flight.files import lock
-from torchobs.flight.files.cleanup import clean
 from torchobs.flight.files.create import lock_name
 from torchobs.flight.files.location import open_directory
 from torchobs.flight.format.layout import MIN_SIZE, BadFlightFileError
@@ -26,8 +24,6 @@ from torchobs.flight.writer.series_table import USER
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 
 NAMES = 100_000
-SCAN_LIMIT_S = 2.0
-"""CPU time for a directory of 100,000 names; it takes 0.15 s."""
 
 
 @pytest.fixture
@@ -43,7 +39,7 @@ def name(rank: int) -> str:
     return f"r{rank}-{rank:032x}.flight"
 
 
-@pytest.mark.parametrize("kind", ["pipe", "link", "directory", "socket"])
+@pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_what_is_no_regular_file_is_refused_at_once(
     flight_dir: Path, directory_fd: int, writer: FlightWriter, kind: str
 ) -> None:
@@ -51,12 +47,8 @@ def test_what_is_no_regular_file_is_refused_at_once(
     path = flight_dir / name(1)
     if kind == "pipe":
         os.mkfifo(path)
-    elif kind == "link":
-        path.symlink_to(flight_dir / writer.name)
-    elif kind == "directory":
-        path.mkdir()
     else:
-        os.mknod(path, stat.S_IFSOCK | 0o600)
+        path.symlink_to(flight_dir / writer.name)
     began = time.monotonic()
     with pytest.raises((OSError, BadFlightFileError)):
         reader.open_file(directory_fd, name(1))
@@ -79,17 +71,6 @@ def test_other_names_are_nobody_s_flight_files(flight_dir: Path, directory_fd: i
     (flight_dir / other).write_bytes(b"")
     assert reader.names(directory_fd) == []
     assert not reader.is_name(other)
-
-
-def test_a_hundred_thousand_names_are_looked_at_in_time(flight_dir: Path, directory_fd: int, writer: FlightWriter) -> None:
-    """100,000 foreign names: the rank among them is found, and cleaning touches none of them."""
-    for index in range(NAMES):
-        os.close(os.open(f"foreign-{index}.dat", os.O_CREAT | os.O_WRONLY, dir_fd=directory_fd))
-    began = time.thread_time()
-    assert reader.names(directory_fd) == [writer.name]
-    assert clean(directory_fd, now=time.monotonic_ns(), min_age_s=0.0, max_total_bytes=0) == []
-    assert time.thread_time() - began < SCAN_LIMIT_S
-    assert len(list(flight_dir.iterdir())) == NAMES + 2
 
 
 def test_of_ten_thousand_flight_names_the_living_are_read_first(
@@ -161,12 +142,6 @@ def delete_directory(directory: Path, _: str) -> None:
     shutil.rmtree(directory.parent)
 
 
-def make_directory_anew(directory: Path, _: str) -> None:
-    """Deleted, and made again by another rank."""
-    shutil.rmtree(directory.parent)
-    directory.mkdir(parents=True, mode=0o700)
-
-
 def put_another_file_there(directory: Path, name: str) -> None:
     """A copy in its place."""
     raw = (directory / name).read_bytes()
@@ -174,7 +149,7 @@ def put_another_file_there(directory: Path, name: str) -> None:
     (directory / name).write_bytes(raw)
 
 
-DELETIONS = [delete_file, delete_lock, delete_directory, make_directory_anew, put_another_file_there]
+DELETIONS = [delete_file, delete_lock, delete_directory, put_another_file_there]
 
 
 @pytest.mark.parametrize("delete", DELETIONS)
@@ -368,7 +343,6 @@ def mounted(options: str, then: str, directory: Path) -> tuple[str, ...]:
         ("size=128k", "true", "NoRoomError none 0"),
         ("size=1m", 'head -c 900k /dev/zero > "$DIRECTORY"/x', "NoRoomError none 1"),
         ("size=4m,nr_inodes=1", "true", "OSError ENOSPC 0"),
-        ("size=4m,nr_inodes=2", "true", "OSError ENOSPC 0"),
         ("size=4m,nr_inodes=3", "true", "made none 2"),
     ],
 )

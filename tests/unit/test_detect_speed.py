@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.timelines import spent
 from torchobs.catalog import LATE_PHASES, PHASES
 from torchobs.detect.speed import (
     BEGINS,
     ENDS,
     LEAST_SEEN,
     LEAST_STEPS,
-    SUPERIORITY,
     WINDOW_S,
     DataCounters,
     Spent,
@@ -25,10 +23,8 @@ from torchobs.detect.speed import (
     slow_from,
     slowed_from,
     slowness,
-    superiority,
     taken,
 )
-from torchobs.probes.core.timeline import OPTIMIZER, OTHER, PhaseTimeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,13 +106,6 @@ def test_a_run_that_slows_down_at_its_end_is_found_on_a_busy_machine(number: int
     assert sum(steps[:begin]) > 0.6 * LENGTHS[number][1]
 
 
-def test_superiority_is_the_probability_of_a_greater_value() -> None:
-    """Equals count half; nothing is greater than itself."""
-    assert superiority([1, 2, 3], [1, 2, 3]) == pytest.approx(0.5)
-    assert superiority([3], [1, 2, 3, 4]) == pytest.approx(2.5 / 4)
-    assert superiority([9, 9], [1, 2]) == 1.0 > SUPERIORITY
-
-
 FAST = (0.01, 0.15, 0.69, 0.10, 0.05, 0.0)
 """data, forward, backward with 0.39 s of waiting in it, optimizer, other, between: one second"""
 LATE = (0.40, 0.15, 0.30, 0.10, 0.05, 0.0)
@@ -133,14 +122,6 @@ def test_who_is_late_in_data_is_found_though_all_steps_take_the_same() -> None:
     assert found["3"].phase == 0
     assert found["3"].factor == pytest.approx(1 / 0.61)
     assert all(found[str(rank)].factor == pytest.approx(1.0) for rank in range(8) if rank != 3)
-
-
-def test_of_two_ranks_the_one_that_does_not_wait_is_the_slow_one() -> None:
-    """More time in the backward pass is waiting, as far as anyone can tell."""
-    found = compare(fleet(2, r1=LATE))
-    assert found["1"].factor == pytest.approx(1 / 0.61)
-    assert found["1"].phase == 0
-    assert found["0"].factor == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -184,14 +165,6 @@ def test_half_of_the_ranks_are_slow_in_data_alone(slow: int) -> None:
         assert [found[str(rank)].factor > 1.2 for rank in range(2 * slow)] == [phase == 0] * slow + [False] * slow
 
 
-def test_what_is_above_in_several_phases_counts_together() -> None:
-    """Half of it in data and half between the steps; and not what it saves elsewhere, as one that waits there does."""
-    late = (FAST[0] + 0.15, FAST[1], FAST[2] - 0.3, FAST[3], FAST[4] + 0.15, 0.0)
-    assert compare(fleet(4, r2=late))["2"].excess_s == pytest.approx((0.15, 0.0, 0.0, 0.0, 0.15, 0.0))
-    moved = (FAST[0] - 0.01, FAST[1], FAST[2] - 0.02, FAST[3], FAST[4] + 0.03, 0.0)
-    assert compare(fleet(4, r2=moved))["2"].excess_s == pytest.approx((0.0, 0.0, 0.0, 0.0, 0.02, 0.0))
-
-
 def test_a_rank_for_which_nobody_waits_is_not_slow() -> None:
     """A rank that takes twice as long in everything, while its peers go on."""
     found = compare(fleet(4, r1=tuple(2 * value for value in FAST)))
@@ -204,14 +177,6 @@ def test_nobody_is_slow_alone(count: int) -> None:
     assert compare(fleet(count)) == {}
 
 
-def test_ranks_that_do_nothing_are_not_divided_by() -> None:
-    """Times of zero, as of a file that somebody made up."""
-    nothing = dict.fromkeys(("0", "1", "2"), (0.0,) * 6)
-    assert {found.factor for found in compare(nothing).values()} == {1.0}
-    huge = {**nothing, "0": (1e300,) * 6}
-    assert all(found.factor == found.factor for found in compare(huge).values())  # the NaN test
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("waiting", range(5))
 def test_who_waits_for_a_peer_s_evaluation_is_not_slow(waiting: int, ranks: int) -> None:
@@ -220,15 +185,6 @@ def test_who_waits_for_a_peer_s_evaluation_is_not_slow(waiting: int, ranks: int)
     waits[waiting] += 20.0
     found = compare({str(rank): tuple(waits) for rank in range(1, ranks)} | {"0": FAST})
     assert {one.factor for one in found.values()} == {1.0}
-
-
-def test_a_rank_that_waits_in_its_forward_pass_for_another_s_data_is_not_slow() -> None:
-    """The one that loads is: buffers are broadcast at the beginning of a forward pass."""
-    loads, waits = (0.4, 0.1, 0.3, 0.1, 0.1, 0.0), (0.0, 0.5, 0.3, 0.1, 0.1, 0.0)
-    found = compare({"0": loads, "1": waits})
-    assert found["0"].factor == pytest.approx(1 / 0.6)
-    assert found["1"].factor == 1.0
-    assert found["1"].excess_s == (0.0,) * 6
 
 
 @pytest.mark.parametrize(("steps", "is_slow"), [(39, False), (200, True)])
@@ -281,35 +237,6 @@ def test_less_than_a_minute_tells_nothing() -> None:
 FORWARD, FETCHING, BETWEEN, BACKWARD, AFTER, STEPPING = 400, 30, 10, 800, 5, 55
 
 
-def prefetching_step(segments: PhaseTimeline, at: int, waited: int) -> int:
-    """The forward pass on the batch at hand, the fetch of the next one, then the backward."""
-    at += FORWARD
-    segments.fetch_begins(1, at)
-    at += FETCHING
-    segments.fetch_ends(at, exhausted=False, gradients=True)
-    at += BETWEEN
-    segments.backward_begins(at)
-    at += BACKWARD + waited
-    segments.turn(OTHER, at)
-    at += AFTER
-    segments.turn(OPTIMIZER, at)
-    return at + STEPPING
-
-
-@pytest.mark.parametrize("waited", [0, 100 * BACKWARD])
-def test_the_time_before_a_fetch_is_other_however_long_the_backward_pass_takes(waited: int) -> None:
-    """A backward pass that waits for a peer says nothing of the time before the fetch, which may have been logging."""
-    segments, at = PhaseTimeline(), 1000
-    segments.fetch_begins(1, at)
-    segments.fetch_ends(at + FETCHING, exhausted=False, gradients=True)
-    at = prefetching_step(segments, at + FETCHING, waited)
-    whole = {"forward": BETWEEN, "backward": BACKWARD + waited, "optimizer": STEPPING}
-    assert spent(segments, at) == {**whole, "data": 2 * FETCHING, "other": FORWARD + AFTER}
-    for _ in range(3):
-        at = prefetching_step(segments, at, waited)
-        assert spent(segments, at) == {**whole, "data": FETCHING, "other": FORWARD + AFTER}
-
-
 @pytest.mark.parametrize(
     ("unit", "target", "expected"),
     [(10.0, 10.0, 1), (20.0, 10.0, 1), (9.9, 10.0, 2), (5.0, 10.0, 2), (4.9, 10.0, 4), (0.01, 10.0, 1024), (1e-3, 10.0, 16384)],
@@ -317,12 +244,6 @@ def test_the_time_before_a_fetch_is_other_however_long_the_backward_pass_takes(w
 def test_the_interval_reaches_its_target(unit: float, target: float, expected: int) -> None:
     """By the smallest power of two."""
     assert alike_interval(unit, target) == expected
-
-
-@pytest.mark.parametrize("unit", [0.0, 1e-300, 5e-324])
-def test_no_duration_is_too_short(unit: float) -> None:
-    """Also none at all gives an interval."""
-    assert alike_interval(unit, 10.0) == 1 << 40
 
 
 def test_ranks_that_measure_differently_take_the_same() -> None:

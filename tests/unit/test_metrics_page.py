@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import math
 import random
 import zlib
 from types import ModuleType
@@ -52,20 +51,13 @@ PROTOBUF = "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFam
     ("accept", "content_type"),
     [
         ("", PLAIN),
-        ("text/html,*/*;q=0.8", PLAIN),
         ("application/json", PLAIN),
-        ("text/*;q=0.9, application/openmetrics-text;q=0.8", PLAIN),
-        ("*/*", PLAIN),
-        ("text/plain;version=1.0.0", PLAIN),
         ("application/openmetrics-text", OPENMETRICS_TYPE),
-        ("Application/OpenMetrics-Text; Version=1.0.0", OPENMETRICS_TYPE),
         ('application/openmetrics-text;version="1.0.0";escaping="dots"', OPENMETRICS_TYPE),
         ("application/openmetrics-text;q=0,text/plain", PLAIN),
         ("application/openmetrics-text;q=0.2,text/plain;q=0.3", PLAIN),
         ("text/plain;q=0.2,application/openmetrics-text;q=0.3", OPENMETRICS_TYPE),
         ("application/openmetrics-text;version=2.0.0", PLAIN),
-        ("application/openmetrics-text;version=2.0.0,application/openmetrics-text;version=1.0.0;q=0.5", OPENMETRICS_TYPE),
-        ("application/openmetrics-text;version=0.0.1,text/plain;version=0.0.4;q=0.5", PLAIN),
         (f"{PROTOBUF};q=0.7,{PROMETHEUS_3}", OPENMETRICS_TYPE),
         (";;;,,,=", PLAIN),
     ],
@@ -94,12 +86,6 @@ def test_compression_is_negotiated(header: str) -> None:
 
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
-AROUND = [
-    sign * math.nextafter(edge, to) for edge in (0.0, PLAIN_FROM, 1.0, 1e6, 1e16) for to in (0.0, 1e300) for sign in (1, -1)
-]
-SMALL = [step * 10.0**-exponent for exponent in range(3, 30) for step in (1.0, 1.5, 1.0000000000000002, 2.0, 9.999999999999998)]
-LARGE = [step * 10.0**exponent for exponent in range(5, 18) for step in (1.0, 1.5, 1.0000000000000002, 7.25, 9.999999999999998)]
-POWERS = [sign * 2.0**exponent for exponent in range(-1074, 1024) for sign in (1, -1)]
 
 
 @given(
@@ -108,16 +94,6 @@ POWERS = [sign * 2.0**exponent for exponent in range(-1074, 1024) for sign in (1
 def test_many_numbers_are_written_as_one_is(values: list[float]) -> None:
     """As prometheus-client writes them, digit for digit."""
     assert numbers(values) == [number(value) for value in values] == [floatToGoString(value) for value in values]  # type: ignore[no-untyped-call]  # it has no types
-
-
-@pytest.mark.parametrize(
-    "values", [[0.0, -0.0, 1e7], AROUND, SMALL, LARGE, POWERS, [math.nextafter(one, 0.0) for one in (*POWERS, *SMALL, *LARGE)]]
-)
-def test_numbers_at_the_edges_are_written_as_one_is(values: list[float]) -> None:
-    """Where an exponent begins, where a float's neighbours are not equally far, and the zeros; also each by itself."""
-    expected = [number(value) for value in values]
-    assert numbers(values) == expected
-    assert [text for value in values for text in numbers([value])] == expected
 
 
 def one(
@@ -175,14 +151,6 @@ def test_a_counter_is_what_a_page_can_show(value: Value) -> None:
     """Neither less than zero nor not finite nor something else; it comes back when it is."""
     text = text_of()
     assert "c" not in lines(text, [FULL[0], value, *FULL[2:]])
-    assert lines(text, FULL) == LINES
-
-
-def test_a_histogram_whose_sum_is_negative_has_buckets_only() -> None:
-    """For a while, as a sum may be again."""
-    text = text_of()
-    fallen: list[Value | None] = [*FULL[:4], Distribution((1, 2), -4.5, None, None), *FULL[5:]]
-    assert lines(text, fallen)["h"] == LINES["h"][:2]
     assert lines(text, FULL) == LINES
 
 
@@ -291,12 +259,8 @@ def test_who_does_not_get_the_page_is_not_noted(method: str) -> None:
     ("query", "pod_uid", "status"),
     [
         (b"pod=b", "a", 421),
-        (b"pod=%ff&&=", "a", 421),
         (b"pod=\xff", "a", 421),
         (b"pod=a", "a", 200),
-        (b"pod=a&pod=b", "a", 200),
-        (b"pod=", "a", 200),
-        (b"x=1", "a", 200),
         (b"", "a", 200),
         (b"pod=b", None, 200),
     ],
@@ -335,10 +299,8 @@ def scraped(*times_s: float, number: int = 1, timeout_s: float | None = 10.0) ->
         pytest.param(scraped(0, 15, number=7), 7, 20.0, False, id="it has the final snapshot"),
         pytest.param(scraped(0, 15, number=7), 8, 20.0, True, id="the page that it got is older, by number"),
         pytest.param(scraped(0, 15, 30), 2, 30 + 30, True, id="two scrapes missed"),
-        pytest.param(scraped(0, 15, 30), 2, 30 + 30.1, False, id="it has moved to another node"),
         pytest.param(scraped(0, 60, 75, 90), 2, 90 + 65, True, id="as long as between any two scrapes, and 5 s"),
         pytest.param(scraped(0), 2, 300.0, True, id="its interval is not known yet: five minutes"),
-        pytest.param(scraped(0), 2, 300.1, False, id="no usual interval is longer"),
         pytest.param(scraped(0, timeout_s=None), 2, 1.0, False, id="a person with curl"),
         pytest.param(scraped(0, 10, timeout_s=None), 2, 11.0, True, id="a second request without a timeout"),
     ],

@@ -14,10 +14,10 @@ from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.detect.growth import NEAR_S
 from torchobs.detect.hangs import Standstill
-from torchobs.detect.learning import ZeroRate, zero_rate
+from torchobs.detect.learning import ZeroRate
 from torchobs.detect.speed import SLOW, Slowness
 from torchobs.diagnosis.from_events import from_events
-from torchobs.diagnosis.health import findings, health
+from torchobs.diagnosis.health import health
 from torchobs.diagnosis.live import METRICS, RankView
 from torchobs.diagnosis.rank_report import Fact
 from torchobs.diagnosis.status import (
@@ -29,7 +29,7 @@ from torchobs.diagnosis.status import (
     recent_anomalies,
     summary_of,
 )
-from torchobs.document.live import NO_RANK, health_beside
+from torchobs.document.live import health_beside
 
 EIGHT = [row(rank) for rank in range(8)]
 
@@ -148,14 +148,6 @@ def test_what_ranks_write_down_is_compared() -> None:
     assert found.level is Severity.ERROR
 
 
-@pytest.mark.parametrize("window", [32, 256])
-def test_a_schedule_that_has_ended_is_no_zero_rate(window: int) -> None:
-    """Of a long run only its last steps are read: few zeros there are its end, if the steps before are not known."""
-    assert zero_rate([(step, 0.0) for step in range(100_001 - window, 100_001)]) == (
-        None if window < 200 else ZeroRate(100_001 - window, window, is_begun_before=True)
-    )
-
-
 @pytest.mark.parametrize(
     ("rows", "said", "level"),
     [
@@ -263,16 +255,13 @@ def test_what_is_said_of_a_run(rows: list[RankView], said: str, level: Severity)
     ("rows", "badge"),
     [
         (EIGHT, "All well"),
-        ([finished(0), finished(1)], "All well"),
         ([row(0, steps=0, loss=None)], "No steps now"),
-        ([row(0, phase="idle")], "No steps now"),
         ([row(0, phase="evaluation")], "No steps now"),
         ([row(0, age_s=45, still=Standstill(45, 0.057, habitual=True))], "No steps now"),
         ([row(0, age_s=45, still=Standstill(45, 0.057))], "Worth a look"),
         ([row(0, recorded=False)], "Worth a look"),
         ([row(0, "unresponsive", age_s=12)], "Trouble"),
         ([row(0, "failed", reason="interrupted", ran_s=192)], "Ended"),
-        ([row(0, "lost", reason="lost")], "Trouble"),
     ],
 )
 def test_it_is_all_well_only_of_a_run_that_trains_or_has_finished(rows: list[RankView], badge: str) -> None:
@@ -300,18 +289,6 @@ def test_what_is_read_aloud_does_not_change_with_every_step() -> None:
     assert before == after == "Training, 1 of 1 rank alive."
     lost = (run(row(0), row(1, "lost", reason="lost", age_s=age)).health.gist for age in (4, 5))
     assert set(lost) == {"Training, 1 of 2 ranks alive. Rank 1 vanished without a word."}
-
-
-def test_before_the_first_rank() -> None:
-    """It says what one waits for."""
-    assert "No rank has been seen yet" in NO_RANK.text
-    assert NO_RANK.level is Severity.INFO
-
-
-def test_a_rank_that_failed_lists_the_workers_that_died() -> None:
-    """Its findings are those of its last minutes."""
-    failed = run(row(0, "failed", reason="exception", values=DIED, lately=LATELY))
-    assert "workers_died" in {one.kind for one in findings(failed.status) if one.severity == "warning"}
 
 
 def test_what_a_run_has_recovered_from_is_past_while_it_runs_and_after() -> None:
