@@ -10,10 +10,8 @@ from torchobs.support.cgroup import (
     Cpu,
     Hierarchy,
     cpu_of,
-    field,
     hierarchy,
     memory_of,
-    number,
     pressure,
     read,
     reread_memory,
@@ -224,13 +222,6 @@ def test_no_cgroup_at_all(tmp_path: Path, membership: str, mounts: str) -> None:
     assert hierarchy(membership, mounts, "memory", str(tmp_path)) is None
 
 
-def test_a_mount_point_with_a_blank_in_its_name(tmp_path: Path) -> None:
-    """The kernel escapes it."""
-    (tmp_path / "my groups").mkdir()
-    mount = "30 23 0:26 / /my\\040groups rw - cgroup2 cgroup2 rw\n"
-    assert hierarchy("0::/\n", mount, "memory", str(tmp_path)) == Hierarchy(v2=True, levels=("/my groups",))
-
-
 @pytest.mark.parametrize("v2", [True, False])
 def test_a_second_look_sees_what_changes_fast(tmp_path: Path, v2: bool) -> None:  # noqa: FBT001  # a parameter of the test
     """Usage, pages, swap, kills; the limit stays what it was."""
@@ -243,21 +234,3 @@ def test_a_second_look_sees_what_changes_fast(tmp_path: Path, v2: bool) -> None:
     second = reread_memory(level, first, v2=v2, root=root)
     assert (second.usage, second.limit, second.oom_kills) == (7 * GIB // 2, 4 * GIB, first.oom_kills)
     assert second.pinned == first.pinned + GIB // 2
-
-
-def test_a_group_that_is_gone_is_as_it_was(tmp_path: Path) -> None:
-    """A process that was moved: found out at the next thorough look."""
-    root = plant(tmp_path, v2_group("", limit=str(4 * GIB)))
-    first = memory_of("/sys/fs/cgroup", v2=True, root=root)
-    assert first is not None
-    assert reread_memory("/gone", first, v2=True, root=root) == first
-
-
-def test_fields_stand_at_the_beginning_of_a_line() -> None:
-    """`total_inactive_file` is not `inactive_file`; what is no number is none."""
-    text = "total_inactive_file 5\ninactive_file 7\nbad max\nlast 3"
-    assert [field(text, name) for name in ("inactive_file ", "total_inactive_file ", "last ")] == [7, 5, 3]
-    assert [field(text, name) for name in ("file ", "bad ", "lost ")] == [None, None, None]
-    assert field("", "a ") is None
-    assert field("a ", "a ") is None
-    assert [number("12\n"), number("max\n"), number(""), number("-1"), number("²")] == [12, None, None, None, None]

@@ -176,7 +176,6 @@ LIVES: dict[str, list[Look]] = {
     "an elastic restart within the grace ends the wait": [
         (0, status(0, None, 1), False), (59, status(1, None, 1), False), (59, status(0, None, 1), False),
     ],
-    "files that were cleaned away are not waited for": [(0, status(0, None, 0), True)],
     "it stays for who looks at the page of a run that has ended, and not for ever": [
         (0, WATCHED, False), (VIEWER_WAIT_S - 1, WATCHED, False), (0, status(0, 1.0, 0), True), (1, WATCHED, True),
     ],
@@ -213,24 +212,6 @@ def test_a_line_comes_once_a_minute() -> None:
         (60, "r.flight is bad [and 5 more like it]"),
         (120, "r.flight is bad [and 5 more like it]"),
     ]
-
-
-def test_good_news_are_never_held_back() -> None:
-    """What is mended twice within a minute is said twice, and what breaks again after it, too; others stay as quiet."""
-    once = lifetime.OncePerMinute(60.0, lambda: 0.0)
-
-    def passes(message: str, *, good_news: bool = False, logger: str = "exporter") -> bool:
-        line = record("%s", message, logger=logger)
-        line.good_news = good_news
-        return once.filter(line)
-
-    assert passes("broken")
-    assert passes("other", logger="other")
-    for _ in range(20):
-        assert not passes("broken")
-        assert passes("in force", good_news=True)
-        assert passes("broken")
-        assert not passes("other", logger="other")
 
 
 def test_the_older_half_goes_when_the_log_is_too_long(tmp_path: Path) -> None:

@@ -201,20 +201,6 @@ def test_kills_are_counted_from_the_start_on_and_dated(tmp_path: Path, flight_di
     assert second["torchobs.cgroup.memory.last_oom_kill.timestamp"] > 0
 
 
-def test_a_process_that_was_moved_is_found_again(tmp_path: Path, flight_dir: Path) -> None:
-    """Schedulers move processes when they have started; a kill counter that another group begins at is not added."""
-    rank = Rank(tmp_path, flight_dir)
-    plant(rank.tree, v2_group("/a", limit=str(8 * GIB), usage=int(5.75 * GIB)))
-    plant(rank.tree, v2_group("/b", limit=str(16 * GIB), usage=int(5.75 * GIB)))
-    plant(rank.tree, {"sys/fs/cgroup/b/memory.events": "oom_kill 9\n"})
-    rank.membership("/a")
-    assert rank.look()["cgroup"] == pytest.approx(0.5)
-    rank.membership("/b")
-    found = rank.look()
-    assert found["cgroup"] == pytest.approx(0.25)
-    assert found["torchobs.cgroup.memory.oom_kills"] == 0
-
-
 @pytest.mark.parametrize(("usage", "delay_s"), [(3.0, 1.0), (8.35, 0.32), (9.0, -0.03)])
 def test_it_is_asked_more_often_near_the_limit(
     tmp_path: Path, flight_dir: Path, monkeypatch: pytest.MonkeyPatch, usage: float, delay_s: float
