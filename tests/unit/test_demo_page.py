@@ -7,7 +7,7 @@ import pytest
 
 from examples._demo.page import Row, parse, rows
 from examples._demo.prometheus import Alert
-from examples._demo.table import Screen, alerts_text, summary, table, total_anomalies
+from examples._demo.table import Screen, summary, table, total_anomalies
 from torchobs import catalog
 
 RANK = 'job_name="gpt",run_id="r1",rank="{rank}"'
@@ -56,22 +56,6 @@ def test_a_row_holds_what_a_rank_has_and_its_rates_since_the_earlier_page() -> N
     assert math.isnan(row.grad_norm)
 
 
-def test_the_first_page_has_no_rate_over_no_time() -> None:
-    """One page alone: means since the beginning, no speed, no division by zero."""
-    only = parse(page(0, steps=4, seconds=2.0, forward=1.0, backward=1.0, tokens=64), at=1.0)
-
-    (row,) = rows(only, only)
-    assert row.steps == 4
-    assert math.isnan(row.step_time)
-    assert math.isnan(row.tokens_rate)
-
-
-def test_a_page_without_ranks_has_no_rows() -> None:
-    """What belongs to the exporter itself is no rank."""
-    text = "# TYPE torchobs_exporter_scans counter\ntorchobs_exporter_scans_total 7.0\n# EOF\n"
-    assert rows(parse(text, 1.0), parse(text, 1.0)) == []
-
-
 def make_row(rank: int, **changes: object) -> Row:
     """A healthy rank, but for `changes`."""
     phases = dict.fromkeys(catalog.PHASES, 0.2)
@@ -117,10 +101,3 @@ def test_a_terminal_gets_a_table_that_is_erased_before_the_next_one() -> None:
 
     assert max(map(len, drawn.splitlines())) < 500
     assert terminal.getvalue() == f"{drawn}\x1b[{drawn.count(chr(10))}F\x1b[Jdone\n"
-
-
-def test_the_same_alert_on_two_ranks_is_named_once() -> None:
-    """The footer has one line."""
-    alerts = [Alert("Diverging", "firing", ""), Alert("Diverging", "firing", ""), Alert("Slow", "pending", "")]
-    assert alerts_text(alerts) == "Diverging firing, Slow pending"
-    assert alerts_text([]) == "none"

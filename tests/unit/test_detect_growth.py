@@ -78,18 +78,6 @@ def test_noise_alone_is_no_leak() -> None:
     assert sum(growth is not None and growth.sustained for growth in found) <= 2
 
 
-def test_wandering_is_hardly_ever_a_leak() -> None:
-    """A random walk has stretches that look like a trend; few of them look steady."""
-    leaks = 0
-    for seed in range(300):
-        jitter, level = noise(5 * MIB, seed), [2.0 * GIB]
-        for _ in range(MOST):
-            level.append(level[-1] + jitter())
-        found = grows(course(level.__getitem__))
-        leaks += found is not None and found.sustained
-    assert leaks <= 300 * 0.1
-
-
 def test_the_limit_is_foretold_by_a_straight_line() -> None:
     """And not beyond sixty times what was seen of it, nor a week."""
     steady = Growth(1.0, 1e6, 300.0, sustained=True)
@@ -240,14 +228,3 @@ def test_a_leak_of_a_short_run_is_told_of_if_minutes_are_left(rate: float, limit
 def test_what_a_young_run_does_is_no_leak(name: str, used: Callable[[int], float]) -> None:
     """Near the limit, at a hundred steps a second."""
     assert begins(used, 23, 100.0, caching=False) == -1, name
-
-
-def test_memory_that_wanders_in_its_first_seconds_is_hardly_ever_a_leak() -> None:
-    """5,000 runs of 23 s, 115,000 points: random walks of three paces, and noise."""
-    generator, found = random.Random(1), 0
-    for number in range(5000):
-        pace, levels = (10, 30, 100, 30)[number % 4] * MIB, [6.0 * GIB]
-        for _ in range(23):
-            levels.append((levels[-1] if number % 4 else 6 * GIB) + generator.gauss(0.0, pace))
-        found += begins(levels.__getitem__, 23, 100.0, caching=False) >= 0
-    assert found <= 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -271,28 +270,3 @@ def test_the_rank_whose_averaged_gradient_differs_is_named() -> None:
         (rank(0), averaged(1, 1.5)),
     ):
         assert "ranks_disagree" not in compared(*pair)
-
-
-def test_replica_groups_and_a_second_process_of_a_rank_train_for_themselves() -> None:
-    """Within a group they are compared, and waited for."""
-    first = [averaged(n, replica_group=0) for n in range(3)]
-    second = [averaged(n, 1.5, count=20, replica_group=1) for n in range(3)]
-    assert "ranks_disagree" not in compared(*first, *second)
-    odd = averaged(2, 2.0, count=20, replica_group=1)
-    assert "rank 2-g1: 42, and 31.5 on the others" in compared(*first, *second[:2], odd)["ranks_disagree"].long
-    claimed = [replace(averaged(n, 1.5, count=20), suffix=f"-{n}f9a12bc") for n in range(3)]
-    assert "ranks_disagree" not in compared(*(averaged(n) for n in range(3)), *claimed)
-
-    def grouped(number: int, group: int, **given: Any) -> RankReport:
-        one = rank(number, **given)
-        return replace(one, header=replace(one.header, resource={**one.header.resource, "replica_group": group}))
-
-    late, waits = {**PHASES, "data": 0.21}, {**PHASES, "backward": 0.25}
-    assert "slowest_rank" not in compared(grouped(0, 0), grouped(1, 0), grouped(0, 1, phases=late))
-    slow = compared(grouped(0, 0), grouped(1, 0), grouped(0, 1, phases=late), grouped(1, 1, phases=waits))["slowest_rank"]
-    assert slow.rank == "0-g1"
-    hung = {**ALIVE, "state": "hung", "phase": "backward"}
-    lives = grouped(0, 1, **ALIVE, phase="data", count=20)
-    assert "waited_for" not in compared(grouped(0, 0, **hung), grouped(1, 0, **hung), lives)
-    named = compared(grouped(0, 0, **hung), grouped(1, 0, **{**hung, "phase": "data"}), lives)["waited_for"]
-    assert named.long == "Rank 1-g0 fetches data of step 101, and the other rank waits in backward of step 101."

@@ -279,7 +279,3 @@ def test_a_coroutine_can_be_decorated(writer: FlightWriter, tracer: Tracer) -> N
     assert sorted(frame["attrs"]["before"] for frame in frames) == [0, 1, 2]
     assert all(frame["attrs"]["before"] == frame["attrs"]["after"] for frame in frames)
     assert all(frame["t1"] - frame["t0"] >= 0.009e9 for frame in frames)
-
-
-def _nested(depth: int) -> list[object]:
-    return [_nested(depth - 1)] if depth else []
