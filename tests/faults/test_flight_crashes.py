@@ -156,17 +156,6 @@ def test_stores_seen_out_of_order_or_torn_never_show_a_state_that_did_not_exist(
             image.store(offset, data)
 
 
-def test_killed_in_the_middle_of_a_store_the_rest_is_there(life: Life, image: flights.Image) -> None:
-    """A process that is killed while it copies a record, a slot or an entry loses what it had not acknowledged, no more."""
-    chance = random.Random(8)
-    for known, (offset, data) in enumerate(life.stores):
-        before = image.read(offset, len(data))
-        if len(data) > 8:
-            image.store(offset, _tear(before, data, chance))
-            life.judge(fresh(image, final=True), known)
-        image.store(offset, data)
-
-
 def _store_some(image: flights.Image, stores: list[tuple[int, bytes]], chance: random.Random) -> list[tuple[int, bytes]]:
     undo = []
     seen = [store for store in stores if chance.random() < 0.5]
@@ -185,22 +174,6 @@ def _tear(before: bytes, data: bytes, chance: random.Random) -> bytes:
         return data[:cut] + before[cut:]
     words = range(0, len(data), 8)
     return b"".join((data if chance.random() < 0.5 else before)[at : at + 8] for at in words)
-
-
-def test_any_subset_of_all_stores_is_readable(life: Life, image: flights.Image) -> None:
-    """However absurd the order (stores of the whole life, in part): no exception, and no mixed values."""
-    chance = random.Random(1)
-    for _ in range(300):
-        share = chance.random()
-        image.clear()
-        for offset, data in life.stores:
-            if chance.random() < share:
-                image.store(offset, data)
-        try:
-            seen = flights.values(fresh(image, final=True))
-        except BadFlightFileError:
-            continue
-        assert len({seen[metric.name, ()] for metric in EQUAL if (metric.name, ()) in seen}) <= 1
 
 
 Kill = Callable[[str, float], tuple[reader.View, int]]

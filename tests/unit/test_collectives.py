@@ -23,7 +23,6 @@ from torchobs.probes.lifecycle.collectives import (
     calls,
     decode,
 )
-from torchobs.probes.lifecycle.distributed import DistributedProbe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -178,18 +177,6 @@ class Destroyed:
     def get_world_size(self) -> int:
         """Likewise."""
         raise ValueError("Default process group has not been initialized, please make sure to call init_process_group.")
-
-
-@pytest.mark.parametrize("method", ["_read_group", "_world_size"])
-def test_it_is_no_fault_of_the_probe(method: str) -> None:
-    """Nothing is published, and the probe stays on."""
-    probe: Any = DistributedProbe() if method == "_read_group" else CollectivesProbe()
-    probe._distributed = Destroyed()
-    probe._context = SimpleNamespace(recorder=SimpleNamespace(step=1, optimizers=list), writer=None)
-    assert not getattr(probe, method)()
-    if method == "_world_size":
-        probe._say_if_empty({})
-        assert probe._told == ""
 
 
 def group(backend: str, count: Callable[[], int]) -> Any:

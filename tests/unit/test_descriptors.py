@@ -100,27 +100,6 @@ def test_a_number_is_above_those_of_the_program(kept: Descriptor) -> None:
     assert not any(one.is_intact() for one in many)
 
 
-def test_a_replaced_file_is_the_other_one(kept: Descriptor, tmp_path: Path) -> None:
-    """As when a directory was made anew."""
-    before = kept.number()
-    other = Descriptor("other", str(tmp_path / "other"), FLAGS | os.O_CREAT)
-    kept.replace(other)
-    assert os.path.samestat(os.fstat(kept.number()), (tmp_path / "other").stat())
-    other.close()
-    assert kept.is_intact()
-    with pytest.raises(OSError, match="descriptor"):
-        os.fstat(before)
-
-
-def test_a_file_of_the_kernel_is_read_whole() -> None:
-    """However many reads it takes; a missing one is an error, and nothing is left open."""
-    before = len(list(Path("/dev/fd").iterdir()))
-    assert descriptors.content("/proc/self/maps").count(b"\n") > 20
-    with pytest.raises(FileNotFoundError):
-        descriptors.content("/proc/self/none")
-    assert len(list(Path("/dev/fd").iterdir())) == before
-
-
 def test_a_program_that_closes_all_the_time_keeps_its_files(tmp_path: Path) -> None:
     """Whatever threads of ours open, read, write and close meanwhile: none of it happens to a file of the program."""
     argv = [sys.executable, "-m", "tests.unit.closing_threads", str(tmp_path)]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
-
 import pytest
 import torch
 from torch._utils import ExceptionWrapper
@@ -168,19 +165,6 @@ def test_where_is_one_harmless_word_or_unknown() -> None:
 def test_what_is_no_traceback_tells_nothing(text: str) -> None:
     """Then the place where it came to is the one that is told."""
     assert parse(text) == ()
-
-
-def test_a_recursion_s_traceback_is_read_to_its_deepest_frame() -> None:
-    """Repeated lines are folded by Python."""
-
-    def down(left: int) -> float:
-        return 1 / left if not left else down(left - 1)
-
-    with pytest.raises(ZeroDivisionError) as caught:
-        down(sys.getrecursionlimit() // 4)
-    (raised,) = parse("".join(traceback.format_exception(caught.value)))
-    assert raised.kind == "builtins.ZeroDivisionError"
-    assert raised.frames[-1][1].endswith("in down")
 
 
 def test_a_package_of_another_environment_is_not_the_user_s_line() -> None:

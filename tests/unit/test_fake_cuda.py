@@ -111,22 +111,6 @@ def test_a_type_without_a_norm_is_copied_a_part_at_a_time(dtype: torch.dtype) ->
     assert seen.calls < 2000
 
 
-def test_a_very_large_one_is_taken_apart_from_the_many() -> None:
-    """A call clears a partial sum for each of its tensors and each 65,536 elements of the largest."""
-    calls: list[list[int]] = []
-
-    class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten._foreach_norm.Scalar:
-                calls.append([each.numel() for each in args[0]])
-            return func(*args, **(kwargs or {}))
-
-    with Calls():  # type: ignore[no-untyped-call]  # as above
-        _, order = device_norms([of(torch.float32, 1000, MILLION), *(of(torch.float32, 10) for _ in range(9))])
-    assert sorted(map(len, calls)) == [1, 9]
-    assert sorted(order) == list(range(10))
-
-
 @pytest.mark.parametrize("dtype", [*EASY, *ODD], ids=str)
 def test_elements_that_are_not_finite_are_counted_without_a_copy(dtype: torch.dtype) -> None:
     """A byte for each of eight million elements at a time (and their float32 where the type has no comparison)."""

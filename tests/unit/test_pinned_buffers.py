@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.slow_device import SlowDevice
-from torchobs.tensors.device_reads import UNSET, UNSET_32, Buffer, DeviceValues, PendingCopies
+from torchobs.tensors.device_reads import UNSET_32, Buffer, DeviceValues, PendingCopies
 
 
 @pytest.mark.parametrize("value", [2.5, 0.0, -0.0, math.inf, math.nan, 5e-324])
@@ -94,23 +94,6 @@ def test_memory_is_used_again_but_never_while_a_copy_is_on_its_way() -> None:
     assert device.made == 1
 
 
-def test_memory_is_allocated_at_the_first_measurement_and_doubled_when_the_device_is_far_behind() -> None:
-    """To pin it waits for the device."""
-    device = SlowDevice()
-    landings = PendingCopies(device)
-    under_way = [landings.send(torch.ones(100)) for _ in range(64)]
-    assert device.made == 1
-    under_way += [landings.send(torch.ones(100)) for _ in range(64)]
-    assert device.made == 2
-    under_way += [landings.send(torch.ones(100)) for _ in range(128)]
-    assert device.made == 3
-    while device.sent:
-        device.land()
-    assert all(landing.take() == [1.0] * 100 for landing in under_way)
-    landings.send(torch.ones(3000))
-    assert device.made == 4
-
-
 def test_a_tenth_of_a_second_is_one_copy() -> None:
     """The first value is sent at once, then what was stored since the last copy, if that is long enough ago."""
     device, found, now = SlowDevice(), list[float](), [5.0]
@@ -175,13 +158,6 @@ def test_a_float32_that_was_not_sent_is_a_signalling_nan_too() -> None:
     assert buffer.values(0, 3) == pytest.approx([math.nan, 1.5, math.inf], nan_ok=True)
     assert UNSET_32 >> 23 == 0xFF
     assert not UNSET_32 >> 22 & 1
-
-
-def test_what_is_not_there_is_a_signalling_nan() -> None:
-    """A NaN whose first bit of the fraction is clear, and whose fraction is not zero: no result of any operation."""
-    assert UNSET >> 52 == 0x7FF
-    assert not UNSET >> 51 & 1
-    assert UNSET & ((1 << 51) - 1)
 
 
 def test_the_end_gives_numbers_under_way_a_moment_and_no_more() -> None:

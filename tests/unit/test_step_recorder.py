@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,7 +22,6 @@ from torchobs.probes.core.timeline import (
     FETCH,
     FETCHED,
     FETCHED_NO_GRAD,
-    PHASE_OF,
     STEP_BEGINS,
     TRAIN,
 )  # fmt: skip
@@ -168,20 +166,3 @@ def test_evaluation_without_end_keeps_the_trace_short(writer: FlightWriter) -> N
         recorder.mark(FETCHED_NO_GRAD, 10**12 + 2 * index + 1)
     assert len(recorder.trace) <= 4097
     assert len(recorder.arguments) <= 4097
-
-
-def test_the_sampler_sees_what_the_training_thread_does(writer: FlightWriter) -> None:
-    """The last boundary names the phase, and since when."""
-    recorder = StepRecorder(writer)
-    assert recorder.phase() == (4, 0)
-    recorder.mark(FETCH, 77, 1)
-    assert recorder.phase() == (PHASE_OF[FETCH], 77)
-
-
-def test_several_threads_may_write_late_values(writer: FlightWriter) -> None:
-    """A late record belongs to its step, counts no step, and adds its tokens."""
-    recorder = StepRecorder(writer)
-    recorder.late(3, StepFlag.LOSS, 1.5, 0.0, tokens=4)
-    (record,) = records(writer)
-    assert (record.kind, record.step, record.loss, record.tokens) == (RecordKind.LATE, 3, 1.5, 4)
-    assert abs(record.end_ns - time.monotonic_ns()) < 10**10
