@@ -7,10 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from examples.char_gpt import Options, batches, learning_rate_share
+from examples.char_gpt import Options
 from tests import fork_server
 
 PHASES = ["data", "forward", "backward", "optimizer"]
@@ -83,23 +81,3 @@ def test_workers_bf16_and_the_blow_up_are_only_options(run: Run) -> None:
     assert rates[3] > 100 * rates[2]
     assert len(lines) == 5
     assert all(math.isfinite(line["loss"]) for line in lines)
-
-
-def test_the_schedule_warms_up_and_decays_to_a_tenth() -> None:
-    """Linear to the peak over a twentieth of the steps, then a falling half-cosine that ends at 0.1."""
-    options = Options(steps=200)
-    shares = [learning_rate_share(step, options) for step in range(1, 201)]
-
-    assert shares[:10] == pytest.approx([step / 10 for step in range(1, 11)])
-    assert shares[9:] == sorted(shares[9:], reverse=True)
-    assert shares[-1] == pytest.approx(0.1)
-
-
-def test_a_text_too_short_for_a_batch_is_refused() -> None:
-    """An endless loop over no batches would look like a hang."""
-    dist.init_process_group("gloo", "tcp://127.0.0.1:0", rank=0, world_size=1)
-    try:
-        with pytest.raises(ValueError, match="more --characters"):
-            next(batches(torch.zeros(100, dtype=torch.int64), Options()))
-    finally:
-        dist.destroy_process_group()

@@ -163,16 +163,6 @@ def test_ours_makes_way_for_the_application_s_own(
     assert ended["attrs"]["reason"] == "interrupted"
 
 
-@pytest.fixture
-def profiles(run: Recording) -> Iterator[torch_profiler.Profiles]:
-    """What the session asks for profiles, for a test to ask instead of the sampler thread."""
-    context = run.session.context
-    assert context is not None
-    asked = torch_profiler.Profiles(context)
-    yield asked
-    asked.close()
-
-
 def test_a_rank_that_does_not_train_has_no_profile(
     run: Recording, ask: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,14 +81,6 @@ def test_who_waits_for_other_ranks_behind_the_loop_is_not_idle(flight_dir: Path)
         assert found["barrier"](lambda: doing(run)) == "other"
 
 
-def test_a_sweep_s_loop_is_not_the_training_s(flight_dir: Path) -> None:
-    """What went round before the session began has no say."""
-    for _ in range(1):
-        with session(flight_dir) as run:
-            train(2)
-            assert doing(run) == "idle"
-
-
 def test_where_there_is_no_loop_nothing_is_claimed(flight_dir: Path) -> None:
     """Steps made one by one, by hand."""
     with session(flight_dir) as run:

@@ -208,12 +208,8 @@ HEALTHY: dict[str, Callable[[], nn.Module]] = {
     "sparse": Tokens,
     "normalised": normalised,
     "a temperature at its clamp": lambda: Clamped(()),
-    "a temperature and a bias at their clamps": lambda: Clamped((), (1,)),
-    "a temperature for each head at its clamp": lambda: Clamped((4, 1, 1)),
-    "the deviations of a policy at their clamp": lambda: Clamped((1, 6)),
     "deep and rectified": lambda: chain(nn.ReLU, 6),
     "deep and linear": lambda: chain(nn.Identity, 20),
-    "eight layers of tanh": lambda: chain(nn.Tanh, 8),
 }
 
 
@@ -367,20 +363,6 @@ def frozen_at_the_end() -> None:
     train_all([torch.optim.Adam(model.parameters())], compute)
 
 
-def frozen_until_a_thaw() -> None:
-    """The optimizer of a frozen part steps from the beginning."""
-    body, head = net().requires_grad_(requires_grad=False), nn.Linear(1, 1)
-    optimizers = [torch.optim.Adam(body.parameters()), torch.optim.Adam(head.parameters())]
-    train_all(optimizers, lambda _: head(body(torch.randn(4, 8))).square().mean())
-
-
-def dummy_for_a_scheduler() -> None:
-    """An optimizer of a tensor that is nobody's."""
-    model, dummy = net(), torch.zeros(1, requires_grad=True)
-    optimizers = [torch.optim.Adam(model.parameters()), torch.optim.SGD([dummy], lr=0.1)]
-    train_all(optimizers, lambda _: model(torch.randn(4, 8)).square().mean())
-
-
 class Evolution(torch.optim.Optimizer):
     """Needs no gradients."""
 
@@ -444,13 +426,10 @@ AT_TIMES: dict[str, Callable[[], object]] = {
     "players in long turns": lambda: players(APART + 20),
     "a delayed actor": delayed_actor,
     "frozen at the end": frozen_at_the_end,
-    "frozen until a thaw": frozen_until_a_thaw,
-    "a dummy for a scheduler": dummy_for_a_scheduler,
     "evolution": evolution,
     "closures": closures,
     "experts": lambda: experts(lambda number: number % 4),
     "experts that are chosen seldom": lambda: experts(lambda number: 3 if number % 15 else number // 15 % 3),
-    "experts of a fused optimizer": lambda: experts(lambda number: 3 if number % 15 else number // 15 % 3, fused=True),
     "experts of a fused optimizer without a state": lambda: experts(
         lambda number: 3 if number % 15 else number // 15 % 3, torch.optim.SGD, fused=True
     ),

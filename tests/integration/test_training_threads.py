@@ -71,18 +71,6 @@ def test_threads_that_train_one_after_the_other_are_all_recorded(run: Recording)
     assert run.frames(catalog.EVENT_OTHER_THREAD.name) == []
 
 
-def test_a_thread_that_trains_for_one_that_has_left_its_loop(run: Recording) -> None:
-    """The main thread trains first, and waits then."""
-    losses = train(0, 20)
-    thread = threading.Thread(target=lambda: losses.extend(train(1, 20)))
-    thread.start()
-    thread.join()
-    steps = run.steps()
-    assert len(steps) == 40
-    run.look()
-    assert run.frames(catalog.EVENT_OTHER_THREAD.name) == []
-
-
 @pytest.mark.parametrize("stepping", ["backward", "step"])
 def test_a_backward_pass_in_another_thread_than_the_step_is_the_steps(run: Recording, stepping: str) -> None:
     """Promise: each is a step, whichever of the two a pool's thread does."""
