@@ -7,7 +7,6 @@ import math
 import struct
 import sys
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,19 +133,6 @@ def test_values_that_are_replaced_meanwhile_are_not_written_to_once_freed(where:
     assert found[0] == found[1]
 
 
-def test_where_slots_are_kept_otherwise_python_s_hooks_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook that cannot be made is no reason to record nothing."""
-
-    def refuse(*_: object) -> None:
-        raise TypeError
-
-    others = {name: refuse for name in dir(NATIVE) if name.startswith("Plain") and name != "PlainSteps"}
-    module = SimpleNamespace(Map=NATIVE.Map, PlainSteps=NATIVE.PlainSteps, **others)
-    monkeypatch.setattr("torchobs.flight.writer.writer.compiled", lambda: module)
-    hooks = ready(native=True)
-    assert (hooks.recorder.step, hooks.state()[1:]) == (2, ready(native=False).state()[1:])
-
-
 def test_hooks_are_freed() -> None:
     """They refer to the probes, and what the probes install refers to them: the garbage collector sees it."""
     hooks = ready(native=True)
@@ -222,13 +208,3 @@ def test_any_value_that_its_fields_hold_is_read_back(loss: float, scale: float, 
     assert made is not None
     assert struct.pack("<d", made.loss) == struct.pack("<d", loss)
     assert (made.seq, made.end_ns, made.tokens, made.samples) == (1, at_ns, 7, 8)
-
-
-def test_a_writer_is_freed() -> None:
-    """The compiled part refers to the writer and the writer to it, which the garbage collector sees."""
-    _, writer = pair()
-    flights.plain_step(writer, 1)
-    known = weakref.ref(writer)
-    del writer
-    gc.collect()
-    assert known() is None

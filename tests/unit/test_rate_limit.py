@@ -63,9 +63,3 @@ def test_what_comes_now_and_then_is_told_always() -> None:
     for _ in range(1000):
         limiter.take(0.0, "nonfinite_loss")
     assert {taken(limiter, "loss_spike", number * 900.0) for number in range(672)} == {0}
-
-
-def test_a_clock_that_goes_back_is_no_credit() -> None:
-    """Nothing is won by it."""
-    limiter = anomaly_limiter()
-    assert [limiter.take(-float(number), "loss_spike") for number in range(BURST + 1)] == [True] * BURST + [False]
