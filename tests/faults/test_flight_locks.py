@@ -134,20 +134,6 @@ def _held_from_outside(directory: Path, start: Callable[..., subprocess.Popen[st
     return held.split()
 
 
-def test_a_forked_child_asks_like_anybody_else(flight_dir: Path) -> None:
-    """What the parent holds, the child does not hold; asking drops nothing, and the mutex is not left locked."""
-    writer = open_writer(flights.place(flight_dir), {"rank": 0}, MIN_SIZE)
-    directory_fd, name = open_directory(str(flight_dir)), lock_name(writer.name)
-    child = os.fork()
-    if not child:
-        os._exit(10 * lock.held_here(directory_fd, name) + lock.is_held(directory_fd, name))
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 1
-    assert lock.is_held(directory_fd, name)
-    writer.close()
-    os.close(directory_fd)
-
-
 LOGGED = "closed descriptors that it had not opened"
 
 

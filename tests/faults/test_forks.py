@@ -157,23 +157,6 @@ def test_a_fork_from_a_thread_while_others_write_ends_and_stores_nothing(writer:
     assert set(state(flight_dir)) == {writer.name, lock_name(writer.name)}
 
 
-def test_a_child_may_have_a_file_of_its_own(writer: FlightWriter, flight_dir: Path) -> None:
-    """A rank that is forked by its launcher: it makes its own, and the parent's stays the parent's."""
-    before = (flight_dir / writer.name).read_bytes()
-
-    def be_a_rank() -> None:
-        own = open_writer(flights.place(flight_dir), {"rank": 1}, MIN_SIZE)
-        flights.step(own, 1)
-        own.close()
-
-    assert in_a_child(be_a_rank) == 0
-    assert (flight_dir / writer.name).read_bytes() == before
-    (name,) = [path.name for path in flight_dir.iterdir() if path.name.startswith("r1-") and path.suffix == ".flight"]
-    file = reader.open_path(str(flight_dir / name))
-    assert flights.value(file.read(final=True), catalog.STEPS) == 1
-    file.close()
-
-
 LIMIT_S = 30.0
 """A child takes a tenth of a second; what waits for a lock waits for ever"""
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))

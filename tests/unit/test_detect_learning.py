@@ -99,11 +99,6 @@ def test_what_is_no_cut() -> None:
     assert judged(lambda look: dict.fromkeys("ab", CUT if look > 4 else USUAL) | {"c": USUAL}) == NOTHING
 
 
-def test_the_first_zeros_of_an_optimizer() -> None:
-    """None where all are zero: nothing that would have to come through."""
-    assert [leading(zeros) for zeros in ([True, True, False, True], [False, True], [True, True], [])] == [2, 0, 0, 0]
-
-
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.3])
 def test_gradients_that_are_zero_by_chance_are_no_finding(share: float) -> None:
     """Experts that no token comes to: 10 layers in 75,000 measured steps, of which every 25th is judged."""
@@ -132,12 +127,6 @@ def test_a_storm_is_told_once_a_minute() -> None:
     recompiles = Recompiles()
     told = [recompiles.note("forward", float(now), now) for now in range(0, 130, 2)]
     assert [count for count in told if count] == [4, 34, 64]
-
-
-def test_functions_are_told_apart() -> None:
-    """Four functions that are compiled twice are no storm."""
-    recompiles = Recompiles()
-    assert not any(recompiles.note(name, 0.0, step) for step in range(3) for name in "abcd")
 
 
 def test_those_of_one_step_are_no_storm_unless_torch_gives_up() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchobs.debug import memory, operations
+from torchobs.debug import operations
 from torchobs.tune.comparison import synchronize
 
 if TYPE_CHECKING:
@@ -35,19 +35,6 @@ def test_a_timing_waits_for_the_devices_in_use(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(operations, "imported", lambda _: module)
     operations.wait_for_devices()
     assert module.waited == [1, 2]
-
-
-def test_memory_is_unknown_with_an_allocator_that_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pluggable one raises when it is asked."""
-    for backend, found in (("native", (3, 6)), ("pluggable", (None, 0))):
-        monkeypatch.setattr(operations, "imported", lambda _, backend=backend: Torch(backend))
-        assert operations._devices() == found
-    asked = Torch()
-    names = {"is_initialized": lambda: True, "device_count": lambda: 1, "get_allocator_backend": lambda: "pluggable"}
-    for name, function in {**names, "memory_allocated": asked._synchronize}.items():
-        monkeypatch.setattr(torch.cuda, name, function)
-    assert memory._devices() == ()
-    assert asked.waited == []
 
 
 def test_a_comparison_waits_for_the_device_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torchobs.detect.hangs import Standstill
 from torchobs.diagnosis.diagnosis import diagnose, diagnose_run
 from torchobs.diagnosis.hangs import stall, with_patience
 from torchobs.diagnosis.health import ERROR, INFO, WARNING
-from torchobs.diagnosis.rank_report import RankReport, last_phase
+from torchobs.diagnosis.rank_report import RankReport
 from torchobs.document.run import Options, document
 from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK, ArtifactName, named
 from torchobs.flight.reader.reader import Distribution
@@ -101,14 +101,6 @@ def test_a_rank_that_held_the_lock_is_told_however_short_its_silence_seems() -> 
     found = told(quiet(0.5, left=(left(STUCK, None),)))
     assert (found.kind, found.severity) == ("lock_held", ERROR)
     assert left(STUCK, None).name in found.long
-
-
-def test_a_phase_of_before_the_last_step_is_not_where_it_stopped() -> None:
-    """The sampler thread wrote it, and could not write another: the training thread took the lock right after its step."""
-    before, since = START_S + 19.9, START_S + 20.1
-    assert last_phase("data", before, steps(200)) == (None, None)
-    assert last_phase("forward", since, steps(200)) == ("forward", since)
-    assert last_phase("data", before, []) == ("data", before)
 
 
 def test_a_wait_for_a_batch_names_the_worker_that_it_was_to_come_from() -> None:

@@ -15,7 +15,7 @@ from torchobs.flight.format.layout import HEADER_SIZE, MIN_SIZE, Region
 from torchobs.flight.reader import reader
 from torchobs.flight.writer import storage
 from torchobs.flight.writer.series_table import USER
-from torchobs.flight.writer.storage import DeferredStorage, Storage
+from torchobs.flight.writer.storage import DeferredStorage
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 
 METRIC = catalog.Metric("test.count", catalog.Kind.COUNTER, "", "", integer=True)
@@ -33,16 +33,6 @@ def born(flight_dir: Path) -> Iterator[CreatedFile]:
 def on_disk(born: CreatedFile) -> bytes:
     """What the file holds."""
     return (Path(born.place.path) / born.name).read_bytes()
-
-
-def test_a_direct_store_is_there_at_once(born: CreatedFile) -> None:
-    """Bytes and words; there is nothing to flush."""
-    direct = Storage(memoryview(born.map))
-    direct.store(8192, b"abc")
-    direct.word(HEADER_SIZE // 8, 2**64 - 1)
-    assert on_disk(born)[8192:8195] == b"abc"
-    assert on_disk(born)[HEADER_SIZE : HEADER_SIZE + 9] == b"\xff" * 8 + b"\0"
-    assert direct.snapshot() == on_disk(born)
 
 
 def test_stores_side_by_side_are_written_together(born: CreatedFile, monkeypatch: pytest.MonkeyPatch) -> None:

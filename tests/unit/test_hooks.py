@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from functools import partial
 
 import pytest
@@ -86,18 +85,6 @@ def test_probes_that_depend_on_each_other_share_an_object_of_one_session_only() 
     assert len(scalings) == 2
     assert vars(one["step"]())["_rates"] is vars(one["optimizer"]())["_rates"]
     assert vars(one["epochs"]())["_epochs"] is vars(one["schedulers"]())["_epochs"]
-
-
-def test_without_one_probe_the_others_are_still_called_before_steps() -> None:
-    """The one that is removed has said when to be called next; the others are called at once, and say when themselves."""
-    hook = Hooks({}).before_step
-    for probe in ("gradients", "optimizer"):
-        hook.register(CircuitBreaker(probe), lambda *_: None)
-    hook.due_at = 1000
-    hook.unregister("gradients")
-    assert hook.due_at == 0
-    hook.unregister("optimizer")
-    assert hook.due_at == sys.maxsize
 
 
 @pytest.mark.parametrize(
