@@ -144,6 +144,20 @@ def test_a_rollout_in_eval_mode_is_no_evaluation() -> None:
     assert not timeline.evaluations
 
 
+def test_a_loader_with_several_batches_of_each_step_is_trained_on() -> None:
+    """Unlabelled batches beside a labelled one; in the first step it may be an evaluation, which is not known yet."""
+    timeline, at = PhaseTimeline(), 0
+    timeline.close(at)
+    for expected in ({"data": 10, "forward": 10, "backward": 20, "evaluation": 20}, {"data": 30, "forward": 10, "backward": 20}):
+        for loader in (11, 11, 22):
+            timeline.fetch_begins(loader, at)
+            at += 10
+            timeline.fetch_ends(at, exhausted=False, gradients=True)
+        timeline.backward_begins(at + 10)
+        at += 30
+        assert spent(timeline, at) == expected
+
+
 def test_a_validation_loader_is_evaluation() -> None:
     """Fetches of another loader with no backward behind them, the exhausted one too."""
     timeline = PhaseTimeline()

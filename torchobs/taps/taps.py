@@ -16,7 +16,7 @@ import gc
 import os
 import sys
 from collections import deque
-from threading import Lock, RLock, get_ident
+from threading import Lock, RLock, current_thread, get_ident, main_thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchobs.support.after_fork import renew_in_child
@@ -142,6 +142,8 @@ class StepHook:
         self._leaders: list[RemovableHandle] = []
         self._handles: list[RemovableHandle] = []
         self._subscribers: list[Callable[[Any], object]] = []
+        self._waiting: Remove | None = None
+        """Ends the wait for a backward pass at which the hook is registered"""
         self._lock = RLock()
         renew_in_child(self, _lock=RLock)
 
@@ -155,19 +157,38 @@ class StepHook:
         remove_hooks(handles)
 
     def subscribe(self, listener: Callable[[Any], object]) -> Remove:
-        """Call ``listener(optimizer)`` in each step; return what ends that, at once, from any thread."""
+        """Call ``listener(optimizer)`` in each step; return what ends that, at once, from any thread.
+
+        torch iterates over its hooks while a step runs, and a new one would end that with an error. So another thread than the
+        main one has it registered when the next backward pass begins, which is before the step.
+        """
         with self._lock:
-            if not self._handles:
-                subscribers = self._subscribers = []  # of a hook that is not removed yet there are none
-
-                def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-                    del args, kwargs
-                    for each in tuple(subscribers):
-                        each(optimizer)
-
-                self._handles.append(self._registered(hook))
             self._subscribers.append(listener)
+            if not self._handles and self._waiting is None:
+                if current_thread() is main_thread() and not _hooks_run():
+                    self._share()
+                else:
+                    self._waiting = BACKWARD.subscribe(self._sharing)
         return functools.partial(self._unsubscribe, listener)
+
+    def _sharing(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            waiting, self._waiting = self._waiting, None
+            if waiting is not None:
+                waiting()
+                if self._subscribers and not self._handles:
+                    self._share()
+        return call(*args, **kwargs)
+
+    def _share(self) -> None:
+        subscribers = self._subscribers
+
+        def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+            del args, kwargs
+            for each in tuple(subscribers):
+                each(optimizer)
+
+        self._handles.append(self._registered(hook))
 
     def _registered(self, hook: Callable[..., Any]) -> RemovableHandle:
         from torch.optim import optimizer  # torch is optional until training begins
@@ -180,6 +201,7 @@ class StepHook:
             if listener in self._subscribers:
                 self._subscribers.remove(listener)
             if not self._subscribers:
+                self._subscribers = []  # of a hook that is not removed yet there are none from now on
                 handles, self._handles = self._handles, []
                 remove_hooks(handles)
 

@@ -80,7 +80,7 @@ class PhaseTimeline:
     """The timeline of the step in progress."""
 
     __slots__ = (
-        "_compiling_ns", "_ended", "_evaluating", "_evaluating_ns", "_fetch_ns", "_fetching", "_has_trained",
+        "_compiling_ns", "_ended", "_evaluating", "_evaluating_ns", "_fetch_ns", "_fetched", "_fetching", "_has_trained",
         "_loader", "_mark_ns", "_pinned", "_possible_end", "_teacher", "_trained", "_undecided", "_window", "_window_loader",
         "batches", "evaluations", "has_batch", "segment", "spent_ns",
     )  # fmt: skip
@@ -100,6 +100,8 @@ class PhaseTimeline:
         """Begin and end of each evaluation, in ns, consumed by the sampler thread"""
         self.batches: dict[int, int] = {}
         """By loader, how many of its batches were trained on; consumed at the step's end"""
+        self._fetched: dict[int, int] = {}
+        """fetches from each loader before the last backward pass that had several"""
         self._reset_fetch()
 
     def _reset_fetch(self) -> None:
@@ -230,9 +232,13 @@ class PhaseTimeline:
         self.spent_ns[DATA] += self._fetch_ns
         if self._fetch_ns:
             self._count_batches(self._loader, 1)
-        own = bool(self._fetch_ns) + self._undecided.get(self._loader, (0, 0, 0))[2]
+        own, before = bool(self._fetch_ns) + self._undecided.get(self._loader, (0, 0, 0))[2], self._fetched
+        if self._undecided:
+            self._fetched = {loader: fetches for loader, (_, _, fetches) in self._undecided.items()}
         for loader, (data, rest, fetches) in self._undecided.items():
-            if loader != self._loader and (fetches > own or loader in self._ended):
+            # a loader of which each step has several batches (unlabelled ones) is trained on as well
+            is_usual = before.get(loader) == fetches
+            if loader != self._loader and (loader in self._ended or (fetches > own and not is_usual)):
                 self.spent_ns[EVALUATION] += data + rest
                 continue
             self.spent_ns[DATA] += data
