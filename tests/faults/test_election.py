@@ -203,19 +203,3 @@ def test_a_killed_exporter_leaves_its_place_free(number: signal.Signals, process
     found = election.read(directory_fd)
     assert found is not None
     assert found.pid == successor.pid
-
-
-def test_an_exporter_whose_directory_was_emptied_leaves_the_new_one_its_announcement(
-    process: Start, directory_fd: int, flight_dir: Path
-) -> None:
-    """Somebody removed the lock's name, and another exporter was elected: the old one goes without a trace."""
-    old = process(STEPPED)
-    assert said(old) == "serving"
-    (flight_dir / election.LOCK).unlink()
-    new = process(STEPPED)
-    assert said(new) == "serving"
-    go(old)
-    assert said(old) == "gone"
-    found = election.read(directory_fd)
-    assert found is not None
-    assert found.pid == new.pid

@@ -25,7 +25,6 @@ from torchobs.exporter import daemon, text_format
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import ScrapeInput
 from torchobs.exporter.exposition import Exposition
-from torchobs.exporter.otlp.source import Metrics
 from torchobs.exporter.text_format import Style
 
 if TYPE_CHECKING:
@@ -276,24 +275,3 @@ def test_what_an_earlier_boot_left_does_not_stay_for_ever(
     assert len(grace_scanner.scan().ranks) == (1 if shown_s else 0)
     late_clock.seconds = begun + shown_s + 1
     assert not grace_scanner.scan().ranks
-
-
-@JUMPS
-def test_what_is_pushed_has_begun_before_it_ends(
-    grace_scanner: Scanner, ranks: tuple[File, File], late_clock: Clock, jump_s: float
-) -> None:
-    """No point's interval is negative, before, at and after a jump."""
-    living, _ = ranks
-    metrics = Metrics(series_limit=10_000, born_ns=late_clock().wall_ns)
-    points = 0
-    for step, jumped_s in enumerate((0.0, 0.0, jump_s, jump_s, 0.0), start=2):
-        late_clock.seconds, late_clock.wall_jump_s = float(step), jumped_s
-        living.step(step, late_clock.seconds)
-        living.beat(late_clock.seconds)
-        living.save()
-        snapshot = grace_scanner.scan()
-        for _, point, _ in metrics.collect(snapshot.ranks, (), late_clock().wall_ns, ScrapeInput(snapshot)):
-            points += 1
-            assert point.start_time_unix_nano <= point.time_unix_nano
-            assert point.time_unix_nano <= max(late_clock().wall_ns, BORN_WALL_NS + 10**10)
-    assert points > 100

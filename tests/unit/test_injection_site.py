@@ -244,14 +244,6 @@ def test_a_virtual_environment_needs_the_annotation(site: Path, image: Path, tmp
     assert by_user_base(site, tmp_path, "-c", BEGUN, python=python, PYTHONPATH=path)[0] == ["torch", "True"]
 
 
-def test_the_images_own_customization_runs_too(site: Path, image: Path, tmp_path: Path) -> None:
-    """Of both names."""
-    for name in ("usercustomize", "sitecustomize"):
-        (image / f"{name}.py").write_text("print(__name__)")
-    lines, _, _ = by_user_base(site, tmp_path, "-c", BEGUN, PYTHONPATH=str(image))
-    assert sorted(lines) == ["True", "sitecustomize", "torch", "usercustomize"]
-
-
 STEPS = 7
 
 
