@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import http.client
 import os
 import signal
@@ -23,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests import flights
 from tests.api import Caller
 from tests.cgroups import inside, memory_cgroup
-from tests.exporters import EXPORTER, Program, Service, start_program, state_on
+from tests.exporters import EXPORTER, Program, start_program, state_on
 from tests.faults.hostile_clients import HEAD, crowd
 from tests.faults.test_flight_files import mounted
 from tests.rank_files import Clock, File, live_rank, train
@@ -127,14 +126,6 @@ def test_beyond_the_limit_no_further_file_is_read(flight_dir: Path, files: list[
     scanner.close()
 
 
-def test_new_files_are_opened_some_at_a_time(flight_dir: Path, files: list[File], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many come, no scan takes longer than it may; at the end all are there."""
-    monkeypatch.setattr(rank_scanner, "OPENING_S", 0.0)
-    scanner = rank_scanner.Scanner(ExporterConfig(flight_dir=str(flight_dir)), Clock(0.1))
-    assert [len(scanner.scan().ranks) for _ in files] == [1, 2, 3]
-    scanner.close()
-
-
 def test_the_limit_follows_from_the_memory() -> None:
     """By the formula of the documentation. Less than what is kept back is still the ranks' own series, and not none at all."""
     large, push = ExporterConfig(memory_limit=1 << 30), PushConfig()
@@ -203,31 +194,6 @@ def test_a_full_disk_costs_no_scrape(
     wait_until(lambda: program.value("torchobs_exporter_config_ok") == 1)
     assert program.get().status == http.client.OK
     writer.close()
-
-
-class _Full(list[str]):
-    """An announcement's place that has no room at first."""
-
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self._left = times
-
-    def append(self, item: str) -> None:
-        """Take it, when there is room."""
-        if self._left:
-            self._left -= 1
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        super().append(item)
-
-
-def test_an_address_that_could_not_be_announced_is_announced_later(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node's exporter whose directory is full does not fail by it: it serves, and says once where, when it can."""
-    monkeypatch.setattr(daemon, "TICK_S", 0.05)
-    exporter = Service(ExporterConfig(flight_dir=str(flight_dir), mode="node"))
-    exporter.announced = _Full(3)
-    with exporter:
-        wait_until(lambda: exporter.value("torchobs_exporter_write_errors_total", what="announcement") == 3)
-        assert exporter.announced == [exporter.address]
 
 
 STOPPED_S = 2.5
