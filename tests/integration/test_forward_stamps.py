@@ -7,6 +7,7 @@ import io
 import pickle
 import re
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +111,9 @@ def test_calls_that_are_no_forward_pass_of_training_are_passed_over(training: Tr
         for _ in range(MOST_REFUSED):
             training.model(INPUTS)
     assert not training.is_set()
+    training.ask()
+    torch.nn.MSELoss()(INPUTS, INPUTS)  # a metric behind the step
+    assert training.is_set()
 
 
 def functional(model: torch.nn.Module) -> torch.Tensor:
@@ -129,11 +133,6 @@ def traced(model: torch.nn.Module) -> str:
     return torch.fx.symbolic_trace(model).code
 
 
-def exported(model: torch.nn.Module) -> str:
-    """The graph of torch.export."""
-    return str(torch.export.export(model, (INPUTS,)).graph)
-
-
 def scripted(model: torch.nn.Module) -> str:
     """The graph of a trace of torch.jit."""
     return re.sub(r"___torch_mangle_\d+\.", "", str(torch.jit.trace(model, (INPUTS,)).graph))  # type: ignore[no-untyped-call]
@@ -146,14 +145,8 @@ def pickled(model: torch.nn.Module) -> bytes:
     return pickle.dumps(model.state_dict()) + bytes(len(file.getvalue()))
 
 
-def compiled(model: torch.nn.Module) -> torch.Tensor:
-    """In one graph, which may have no break."""
-    found: torch.Tensor = torch.compile(lambda inputs: model(inputs) + 1.0, backend="eager", fullgraph=True)(INPUTS)
-    return found
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("use", [functional, vmapped, traced, exported, scripted, pickled, compiled])
+@pytest.mark.parametrize("use", [functional, vmapped, traced, scripted, pickled])
 def test_what_traces_transforms_or_copies_a_model_sees_nothing(training: Training, use: Callable[[Any], Any]) -> None:
     """The same result while the hook is set as without it."""
     expected = use(training.model)
@@ -176,3 +169,22 @@ def test_nothing_is_stamped_once_something_was_compiled(training: Training, monk
         training.stamps.sample()
         assert not training.is_set()
         training.step()
+
+
+def test_dynamo_finds_no_hook(training: Training) -> None:
+    """Compiling a module beside a global hook warns, and exporting one fails; there are no stamps from then on."""
+    training.ask()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.compile(training.model, backend="eager")(INPUTS)
+    assert not training.is_set()
+    training.stamps.remove()
+
+
+def test_an_export_finds_no_hook(training: Training) -> None:
+    """As a script that trains and exports has it."""
+    training.ask()
+    exported = torch.export.export(training.model, (INPUTS,), strict=True)
+    assert not training.is_set()
+    assert exported is not None
+    training.stamps.remove()

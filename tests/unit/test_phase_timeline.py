@@ -148,7 +148,10 @@ def test_a_loader_with_several_batches_of_each_step_is_trained_on() -> None:
     """Unlabelled batches beside a labelled one; in the first step it may be an evaluation, which is not known yet."""
     timeline, at = PhaseTimeline(), 0
     timeline.close(at)
-    for expected in ({"data": 10, "forward": 10, "backward": 20, "evaluation": 20}, {"data": 30, "forward": 10, "backward": 20}):
+    for expected in (
+        {"data": 10, "forward": 10, "backward": 20, "evaluation": 20},
+        {"data": 30, "forward": 10, "backward": 20},
+    ):
         for loader in (11, 11, 22):
             timeline.fetch_begins(loader, at)
             at += 10

@@ -228,7 +228,8 @@ class _Service:
     async def _drain(self) -> None:
         """Wait until every scraper and the OTLP receiver have the final state, including ranks that end during the wait.
 
-        Where no scraper has come yet, a rank that failed waits for the first: nobody else would ever hear of it.
+        Where no scraper has come yet and nothing is pushed, a rank that failed waits for the first scraper: nobody would ever
+        hear of it otherwise.
         The pod's grace began with the SIGTERM of its trainings: what one survived of it is gone.
         """
         if self._done and self._push is None:
@@ -243,7 +244,8 @@ class _Service:
         while not self._hurry.is_set():
             goal = max([final, *(rank.ended_in or 0 for rank in self._snapshots.latest.ranks)])
             waiting = [] if self._done else self._scrapers.waiting(goal, time.monotonic())
-            if self._config.mode == "sidecar" and self._scrapers.last_s is None and self._has_failed():
+            is_alone = self._push is None and self._scrapers.last_s is None
+            if self._config.mode == "sidecar" and is_alone and self._has_failed():
                 waiting.append("the first scraper")
             if self._push is not None and not self._push.settled:
                 waiting.append("OTLP")

@@ -5,19 +5,25 @@ microseconds. So now and then an optimizer step sets one entry of torch's global
 gradients in the training thread, outside of a fetch, takes it away again: 0.15 µs to set, 2 µs for the call, nothing in other
 steps. The record of a plain step has the time (``flight.metrics.forward``).
 
-There are no stamps where ``torch.compile`` was called, since Dynamo would see the hook; while torch traces it does nothing.
-Calls without gradients (an evaluation, a teacher) are passed over; after ``MOST_REFUSED`` of them the stamp is given up.
+There are no stamps from the first ``torch.compile`` or ``torch.export`` on: Dynamo would see the hook, warn of it, and refuse
+to export. While torch traces otherwise the hook does nothing. Calls without gradients (an evaluation, a teacher), and of modules
+without a trained parameter (a metric), are passed over; after ``MOST_REFUSED`` of them the stamp is given up.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
+from functools import partial
+from itertools import islice
 from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs.support.graph_safe import dispatch_modes, no_hook_in_graphs
+from torchobs.support.import_hooks import after_import, cancel
+from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -27,6 +33,10 @@ if TYPE_CHECKING:
 LEAST_NS, MOST_NS = 50_000_000, 150_000_000
 """At random in between from one stamp to the next, so that none keeps time with the loop"""
 MOST_REFUSED = 64
+_LOOKED_AT = 64
+"""Parameters of a module that are searched for a trained one: a metric has none, and is no forward pass"""
+_COMPILERS = {"torch._dynamo.eval_frame": "__init__", "torch.export._trace": "_export"}
+"""What begins to compile or export: by module, of its class ``OptimizeContext`` or its own function"""
 
 
 class ForwardStamps:
@@ -45,6 +55,8 @@ class ForwardStamps:
         self._wanted, self._closed = False, False
         self._seen = self._asked_at = self._due_before = 0
         context.hooks.before_step.register(breaker, self._before_step, guarded=True)  # it calls nothing that raises
+        self._patches: list[Patch] = []
+        self._imports = [after_import(name, breaker.guard(partial(self._watch, name))) for name in _COMPILERS]
 
     def sample(self) -> None:
         """Ask for a stamp in one of the next steps, if one is due."""
@@ -67,6 +79,31 @@ class ForwardStamps:
         self._closed = True
         self._take_away()
 
+    def remove(self) -> None:
+        """Take no more stamps, and leave torch as it was."""
+        self.close()
+        for handle in self._imports:
+            cancel(handle)
+        while self._patches:
+            self._patches.pop().undo()
+
+    def _watch(self, name: str) -> None:
+        owner, attribute = sys.modules[name], _COMPILERS[name]
+        if attribute == "__init__":
+            owner = getattr(owner, "OptimizeContext", None)  # type: ignore[assignment]  # a class
+        if self._closed or not hasattr(owner, attribute):
+            return
+
+        def watched(original: Any) -> Any:
+            @functools.wraps(original)
+            def begin(*args: Any, **kwargs: Any) -> Any:
+                self.close()
+                return original(*args, **kwargs)
+
+            return begin
+
+        self._patches.append(Patch(owner, attribute, watched, nests=True))
+
     def _before_step(self, _optimizer: object, within_closure: bool) -> None:  # noqa: FBT001  # a listener
         if not self._wanted or self._recorder.step < self._asked_at:
             return
@@ -77,7 +114,7 @@ class ForwardStamps:
             self._refused = 0
             self._hooks[self._key] = self._hook
 
-    def _called(self, _module: object, _args: object) -> None:
+    def _called(self, module: Any, _args: object) -> None:
         """Stamp the step, if this is a module's call in training."""
         import torch  # as above
 
@@ -91,6 +128,7 @@ class ForwardStamps:
                 or self._training.backwards
                 or torch._C._get_tracing_state() is not None
             )
+            and any(parameter.requires_grad for parameter in islice(module.parameters(), _LOOKED_AT))
         ):
             self._take_away()
             self._recorder.note_forward(now_ns)

@@ -67,7 +67,7 @@ class PhaseProbe:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         if self._patch is not None:
             self._patch.undo()
-            self._stamps.close()
+            self._stamps.remove()
             self._context.recorder.record_phases(enabled=False)
             self._training.evaluating_since_ns = 0
             self._ended = True
