@@ -6,8 +6,8 @@ gradients in the training thread, outside of a fetch, takes it away again: 0.15 
 steps. The record of a plain step has the time (``flight.metrics.forward``).
 
 There are no stamps from the first ``torch.compile`` or ``torch.export`` on: Dynamo would see the hook, warn of it, and refuse
-to export. While torch traces otherwise the hook does nothing. Calls without gradients (an evaluation, a teacher), and of modules
-without a trained parameter (a metric), are passed over; after ``MOST_REFUSED`` of them the stamp is given up.
+to export. While torch traces otherwise the hook does nothing. Calls without gradients (an evaluation, a teacher), and those of
+modules without a trained parameter (a metric), are passed over; after ``MOST_REFUSED`` of them the stamp is given up.
 """
 
 from __future__ import annotations
