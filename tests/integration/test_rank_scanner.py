@@ -92,14 +92,14 @@ def test_the_first_process_of_a_container_ends_by_sigterm_while_it_still_runs(
     holder.stdout.readline()
     file.lock_path.write_text("Stack (most recent call first)\n")
     os.utime(file.lock_path, ns=(BORN_WALL_NS + S, BORN_WALL_NS + S))
-    for number, seconds in enumerate((2.0, 95.0, 97.0), start=1):
+    for number, seconds in enumerate((2.0, 125.0, 127.0), start=1):
         file.step(number, seconds - 0.1)
         (seen,) = look(seconds, file).ranks
-        ends = pid == 1 and seconds < 96.0
+        ends = pid == 1 and seconds < 126.0
         assert (seen.state, seen.reason, seen.up) == (("failed", "terminated", False) if ends else ("alive", "", True))
         assert steps(look(seconds)) == {"0": number}
     holder.communicate()
-    assert states(look(110.0)) == {"0": "failed"}
+    assert states(look(140.0)) == {"0": "failed"}
 
 
 def test_a_living_rank_is_served_up_to_its_last_step(look: Look, rank: Callable[..., File]) -> None:

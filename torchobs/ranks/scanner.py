@@ -105,6 +105,8 @@ class Directory:
 
 END_S = 5.0
 """Seconds by which a pod's grace is longer than its exporter's drain timeout, as the injection sets it"""
+_LATE_KILL_S = 30.0
+"""Seconds after the grace in which a busy node kills what is left of a pod"""
 
 OPENING_S = 1.0
 """Limit on the CPU time for new files per scan: the rest waits for the next, so that no scrape waits for all of them."""
@@ -251,7 +253,8 @@ class Scanner:
 
     def _observe(self, tracked: RankFile, now: Now) -> None:
         try:
-            tracked.observe(self._directory.fd, now, self._config.hang_timeout_s, self._config.drain_timeout_s + END_S)
+            killed_by_s = self._config.drain_timeout_s + END_S + _LATE_KILL_S
+            tracked.observe(self._directory.fd, now, self._config.hang_timeout_s, killed_by_s)
         except READ_ERRORS as problem:
             self._errors[_kind(problem)] += 1
             _log.warning("flight file could not be read again: %s: %s", tracked.name, _text(problem))
