@@ -32,7 +32,7 @@ from torchobs.exporter.http import Server, bind_unix, serve_on
 from torchobs.flight.writer.writer import FlightWriter
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 @pytest.fixture(autouse=True)
@@ -313,10 +313,12 @@ def contexts(certificate: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     return server, ssl.create_default_context(cafile=str(certificate))
 
 
-async def asked(address: Address4, trust: ssl.SSLContext | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def asked(
+    address: Address4, trust: ssl.SSLContext | None = None, head: bytes = HEAD
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection that has got a page."""
     reader, writer = await asyncio.open_connection(*address, ssl=trust)
-    writer.write(HEAD)
+    writer.write(head)
     assert (await asyncio.wait_for(reader.readuntil(b"page"), 10)).startswith(b"HTTP/1.1 200 OK")
     return reader, writer
 
@@ -340,6 +342,48 @@ def test_silent_connections_make_room_for_a_scraper(scheme: str, certificate: Pa
             return found
 
     assert asyncio.run(closed()) == ([True] * 3 + [False] * 3 if scheme == "http" else [False] * 6)
+
+
+async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+    """Responses that are pages, but for one that begins like a page and never ends."""
+    if scope["path"] != "/stream":
+        await APP(scope, receive, send)
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+    await send({"type": "http.response.body", "body": b"page", "more_body": True})
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kinds", "closed"),
+    [
+        ("iiss", [False, False, True, False]),
+        ("rsii", [False, True, False, False]),
+        ("riri", [False, True, False, False]),
+        ("rrrr", [True, False, False, False]),
+        ("iiii", [True, False, False, False]),
+    ],
+)
+def test_who_has_asked_for_least_makes_room(kinds: str, closed: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: the oldest that is silent, else the oldest that is idle after a response, else the oldest response that runs."""
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 4)
+
+    async def found() -> list[bool]:
+        async with serving(stream) as (_, address):
+            made = []
+            for kind in kinds:
+                if kind == "s":
+                    made.append(await asyncio.open_connection(*address))
+                else:
+                    made.append(await asked(address, head=HEAD if kind == "i" else HEAD.replace(b"GET /", b"GET /stream")))
+            made.append(await asked(address))
+            ended = [reader.at_eof() for reader, _ in made[:-1]]
+            for _, writer in made:
+                writer.close()
+            return ended
+
+    assert asyncio.run(found()) == closed
 
 
 def test_a_head_that_does_not_come_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:

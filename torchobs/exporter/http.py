@@ -200,7 +200,8 @@ class HttpProtocol(H11Protocol):
     """One connection: uvicorn's, with a time limit for the first request's head, and a cap on connections.
 
     uvicorn waits for ever, and its ``limit_concurrency`` answers 503 to the newest client, which would be the scraper among a
-    thousand silent connections. Here the connection makes room that has done nothing for longest.
+    thousand silent connections. Here the oldest connection without a request makes room, else the one that has been idle
+    longest after a response, and only then one with a response under way, which the live page's streams always have.
     """
 
     def __init__(self, server: Server, context: ssl.SSLContext | None) -> None:
@@ -221,7 +222,7 @@ class HttpProtocol(H11Protocol):
         self._closes_next = self._context is not self._server.context  # TLS has changed during the handshake
         self._recent[self] = None
         if len(self._recent) > MOST_CONNECTIONS:
-            oldest = next(iter(self._recent))
+            oldest = min((other for other in self._recent if other is not self), key=HttpProtocol._progress)
             del self._recent[oldest]
             oldest.transport.abort()
         self.loop.call_later(HEAD_S, self._expire)
@@ -269,6 +270,10 @@ class HttpProtocol(H11Protocol):
     def _expire(self) -> None:
         if not self._has_asked():
             self.transport.abort()
+
+    def _progress(self) -> int:
+        """Return 0 before the first request, 1 between two requests, 2 while a response is under way."""
+        return 0 if not self._has_asked() else 1 if self.cycle.response_complete else 2
 
     def _has_asked(self) -> bool:
         return cast("object", self.cycle) is not None
