@@ -83,6 +83,22 @@ def test_a_full_disk_is_told_in_one_line(name: str, unbuffered: str, rank: Path)
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("name", ["help", "inspect"])
+def test_a_stream_that_is_closed_is_none(name: str, closed: str, rank: Path) -> None:
+    """`torchobs inspect >&-` for its exit status: that of a rank that has finished, whose output nobody reads."""
+    line = ["bash", "-c", f'exec "$@" {closed}', "bash", *command(name, rank)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60, env=environment())
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+
+
+def test_no_other_file_gets_the_number_of_a_closed_stream() -> None:
+    """Or what a library prints goes into a socket."""
+    program = "import os; from torchobs.cli.arguments import guarded; os._exit(guarded(lambda: os.open('/', os.O_RDONLY)))"
+    line = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", sys.executable, "-c", program]
+    assert subprocess.run(line, check=False, timeout=60, env=environment()).returncode == 3
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_what_the_encoding_has_not_is_a_question_mark(name: str, rank: Path) -> None:
     """In a container without a locale."""

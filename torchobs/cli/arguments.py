@@ -126,6 +126,7 @@ def guarded(command: Callable[[], int], name: str = "torchobs") -> int:
 
     Never used around a user's script.
     """
+    _open_missing()
     tolerant(sys.stdout)
     try:
         try:
@@ -151,6 +152,13 @@ def tolerant(out: TextIO) -> TextIO:
     if reconfigure is not None:
         reconfigure(errors="replace")
     return out
+
+
+def _open_missing() -> None:
+    """Open standard streams that the caller has closed (``>&-``), so that no other file gets their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115  # stays open
 
 
 def _let_go() -> None:
