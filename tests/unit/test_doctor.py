@@ -164,6 +164,14 @@ def test_the_trial_is_judged(report: object, status: int, said: str, expected: s
     assert not said or said.splitlines()[-1] in first.text
 
 
+@pytest.mark.parametrize(("printed", "seen"), [("None 0\n", 1), ("hello from sitecustomize\nNone 0\n", 1), ("x\n", 0)])
+def test_what_others_print_is_not_the_trials(printed: str, seen: int) -> None:
+    """Promise: only a last line of two words is what torch says of its GPUs."""
+    known = facts(steps(5), values={catalog.STEPS: 5, catalog.LOSS: 1.0})
+    names = [check.name for check in doctor.evaluate(known, 0, "", printed)]
+    assert names.count("gpus of torch") == seen
+
+
 def test_a_probe_that_is_off_is_named_with_its_reason() -> None:
     """Promise: with the error, and where it was raised."""
     event = fact(catalog.EVENT_PROBE_DISABLED, 1.0, probe="amp", exception__type="AttributeError", location="amp.py:7")

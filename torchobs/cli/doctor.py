@@ -384,8 +384,9 @@ def evaluate(report: RankReport | None, status: int, stderr: str, stdout: str = 
     if report is None:
         yield Check("probes", FAIL, f"a training of five steps left no flight file: {last}", "see the checks above")
         return
-    if stdout:
-        yield devices(*stdout.split())
+    words = (stdout.splitlines() or [""])[-1].split()  # before it, what a sitecustomize or torch itself prints
+    if len(words) == 2:  # noqa: PLR2004  # build and number
+        yield devices(*words)
     probes = dict(sorted(report.by_attribute(catalog.PROBE_DISABLED).items()))
     complete = report.value(catalog.STEPS) == _STEPS and report.value(catalog.LOSS) is not None
     text = f"a training of five steps was recorded; at work: {', '.join(name for name in probes if not probes[name])}"
