@@ -200,6 +200,14 @@ def test_what_cannot_be_run_is_refused_in_python_s_words(command: tuple[str, ...
     assert "no_such_module" in err or "__main__" in err
 
 
+def test_compiled_scripts_run(tmp_path: Path, flight_dir: Path) -> None:
+    """`python x.pyc`."""
+    (tmp_path / "x.py").write_text("print(__file__, type(__loader__))\n")
+    compile_it = "import py_compile; py_compile.compile('x.py', 'x.pyc')"
+    subprocess.run([sys.executable, "-c", compile_it], cwd=tmp_path, check=True)
+    assert same("x.pyc", cwd=tmp_path, flight_dir=flight_dir)[0] == 0
+
+
 def test_a_terminal_stays_a_terminal(tmp_path: Path, flight_dir: Path) -> None:
     """Progress bars and debuggers ask for it, on all three streams."""
     (tmp_path / "x.py").write_text(

@@ -21,7 +21,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, NamedTuple
@@ -109,6 +109,11 @@ def execute(program: Program) -> None:
 
 def _load(path: str, main: dict[str, object]) -> CodeType:
     main["__file__"] = path
+    if path.endswith(".pyc"):
+        compiled = SourcelessFileLoader("__main__", path)
+        main["__loader__"] = compiled
+        if (code := compiled.get_code("__main__")) is not None:
+            return code
     main["__loader__"] = SourceFileLoader("__main__", path)
     # not by the loader, which would add its own frames to a SyntaxError
     return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
