@@ -148,8 +148,24 @@ def restore_user_site() -> None:
     sys.path.remove(_HERE)
     if os.path.isdir(site.USER_SITE):  # noqa: PTH112  # as above
         site.addsitedir(site.USER_SITE)
-    if any(os.path.basename(word).rstrip("0123456789.") == "pip" for word in sys.orig_argv[1:3]):  # noqa: PTH119  # as above
+    if os.path.basename(_program(sys.orig_argv)).rstrip("0123456789.") == "pip":  # noqa: PTH119  # as above
         os.environ.pop("PYTHONUSERBASE", None)  # it installs where it always did
+
+
+def _program(command: list[str]) -> str:
+    """Return the module or script that Python was started with, behind Python's own options; empty for ``-c``, or for none."""
+    words = iter(command[1:])
+    for word in words:
+        if not word.startswith("-"):
+            return word
+        options = "" if word.startswith("--") else word[1:]
+        valued = min((at for at in map(options.find, "cmWX") if at >= 0), default=None)  # "-um" is -u and -m
+        if valued is None:
+            continue
+        value = options[valued + 1 :] or next(words, "")
+        if options[valued] in "cm":
+            return value if options[valued] == "m" else ""
+    return ""
 
 
 def run_next() -> None:
