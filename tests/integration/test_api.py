@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -361,6 +362,27 @@ def test_a_rank_that_has_ended_is_told_nothing(flight_dir: Path, writer: FlightW
     wait_until(lambda: local.get("/ranks")["ranks"][0]["state"] == "finished")
     assert local.post("/debug/level/basic").json["type"] == "urn:torchobs:problem:rank-ended"
     wait_until(lambda: not record.exists())
+
+
+def test_what_an_earlier_exporter_told_a_rank_goes_with_it(flight_dir: Path, begin: Callable[..., FlightWriter]) -> None:
+    """The exporter has restarted between; a look at ranks that were told nothing makes no directory."""
+    config = ExporterConfig(flight_dir=str(flight_dir))
+    writer = begin()
+    with closing(Scanner(config)) as scanner:
+        commands.CommandService(config, commands.ArtifactStore(config)).level(scanner.scan().ranks, 2)
+        record = flight_dir / "control" / control.file_name(writer.header.incarnation)
+        assert record.exists()
+        later = commands.CommandService(config, commands.ArtifactStore(config))
+        assert not later.due(scanner.scan())
+        writer.exit(Exit.FINISHED, 0)
+        writer.close()
+        ended = scanner.scan()
+        assert later.due(ended)
+        later.look(ended)
+        assert (record.exists(), later.due(ended)) == (False, False)
+        record.parent.rmdir()
+        commands.CommandService(config, commands.ArtifactStore(config)).look(ended)
+        assert not record.parent.exists()
 
 
 def test_a_rank_that_hangs_is_asked_for_its_stacks_once(flight_dir: Path, begin: Callable[..., FlightWriter]) -> None:

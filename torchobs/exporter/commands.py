@@ -188,7 +188,9 @@ class CommandService:
     def __init__(self, config: ExporterConfig, store: ArtifactStore) -> None:
         self._config, self._store = config, store
         self._commanded: set[str] = set()
-        """incarnations with a command in the control directory"""
+        """incarnations that were sent a command, and have not ended since"""
+        self._cleared: set[str] = set()
+        """incarnations that have ended, whose control file, this exporter's or an earlier one's, is gone"""
         self._hung: dict[str, int | None] = {}
         """time of the last step of each rank of a hung run, whose stacks are asked for"""
         self.failures = 0
@@ -245,15 +247,21 @@ class CommandService:
                     self._send([rank], Command(stacks=True))
                     _log.warning("rank %s is hung, or a peer: its stacks are asked for", rank.rank)
         self._hung = {incarnation: rank.view.last_step_ns for incarnation, rank in hung.items()}
-        for rank in snapshot.ranks:
-            if not rank.up and rank.incarnation in self._commanded:
-                self._commanded.discard(rank.incarnation)
-                with contextlib.suppress(OSError), self._directory() as directory_fd:
-                    control.remove(directory_fd, bytes.fromhex(rank.incarnation))
+        stale = self._stale(snapshot)
+        with contextlib.suppress(OSError), self._directory() as directory_fd:
+            for incarnation in stale:
+                control.remove(directory_fd, bytes.fromhex(incarnation))
+        self._commanded -= stale
+        self._cleared = {rank.incarnation for rank in snapshot.ranks if not rank.up}
 
     def due(self, snapshot: Snapshot) -> bool:
         """Return True if :meth:`look` has anything to do."""
-        return any(rank.state == "hung" or (not rank.up and rank.incarnation in self._commanded) for rank in snapshot.ranks)
+        return any(rank.state == "hung" for rank in snapshot.ranks) or bool(self._stale(snapshot))
+
+    def _stale(self, snapshot: Snapshot) -> set[str]:
+        """Return the incarnations that may have a control file and have ended, or been replaced by a later one."""
+        ended = {rank.incarnation for rank in snapshot.ranks if not rank.up}
+        return (self._commanded - {rank.incarnation for rank in snapshot.ranks if rank.up}) | (ended - self._cleared)
 
     def asked(self, ranks: Iterable[Rank], identifier: str) -> Rank | None:
         """Return the rank whose newest request of a kind is for that artifact."""
@@ -278,7 +286,7 @@ class CommandService:
 
     def _send(self, ranks: Iterable[Rank], command: Command) -> list[dict[str, Any]]:
         try:
-            with self._directory() as directory_fd:
+            with self._directory(create=True) as directory_fd:
                 return [self._write(directory_fd, rank, command) for rank in ranks]
         except OSError as problem:
             self.failures += 1
@@ -295,13 +303,14 @@ class CommandService:
         return {**named(rank), "command": number}
 
     @contextlib.contextmanager
-    def _directory(self) -> Iterator[int]:
-        """Open the control directory, created if missing. Raises ``OSError``."""
+    def _directory(self, *, create: bool = False) -> Iterator[int]:
+        """Open the control directory. Raises ``OSError``."""
         flight_dir = location.find_existing(self._config.flight_dir, self._config.runtime_dir)
         if flight_dir is None:
             raise FileNotFoundError("the flight directory is not there yet")
         path = Path(location.control_directory(self._config.control_dir, flight_dir))
-        path.mkdir(mode=0o755, exist_ok=True)
+        if create:
+            path.mkdir(mode=0o755, exist_ok=True)
         with location.opened(path) as directory_fd:
             yield directory_fd
 
