@@ -22,7 +22,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 import torchobs
 from tests import support
 from tests.training import Recording, batch, loss_of, mlp, recording
-from torchobs import catalog
+from torchobs import catalog, debug
 from torchobs.catalog.findings import RECOMPILE_REMEDIES
 from torchobs.flight.format.layout import PHASE_NAMES
 from torchobs.flight.reader import reader
@@ -125,6 +125,32 @@ def test_graph_breaks_are_those_that_torch_explains(run: Recording) -> None:
     line = broken.__code__.co_firstlineno
     assert [attributes["location"] for attributes in told] == [f"{__file__}:{line + 3}", f"{__file__}:{line + 5}"]
     assert "secret" not in str(told)
+
+
+def test_what_is_compiled_on_trial_is_no_finding_of_the_training(run: Recording) -> None:
+    """`debug.compile` tells of graph breaks and recompilations, and the run neither counts nor reports them."""
+
+    class Branching(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + 1 if x.sum() > 0 else x)
+
+    torch.compile(scaled, backend="eager")(torch.ones(2))
+    torch.compile(Branching(4, 2), backend="eager")(torch.ones(4, 4))  # the training's own break, which counts once
+    before, told = series(run), run.frames(catalog.EVENT_GRAPH_BREAK.name)
+    assert len(told) == 1
+    assert run.session.context is not None
+    recorded = len(run.session.context.recorder.trace)
+    for model in (Branching(4, 2), torch.nn.Linear(4, 2), torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh())):
+        found = debug.compile(model, torch.ones(4, 4))
+        assert (len(found.breaks), len(found.recompiles) > 0) == (isinstance(model, Branching), True)
+    assert len(run.session.context.recorder.trace) == recorded  # nor is its time the training's
+    assert series(run) == before
+    assert counted(before, catalog.COMPILE_COMPILATIONS)
+    for event in (catalog.EVENT_RECOMPILE, catalog.EVENT_RECOMPILE_STORM):
+        assert run.frames(event.name) == []
+    assert run.frames(catalog.EVENT_GRAPH_BREAK.name) == told
+    torch.compile(scaled, backend="eager")(torch.ones(2, dtype=torch.float64))
+    assert counted(series(run), catalog.COMPILE_COMPILATIONS) != counted(before, catalog.COMPILE_COMPILATIONS)
 
 
 def test_a_function_that_is_given_up_is_told(run: Recording, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torchobs.debug.findings import record_findings
 from torchobs.debug.steps import RAISED, first_line, raised_by
 from torchobs.debug.tensors import require
 from torchobs.probes.compile.compile import read_break, read_failure, read_guard
+from torchobs.runtime.session import current
 from torchobs.support.result import Result
 from torchobs.tensors.batches import call
 from torchobs.tensors.running import state_kept
@@ -90,7 +92,7 @@ def compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> Comp
     import torch._dynamo
 
     recompiles = list[Recompile]()
-    with state_kept(model):
+    with state_kept(model), _on_trial():
         try:
             explained, error = call(torch._dynamo.explain(model), batch), None  # torch's documented name
         except RAISED as raised:
@@ -113,6 +115,20 @@ def compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> Comp
         model=name, graphs=graphs, operators=operators, full_graph=graphs == 1 and not breaks, breaks=breaks,
         recompiles=tuple(recompiles), guards=guards, error=error, anomalies=record_findings("compile", texts),
     )  # fmt: skip
+
+
+@contextmanager
+def _on_trial() -> Iterator[None]:
+    """Keep our compilations out of what a session counts of the training."""
+    session = current()
+    hooks = [session.context.hooks.compiles_on_trial] if session is not None and session.context is not None else []
+    for hook in hooks:
+        hook.notify(True)  # noqa: FBT003  # hooks have no keywords
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.notify(False)  # noqa: FBT003  # as above
 
 
 def _recompiles(model: Any, batch: Any, more_batches: Sequence[Any]) -> tuple[list[Recompile], str | None]:

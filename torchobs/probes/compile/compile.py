@@ -412,6 +412,7 @@ class CompileProbe:
         self._owner: dict[str, int] = {}
         self._depth = 0
         self._started_once = False
+        self._on_trial = False
         self._lookups: Callable[[], Lookups] = dict
         self._before: Lookups = {}
         self._compile_records: CompileRecords | None = None
@@ -421,6 +422,7 @@ class CompileProbe:
         self._context = context
         self._breaker = context.breaker(self.name)
         self._handle = after_import("torch._dynamo", self._breaker.guard(self._attach))
+        context.hooks.compiles_on_trial.register(self._breaker, self._try)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -489,7 +491,7 @@ class CompileProbe:
     def _begin(self, args: tuple[Any, ...]) -> _Started:
         now_ns = monotonic_ns()
         self._gather()
-        shown = self._concerns_training(args) and self._owner.setdefault("", get_ident()) == get_ident()
+        shown = not self._on_trial and self._concerns_training(args) and self._owner.setdefault("", get_ident()) == get_ident()
         if shown:
             self._depth += 1
             if self._depth == 1:
@@ -514,16 +516,27 @@ class CompileProbe:
             self._owner.clear()
             self._context.recorder.compile_ends(monotonic_ns())
 
+    def _try(self, begins: bool) -> None:  # noqa: FBT001  # a hook's only argument
+        """Collect what the training has compiled before a trial, and let go of what was compiled on trial."""
+        with self._gather_lock:  # a collection in progress is of before
+            self._collect()
+            self._on_trial = begins
+
     def _gather(self) -> None:
         """Collect new records and breaks; does nothing while another thread collects."""
-        if self._records is None or self._breaks is None or not self._gather_lock.acquire(blocking=False):
+        if self._gather_lock.acquire(blocking=False):
+            try:
+                self._collect()
+            finally:
+                self._gather_lock.release()
+
+    def _collect(self) -> None:
+        if self._records is None or self._breaks is None:
             return
-        try:
-            step = self._context.recorder.step
-            self._waiting.extend((reason, None) for reason in self._breaks.fresh())
-            self._waiting.extend((record, step) for record in self._records.fresh())
-        finally:
-            self._gather_lock.release()
+        step, breaks, records = self._context.recorder.step, self._breaks.fresh(), self._records.fresh()
+        if not self._on_trial:
+            self._waiting.extend((reason, None) for reason in breaks)
+            self._waiting.extend((record, step) for record in records)
 
 
 def _modules() -> tuple[Any, Any]:
