@@ -329,7 +329,7 @@ def test_a_name_that_would_steer_a_terminal_is_escaped(tmp_path: Path) -> None:
     assert all(reason.isprintable() for reason in guard.scan_file(path).reasons)
 
 
-@pytest.mark.parametrize("read", [guard.load, guard.scan_file])
+@pytest.mark.parametrize("read", [guard.load, guard.scan_file, partial(guard.verify, sha256="0" * 64)])
 def test_a_pipe_a_device_or_a_directory_is_refused_at_once(read: Callable[[Path], Any], tmp_path: Path) -> None:
     """Promise: nobody waits for a writer, or reads zeros until memory is full."""
     os.mkfifo(tmp_path / "model.pt")

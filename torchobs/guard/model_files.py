@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torchobs.guard.record import Severity, found_wrong, text_of
 from torchobs.support.arguments import is_text
@@ -166,11 +166,16 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
 
 
 def _head(name: str) -> bytes:
-    """Return a file's beginning. Raises ``OSError`` for a pipe or a device, too, at which a reader would wait."""
+    """Return a file's beginning."""
+    with _opened(name) as file:
+        return file.read(_HEAD)
+
+
+def _opened(name: str) -> IO[bytes]:
+    """Open a file to read. Raises ``OSError`` for a pipe or a device, at which a reader would wait, or never come to an end."""
     if not stat.S_ISREG(Path(name).stat().st_mode):
         raise OSError(errno.EINVAL, "is no file, but a pipe, a device or a directory", name)
-    with Path(name).open("rb") as file:
-        return file.read(_HEAD)
+    return Path(name).open("rb")
 
 
 def _no_model(head: bytes) -> str | None:
@@ -386,7 +391,7 @@ def _verify_hash(path: Path, wanted: str) -> None:
     if not is_text(wanted) or not _SHA256.fullmatch(wanted):
         raise ValueError(f"sha256 is {str(wanted)[:80]!r}; it is a text of 64 hexadecimal digits")
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with _opened(os.fspath(path)) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     if not hmac.compare_digest(digest.hexdigest(), wanted.lower()):
