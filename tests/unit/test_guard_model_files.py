@@ -62,6 +62,12 @@ def polyglot(path: Path) -> None:
     path.write_bytes(pickle.dumps(Attack()) + path.read_bytes())
 
 
+def twofold(path: Path) -> None:
+    """A pickle without any code, and a torch file for those who look for an archive's end."""
+    torch.save(torch.nn.Linear(2, 2), path)
+    path.write_bytes(pickle.dumps({}) + path.read_bytes())
+
+
 def cut(make: Callable[[Path], Any], path: Path, length: int) -> None:
     """A file of which the end is missing."""
     make(path)
@@ -108,6 +114,7 @@ FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "objects.npy": ("dangerous", lambda path: np.save(path, np.array([Attack()], dtype=object), allow_pickle=True)),
     "attack.pkl.gz": ("unreadable", lambda path: path.write_bytes(gzip.compress(pickle.dumps(Attack())))),
     "polyglot.pt": ("dangerous", polyglot),
+    "twofold.pt": ("suspicious", twofold),
     "cut.pt": ("unreadable", lambda path: cut(partial(torch.save, checkpoint()), path, 300)),
     "empty.pt": ("unreadable", lambda path: path.write_bytes(b"")),
     "noise.dat": ("unreadable", lambda path: path.write_bytes(bytes(range(7, 250)) * 9)),

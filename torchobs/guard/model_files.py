@@ -247,6 +247,8 @@ def _read(name: str, kind: str) -> Iterator[_Finding]:
         with Path(name).open("rb") as file:
             content = file.read(_MOST_BYTES)
         yield _npy(content, name) if kind == "npy" else _by_fickling(content, name)
+        if kind == "pickle" and zipfile.is_zipfile(name):
+            yield _Finding("suspicious", ("it is a zip file as well: what it is depends on who reads it",))
 
 
 def _read_zip(name: str) -> Iterator[_Finding]:
