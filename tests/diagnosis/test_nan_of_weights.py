@@ -122,6 +122,19 @@ def test_an_overflow_is_told_with_its_step(kind: type[Half], make: Any, interval
     assert "GradScaler" in text
 
 
+def test_an_overflow_of_the_very_first_step_is_told(tmp_path: Path) -> None:
+    """The optimizer is about to step, and none is known yet."""
+    torch.manual_seed(0)
+    with torchobs.init(flight_dir=tmp_path, grad_interval=ALWAYS, log_level="CRITICAL"):
+        model = nn.Linear(16, 4, bias=False).half()
+        optimizer = sgd(model.parameters())
+        loss = model(torch.randn(8, 16).half()).float().square().mean()
+        torch.autograd.backward(loss * 1e8)
+        optimizer.step()
+    (told,) = read(tmp_path).events(catalog.EVENT_NONFINITE_ORIGIN)
+    assert (told.attributes["origin"], told.attributes["parameter"], told.step) == ("overflow", "weight", 1)
+
+
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_one_spoiled_weight_is_told_as_that(make: Any, tmp_path: Path) -> None:
     """It is not what a step makes of its gradients: that is in every layer, or in what the optimizer keeps."""

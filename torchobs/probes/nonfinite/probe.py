@@ -189,13 +189,16 @@ class NonfiniteProbe:
             bad = set(keys) or {id(parameter) for parameter in bad_gradients(parameters)}
             if bad:
                 self._found = None
-                self._report(self._inferred(bad, user_frames(sys._getframe()), step))
+                self._report(self._inferred(bad, user_frames(sys._getframe()), step, parameters))
                 self._arm()
         if self._raising is not None:
             self._raising.expect(f"Gradients are not finite in step {step}, of a finite loss.", self._found)
 
-    def _inferred(self, bad: set[int], frames: list[FrameType], step: int) -> NonfiniteOrigin | None:
-        """Return the origin by the graph of a loss that a running function of the user's still holds."""
+    def _inferred(self, bad: set[int], frames: list[FrameType], step: int, given: Sequence[Any] = ()) -> NonfiniteOrigin | None:
+        """Return the origin by the graph of a loss that a running function of the user's still holds.
+
+        ``given``: parameters of an optimizer that may not have stepped, and is not known yet.
+        """
         import torch
 
         for frame in frames:
@@ -205,15 +208,17 @@ class NonfiniteProbe:
             ]
             for loss in losses:
                 tracer = GraphTracer([loss], frames, step, *self._known())
-                origin = tracer.gradients(bad) or self._gradients_overflow(bad, tracer.nodes, step)
+                origin = tracer.gradients(bad) or self._gradients_overflow(bad, tracer.nodes, step, given)
                 if origin is not None:
                     return origin
-        return self._gradients_overflow(bad, (), step)
+        return self._gradients_overflow(bad, (), step, given)
 
-    def _gradients_overflow(self, bad: set[int], nodes: Sequence[GraphNode], step: int) -> NonfiniteOrigin | None:
+    def _gradients_overflow(
+        self, bad: set[int], nodes: Sequence[GraphNode], step: int, given: Sequence[Any]
+    ) -> NonfiniteOrigin | None:
         """Return the origin if gradients of these parameters (ids) have overflowed in float16."""
         models, parameters = self._known()
-        spoiled = [each for each in parameters if id(each) in bad]
+        spoiled = list({id(each): each for each in (*given, *parameters) if id(each) in bad}.values())
         if not spoiled or self._scaling.losses or has_other_ranks() or not computes_in_float16(spoiled, nodes):
             return None
         return from_overflow(spoiled, models, step)
