@@ -213,6 +213,18 @@ def test_a_bridge_hands_findings_to_the_training_s_logger() -> None:
     assert (findings.logger.handlers, findings.logger.propagate) == ([], True)
 
 
+def test_a_bridge_leaves_the_user_s_own_propagation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first found is put back by whichever is closed last."""
+    monkeypatch.setattr(findings.logger, "propagate", False)
+    first, second = (debug.logging_bridge(logging.getLogger(name)) for name in ("first", "second"))
+    first.close()
+    second.close()
+    assert not findings.logger.propagate
+    findings.logger.propagate = True
+    first.close()  # again
+    assert findings.logger.propagate
+
+
 def test_without_any_gradient_it_asks_for_backward() -> None:
     """Called too late or too early."""
     found = debug.check_gradients(mlp())

@@ -84,6 +84,8 @@ class LoggingBridge(logging.Handler):
     def __init__(self, target: logging.Logger) -> None:
         super().__init__()
         self._target = target
+        first = next((each for each in logger.handlers if isinstance(each, LoggingBridge)), None)
+        self._propagated: bool = logger.propagate if first is None else first._propagated
         logger.addHandler(self)
         logger.propagate = False  # the target's own handlers would print it a second time
 
@@ -94,8 +96,10 @@ class LoggingBridge(logging.Handler):
 
     def close(self) -> None:
         """Let findings go where they went before, if no other bridge is open. Idempotent."""
-        logger.removeHandler(self)
-        logger.propagate = not any(isinstance(handler, LoggingBridge) for handler in logger.handlers)
+        if self in logger.handlers:
+            logger.removeHandler(self)
+            if not any(isinstance(each, LoggingBridge) for each in logger.handlers):
+                logger.propagate = self._propagated
         super().close()
 
     def __enter__(self) -> LoggingBridge:  # noqa: PYI034  # typing.Self needs Python 3.11
