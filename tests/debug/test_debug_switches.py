@@ -200,6 +200,11 @@ def test_presets_and_arguments() -> None:
     debug.enable(["memory_profiling", "lr_scheduling"])
     assert debug.status().enabled == ("memory_usage", "lr_scheduling")
     assert debug.enable("none").enabled == ()
+    debug.enable("basic")
+    assert debug.enable(["none"]).enabled == ()
+    debug.enable("memory_usage")
+    assert debug.enable({"none", "lr_scheduling"}).enabled == ("lr_scheduling",)
+    debug.disable()
     with pytest.raises(ValueError, match="gradient_norms"):
         debug.enable(["gradients"])
     with pytest.raises(ValueError, match="1 or more"):

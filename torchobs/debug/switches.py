@@ -376,7 +376,7 @@ def enable(
         init()  # not under the lock, which a session's end takes
     intervals = dict(zip(("gradients", "memory", "performance", "profile"), every, strict=True)) | {"always": 0}
     with _lock:
-        if switches == "none":
+        if "none" in ([switches] if isinstance(switches, str) else switches):
             _board.remove(SWITCHES)
         session = current()
         if names and session is not None and session.context is not None:
