@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import re
+import resource
 import socket
 import ssl
 import stat
@@ -323,11 +324,54 @@ async def asked(
     return reader, writer
 
 
+def test_whoever_is_there_when_tls_changes_is_answered_once() -> None:
+    """Then the connection is closed. A second change changes nothing."""
+
+    async def answers() -> tuple[bytes, bool]:
+        async with serving() as (running, address):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(HEAD[:10])
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            running.renew(None)
+            running.renew(None)
+            writer.write(HEAD[10:])
+            answer = await asyncio.wait_for(reader.read(), 10)  # to its end
+            writer.close()
+            return answer, bool(running.server_state.connections)
+
+    answer, is_left = asyncio.run(answers())
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert answer.endswith(b"page")
+    assert not is_left
+
+
+@pytest.mark.parametrize(("files", "most"), [(10_000, 20), (resource.RLIM_INFINITY, 20), (40, 10), (4, 8)])
+def test_connections_take_a_quarter_of_the_descriptors(files: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest is for flight files."""
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 20)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+
+    async def left() -> int:
+        async with serving() as (running, address):
+            clients = [socket.create_connection(address) for _ in range(most + 3)]
+            while len(running.server_state.connections) < most:  # noqa: ASYNC110  # nothing else shows it
+                await asyncio.sleep(0.01)
+            _, writer = await asked(address)
+            found = len(running.server_state.connections)
+            writer.close()
+            for client in clients:
+                client.close()
+            return found
+
+    assert asyncio.run(left()) == most
+
+
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_silent_connections_make_room_for_a_scraper(scheme: str, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise: above the cap the connection that has done nothing for longest is closed, and a request is answered.
+    """Promise: above the cap the connection that has been silent for longest is closed, and a request is answered.
 
-    With TLS one that does not begin its handshake keeps nobody out either.
+    With TLS one that does not begin its handshake is such a connection.
     """
     monkeypatch.setattr(server, "MOST_CONNECTIONS", 4)
     context, trust = contexts(certificate) if scheme == "https" else (None, None)
@@ -341,7 +385,7 @@ def test_silent_connections_make_room_for_a_scraper(scheme: str, certificate: Pa
                 writer.close()
             return found
 
-    assert asyncio.run(closed()) == ([True] * 3 + [False] * 3 if scheme == "http" else [False] * 6)
+    assert asyncio.run(closed()) == [True] * 3 + [False] * 3
 
 
 async def stream(scope: Scope, receive: Receive, send: Send) -> None:
@@ -403,3 +447,26 @@ def test_a_head_that_does_not_come_ends_the_connection(monkeypatch: pytest.Monke
             idle.close()
 
     asyncio.run(ends())
+
+
+def test_a_handshake_that_does_not_come_ends_the_connection(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: nothing of it is left, as of one that a client breaks off, and of garbage."""
+    monkeypatch.setattr(server, "HEAD_S", 0.2)
+    context, trust = contexts(certificate)
+
+    async def ends() -> None:
+        async with serving(APP, context) as (running, address):
+            for first in (b"", b"\x16\x03\x01\x02\x00\x01", HEAD):
+                reader, writer = await asyncio.open_connection(*address)
+                writer.write(first)
+                with contextlib.suppress(ConnectionError):
+                    await asyncio.wait_for(reader.read(), 10)  # to its end
+                writer.close()
+            _, gone = await asyncio.open_connection(*address)
+            gone.close()
+            _, writer = await asked(address, trust)
+            writer.close()
+            while running.server_state.connections:  # noqa: ASYNC110  # nothing else shows it
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(ends(), 60))

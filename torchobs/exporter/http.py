@@ -17,7 +17,7 @@ import stat
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import h11
 import uvicorn
@@ -60,6 +60,8 @@ MODE = 0o660
 NEXT_PORTS = 100
 _BACKLOG = 512
 _FILES = 65_536
+_SHARE_OF_DESCRIPTORS = 4
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _GOOD_NEWS = {"good_news": True}
 _log = logging.getLogger(__name__)
 
@@ -164,53 +166,41 @@ def _inode(path: Path) -> tuple[int, int]:
 class Server(uvicorn.Server):
     """uvicorn's server on one socket, with a cap on its connections."""
 
-    def __init__(self, config: uvicorn.Config, bound: socket.socket) -> None:
+    def __init__(self, config: uvicorn.Config, context: ssl.SSLContext | None) -> None:
         super().__init__(config)
-        self._bound = bound
-        self.context: ssl.SSLContext | None = None
-        self.servers = []
+        self.context = context
         self.recent: dict[HttpProtocol, None] = {}
         """the connections, the one first that came, or got its last response, the longest ago"""
 
-    async def accept(self, context: ssl.SSLContext | None) -> None:
-        """Accept connections, with that context of TLS from now on.
+    def renew(self, context: ssl.SSLContext | None) -> None:
+        """Accept connections with that context of TLS from now on.
 
         Of the others the idle ones are closed, the rest after one more response, so that no scrape fails.
         """
-        loop, self.context = asyncio.get_running_loop(), context
-        for server in self.servers:
-            for listening in server.sockets:
-                loop.remove_reader(listening)
-        await asyncio.sleep(0)  # asyncio resets a connection that it has just accepted when its server is closed
-        for server in self.servers:
-            server.close()
+        self.context = context
         for connection in list(self.recent):
             connection.finish()
-        accepting = loop.create_server(
-            partial(HttpProtocol, self, context),
-            sock=self._bound.dup(),  # which a later change closes
-            backlog=_BACKLOG,
-            ssl=context,
-            ssl_handshake_timeout=HEAD_S if context else None,
-        )
-        self.servers = [await accepting]
 
 
 class HttpProtocol(H11Protocol):
-    """One connection: uvicorn's, with a time limit for the first request's head, and a cap on connections.
+    """One connection: uvicorn's, with time limits for a handshake and the first request's head, and a cap on connections.
 
     uvicorn waits for ever, and its ``limit_concurrency`` answers 503 to the newest client, which would be the scraper among a
     thousand silent connections. Here the oldest connection without a request makes room, else the one that has been idle
-    longest after a response, and only then one with a response under way, which the live page's streams always have.
+    longest after a response, and only then one with a response under way, which the live page's streams always have. The
+    handshake is made here, because asyncio's own TLS servers show a connection after it, so that silent ones could take all
+    descriptors.
     """
 
-    def __init__(self, server: Server, context: ssl.SSLContext | None) -> None:
+    def __init__(self, server: Server) -> None:
         super().__init__(server.config, server.server_state, {})
-        self._server, self._context, self._recent = server, context, server.recent
+        self._server, self._recent = server, server.recent
         self._closes_next = False
         """whether the connection is closed after the next response"""
         self._received = 0
         """bytes of the present request"""
+        self._early: bytearray | None = None
+        """what came right behind a handshake; ``None``: there is none, or it is done"""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """See :class:`asyncio.Protocol`."""
@@ -218,17 +208,41 @@ class HttpProtocol(H11Protocol):
         accepted = transport.get_extra_info("socket")
         if accepted.family != socket.AF_UNIX:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        super().connection_made(transport)
-        self._closes_next = self._context is not self._server.context  # TLS has changed during the handshake
+        self.transport = transport
+        self.connections.add(self)
         self._recent[self] = None
-        if len(self._recent) > MOST_CONNECTIONS:
+        if len(self._recent) > _most_connections():
             oldest = min((other for other in self._recent if other is not self), key=HttpProtocol._progress)
             del self._recent[oldest]
             oldest.transport.abort()
+        if self._server.context is None:
+            self._begin(transport)
+        else:
+            self._early = bytearray()
+            self._handshake = asyncio.ensure_future(self._shake_hands(self._server.context))
+
+    async def _shake_hands(self, context: ssl.SSLContext) -> None:
+        secured: asyncio.Transport | None = None
+        with contextlib.suppress(OSError):  # refused, out of time, or gone
+            secured = await self.loop.start_tls(self.transport, self, context, server_side=True, ssl_handshake_timeout=HEAD_S)
+        early, self._early = self._early, None
+        if secured is None or secured.is_closing():
+            self.connection_lost(None)
+            return
+        self._begin(secured)
+        if early:
+            self.data_received(bytes(early))
+
+    def _begin(self, transport: asyncio.Transport) -> None:
+        """Await the first request."""
+        super().connection_made(transport)
         self.loop.call_later(HEAD_S, self._expire)
 
     def data_received(self, data: bytes) -> None:
         """See :class:`asyncio.Protocol`."""
+        if self._early is not None:
+            self._early += data
+            return
         self._received += len(data)
         if self._received > MOST_REQUEST:  # before it is parsed: h11 takes 10 µs for each chunk of a body, however short
             self.transport.abort()
@@ -294,12 +308,28 @@ async def serve_on(bound: socket.socket, app: ASGIApp, context: ssl.SSLContext |
         h11_max_incomplete_event_size=MOST_HEAD,
     )
     config.load()
-    server = Server(config, bound)
+    server = Server(config, context)
     server.lifespan = config.lifespan_class(config)
     await server.on_tick(0)  # sets the Date header
-    await server.accept(context)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_handle)
+    server.servers = [await loop.create_server(partial(HttpProtocol, server), sock=bound, backlog=_BACKLOG)]
     server.started = True
     return server
+
+
+def _most_connections() -> int:
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_CONNECTIONS if most == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, max(8, most // _SHARE_OF_DESCRIPTORS))
+
+
+def _handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log that connections cannot be accepted in one line; asyncio reports it for each one in the kernel's queue."""
+    problem = context.get("exception")
+    if isinstance(problem, OSError) and problem.errno in _EXHAUSTED and "socket" in context:
+        _log.error("cannot accept connections: %s", problem.strerror)
+    else:
+        loop.default_exception_handler(context)
 
 
 class Endpoint(NamedTuple):
@@ -368,7 +398,7 @@ class Listeners:
 
     async def tick(self) -> None:
         """Do the periodic work, once a second."""
-        await self._renew()
+        self._renew()
         if self._unbound and time.monotonic() >= self._next_bind_s:
             await self._bind()
         self._announce_address()
@@ -382,13 +412,13 @@ class Listeners:
                 listener.bound.remove()  # while it still listens
             await listener.server.shutdown(sockets=[listener.bound])
 
-    async def _renew(self) -> None:
+    def _renew(self) -> None:
         """Take over a change of TLS."""
         if self._web_config.context is not self._context:
             self._context = self._web_config.context
             for listener in self._listeners:
                 if not isinstance(listener.bound, UnixSocket):
-                    await listener.server.accept(self._context)
+                    listener.server.renew(self._context)
 
     async def _bind(self) -> None:
         self._next_bind_s = time.monotonic() + RETRY_S
