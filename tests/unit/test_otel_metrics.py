@@ -313,6 +313,20 @@ def test_generators_are_callbacks_too(writer: FlightWriter, provider: FlightMete
     assert seen == [1, 2, 2]
 
 
+def test_an_observed_counter_never_steps_back(
+    writer: FlightWriter, provider: FlightMeterProvider, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A total that was reset counts on from where it stood, as Prometheus would; a negative one is ignored."""
+    totals = iter([10, 15, 3, 4.5, -1])
+    provider.get_meter("m").create_observable_counter("c", [lambda _: [Observation(next(totals))]])
+    seen = []
+    for _ in range(5):
+        provider.observe(5.0)
+        seen.append(otel.values(writer)["c", "{}"])
+    assert seen == [10, 15, 18, 19.5, 19.5]
+    assert len(caplog.records) == 1
+
+
 def test_what_a_callback_no_longer_returns_has_no_value(writer: FlightWriter, provider: FlightMeterProvider) -> None:
     """A gauge of something that is gone ends; so does one that became NaN."""
     rounds = iter(

@@ -281,7 +281,12 @@ class FlightGauge(SynchronousInstrument[_Gauge], _Gauge):
 
 
 class AsynchronousInstrument:
-    """What the observable instruments have in common: callbacks, which run every ten seconds and at the end."""
+    """What the observable instruments have in common: callbacks, which run every ten seconds and at the end.
+
+    An observed counter must not decrease, in a file or in Prometheus. When the total that a callback returns decreases (its
+    source was reset), the series continues with its last value plus the new total. The SDK exports the lower total, which
+    Prometheus treats as a reset, with the same result.
+    """
 
     kind: ClassVar[Kind]
     factory: ClassVar[str]
@@ -291,6 +296,7 @@ class AsynchronousInstrument:
         self.callbacks = list(callbacks or ())
         self._writer: FlightWriter | None = None
         self._shown: set[Cell] = set()
+        self._totals: dict[Cell, tuple[float, float]] = {}
 
     def observe(self, timeout_s: float) -> int:
         """Call the callbacks and set the series to their results; return how many raised, losing the rest of their values."""
@@ -322,13 +328,22 @@ class AsynchronousInstrument:
 
     def _show(self, found: dict[Cell, float]) -> None:
         if self.stream.writer is not self._writer:
-            self._writer, self._shown = self.stream.writer, set()
-        if self.kind is not Kind.COUNTER:  # a gauge that a callback does not return becomes absent; a counter keeps its value
+            self._writer, self._shown, self._totals = self.stream.writer, set(), {}
+        if self.kind is Kind.COUNTER:
+            found = {cell: self._total(cell, value) for cell, value in found.items()}
+        else:  # a gauge that a callback does not return becomes absent; a counter keeps its value
             found.update(dict.fromkeys(self._shown - found.keys(), nan))
         self._shown = {cell for cell, value in found.items() if isfinite(value)}
         for cell, value in found.items():
             cell.set(value)
             cell.publish()
+
+    def _total(self, cell: Cell, value: float) -> float:
+        base, last = self._totals.get(cell, (0, 0))
+        if value < last:
+            base += last
+        self._totals[cell] = base, value
+        return base + value
 
 
 class FlightObservableCounter(AsynchronousInstrument, api.ObservableCounter):
