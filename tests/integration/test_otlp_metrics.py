@@ -85,6 +85,7 @@ def test_an_end_is_pushed_at_once_and_ends_the_gauges(flight_dir: Path, receiver
     with Pushing(flight_dir, only_metrics(receiver), grace_s=10.0) as pushing:
         pushing.look(1.0, final=False)
         wait_until(lambda: receiver.taken)
+        file.set(user("my.share", Kind.GAUGE), 0.75, USER)
         file.save().release()
         pushing.look(3.0, final=False)  # no interval has passed
         wait_until(lambda: len(receiver.taken) == 2)
@@ -102,6 +103,9 @@ def test_an_end_is_pushed_at_once_and_ends_the_gauges(flight_dir: Path, receiver
     ended = {name for (name, _), point in at_end.items() if point.flags & NO_VALUE}
     assert ended >= {"my.share", "torchobs.rank.progress.age"}
     assert "torchobs.steps" not in ended
+    last, end = (one.point for one in points([receiver.taken[1]]) if one.metric.name == "my.share")
+    assert last.as_double == 0.75
+    assert last.time_unix_nano < end.time_unix_nano
     assert all(point.flags & NO_VALUE for point in gone.values())
     assert {("torchobs.steps", None), ("torchobs.rank.up", None)} <= gone.keys()
     assert ("my.share", None) not in gone  # it has ended before

@@ -97,6 +97,8 @@ _SDK = {"telemetry.sdk.name": SCOPE, "telemetry.sdk.language": "python"}
 _LEFT_OUT = frozenset({"trace_id", "pid", LAUNCH, LAUNCHED_BY, PROCESS_BEGUN})
 _DATA = {Kind.COUNTER: "sum", Kind.UPDOWN: "sum", Kind.GAUGE: "gauge", Kind.HISTOGRAM: "histogram"}
 _CUMULATIVE = 2
+_BEFORE_NS = 1_000_000
+"""Time between a stream's last value and its end: Prometheus' timestamps are in milliseconds."""
 _NO_VALUE = DataPointFlags.DATA_POINT_FLAGS_NO_RECORDED_VALUE_MASK
 
 _CONVENTIONAL = re.compile(r"(exception|hw)\.")
@@ -374,14 +376,20 @@ class _Source:
         self._sampled: dict[tuple[str, tuple[tuple[str, str], ...]], Series] = {}
         self._places: dict[Scope | None, Place] = {None: place}
         self._taken: set[tuple[Scope | None, str, str]] = set()
+        self._up = False
 
     def collect(
         self, points: Iterable[tuple[Series, Value]], samples: Iterable[Sample], at_ns: int, *,
         recent: Shown = NO_EXEMPLARS, up: bool = True,
     ) -> Iterator[Item]:  # fmt: skip
-        """Yield the points of all series that have a value, and end the streams of the others; ``recent``: the exemplars."""
+        """Yield the points of all series that have a value, and end the streams of those that have none any more.
+
+        ``recent``: the rank's exemplars. A gauge of a rank that has just ended gets both points: its last value, which may not
+        have been sent yet, and its end.
+        """
         at_ns = max(at_ns, self._born_ns)  # the wall clock may have been set back
         valued: set[_Stream] = set()
+        has_just_ended, self._up = self._up and not up, up
         for series, value in (*points, *self._as_series(samples)):
             if series not in self._streams:
                 if _is_quiet(series, value):
@@ -393,6 +401,8 @@ class _Source:
             if up or stream.survives:
                 valued.add(stream)
                 yield stream.point(value, self._born_ns, at_ns, exemplars_of(series, recent))
+            elif has_just_ended:
+                yield stream.point(value, self._born_ns, at_ns - _BEFORE_NS, {})
         yield from self.end(at_ns, valued)
 
     def end(self, at_ns: int, valued: Collection[_Stream] = ()) -> Iterator[Item]:
