@@ -3,9 +3,10 @@
 Incarnations are never summed or merged. Of two processes that live at the same time and claim one rank (two scripts started
 with one run id) the older keeps the rank, and the younger gets the first digits of its incarnation behind it for all its life:
 ``rank="0-3f9a12bc"``. After its restart it has other digits, so that no series goes back. One that has taken no step is no
-rank beside another: a helper that only imports torch. A process that starts while its predecessor still dies is served once
-that is over, at once where the launcher counted a restart. The decision depends on the files, so that a restarted exporter
-decides the same.
+rank beside another that trains: a helper that only imports torch. So which of two trainings is the plain rank may change once,
+when the first of them takes a step; an exporter that restarts takes the older of those that have trained, for it knows the
+files alone. A process that starts while its predecessor still dies is served once that is over, at once where the launcher
+counted a restart.
 """
 
 from __future__ import annotations
