@@ -74,4 +74,4 @@ def test_a_rate_that_is_too_high_makes_a_loss_diverge(model: str, optimizer: str
             look.stepped()
 
     observed = observe(train)
-    assert f"The learning rate, {rate:g}, is a suspect." in observed.text("diverged")
+    assert f"The highest learning rate in them was {rate:g}." in observed.text("diverged")

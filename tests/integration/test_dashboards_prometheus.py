@@ -192,14 +192,14 @@ def check_figures(prometheus: PrometheusServer, dashboards: dict[str, dict[str, 
     assert [series.value for series in shown("run", "Ranks up")] == [2]
     assert [series.value for series in shown("run", "Anomalous ranks")] == [2]
     shares = {series.labels["phase"]: series.value for series in shown("run", "Step time by phase")}
-    # the n-th phase of five grows n times as fast as the first
-    assert shares == pytest.approx({phase: number / 15 for number, phase in enumerate(catalog.PHASES, start=1)})
-    # all in one bucket, in which both kinds of histogram interpolate linearly; the phases grow by 15 s a step
+    # the n-th phase of six grows n times as fast as the first
+    assert shares == pytest.approx({phase: number / 21 for number, phase in enumerate(catalog.PHASES, start=1)})
+    # all in one bucket, in which both kinds of histogram interpolate linearly; the phases grow by 21 s a step
     typical = catalog.SECONDS_BOUNDS[len(catalog.SECONDS_BOUNDS) // 2]
     for number, quantile in enumerate((0.5, 0.99) if recorded else ()):
         (series,) = shown("run", "Step duration", number)
         assert series.value == pytest.approx(typical * (1 + quantile) / 2, rel=1e-3)
-    assert shown("run", "Step duration", 2)[0].value == pytest.approx(15.0, rel=1e-3)
+    assert shown("run", "Step duration", 2)[0].value == pytest.approx(21.0, rel=1e-3)
     # both ranks do the same, at two targets or one
     assert [series.value for series in shown("ranks", "Stragglers across nodes")] == pytest.approx([1.0, 1.0])
     assert sorted(series.labels["row"] for series in shown("ranks", "Own step time by rank")) == ["00000", "00001"]

@@ -51,17 +51,6 @@ def test_weights_changed_on_one_rank(start: Any, flight_dir: Path, step: str) ->
     assert "in step 32 the weights of ranks 0 and 1 are not the same (in step 16 they were)" in observed.text("weights_differ")
 
 
-def test_a_learning_rate_of_its_own(start: Any, flight_dir: Path) -> None:
-    """As by a scheduler that looks at each rank's own validation loss; both rates are told."""
-    script = _SCRIPT.format(
-        optimizer="AdamW(model.parameters(), lr=0.001)", fault="optimizer.param_groups[0]['lr'] = 0.05", step=_PLAIN
-    )
-    train(start, flight_dir, "-c", script)
-    text = read(flight_dir).text("weights_differ")
-    assert "learning rates differed in step 20" in text
-    assert "0.001 on rank 0 and 0.05 on rank 1" in text
-
-
 def test_ranks_that_train_one_model(start: Any, flight_dir: Path) -> None:
     """Each with data of its own: nothing is said, and what is compared was written down."""
     train(start, flight_dir, "-c", _SCRIPT.format(optimizer="AdamW(model.parameters(), lr=0.01)", fault="pass", step=_PLAIN))

@@ -112,5 +112,5 @@ def test_a_launcher_that_fails_behind_its_ranks_is_told_of(tmp_path: Path, fligh
     assert "2 ranks" in told.stdout
     assert "Rank 0 finished in order after step 3" in told.stdout
     assert "- The process that started the ranks ended by RuntimeError" in told.stdout
-    assert "- Trouble. Finished: 2 ranks" in told.stdout
+    assert "Trouble. Finished: 2 ranks" in told.stdout
     assert "earlier attempt" not in told.stdout

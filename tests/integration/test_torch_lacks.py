@@ -73,6 +73,7 @@ NEEDED_BY_TORCH = frozenset(
         *("_world", "_in_order", "_get_root_mesh", "_compiled_call_impl", "_forward_cls", "_input_metadata", "_get_fsdp_state"),
         "_unsharded_param",  # asked for by getattr with a default
         *("_opt_called", "_schedulers", "_fsdp_param_groups", "_popen"),  # schedulers, fully_shard, a process
+        *("_global_forward_pre_hooks", "_get_tracing_state"),  # of every call of a module
     }
 )
 """Set on its own objects by the torch that uses them: a hook that misses one is a hook that raises (tests/faults)"""

@@ -74,7 +74,7 @@ def test_steps_that_are_compiled_again_and_again_have_become_slow() -> None:
     """Compilation is no part of a step's duration; the run is slower by it all the same."""
     history = [*steps(600), *(step(n, duration_s=0.1, phase_s={**PHASES, "compile": 0.9}) for n in range(601, 611))]
     assert told(facts(history))["slowdown"] == (
-        "Its last 10 steps (10 s) took 1 s each, usual was 100 ms; 100 % of the difference is compile."
+        "The last 10 steps (10 s) took 1 s each, usual was 100 ms; 100 % of the difference is compile."
     )
 
 

@@ -160,8 +160,10 @@ class StepHook:
         """Call ``listener(optimizer)`` in each step; return what ends that, at once, from any thread.
 
         torch iterates over its hooks while a step runs, and a new one would end that with an error. So another thread than the
-        main one has it registered when the next backward pass begins, which is before the step.
+        main one has it registered when the next backward pass begins, which is before the step. Raise AttributeError, and keep
+        nothing, if this torch has no such hooks.
         """
+        self._registering()
         with self._lock:
             self._subscribers.append(listener)
             if not self._handles and self._waiting is None:
@@ -191,10 +193,13 @@ class StepHook:
         self._handles.append(self._registered(hook))
 
     def _registered(self, hook: Callable[..., Any]) -> RemovableHandle:
+        return self._registering()(hook)
+
+    def _registering(self) -> Callable[[Callable[..., Any]], RemovableHandle]:
         from torch.optim import optimizer  # torch is optional until training begins
 
-        handle: RemovableHandle = getattr(optimizer, self._register)(hook)
-        return handle
+        register: Callable[[Callable[..., Any]], RemovableHandle] = getattr(optimizer, self._register)
+        return register
 
     def _unsubscribe(self, listener: Callable[[Any], object]) -> None:
         with self._lock:

@@ -178,7 +178,10 @@ def copied(
     """
     bound = _bound(loss_fn)
     with _without_graphs([model, *bound]):
-        model, optimizer, loss = deepcopy((model, optimizer, loss_fn if bound else None))
+        buffers = [buffer for module in (model, *bound) for buffer in module.buffers()]
+        # deepcopy of torch copies none of these (CSR, nested)
+        odd = {id(x): x.detach().clone() for x in buffers if x.layout is not torch.strided or x.is_nested}
+        model, optimizer, loss = deepcopy((model, optimizer, loss_fn if bound else None), odd)
     return model, optimizer, loss if bound else loss_fn
 
 
