@@ -179,8 +179,8 @@ def test_weights_that_finite_gradients_have_spoiled_are_blamed_on_nothing(make: 
     (told,) = observed.events(catalog.EVENT_NONFINITE_ORIGIN)
     assert (told.attributes["origin"], told.step) == ("unknown", 2)
     text = observed.text("nonfinite_origin")
-    assert text.startswith("The parameter 0.weight and ")
-    assert text.endswith(" held the NaN or infinity of step 2 already; what made it so was not seen.")
+    assert text.startswith("The parameters 0.weight and ")
+    assert text.endswith(" held the NaN or infinity of step 2 already; what made them so was not seen.")
 
 
 class Players:

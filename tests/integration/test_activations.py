@@ -478,4 +478,4 @@ def test_inspect_says_what_was_not_looked_at(extreme: Extreme) -> None:
     assert writer is not None
     (report,), _ = load_reports([Path(writer.path)])
     found = {one.kind: one.long for one in numerics(report)}
-    assert found["activations_unread"].startswith("3 layers put out what is not measured")
+    assert "The outputs of 3 layers are not measured" in found["activations_unread"]

@@ -28,7 +28,7 @@ ORIGINS: list[tuple[dict[str, str], str]] = [
         {"origin": "unknown", **REGION},
         "The NaN or infinity of step 7 appeared inside compiled region blocks.3 (train.py:9). Run `debug.trace_nan(",
     ),
-    ({"origin": "backward", "operator": "checkpoint_function"}, "inside the backward pass of checkpointed region. Run"),
+    ({"origin": "backward", "operator": "checkpoint_function"}, "inside the backward pass of a checkpointed region. Run"),
     (
         {
             "origin": "unknown",
@@ -41,7 +41,7 @@ ORIGINS: list[tuple[dict[str, str], str]] = [
     ),
     (
         {"origin": "unknown", "parameter": "0.weight", "note": "and 5 more"},
-        "The parameter 0.weight and 5 more held the NaN or infinity of step 7 already; what made it so was not seen.",
+        "The parameters 0.weight and 5 more held the NaN or infinity of step 7 already; what made them so was not seen.",
     ),
     ({"origin": "backward", "operator": "sqrt"}, "born in the derivative of sqrt, outside of any module. That derivative is"),
     ({"origin": "input", "operator": "addmm", "parameter": "x"}, "step 7 came with the input x; it went into addmm."),

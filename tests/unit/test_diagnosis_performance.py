@@ -57,7 +57,7 @@ def test_what_is_lost_since_the_last_checkpoint_is_told() -> None:
     text = "The last checkpoint was complete 2.95 s before the end: 30 steps must be done again."
     assert told(saved)["checkpoint_age"] == text
     late = facts(steps(100), values={catalog.CHECKPOINT_TIMESTAMP: START_S + 10.0377})
-    assert told(late)["checkpoint_age"] == "The last checkpoint was complete at the end: no step must be done again."
+    assert told(late)["checkpoint_age"] == "The last checkpoint was complete at the end: nothing has to be done again."
     assert "checkpoint_age" not in told(facts(steps(100), last_s=START_S + 600))
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING
+
+import pytest
 
 from torchobs import catalog
-from torchobs.catalog.findings import KINDS, Finding, Kind, fields, sentence
-
-if TYPE_CHECKING:
-    import pytest
+from torchobs.catalog.findings import KINDS, RECOMPILE_REMEDIES, Finding, Kind, as_subject, fields, origin_of, sentence
 
 GOLDEN = Path(__file__).parent / "golden" / "findings.txt"
 SAMPLE: dict[str, object] = {
@@ -49,15 +47,25 @@ SAMPLE: dict[str, object] = {
     "since": 400, "highest": 1e-3, "streak": 40, "skipped": 40, "scale": 0.5, "device_type": "xla", "changes": 3,
     "optimizer": "AdamW", "backward_passes": 64, "parameters": ["head.weight", "head.bias"], "parameters_affected": 2,
     "scheduler": "StepLR", "units_dead": 60, "units": 64, "kind": "loss_spike", "compiled": 3, "evidence": "r0-12.layers",
-    "modules": ["decoder, 30 GiB"], "function": "get_batch",
+    "modules": ["decoder, 30 GiB"], "function": "get_batch", "holder": "The parameter fc.weight",
 }  # fmt: skip
+SAMPLE_OF: dict[str, dict[str, object]] = {
+    "past_anomalies": {"what": "2 loss spikes"},
+    "gradient_vanishing": {"value": 1e-12},
+    "nonfinite_origin_overflow": {"note": "and 5 more"},
+    "recompile_storm": {"remedy": RECOMPILE_REMEDIES["shape"]},
+    "tiny_learning_rate": {"rate": 1e-9},
+    "memory_leak": {"line": None, "native": False},
+}
+"""What the sample would say oddly"""
 
 
 def words(kind: Kind) -> list[str]:
     """The sentences of a kind with every value, and with those alone that it cannot do without."""
-    bare = {name: value for name, value in SAMPLE.items() if name in fields(kind.short) | fields(kind.long)}
+    full = SAMPLE | ({"where": "rank 1"} if "on {where}" in kind.short else {}) | SAMPLE_OF.get(kind.name, {})
+    bare = {name: value for name, value in full.items() if name in fields(kind.short) | fields(kind.long)}
     templates = dict.fromkeys(filter(None, (kind.short, kind.long)))
-    return list(dict.fromkeys(sentence(template, values) for template in templates for values in (SAMPLE, bare)))
+    return list(dict.fromkeys(sentence(template, values) for template in templates for values in (full, bare)))
 
 
 def test_the_words_of_all_findings(pytestconfig: pytest.Config) -> None:
@@ -110,3 +118,36 @@ def test_a_part_is_left_out_where_a_value_is_absent() -> None:
         sentence("{n:layer} {n:learns|learn}", {"n": 1}) + sentence(", {n:layer}", {"n": 2000})
         == "1 layer learns, 2,000 layers"
     )
+
+
+def test_a_parameter_without_a_name_is_a_noun() -> None:
+    """Alone and with others, wherever it stands."""
+    several = {"origin": "unknown", "parameter": "unnamed", "note": "and 1 more"}
+    assert origin_of(several).short == "A parameter of no module and 1 more hold NaN or infinity."
+    assert origin_of({"origin": "parameter", "parameter": "unnamed"}).short == "A parameter of no module holds NaN or infinity."
+    assert origin_of(several | {"parameter": "fc.weight"}).short == "The parameters fc.weight and 1 more hold NaN or infinity."
+    assert as_subject("unnamed") == "A parameter of no module"
+    overflow = origin_of(several | {"origin": "overflow"})
+    assert "float16, in a parameter of no module: scale" in overflow.short
+    assert "float16, in a parameter of no module and 1 more: the" in overflow.long
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "said"),
+    [
+        ("nonfinite_origin_region", {"region": "compiled region"}, "appeared inside a compiled region. Run"),
+        ("unmoved_layers_no_gradient", {"layers_affected": 1, "layers_total": 2}, "no gradient for it."),
+        ("slowdown", {"steps": 1, "one": True, "now": 3.0, "usual": 0.1}, "The last step took 3 s, usual was 100 ms;"),
+        ("never_stepped", {"backward_passes": 1}, "1 backward pass, and no step"),
+        ("dead_units", {"units_dead": 1, "units": 4, "layer": "fc", "steps": 9}, "1 of 4 units of fc gives zero"),
+        ("gpu_lost", {"hw.id": "0", "reason": "was it 'a?.b'"}, "'a?.b'."),
+    ],
+)
+def test_the_words_for_one(kind: str, values: dict[str, object], said: str) -> None:
+    """They agree with the number, and what a value says stays as it is."""
+    assert said in Finding(kind, "", None, values).long
+
+
+def test_a_remedy_says_what_to_do() -> None:
+    """It goes on after "To avoid it,"."""
+    assert {remedy.split()[0] for remedy in RECOMPILE_REMEDIES.values()} == {"mark", "give", "call", "pass", "see"}

@@ -29,8 +29,8 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
 }  # fmt: skip
 ORIGIN = "nonfinite_origin"
 """The kinds on where a NaN or an infinity was born begin so"""
-_UNNAMED = "unnamed"
-"""A parameter that neither a module nor a variable holds (``probes.nonfinite.origin.UNNAMED``)"""
+_UNNAMED, _NAMELESS = "unnamed", "a parameter of no module"
+"""A parameter that neither a module nor a variable holds (``probes.nonfinite.origin.UNNAMED``), and what is said of it"""
 _CONDITION = re.compile(r"(\w+)([?!])")
 
 
@@ -97,8 +97,7 @@ def finding(kind: str, *, rank: str = "", step: int | None = None, **values: obj
 def sentence(template: str, values: Mapping[str, object]) -> str:
     """Fill a template in; a value that is ``None`` or empty is absent."""
     parts = re.split(r"[\[\]]", template)
-    filled = "".join(_filled(part, values, optional=index % 2 == 1) for index, part in enumerate(parts))
-    return filled.replace("?.", "?")
+    return "".join(_filled(part, values, optional=index % 2 == 1) for index, part in enumerate(parts))
 
 
 def fields(template: str) -> set[str]:
@@ -214,8 +213,8 @@ RECOMPILE_REMEDIES = {
     "tensor": "give it tensors of one dtype, device, layout and requires_grad",
     "global_state": "call it under one grad mode, autocast and default dtype, or compile one function for each",
     "type": "give it arguments of one type: None in place of a tensor, or another class, is a new graph",
-    "value": "what it reads is compiled in as a constant: pass a tensor, or keep what changes out of the function",
-    "other": "TORCH_LOGS=recompiles has the guards",
+    "value": "pass a tensor, or keep what changes out of the function: what it reads is compiled in",
+    "other": "see the guards by TORCH_LOGS=recompiles",
 }
 """What to do about guards that keep failing, by ``catalog.COMPILE_GUARDS``"""
 INFINITE_DERIVATIVES = {
@@ -323,8 +322,9 @@ held_up info
     short: Step {step:,} took {took:s}, where {usual:s} is usual.
     long: Step {step:,} took {took:s}, where {usual:s} was usual, most of it in the phase {phase}[; so did {more:more step}].
 slowdown warning alert=TorchobsSlowdown
-    short: The last steps take {now:s} each, usual is {usual:s}.
-    long: The last {steps:step} ({took:s}) took {now:s} each, usual was {usual:s}; {share:%} of the difference is {phase}.
+    short: The last [one?step took][one!steps take] {now:s}[one! each], usual is {usual:s}.
+    long: The last [one!{steps:,} ]{steps:step|steps}[one! ({took:s})] took {now:s}[one! each], usual was {usual:s}; {share:%}
+      of the difference is {phase}.
 data warning alert=TorchobsDataStarvation
     short: Training [up?waits][up!waited] for its data[ on {where}][: {share:%} of the time of its steps].
     long: Training [up?waits][up!waited] for its data[: {share:%} of the time of its steps].[ Most of it was one wait of
@@ -335,8 +335,8 @@ between info
     long: Between steps {share:%}[ on {where}]: {function}, {location}.
 checkpoint_age info
     short: The last checkpoint was complete[ {age:s} before the end][age! at the end].
-    long: The last checkpoint was complete[ {age:s} before the end][age! at the end]: [{lost:step}][more? or more][lost!no step]
-      must be done again.
+    long: The last checkpoint was complete[ {age:s} before the end][age! at the end]: [{lost:step}][more? or more][lost?
+      must be done again][lost!nothing has to be done again].
 checkpoint_failed error alert=TorchobsCheckpointFailed
     short: Checkpoints cannot be saved.
     long: {saves:checkpoint} could not be saved[ ({why})], and none was since.[ The last one that was is of step
@@ -461,13 +461,13 @@ past_anomalies info
 nonfinite_parameters error source=torchobs.nonfinite.rest
     short: {parameter} holds NaN or infinity[ on {where}], and was not found to be finite since.
 nonfinite_origin_input error source=torchobs.nonfinite.origin key=input
-    short: The input {parameter} holds NaN or infinity[, in sample {sample:,}].
+    short: The input[ {parameter}] holds NaN or infinity[, in sample {sample:,}].
     long: The NaN or infinity[ of step {step:,}] came with the input[ {parameter}][, in sample {sample:,}]; it went into
       {operator}[ in {module}][ ({location})].[ It is past: the last {healthy:,} steps were healthy.]
 nonfinite_origin_parameter error source=torchobs.nonfinite.origin key=parameter
-    short: The parameter {parameter} holds NaN or infinity.
-    long: The parameter {parameter} held the NaN or infinity[ of step {step:,}] already; what made it so was not seen.[ It is
-      past: the last {healthy:,} steps were healthy.]
+    short: {holder} [several?hold][several!holds] NaN or infinity.
+    long: {holder} held the NaN or infinity[ of step {step:,}] already; what made [several?them][several!it] so was not seen.[
+      It is past: the last {healthy:,} steps were healthy.]
 nonfinite_origin_operator error source=torchobs.nonfinite.origin key=operator
     short: {operator}[ in {module}][ ({location})] makes NaN or infinity.
     long: The NaN or infinity[ of step {step:,}] was born in {operator}[ in {module}][module!, outside of any module][
@@ -483,8 +483,8 @@ nonfinite_origin_overflow error source=torchobs.nonfinite.origin key=overflow
       the largest number there is 65,504, and no loss scaler was used. Scale the loss (torch.amp.GradScaler, with weights in
       float32), or train in bfloat16.[ It is past: the last {healthy:,} steps were healthy.]
 nonfinite_origin_region error
-    short: NaN or infinity appears inside {region}[ {module}][ ({location})]: run `debug.trace_nan(model, batch)`.
-    long: The NaN or infinity[ of step {step:,}] appeared inside [backward?the backward pass of ]{region}[ {module}][
+    short: NaN or infinity appears inside [module!a ]{region}[ {module}][ ({location})]: run `debug.trace_nan(model, batch)`.
+    long: The NaN or infinity[ of step {step:,}] appeared inside [backward?the backward pass of ][module!a ]{region}[ {module}][
       ({location})][note? or a later one]. Run `debug.trace_nan(model, batch)`.[ It is past: the last {healthy:,} steps were
       healthy.]
 nonfinite_origin_unknown error source=torchobs.nonfinite.origin key=unknown
@@ -492,12 +492,12 @@ nonfinite_origin_unknown error source=torchobs.nonfinite.origin key=unknown
     long: Where the NaN or infinity[ of step {step:,}] began was not found[: it passed {operator}][ in {module}][
       ({location})][; {note}].[ It is past: the last {healthy:,} steps were healthy.]
 zero_learning_rate warning
-    short: The learning rate is 0[all? in all steps][ from step {since:,}][before? or before][all! on].
-    long: The learning rate was 0[all? in all steps][ from step {since:,}][before? or before][all! on]: {steps:step} changed
+    short: The learning rate is 0[all? in all steps][ from step {since:,}][before? or before][since? on].
+    long: The learning rate was 0[all? in all steps][ from step {since:,}][before? or before][since? on]: {steps:step} changed
       nothing.
 tiny_learning_rate warning
-    short: The learning rate is below {rate:n}[ from step {since:,}][before? or before][all! on], after {highest:n}.
-    long: The learning rate was below {rate:n}[ from step {since:,}][before? or before][all! on], after {highest:n}:
+    short: The learning rate is below {rate:n}[ from step {since:,}][before? or before][since? on], after {highest:n}.
+    long: The learning rate was below {rate:n}[ from step {since:,}][before? or before][since? on], after {highest:n}:
       {steps:step} changed next to nothing.
 amp_skips warning alert=TorchobsLossScaleStuck
     short: The loss scaler [up?skips][up!skipped] every step[ on {where}]: nothing [up?is][up!was] learned.
@@ -526,7 +526,8 @@ evaluation_mode warning source=torchobs.loop.mistake key=evaluation_mode
     short: It trains in evaluation mode, without dropout and with batch normalisation as it was: call model.train() after each
       evaluation.
 never_stepped warning source=torchobs.loop.mistake key=never_stepped
-    short: optimizer.step() is missing: [{backward_passes:,} backward passes, and ]no step of the optimizer[ ({optimizer})].
+    short: optimizer.step() is missing: [{backward_passes:,} backward {backward_passes:pass|passes}, and ]no step of the
+      optimizer[ ({optimizer})].
 losses_kept warning source=torchobs.loop.mistake key=losses_kept
     short: Losses, or outputs, are kept with their graphs (losses.append(loss), total += loss), and memory grows with each step:
       keep loss.item() or loss.detach().
@@ -538,15 +539,15 @@ clipped_late warning source=torchobs.loop.mistake key=clipped_late
 left_out warning source=torchobs.loop.left_out
     short: {parameters_affected:parameter} ({parameters:named}) {parameters_affected:gets|get} gradients and
       {parameters_affected:is|are} in no optimizer that steps: nothing is learned there.[ {optimizer} has them and has not
-      stepped by step {step:,}: is its step() missing?]
+      stepped by step {step:,}.]
 scheduler_before_optimizer warning source=torchobs.scheduler.misused key=before_optimizer
     short: A learning-rate scheduler[ ({scheduler})] is stepped before its optimizer's first step, and its first rate is never
       used: call optimizer.step() first.
 scheduler_never_stepped warning source=torchobs.scheduler.misused key=never_stepped
     short: A learning-rate scheduler[ ({scheduler})] is never stepped: the learning rate does not follow it.
 scheduler_idle_optimizer warning source=torchobs.scheduler.misused key=idle_optimizer
-    short: A learning-rate scheduler[ ({scheduler})] is stepped whose optimizer is not: another optimizer trains, and its
-      learning rate stays.
+    short: A learning-rate scheduler[ ({scheduler})] is stepped, and its optimizer is not: another optimizer trains, whose
+      learning rate stays as it is.
 == layers ==
 unmoved_layers warning alert=TorchobsGradientVanishing source=torchobs.grad.unmoved_layers
     short: {unmoved:layer} {unmoved:learns|learn} nothing.
@@ -566,19 +567,19 @@ unmoved_layers_dead_units warning source=torchobs.grad.unmoved key=dead_units
       units before it are dead.
 unmoved_layers_no_gradient warning source=torchobs.grad.unmoved key=no_gradient
     short: {layers_affected:,} of {layers_total:layer} {layers_affected:learns|learn} nothing: the optimizer gets no gradient
-      for them.
+      for {layers_affected:it|them}.
     long: {layers_affected:,} of {layers_total:layer} ({layers:named}) learned nothing: from step {step:,} on the optimizer gets
-      no gradient for them. The loss is cut off from the model (detach, item, no_grad, a new tensor of its value), or
-      zero_grad() comes after backward(), or backward() is not called, or the model was copied or replaced after the optimizer
-      was made.
+      no gradient for {layers_affected:it|them}. The loss is cut off from the model (detach, item, no_grad, a new tensor of its
+      value), or zero_grad() comes after backward(), or backward() is not called, or the model was copied or replaced after the
+      optimizer was made.
 unused_layers info source=torchobs.grad.unmoved key=unused
     short: {layers_affected:layer} of the optimizer {layers_affected:has|have} had no gradient by step {step:,}
       ({layers:named}).
 dead_units warning source=torchobs.dead_units
-    short: {units_dead:,} of {units:,} units of {layer} give zero for every sample of {steps:step}, and learn nothing[; so do
-      units of {more:other layer}].
+    short: {units_dead:,} of {units:,} units of {layer} {units_dead:gives|give} zero for every sample of {steps:step}, and
+      {units_dead:learns|learn} nothing[; so do units of {more:other layer}].
 activations_unread info source=torchobs.activations
-    short: {compiled:layer} {compiled:puts|put} out what is not measured: torch.compile has compiled {compiled:it|them}.
+    short: The outputs of {compiled:layer} are not measured: torch.compile has compiled {compiled:it|them}.
 """
 """The kinds by section: name, severity, alert, what makes it; and its words, with continuation lines further in."""
 
@@ -608,6 +609,11 @@ def _read(table: str) -> Iterator[Kind]:
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _read(_TABLE)}
 
 
+def as_subject(parameter: str) -> str:
+    """Return a parameter's name, or what is said in its place, for the beginning of a sentence."""
+    return text.capital(_NAMELESS) if parameter == _UNNAMED else parameter
+
+
 def origin_of(attributes: Mapping[str, object], step: int | None = None) -> Finding:
     """Return the finding on where a NaN or an infinity was born, by the attributes of its event."""
     values = {one.name: attributes.get(one.name) for one in EVENT_BY_NAME["torchobs.nonfinite.origin"].attributes}
@@ -620,8 +626,10 @@ def origin_of(attributes: Mapping[str, object], step: int | None = None) -> Find
         values["infinite"] = next((where for where, names in INFINITE_DERIVATIVES.items() if operator in names), None)
     elif origin == "unknown" and not operator and values["parameter"]:
         origin = "parameter"
-        values["parameter"] = f"{values['parameter']} {values['note'] or ''}".rstrip()
-    if values.get("parameter") == _UNNAMED:
-        values["parameter"] = "of no module"
+    name, more = values["parameter"], values["note"] if origin == "parameter" else None
+    if name:
+        values["parameter"] = _NAMELESS if name == _UNNAMED else name
+        noun = text.capital(_NAMELESS) if name == _UNNAMED else f"The {'parameters' if more else 'parameter'} {name}"
+        values |= {"holder": f"{noun} {more}" if more else noun, "several": bool(more)}
     kind = f"{ORIGIN}_{origin}"
     return Finding(kind if kind in KINDS else f"{ORIGIN}_unknown", "", step, values)

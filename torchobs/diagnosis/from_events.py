@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from torchobs import catalog
-from torchobs.catalog.findings import KINDS, ORIGIN, RECOMPILE_REMEDIES, Finding, Kind, fields, origin_of
+from torchobs.catalog.findings import KINDS, ORIGIN, RECOMPILE_REMEDIES, Finding, Kind, as_subject, fields, origin_of
 from torchobs.diagnosis.rank_report import Fact, RankReport
 
 SPOILED = "nonfinite_parameters"
@@ -55,7 +55,7 @@ def from_events(events: Iterable[Fact], known: Mapping[str, Finding] = NOTHING) 
         elif event.name == catalog.EVENT_NONFINITE_REST.name:
             found.pop(SPOILED, None)
             if event.count("parameters_affected"):
-                found[SPOILED] = Finding(SPOILED, "", event.step, {"parameter": event.text("parameter", 120)})
+                found[SPOILED] = Finding(SPOILED, "", event.step, {"parameter": as_subject(event.text("parameter", 120))})
     return found
 
 
@@ -106,7 +106,7 @@ def _add_origin(found: dict[str, Finding], event: Fact) -> None:
     origin, operator = event.text("origin"), event.text("operator", 80)
     is_consequence = origin in _IN_PARAMETERS or (origin == "unknown" and not operator)
     if is_consequence or (origin == "backward" and not operator):
-        found[SPOILED] = Finding(SPOILED, "", event.step, {"parameter": event.text("parameter", 120)})
+        found[SPOILED] = Finding(SPOILED, "", event.step, {"parameter": as_subject(event.text("parameter", 120))})
     if ORIGIN not in found or not is_consequence:
         born = origin_of(event.attributes, event.step)
         if _suffice(KINDS[born.kind], born.values):

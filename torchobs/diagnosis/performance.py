@@ -82,7 +82,8 @@ def _slowed(report: RankReport) -> Iterator[Finding]:
     usual_s, now_s = (fmean(map(_took_s, steps)) for steps in (earlier, late))
     phase, excess_s = _grown_phase(earlier, late)
     took, share = sum(map(_took_s, late)), min(1.0, excess_s / (now_s - usual_s))
-    yield finding("slowdown", steps=len(late), took=took, now=now_s, usual=usual_s, share=share, phase=phase)
+    one = len(late) == 1
+    yield finding("slowdown", steps=len(late), one=one, took=took, now=now_s, usual=usual_s, share=share, phase=phase)
 
 
 def _took_s(step: Step) -> float:
