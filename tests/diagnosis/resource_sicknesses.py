@@ -46,7 +46,9 @@ def slowdown(setup: Setup, chance: random.Random) -> Verdict:
     text = observed.text("slowdown")
     last = observed.reports[0].last_step
     began = last + 1 - int(text.split(" steps")[0].rsplit(" ", 1)[1].replace(",", "")) if text else None
-    return Verdict("slowdown" in observed.kinds(), phase in text, None, f"{phase} {at} {began} {text} {notes(observed)}")
+    # a single step without a fetch has no forward phase: what lies before its backward pass is called between
+    named = phase in text or (phase == "forward" and "is between" in text)
+    return Verdict("slowdown" in observed.kinds(), named, None, f"{phase} {at} {began} {text} {notes(observed)}")
 
 
 class _Slow(torch.utils.data.Dataset[torch.Tensor]):

@@ -51,12 +51,15 @@ def test_a_storm_and_a_graph_break_are_told_with_place_and_cause(
     command = [sys.executable, "-m", "torchobs", "run", "--no-exporter", str(script)]
     ran = fork_server.run(command, env=environ, capture_output=True, text=True, check=True)
     assert f"torch.compile compiled {script}:11 again and again (4 times in ten minutes)" in ran.stderr
-    assert "Remedy: " in ran.stderr
+    assert " To avoid it, " in ran.stderr
     assert inspect.main([str(flight_dir), "--json"]) == 0
     (rank,) = json.loads(capsys.readouterr().out)["ranks"]
     said = [finding["text"] for finding in rank["findings"]]
-    storm = f"torch.compile compiled {script}:11 again and again (7 times): its guard on value failed, self.calls == …."
-    assert storm in said
-    for begin in (f"torch.compile gave {script}:1", f"torch.compile had to end a graph at {script}:13 ("):
-        assert any(text.startswith(begin) for text in said)
+    begins = (
+        f"torch.compile compiled {script}:13 again and again (4 times in ten minutes): its guard on value failed, self.calls == ….",
+        f"torch.compile has given {script}:1",
+        f"torch.compile ends a graph at {script}:13 (",
+    )
+    for begin in begins:
+        assert any(text.startswith(begin) for text in said), said
     assert rank["compile"]["failures"]["recompile_limit"] >= 1
