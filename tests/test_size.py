@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CEILINGS = {"torchobs": (64_780, 285), "tests": (66_790, 362)}
+CEILINGS = {"torchobs": (64_790, 285), "tests": (66_800, 362)}
 """Lines of Python and files, by folder"""
 
 

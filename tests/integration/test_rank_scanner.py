@@ -102,6 +102,25 @@ def test_the_first_process_of_a_container_ends_by_sigterm_while_it_still_runs(
     assert states(look(140.0)) == {"0": "failed"}
 
 
+def test_a_first_process_killed_in_the_grace_is_not_alive_until_its_heartbeat_is_old(
+    start: Callable[..., subprocess.Popen[str]], look: Look, rank: Callable[..., File]
+) -> None:
+    """A scrape may come in the two seconds between its kill and that of the sidecar: the last word is the SIGTERM."""
+    file = rank(pid=1)
+    file.release()
+    holder = start(sys.executable, "-c", _HOLDER, str(file.lock_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    file.lock_path.write_text("Stack (most recent call first)\n")
+    os.utime(file.lock_path, ns=(BORN_WALL_NS + S, BORN_WALL_NS + S))
+    file.step(1, 45.9)
+    look(45.9, file)
+    holder.communicate()
+    for seconds in (46.1, 60.0):
+        (seen,) = look(seconds).ranks
+        assert (seen.state, seen.reason, seen.up) == ("failed", "terminated", False)
+
+
 def test_a_living_rank_is_served_up_to_its_last_step(look: Look, rank: Callable[..., File]) -> None:
     """Steps that nobody has folded yet are counted, and the age of the last one is exact."""
     file = rank()

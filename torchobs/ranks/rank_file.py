@@ -229,7 +229,9 @@ class RankFile:
         was_up = self.up
         may_have_mark = not self.lock_held or self.header.pid == 1
         self._terminated_s = endings.terminated_at(directory_fd, lock_name(self.name)) if may_have_mark else None
-        self._ends = self.lock_held and self._terminated_s is not None and now.wall_ns / 1e9 - self._terminated_s <= grace_s
+        terminated_age_s = self.terminated_age_s(now)
+        # killed in the grace, too: a lock that has just become free says alive until its heartbeat is old
+        self._ends = self.header.pid == 1 and terminated_age_s is not None and terminated_age_s <= grace_s
         self._fatal = None if self.lock_held else endings.crash_signal(directory_fd, lock_name(self.name))
         try:
             self._read(now)
@@ -344,8 +346,10 @@ class RankFile:
             return replace(view, live=replace(live, exit_reason=Exit.CRASHED, exit_code=128 + self._fatal))
         if self._terminated_s is None or live.exit_reason is not None:
             return view
+        if self._ends:
+            return replace(view, live=replace(live, exit_reason=Exit.TERMINATED, exit_code=143))
         if self.lock_held:
-            return replace(view, live=replace(live, exit_reason=Exit.TERMINATED, exit_code=143)) if self._ends else view
+            return view
         last_s = self.header.wall_s(live.heartbeat_ns or self.header.monotonic_ns)
         lived_on_s = last_s - self._terminated_s
         survives = lived_on_s > state.FADED_AFTER_S >= beat_age_s  # its lock is free because the program has closed it
