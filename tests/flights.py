@@ -12,7 +12,7 @@ from torchobs.flight.files.location import FlightDirectory, open_place
 from torchobs.flight.format.layout import MIN_SIZE, RECORD_SIZE, Extent, Header, Region, encode_header
 from torchobs.flight.format.step_record import PLAIN_CODES, RecordKind, StepFlag, StepRecord, pack, unpack
 from torchobs.flight.metrics import fold
-from torchobs.flight.metrics.totals import WORDS, Totals, Word, core_series
+from torchobs.flight.metrics.totals import WORDS, Totals, core_series
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.reader import Distribution
 from torchobs.flight.writer.storage import Storage
@@ -210,8 +210,3 @@ def _fold_values(state: Totals) -> Values:
             value = state.floats[word]
         found[metric.name, tuple(sorted(attributes.items()))] = value
     return found
-
-
-def folded_upto(state: Totals) -> int:
-    """The number of the last record in it."""
-    return state.ints[Word.FOLDED_UPTO]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CEILINGS = {"torchobs": (64_790, 285), "tests": (66_800, 362)}
+CEILINGS = {"torchobs": (64_768, 285), "tests": (66_794, 362)}
 """Lines of Python and files, by folder"""
 
 

@@ -80,18 +80,24 @@ _HOLDER = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.
 """Holds the lock of a file: a process cannot read its own lock file without dropping the lock"""
 
 
-@pytest.mark.parametrize("pid", [1, 4321])
-def test_the_first_process_of_a_container_ends_by_sigterm_while_it_still_runs(
-    start: Callable[..., subprocess.Popen[str]], look: Look, rank: Callable[..., File], pid: int
-) -> None:
-    """It is killed once the pod's grace is over, without another word; one that lives on had its SIGTERM from somebody else."""
-    file = rank(pid=pid)
+def terminated(start: Callable[..., subprocess.Popen[str]], file: File) -> subprocess.Popen[str]:
+    """Leave the mark of a SIGTERM a second after the rank's birth; return the process that holds its lock."""
     file.release()
     holder = start(sys.executable, "-c", _HOLDER, str(file.lock_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None
     holder.stdout.readline()
     file.lock_path.write_text("Stack (most recent call first)\n")
     os.utime(file.lock_path, ns=(BORN_WALL_NS + S, BORN_WALL_NS + S))
+    return holder
+
+
+@pytest.mark.parametrize("pid", [1, 4321])
+def test_the_first_process_of_a_container_ends_by_sigterm_while_it_still_runs(
+    start: Callable[..., subprocess.Popen[str]], look: Look, rank: Callable[..., File], pid: int
+) -> None:
+    """It is killed once the pod's grace is over, without another word; one that lives on had its SIGTERM from somebody else."""
+    file = rank(pid=pid)
+    holder = terminated(start, file)
     for number, seconds in enumerate((2.0, 125.0, 127.0), start=1):
         file.step(number, seconds - 0.1)
         (seen,) = look(seconds, file).ranks
@@ -107,12 +113,7 @@ def test_a_first_process_killed_in_the_grace_is_not_alive_until_its_heartbeat_is
 ) -> None:
     """A scrape may come in the two seconds between its kill and that of the sidecar: the last word is the SIGTERM."""
     file = rank(pid=1)
-    file.release()
-    holder = start(sys.executable, "-c", _HOLDER, str(file.lock_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert holder.stdout is not None
-    holder.stdout.readline()
-    file.lock_path.write_text("Stack (most recent call first)\n")
-    os.utime(file.lock_path, ns=(BORN_WALL_NS + S, BORN_WALL_NS + S))
+    holder = terminated(start, file)
     file.step(1, 45.9)
     look(45.9, file)
     holder.communicate()

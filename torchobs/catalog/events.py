@@ -203,12 +203,12 @@ EVENT_MEMORY_GROWTH = warning(
 )
 EVENT_MEMORY_LEAK = warning(
     "torchobs.memory.leak",
-    "What grew while memory was leaking: once growth was told, for some ten seconds. Sizes in bytes, the largest first.",
+    "What grew while host memory was leaking: once growth was told, for some ten seconds. Sizes in bytes, the largest first.",
     SPACE,
     Attribute("ended", "why it ended early, if it did", ("complete", "memory")),
     Attribute("seconds", "for which it was watched", unit="s"),
     Attribute("steps", "in which it was watched"),
-    Attribute("grown", "growth of the process, or of the device's blocks in use", unit="By"),
+    Attribute("grown", "growth of the process", unit="By"),
     Attribute("tensor_bytes", "of it, what tensors known to Python take", unit="By"),
     Attribute(
         "lines", "file:line whose living allocations grew: how many more, and their size; of a tensor on the host the object"

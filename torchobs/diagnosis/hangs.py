@@ -43,9 +43,6 @@ _RECENT = re.compile(r"(.{1,200}) #(\d{1,18}) (\w+ at .+)")
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\(most recent call first\):\n((?:  [^\n]*\n?)*)")
 _FRAME = re.compile(r'  File "([^"\n]*)", line ([0-9]+|\?\?\?) in ([^\n]*)')
 _MAIN = re.compile(r"^# Thread 0x([0-9a-f]+) is 'MainThread'$", re.MULTILINE)
-_PROCESS = re.compile(r"^Process (?=[0-9]{1,10}:)", re.MULTILINE)
-_MAIN_OF_PROCESS = re.compile(r'^Thread [^\n]*"MainThread"\n((?:    [^\n]*\n?)*)', re.MULTILINE)
-_FRAME_OF_PROCESS = re.compile(r"^    ([^\n]*) \(([^\n]*:[0-9]+)\)$", re.MULTILINE)
 _STACK = "Stack (most recent call first):\n"
 _MOST = 64
 _LAUNCHER = re.compile(r"/torchobs/(?:cli/|__main__\.py)|/bin/torchobs:|^<frozen runpy>")
