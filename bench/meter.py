@@ -20,9 +20,9 @@ from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import dataloader
 
-from torchobs.probes.gradients.clipping import ClipWatch
-from torchobs.probes.gradients.gradients import GradientProbe
-from torchobs.probes.gradients.layers import UpdateWatch
+from torchobs.probes.clipping import ClipWatch
+from torchobs.probes.gradients import GradientProbe
+from torchobs.probes.layers import UpdateWatch
 from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:

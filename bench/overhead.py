@@ -29,9 +29,9 @@ import torchobs
 from bench.meter import Floor, Meter, empty_hooks
 from bench.workloads import WORKLOADS
 from tests.gate.operations import ROOM, count, over_ceiling
-from torchobs.flight.format.step_record import StepFlag, StepRecord
-from torchobs.flight.reader import reader
-from torchobs.flight.writer.native import compiled
+from torchobs.flight import reader
+from torchobs.flight.native import compiled
+from torchobs.flight.step_record import StepFlag, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

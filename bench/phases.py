@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import torchobs
 from torchobs.catalog import PHASES
-from torchobs.flight.metrics.totals import Word
+from torchobs.flight.totals import Word
 from torchobs.runtime.session import current
 
 WARM_UP_S = 6.0

@@ -26,10 +26,10 @@ from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import ScrapeInput
 from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.text_format import Style
-from torchobs.flight.files import location
-from torchobs.flight.format.layout import DEFAULT_SIZE, MAX_SIZE
-from torchobs.flight.writer.series_table import LAYERS, Cell
-from torchobs.flight.writer.writer import open_writer
+from torchobs.flight import location
+from torchobs.flight.layout import DEFAULT_SIZE, MAX_SIZE
+from torchobs.flight.series_table import LAYERS, Cell
+from torchobs.flight.writer import open_writer
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:

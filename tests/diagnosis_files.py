@@ -10,7 +10,7 @@ from tests.rank_files import BOOT, BORN_NS, BORN_WALL_NS, RESOURCE, S
 from torchobs.catalog import Event, Metric
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step
-from torchobs.flight.format.layout import DEFAULT_SIZE, Header, plan
+from torchobs.flight.layout import DEFAULT_SIZE, Header, plan
 from torchobs.ranks.state import MemoryUse
 
 START_S = BORN_WALL_NS / S

@@ -13,7 +13,7 @@ from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import ScrapeInput
 from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.text_format import END, Style, pieces
-from torchobs.flight.format.series import Scope
+from torchobs.flight.series import Scope
 from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.snapshot import EMPTY
 

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from torchobs import catalog
-from torchobs.flight.files.create import new_header
-from torchobs.flight.files.location import FlightDirectory, open_place
-from torchobs.flight.format.layout import MIN_SIZE, RECORD_SIZE, Extent, Header, Region, encode_header
-from torchobs.flight.format.step_record import PLAIN_CODES, RecordKind, StepFlag, StepRecord, pack, unpack
-from torchobs.flight.metrics import fold
-from torchobs.flight.metrics.totals import WORDS, Totals, core_series
-from torchobs.flight.reader import reader
-from torchobs.flight.reader.reader import Distribution
-from torchobs.flight.writer.storage import Storage
-from torchobs.flight.writer.writer import FlightWriter
+from torchobs.flight import fold, reader
+from torchobs.flight.create import new_header
+from torchobs.flight.layout import MIN_SIZE, RECORD_SIZE, Extent, Header, Region, encode_header
+from torchobs.flight.location import FlightDirectory, open_place
+from torchobs.flight.reader import Distribution
+from torchobs.flight.step_record import PLAIN_CODES, RecordKind, StepFlag, StepRecord, pack, unpack
+from torchobs.flight.storage import Storage
+from torchobs.flight.totals import WORDS, Totals, core_series
+from torchobs.flight.writer import FlightWriter
 
 NAME = f"r0-{0:032x}.flight"
 NATIVE = os.environ.get("TORCHOBS_NATIVE") != "0"

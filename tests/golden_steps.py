@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import torchobs
-from torchobs.flight.format.layout import PHASE_NAMES
-from torchobs.flight.format.step_record import RecordKind, StepFlag
+from torchobs.flight.layout import PHASE_NAMES
+from torchobs.flight.step_record import RecordKind, StepFlag
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torchobs.flight.format.step_record import StepRecord
+    from torchobs.flight.step_record import StepRecord
 
 KEPT = 45
 """Steps of a loop that are kept, its last ones: those before its end and around its last change"""

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from torchobs.catalog import SPAN_RUN, SPAN_STEP, Kind, Metric
-from torchobs.flight.files import location, lock
-from torchobs.flight.files.create import file_name, lock_name
-from torchobs.flight.format import event_ring
-from torchobs.flight.format.layout import DEFAULT_SIZE, HEADER_SIZE, Header, Live, encode_header, plan
-from torchobs.flight.format.series import Scope
-from torchobs.flight.format.step_record import RecordKind, StepFlag
-from torchobs.flight.writer.series_table import CORE, USER
-from torchobs.flight.writer.storage import Storage
-from torchobs.flight.writer.writer import FlightWriter, open_writer
+from torchobs.flight import event_ring, location, lock
+from torchobs.flight.create import file_name, lock_name
+from torchobs.flight.layout import DEFAULT_SIZE, HEADER_SIZE, Header, Live, encode_header, plan
+from torchobs.flight.series import Scope
+from torchobs.flight.series_table import CORE, USER
+from torchobs.flight.step_record import RecordKind, StepFlag
+from torchobs.flight.storage import Storage
+from torchobs.flight.writer import FlightWriter, open_writer
 from torchobs.ranks.rank_file import Now
 from torchobs.support.descriptors import Descriptor
 

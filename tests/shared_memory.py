@@ -10,8 +10,8 @@ from pathlib import Path
 import torchobs
 from tests.training import Recording
 from torchobs import catalog
-from torchobs.flight.reader import reader
-from torchobs.probes.memory.process_memory import MemoryProbe
+from torchobs.flight import reader
+from torchobs.probes.process_memory import MemoryProbe
 
 MIB = 1024**2
 

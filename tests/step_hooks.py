@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.flights import header
-from torchobs.flight.format.step_record import unpack
-from torchobs.flight.writer.storage import Storage
-from torchobs.flight.writer.writer import FlightWriter
-from torchobs.probes.core.context import Hooks, TrainingState
-from torchobs.probes.core.step_recorder import StepRecorder
-from torchobs.probes.core.timeline import EXHAUSTED
-from torchobs.probes.data import loaders
-from torchobs.probes.optimizer.optimizer import RateSource
-from torchobs.probes.step import backward, loss, steps
+from torchobs.flight.step_record import unpack
+from torchobs.flight.storage import Storage
+from torchobs.flight.writer import FlightWriter
+from torchobs.probes import backward, loss, steps
+from torchobs.probes import data as loaders
+from torchobs.probes.context import Hooks, TrainingState
+from torchobs.probes.optimizer import RateSource
+from torchobs.probes.step_recorder import StepRecorder
+from torchobs.probes.timeline import EXHAUSTED
 from torchobs.support.error_guard import CircuitBreaker
 
 if TYPE_CHECKING:

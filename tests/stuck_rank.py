@@ -22,7 +22,7 @@ import torch
 from torch import profiler
 
 import torchobs
-from torchobs.flight.files import create
+from torchobs.flight import create
 from torchobs.runtime import stacks
 
 words: "queue.Queue[list[str]]" = queue.Queue()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torchobs.flight.format.layout import PHASE_NAMES
-from torchobs.probes.core.timeline import OPTIMIZER, OTHER, PhaseTimeline
+from torchobs.flight.layout import PHASE_NAMES
+from torchobs.probes.timeline import OPTIMIZER, OTHER, PhaseTimeline
 
 ORDER = PHASE_NAMES
 

@@ -11,8 +11,8 @@ import torch
 
 import torchobs
 from tests.support import wait_until
-from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
-from torchobs.flight.reader import reader
+from torchobs.flight import reader
+from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,7 +16,7 @@ from torchobs.diagnosis import live
 from torchobs.diagnosis.live import NO_DETAILS, RankView, RunView, run_of
 from torchobs.diagnosis.status import NO_REPLICAS, EventSummary, RankStatus, Replicas, completed, last_loss
 from torchobs.exporter import daemon, page
-from torchobs.flight.metrics.throughput import Throughput
+from torchobs.flight.throughput import Throughput
 from torchobs.ranks.snapshot import Readings
 from torchobs.ranks.state import trains
 

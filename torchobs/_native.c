@@ -14,11 +14,11 @@
 #include <string.h>
 #include <time.h>
 
-/* Raised with every change of what Python calls: torchobs/flight/writer/native.py takes no other. */
+/* Raised with every change of what Python calls: torchobs/flight/native.py takes no other. */
 enum { INTERFACE = 5 };
 enum { RECORD_SIZE = 128, CRC_AT = 124, KIND_PLAIN = 3, WITHOUT_FETCH = 3 };
 
-/* torchobs.flight.format.step_record.PLAIN_CODES */
+/* torchobs.flight.step_record.PLAIN_CODES */
 static const uint64_t plain_codes[BOUNDARIES] = {0, 1, 5, 6, 7};
 
 /* -- the record ------------------------------------------------------------------------------------------------------- */

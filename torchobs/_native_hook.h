@@ -10,7 +10,7 @@ enum { MOST_OWNERS = 6, MOST_SLOTS = 20, MOST_HELD = 10 };
 /* Attributes of StepValues, in every hook that has one. */
 enum { FLAGS, LOSSES, TOKENS, SAMPLES, NUMBER, LOSS_SUM, NORM_SQUARED, LEARNING_RATE, NORM_BASE, NORM_SCALE, FIELDS };
 
-/* torchobs.flight.format.step_record.StepFlag */
+/* torchobs.flight.step_record.StepFlag */
 enum { FLAG_LOSS = 1, FLAG_GRAD_NORM = 2, FLAG_LEARNING_RATE = 4 };
 
 /* Attributes and keys of torch's, interned. */

@@ -9,9 +9,9 @@
 
 #include <math.h>
 
-/* torchobs.probes.core.timeline */
+/* torchobs.probes.timeline */
 enum { FETCH = 0, FETCHED = 1, EXHAUSTED = 3, BACKWARD_BEGINS = 5, BACKWARD_ENDS = 6, STEP_BEGINS = 7, LONG_TRACE = 4096 };
-/* torchobs.probes.core.step_recorder */
+/* torchobs.probes.step_recorder */
 enum { METER_EVERY = 32 };
 
 /* As `finally`: an error in it takes the place of what there was before. Takes the references. */
@@ -28,7 +28,7 @@ static PyObject *outcome(int failed, PyObject *result, PyObject *type, PyObject 
     return NULL;
 }
 
-/* -- PlainLoss: torchobs.probes.step.loss ----------------------------------------------------------------------------- */
+/* -- PlainLoss: torchobs.probes.loss ----------------------------------------------------------------------------- */
 
 enum { LOSS_VALUES, LOSS_METERED, LOSS_LOG_WINS, LOSS_IN_CLOSURE, LOSS_SCALED, LOSS_IS_OPEN };
 enum { LOSS_REFERENCE, LOSS_TENSOR };
@@ -106,7 +106,7 @@ static PyObject *loss_take(PyObject *object, PyObject *const *args, Py_ssize_t c
     Py_RETURN_NONE;
 }
 
-/* -- PlainBackward: torchobs.probes.step.backward --------------------------------------------------------------------- */
+/* -- PlainBackward: torchobs.probes.backward --------------------------------------------------------------------- */
 
 enum { BACK_BACKWARDS, BACK_IN_CLOSURE, BACK_THREAD, BACK_IS_OPEN, BACK_IN_PASS };
 enum { BACK_TRACE, BACK_LISTENERS, BACK_MODES, BACK_ORIGINAL, BACK_ELSEWHERE, BACK_END_PASS };
@@ -176,7 +176,7 @@ static PyObject *backward_run(PyObject *object, PyObject *const *args, Py_ssize_
     return outcome(failed, result, type, error, traceback);
 }
 
-/* -- PlainFetch: torchobs.probes.data.loaders ------------------------------------------------------------------------- */
+/* -- PlainFetch: torchobs.probes.data ------------------------------------------------------------------------- */
 
 enum { FETCH_METERED, FETCH_THREAD, FETCH_DEPTH, FETCH_IS_OPEN };
 enum { FETCH_TRACE, FETCH_ARGUMENTS, FETCH_GRAD_ENABLED, FETCH_ORIGINAL, FETCH_ELSEWHERE };
@@ -225,7 +225,7 @@ static PyObject *fetch_run(PyObject *object, PyObject *iterator)
     return outcome(failed, batch, type, error, traceback);
 }
 
-/* -- PlainOptimizerStep: torchobs.probes.step.steps ------------------------------------------------------------------- */
+/* -- PlainOptimizerStep: torchobs.probes.steps ------------------------------------------------------------------- */
 
 enum {
     STEP_VALUES, STEP_SOLE, STEP_METERED, STEP_STEP, STEP_CLEAN, STEP_TIMED, STEP_BEGUN_NS, STEP_EXPECTED, STEP_TOKENS,

@@ -12,10 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.flight.format.layout import PHASE_NAMES
-from torchobs.flight.format.step_record import StepFlag
-from torchobs.probes.core.context import ProbeContext
-from torchobs.probes.core.timeline import PIN, UNPIN
+from torchobs.flight.layout import PHASE_NAMES
+from torchobs.flight.step_record import StepFlag
+from torchobs.probes.context import ProbeContext
+from torchobs.probes.timeline import PIN, UNPIN
 from torchobs.runtime.session import current
 from torchobs.support import graph_safe
 from torchobs.support.error_guard import call

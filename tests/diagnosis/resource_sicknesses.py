@@ -92,7 +92,7 @@ def starvation(setup: Setup, chance: random.Random) -> Verdict:
 
 def leak(setup: Setup, chance: random.Random) -> Verdict:
     """Every step keeps memory, and what is left lasts for minutes or hours."""
-    from torchobs.probes.memory.process_memory import Machine, MemoryLimits, MemoryProbe
+    from torchobs.probes.process_memory import Machine, MemoryLimits, MemoryProbe
 
     training, at = build(setup), chance.randrange(1, 60)
     size, step_s, hours = int(2 ** chance.uniform(18, 20)), 10 ** chance.uniform(-0.5, 0), 10 ** chance.uniform(-1, 0.2)

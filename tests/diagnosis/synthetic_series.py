@@ -7,9 +7,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
-from torchobs.flight.metrics.fold import fold
-from torchobs.flight.metrics.totals import SIZE, Anomaly, Totals
+from torchobs.flight.fold import fold
+from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord
+from torchobs.flight.totals import SIZE, Anomaly, Totals
 
 Series = Callable[[random.Random, int], Iterator[float]]
 _BATCH = 500

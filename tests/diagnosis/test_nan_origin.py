@@ -17,7 +17,7 @@ from tests import support
 from tests.diagnosis.sick_models import BACKWARD, FORWARD, TRAININGS, Planted, Sickly, build, plant
 from tests.training import Recording, recording
 from torchobs import catalog, debug
-from torchobs.flight.reader import reader
+from torchobs.flight import reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,8 +17,8 @@ from tests.exporters import Program, start_program
 from tests.prometheus_server import PrometheusServer
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
-from torchobs.flight.format.step_record import RecordKind
-from torchobs.flight.reader import reader
+from torchobs.flight import reader
+from torchobs.flight.step_record import RecordKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torchobs.flight.files import lock
-from torchobs.flight.files.create import lock_name
-from torchobs.flight.files.location import FlightDirectory, open_place
-from torchobs.flight.format.layout import MIN_SIZE
-from torchobs.flight.reader import reader
-from torchobs.flight.writer.writer import FlightWriter, open_writer
+from torchobs.flight import lock, reader
+from torchobs.flight.create import lock_name
+from torchobs.flight.layout import MIN_SIZE
+from torchobs.flight.location import FlightDirectory, open_place
+from torchobs.flight.writer import FlightWriter, open_writer
 
 C = ctypes.PyDLL(None)
 """The C library, called with the GIL held: its fork runs none of Python's hooks."""

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 from torchobs.catalog import Kind, Metric
-from torchobs.flight.files.location import FlightDirectory, open_place
-from torchobs.flight.format.layout import MIN_SIZE
-from torchobs.flight.format.step_record import PLAIN_CODES, StepFlag
-from torchobs.flight.writer.series_table import USER
-from torchobs.flight.writer.writer import FlightWriter, open_writer
+from torchobs.flight.layout import MIN_SIZE
+from torchobs.flight.location import FlightDirectory, open_place
+from torchobs.flight.series_table import USER
+from torchobs.flight.step_record import PLAIN_CODES, StepFlag
+from torchobs.flight.writer import FlightWriter, open_writer
 
 BUCKETS = 150
 HISTOGRAMS = [Metric(f"test.{name}", Kind.HISTOGRAM, "", "", bounds=tuple(map(float, range(BUCKETS - 1)))) for name in "ab"]

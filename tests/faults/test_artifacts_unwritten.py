@@ -19,7 +19,7 @@ from tests.exporters import Service
 from tests.faults.test_flight_files import mounted
 from tests.support import NEEDS_MOUNT, ROOT, clean_environment, wait_until
 from torchobs.exporter.config import ExporterConfig
-from torchobs.flight.files.artifacts import END
+from torchobs.flight.artifacts import END
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from torchobs.flight.files.location import open_place
-from torchobs.flight.writer.writer import FlightWriter, open_writer
+from torchobs.flight.location import open_place
+from torchobs.flight.writer import FlightWriter, open_writer
 from torchobs.node import election
 
 STEPPED = """
 import sys
 from types import SimpleNamespace
-from torchobs.flight.files.location import open_directory
+from torchobs.flight.location import open_directory
 from torchobs.node import election, lifetime
 
 def pause(step):
@@ -60,7 +60,7 @@ def load():
 
 sys.stdin.readline()
 serve_if_elected(sys.argv[1], "127.0.0.1:1", 60.0, load)
-heavy = {"torchobs.node.lifetime", "torchobs.flight.reader.reader", "uvicorn"} & set(sys.modules)
+heavy = {"torchobs.node.lifetime", "torchobs.flight.reader", "uvicorn"} & set(sys.modules)
 print("gone", *sorted(heavy - set(sys.argv[2:])), flush=True)
 """
 

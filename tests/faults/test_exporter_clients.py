@@ -17,7 +17,7 @@ from tests.exporters import Program, state_on
 from tests.faults.hostile_clients import ANSWERED, HEAD, SENT, converse, crowd
 from tests.rank_files import live_rank, train
 from tests.support import clean_environment, free_port, wait_until
-from torchobs.flight.writer.writer import FlightWriter
+from torchobs.flight.writer import FlightWriter
 from torchobs.ranks.state import UNRESPONSIVE_AFTER_S
 
 DESCRIPTORS = 160

@@ -31,9 +31,9 @@ from torchobs import catalog
 from torchobs.catalog import Kind, Metric
 from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig, PushConfig
-from torchobs.flight.format.series import Scope
-from torchobs.flight.reader import reader
-from torchobs.flight.writer.series_table import USER
+from torchobs.flight import reader
+from torchobs.flight.series import Scope
+from torchobs.flight.series_table import USER
 from torchobs.ranks import scanner as rank_scanner
 from torchobs.ranks import snapshot
 from torchobs.ranks.snapshot import MOST_SERIES, PUSH_BYTES, PUSHED_SERIES_BYTES, RESERVED_BYTES, series_limit
@@ -41,7 +41,7 @@ from torchobs.ranks.snapshot import MOST_SERIES, PUSH_BYTES, PUSHED_SERIES_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torchobs.flight.writer.writer import FlightWriter
+    from torchobs.flight.writer import FlightWriter
 
 
 LIMIT = 96 << 20

@@ -17,15 +17,15 @@ import pytest
 from tests import flights, support
 from tests.faults.flight_victims import BUCKETS, HISTOGRAMS
 from torchobs import catalog
-from torchobs.flight.files.create import lock_name
-from torchobs.flight.files.location import open_directory
-from torchobs.flight.format.layout import SLOT_SIZE, BadFlightFileError, Header, Region
-from torchobs.flight.format.step_record import StepRecord, unpack
-from torchobs.flight.reader import reader
-from torchobs.flight.reader.reader import Distribution, FlightFile, names, open_path
-from torchobs.flight.writer.series_table import USER
-from torchobs.flight.writer.storage import Storage
-from torchobs.flight.writer.writer import FlightWriter
+from torchobs.flight import reader
+from torchobs.flight.create import lock_name
+from torchobs.flight.layout import SLOT_SIZE, BadFlightFileError, Header, Region
+from torchobs.flight.location import open_directory
+from torchobs.flight.reader import Distribution, FlightFile, names, open_path
+from torchobs.flight.series_table import USER
+from torchobs.flight.step_record import StepRecord, unpack
+from torchobs.flight.storage import Storage
+from torchobs.flight.writer import FlightWriter
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,13 +15,12 @@ from tests import flights
 from tests.cgroups import inside, memory_cgroup
 from tests.support import NEEDS_MOUNT, finish
 from torchobs import catalog
-from torchobs.flight.files import lock
-from torchobs.flight.files.create import lock_name
-from torchobs.flight.files.location import open_directory
-from torchobs.flight.format.layout import MIN_SIZE, BadFlightFileError
-from torchobs.flight.reader import reader
-from torchobs.flight.writer.series_table import USER
-from torchobs.flight.writer.writer import FlightWriter, open_writer
+from torchobs.flight import lock, reader
+from torchobs.flight.create import lock_name
+from torchobs.flight.layout import MIN_SIZE, BadFlightFileError
+from torchobs.flight.location import open_directory
+from torchobs.flight.series_table import USER
+from torchobs.flight.writer import FlightWriter, open_writer
 
 NAMES = 100_000
 
@@ -293,9 +292,9 @@ MIB = 1 << 20
 LIMIT = 96 * MIB
 TRY = f"""
 import errno, os, sys
-from torchobs.flight.format.layout import MIN_SIZE
-from torchobs.flight.files.location import open_place
-from torchobs.flight.writer.writer import open_writer
+from torchobs.flight.layout import MIN_SIZE
+from torchobs.flight.location import open_place
+from torchobs.flight.writer import open_writer
 
 def attempt(directory, size=MIN_SIZE):
     place = open_place(directory, None)

@@ -19,12 +19,11 @@ from tests.faults.closing_rank import MINE, numbers_below
 from tests.support import clean_environment, wait_until
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
-from torchobs.flight.files import lock
-from torchobs.flight.files.create import lock_name
-from torchobs.flight.files.location import open_directory, opened
-from torchobs.flight.format.layout import MIN_SIZE
-from torchobs.flight.reader import reader
-from torchobs.flight.writer.writer import open_writer
+from torchobs.flight import lock, reader
+from torchobs.flight.create import lock_name
+from torchobs.flight.layout import MIN_SIZE
+from torchobs.flight.location import open_directory, opened
+from torchobs.flight.writer import open_writer
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torchobs
-from torchobs.probes.gradients.gradients import GradientProbe
-from torchobs.probes.step import forward_stamps
+from torchobs.probes import forward_stamps
+from torchobs.probes.gradients import GradientProbe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ import pytest
 from tests.gate.operations import CEILINGS, Counts, OperationCounter, Operations, over_ceiling
 from tests.step_hooks import OPTIMIZERS, ready
 from tests.support import NEEDS_COMPILER
-from torchobs.flight.writer.native import compiled
+from torchobs.flight.native import compiled
 
 
 def hypotenuse(a: float, b: float) -> float:

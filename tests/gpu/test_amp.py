@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 from tests import support
 from tests.gpu import no_waiting
 from tests.training import Recording, StepFlag, has, mlp
-from torchobs.flight.format.step_record import RecordKind
+from torchobs.flight.step_record import RecordKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,7 +12,7 @@ import torch
 import torchobs
 from tests import support
 from tests.training import Recording
-from torchobs.flight.reader import reader
+from torchobs.flight import reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

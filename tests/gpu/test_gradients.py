@@ -13,7 +13,7 @@ from torch import nn
 from tests import support
 from tests.gpu import no_waiting
 from tests.training import Recording, StepFlag, has, recording
-from torchobs.flight.format.step_record import RecordKind
+from torchobs.flight.step_record import RecordKind
 
 if TYPE_CHECKING:
     from pathlib import Path

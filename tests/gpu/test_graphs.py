@@ -16,7 +16,7 @@ from torch import nn
 
 from tests import support
 from tests.training import Recording, recording
-from torchobs.flight.format.step_record import StepFlag
+from torchobs.flight.step_record import StepFlag
 
 if TYPE_CHECKING:
     from collections.abc import Callable

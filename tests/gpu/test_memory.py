@@ -13,7 +13,7 @@ from tests import support
 from tests.gpu import no_waiting
 from tests.training import Recording, recording
 from torchobs import catalog
-from torchobs.probes.memory.device_memory import DeviceMemoryProbe
+from torchobs.probes.device_memory import DeviceMemoryProbe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,7 @@ import torch
 from tests import support
 from tests.training import StepFlag, has
 from torchobs import catalog
-from torchobs.flight.reader import reader
+from torchobs.flight import reader
 
 if TYPE_CHECKING:
     from pathlib import Path

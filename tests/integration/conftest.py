@@ -15,7 +15,7 @@ from torchobs.exporter.config import ExporterConfig
 
 if TYPE_CHECKING:
     from tests.activations import Extreme
-    from torchobs.flight.writer.writer import FlightWriter
+    from torchobs.flight.writer import FlightWriter
 
 GOLDEN = Path(__file__).parent / "golden"
 

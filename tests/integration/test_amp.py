@@ -14,7 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.catalog.findings import finding
-from torchobs.probes.precision import amp
+from torchobs.probes import amp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -30,11 +30,11 @@ from torchobs.exporter.access import SOCKET_NAME, AccessChannel, Token, refusal
 from torchobs.exporter.api import Api
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.snapshot_cache import SnapshotCache
-from torchobs.flight.files import artifacts, control
-from torchobs.flight.files.artifacts import PROFILE, STACKS, named
-from torchobs.flight.files.location import control_directory
-from torchobs.flight.format.layout import PHASE_NAMES, Exit
-from torchobs.flight.format.step_record import RecordKind, StepFlag
+from torchobs.flight import artifacts, control
+from torchobs.flight.artifacts import PROFILE, STACKS, named
+from torchobs.flight.layout import PHASE_NAMES, Exit
+from torchobs.flight.location import control_directory
+from torchobs.flight.step_record import RecordKind, StepFlag
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.scanner import Scanner
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from torchobs.flight.writer.writer import FlightWriter
+    from torchobs.flight.writer import FlightWriter
 
 TOKEN = "a-token-of-some-length"
 

@@ -13,7 +13,7 @@ from torchobs import catalog
 from torchobs.detect.spikes import BlownLayer
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.load import load_reports
-from torchobs.probes.gradients.layers import MOST_LAYERS, SHOWN_S, GrownLayers
+from torchobs.probes.layers import MOST_LAYERS, SHOWN_S, GrownLayers
 
 if TYPE_CHECKING:
     from pathlib import Path

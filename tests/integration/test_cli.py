@@ -15,7 +15,7 @@ from tests.support import ROOT, clean_environment
 from torchobs import _version
 from torchobs.cli.__main__ import COMMANDS
 from torchobs.exporter import config
-from torchobs.flight.format.layout import Exit
+from torchobs.flight.layout import Exit
 
 PROGRAM = (sys.executable, "-m", "torchobs")
 CALLS = {

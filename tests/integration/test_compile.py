@@ -24,9 +24,9 @@ from tests import support
 from tests.training import Recording, batch, loss_of, mlp, recording
 from torchobs import catalog, debug
 from torchobs.catalog.findings import RECOMPILE_REMEDIES
-from torchobs.flight.format.layout import PHASE_NAMES
-from torchobs.flight.reader import reader
-from torchobs.probes.compile.compile import (
+from torchobs.flight import reader
+from torchobs.flight.layout import PHASE_NAMES
+from torchobs.probes.compile import (
     read_break,
     read_failure,
     read_guard,

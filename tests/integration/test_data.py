@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests import support
 from tests.training import Recording, mlp, recording
-from torchobs.flight.format.layout import PHASE_NAMES
-from torchobs.probes.core.timeline import LONG_TRACE
-from torchobs.probes.data.loaders import BatchWatch, StarvationWatch
+from torchobs.flight.layout import PHASE_NAMES
+from torchobs.probes.data import BatchWatch, StarvationWatch
+from torchobs.probes.timeline import LONG_TRACE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

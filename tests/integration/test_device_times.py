@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.slow_device import Passed, SlowDevice
 from tests.training import Recording, batch, mlp, recording
 from torchobs import catalog
-from torchobs.probes.core.timeline import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER
-from torchobs.probes.step.device_times import LONGEST_S, DeviceTimeProbe, Mark, phase_times
+from torchobs.probes.device_times import LONGEST_S, DeviceTimeProbe, Mark, phase_times
+from torchobs.probes.timeline import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER
 from torchobs.tensors.device_reads import DeviceValues
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import torch
 
 from tests import support
 from tests.training import Recording, recording
-from torchobs.flight.reader import reader
-from torchobs.probes.lifecycle.distributed import AXES, Parallelism, Place, by_axis, of_frameworks, recognise, root_dimensions
+from torchobs.flight import reader
+from torchobs.probes.distributed import AXES, Parallelism, Place, by_axis, of_frameworks, recognise, root_dimensions
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import torchobs
 from tests.training import Recording, mlp, recording
-from torchobs.flight.reader import reader
+from torchobs.flight import reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,9 +22,9 @@ from torchobs.diagnosis.load import load_reports
 from torchobs.diagnosis.status import run_status
 from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
-from torchobs.flight.format.layout import Exit
-from torchobs.flight.reader import reader
-from torchobs.probes.lifecycle.exits import Ending
+from torchobs.flight import reader
+from torchobs.flight.layout import Exit
+from torchobs.probes.exits import Ending
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ def test_a_loader_worker_s_exception_is_the_rank_s(tmp_path: Path, flight_dir: P
 TOLD = """
 import torchobs
 from tests.support import wait_until
-from torchobs.flight.reader import reader
+from torchobs.flight import reader
 def told():
     file = reader.open_path(torchobs.init().writer.path)
     try:
@@ -443,8 +443,8 @@ def test_the_signal_is_named(tmp_path: Path, flight_dir: Path, body: str) -> Non
 
 CLOSING = """
 import atexit
-from torchobs.flight.writer.writer import FlightWriter
-from torchobs.probes.step.steps import StepProbe
+from torchobs.flight.writer import FlightWriter
+from torchobs.probes.steps import StepProbe
 before = {FlightWriter.exit: "exit", StepProbe.remove: "remove"}
 left = []
 for function, name in before.items():
@@ -474,7 +474,7 @@ def test_an_exception_is_told_though_a_handler_interrupts_its_recording(tmp_path
     script = f"""
 {HANDLING}
 import torchobs
-from torchobs.probes.lifecycle import exits
+from torchobs.probes import exits
 describe = exits.describe
 def interrupted(error, **given):
     exits.describe = describe

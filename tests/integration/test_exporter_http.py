@@ -30,7 +30,7 @@ from torchobs.exporter import daemon
 from torchobs.exporter import http as server
 from torchobs.exporter.config import ExporterConfig, UnixAddress, address_of
 from torchobs.exporter.http import Server, bind_unix, serve_on
-from torchobs.flight.writer.writer import FlightWriter
+from torchobs.flight.writer import FlightWriter
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send

@@ -11,7 +11,7 @@ import pytest
 from tests.rank_files import Clock
 from tests.support import wait_until
 from torchobs.exporter.snapshot_cache import SnapshotCache
-from torchobs.flight.reader.reader import FlightFile
+from torchobs.flight.reader import FlightFile
 from torchobs.ranks.rank_file import Now
 from torchobs.ranks.scanner import system_clock
 from torchobs.ranks.snapshot import EMPTY, Snapshot

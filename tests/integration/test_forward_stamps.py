@@ -17,10 +17,10 @@ from torch.nn.modules import module
 from torch.utils.data import DataLoader, Dataset
 
 from tests.training import Recording, mlp
-from torchobs.flight.format.layout import PHASE_NAMES
-from torchobs.flight.metrics.forward import LEAST_STAMPS
-from torchobs.probes.step import forward_stamps
-from torchobs.probes.step.forward_stamps import MOST_REFUSED, ForwardStamps
+from torchobs.flight.forward import LEAST_STAMPS
+from torchobs.flight.layout import PHASE_NAMES
+from torchobs.probes import forward_stamps
+from torchobs.probes.forward_stamps import MOST_REFUSED, ForwardStamps
 
 INPUTS = torch.ones(2, 8)
 

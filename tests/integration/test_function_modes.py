@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 import torchobs
 from tests.training import Recording, batch, has, mlp
 from torchobs.debug.memory import resized
-from torchobs.flight.format.step_record import StepFlag
+from torchobs.flight.step_record import StepFlag
 from torchobs.guard import Contract, check_outputs
-from torchobs.probes.data.replica_batches import number_of
+from torchobs.probes.replica_batches import number_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -28,12 +28,12 @@ from tests.golden_steps import LOOPS, EventLoop, assert_alike, columns
 from tests.integration.test_integrations import RUN, SCRIPTS, reports, seen, start
 from tests.support import free_port
 from tests.training import recording
-from torchobs.flight.reader import reader
+from torchobs.flight import reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchobs.flight.format.step_record import StepRecord
+    from torchobs.flight.step_record import StepRecord
 
     Compare = Callable[[str, list[StepRecord]], None]
 

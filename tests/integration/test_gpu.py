@@ -14,10 +14,10 @@ import torchobs
 from tests import nvml, support
 from tests.training import Recording, recording
 from torchobs import catalog
-from torchobs.flight.reader import reader
-from torchobs.probes.gpu import monitor
-from torchobs.probes.gpu.monitor import GpuMonitor
-from torchobs.probes.gpu.sensors import MEANINGS, Used, kind, used, visible
+from torchobs.flight import reader
+from torchobs.probes import gpu as monitor
+from torchobs.probes.gpu import GpuMonitor
+from torchobs.probes.gpu_sensors import MEANINGS, Used, kind, used, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

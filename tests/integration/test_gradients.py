@@ -14,7 +14,7 @@ from torch import nn
 import torchobs
 from tests.training import Recording, StepFlag, has, loss_of, mlp, norm_of, recording
 from torchobs import catalog
-from torchobs.flight.files.control import LEVELS
+from torchobs.flight.control import LEVELS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 import torchobs
-from torchobs.flight.metrics.fold import StepFlag
+from torchobs.flight.fold import StepFlag
 from tests.training import Recording, has
 
 rank, directory, *layouts = sys.argv[1:]
@@ -78,7 +78,7 @@ def train(how):
 def to_local_calls():
     # how often autograd is given a node for a look at 300 sharded gradients
     from torch.distributed.tensor import Shard, _api, distribute_tensor
-    from torchobs.probes.gradients.norms import local
+    from torchobs.probes.gradient_norms import local
     mesh = init_device_mesh("cpu", (2,))
     gradients, calls = [distribute_tensor(torch.ones(4), mesh, [Shard(0)]) for _ in range(300)], []
     original = _api._ToTorchTensor.apply

@@ -31,7 +31,7 @@ from torchobs.exporter.host import HostMetrics
 from torchobs.exporter.otlp import source
 from torchobs.exporter.otlp.source import Item, Metrics
 from torchobs.exporter.text_format import END, Style, pieces
-from torchobs.flight.format.series import Scope
+from torchobs.flight.series import Scope
 from torchobs.ranks.snapshot import EMPTY, Snapshot
 
 KERNEL_S = tuple(name for name in HOST_COLLECTORS if name != "filesystem")

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tests.training import Recording, loss_of, mlp, recording
-from torchobs.probes.core.context import _COLLECTIVES_FILE
-from torchobs.probes.step import phases
+from torchobs.probes import phases
+from torchobs.probes.context import _COLLECTIVES_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,8 +22,8 @@ from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import __main__ as dispatch
 from torchobs.diagnosis import load
-from torchobs.flight.files.artifacts import named
-from torchobs.flight.format.layout import DEFAULT_SIZE, SLOT_SIZE, Exit, Live, Region, plan
+from torchobs.flight.artifacts import named
+from torchobs.flight.layout import DEFAULT_SIZE, SLOT_SIZE, Exit, Live, Region, plan
 
 GOLDEN = Path(__file__).parent / "golden" / "inspect.json"
 HOSTILE = "h.3\x1b]0;owned\x07\x1b[2J\r\n\u202eevil"

@@ -20,8 +20,8 @@ from tests import support
 from tests.fork_server import Python
 from tests.support import ROOT, clean_environment, free_port
 from tests.training import Recording
-from torchobs.flight.format.step_record import RecordKind, StepRecord
-from torchobs.flight.reader import reader
+from torchobs.flight import reader
+from torchobs.flight.step_record import RecordKind, StepRecord
 from torchobs.integrations.hooks import Hooks, record_trainer, samples_in, scalars, tokens_in
 from torchobs.support.command_line import starts_others
 

@@ -20,15 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.slow_device import SlowDevice
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.flight.format.step_record import RecordKind
-from torchobs.probes.core.timeline import BACKWARD_BEGINS
-from torchobs.probes.gradients import clipping
-from torchobs.probes.gradients.gradients import GradientProbe
-from torchobs.probes.gradients.norms import Clipping, is_l2
-from torchobs.probes.precision import amp
-from torchobs.probes.precision.amp import AmpProbe, LossScaling
-from torchobs.probes.step import backward, steps
-from torchobs.probes.step.loss import LossProbe
+from torchobs.flight.step_record import RecordKind
+from torchobs.probes import amp, backward, clipping, steps
+from torchobs.probes.amp import AmpProbe, LossScaling
+from torchobs.probes.gradient_norms import Clipping, is_l2
+from torchobs.probes.gradients import GradientProbe
+from torchobs.probes.loss import LossProbe
+from torchobs.probes.timeline import BACKWARD_BEGINS
 from torchobs.runtime.profiler import Profiles
 from torchobs.tensors.device_reads import DeviceValues
 

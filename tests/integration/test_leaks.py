@@ -15,10 +15,10 @@ from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.load import load_reports
-from torchobs.flight.files import artifacts
-from torchobs.probes.memory import leak
-from torchobs.probes.memory.growth import Suspicion
-from torchobs.probes.memory.leak import LeakProbe, count_objects, grown_kinds
+from torchobs.flight import artifacts
+from torchobs.probes import leak
+from torchobs.probes.leak import LeakProbe, count_objects, grown_kinds
+from torchobs.probes.memory_growth import Suspicion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

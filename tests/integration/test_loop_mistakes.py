@@ -14,7 +14,7 @@ from tests.diagnosis.observing import Look, Observed, observe
 from tests.training import Recording
 from torchobs import catalog
 from torchobs.detect.learning import LASTING_STEPS
-from torchobs.probes.step.never_stepped import NeverStepped
+from torchobs.probes.never_stepped import NeverStepped
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import grad as imported_grad
 
 from tests.training import Recording, StepFlag, batch, has, loss_of, mlp, norm_of, recording
-from torchobs.flight.format.layout import PHASE_NAMES
+from torchobs.flight.layout import PHASE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

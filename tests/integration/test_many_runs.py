@@ -12,8 +12,8 @@ import pytest
 from tests.rank_files import Clock, File
 from tests.scanners import scanner_of, states
 from torchobs.cli import inspect, report
-from torchobs.flight.reader import reader
-from torchobs.flight.reader.reader import FlightFile
+from torchobs.flight import reader
+from torchobs.flight.reader import FlightFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,7 @@ from tests.support import ROOT, wait_until
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.detect.growth import LEAST
-from torchobs.probes.memory.process_memory import Machine, MemoryLimits, MemoryProbe
+from torchobs.probes.process_memory import Machine, MemoryLimits, MemoryProbe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -20,9 +20,9 @@ from tests.rank_files import BORN_WALL_NS, File, S
 from torchobs import catalog
 from torchobs.catalog import Kind
 from torchobs.exporter.exposition import SeriesLimits
-from torchobs.flight.format import event_ring
-from torchobs.flight.format.layout import Exit
-from torchobs.flight.format.series import Scope
+from torchobs.flight import event_ring
+from torchobs.flight.layout import Exit
+from torchobs.flight.series import Scope
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchobs
 from tests.training import Recording, StepFlag, has, mlp
 from torchobs import debug
-from torchobs.probes.step.flops import FlopsProbe
+from torchobs.probes.flops import FlopsProbe
 
 if TYPE_CHECKING:
-    from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.context import ProbeContext
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 13, 8, 6, 2
 OWN = VOCABULARY * WIDTH + VOCABULARY

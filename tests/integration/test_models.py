@@ -9,7 +9,7 @@ import torch
 
 from tests.training import Recording, StepFlag, has
 from torchobs import catalog
-from torchobs.probes.core.step_recorder import LEAST_STEPS
+from torchobs.probes.step_recorder import LEAST_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

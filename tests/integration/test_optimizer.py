@@ -11,8 +11,8 @@ import torch
 import torchobs
 from tests.training import Recording, StepFlag, has, loss_of, mlp
 from torchobs import catalog
-from torchobs.flight.format.step_record import RecordKind
-from torchobs.probes.optimizer import optimizer as probe
+from torchobs.flight.step_record import RecordKind
+from torchobs.probes import optimizer as probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

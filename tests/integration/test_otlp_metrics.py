@@ -12,9 +12,9 @@ from tests.rank_files import BORN_WALL_NS, File
 from tests.support import wait_until
 from torchobs.catalog import Kind, Metric
 from torchobs.exporter.config import PushConfig
-from torchobs.flight.format import event_ring
-from torchobs.flight.format.layout import Exit
-from torchobs.flight.format.series import Scope
+from torchobs.flight import event_ring
+from torchobs.flight.layout import Exit
+from torchobs.flight.series import Scope
 
 USER = Scope("my.package", "1.0", "https://example.org/1", (("a", 1),))
 

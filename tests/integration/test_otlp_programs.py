@@ -24,10 +24,10 @@ from tests.support import NEEDS_PROGRAM, free_port, wait_until
 from torchobs import catalog
 from torchobs.catalog import BY_NAME
 from torchobs.exporter.config import ExporterConfig, PushConfig, PushTarget, address_of
-from torchobs.flight.format import event_ring
-from torchobs.flight.format.layout import Exit
-from torchobs.flight.reader.reader import Distribution, FlightFile, open_path
-from torchobs.flight.writer.writer import FlightWriter
+from torchobs.flight import event_ring
+from torchobs.flight.layout import Exit
+from torchobs.flight.reader import Distribution, FlightFile, open_path
+from torchobs.flight.writer import FlightWriter
 from torchobs.otel import FlightMeterProvider, FlightTracerProvider
 from torchobs.ranks import state
 from torchobs.ranks.labels import pushed_name

@@ -13,8 +13,8 @@ from tests.rank_files import BORN_WALL_NS, File, S
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.exporter.config import PushConfig
-from torchobs.flight.format import event_ring
-from torchobs.flight.format.layout import Exit
+from torchobs.flight import event_ring
+from torchobs.flight.layout import Exit
 
 LOGS, TRACES = "/v1/logs", "/v1/traces"
 OURS: list[object] = ["torchobs", None, None, {}]

@@ -40,7 +40,7 @@ from torchobs.exporter.otlp import source
 from torchobs.exporter.otlp.push import FIRST_S, LONGEST_RETRY_AFTER_S, MOST_S, Sender
 from torchobs.exporter.otlp.send import GRPC_METHODS, Grpc, Http, Outcome
 from torchobs.exporter.otlp.source import MOST_BYTES, MOST_ITEMS, Batch, Item, Place
-from torchobs.flight.format.series import Scope
+from torchobs.flight.series import Scope
 
 USER, CALLS = Scope("my.package", "1.0"), Metric("my.c", Kind.COUNTER, "", "A user's instrument.")
 SOON_S = 30.0

@@ -10,13 +10,13 @@ import torch
 
 from tests.training import Recording, loss_of, mlp
 from torchobs import catalog
-from torchobs.probes.memory.device_memory import components, host_shortage
+from torchobs.probes.device_memory import components, host_shortage
 from torchobs.support import text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.context import ProbeContext
 
 TOO_MUCH = 1 << 50
 

@@ -12,7 +12,7 @@ from tests.rank_files import BORN_NS, Clock, File, S
 from tests.scanners import scanner_of
 from torchobs import catalog
 from torchobs.catalog import PHASES
-from torchobs.flight.format.step_record import RecordKind, StepFlag
+from torchobs.flight.step_record import RecordKind, StepFlag
 from torchobs.ranks.comparison import whole_norm
 from torchobs.ranks.snapshot import RunSummary, Snapshot
 

@@ -16,7 +16,7 @@ from torchobs.detect.disagreement import LOOKED_BATCHES, same_batches
 from torchobs.diagnosis.live import DetailsReader, RunsReader
 from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
-from torchobs.probes.data.replica_batches import number_of
+from torchobs.probes.replica_batches import number_of
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from tests.diagnosis.observing import read
 from tests.integration.test_distributed import train
 from torchobs import catalog
 from torchobs.detect.disagreement import drifted
-from torchobs.probes.gradients.replica_weights import sums_of
+from torchobs.probes.replica_weights import sums_of
 
 if TYPE_CHECKING:
     from pathlib import Path

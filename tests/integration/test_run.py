@@ -22,8 +22,8 @@ import pytest
 from tests import fork_server, support
 from tests.fork_server import Python
 from tests.support import ROOT, clean_environment, free_port, wait_until
-from torchobs.flight.files.location import open_directory
-from torchobs.flight.reader import reader
+from torchobs.flight import reader
+from torchobs.flight.location import open_directory
 from torchobs.node import election
 
 if TYPE_CHECKING:

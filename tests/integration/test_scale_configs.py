@@ -23,7 +23,7 @@ from tests.support import free_port, wait_until
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.otlp.source import namespaced
-from torchobs.flight.format.layout import Exit
+from torchobs.flight.layout import Exit
 
 SHARDS = 2
 TARGETS = 32

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import torchobs
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.probes.optimizer import schedulers
+from torchobs.probes import schedulers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,9 +23,8 @@ from tests.support import ROOT, finish
 from tests.surface import surface, torch_hooks
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording, train
 from torchobs.config.settings import PROBES
-from torchobs.flight.files import control, create
-from torchobs.flight.format.layout import Exit
-from torchobs.flight.reader import reader
+from torchobs.flight import control, create, reader
+from torchobs.flight.layout import Exit
 from torchobs.runtime import noop, notebook, session
 from torchobs.runtime.notebook import NotebookStatus
 

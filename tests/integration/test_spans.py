@@ -15,17 +15,17 @@ from tests import support
 from tests.flights import recorded
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.flight.format import event_ring
-from torchobs.flight.format.layout import Region
-from torchobs.flight.format.step_record import StepFlag
-from torchobs.probes.core.context import EpochStart
+from torchobs.flight import event_ring
+from torchobs.flight.layout import Region
+from torchobs.flight.step_record import StepFlag
+from torchobs.probes.context import EpochStart
 from torchobs.runtime.spans import RootSpans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from torchobs.flight.writer.writer import FlightWriter
+    from torchobs.flight.writer import FlightWriter
 
 
 S = 1_000_000_000

@@ -8,8 +8,8 @@ import pytest
 
 from tests import fork_server
 from tests.support import clean_environment
-from torchobs.flight.format.layout import Exit
-from torchobs.flight.reader import reader
+from torchobs.flight import reader
+from torchobs.flight.layout import Exit
 
 SCRIPT = """
 import sys

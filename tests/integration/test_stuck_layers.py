@@ -13,7 +13,7 @@ from torch import nn
 from tests.training import Recording, recording
 from torchobs import catalog
 from torchobs.detect.learning import LASTING_STEPS
-from torchobs.probes.gradients.stuck_layers import APART
+from torchobs.probes.stuck_layers import APART
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import torchobs
 from tests.training import Recording, mlp, recording
-from torchobs.flight.metrics.throughput import pace
+from torchobs.flight.throughput import pace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

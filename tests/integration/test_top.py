@@ -28,7 +28,7 @@ from torchobs.cli import top
 from torchobs.cli.top import Watch, screen
 from torchobs.diagnosis.live import RankView, RunView, run_of
 from torchobs.document.text import TerminalStyle
-from torchobs.flight.format.layout import HEADER_SIZE, LIVE_PHASES, Live
+from torchobs.flight.layout import HEADER_SIZE, LIVE_PHASES, Live
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

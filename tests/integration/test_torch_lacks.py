@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchobs
 from tests.training import Recording, batch, mlp
-from torchobs.flight.reader import reader
+from torchobs.flight import reader
 
 LACKING: dict[str, set[str]] = {
     "torch._C._ImperativeEngine": set(),

@@ -17,10 +17,10 @@ from torchobs import catalog
 from torchobs.diagnosis import live
 from torchobs.exporter import page
 from torchobs.exporter.config import ExporterConfig
-from torchobs.flight.files import location
-from torchobs.flight.format.layout import MIN_SIZE, Exit
-from torchobs.flight.writer.series_table import CORE
-from torchobs.flight.writer.writer import FlightWriter, open_writer
+from torchobs.flight import location
+from torchobs.flight.layout import MIN_SIZE, Exit
+from torchobs.flight.series_table import CORE
+from torchobs.flight.writer import FlightWriter, open_writer
 from torchobs.ranks import state
 
 HOSTILE = "</bdi><img src=x onerror=document.title='owned'><script>document.title='owned'</script>"

@@ -25,16 +25,16 @@ from torchobs.diagnosis import text_format
 from torchobs.diagnosis.rank_report import curves
 from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
-from torchobs.flight.format.step_record import RecordKind, StepFlag
-from torchobs.flight.writer.series_table import CORE
-from torchobs.probes.core.user_scalars import EVERY_S, POINTS, Scalars
+from torchobs.flight.series_table import CORE
+from torchobs.flight.step_record import RecordKind, StepFlag
+from torchobs.probes.scalars import EVERY_S, POINTS, Scalars
 from torchobs.ranks import state
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torchobs.flight.writer.writer import FlightWriter
+    from torchobs.flight.writer import FlightWriter
 
 
 DAY_S = 86_400

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from bench.processes import MIB, exit_on_sigterm, exporter, flight_directory, rss
 from bench.scraping import ACCEPT
 from tests.support import clean_environment
-from torchobs.flight.files.cleanup import clean
+from torchobs.flight.cleanup import clean
 
 if TYPE_CHECKING:
     from tests.exporters import Program

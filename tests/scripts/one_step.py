@@ -6,11 +6,11 @@ import os
 import sys
 import tempfile
 
-from torchobs.flight.files.location import open_place
-from torchobs.flight.format.step_record import PLAIN_CODES
-from torchobs.flight.reader import reader
-from torchobs.flight.writer.native import compiled
-from torchobs.flight.writer.writer import open_writer
+from torchobs.flight import reader
+from torchobs.flight.location import open_place
+from torchobs.flight.native import compiled
+from torchobs.flight.step_record import PLAIN_CODES
+from torchobs.flight.writer import open_writer
 
 with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
     writer = open_writer(open_place(folder, None), {"rank": 0})

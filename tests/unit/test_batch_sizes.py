@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
-from torchobs.probes.core.step_recorder import MOST_LOADERS, uncounted, with_sizes
+from torchobs.probes.step_recorder import MOST_LOADERS, uncounted, with_sizes
 from torchobs.tensors.batches import batch_sizes
 
 IDS = torch.zeros(4, 16, dtype=torch.int64)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from tests.training import loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.probes.lifecycle import collectives
-from torchobs.probes.lifecycle.collectives import (
+from torchobs.probes import collectives
+from torchobs.probes.collectives import (
     CollectivesProbe,
     GroupStatus,
     RecordedCall,

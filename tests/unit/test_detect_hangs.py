@@ -38,7 +38,7 @@ from torchobs.detect.hangs import (
 from torchobs.diagnosis import endings, health
 from torchobs.diagnosis import hangs as collectives
 from torchobs.diagnosis.endings import compare
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.reader import Distribution
 from torchobs.ranks.state import hang_timeout_s
 
 if TYPE_CHECKING:

@@ -30,9 +30,9 @@ from torchobs.detect.spikes import (
     judge,
     leaves_start,
 )
-from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
-from torchobs.flight.metrics.fold import fold
-from torchobs.flight.metrics.totals import SIZE, Anomaly, Totals
+from torchobs.flight.fold import fold
+from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord
+from torchobs.flight.totals import SIZE, Anomaly, Totals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -11,7 +11,7 @@ import torch
 from tests.training import Recording, recording
 from torchobs import catalog
 from torchobs.detect.growth import LEAST
-from torchobs.probes.memory.device_memory import (
+from torchobs.probes.device_memory import (
     MIN_INTERVAL_S,
     MOST_BLOCKS,
     DeviceMemory,
@@ -313,7 +313,7 @@ def test_a_snapshot_is_not_taken_where_it_would_take_long() -> None:
 def test_who_halves_the_batch_until_it_fits_writes_one_event_a_second(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter has them all."""
     watcher, now_s = observer(run, OomCuda()), [100.0]
-    monkeypatch.setattr("torchobs.probes.memory.device_memory.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("torchobs.probes.device_memory.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     for _ in range(50):
         watcher.note(0, GIB, TOTAL, 0)
         now_s[0] += 0.03
@@ -326,7 +326,7 @@ def test_cuda_s_initialisation_attaches_once_and_a_removed_session_hears_nothing
     """Attaching would initialise CUDA, so it is left to do it; what it was asked to call is taken back; nobody can detach."""
     attached: list[Callable[[int, int, int, int], object]] = []
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", attached.append, raising=False)
-    monkeypatch.setattr("torchobs.probes.memory.device_memory._Listening.attached", False)
+    monkeypatch.setattr("torchobs.probes.device_memory._Listening.attached", False)
     context = run.session.context
     assert context is not None
     before = list(torch.cuda._queued_calls)
@@ -362,7 +362,7 @@ def test_an_allocator_without_observers_costs_nobody_the_initialisation(
         raise RuntimeError("cudaMallocAsync does not yet support attachOutOfMemoryObserver")
 
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", refuse, raising=False)
-    monkeypatch.setattr("torchobs.probes.memory.device_memory._Listening.attached", False)
+    monkeypatch.setattr("torchobs.probes.device_memory._Listening.attached", False)
     context = run.session.context
     assert context is not None
     watcher, breaker = OomObserver(), context.breaker("oom")

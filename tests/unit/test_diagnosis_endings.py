@@ -14,7 +14,7 @@ from torchobs.cli.run import summary_lines
 from torchobs.diagnosis.diagnosis import diagnose, diagnose_run
 from torchobs.diagnosis.endings import compare, first_failed
 from torchobs.diagnosis.rank_report import RankReport
-from torchobs.flight.metrics.throughput import Throughput
+from torchobs.flight.throughput import Throughput
 from torchobs.ranks.state import MemoryUse
 
 FINISHED: dict[str, Any] = {"state": "finished", "reason": "finished"}

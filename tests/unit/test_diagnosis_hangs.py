@@ -17,8 +17,8 @@ from torchobs.diagnosis.hangs import stall, with_patience
 from torchobs.diagnosis.health import ERROR, INFO, WARNING
 from torchobs.diagnosis.rank_report import RankReport
 from torchobs.document.run import Options, document
-from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK, ArtifactName, named
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.artifacts import PROFILE, STACKS, STUCK, ArtifactName, named
+from torchobs.flight.reader import Distribution
 
 FLIGHT = f"r0-{0:032x}.flight"
 ALIVE: dict[str, Any] = {"state": "alive", "reason": "", "up": True}

@@ -10,7 +10,7 @@ import pytest
 from tests.diagnosis_files import fact, facts, step, steps, told
 from torchobs import catalog
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose, diagnose_run
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.reader import Distribution
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

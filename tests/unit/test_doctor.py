@@ -17,8 +17,8 @@ from torchobs.cli.doctor import FAIL, OK, WARN, Check
 from torchobs.config import settings
 from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
-from torchobs.flight.files import location
-from torchobs.flight.format.layout import DEFAULT_SIZE
+from torchobs.flight import location
+from torchobs.flight.layout import DEFAULT_SIZE
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._utils import ExceptionWrapper
 
-from torchobs.probes.lifecycle.exits import MAX_MESSAGE, describe, message, parse, places
+from torchobs.probes.exits import MAX_MESSAGE, describe, message, parse, places
 
 
 class Named(Exception):  # noqa: N818  # as scripts have them

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.slow_device import SlowDevice
-from torchobs.probes.gradients.norms import Measurement, count_on_device, device_norms, from_norms, measure
+from torchobs.probes.gradient_norms import Measurement, count_on_device, device_norms, from_norms, measure
 from torchobs.tensors.device_reads import Device, Devices
 
 if TYPE_CHECKING:

@@ -16,14 +16,14 @@ import pytest
 
 from tests import flights
 from tests.unit.test_cgroup import V1_MOUNTS, V2_MOUNT, plant
-from torchobs.flight.files import artifacts, control, location, lock
-from torchobs.flight.files.artifacts import LIMITS, STACKS, named, parse
-from torchobs.flight.files.cleanup import SETTLED_S, STALE_S, clean
-from torchobs.flight.files.control import Command, ControlReader, write_command
-from torchobs.flight.files.create import cgroup_headroom, file_name, lock_name
-from torchobs.flight.files.location import NoPlaceError, candidates, filesystem_type, find_existing, open_directory, open_place
-from torchobs.flight.format.layout import MIN_SIZE, Header, Live, Region, encode_header
-from torchobs.flight.writer.writer import open_writer
+from torchobs.flight import artifacts, control, location, lock
+from torchobs.flight.artifacts import LIMITS, STACKS, named, parse
+from torchobs.flight.cleanup import SETTLED_S, STALE_S, clean
+from torchobs.flight.control import Command, ControlReader, write_command
+from torchobs.flight.create import cgroup_headroom, file_name, lock_name
+from torchobs.flight.layout import MIN_SIZE, Header, Live, Region, encode_header
+from torchobs.flight.location import NoPlaceError, candidates, filesystem_type, find_existing, open_directory, open_place
+from torchobs.flight.writer import open_writer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

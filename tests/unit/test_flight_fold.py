@@ -15,13 +15,13 @@ from prometheus_client import CollectorRegistry, Histogram
 from tests import flights
 from torchobs import catalog
 from torchobs.detect.spikes import CALM, LASTING
-from torchobs.flight.format.layout import MAJOR, PHASE_NAMES, RECORD_SIZE
-from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord, pack, unpack
-from torchobs.flight.metrics import fold, throughput
-from torchobs.flight.metrics.fold import credit, credited
-from torchobs.flight.metrics.forward import LEAST_STAMPS, ForwardShare
-from torchobs.flight.metrics.throughput import LEAST_STEPS, pace, time_left_s
-from torchobs.flight.metrics.totals import DIVERGED, STATES, WORDS, Anomaly, Totals, Word, core_series, is_active
+from torchobs.flight import fold, throughput
+from torchobs.flight.fold import credit, credited
+from torchobs.flight.forward import LEAST_STAMPS, ForwardShare
+from torchobs.flight.layout import MAJOR, PHASE_NAMES, RECORD_SIZE
+from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord, pack, unpack
+from torchobs.flight.throughput import LEAST_STEPS, pace, time_left_s
+from torchobs.flight.totals import DIVERGED, STATES, WORDS, Anomaly, Totals, Word, core_series, is_active
 
 HEADER = flights.header()
 LAYOUT = 0xD5A3A6D1

@@ -20,9 +20,9 @@ import torchobs.flight
 from tests import flights
 from tests.flights import header, plain_step, recorded
 from torchobs import catalog
-from torchobs.flight.format import event_ring
-from torchobs.flight.format.documents import Document, decode_history, encode_history, newest
-from torchobs.flight.format.layout import (
+from torchobs.flight import event_ring
+from torchobs.flight.documents import Document, decode_history, encode_history, newest
+from torchobs.flight.layout import (
     DEFAULT_SIZE,
     HEADER_SIZE,
     MAX_SIZE,
@@ -36,8 +36,8 @@ from torchobs.flight.format.layout import (
     encode_header,
     plan,
 )
-from torchobs.flight.format.series import Scope, Series, ValueType, decode, encode
-from torchobs.flight.writer.storage import Storage
+from torchobs.flight.series import Scope, Series, ValueType, decode, encode
+from torchobs.flight.storage import Storage
 
 HEADER = flights.header()
 MOVES = ("writer.py", "memory.py")

@@ -9,14 +9,12 @@ import pytest
 
 from tests import flights
 from torchobs import catalog
-from torchobs.flight.files import lock
-from torchobs.flight.files.create import CreatedFile, create
-from torchobs.flight.format.layout import HEADER_SIZE, MIN_SIZE, Region
-from torchobs.flight.reader import reader
-from torchobs.flight.writer import storage
-from torchobs.flight.writer.series_table import USER
-from torchobs.flight.writer.storage import DeferredStorage
-from torchobs.flight.writer.writer import FlightWriter, open_writer
+from torchobs.flight import lock, reader, storage
+from torchobs.flight.create import CreatedFile, create
+from torchobs.flight.layout import HEADER_SIZE, MIN_SIZE, Region
+from torchobs.flight.series_table import USER
+from torchobs.flight.storage import DeferredStorage
+from torchobs.flight.writer import FlightWriter, open_writer
 
 METRIC = catalog.Metric("test.count", catalog.Kind.COUNTER, "", "", integer=True)
 

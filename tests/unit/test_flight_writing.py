@@ -18,14 +18,12 @@ from tests import flights
 from tests.support import finish, wait_until
 from torchobs import catalog
 from torchobs.catalog import Kind
-from torchobs.flight.files import lock
-from torchobs.flight.files.create import create, lock_name
-from torchobs.flight.format.layout import BLOCK_WORDS, DEFAULT_SIZE, MAX_SIZE, MIN_SIZE, Exit, Region
-from torchobs.flight.reader import reader
-from torchobs.flight.reader.reader import Distribution
-from torchobs.flight.writer import writer
-from torchobs.flight.writer.series_table import LAYERS, Cell
-from torchobs.flight.writer.writer import FlightWriter, open_writer
+from torchobs.flight import lock, reader, writer
+from torchobs.flight.create import create, lock_name
+from torchobs.flight.layout import BLOCK_WORDS, DEFAULT_SIZE, MAX_SIZE, MIN_SIZE, Exit, Region
+from torchobs.flight.reader import Distribution
+from torchobs.flight.series_table import LAYERS, Cell
+from torchobs.flight.writer import FlightWriter, open_writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

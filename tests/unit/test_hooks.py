@@ -9,8 +9,8 @@ import pytest
 
 from torchobs.config import settings
 from torchobs.probes import factories
-from torchobs.probes.core.context import HookList, Hooks
-from torchobs.probes.precision.amp import LossScaling
+from torchobs.probes.amp import LossScaling
+from torchobs.probes.context import HookList, Hooks
 from torchobs.support.error_guard import CircuitBreaker
 
 

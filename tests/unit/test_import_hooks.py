@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import torchobs
-from torchobs.probes.lifecycle import distributed
+from torchobs.probes import distributed
 from torchobs.support.import_hooks import imported
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests import support
-from torchobs.flight.reader import reader
+from torchobs.flight import reader
 from torchobs.injection.copy_site import copy_site, fit_of, main
 from torchobs.injection.sitecustomize import misfit
 

@@ -12,7 +12,7 @@ import torch
 
 from torchobs import debug
 from torchobs.debug.switches import model_of
-from torchobs.probes.memory.leak import count_objects
+from torchobs.probes.leak import count_objects
 from torchobs.tensors.references import living, living_optimizers, types_of_objects
 
 if TYPE_CHECKING:

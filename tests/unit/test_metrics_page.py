@@ -32,8 +32,8 @@ from torchobs.exporter.text_format import (
     number,
     numbers,
 )
-from torchobs.flight.format.series import Series, ValueType
-from torchobs.flight.reader.reader import DecodedBlock, Distribution, Value
+from torchobs.flight.reader import DecodedBlock, Distribution, Value
+from torchobs.flight.series import Series, ValueType
 from torchobs.ranks.labels import NO_EXEMPLARS
 from torchobs.ranks.snapshot import EMPTY
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchobs.detect.flops import DEVICES, Parameters, Progress, peak_flops, peaks_of, step_flops, utilization
-from torchobs.probes.step.flops import count_parameters
+from torchobs.probes.flops import count_parameters
 
 NAMES = {
     "Tesla V100-SXM2-16GB": ("float16", 125.0),

@@ -16,13 +16,13 @@ from hypothesis import strategies as some
 from tests import flights
 from tests.step_hooks import OPTIMIZERS, STATE, Loss, perform, ready
 from tests.support import NEEDS_COMPILER
-from torchobs.flight.format.layout import Region
-from torchobs.flight.format.step_record import NO_FETCH, PLAIN_CODES, unpack
-from torchobs.flight.writer.native import compiled
-from torchobs.flight.writer.storage import Storage
-from torchobs.flight.writer.writer import FlightWriter
-from torchobs.probes.core.step_recorder import METER_EVERY
-from torchobs.probes.core.timeline import LONG_TRACE
+from torchobs.flight.layout import Region
+from torchobs.flight.native import compiled
+from torchobs.flight.step_record import NO_FETCH, PLAIN_CODES, unpack
+from torchobs.flight.storage import Storage
+from torchobs.flight.writer import FlightWriter
+from torchobs.probes.step_recorder import METER_EVERY
+from torchobs.probes.timeline import LONG_TRACE
 
 NATIVE: Any = compiled()
 pytestmark = pytest.mark.skipif(NATIVE is None, reason=NEEDS_COMPILER)

@@ -17,8 +17,8 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from tests import otel, support
 from tests.support import finish
 from torchobs import catalog
-from torchobs.flight.reader.reader import open_path
-from torchobs.flight.writer.writer import FlightWriter
+from torchobs.flight.reader import open_path
+from torchobs.flight.writer import FlightWriter
 from torchobs.otel import FlightMeterProvider
 
 if TYPE_CHECKING:

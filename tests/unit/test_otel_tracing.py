@@ -24,7 +24,7 @@ from opentelemetry.trace import (
 
 from tests import otel
 from tests.support import finish
-from torchobs.flight.writer.writer import FlightWriter
+from torchobs.flight.writer import FlightWriter
 from torchobs.otel import FlightTracerProvider
 from torchobs.otel.traces import fit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.timelines import ORDER, evaluate, one_step, spent
-from torchobs.probes.core.timeline import (
+from torchobs.probes.timeline import (
     CHECKPOINT,
     COMPILE,
     DATA,

@@ -16,8 +16,8 @@ from tests.rank_files import File
 from tests.support import wait_until
 from tests.unit.test_cgroup import GIB, V2_MOUNT, plant, v2_group
 from torchobs import catalog
-from torchobs.flight.reader.reader import open_path
-from torchobs.probes.memory.process_memory import Machine, MemoryLimits, ProcessStats, parse_machine
+from torchobs.flight.reader import open_path
+from torchobs.probes.process_memory import Machine, MemoryLimits, ProcessStats, parse_machine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +33,7 @@ SwapFree:        1048576 kB
 """
 COUNTED = """
 import os, sys, threading
-from torchobs.probes.memory.process_memory import ProcessStats
+from torchobs.probes.process_memory import ProcessStats
 process, release = ProcessStats(), threading.Event()
 threads, files = process.threads(), process.files()
 assert files.open == len(os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")) - 1  # without the listing's own
@@ -49,7 +49,7 @@ assert process.files() == files
 FAMILY = """
 import json, subprocess, sys
 import psutil
-from torchobs.probes.memory.process_memory import ProcessStats
+from torchobs.probes.process_memory import ProcessStats
 process = ProcessStats()
 before = process.children()
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -4,8 +4,8 @@ import pytest
 
 from torchobs import catalog
 from torchobs.catalog import SECONDS_BOUNDS
-from torchobs.flight.format.layout import Exit
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.layout import Exit
+from torchobs.flight.reader import Distribution
 from torchobs.ranks import labels
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.rank_file import OVERLAP_NS, RankCandidate, resolve

@@ -17,7 +17,7 @@ from torchobs.document.files import markdown
 from torchobs.document.html import page
 from torchobs.document.run import Options, document, run_document
 from torchobs.document.sections import anomalies
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.reader import Distribution
 
 GB = 1 << 30
 

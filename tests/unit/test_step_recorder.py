@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.flights import recorded
-from torchobs.flight.files.location import open_place
-from torchobs.flight.format.layout import RECORD_SIZE
-from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord, unpack
-from torchobs.flight.reader import reader
-from torchobs.flight.writer.writer import FlightWriter, open_writer
-from torchobs.probes.core.step_recorder import StepRecorder
-from torchobs.probes.core.timeline import (
+from torchobs.flight import reader
+from torchobs.flight.layout import RECORD_SIZE
+from torchobs.flight.location import open_place
+from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord, unpack
+from torchobs.flight.writer import FlightWriter, open_writer
+from torchobs.probes.step_recorder import StepRecorder
+from torchobs.probes.timeline import (
     BACKWARD_BEGINS,
     BACKWARD_ENDS,
     EVAL,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from torchobs.probes.core.context import TrainingState
+from torchobs.probes.context import TrainingState
 from torchobs.taps import taps
 from torchobs.taps.taps import SafePoint
 

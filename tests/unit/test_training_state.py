@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from torchobs.probes.core import context as training_state
-from torchobs.probes.core.context import LONGEST_S, Captures
+from torchobs.probes import context as training_state
+from torchobs.probes.context import LONGEST_S, Captures
 from torchobs.taps import taps
 from torchobs.taps.taps import ThreadFrames
 

@@ -14,7 +14,7 @@ from torchobs.diagnosis.live import EventRow, log_of, merged_ranks, of_ring
 from torchobs.document.charts import BUCKETS, alternative, curve, height_of, sparkline, stacked
 from torchobs.document.live import Choice, choice_of, query_of
 from torchobs.document.markup import exact, joined, named, tag, text
-from torchobs.flight.format.layout import Header
+from torchobs.flight.layout import Header
 
 NAN, INF = math.nan, math.inf
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.support import wait_until
-from torchobs.probes.data.loaders import state_of
+from torchobs.probes.data import state_of
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

@@ -18,8 +18,8 @@ from torchobs.cli.arguments import CommandError
 from torchobs.config import settings
 from torchobs.config.options import PATH, Option, duration, integer
 from torchobs.exporter import access
-from torchobs.flight.files.control import LEVELS, MAX_PROFILE_STEPS
-from torchobs.flight.files.location import find_existing
+from torchobs.flight.control import LEVELS, MAX_PROFILE_STEPS
+from torchobs.flight.location import find_existing
 
 _STACKS = """\
 Print the Python stacks of all threads of a rank, or of all ranks, to see where they are: above all, where one hangs. A rank

@@ -34,7 +34,7 @@ from torchobs.diagnosis import load, text_format
 from torchobs.diagnosis.rank_report import RankReport
 from torchobs.document.text import TerminalStyle, bullets, style_for
 from torchobs.exporter import config
-from torchobs.flight.files import create, location
+from torchobs.flight import create, location
 from torchobs.node import election
 
 _DESCRIPTION = """\

@@ -32,7 +32,7 @@ PROBES = (
     "leak", "activations", "device_time", "flops", "collectives",
 )  # fmt: skip
 """Names of the probes that can be disabled; listed here because this module loads without torch. Append new ones: a command
-refers to a probe by its index (:mod:`torchobs.flight.files.control`)."""
+refers to a probe by its index (:mod:`torchobs.flight.control`)."""
 
 EXPORTER_ADDRESS = Address("127.0.0.1", 10960)
 """Default address of a node's exporter: loopback, on a port that is free in Prometheus' list of default ports.

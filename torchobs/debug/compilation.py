@@ -11,7 +11,7 @@ from torchobs.catalog.findings import RECOMPILE_REMEDIES
 from torchobs.debug.findings import record_findings
 from torchobs.debug.steps import RAISED, first_line, raised_by
 from torchobs.debug.tensors import require
-from torchobs.probes.compile.compile import read_break, read_failure, read_guard
+from torchobs.probes.compile import read_break, read_failure, read_guard
 from torchobs.runtime.session import current
 from torchobs.support.result import Result
 from torchobs.tensors.batches import call

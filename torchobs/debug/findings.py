@@ -11,7 +11,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from torchobs import api, catalog
-from torchobs.flight.metrics.totals import NORM_SUM, Word
+from torchobs.flight.totals import NORM_SUM, Word
 from torchobs.runtime.session import current
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.rate_limit import RateLimiter, anomaly_limiter

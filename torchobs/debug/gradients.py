@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torchobs import catalog
 from torchobs.debug import tensors
 from torchobs.debug.findings import record_findings
-from torchobs.probes.gradients.norms import device_norms, local
+from torchobs.probes.gradient_norms import device_norms, local
 from torchobs.probes.nonfinite.backward import bad_gradients
 from torchobs.probes.nonfinite.probe import skips_by_itself
 from torchobs.runtime.session import current
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.hooks import RemovableHandle
 
-    from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.context import ProbeContext
 
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs.debug import operations
 from torchobs.debug.steps import RAISED
 from torchobs.debug.tensors import bytes_of, is_uninitialized, require, wide
-from torchobs.probes.memory.device_memory import has_statistics
+from torchobs.probes.device_memory import has_statistics
 from torchobs.probes.nonfinite.locate import is_users_file
 from torchobs.support.result import Result, fill
 from torchobs.tensors.batches import call, is_sequence, rebuilt, walk

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 from torchobs.debug.findings import record_finding, record_operation
 from torchobs.debug.gradients import StepHook, norm_of, scale_in_use
 from torchobs.debug.tensors import require
-from torchobs.probes.memory.device_memory import has_statistics
-from torchobs.probes.memory.process_memory import ProcessStats
+from torchobs.probes.device_memory import has_statistics
+from torchobs.probes.process_memory import ProcessStats
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.import_hooks import imported

@@ -17,8 +17,8 @@ from torchobs.debug.profiles import Recorder
 from torchobs.debug.steps import Collector, activations, monitor_step
 from torchobs.debug.stopping import early_stopping
 from torchobs.debug.tensors import require
-from torchobs.flight.metrics.totals import Word
-from torchobs.probes.core.torch_profiler import ProfilerBusyError
+from torchobs.flight.totals import Word
+from torchobs.probes.torch_profiler import ProfilerBusyError
 from torchobs.runtime.session import current, init
 from torchobs.support.arguments import is_whole
 from torchobs.support.error_guard import CircuitBreaker, call
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.context import ProbeContext
 
 MOST_TRACES = 8
 """Trace files that one ``enable`` writes"""

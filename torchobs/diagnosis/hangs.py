@@ -31,8 +31,8 @@ from torchobs.detect import hangs
 from torchobs.detect.hangs import LEAST_S, PATIENT_PHASES, USUAL_FACTOR, Absence, Blamed, Position, Surplus
 from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.diagnosis.status import RankStatus
-from torchobs.flight.files.artifacts import PROFILE, STUCK
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.artifacts import PROFILE, STUCK
+from torchobs.flight.reader import Distribution
 from torchobs.ranks import labels, state
 from torchobs.support import text
 

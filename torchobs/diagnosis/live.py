@@ -35,17 +35,17 @@ from torchobs.diagnosis.status import (
     status_of,
     summary_of,
 )
-from torchobs.flight.format.step_record import RecordKind, StepFlag
-from torchobs.flight.metrics.throughput import RECORDS as LATEST
-from torchobs.flight.metrics.throughput import Throughput, pace
+from torchobs.flight.step_record import RecordKind, StepFlag
+from torchobs.flight.throughput import RECORDS as LATEST
+from torchobs.flight.throughput import Throughput, pace
 from torchobs.ranks import comparison, labels
 from torchobs.ranks.rank_file import READ_ERRORS
 from torchobs.ranks.snapshot import Reader, grouped
 
 if TYPE_CHECKING:
-    from torchobs.flight.format.layout import Header
-    from torchobs.flight.format.step_record import StepRecord
-    from torchobs.flight.reader.reader import FlightFile
+    from torchobs.flight.layout import Header
+    from torchobs.flight.reader import FlightFile
+    from torchobs.flight.step_record import StepRecord
     from torchobs.ranks.snapshot import Rank, Readings, Snapshot
 
 KEPT_EVENTS = 200

@@ -27,15 +27,14 @@ from torchobs.diagnosis.rank_report import (
     steps_of,
     values_of,
 )
-from torchobs.flight.files import artifacts, endings
-from torchobs.flight.files.artifacts import PROFILE, ArtifactName
-from torchobs.flight.files.create import file_name, lock_name
-from torchobs.flight.files.location import find_existing, in_memory, opened
-from torchobs.flight.format.layout import HEADER_SIZE, Header, Region, decode_header
-from torchobs.flight.format.step_record import StepRecord
-from torchobs.flight.metrics.throughput import pace
-from torchobs.flight.reader import reader
-from torchobs.flight.reader.reader import FlightFile, Value, View
+from torchobs.flight import artifacts, endings, reader
+from torchobs.flight.artifacts import PROFILE, ArtifactName
+from torchobs.flight.create import file_name, lock_name
+from torchobs.flight.layout import HEADER_SIZE, Header, Region, decode_header
+from torchobs.flight.location import find_existing, in_memory, opened
+from torchobs.flight.reader import FlightFile, Value, View
+from torchobs.flight.step_record import StepRecord
+from torchobs.flight.throughput import pace
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.rank_file import READ_ERRORS, Now, RankCandidate, RankFile, look_at, open_tracked, resolve
 from torchobs.ranks.scanner import system_clock

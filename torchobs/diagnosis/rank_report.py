@@ -14,12 +14,12 @@ from torchobs.catalog import Metric
 from torchobs.detect.hangs import Standstill
 from torchobs.detect.learning import ZeroRate, zero_rate
 from torchobs.diagnosis import text_format
-from torchobs.flight.files.artifacts import ArtifactName
-from torchobs.flight.format.documents import History
-from torchobs.flight.format.layout import PHASE_NAMES, Header
-from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
-from torchobs.flight.metrics.throughput import Throughput
-from torchobs.flight.reader.reader import Distribution, Value, View
+from torchobs.flight.artifacts import ArtifactName
+from torchobs.flight.documents import History
+from torchobs.flight.layout import PHASE_NAMES, Header
+from torchobs.flight.reader import Distribution, Value, View
+from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord
+from torchobs.flight.throughput import Throughput
 from torchobs.ranks import labels, state
 from torchobs.ranks.state import MemoryUse, trains
 

@@ -23,8 +23,8 @@ from torchobs.detect.spikes import LastAnomaly, healthy_steps
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.from_events import from_events
 from torchobs.diagnosis.rank_report import Fact, RankReport, by_attributes, last_known, zero_rate_of
-from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
-from torchobs.flight.metrics.throughput import Throughput, time_left_s
+from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord
+from torchobs.flight.throughput import Throughput, time_left_s
 from torchobs.ranks import labels, state
 from torchobs.ranks.comparison import collectives_called, group_progress
 from torchobs.ranks.snapshot import Rank, Readings

@@ -36,9 +36,9 @@ from torchobs.document.blocks import (
     section,
 )
 from torchobs.document.sections import points_of
-from torchobs.flight.format.event_ring import plain
-from torchobs.flight.format.layout import Region
-from torchobs.flight.metrics.throughput import speed
+from torchobs.flight.event_ring import plain
+from torchobs.flight.layout import Region
+from torchobs.flight.throughput import speed
 
 _MANY, _MOST_LINES = 40, 8
 _LONGEST = 4000

@@ -27,12 +27,12 @@ from torchobs.exporter import access, api_schema, commands
 from torchobs.exporter.access import LET_IN, Problem
 from torchobs.exporter.api_schema import Dated, Position, instant, named, wall_ns
 from torchobs.exporter.commands import ArtifactStore, CommandService
-from torchobs.flight.files.control import LEVELS
-from torchobs.flight.format.event_ring import plain
-from torchobs.flight.format.layout import PHASE_NAMES
-from torchobs.flight.format.step_record import StepFlag
-from torchobs.flight.metrics.throughput import RECORDS, pace, speed
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.control import LEVELS
+from torchobs.flight.event_ring import plain
+from torchobs.flight.layout import PHASE_NAMES
+from torchobs.flight.reader import Distribution
+from torchobs.flight.step_record import StepFlag
+from torchobs.flight.throughput import RECORDS, pace, speed
 from torchobs.ranks.rank_file import READ_ERRORS
 from torchobs.ranks.snapshot import Readings, readings_of
 
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from torchobs.exporter.api_schema import Operation
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.snapshot_cache import Scan, SnapshotCache
-    from torchobs.flight.format.step_record import StepRecord
-    from torchobs.flight.reader.reader import FlightFile
+    from torchobs.flight.reader import FlightFile
+    from torchobs.flight.step_record import StepRecord
     from torchobs.ranks.snapshot import Rank, Snapshot
 
 

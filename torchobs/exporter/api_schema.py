@@ -17,14 +17,14 @@ from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.config.settings import PROBES
 from torchobs.exporter.access import Problem, bad
-from torchobs.flight.files.artifacts import KINDS
-from torchobs.flight.files.control import LEVELS, MAX_PROFILE_STEPS
-from torchobs.flight.format.layout import LIVE_PHASES, PHASE_NAMES
+from torchobs.flight.artifacts import KINDS
+from torchobs.flight.control import LEVELS, MAX_PROFILE_STEPS
+from torchobs.flight.layout import LIVE_PHASES, PHASE_NAMES
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from torchobs.flight.format.layout import Header
+    from torchobs.flight.layout import Header
     from torchobs.ranks.snapshot import Rank, Snapshot
 
 MOST_STEPS = 4096

@@ -16,11 +16,10 @@ from torchobs.config.settings import PROBES
 from torchobs.diagnosis.text_format import clean
 from torchobs.exporter.access import Problem
 from torchobs.exporter.api_schema import instant, named
-from torchobs.flight.files import artifacts, control, location
-from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK
-from torchobs.flight.files.control import Command
-from torchobs.flight.files.create import file_name
-from torchobs.flight.reader import reader
+from torchobs.flight import artifacts, control, location, reader
+from torchobs.flight.artifacts import PROFILE, STACKS, STUCK
+from torchobs.flight.control import Command
+from torchobs.flight.create import file_name
 from torchobs.ranks import labels
 from torchobs.ranks.rank_file import READ_ERRORS
 from torchobs.ranks.scanner import Directory
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     from torchobs.exporter.api_schema import Dated
     from torchobs.exporter.config import ExporterConfig
-    from torchobs.flight.files.artifacts import ArtifactName
+    from torchobs.flight.artifacts import ArtifactName
     from torchobs.ranks.snapshot import Rank, Snapshot
 
 

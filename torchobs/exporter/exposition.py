@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torchobs.exporter.exporter_metrics import ScrapeInput
     from torchobs.exporter.text_format import FamilyLines, Style
-    from torchobs.flight.format.series import Series
+    from torchobs.flight.series import Series
     from torchobs.ranks.snapshot import Rank
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.config.options import Address
-from torchobs.flight.files import entries
-from torchobs.flight.files.location import opened
+from torchobs.flight import entries
+from torchobs.flight.location import opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

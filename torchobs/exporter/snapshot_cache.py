@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from torchobs.flight.reader.reader import FlightFile
+    from torchobs.flight.reader import FlightFile
     from torchobs.ranks.rank_file import Now
 
 FRESH_S = 0.1

@@ -22,8 +22,8 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.utils import floatToGoString
 
 from torchobs.catalog import BY_NAME, Kind, cumulative, prometheus_name
-from torchobs.flight.format.series import ValueType
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.reader import Distribution
+from torchobs.flight.series import ValueType
 from torchobs.ranks import labels as rank_labels
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from torchobs.catalog import Metric
     from torchobs.exporter.exporter_metrics import Sample
-    from torchobs.flight.format.series import Series
-    from torchobs.flight.reader.reader import DecodedBlock, Value
+    from torchobs.flight.reader import DecodedBlock, Value
+    from torchobs.flight.series import Series
     from torchobs.ranks.labels import Shown
 
 

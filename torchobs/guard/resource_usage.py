@@ -14,7 +14,7 @@ import psutil
 
 from torchobs import catalog
 from torchobs.guard.record import Category, Severity, count, record
-from torchobs.probes.memory.device_memory import used_devices
+from torchobs.probes.device_memory import used_devices
 from torchobs.support import cgroup
 from torchobs.support.arguments import is_number
 from torchobs.support.error_guard import CircuitBreaker, call

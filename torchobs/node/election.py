@@ -18,7 +18,7 @@ import time
 from typing import NamedTuple
 
 from torchobs._version import __version__
-from torchobs.flight.files import entries, lock
+from torchobs.flight import entries, lock
 from torchobs.support.descriptors import Descriptor
 
 LOCK = "exporter.lock"
@@ -35,9 +35,9 @@ def is_decided(directory_fd: int) -> bool:
 
 def anyone_alive(directory_fd: int) -> bool:
     """Return True if a rank with a flight file in the directory is alive. Raises ``OSError`` if the directory is gone."""
-    from torchobs.flight.files.create import lock_name  # none is needed by a process that loses the election
-    from torchobs.flight.format.layout import BadFlightFileError
-    from torchobs.flight.reader import reader
+    from torchobs.flight import reader
+    from torchobs.flight.create import lock_name  # none is needed by a process that loses the election
+    from torchobs.flight.layout import BadFlightFileError
 
     for name in reader.names(directory_fd):
         with contextlib.suppress(OSError):  # the lock file was cleaned up, so nobody holds it
@@ -51,7 +51,7 @@ def anyone_alive(directory_fd: int) -> bool:
 
 
 class Election:
-    """This process's candidacy for a directory; at most one per directory and process (:mod:`torchobs.flight.files.lock`)."""
+    """This process's candidacy for a directory; at most one per directory and process (:mod:`torchobs.flight.lock`)."""
 
     def __init__(self, directory_fd: int) -> None:
         self._directory_fd = directory_fd

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torchobs.flight.format.layout import encodable, nonfinite_name
+from torchobs.flight.layout import encodable, nonfinite_name
 from torchobs.support.error_guard import CircuitBreaker, call
 
 if TYPE_CHECKING:

@@ -35,15 +35,15 @@ from opentelemetry.metrics import CallbackOptions, CallbackT, Meter, Observation
 
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric
-from torchobs.flight.format.layout import SLOT_SIZE
-from torchobs.flight.format.series import Scope, Series, ValueType
-from torchobs.flight.writer.series_table import USER, Cell, NoSeriesRoomError, Table, ValueBlock
-from torchobs.flight.writer.storage import Storage
+from torchobs.flight.layout import SLOT_SIZE
+from torchobs.flight.series import Scope, Series, ValueType
+from torchobs.flight.series_table import USER, Cell, NoSeriesRoomError, Table, ValueBlock
+from torchobs.flight.storage import Storage
 from torchobs.otel.attributes import clean_key, delegate_safely, flat, frozen, logger, warn_once
 from torchobs.support.error_guard import CircuitBreaker, call
 
 if TYPE_CHECKING:
-    from torchobs.flight.writer.writer import FlightWriter
+    from torchobs.flight.writer import FlightWriter
 
     Source: TypeAlias = Callable[[], FlightWriter | None]
     Attributes: TypeAlias = Mapping[str, Any] | None

@@ -59,7 +59,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.util._decorator import _agnosticcontextmanager
 
-from torchobs.flight.format.series import Scope
+from torchobs.flight.series import Scope
 from torchobs.otel.attributes import clean, clean_key, cleaned, frozen, text, warn_once
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.util.types import Attributes, AttributeValue
 
-    from torchobs.flight.writer.writer import FlightWriter
+    from torchobs.flight.writer import FlightWriter
     from torchobs.otel.attributes import Plain
     from torchobs.otel.metrics import Source
 

@@ -1,6 +1,6 @@
 """What watches training: one signal per file, one class each with ``install`` and ``remove`` (``context.Probe``).
 
-What probes tell each other while training runs goes through hook lists (``core.context``); what one needs to know of another is
+What probes tell each other while training runs goes through hook lists (``context``); what one needs to know of another is
 an object that :func:`factories` gives to both.
 """
 
@@ -9,35 +9,35 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torchobs.probes.activations.activations import ActivationProbe
-from torchobs.probes.compile.compile import CompileProbe
-from torchobs.probes.data.epochs import EpochCount, EpochProbe
-from torchobs.probes.data.loaders import DataProbe, LoaderProbe
-from torchobs.probes.gpu.monitor import GpuProbe
-from torchobs.probes.gradients.gradients import GradientProbe
-from torchobs.probes.gradients.replica_weights import Replicas
-from torchobs.probes.lifecycle.checkpoints import CheckpointProbe
-from torchobs.probes.lifecycle.collectives import CollectivesProbe
-from torchobs.probes.lifecycle.distributed import DistributedProbe
-from torchobs.probes.memory.device_memory import DeviceMemoryProbe
-from torchobs.probes.memory.growth import Suspicion
-from torchobs.probes.memory.leak import LeakProbe
-from torchobs.probes.memory.process_memory import CgroupProbe, MemoryProbe
+from torchobs.probes.activations import ActivationProbe
+from torchobs.probes.amp import AmpProbe
+from torchobs.probes.checkpoints import CheckpointProbe
+from torchobs.probes.collectives import CollectivesProbe
+from torchobs.probes.compile import CompileProbe
+from torchobs.probes.data import DataProbe, LoaderProbe
+from torchobs.probes.device_memory import DeviceMemoryProbe
+from torchobs.probes.device_times import DeviceTimeProbe
+from torchobs.probes.distributed import DistributedProbe
+from torchobs.probes.epochs import EpochCount, EpochProbe
+from torchobs.probes.flops import FlopsProbe
+from torchobs.probes.gpu import GpuProbe
+from torchobs.probes.gradients import GradientProbe
+from torchobs.probes.leak import LeakProbe
+from torchobs.probes.loss import LossProbe
+from torchobs.probes.memory_growth import Suspicion
 from torchobs.probes.nonfinite.probe import NonfiniteProbe
-from torchobs.probes.optimizer.optimizer import OptimizerProbe, RateSource, ResumeProbe
-from torchobs.probes.optimizer.schedulers import SchedulerProbe
-from torchobs.probes.precision.amp import AmpProbe
-from torchobs.probes.step.device_times import DeviceTimeProbe
-from torchobs.probes.step.flops import FlopsProbe
-from torchobs.probes.step.loss import LossProbe
-from torchobs.probes.step.phases import PhaseProbe
-from torchobs.probes.step.steps import StepProbe
+from torchobs.probes.optimizer import OptimizerProbe, RateSource, ResumeProbe
+from torchobs.probes.phases import PhaseProbe
+from torchobs.probes.process_memory import CgroupProbe, MemoryProbe
+from torchobs.probes.replica_weights import Replicas
+from torchobs.probes.schedulers import SchedulerProbe
+from torchobs.probes.steps import StepProbe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchobs.probes.core.context import Probe
-    from torchobs.probes.precision.amp import LossScaling
+    from torchobs.probes.amp import LossScaling
+    from torchobs.probes.context import Probe
 
     ProbeFactories = dict[str, Callable[[], Probe]]
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from torchobs import catalog
 from torchobs.catalog import prometheus_label
 from torchobs.config.launchers import LAUNCH, LAUNCHED_BY
-from torchobs.flight.format import event_ring
-from torchobs.flight.format.event_ring import fields_of
-from torchobs.flight.format.layout import PROCESS_BEGUN, Header
+from torchobs.flight import event_ring
+from torchobs.flight.event_ring import fields_of
+from torchobs.flight.layout import PROCESS_BEGUN, Header
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from torchobs.flight.format.series import Series
+    from torchobs.flight.series import Series
 
 
 IDENTITY = ("job_name", "run_id", "rank")

@@ -23,20 +23,18 @@ from torchobs import catalog
 from torchobs.config.launchers import LAUNCH, LAUNCHED_BY
 from torchobs.detect import hangs
 from torchobs.detect.hangs import Durations, Standstill
-from torchobs.flight.files import endings, lock
-from torchobs.flight.files.create import file_name, lock_name
-from torchobs.flight.format.event_ring import Tail
-from torchobs.flight.format.layout import BadFlightFileError, Exit, Region
-from torchobs.flight.metrics import throughput
-from torchobs.flight.reader import reader
-from torchobs.flight.reader.reader import DecodedBlock, Distribution, FlightFile, View
+from torchobs.flight import endings, lock, reader, throughput
+from torchobs.flight.create import file_name, lock_name
+from torchobs.flight.event_ring import Tail
+from torchobs.flight.layout import BadFlightFileError, Exit, Region
+from torchobs.flight.reader import DecodedBlock, Distribution, FlightFile, View
 from torchobs.ranks import labels, state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from torchobs.flight.format.layout import Header, LiveWords
-    from torchobs.flight.format.series import Series
+    from torchobs.flight.layout import Header, LiveWords
+    from torchobs.flight.series import Series
 
 
 OVERLAP_NS = 3_000_000_000

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchobs.config.identity import boot_id
-from torchobs.flight.files import entries
-from torchobs.flight.files.create import lock_name
-from torchobs.flight.files.location import KUBERNETES_MOUNT, find_existing, open_directory
-from torchobs.flight.reader import reader
-from torchobs.flight.reader.reader import MAX_FILES
+from torchobs.flight import entries, reader
+from torchobs.flight.create import lock_name
+from torchobs.flight.location import KUBERNETES_MOUNT, find_existing, open_directory
+from torchobs.flight.reader import MAX_FILES
 from torchobs.ranks import labels, rank_file
 from torchobs.ranks.comparison import RankComparator
 from torchobs.ranks.rank_file import READ_ERRORS, Now, RankFile, is_passing, open_tracked, resolve
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torchobs.exporter.config import ExporterConfig
-    from torchobs.flight.reader.reader import FlightFile
+    from torchobs.flight.reader import FlightFile
     from torchobs.ranks.rank_file import RankCandidate
 
 

@@ -10,8 +10,8 @@ from torchobs import catalog
 from torchobs.catalog import BY_NAME, Metric, cumulative
 from torchobs.detect.hangs import Standstill
 from torchobs.detect.speed import Slowness
-from torchobs.flight.files.create import cgroup_limit
-from torchobs.flight.reader.reader import DecodedBlock, Distribution, View
+from torchobs.flight.create import cgroup_limit
+from torchobs.flight.reader import DecodedBlock, Distribution, View
 from torchobs.ranks.labels import Shown
 from torchobs.ranks.state import ending, last_memory, trains
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torchobs.exporter.config import ExporterConfig
-    from torchobs.flight.format.series import Series
+    from torchobs.flight.series import Series
 
 
 RESERVED_BYTES = 48 << 20

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.detect import hangs
 from torchobs.detect.hangs import PATIENT_PHASES, Standstill
-from torchobs.flight.format.event_ring import fields_of
-from torchobs.flight.format.layout import FADED_AFTER_S as FADED_AFTER_S  # noqa: PLC0414  # for the modules that judge by it
-from torchobs.flight.format.layout import Exit
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.event_ring import fields_of
+from torchobs.flight.layout import FADED_AFTER_S as FADED_AFTER_S  # noqa: PLC0414  # for the modules that judge by it
+from torchobs.flight.layout import Exit
+from torchobs.flight.reader import Distribution
 from torchobs.ranks import labels
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from torchobs.flight.reader.reader import View
+    from torchobs.flight.reader import View
 
 
 BEAT_S = 0.5

@@ -6,13 +6,13 @@ import time
 from typing import TYPE_CHECKING
 
 from torchobs.config.settings import PROBES
-from torchobs.flight.files.control import LEVELS, ControlReader
+from torchobs.flight.control import LEVELS, ControlReader
 from torchobs.runtime.profiler import Profiles
 from torchobs.runtime.stacks import StallWatch, Watchdog, write_stacks
 from torchobs.support.error_guard import CircuitBreaker, call
 
 if TYPE_CHECKING:
-    from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.context import ProbeContext
     from torchobs.runtime.probe_manager import ProbeManager
 
 OFF = LEVELS.index("off")

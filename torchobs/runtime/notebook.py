@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchobs import catalog
-from torchobs.flight.format.layout import LIVE_PHASES
-from torchobs.flight.metrics.totals import Word, is_active
+from torchobs.flight.layout import LIVE_PHASES
+from torchobs.flight.totals import Word, is_active
 from torchobs.runtime.stacks import live_phase
 from torchobs.support.import_hooks import imported
 
 if TYPE_CHECKING:
-    from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.context import ProbeContext
 
 
 _INTERVAL_S = 0.5
@@ -43,7 +43,7 @@ class PageAddress:
         now_s = time.monotonic()
         if self.url or now_s < self._due_s or now_s > self._until_s:
             return
-        from torchobs.flight.files.location import opened
+        from torchobs.flight.location import opened
         from torchobs.node import election
 
         self._due_s = now_s + _INTERVAL_S

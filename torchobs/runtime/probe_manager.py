@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from torchobs.probes import ProbeFactories
-    from torchobs.probes.core.context import Probe, ProbeContext
+    from torchobs.probes.context import Probe, ProbeContext
     from torchobs.taps.patch import Patch
     from torchobs.taps.taps import SafePoint
 

@@ -2,7 +2,7 @@
 
 A profile starts and ends in the training thread when a backward pass begins (:mod:`torchobs.taps.taps`): there is
 no cost without a request, and a trace of n steps holds n of each phase. A thread of its own writes the trace, because
-compressing takes seconds. It makes way for the application's own profiler (:mod:`torchobs.probes.core.torch_profiler`).
+compressing takes seconds. It makes way for the application's own profiler (:mod:`torchobs.probes.torch_profiler`).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torchobs import catalog
-from torchobs.flight.files import artifacts
-from torchobs.flight.files.artifacts import LIMITS, PROFILE, named
-from torchobs.flight.files.create import deadly_limit, shortage, survive_limits
-from torchobs.probes.core.torch_profiler import ProfilerBusyError, Recording, exclusively
-from torchobs.probes.memory.process_memory import ProcessStats
+from torchobs.flight import artifacts
+from torchobs.flight.artifacts import LIMITS, PROFILE, named
+from torchobs.flight.create import deadly_limit, shortage, survive_limits
+from torchobs.probes.process_memory import ProcessStats
+from torchobs.probes.torch_profiler import ProfilerBusyError, Recording, exclusively
 from torchobs.support.error_guard import CircuitBreaker, call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchobs.flight.files.artifacts import ArtifactName
-    from torchobs.flight.files.location import FlightDirectory
-    from torchobs.probes.core.context import ProbeContext
+    from torchobs.flight.artifacts import ArtifactName
+    from torchobs.flight.location import FlightDirectory
+    from torchobs.probes.context import ProbeContext
     from torchobs.support.descriptors import Descriptor
 
 NO_STEP_S = 120.0

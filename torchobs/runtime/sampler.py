@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.catalog.findings import finding
-from torchobs.flight.files.create import survive_limits
-from torchobs.flight.files.location import remedy
-from torchobs.probes.gradients.layers import GrownLayers
+from torchobs.flight.create import survive_limits
+from torchobs.flight.location import remedy
+from torchobs.probes.layers import GrownLayers
 from torchobs.runtime.stacks import live_phase
 from torchobs.support import anomaly_callbacks
 from torchobs.support.after_fork import renew_in_child
@@ -26,8 +26,8 @@ from torchobs.support.rank_log import OWN
 from torchobs.support.rate_limit import RateLimiter, anomaly_limiter
 
 if TYPE_CHECKING:
-    from torchobs.flight.metrics.totals import Anomaly
-    from torchobs.probes.core.context import ProbeContext
+    from torchobs.flight.totals import Anomaly
+    from torchobs.probes.context import ProbeContext
     from torchobs.runtime.probe_manager import Callbacks
     from torchobs.runtime.spans import RunSpan
 

@@ -19,17 +19,17 @@ from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.config import identity, settings
 from torchobs.config.options import as_text
-from torchobs.flight.files.cleanup import clean
-from torchobs.flight.files.location import NoPlaceError, control_directory, open_place, remedy
-from torchobs.flight.format.layout import PROCESS_BEGUN, Exit
-from torchobs.flight.writer.writer import FlightWriter, open_writer
+from torchobs.flight.cleanup import clean
+from torchobs.flight.layout import PROCESS_BEGUN, Exit
+from torchobs.flight.location import NoPlaceError, control_directory, open_place, remedy
+from torchobs.flight.writer import FlightWriter, open_writer
 from torchobs.probes import factories
-from torchobs.probes.compile.compile import DynamoRules
-from torchobs.probes.core.context import Hooks, ProbeContext, TrainingState
-from torchobs.probes.core.step_recorder import StepRecorder
-from torchobs.probes.core.user_scalars import Scalars
-from torchobs.probes.lifecycle.exits import Ending, ExitProbe
-from torchobs.probes.precision.amp import LossScaling
+from torchobs.probes.amp import LossScaling
+from torchobs.probes.compile import DynamoRules
+from torchobs.probes.context import Hooks, ProbeContext, TrainingState
+from torchobs.probes.exits import Ending, ExitProbe
+from torchobs.probes.scalars import Scalars
+from torchobs.probes.step_recorder import StepRecorder
 from torchobs.runtime import spawned_ranks
 from torchobs.runtime.command_handler import CommandHandler
 from torchobs.runtime.details import GaugeHistory, RunDetails

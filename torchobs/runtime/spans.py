@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, Literal
 
 from torchobs import catalog
 from torchobs.detect.speed import alike_interval, slow_from, taken
-from torchobs.flight.format import event_ring
-from torchobs.flight.format.event_ring import SpanId, SpanIds
-from torchobs.flight.format.layout import PHASE_NAMES
-from torchobs.flight.format.step_record import RecordKind, StepFlag
+from torchobs.flight import event_ring
+from torchobs.flight.event_ring import SpanId, SpanIds
+from torchobs.flight.layout import PHASE_NAMES
+from torchobs.flight.step_record import RecordKind, StepFlag
 from torchobs.support.import_hooks import after_import, cancel
 from torchobs.support.rate_limit import RateLimiter
 
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
     from torchobs.config.settings import Settings
-    from torchobs.flight.format.step_record import StepRecord
-    from torchobs.flight.writer.writer import FlightWriter
-    from torchobs.probes.core.context import EpochStart, ProbeContext
+    from torchobs.flight.step_record import StepRecord
+    from torchobs.flight.writer import FlightWriter
+    from torchobs.probes.context import EpochStart, ProbeContext
 
     _Entry = tuple[StepRecord, bytes]
 

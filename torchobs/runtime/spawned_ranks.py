@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.config import settings
 from torchobs.config.launchers import LAUNCHED_BY
-from torchobs.flight.files.location import KUBERNETES_MOUNT
-from torchobs.flight.format.layout import BadFlightFileError
-from torchobs.flight.reader import reader
+from torchobs.flight import reader
+from torchobs.flight.layout import BadFlightFileError
+from torchobs.flight.location import KUBERNETES_MOUNT
 from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.import_hooks import after_import, cancel
 from torchobs.support.process_group import rank_and_size
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from importlib.abc import MetaPathFinder
 
-    from torchobs.flight.writer.writer import FlightWriter
-    from torchobs.probes.core.context import ProbeContext
+    from torchobs.flight.writer import FlightWriter
+    from torchobs.probes.context import ProbeContext
 
     UnpickleToken = Callable[[dict[str, str], str], object]
 

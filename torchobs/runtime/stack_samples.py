@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
 from torchobs.detect.speed import LEAST_OF_LINE, LEAST_SAMPLES
-from torchobs.probes.core.timeline import OTHER
-from torchobs.probes.memory.source_lines import is_installed, is_ours, is_standard
+from torchobs.probes.source_lines import is_installed, is_ours, is_standard
+from torchobs.probes.timeline import OTHER
 from torchobs.support.rate_limit import RateLimiter
 from torchobs.taps.taps import ThreadFrames
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.context import ProbeContext
 
 MOST_SAMPLES = 600
 """A minute of them; then all count half, so that the line is that of now"""

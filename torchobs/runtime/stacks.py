@@ -32,22 +32,22 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.detect import hangs as stall
 from torchobs.detect.hangs import Durations
-from torchobs.flight.files import artifacts, endings
-from torchobs.flight.files.artifacts import END, LIMITS, STACKS, STUCK, named
-from torchobs.flight.files.create import shortage
-from torchobs.flight.format.layout import LIVE_PHASES
-from torchobs.flight.metrics.totals import DURATION_SUM, Word
-from torchobs.probes.core.timeline import CHECKPOINT, COMPILE, DATA, EVALUATION, FORWARD, OTHER
-from torchobs.probes.data.loaders import state_of
+from torchobs.flight import artifacts, endings
+from torchobs.flight.artifacts import END, LIMITS, STACKS, STUCK, named
+from torchobs.flight.create import shortage
+from torchobs.flight.layout import LIVE_PHASES
+from torchobs.flight.totals import DURATION_SUM, Word
+from torchobs.probes.data import state_of
+from torchobs.probes.timeline import CHECKPOINT, COMPILE, DATA, EVALUATION, FORWARD, OTHER
 from torchobs.support.descriptors import Descriptor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torchobs.flight.files.artifacts import ArtifactName
-    from torchobs.flight.files.location import FlightDirectory
-    from torchobs.flight.writer.writer import FlightWriter
-    from torchobs.probes.core.context import ProbeContext
+    from torchobs.flight.artifacts import ArtifactName
+    from torchobs.flight.location import FlightDirectory
+    from torchobs.flight.writer import FlightWriter
+    from torchobs.probes.context import ProbeContext
 
 
 _MAX_WORKERS = 8

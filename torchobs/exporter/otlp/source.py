@@ -49,12 +49,12 @@ from torchobs.catalog import BY_NAME, UNNAMED, Kind, Severity, cumulative, prome
 from torchobs.config.launchers import LAUNCH, LAUNCHED_BY
 from torchobs.diagnosis.rank_report import with_unit
 from torchobs.exporter import exporter_metrics
-from torchobs.flight.files.create import file_name
-from torchobs.flight.format.event_ring import SpanId, SpanIds, Tail
-from torchobs.flight.format.layout import PROCESS_BEGUN, Region, encodable
-from torchobs.flight.format.series import Scope, Series, ValueType
-from torchobs.flight.reader import reader
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight import reader
+from torchobs.flight.create import file_name
+from torchobs.flight.event_ring import SpanId, SpanIds, Tail
+from torchobs.flight.layout import PROCESS_BEGUN, Region, encodable
+from torchobs.flight.reader import Distribution
+from torchobs.flight.series import Scope, Series, ValueType
 from torchobs.ranks import labels
 from torchobs.ranks.labels import NO_EXEMPLARS, exemplars_of
 from torchobs.ranks.rank_file import READ_ERRORS
@@ -66,8 +66,8 @@ if TYPE_CHECKING:
 
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.exporter_metrics import HostFacts, Sample, ScrapeInput
-    from torchobs.flight.format.layout import Header
-    from torchobs.flight.reader.reader import FlightFile, Value
+    from torchobs.flight.layout import Header
+    from torchobs.flight.reader import FlightFile, Value
     from torchobs.ranks.labels import Exemplar, Shown
     from torchobs.ranks.snapshot import Rank
 

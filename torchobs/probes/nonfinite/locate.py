@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.probes.memory.source_lines import is_installed
+from torchobs.probes.source_lines import is_installed
 from torchobs.tensors.graph import OPAQUE
 from torchobs.tensors.names import all_modules, clean, roots
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.catalog.findings import finding
 from torchobs.detect.spikes import HEALTHY
-from torchobs.probes.core.timeline import BACKWARD_BEGINS, BACKWARD_ENDS
 from torchobs.probes.nonfinite.backward import BackwardWatch, bad_gradients
 from torchobs.probes.nonfinite.locate import ModuleNames, is_users, locals_of
 from torchobs.probes.nonfinite.origin import (
@@ -34,6 +33,7 @@ from torchobs.probes.nonfinite.origin import (
     of_parameters,
     user_frames,
 )
+from torchobs.probes.timeline import BACKWARD_BEGINS, BACKWARD_ENDS
 from torchobs.support.rate_limit import RateLimiter
 from torchobs.taps import taps
 from torchobs.tensors.values import Condition, condition
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from types import FrameType
 
-    from torchobs.probes.core.context import ProbeContext
-    from torchobs.probes.core.step_recorder import StepRecorder
-    from torchobs.probes.precision.amp import LossScaling
+    from torchobs.probes.amp import LossScaling
+    from torchobs.probes.context import ProbeContext
+    from torchobs.probes.step_recorder import StepRecorder
     from torchobs.support.error_guard import CircuitBreaker
     from torchobs.tensors.graph import GraphNode
 
@@ -97,7 +97,7 @@ class NonfiniteProbe:
         self._told: list[str] = []
 
     def install(self, context: ProbeContext) -> None:
-        """See :class:`~torchobs.probes.core.context.Probe`."""
+        """See :class:`~torchobs.probes.context.Probe`."""
         self._context, self._breaker = context, context.breaker(self.name)
         context.hooks.nonfinite_loss.register(self._breaker, self._loss)
         context.hooks.nonfinite_gradient.register(self._breaker, self._gradient)
@@ -110,7 +110,7 @@ class NonfiniteProbe:
             self._raising = NonfiniteRaiser(context, self._breaker, self._gradient)
 
     def remove(self) -> None:
-        """See :class:`~torchobs.probes.core.context.Probe`."""
+        """See :class:`~torchobs.probes.context.Probe`."""
         self._breaker.guard(self._release)()
         if self._raising is not None:
             self._raising.remove()

@@ -1,0 +1,279 @@
+"""The event ring: events, finished spans and their late values, as frames at multiples of 64 bytes.
+
+A frame is ``position:u64 length:u32 crc:u32`` and ``length`` bytes of a JSON object. ``position`` is virtual: it counts
+bytes since the file's creation and never wraps; a frame is stored at ``position % ring``. The CRC covers position, length
+and payload. A frame that does not fit before the ring's end is stored at its beginning. A reader needs no head: it checks
+every 64 bytes and accepts a frame that is stored where its position says and matches its CRC.
+
+A frame's ``k`` is ``event``, ``span`` or ``span_start`` (``otel/traces.py``), or ``late``: the ``grad_norm`` of a ``step``
+whose span was written before a device delivered it.
+
+**Identifiers** of a run's traces and spans are derived from the flight file's header.
+
+Spans are written for few steps only, and long after these ended. An identifier is a function of the run and of what the span is
+about, so that the training thread generates none, a span of the application can name the current step as its parent, an
+exporter can attach an exemplar to any step's histogram sample, and all ranks name a trace alike without a word between them.
+
+Traces, 16 bytes, equal on all ranks of a run:
+
+* the run's is the launcher's (``TRACEPARENT``; ``trace_id`` in the file's resource), else BLAKE2b of ``torchobs/<run id>``;
+* that of a segment (an epoch, or an hour of one) is BLAKE2b of ``<run's trace>/<restart>/segment/<epoch>/<part>``;
+* that of a step is BLAKE2b of ``<run's trace>/<restart>/step/<number>``.
+
+Spans, 8 bytes, different on each rank: BLAKE2b of ``<incarnation>/run``, ``<run's span>/segment/<epoch>/<part>``,
+``<run's span>/<step>`` and ``<step's span>/<phase>``.
+
+All in lower-case hexadecimal and decimal digits; ``printf torchobs/1234 | b2sum -l 128`` is the trace of run ``1234``.
+OpenTelemetry allows no identifier of zeros alone: the last digit of such a hash is 1. ``restart`` is the launcher's count.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections import deque
+from hashlib import blake2b
+from math import isfinite
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchobs.flight.layout import ALIGN, Live, nonfinite_name
+from torchobs.flight.step_record import PLAIN, RecordKind
+from torchobs.support.after_fork import renew_in_child
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torchobs.flight.layout import Header
+    from torchobs.flight.storage import Storage
+
+TRACE_ID = "trace_id"
+"""Key in the resource, present if the launcher set a trace."""
+_FRAME = struct.Struct("<QII")
+MAX_PAYLOAD = 16 * 1024
+_LONGEST = MAX_PAYLOAD + ALIGN
+"""bytes of a frame, at most: the room that is left at the end of a lap, where none fits, is smaller"""
+_MAX_PENDING = 1024
+_MAX_DEPTH = 32
+_MAX_BITS = 128
+
+
+def plain(value: object, depth: int = _MAX_DEPTH) -> Any:
+    """Convert ``value`` to JSON types: a non-finite float becomes its name, an unknown or too deep object its text."""
+    if isinstance(value, float) and not isfinite(value):
+        return nonfinite_name(value)
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return hex(value)  # Python refuses to print 4,300 digits in decimal
+    if isinstance(value, (str, int, float)) or value is None:
+        return value
+    if isinstance(value, (list, tuple)) and depth > 1:
+        return [plain(item, depth - 1) for item in value]
+    if isinstance(value, dict) and depth > 1:
+        return {str(key): plain(item, depth - 1) for key, item in value.items()}
+    return str(value)
+
+
+class EventRing:
+    """Writer of the ring. Any thread may append without waiting: while another thread writes, that one takes the frame over."""
+
+    __slots__ = ("__weakref__", "_lock", "_memory", "_offset", "_pending", "_position", "_seed", "_size", "dropped", "live_at")
+
+    def __init__(self, memory: Storage, offset: int, size: int, seed: int, live_at: int) -> None:
+        self._memory, self._offset, self._size, self._seed = memory, offset, size, seed
+        self.live_at = live_at
+        self._position = 0
+        self._pending: deque[bytes] = deque()
+        self._lock = Lock()
+        renew_in_child(self, _lock=Lock)
+        self.dropped = 0
+
+    @property
+    def limit(self) -> int:
+        """Maximum length of a frame's payload in bytes."""
+        return min(MAX_PAYLOAD, self._size // 4)
+
+    @property
+    def laps(self) -> float:
+        """How many times the ring's size has been written since its creation."""
+        return self._position / self._size
+
+    def append(self, fields: Mapping[str, object]) -> None:
+        """Add one frame; it is dropped and counted if too long, or if 1,024 frames are pending."""
+        # names and paths need not be UTF-8; the error handler keeps what can be encoded
+        text = json.dumps(plain(dict(fields)), ensure_ascii=False, separators=(",", ":"))
+        self.put(text.encode(errors="replace"))
+
+    def put(self, payload: bytes) -> None:
+        """Add one frame from encoded JSON."""
+        if len(payload) > self.limit or len(self._pending) >= _MAX_PENDING:
+            self.dropped += 1
+            return
+        self._pending.append(payload)
+        self.drain()
+
+    def drain(self) -> None:
+        """Write the pending frames, unless another thread is doing so."""
+        while self._pending:
+            if self._lock.locked():
+                return
+            with self._lock:  # see ValueBlock.publish
+                if self._pending:
+                    self._write(self._pending.popleft())
+
+    def _write(self, payload: bytes) -> None:
+        length = _aligned(len(payload))
+        room = self._size - self._position % self._size
+        position = self._position if length <= room else self._position + room
+        crc = zlib.crc32(payload, zlib.crc32(_FRAME.pack(position, len(payload), 0), self._seed))
+        frame = _FRAME.pack(position, len(payload), crc) + payload
+        self._memory.store(self._offset + position % self._size, frame)
+        self._position = position + length
+        self._memory.word(self.live_at + Live.EVENT_HEAD, self._position)
+
+
+def scan(ring: bytes, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield ``(position, fields)`` of every valid frame, oldest first."""
+    for position, payload in sorted(_frames(ring, seed)):
+        fields = fields_of(payload)
+        if fields is not None:
+            yield position, fields
+
+
+def fields_of(payload: bytes) -> dict[str, Any] | None:
+    """Decode a frame's payload; ``None`` if it is not a JSON object."""
+    try:
+        fields = json.loads(payload)
+    except ValueError:
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+class Tail:
+    """Incremental reader of a ring: returns each frame once, and reads only what was written since the last call."""
+
+    __slots__ = ("_head", "_next", "_seed", "_size", "missed")
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size, self._seed = size, seed
+        self.missed = 0
+        """bytes before the frames of the last call that were overwritten before it"""
+        self._head = self._next = 0
+
+    def take(self, head: int, read: Callable[[int, int], bytes]) -> list[bytes]:
+        """Return the new payloads, oldest first; none before ``head`` has changed.
+
+        ``head``: the end of the newest frame as the writer published it; ``read(at, length)`` reads the ring.
+        """
+        self.missed = 0
+        if head == self._head:
+            return []
+        found = sorted(frame for at, length in self._parts(head) if length for frame in self._frames(read(at, length), at))
+        self._head = head
+        if found:  # not the head: with reordered stores it can be visible before its frame
+            gap = found[0][0] - self._next
+            self.missed = gap if gap > _LONGEST else 0  # or else it is the room that is left at the end of a lap
+            position, payload = found[-1]
+            self._next = position + _aligned(len(payload))
+        return [payload for _, payload in found]
+
+    def _parts(self, head: int) -> list[tuple[int, int]]:
+        length = head - self._next
+        if not 0 < length < self._size:
+            return [(0, self._size)]
+        at = self._next % self._size
+        first = min(length, self._size - at)
+        return [(at, first), (0, length - first)]
+
+    def _frames(self, part: bytes, at: int) -> Iterator[tuple[int, bytes]]:
+        return (frame for frame in _frames(part, self._seed, at, self._size) if frame[0] >= self._next)
+
+
+def _frames(part: bytes, seed: int, offset: int = 0, size: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Yield the frames of a ring, or of the part that begins at ``offset`` of a ring of ``size`` bytes."""
+    size = size or len(part)
+    at = 0
+    while at < len(part) - _FRAME.size:
+        position, length, crc = _FRAME.unpack_from(part, at)
+        begin, at = at, at + ALIGN
+        if not length or position % size != begin + offset or length > min(MAX_PAYLOAD, len(part) - begin - _FRAME.size):
+            continue
+        payload = part[begin + _FRAME.size : begin + _FRAME.size + length]
+        if crc == zlib.crc32(payload, zlib.crc32(_FRAME.pack(position, length, 0), seed)):
+            yield position, payload
+            at = begin + _aligned(length)  # frames do not overlap
+
+
+def _aligned(length: int) -> int:
+    """Return the size in bytes of a frame with a payload of that length."""
+    return -(-(_FRAME.size + length) // ALIGN) * ALIGN
+
+
+class SpanId(NamedTuple):
+    """A span and its trace, in hexadecimal digits."""
+
+    trace: str
+    span: str
+
+
+class Part(NamedTuple):
+    """One phase of a step; CLOCK_MONOTONIC in ns."""
+
+    phase: str
+    begun_ns: int
+    ended_ns: int
+
+
+class SpanIds:
+    """Identifiers of one incarnation's spans."""
+
+    __slots__ = ("_life", "run")
+
+    def __init__(self, header: Header) -> None:
+        self.run = SpanId(trace_id(header), derived(header.incarnation.hex(), "run"))
+        restart = header.resource.get("restart")
+        self._life = f"{self.run.trace}/{restart if isinstance(restart, int) else 0}"
+
+    def segment(self, epoch: int, part: int) -> SpanId:
+        """Return the identifiers of the part (from 0) of an epoch (0: before the first, or without any)."""
+        what = f"segment/{epoch}/{part}"
+        return SpanId(derived(self._life, what, 16), derived(self.run.span, what))
+
+    def step(self, number: int) -> SpanId:
+        """Return the identifiers of a step."""
+        return SpanId(self.step_trace(number), derived(self.run.span, str(number)))
+
+    def step_trace(self, number: int) -> str:
+        """Return the trace of a step, the same on all ranks."""
+        return derived(self._life, f"step/{number}", 16)
+
+
+def trace_id(header: Header) -> str:
+    """Return the run's trace id, 32 hexadecimal digits; the incarnation's in a file that names no run."""
+    given, run_id = header.resource.get(TRACE_ID), header.resource.get("run_id")
+    if isinstance(given, str):
+        return given
+    return derived("torchobs", run_id, 16) if isinstance(run_id, str) and run_id else header.incarnation.hex()
+
+
+def derived(parent: str, what: str, size: int = 8) -> str:
+    """Return the identifier, of ``size`` bytes, of what is called so within the parent: of a phase within its step's span."""
+    digits = blake2b(f"{parent}/{what}".encode(errors="replace"), digest_size=size).hexdigest()
+    return digits if digits.strip("0") else f"{digits[:-1]}1"
+
+
+def parts(raw: bytes) -> tuple[int, list[Part]] | None:
+    """Return the begin of a plain step and its phases; ``None`` for other records, which hold sums and no boundaries.
+
+    ``raw`` must be a record that ``step_record.unpack`` has accepted. Gaps between the phases are ``other``.
+    """
+    if raw[24] != RecordKind.PLAIN:
+        return None
+    _, _, end_ns, _, _, _, fetch, _, _, _, fetched, backward, backward_ends, optimizer, _, _, _, begun_ns, _ = (
+        PLAIN.unpack_from(raw)
+    )
+    backward, backward_ends = backward >> 4, backward_ends >> 4
+    found = [Part("between", begun_ns, backward)]
+    if fetched >> 4:
+        found = [Part("data", fetch >> 4, fetched >> 4), Part("forward", fetched >> 4, backward)]
+    return begun_ns, [*found, Part("backward", backward, backward_ends), Part("optimizer", optimizer >> 4, end_ns)]

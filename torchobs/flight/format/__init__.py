@@ -1,1 +1,0 @@
-"""Formats of what a flight file holds."""

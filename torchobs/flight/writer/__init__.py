@@ -1,1 +1,0 @@
-"""Writing of flight files, in the training process."""

@@ -1,0 +1,457 @@
+"""Look at what every layer puts out on some steps, at level extreme.
+
+Such a step is one window: it opens when a backward pass begins, with forward hooks on the chosen modules, and closes when the
+next one begins, so that what checkpointing computes again during a backward pass is not seen. Of a step that accumulates
+gradients one part is looked at. How often is decided by ``SamplingInterval``, within three times the overhead budget. In the
+other steps, and at the other levels, no module has a hook.
+
+Numbers leave a device by one copy for all layers, and nothing waits for it.
+
+``torch.compile`` does not look for hooks where there were none when it compiled, so a compiled region is neither compiled anew
+nor interrupted, and its modules are silent. A module that is silent in two windows gets no hook any more: only what is
+compiled while a window is open is compiled once more afterwards, and only in those two. Whatever would make a tensor of ours
+part of something else ends a look at once: tracing, CUDA graphs, ``torch.func``, and any dispatch mode, such as the cache of
+selective checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from threading import get_ident
+from time import monotonic, monotonic_ns
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+from torchobs import catalog
+from torchobs.catalog.findings import Finding
+from torchobs.detect.learning import LASTING_STEPS
+from torchobs.flight.series_table import LAYERS
+from torchobs.probes.context import SamplingInterval
+from torchobs.probes.layers import WIDER
+from torchobs.support.graph_safe import OutputHook, dispatch_modes, transformed
+from torchobs.tensors.device_reads import PendingCopies
+from torchobs.tensors.names import all_modules, clean, layer_of, roots
+from torchobs.tensors.statistics import MOST_ELEMENTS, NUMBERS, combine, first_tensor, numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torchobs.probes.context import ProbeContext
+    from torchobs.tensors.device_reads import PendingCopy
+    from torchobs.tensors.statistics import ActivationStats
+
+
+EXTREME = 3
+MOST_LAYERS = 64
+_BUDGETS = 3
+"""Share of the time that this may take, as a multiple of the overhead budget, which is that of level basic"""
+_FIRST_STEP = 3
+"""Ended steps before modules are looked for: a compiled training compiles most of what it does in its first two"""
+_SILENT = 2
+"""Windows without a call of a module, after which it gets no hook any more"""
+_MOST_CALLS = 4
+"""Calls of a module that are looked at in one step"""
+_LONGEST = 8
+"""Backward passes after which a window closes in which nothing was called"""
+_SHOW_S = 1.0
+_MOST_SCANS = 4
+_TRAINING, _FROZEN, _WITHOUT_GRAD = 3, 2, 1
+"""What a call is worth: the best ones of a window count. In training with grad; in evaluation mode with grad, as frozen layers
+run; in training mode without grad, as reentrant checkpointing runs the forward pass"""
+
+
+class _Call(NamedTuple):
+    """What a vector of numbers is of."""
+
+    length: int
+    """of the vector"""
+    elements: int
+    """looked at"""
+    since: Since | None
+    """of a rectifier: what the number of its silent units, the vector's last element, rests on"""
+
+
+class _Slot:
+    """One module in the window that is open."""
+
+    __slots__ = ("calls", "name", "silent", "units", "worth")
+
+    def __init__(self, name: str, module: Any) -> None:
+        self.name = name
+        self.calls: list[tuple[Any, _Call]] = []
+        self.units = FiredUnits() if is_rectifier(module) else None
+        self.worth = self.silent = 0
+
+
+class _Sent(NamedTuple):
+    """One step's numbers of one device, that may not have arrived yet."""
+
+    step: int
+    rows: list[tuple[str, list[_Call]]]
+    """For each layer its calls"""
+    copies: PendingCopy | list[float]
+
+
+class ActivationProbe:
+    """Looks at layers' outputs."""
+
+    name = "activations"
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.context.Probe`."""
+        import torch  # torch is optional until training begins
+
+        self._context, self._torch, self._breaker = context, torch, context.breaker(self.name)
+        self._pace = SamplingInterval(context.settings.overhead_budget * _BUDGETS)
+        self._modes, self._transformed = dispatch_modes(), transformed()
+        self._copies = PendingCopies(context.device.cuda)
+        self._dead_layers: set[str] = set()
+        self._on = self._listening = self._removed = False
+        self._chosen: Chosen | None = None
+        self._model, self._scans = 0, 0
+        self._slots: list[tuple[_Slot, Any]] = []
+        self._window: list[tuple[_Slot, Any]] = []
+        """Those of the window that is open; the sampler thread may choose others meanwhile"""
+        self._opened_in = -1
+        """The step in which the last window was opened"""
+        self._latest: tuple[int, dict[str, ActivationStats]] | None = None
+        """The last step that has arrived, and its layers"""
+        self._fresh = False
+        """Whether it is to be published"""
+        self._handles: list[Any] = []
+        self._open = 0
+        self._sent: deque[_Sent] = deque(maxlen=64)
+        self._shown_s = 0.0
+        self._told: tuple[int, ...] = ()
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.context.Probe`."""
+        self._removed = True  # the sampler's last round comes later, and must arm nothing
+        self._end()
+
+    # -- in the sampler thread ---------------------------------------------------------------------------------------------
+
+    def sample(self) -> None:
+        """Follow the level and the model, and take in what has arrived."""
+        self._receive(now=False)
+        if not self._removed:
+            self._follow()
+
+    def _follow(self) -> None:
+        """Begin and end looking, as level and model have changed."""
+        context, on = self._context, self._context.hooks.level.value >= EXTREME
+        if on != self._on:
+            self._on, self._chosen, self._scans = on, None, 0
+        if self._model != context.recorder.models.changes:
+            self._model, self._chosen, self._scans = context.recorder.models.changes, None, 0
+        if self._on and self._chosen is None and context.recorder.step >= _FIRST_STEP and self._scans < _MOST_SCANS:
+            self._choose()
+        if (self._on and self._chosen is not None) != self._listening:
+            self._listening = not self._listening
+            context.at_backward(self._breaker.guard(self._begin if self._listening else self._end))
+
+    def observe(self) -> None:
+        """Publish the last step, and say what is looked at."""
+        self._receive(now=True)
+        self._tell()
+
+    def _choose(self) -> None:
+        """Look for the modules that are trained."""
+        context = self._context
+        self._scans += 1
+        groups = [group for optimizer in context.recorder.optimizers() for group in optimizer.param_groups]
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        known = [model for watched in context.watched if (model := watched()) is not None]
+        models = [model for model in known if _trains(model, trained)]
+        models = models or [model for model in roots(all_modules(context.yield_gil)) if _trains(model, trained)]
+        if models:
+            modules, self._chosen = choose(models, min(MOST_LAYERS, context.settings.layers * WIDER))
+            self._slots = [(_Slot(name, module), ref(module)) for name, module in modules]
+
+    def _receive(self, *, now: bool) -> None:
+        """Take in the numbers of steps that have ended; once a second, or ``now``, set the series by the last one."""
+        last = self._context.recorder.step
+        while self._sent and self._sent[0].step <= last:
+            sent = self._sent[0]
+            if not isinstance(sent.copies, list) and not sent.copies.ready():
+                break
+            self._sent.popleft()
+            same = self._latest[1] if self._latest is not None and self._latest[0] == sent.step else {}  # of another device
+            self._latest, self._fresh = (sent.step, same | self._unpacked(sent)), True
+            self._context.yield_gil()
+        if self._latest is not None and self._fresh and (now or monotonic() - self._shown_s >= _SHOW_S):
+            self._shown_s, self._fresh = monotonic(), False
+            self._show(self._latest[1])
+
+    def _unpacked(self, sent: _Sent) -> dict[str, ActivationStats]:
+        """Return each layer's statistics; judge its units."""
+        values = sent.copies if isinstance(sent.copies, list) else sent.copies.take()
+        found, at = {}, 0
+        for name, calls in sent.rows:
+            rows = []
+            for length, elements, since in calls:
+                rows.append((values[at : at + NUMBERS], elements))
+                at += length
+                if since is not None:
+                    self._judge_units(name, int(values[at - 1]), since, sent.step)
+            found[name] = combine(rows)
+        return found
+
+    def _judge_units(self, layer: str, silent: int, since: Since, step: int) -> None:
+        """Report a layer of which half of the units or more are dead, once."""
+        dead = self._dead_layers
+        if since.enough and silent >= DEAD_SHARE * since.units and layer not in dead and len(dead) < _MOST_TOLD:
+            dead.add(layer)
+            attributes = {"layer": layer, "units_dead": silent, "units": since.units, "steps": since.steps}
+            self._context.writer.event(catalog.EVENT_DEAD_UNITS.name, attributes, step)
+            self._context.warn_limited("dead units", Finding("dead_units", "", step, attributes).short)
+
+    def _show(self, layers: dict[str, ActivationStats]) -> None:
+        cell = self._context.writer.table.cell
+        for name, stats in layers.items():
+            for metric, value in (
+                (catalog.ACTIVATION_LAYER_MEAN_ABS, stats.mean_abs),
+                (catalog.ACTIVATION_LAYER_STD, stats.std),
+                (catalog.ACTIVATION_LAYER_MAX, stats.max_abs),
+                (catalog.ACTIVATION_LAYER_ZERO, stats.zero),
+                (catalog.ACTIVATION_LAYER_NONFINITE, stats.nonfinite),
+            ):
+                series = cell(metric, {"layer": name}, LAYERS)
+                if series is not None:
+                    series.set(value)
+            self._context.yield_gil()
+
+    def _tell(self) -> None:
+        """Say how many layers are looked at, and why the others are not; whenever that has changed."""
+        chosen = self._chosen
+        if chosen is None or not self._on:
+            return
+        silent = sum(1 for slot, _ in self._slots if slot.silent >= _SILENT)
+        told = chosen.layers - silent, chosen.left_out, chosen.compiled, silent
+        if told != self._told:
+            self._told = told
+            named = dict(zip(("layers", "left_out", "compiled", "silent"), told, strict=True))
+            self._context.event(catalog.EVENT_ACTIVATIONS, named)
+
+    # -- in the training thread --------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        hook = self._context.hooks.takes_loss
+        hook.unregister(self.name)
+        hook.register(self._breaker, self._backward_begins)
+
+    def _end(self) -> None:
+        self._context.hooks.takes_loss.unregister(self.name)
+        self._close()
+
+    def _backward_begins(self, _tensors: Any, _gradients: Any, _accumulates: bool) -> None:  # noqa: FBT001  # a listener
+        begun_ns, step = monotonic_ns(), self._context.recorder.step
+        if self._open:
+            self._open += 1
+            if not any(slot.calls for slot, _ in self._window) and self._open <= _LONGEST:
+                return  # another model's backward pass, perhaps
+            self._close()
+            self._send(step + 1)
+            self._spend(monotonic_ns() - begun_ns)
+        if self._opened_in != step and self._pace.is_due(step + 1):
+            begun_ns, self._opened_in = monotonic_ns(), step
+            self._open_window()
+            self._spend(monotonic_ns() - begun_ns)
+
+    def _spend(self, ns: int) -> None:
+        """Count our own time; of a device its launches, which take longer than the work on 262,144 elements."""
+        self._pace.spend(ns)
+        spent = self._context.spent_ns
+        spent[self.name] = spent.get(self.name, 0) + ns
+
+    def _open_window(self) -> None:
+        """Put a hook on every module that is not known to be silent."""
+        self._window = self._slots
+        for slot, known in self._window:
+            module = known()
+            slot.calls, slot.worth = [], 0
+            if module is not None and slot.silent < _SILENT:
+                take = self._breaker.guard(partial(self._take, slot, known))
+                self._handles.append(module.register_forward_hook(OutputHook(take)))
+        self._open = 1 if self._handles else 0
+
+    def _close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._open = [], 0
+
+    def _take(self, slot: _Slot, known: Any, module: Any, output: Any) -> None:
+        """Look at an output of a module; called by its hook, and by the one that a copy of the module has."""
+        context, torch = self._context, self._torch
+        if known() is not module or not self._open or context.training.backwards or get_ident() != context.training.thread:
+            return
+        grad = torch.is_grad_enabled()
+        worth = (_TRAINING if module.training else _FROZEN) if grad else _WITHOUT_GRAD if module.training else 0
+        if worth < max(slot.worth, 1) or (worth == slot.worth and len(slot.calls) >= _MOST_CALLS):
+            return
+        if self._modes() or self._transformed() or torch.jit.is_tracing():
+            return
+        begun_ns = monotonic_ns()
+        tensor = first_tensor(output, torch.Tensor)
+        if tensor is None or not tensor.numel() or tensor.layout is not torch.strided or not context.device.cuda.holds(tensor):
+            return
+        if tensor.device.type not in {"cpu", "cuda"} or (tensor.is_cuda and context.device.cuda.capturing()):
+            return
+        with torch.no_grad():
+            row, count = numbers(torch, tensor)
+            units = slot.units.add(tensor, context.recorder.step) if slot.units is not None else None
+            if units is not None:
+                row = torch.cat([row, units[0].to(row.dtype)])
+        if worth > slot.worth:
+            slot.calls, slot.worth = [], worth
+        slot.calls.append((row, _Call(len(row), count, units[1] if units is not None else None)))
+        self._spend(monotonic_ns() - begun_ns)
+
+    def _send(self, step: int) -> None:
+        """Begin to copy what was taken: one copy for each device, which is one."""
+        by_device: dict[Any, list[tuple[str, list[tuple[Any, _Call]]]]] = {}
+        for slot, _ in self._window:
+            slot.silent = 0 if slot.calls else slot.silent + 1
+            if slot.calls:
+                by_device.setdefault(slot.calls[0][0].device, []).append((slot.name, slot.calls))
+            slot.calls = []
+        for device, layers in by_device.items():
+            rows = [(name, [call for _, call in calls]) for name, calls in layers]
+            vectors = [row.to(device) for _, calls in layers for row, _ in calls]
+            with self._torch.no_grad():
+                if device.type == "cpu":
+                    self._sent.append(_Sent(step, rows, self._torch.cat(vectors).tolist()))
+                    continue
+                with self._context.device.cuda.on(device):
+                    if not self._context.device.cuda.capturing():
+                        self._sent.append(_Sent(step, rows, self._copies.send(self._torch.cat(vectors))))
+
+
+def _trains(model: Any, trained: set[int]) -> bool:
+    """Return True if a model has any of these parameters; False if it is being changed meanwhile."""
+    try:
+        return any(id(parameter) in trained for parameter in model.parameters())
+    except RuntimeError:  # a dictionary changed size
+        return False
+
+
+_WHOLE = frozenset({"MultiheadAttention", "TransformerEncoder"})
+"""Modules that compute with the parameters of their children, which are never called, and the one of above"""
+_COMPILED, _CLOSED = "OptimizedModule", frozenset({"TransformerEncoderLayer", "ScriptModule"})
+_PASSING = frozenset(
+    {
+        *("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout"),
+        *("Identity", "Flatten", "Unflatten", "ParameterList", "ParameterDict", "ModuleList", "ModuleDict", "_Loss"),
+    }
+)
+"""What computes nothing, or is never called"""
+
+
+class Chosen(NamedTuple):
+    """How many modules of a model are looked at, and how many others there are."""
+
+    layers: int
+    left_out: int
+    """Beyond the limit"""
+    compiled: int
+    """In a compiled module"""
+
+
+def choose(roots: Iterable[Any], room: int) -> tuple[list[tuple[str, Any]], Chosen]:
+    """Choose at most ``room`` modules below these ones: those without children, in the model's order, evenly.
+
+    Left out are modules in what ``torch.compile`` has compiled, which would have to be compiled anew for a hook, scripted
+    ones, and those inside of a ``torch.nn.TransformerEncoderLayer``: with a hook in one, its evaluation takes another way,
+    whose results differ in the last bits. Of these the whole encoder's output is looked at.
+    """
+    roots, compiled, found = list(roots), [0], list[tuple[str, Any]]()
+    for root in roots:
+        title = f"{type(root).__name__}." if len(roots) > 1 else ""
+        for path, module in _leaves(root, "", set(), compiled):
+            name = layer_of(clean(path + ".weight")) if path else type(module).__name__
+            found.append((title + name, module))
+    kept = [found[index * len(found) // room] for index in range(room)] if len(found) > room else found
+    return kept, Chosen(len(kept), len(found) - len(kept), compiled[0])
+
+
+def _leaves(module: Any, path: str, seen: set[int], compiled: list[int]) -> Iterator[tuple[str, Any]]:
+    names = {kind.__name__ for kind in type(module).__mro__}  # never isinstance, which runs code of lazy objects
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if _COMPILED in names or getattr(module, "_compiled_call_impl", None) is not None:
+        compiled[0] += sum(1 for each in module.modules() if not any(True for _ in each.children()))
+        return
+    if names & _CLOSED or (names & _PASSING and not vars(module).get("_modules")):
+        return
+    children = [(name, child) for name, child in list(vars(module)["_modules"].items()) if child is not None]
+    if names & _WHOLE or not children:
+        yield path, module
+        return
+    for name, child in children:
+        yield from _leaves(child, f"{path}.{name}" if path else name, seen, compiled)
+
+
+RECTIFIERS = frozenset({"ReLU", "ReLU6"})
+DEAD_SHARE = 0.5
+LEAST_UNITS, LEAST_LOOKS, LEAST_SAMPLES = 8, 16, 1024
+"""Before a verdict"""
+_MATRIX, _SEQUENCE = 2, 3
+_MOST_TOLD = 16
+
+
+class Since(NamedTuple):
+    """What a count of units that have not fired rests on; ``enough``: whether that is long enough for a verdict."""
+
+    units: int
+    steps: int
+    enough: bool
+
+
+class FiredUnits:
+    """Which units of one rectifier have fired; in the training thread, where the outputs are. Begins anew after a verdict.
+
+    A unit that gives zero for every sample, for long, is dead: it has no gradient and learns nothing (Lu et al. 2019, "Dying
+    ReLU and Initialization"). The gradient norms of its layer do not show it, for those of the living units are in them. That
+    some units are dead is ordinary; of a layer of which half are, the learning rate or a bias has killed them. A unit that
+    fires seldom is alive: so a verdict takes many samples. A unit is a column of a matrix, a channel of an image, and an
+    element of the last dimension of a sequence.
+    """
+
+    __slots__ = ("_begun", "_fired", "_looks", "_samples")
+
+    def __init__(self) -> None:
+        self._fired: Any = None
+        self._begun = self._looks = self._samples = 0
+
+    def add(self, output: Any, step: int) -> tuple[Any, Since] | None:
+        """Take in an output; return the number of units that have not fired, a tensor of one element, and since when.
+
+        ``None`` for an output without units. To be called without grad.
+        """
+        dimensions = output.dim()
+        if dimensions < _MATRIX:
+            return None
+        axis = dimensions - 1 if dimensions <= _SEQUENCE else 1
+        samples, units = output.shape[0], output.shape[axis]
+        if units < LEAST_UNITS:
+            return None
+        part = output.detach().narrow(0, 0, min(samples, max(1, MOST_ELEMENTS * samples // output.numel())))
+        fired = (part > 0).movedim(axis, -1).reshape(-1, units).any(0)
+        if self._fired is None or self._fired.shape != fired.shape or self._fired.device != fired.device:
+            self._fired, self._begun, self._looks, self._samples = fired, step, 0, 0
+        else:
+            self._fired = self._fired | fired
+        self._looks, self._samples = self._looks + 1, self._samples + part.shape[0]
+        steps, silent = step - self._begun, (~self._fired).sum().reshape(1)
+        enough = self._looks >= LEAST_LOOKS and self._samples >= LEAST_SAMPLES and steps >= LASTING_STEPS
+        since = Since(units, steps, enough)
+        if since.enough:
+            self._fired = None
+        return silent, since
+
+
+def is_rectifier(module: Any) -> bool:
+    """Return True for a module whose units may die, by the names of its classes."""
+    return any(kind.__name__ in RECTIFIERS for kind in type(module).__mro__)

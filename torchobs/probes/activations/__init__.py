@@ -1,1 +1,0 @@
-"""What every layer puts out, at level extreme: statistics by layer."""

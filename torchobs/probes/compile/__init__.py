@@ -1,1 +1,0 @@
-"""torch.compile: compilations, recompilations and graph breaks."""

@@ -1,1 +1,0 @@
-"""What probes share: context, step recorder, phase timeline, asynchronous reads from a device."""

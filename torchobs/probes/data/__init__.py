@@ -1,1 +1,0 @@
-"""Data loaders: fetches, epochs, starvation."""

@@ -1,0 +1,155 @@
+"""Model FLOPs and their share of the devices' peak, from the counters and the model's parameters; in the sampler thread."""
+
+from __future__ import annotations
+
+import sys
+from math import isfinite, nan
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.detect.flops import Parameters, Progress, peak_flops, step_flops, utilization
+from torchobs.flight.totals import DURATION_SUM, Totals, Word
+from torchobs.probes.distributed import axis_of, by_axis, of_process_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torchobs.probes.context import ProbeContext
+
+_SPLIT = frozenset({"tp", "ep"})
+"""Axes along which a parameter's parts are used by their rank alone; those of sharded data parallelism are gathered"""
+_UNKNOWN_SIZE = frozenset({"UninitializedParameter", "FlatParameter"})
+
+
+class FlopsProbe:
+    """Publishes ``torchobs.model.flops`` and ``torchobs.mfu``. ``device_name``: of a torch device, "" for one without peak."""
+
+    name = "flops"
+
+    def __init__(self, device_name: Callable[[Any], str] | None = None) -> None:
+        self._device_name = device_name or _torch_device_name
+        self._before = Progress(0, 0, 0, 0.0)
+        self._key: tuple[int, ...] = ()
+        self._parameters: Parameters | None = None
+        self._is_shown = False
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.context.Probe`."""
+        self._context = context
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.context.Probe`: there are no hooks."""
+
+    def observe(self) -> None:
+        """Publish both for the steps since the last time."""
+        context = self._context
+        now = progress(context.writer.table.core.totals)
+        lately, given = now.since(self._before), context.scalars.flops
+        if not lately.steps:
+            if context.training.idle and now.steps:
+                self._set_utilization(None)
+            return
+        self._before = now
+        flops = given if given is not None else self._estimate(lately)
+        if flops is None or not isfinite(flops) or flops <= 0:
+            return
+        context.set_gauge(catalog.MODEL_FLOPS, flops)
+        peak = self._peak()
+        if peak is not None and lately.timed:
+            self._set_utilization(utilization(flops, lately.timed_s / lately.timed, peak))
+
+    def _set_utilization(self, share: float | None) -> None:
+        if share is not None or self._is_shown:
+            self._is_shown = True
+            self._context.set_gauge(catalog.MFU, nan if share is None else share)
+
+    def _estimate(self, lately: Progress) -> float | None:
+        if not lately.tokens:
+            return None
+        optimizers = self._context.recorder.optimizers()
+        key = tuple(sorted(map(id, optimizers)))
+        if key != self._key or self._parameters is None:
+            self._key, self._parameters = key, count_parameters(self._modules(), _trained(optimizers))
+        if self._parameters is None:
+            return None
+        context_parallel = by_axis(of_process_groups()).get("cp")  # it splits each sample after it was loaded
+        parts = context_parallel.size if context_parallel is not None else 1
+        return step_flops(self._parameters, lately.tokens / lately.steps / parts)
+
+    def _modules(self) -> list[Any]:
+        watched = [module for known in list(self._context.watched) if (module := known()) is not None]
+        return watched + [module for outermost in list(self._context.modules) for module in outermost()]
+
+    def _peak(self) -> float | None:
+        """Return the peak of all devices with parameters; ``None`` if one is unknown or no GPU."""
+        trained = _trained(self._context.recorder.optimizers())
+        devices = {parameter.device: parameter for parameter in trained}
+        peaks = [self._peak_of(device, parameter) for device, parameter in devices.items()]
+        known = [peak for peak in peaks if peak is not None]
+        return sum(known) if known and len(known) == len(peaks) else None
+
+    def _peak_of(self, device: Any, parameter: Any) -> float | None:
+        dtype = self._context.training.autocast.get(device.type) or str(parameter.dtype).removeprefix("torch.")
+        return peak_flops(self._device_name(device), "tfloat32" if dtype == "float32" and _uses_tf32() else dtype)
+
+
+def progress(totals: Totals) -> Progress:
+    """Return what the fold has counted."""
+    buckets = totals.ints[Word.STEP_DURATION : DURATION_SUM]
+    return Progress(totals.ints[Word.STEPS], totals.ints[Word.TOKENS], sum(buckets), totals.floats[DURATION_SUM])
+
+
+def count_parameters(modules: Iterable[Any], trained: list[Any]) -> Parameters | None:
+    """Count the parameters of those modules that hold one of the ``trained``; ``None`` if there is none, or sizes are unknown.
+
+    An embedding that is only looked up multiplies nothing, so it does not count; one that is the output layer's weight as well
+    does. FSDP1's flat parameters do not tell what is whose.
+    """
+    wanted = {id(parameter) for parameter in trained}
+    held: dict[int, Any] = {}
+    products: set[int] = set()
+    try:
+        for module in modules:
+            of_module = {id(parameter): parameter for parameter in module.parameters()}
+            if wanted.isdisjoint(of_module):
+                continue
+            held |= of_module
+            for part in module.modules():
+                if not any(kind.__name__ in {"Embedding", "EmbeddingBag"} for kind in type(part).__mro__):
+                    products.update(id(parameter) for parameter in vars(part).get("_parameters", {}).values())
+    except RuntimeError:  # a dictionary changed its size: the model is being changed
+        return None
+    counted = [held[key] for key in products if key in held]
+    unknown = any(type(each).__name__ in _UNKNOWN_SIZE or getattr(each, "_fsdp_flattened", False) for each in counted)
+    if unknown or not counted:
+        return None
+    sizes = [(id(each) in wanted, _own_elements(each)) for each in counted]
+    return Parameters(sum(size for used, size in sizes if used), sum(size for used, size in sizes if not used))
+
+
+def _own_elements(parameter: Any) -> float:
+    """Return the elements that this rank multiplies with its tokens."""
+    elements = float(getattr(parameter, "ds_numel", 0) or parameter.numel())  # ZeRO-3 leaves no elements between uses
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is not None:
+        names = mesh.mesh_dim_names or ()
+        for at, (name, placement) in enumerate(zip(names, parameter.placements, strict=False)):
+            if axis_of(name) in _SPLIT and placement.is_shard():
+                elements /= mesh.size(at)
+    return elements
+
+
+def _trained(optimizers: Iterable[Any]) -> list[Any]:
+    groups = [group for optimizer in optimizers for group in list(optimizer.param_groups)]
+    return [parameter for group in groups for parameter in list(group["params"]) if parameter.requires_grad]
+
+
+def _uses_tf32() -> bool:
+    matmul = sys.modules["torch"].backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)  # since torch 2.9; reading allow_tf32 may raise there
+    return bool(precision == "tf32" if precision is not None else matmul.allow_tf32)
+
+
+def _torch_device_name(device: Any) -> str:
+    cuda = sys.modules["torch"].cuda
+    return str(cuda.get_device_name(device)) if device.type == "cuda" and cuda.is_initialized() else ""

@@ -1,0 +1,364 @@
+"""GPU probe: which GPUs this rank samples, their series, and a lost GPU or driver.
+
+A rank samples the GPUs on which its torch holds memory, or the only one it sees, so that each of eight ranks has the series of
+its GPU, whether ranks see all GPUs or one each. After a minute local rank 0 also samples a few values of the others that it
+sees, because idle GPUs are worth knowing of. Some of them may be in use by other ranks: queries take the maximum by ``hw.id``.
+
+The probe has a thread of its own: a lost GPU can block an NVML call forever, and the heartbeat must go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from math import nan
+from typing import TYPE_CHECKING
+
+from torchobs import catalog
+from torchobs.catalog import Kind
+from torchobs.config import settings
+from torchobs.probes.gpu_sensors import (
+    MEANINGS,
+    RESET_REQUIRED,
+    Gpu,
+    Library,
+    NvmlFault,
+    NvmlUnavailableError,
+    Sensors,
+    Used,
+    Xids,
+    fault_of,
+    kind,
+    used,
+    visible,
+)
+from torchobs.support.after_fork import renew_in_child
+from torchobs.support.error_guard import call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torchobs.catalog import Metric
+    from torchobs.flight.series_table import Cell, Table
+    from torchobs.flight.writer import FlightWriter
+    from torchobs.probes.context import ProbeContext
+    from torchobs.probes.gpu_sensors import Reading
+
+    Key = tuple[Metric, tuple[tuple[str, str], ...]]
+
+
+_STATES = ("ok", "degraded", "failed")
+
+
+class GpuSeries:
+    """Writes readings to cells. Counters start at the first reading; a gauge without a reading is absent."""
+
+    def __init__(self, table: Table, uuid: str) -> None:
+        self.uuid = uuid
+        self._table = table
+        self._cells: dict[Key, Cell] = {}
+        self._totals: dict[Key, float] = {}
+        self._state = ""
+
+    def show(self, readings: Iterable[Reading]) -> None:
+        """Publish these readings; gauges without one become absent."""
+        fresh = set()
+        for metric, value, attributes in readings:
+            key = (metric, attributes)
+            fresh.add(key)
+            cell = self._cell(metric, attributes)
+            if cell is not None and metric.kind is Kind.COUNTER:
+                self._count(cell, key, value)
+            elif cell is not None:
+                cell.set(float(value))
+        for key in self._cells.keys() - fresh:
+            if key[0].kind is not Kind.COUNTER:
+                self._cells[key].set(nan)
+
+    def add(self, metric: Metric, attributes: tuple[tuple[str, str], ...], amount: int) -> None:
+        """Add to a counter; 0 creates it."""
+        cell = self._cell(metric, attributes)
+        if cell is not None:
+            cell.add(amount)
+
+    def state(self, state: str) -> bool:
+        """Publish the device's state; return True if it has changed."""
+        for name in _STATES:
+            attributes = {"hw.id": self.uuid, "hw.type": "gpu", "hw.state": name}
+            cell = self._table.cell(catalog.HW_STATUS, attributes)
+            if cell is not None:
+                cell.set(float(name == state))
+        before, self._state = self._state, state
+        return state != before
+
+    def _cell(self, metric: Metric, attributes: tuple[tuple[str, str], ...]) -> Cell | None:
+        key = (metric, attributes)
+        if key not in self._cells:
+            cell = self._table.cell(metric, {"hw.id": self.uuid, **dict(attributes)})
+            if cell is None:
+                return None
+            self._cells[key] = cell
+        return self._cells[key]
+
+    def _count(self, cell: Cell, key: Key, total: float) -> None:
+        """Add the growth since the last reading; a total that fell (driver reload) restarts the count."""
+        grown = total - self._totals.get(key, total)
+        self._totals[key] = total
+        if grown > 0:
+            cell.add(int(grown) if key[0].integer else grown)
+
+
+IDLE_GPUS_AFTER_S = 60.0
+logger = logging.getLogger("torchobs")
+
+
+@dataclass(slots=True)
+class _Member:
+    gpu: Gpu
+    sensors: Sensors
+    series: GpuSeries
+    idle: bool
+    fresh: bool = True
+    """True if its handle and sensors have to be created again"""
+
+
+class GpuMonitor:
+    """Not thread-safe except for :meth:`mark_unresponsive`: one thread runs the rounds."""
+
+    def __init__(
+        self,
+        writer: FlightWriter,
+        local_rank: int,
+        visible_devices: str | None,
+        find_used: Callable[[], list[Used] | None] = used,
+    ) -> None:
+        """``visible_devices``: ``CUDA_VISIBLE_DEVICES``, which counts as long as torch does not say what it uses."""
+        self._writer, self._find_used = writer, find_used
+        self._local_rank, self._visible_devices = local_rank, visible_devices
+        self._library: Library | None = None
+        self._xids: Xids | None = None
+        self._members: dict[str, _Member] = {}
+        self._began = time.monotonic()
+        self._logged: set[str] = set()
+        self.absent = False
+        """True if no later attempt could find NVML"""
+
+    def round(self) -> None:
+        """Sample every GPU once."""
+        library = self._library or self._open()
+        if library is None:
+            return
+        try:
+            self._update_members(library)
+            for member in self._members.values():
+                self._sample(library, member)
+            self._report_xids()
+        except library.error as error:
+            self._close_after(library, error)
+
+    def mark_unresponsive(self, why: str) -> None:
+        """Clear all GPU series until a GPU answers again. Called by another thread than the blocked one."""
+        for member in list(self._members.values()):
+            member.series.show([])
+            self._writer.event(catalog.EVENT_GPU_LOST.name, {"hw.id": member.gpu.uuid, "reason": "silent"})
+        self._warn_limited("silent", f"{why}; GPU metrics are absent until it does")
+
+    def close(self) -> None:
+        """Release the library."""
+        library, self._library = self._library, None
+        if self._xids is not None:
+            self._xids.close()
+        if library is not None:
+            library.close()
+
+    def _open(self) -> Library | None:
+        try:
+            self._library = Library()
+        except ImportError:
+            self.absent = True
+            self._warn_limited("absent", "no GPU metrics: nvidia-ml-py is not installed")
+        except NvmlUnavailableError as error:
+            self.absent = error.fault is NvmlFault.ABSENT
+            self._warn_limited("absent", f"no GPU metrics: NVML says {error}")
+        else:
+            self._xids = Xids(self._library)
+            if self._library.has_mig:
+                self._warn_limited("mig", "no GPU metrics of GPUs in MIG mode: dcgm-exporter has those of their instances")
+            for member in self._members.values():
+                member.fresh = True  # its handle belongs to the old library
+        return self._library
+
+    def _close_after(self, library: Library, error: Exception) -> None:
+        """Reopen the library in the next round: the driver was unloaded or replaced, or somebody shut our library down."""
+        for member in self._members.values():
+            member.series.show([])
+        self._library = self._xids = None
+        library.close()
+        self._warn_limited("closed", f"GPU metrics pause: NVML says {error}")
+
+    def _update_members(self, library: Library) -> None:
+        for gpu, idle in self._selected(library):
+            member = self._members.get(gpu.uuid)
+            if member is None:
+                series = GpuSeries(self._writer.table, gpu.uuid)
+                self._members[gpu.uuid] = _Member(gpu, Sensors(gpu, idle=idle), series, idle)
+            elif member.idle and not idle:
+                member.idle, member.fresh = False, True
+
+    def _selected(self, library: Library) -> Iterator[tuple[Gpu, bool]]:
+        """Yield the GPUs to sample, and True for an idle one."""
+        devices = self._devices(library)
+        include_idle = self._local_rank == 0 and time.monotonic() - self._began >= IDLE_GPUS_AFTER_S
+        for gpu, in_use in devices:
+            if in_use or len(devices) == 1:
+                yield gpu, False
+            elif include_idle:
+                yield gpu, True
+
+    def _devices(self, library: Library) -> list[tuple[Gpu, bool]]:
+        """Return the devices that the process sees, and whether it uses them."""
+        known = self._find_used()
+        if known is None:
+            uuids = visible(self._visible_devices, library.boards)
+            return [(library.gpus[uuid], False) for uuid in uuids if uuid in library.gpus]
+        found = []
+        for one in known:
+            gpu = library.gpus.get(f"GPU-{one.uuid}")
+            if gpu is not None:
+                found.append((gpu, one.in_use))
+                self._describe(gpu, one)
+        return found
+
+    def _describe(self, gpu: Gpu, one: Used) -> None:
+        if not one.in_use:
+            return
+        attributes = {"hw.id": gpu.uuid, "UUID": gpu.uuid, "device": one.device, "hw.model": gpu.model}
+        cell = self._writer.table.cell(catalog.RANK_GPU_INFO, attributes)
+        if cell is not None:
+            cell.set(1.0)
+
+    def _watch_xids(self, member: _Member) -> None:
+        if member.sensors.has_state and self._xids is not None and self._xids.watch(member.gpu):
+            for error in catalog.XID_ERRORS:
+                member.series.add(catalog.HW_ERRORS, (_GPU, ("error.type", error)), 0)
+
+    def _sample(self, library: Library, member: _Member) -> None:
+        try:
+            if member.fresh:
+                self._reopen(library, member)
+            readings = member.sensors.read(library)
+            state = member.sensors.state(library, readings) if member.sensors.has_state else ""
+        except library.error as error:
+            if fault_of(error) is NvmlFault.CLOSED:
+                raise
+            self._mark_lost(member, error)
+        else:
+            member.series.show(readings)
+            if state:
+                member.series.state(state)
+
+    def _reopen(self, library: Library, member: _Member) -> None:
+        member.gpu = library.reopen(member.gpu)
+        member.sensors = Sensors(member.gpu, idle=member.idle)
+        self._watch_xids(member)
+        member.fresh = False
+
+    def _mark_lost(self, member: _Member, error: Exception) -> None:
+        member.fresh = True
+        member.series.show([])
+        if member.series.state("failed"):
+            reason = "reset_required" if getattr(error, "value", 0) == RESET_REQUIRED else "lost"
+            self._writer.event(catalog.EVENT_GPU_LOST.name, {"hw.id": member.gpu.uuid, "reason": reason})
+            logger.warning("torchobs: GPU %s is lost: NVML says %s", member.gpu.uuid, error)
+
+    def _report_xids(self) -> None:
+        for uuid, number in self._xids.fresh() if self._xids is not None else ():
+            self._writer.event(catalog.EVENT_GPU_XID.name, {"hw.id": uuid, "xid": number, "meaning": MEANINGS.get(number, "")})
+            member = self._members.get(uuid)
+            if member is not None:
+                member.series.add(catalog.HW_ERRORS, (_GPU, ("error.type", kind(number))), 1)
+
+    def _warn_limited(self, cause: str, message: str) -> None:
+        """Log a cause once, at INFO: most machines have no GPU."""
+        if cause not in self._logged:
+            self._logged.add(cause)
+            logger.info("torchobs: %s", message)
+
+
+_GPU = ("hw.type", "gpu")
+
+
+STUCK_S = 15.0
+"""A round takes milliseconds, or a second per GPU while the driver loads their state (no persistence mode)."""
+END_WAIT_S = 0.04
+"""How long the end of the process waits for a last round, and for the thread's end"""
+
+
+class GpuProbe:
+    """Samples GPUs through NVML. The sampler thread starts it; without the library its thread ends at once."""
+
+    name = "gpu"
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._round_done = threading.Event()
+        renew_in_child(self, _wake=threading.Event, _round_done=threading.Event)
+        self._busy_since: float | None = None
+        self._ending = self._unresponsive = False
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.context.Probe`."""
+        self._context = context
+        local_rank = context.writer.header.resource.get("local_rank", 0)
+        self._monitor = GpuMonitor(context.writer, int(local_rank), settings.environment().get("CUDA_VISIBLE_DEVICES"))
+        self._breaker = context.breaker(self.name)
+
+    def remove(self) -> None:
+        """Sample once more and end the thread; a blocked one is abandoned (:class:`~torchobs.probes.context.Probe`)."""
+        thread, self._thread = self._thread, None
+        alive = thread is not None and thread.is_alive()
+        if alive and self._busy_since is None:
+            self._round_done.clear()
+            self._wake.set()
+            self._round_done.wait(END_WAIT_S)
+        self._ending = True
+        if thread is not None and alive:
+            self._wake.set()
+            thread.join(END_WAIT_S)
+
+    def observe(self) -> None:
+        """Wake the thread for a round, unless one is in progress."""
+        if self._ending or self._monitor.absent:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="torchobs-gpu", daemon=True)
+            self._thread.start()
+        busy_since = self._busy_since
+        if busy_since is None:
+            self._unresponsive = False
+            self._wake.set()
+        elif not self._unresponsive and time.monotonic() - busy_since > STUCK_S:
+            self._unresponsive = True
+            self._monitor.mark_unresponsive(f"the GPU driver has not answered for {STUCK_S:g} s")
+
+    def _run(self) -> None:
+        captures = self._context.training.captures
+        while not self._monitor.absent:
+            self._wake.wait()
+            self._wake.clear()
+            if self._ending:
+                break
+            self._busy_since = time.monotonic()
+            try:
+                if captures.begin_round(self.name):  # it may collect garbage as any thread may, and asks torch's allocator
+                    call(self._breaker, self._monitor.round)
+            finally:
+                captures.end_round(self.name)
+            self._busy_since = None
+            if not self._monitor.absent:  # most machines without one would have a series for nothing
+                self._context.spent_ns[self.name] = time.thread_time_ns()
+            self._round_done.set()
+        self._monitor.close()

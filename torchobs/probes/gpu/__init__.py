@@ -1,1 +1,0 @@
-"""GPU hardware metrics through NVML: utilization, memory, power, temperature, clocks, throttling, errors."""

@@ -1,1 +1,0 @@
-"""Gradient norms, clipping, layers and weight updates."""

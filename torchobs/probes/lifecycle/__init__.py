@@ -1,1 +1,0 @@
-"""Checkpoints, distributed training, exceptions and exits."""

@@ -1,0 +1,605 @@
+"""Mistakes of a training loop, found while it runs: each kind is a small class.
+
+An optimizer's lints look at it in measured steps alone, those of the loop at some of its backward passes. A look is sound or
+suspect: :class:`Lint` counts them, and :class:`Lints` reports each kind once, by an event and a line in the log.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from enum import Enum
+from time import monotonic
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from weakref import ref
+
+from torchobs import catalog
+from torchobs.catalog.findings import finding
+from torchobs.detect.learning import LASTING_SAMPLES, LASTING_STEPS
+from torchobs.probes.timeline import BACKWARD_ENDS
+from torchobs.tensors.graph import accumulator_of
+from torchobs.tensors.names import clean
+from torchobs.tensors.references import ObjectIndex, TensorReference, living_optimizers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    import torch
+
+    from torchobs.probes.clipping import ClipWatch
+    from torchobs.probes.context import ProbeContext
+    from torchobs.support.error_guard import CircuitBreaker
+    from torchobs.tensors.names import ParameterNames
+
+MAX_SOUND_LOOKS = 3
+"""Sound looks after which a lint ends that can be refuted"""
+MAX_OPTIMIZERS = 16
+MAX_SCANS, SCAN_S = 30, 1.0
+"""Looks for the models of optimizers, and the time between two"""
+_APART = LASTING_STEPS // LASTING_SAMPLES
+"""Steps between two looks that the sampler thread asks for"""
+
+
+class Verdict(Enum):
+    """What one look says."""
+
+    SOUND = 0
+    SUSPECT = 1
+
+
+class Measured(NamedTuple):
+    """An optimizer that is about to take a step."""
+
+    step: int
+    optimizer: Any
+    sample: torch.Tensor | None
+    """Its last parameter with a gradient; ``None`` in a step that is not measured"""
+
+
+class Lint:
+    """One kind of mistake, at one optimizer or in the loop as a whole."""
+
+    kind: ClassVar[str]
+    lasting_steps: ClassVar[int] = 0
+    """Steps from the first to the last suspect look in a row, beside ``LASTING_SAMPLES`` looks"""
+
+    def __init__(self, runner: Lints) -> None:
+        self.runner, self.context, self.guard = runner, runner.context, runner.breaker.guard
+        self.done = False
+        self._since = self._suspect = self._sound = 0
+
+    def observe(self, measured: Measured) -> Verdict | None:
+        """Look at an optimizer that is about to step; ``None``: this look says nothing. In the training thread."""
+        del measured
+        return None
+
+    def confirm(self) -> bool:
+        """Return whether a suspicion that has lasted holds at a closer look. In the training thread."""
+        return True
+
+    def sample(self) -> None:
+        """Ask for the next look, or judge the ones before. In the sampler thread."""
+
+    def release(self) -> None:
+        """Remove what has been hooked."""
+
+    def count(self, verdict: Verdict | None, step: int) -> None:
+        """Count a look; report the mistake once it is certain."""
+        if verdict is Verdict.SOUND:
+            self._suspect, self._sound = 0, self._sound + 1
+            self.done = self._sound >= MAX_SOUND_LOOKS
+        elif verdict is Verdict.SUSPECT:
+            self._since = self._since if self._suspect else step
+            self._suspect += 1
+            if self._suspect >= LASTING_SAMPLES and step - self._since >= self.lasting_steps:
+                self._suspect = 0
+                if self.confirm():
+                    self.report(self._since)
+
+    def forget(self) -> None:
+        """Begin a new row of suspect looks."""
+        self._suspect = 0
+
+    def report(self, step: int) -> None:
+        """Have the mistake reported, dated to that step. In any thread."""
+        self.done = True
+        self.runner.mistakes.append((self, step))
+
+
+class Lints:
+    """The runner: a part of the gradient probe."""
+
+    def __init__(self, context: ProbeContext, breaker: CircuitBreaker, names: ParameterNames, clip: ClipWatch) -> None:
+        self.context, self.breaker, self._names = context, breaker, names
+        self.mistakes: list[tuple[Lint, int]] = []
+        """Those that are certain, and the steps that they are dated to; not reported yet"""
+        self._reported: set[str] = set()
+        self._optimizers = ObjectIndex(MAX_OPTIMIZERS, lambda _: _Optimizer())
+        self._loop: list[Lint] = [KeptLosses(self), LateClipping(self, clip)]
+        self._not_in_optimizer = NotInOptimizer(context)
+        self._scans, self._due_s, self._next_step = 0, 0.0, 0
+        self.due = False
+        """Whether the next step is to be looked at, be it measured or not; set by the sampler thread"""
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for _, state in self._optimizers.living():
+            for lint in state.lints:
+                lint.release()
+
+    # -- in the training thread --------------------------------------------------------------------------------------------
+
+    def before_step(self, measured: Measured, *, within: bool) -> None:
+        """Look at an optimizer in a measured step. ``within``: after a closure's backward pass."""
+        if within:
+            self._not_in_optimizer.before_step()
+        state = self._optimizers.of(measured.optimizer)
+        if state is None:
+            return
+        if state.began is None and measured.sample is not None:
+            # now: a short first epoch may end before the sampler thread has looked for the models
+            owners = [each for each in self._names.built_modules.modules() if _holds(each, measured.sample)]
+            state.began = any(each.training for each in owners)
+            state.lints.append(KeptGradients(self))
+        self._observe(state, measured, EvaluationMode if within else None)
+
+    def before_any_step(self, optimizer: Any, step: int) -> None:
+        """Look at what does not wait for a measured step, if the sampler thread has asked for it."""
+        self._not_in_optimizer.before_step()
+        state = self._optimizers.of(optimizer)
+        if state is not None and state.due:
+            self._observe(state, Measured(step, optimizer, None), EvaluationMode)
+
+    def _observe(self, state: _Optimizer, measured: Measured, only: type[Lint] | None) -> None:
+        state.due = False
+        for lint in state.lints:
+            if not lint.done and lint.kind not in self._reported and only in {None, type(lint)}:
+                lint.count(lint.observe(measured), measured.step)
+
+    # -- in the sampler thread ---------------------------------------------------------------------------------------------
+
+    def sample(self) -> None:
+        """Ask for the next looks, and report mistakes, each kind once."""
+        for lint in self._loop:
+            if not lint.done:
+                lint.sample()
+        self._not_in_optimizer.sample(self._names.outermost)
+        while self.mistakes:
+            lint, step = self.mistakes.pop(0)
+            if lint.kind not in self._reported:
+                self._reported.add(lint.kind)
+                self.context.writer.event(catalog.EVENT_LOOP_MISTAKE.name, {"kind": lint.kind}, step)
+                self.context.warn_limited(f"loop {lint.kind}", finding(lint.kind, step=step).short)
+        if EvaluationMode.kind not in self._reported:
+            self._look_for_models(self._optimizers.living())
+        self.due = self._not_in_optimizer.due or any(state.due for _, state in self._optimizers.living())
+
+    def _look_for_models(self, optimizers: list[tuple[Any, _Optimizer]]) -> None:
+        """Have doubtful models looked at in the next step, and look for those of optimizers that are new."""
+        if self.context.recorder.step >= self._next_step:
+            self._next_step = self.context.recorder.step + _APART
+            for _, state in optimizers:
+                state.due = any(isinstance(lint, EvaluationMode) and lint.is_in_doubt() for lint in state.lints)
+        new = [(optimizer, state) for optimizer, state in optimizers if state.began is not None and not state.has_models]
+        if not new or self._scans >= MAX_SCANS or monotonic() < self._due_s:
+            return
+        roots = self._names.outermost()
+        self._scans += bool(roots)  # models that were built before init() are found by a scan, later
+        self._due_s = monotonic() + SCAN_S
+        for optimizer, state in new:
+            trained = set(map(id, _parameters_of([optimizer])))
+            with suppress(RuntimeError):  # a dictionary changed size
+                models = [each for each in roots if any(id(parameter) in trained for parameter in each.parameters())]
+                modal = [each for each in models if any(map(_has_modes, each.modules()))]
+                state.lints += [EvaluationMode(self, each, began=bool(state.began)) for each in modal]
+                state.has_models = bool(models)
+
+
+class _Optimizer:
+    """The lints of one optimizer."""
+
+    __slots__ = ("began", "due", "has_models", "lints")
+
+    def __init__(self) -> None:
+        self.lints: list[Lint] = []
+        self.began: bool | None = None
+        """Whether the module of its last parameter was in training mode in its first measured step; ``None`` before"""
+        self.has_models = False
+        self.due = False
+        """Whether its models are to be looked at in the next step, measured or not; set by the sampler thread"""
+
+
+class KeptGradients(Lint):
+    """Gradients that are never set to zero: a backward pass begins with those that the last step has used.
+
+    The last parameter's gradient must be the same tensor as in the measured step before, changed since. Only then the next
+    backward pass is watched, by a hook on that parameter's node: torch counts the changes of a tensor in place
+    (``_version``), so that as many changes as accumulations leave no room for a ``zero_``. A gradient that is copied in, as
+    master weights get it, is no accumulation.
+    """
+
+    kind = "gradients_kept"
+    _COMPARED = 1024
+    """Elements of a gradient on the CPU that are compared with zero"""
+
+    def __init__(self, runner: Lints) -> None:
+        super().__init__(runner)
+        self._parameter: Callable[[], Any] = lambda: None
+        self._fused = False
+        self._key = self._version = 0
+        """id and version of the gradient in the last measured step"""
+        self._first = self._last = self._accumulated = 0
+        """Versions when the watch began and after the last accumulation within the step, and their number"""
+        self._node: Any = None
+        self._handle: Any = None
+
+    def observe(self, measured: Measured) -> Verdict | None:
+        """Judge the watch, and have the next backward pass watched."""
+        sample, verdict = measured.sample, None
+        if sample is None:
+            return None
+        gradient: Any = sample.grad
+        if self._parameter() is not sample:
+            self.release()
+            self.forget()
+            self._parameter, self._key = TensorReference(sample), 0
+            self._fused = any(group.get("fused") for group in measured.optimizer.param_groups)
+        elif self._handle is not None:
+            kept = self._key == id(gradient) and self._accumulated and self._last == self._first + self._accumulated
+            verdict = Verdict.SUSPECT if kept else Verdict.SOUND
+            self.release()
+        if self._key == id(gradient) and gradient._version > self._version:
+            self.context.at_backward(self.guard(self._watch))
+        self._key, self._version = id(gradient), gradient._version
+        return verdict
+
+    def release(self) -> None:
+        """Remove the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._node = self._handle = None
+
+    def _watch(self) -> None:
+        """Count what the next backward passes add to a gradient, if it is still that of the last step."""
+        import torch  # torch is optional until training begins
+
+        sample, recorder = self._parameter(), self.context.recorder
+        if self.done or sample is None or self._handle is not None or torch.compiler.is_compiling():
+            return
+        if self.context.device.cuda.capturing():
+            return
+        gradient = sample.grad
+        plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided
+        with torch.no_grad():
+            if self._key != id(gradient) or not plain or (gradient._version != self._version and not self._is_left(gradient)):
+                self.count(Verdict.SOUND, recorder.step)
+                return
+        self._node = accumulator_of(sample)
+        self._first = self._last = gradient._version
+        self._accumulated, step, weights = 0, recorder.step, sample._version
+        lint_of = ref(self)  # the node would keep this one alive, which keeps the node and with it the parameter
+
+        def add(*_: object) -> None:
+            lint = lint_of()
+            sample = lint._parameter() if lint is not None else None
+            if lint is None or sample is None or sample.grad is None:
+                return
+            # up to its optimizer's next step, for clipping changes the gradient, too; a fused step raises no version
+            within = recorder.step == step if lint._fused else sample._version == weights
+            if id(sample.grad) == lint._key and within:
+                lint._accumulated += 1
+                lint._last = sample.grad._version
+
+        if self._node is not None:
+            self._handle = self._node.register_hook(self.guard(add))
+
+    def _is_left(self, gradient: Any) -> bool:
+        """Return whether a gradient that has changed since the step is not zero, as clipping in place leaves it."""
+        return gradient.is_cpu and bool(gradient.reshape(-1)[: self._COMPARED].any())
+
+
+class EvaluationMode(Lint):
+    """A model with dropout or batch normalisation that was trained in training mode and is trained in evaluation mode since.
+
+    As a whole: ``model.train()`` was forgotten after an evaluation. A model that never was in training mode may be meant so,
+    and one of which other parameters are trained than before is another phase of a training.
+    """
+
+    kind = "evaluation_mode"
+    lasting_steps = LASTING_STEPS
+
+    def __init__(self, runner: Lints, module: Any, *, began: bool) -> None:
+        super().__init__(runner)
+        self._module = ref(module)
+        self._trained = _trained(module) if began else -1
+        """Number of parameters that required a gradient in training mode; -1: it has not been seen in it"""
+
+    def observe(self, measured: Measured) -> Verdict | None:
+        """Look at the model's mode."""
+        del measured
+        module = self._module()
+        if module is None:
+            return None
+        if module.training:
+            self.forget()
+            self._trained = _trained(module) if self._trained < 0 else self._trained
+        return Verdict.SUSPECT if self.is_in_doubt() else None
+
+    def is_in_doubt(self) -> bool:
+        """Return whether a model that was trained is in evaluation mode now."""
+        module = self._module()
+        return module is not None and not module.training and self._trained >= 0
+
+    def confirm(self) -> bool:
+        """Return whether the same parameters are trained, and no part is in training mode."""
+        module = self._module()
+        return module is not None and _trained(module) == self._trained and not any(each.training for each in module.modules())
+
+
+_MODAL = {"_DropoutNd": "p", "_BatchNorm": "track_running_stats", "RNNBase": "dropout", "MultiheadAttention": "dropout"}
+"""Classes that compute something else in evaluation mode, and an attribute that is false if they do not"""
+
+
+def _trained(module: Any) -> int:
+    return sum(parameter.requires_grad for parameter in module.parameters())
+
+
+def _has_modes(module: Any) -> bool:
+    """Return True if it computes something else in evaluation mode; by the names of its classes, without ``isinstance``."""
+    return any(getattr(module, _MODAL[kind.__name__], False) for kind in type(module).__mro__ if kind.__name__ in _MODAL)
+
+
+def _holds(module: Any, parameter: Any) -> bool:
+    return any(one is parameter for one in vars(module).get("_parameters", {}).values())
+
+
+class KeptLosses(Lint):
+    """Losses that are kept with their graphs: ``losses.append(loss)``, ``total += loss``. Memory grows with each step.
+
+    A node of the graph of each of the first losses is marked in its ``metadata``, which lives as long as the node: whatever
+    keeps the loss, a sum of losses, or the model's outputs with their graph, keeps it. (The values that a backward pass needs
+    are freed by it, the nodes are not.) A node that is met twice belongs to a graph that is meant to stay, as of weights that
+    are derived once. The rule is that of PyTorch's FAQ, "My model reports cuda runtime error(2): out of memory": no history
+    across the loop.
+    """
+
+    kind = "losses_kept"
+    _LOOKS, _DOWN, _KEY = 8, 6, "torchobs"
+    """Backward passes that are looked at; nodes from the loss down to the marked one, since loss scaling and the mean over
+    micro-batches come after what a script keeps"""
+
+    def __init__(self, runner: Lints) -> None:
+        import torch  # torch is optional until training begins
+
+        super().__init__(runner)
+        self._plain, self._looks, self._last = torch.Tensor, 0, 0
+        self._marks: list[ref[_Mark]] = []
+        runner.context.hooks.takes_loss.register(runner.breaker, self._look)
+
+    def _look(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
+        """Mark the graph of the loss of a backward pass that begins. In the training thread."""
+        del gradients
+        if type(tensors) is not self._plain or tensors.grad_fn is None or not accumulates or self._looks >= self._LOOKS:
+            return  # a subclass has code of the user's
+        self._looks += 1
+        self._mark(tensors.grad_fn)
+        if self._looks == self._LOOKS:  # not now, while the listeners are called
+            takes_loss, probe = self.context.hooks.takes_loss, self.runner.breaker.probe
+            self.context.at_backward(self.guard(lambda: takes_loss.unregister(probe)))
+
+    def _mark(self, function: Any) -> None:
+        for _ in range(self._DOWN):
+            following = next((one for one, _ in function.next_functions if one is not None), None)
+            if following is None or "AccumulateGrad" in following.name():
+                break
+            function = following
+        notes = getattr(function, "metadata", None)
+        if not isinstance(notes, dict) or self._KEY in notes:
+            self.done = True
+            return
+        notes[self._KEY] = mark = _Mark()
+        self._marks.append(ref(mark))
+        self._last = self.context.recorder.step
+
+    def sample(self) -> None:
+        """Judge the marks: one that is gone says that they are not kept."""
+        step, marks = self.context.recorder.step, self._marks
+        if any(mark() is None for mark in marks[:-1]):
+            self.done = True
+        elif len(marks) >= LASTING_SAMPLES and marks[-1]() is not None and step - self._last >= LASTING_STEPS:
+            self.report(step)
+
+
+class _Mark:
+    """Lives as long as the node that it is a mark of."""
+
+    __slots__ = ("__weakref__",)
+
+
+class LateClipping(Lint):
+    """Gradients that are clipped after the optimizer's step: it has used them as they were, and nothing will again.
+
+    When the first backward pass of a step begins, no gradient has come since the last step. A clipping by norm in between was
+    of gradients that the last step has used: a loop that clips in time has clipped before that step's end. Gradients that are
+    never set to zero are another mistake.
+    """
+
+    kind = "clipped_late"
+
+    def __init__(self, runner: Lints, clip: ClipWatch) -> None:
+        super().__init__(runner)
+        self._clip, self._step = clip, 0
+        self._look_safely = self.guard(self._look)
+
+    def sample(self) -> None:
+        """Have the next step looked at, if there is any clipping."""
+        if self._clip.limit is not None:
+            self.context.at_backward(self._look_safely)
+
+    def _look(self) -> None:
+        """Look, when an outermost backward pass begins. In the training thread."""
+        recorder = self.context.recorder
+        step = recorder.step
+        if self.done or step == self._step or not recorder.sole:  # several, and steps by hand, leave gradients to each other
+            return
+        if any(stamp & 15 == BACKWARD_ENDS for stamp in recorder.trace):  # in the next step, then
+            self.context.at_backward(self._look_safely)
+            return
+        self._step = step
+        self.count(Verdict.SUSPECT if self._clip.has_clipped_since(step) else Verdict.SOUND, step)
+
+
+class NotInOptimizer:
+    """Parameters that get gradients and are in no optimizer: a head, an adapter or a whole model that was forgotten.
+
+    A model that leaves a part out on purpose has its gradients computed for nothing; ``requires_grad_(False)`` says that it is
+    frozen. Ignored: a model as a whole in evaluation mode (a teacher, a perceptual loss), what changes by other means, and
+    parameters of another type than those that are trained beside them (copies of master weights). Those of an optimizer that
+    has not stepped yet are reported after some hundred steps, at the last look, and taken back if it steps later.
+
+    The sampler thread finds candidates every thirty-third step, the training thread looks at them: a backward pass, which does
+    not hold the GIL, replaces a gradient meanwhile, and another thread that reads it then crashes the process.
+    """
+
+    _NAMED = 8
+    _LOOKS = 12
+    """Looks that end without a result; one takes 1 µs for each parameter"""
+    _SHARDS = "FullyShardedDataParallel"
+    """Its parameters are views of others, anew in each step"""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self._candidates: dict[int, _Candidate] = {}
+        self.due = False
+        """Whether the next step is to be looked at, be it measured or not; set by the sampler thread"""
+        self._looked = self._waits = False
+        """Whether a look has ended that is not judged yet; whether an optimizer has all candidates, which may step yet"""
+        self._looks, self._next_step = 0, _APART
+        self._optimizer = ""
+        """Class of the optimizer that has what was reported, if one has"""
+        self._reported: list[_Candidate] | None = None
+        """What was reported and is not trained; ``None`` before"""
+        self._trained_by: list[tuple[int, int]] = []
+
+    def before_step(self) -> None:
+        """Look at the candidates, if that is due; a step is about to be done. In the training thread."""
+        if self.due:
+            self.due, self._looked = False, True
+            for candidate in list(self._candidates.values()):
+                candidate.look()
+
+    def sample(self, modules: Callable[[], Iterable[Any]]) -> None:
+        """Judge the last look, and find the candidates for the next. ``modules``: the outermost ones known."""
+        if self._reported is not None:
+            self._take_back(self._reported)
+            return
+        if self._looked:
+            self._looked = False
+            if any(one.looks > LASTING_SAMPLES for one in self._candidates.values()):
+                self._judge([one for one in self._candidates.values() if one.looks > 1])
+        step = self._context.recorder.step
+        if self.due or self._looks >= self._LOOKS or step < self._next_step:
+            return
+        roots = list(modules())
+        self._looks += bool(roots)  # models that were built before init() are found by a scan, later
+        self._next_step = step + _APART
+        trained = {id(each): each.dtype for each in _parameters_of(self._context.recorder.optimizers())}
+        with suppress(RuntimeError):  # a dictionary changed size
+            before, candidates = self._candidates, dict[int, _Candidate]()
+            for name, each in (one for module in roots for one in self._left_out(module, trained)):
+                same = id(each) in before and before[id(each)].parameter() is each
+                candidates[id(each)] = before[id(each)] if same else _Candidate(each, name)
+            self._candidates, self.due = candidates, bool(candidates)
+
+    def _left_out(self, module: Any, trained: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield a module's parameters that are to be trained and are in no optimizer that steps."""
+        if any(kind.__name__ == self._SHARDS for each in module.modules() for kind in type(each).__mro__):
+            return
+        named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+        types = {trained[id(each)] for _, each in named if id(each) in trained}
+        if not types and not any(each.training for each in module.modules()):
+            return
+        self._context.yield_gil()
+        title = "" if types else f"{type(module).__name__}."
+        for name, each in named:
+            if id(each) not in trained and (not types or each.dtype in types):
+                yield title + clean(name), each
+
+    def _judge(self, found: list[_Candidate]) -> None:
+        """Report what no optimizer has that exists, or at last what one has that never steps."""
+        is_last, self._trained_by = self._looks >= self._LOOKS, self._stepping()
+        # some may be trained, or gone, since the look
+        alive = [(one, parameter) for one in self._untrained(found) if (parameter := one.parameter()) is not None]
+        if not alive or (self._waits and not is_last):
+            return
+        self._context.yield_gil()  # the scan for optimizers holds it for some 100 ms
+        owners = {id(each): type(one).__name__ for one in living_optimizers() for each in _parameters_of([one])}
+        kinds = [owners.get(id(parameter), "") for _, parameter in alive]
+        self._waits = "" not in kinds
+        if is_last or not self._waits:
+            self._optimizer = kinds[0] if self._waits else ""
+            self._write([one for (one, _), kind in zip(alive, kinds, strict=True) if kind == self._optimizer])
+
+    def _take_back(self, reported: list[_Candidate]) -> None:
+        """Write which are still not trained, if others are by an optimizer that has begun to step, or was given them."""
+        stepping = self._stepping() if reported else self._trained_by
+        if stepping != self._trained_by:
+            self._trained_by, left = stepping, self._untrained(reported)
+            if len(left) < len(reported):
+                self._write(left)
+
+    def _stepping(self) -> list[tuple[int, int]]:
+        """Return what changes when an optimizer begins to step, or gets parameters."""
+        return [(id(one), len(getattr(one, "param_groups", ()))) for one in self._context.recorder.optimizers()]
+
+    def _untrained(self, found: list[_Candidate]) -> list[_Candidate]:
+        trained = set(map(id, _parameters_of(self._context.recorder.optimizers())))
+        return [one for one in found if id(one.parameter()) not in trained]
+
+    def _write(self, left: list[_Candidate]) -> None:
+        self._reported = left
+        trained = sum(1 for _ in _parameters_of(self._context.recorder.optimizers()))
+        names = [one.name for one in left[: self._NAMED]]
+        attributes = {"parameters": names, "parameters_affected": len(left), "parameters_trained": trained}
+        attributes |= {"optimizer": self._optimizer} if self._optimizer else {}
+        self._context.event(catalog.EVENT_LEFT_OUT_PARAMETERS, attributes)
+
+
+class _Candidate:
+    """A parameter that is in no optimizer, and how often it was seen with another gradient and the same values."""
+
+    __slots__ = ("_gradient", "_state", "looks", "name", "parameter")
+
+    def __init__(self, parameter: Any, name: str) -> None:
+        self.parameter, self.name, self.looks = TensorReference(parameter), name, 0
+        self._state: tuple[int, list[float]] | None = None
+        self._gradient: tuple[TensorReference, int] | None = None
+        """Its gradient, by reference since memory is used again, and version"""
+
+    def look(self) -> None:
+        """Look at it. In the training thread."""
+        parameter = self.parameter()
+        gradient = parameter.grad if parameter is not None else None
+        if gradient is None:
+            self.looks, self._state = 0, None
+            return
+        state, before = _state(parameter), self._gradient
+        is_same = before is not None and before[0]() is gradient and before[1] == gradient._version  # type: ignore[union-attr]
+        self.looks = self.looks + (not is_same) if state == self._state else 1
+        self._state, self._gradient = state, (TensorReference(gradient), gradient._version)
+
+
+_COMPARED = 16
+"""Elements of a parameter on the CPU that must stay as they are"""
+
+
+def _state(parameter: Any) -> tuple[int, list[float]]:
+    """Return what changes when a parameter does; on a device its version alone, for nobody waits for values there."""
+    import torch  # torch is optional until training begins
+
+    is_dense = parameter.layout is torch.strided  # a sparse one has no order in memory to ask for
+    plain = parameter.is_cpu and is_dense and parameter.is_contiguous() and parameter.is_floating_point()
+    return parameter._version, parameter.detach().view(-1)[:_COMPARED].tolist() if plain else []
+
+
+def _parameters_of(optimizers: Iterable[Any]) -> Iterator[Any]:
+    return (each for one in optimizers for group in list(getattr(one, "param_groups", ())) for each in group["params"])

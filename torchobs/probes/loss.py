@@ -1,0 +1,232 @@
+"""Record the loss: the scalar that the outermost backward starts from without a given gradient, or the sum of several.
+
+On the CPU it is read at once (143 ns), on a device it is copied without waiting. It is never kept: a loss holds its whole
+graph. With ``GradScaler`` the value before scaling is recorded (unknown if there are several scalars). With accumulation the
+step's backward passes are summed. What ``torch.autograd.grad`` begins from is no loss: it may be an inner loop's, or an
+analysis of the curvature.
+
+A tensor subclass (MONAI's ``MetaTensor``, fastai's ``TensorBase``) is read as a plain tensor, without its
+``__torch_function__``, which is the user's code and slow. One with a ``__torch_dispatch__`` of its own may have no value to
+read: a DTensor's would need a collective, a fake tensor has none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchobs import catalog
+from torchobs.catalog.findings import finding
+from torchobs.flight.native import make_hook
+from torchobs.flight.step_record import StepFlag
+from torchobs.probes.step_recorder import GONE, resolve_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from torchobs.probes.context import ProbeContext
+    from torchobs.probes.step_recorder import StepValues
+    from torchobs.support.error_guard import CircuitBreaker
+
+
+_LOSS = StepFlag.LOSS
+
+
+class _PendingLoss(NamedTuple):
+    """Losses of one step, or of a possible part of one; each list is empty until the value has arrived."""
+
+    pending_step: StepValues | int
+    parts: list[list[float]]
+
+
+class LossProbe:
+    """Records the loss of each step."""
+
+    name = "loss"
+    __slots__ = ("__dict__", "_scaled")  # the compiled part reads it in place
+
+    def __init__(self) -> None:
+        self._scaled: weakref.ref[torch.Tensor] | None = None
+        self._unscaled: torch.Tensor | None = None
+        self._scale: torch.Tensor | None = None
+        self._pending: list[_PendingLoss] = []
+        self._reported: set[str] = set()
+        """Device types reported as not read"""
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.context.Probe`."""
+        import torch  # torch is optional until training begins
+
+        self._context, self._tensor, self._undisturbed = context, torch.Tensor, torch._C.DisableTorchFunctionSubclass
+        breaker, self._training = context.breaker(self.name), context.training
+        self._nonfinite = context.hooks.nonfinite_loss.notify
+        context.hooks.takes_loss.register(breaker, self._taker(breaker), guarded=True)
+        context.hooks.loss_scaled.register(breaker, self._note_scaled)
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.context.Probe`: there is nothing but listeners."""
+
+    def _note_scaled(self, outputs: object, scaled: object, scale: torch.Tensor | None) -> None:
+        """Remember the unscaled loss of a ``GradScaler.scale`` call."""
+        if isinstance(outputs, self._tensor) and isinstance(scaled, self._tensor):
+            plain = self._one(outputs)
+            if plain is not None:
+                self._scaled, self._unscaled, self._scale = weakref.ref(scaled), plain.detach(), scale
+
+    def _one(self, tensor: object, gradient: object = None) -> torch.Tensor | None:
+        """Return a one-element tensor as a plain tensor; ``None`` for anything else.
+
+        ``gradient``: given to the engine with it; torch and Megatron-LM give ones.
+        """
+        if type(tensor) is not self._tensor:
+            if not isinstance(tensor, self._tensor) or type(tensor).__torch_dispatch__ is not self._tensor.__torch_dispatch__:
+                return None
+            with self._undisturbed():
+                tensor = tensor.detach()
+        if tensor.numel() != 1:
+            return None
+        ones = gradient is None or (type(gradient) is self._tensor and gradient.numel() == 1 and _is_one(gradient))
+        return tensor if ones else None
+
+    def _taker(self, breaker: CircuitBreaker) -> Callable[[Any, Any, bool], None]:
+        """Return the listener: the loss of nearly every step inline, a plain tensor on the CPU; others go to ``_take``."""
+        recorder, training, kind, take = self._context.recorder, self._training, self._tensor, self._take
+
+        def take_loss(tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
+            if breaker.is_open:
+                return
+            try:
+                if (
+                    gradients is not None or type(tensors) is not kind or not tensors.is_cpu or not accumulates
+                    or recorder.metered or training.in_closure or recorder.log_wins
+                    or self._scaled is not None
+                ):  # fmt: skip
+                    take(tensors, gradients, accumulates)
+                    return
+                try:
+                    number = tensors.item()
+                except RuntimeError:
+                    if tensors.numel() == 1:
+                        raise
+                    return  # no loss, as torch is about to say, too
+                values = recorder.values
+                values.loss_sum += number
+                values.losses += 1
+                values.flags |= _LOSS
+                if number - number:  # NaN, which is true, unless it is finite
+                    self._nonfinite(tensors)
+            except Exception as error:
+                if not breaker.takes(error):
+                    raise
+
+        owners = recorder, training, self, breaker
+        made = make_hook(self._context.writer.native, "PlainLoss", owners, (take_loss, kind))
+        return made.take if made is not None else take_loss
+
+    def _take(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # inline; as a listener
+        """Take the loss of a backward pass that begins. ``accumulates``: False for ``torch.autograd.grad``."""
+        recorder, in_closure = self._context.recorder, self._training.in_closure
+        begun_ns = monotonic_ns() if recorder.metered else 0
+        if recorder.log_wins or not accumulates:
+            return
+        whole = given = tensors
+        if type(tensors) in {tuple, list}:
+            tensors, gradients = self._sum(tensors, gradients)
+            whole = whole[0] if len(whole) == 1 else None
+        loss = self._one(tensors) if gradients is None else None
+        if loss is None:
+            return
+        if self._scaled is not None and self._context.device.cuda.capturing():
+            self._scaled = self._unscaled = None  # dividing by the scale would become part of the graph
+            return
+        value = loss if self._scaled is None else self._plain(whole, loss)
+        if not value.is_cpu:
+            self._take_later(value.detach(), within=in_closure)
+        elif in_closure:
+            number = value.item()
+            recorder.add_loss(number, within_step=True)
+            if number - number:
+                self._nonfinite(given)
+        else:
+            values, number = recorder.values, value.item()
+            values.loss_sum += number
+            values.losses += 1
+            values.flags |= _LOSS
+            if number - number:  # NaN, which is true, unless it is finite
+                self._nonfinite(given)
+        if begun_ns:
+            self._context.record_overhead(self.name, monotonic_ns() - begun_ns)
+
+    def _sum(self, tensors: Sequence[Any], gradients: Any) -> tuple[Any, Any]:
+        """Return the sum of scalars, or a single tensor, as the loss; ``(None, None)`` if there is none to read."""
+        given = gradients if type(gradients) in {tuple, list} else [gradients] * len(tensors)
+        found = [self._one(*pair) for pair in zip(tensors, given, strict=False)]
+        plain = [each.detach() for each in found if each is not None]
+        if len(plain) != len(tensors) or len({each.device for each in plain}) != 1:
+            return None, None
+        if len(plain) == 1:
+            return found[0], None
+        if self._scale is not None or (not plain[0].is_cpu and self._context.device.cuda.capturing()):
+            return None, None
+        return sum(each.reshape(()) for each in plain), None
+
+    def _plain(self, given: object, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the unscaled loss, detached. ``given``: the backward's argument, of which ``tensor`` is the plain form."""
+        scaled, unscaled = self._scaled, self._unscaled
+        if scaled is None or unscaled is None:
+            return tensor.detach()
+        alive = scaled()
+        self._scaled = self._unscaled = None
+        if alive is given:
+            return unscaled
+        if self._scale is not None and alive is None:
+            return tensor.detach() / self._scale  # divided after scaling, for an accumulation
+        return tensor.detach()
+
+    def _take_later(self, value: torch.Tensor, *, within: bool) -> None:
+        """Take a loss on a device; a step's backward passes are summed once all have arrived."""
+        recorder, pending = self._context.recorder, self._pending
+        if within and recorder.values.evaluated:
+            return  # the first evaluation is the step's
+        recorder.values.evaluated = within
+        pending_step = recorder.pending_step()
+        if not pending or pending[-1].pending_step != pending_step:
+            pending.append(_PendingLoss(pending_step, []))
+        parts = pending[-1].parts
+        arriving: list[float] = []
+        if self._context.device.take(value, arriving.append):
+            parts.append(arriving)
+
+    def _report_unread(self, kind: str) -> None:
+        """Report once why there is no loss and no norm."""
+        self._reported.add(kind)
+        context = self._context
+        context.event(catalog.EVENT_DEVICE_UNREAD, {"device_type": kind})
+        context.warn_limited(f"unread {kind}", finding("device_unread", device_type=kind).short)
+
+    def sample(self) -> None:
+        """Write the losses of ended steps whose values have arrived."""
+        for kind in self._context.device.unread.keys() - self._reported:
+            self._report_unread(kind)
+        recorder, pending = self._context.recorder, self._pending
+        while pending:
+            step, count = resolve_step(pending[0].pending_step), 1
+            while count < len(pending) and resolve_step(pending[count].pending_step) == step:
+                count += 1
+            parts = [part for pending_loss in pending[:count] for part in pending_loss.parts]
+            if not step or step > recorder.step or not (all(parts) or step == GONE):
+                break
+            del pending[:count]
+            if parts and step != GONE:
+                loss = sum(part[0] for part in parts)
+                recorder.late(step, StepFlag.LOSS, loss, 0.0)
+                if loss - loss:
+                    self._context.hooks.nonfinite_arrived.notify()
+
+
+def _is_one(gradient: torch.Tensor) -> bool:
+    """Return True if the gradient is 1, or on a device, where reading would wait: a given scalar gradient is usually 1."""
+    return not gradient.is_cpu or gradient.item() == 1.0

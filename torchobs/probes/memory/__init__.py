@@ -1,1 +1,0 @@
-"""Memory of devices, of the process and of its container."""

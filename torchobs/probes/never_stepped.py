@@ -1,0 +1,126 @@
+"""Detect backward passes without any step: an optimizer that never steps, or steps that are made without one of torch's.
+
+An analysis (saliency, an adversarial input, influence functions) has backward passes, too, but no optimizer of what it looks
+at; and optimizers may be left from before. So a hook on one parameter of each shows whether backward passes reach it. Whether a
+step comes after all is known when the event is read: some accumulate gradients over hundreds of micro-batches.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.catalog.findings import finding
+from torchobs.probes.timeline import BACKWARD_ENDS
+from torchobs.tensors.references import TensorReference, living_optimizers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch.utils.hooks import RemovableHandle
+
+    from torchobs.probes.context import ProbeContext
+    from torchobs.support.error_guard import CircuitBreaker
+
+LEAST, LEAST_MISTAKEN = 50, 100
+"""Backward passes without a step after which that is said, and after which the optimizer's step is missing"""
+PATIENCE_S = 120.0
+"""Time since the first one after which it is said as well"""
+_MOST = 8
+"""Optimizers of which a parameter is watched"""
+
+
+class NeverStepped:
+    """A part of :class:`~torchobs.probes.steps.StepProbe`, in the sampler thread. Each is reported once."""
+
+    def __init__(self, context: ProbeContext, breaker: CircuitBreaker, clock: Callable[[], float] = monotonic) -> None:
+        self._context, self._clock = context, clock
+        self._watch, self._unwatch = breaker.guard(self._watch_now), breaker.guard(self.remove)
+        self._due, self._since_s, self._said = LEAST, 0.0, False
+        self._candidates: list[tuple[str, TensorReference]] = []
+        self._handles: list[RemovableHandle] = []
+        self._reached = ""
+        """Class of an optimizer to whose parameter a gradient has come"""
+
+    def sample(self) -> None:
+        """Look for optimizers, which holds the GIL for some 100 ms, if no step has ended after so many backward passes."""
+        recorder = self._context.recorder
+        if recorder.step or recorder.direct or self._due == sys.maxsize or recorder.optimizers():
+            if self._handles:
+                self._context.at_backward(self._unwatch)
+            return
+        count = sum(stamp & 15 == BACKWARD_ENDS for stamp in recorder.trace.copy())
+        self._since_s = self._since_s or (self._clock() if count else 0.0)
+        if self._reached and count >= LEAST_MISTAKEN:
+            self._report(self._reached, count)
+        elif not self._reached and (count >= self._due or self._is_late(count)):
+            self._look(count)
+
+    def _is_late(self, count: int) -> bool:
+        return not self._said and bool(count) and self._clock() - self._since_s > PATIENCE_S
+
+    def _look(self, count: int) -> None:
+        """Watch optimizers whose parameters have gradients; say that there is no step if there are none, or none is reached."""
+        self._context.yield_gil()
+        watched, self._due, self._since_s = bool(self._handles), 4 * count if self._said else count + LEAST, self._clock()
+        found = [
+            (type(each).__name__, first) for each in living_optimizers() if (first := _with_gradient(each, count)) is not None
+        ]
+        if found and not watched:
+            self._candidates = [(kind, TensorReference(parameter)) for kind, parameter in found[:_MOST]]
+            self._context.at_backward(self._watch)
+        elif not self._said:
+            self._said = True
+            passes = f"{count} backward pass{'' if count == 1 else 'es'}"
+            text = (
+                f"{passes} and no step of an optimizer of torch's: if steps are made otherwise, call torchobs.step() after each"
+            )
+            self._context.warn_limited("no steps", text)
+
+    def _watch_now(self) -> None:
+        """Note which of the optimizers a gradient comes to. In the training thread, as a backward pass begins."""
+        import torch  # torch is optional until training begins
+
+        candidates, self._candidates = self._candidates, []
+        if torch.compiler.is_compiling() or self._context.device.cuda.capturing():
+            return
+        for kind, known in candidates:
+            parameter = known()
+            if parameter is not None and _can_be_watched(parameter):
+                self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._note, kind)))
+
+    def _note(self, kind: str, _: object) -> None:
+        self._reached = kind
+
+    def remove(self) -> None:
+        """Remove the hooks. Idempotent."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _report(self, kind: str, count: int) -> None:
+        self._due = sys.maxsize
+        attributes = {"kind": "never_stepped", "optimizer": kind, "backward_passes": count}
+        self._context.event(catalog.EVENT_LOOP_MISTAKE, attributes)
+        self._context.warn_limited("loop never_stepped", finding("never_stepped", optimizer=kind, backward_passes=count).short)
+
+
+def _with_gradient(optimizer: Any, count: int) -> torch.Tensor | None:
+    """Return a parameter of the optimizer that has a gradient, and was not updated by hand after those backward passes."""
+    parameters = (each for group in list(getattr(optimizer, "param_groups", ())) for each in list(group["params"]))
+    return next(
+        (
+            each
+            for each in parameters
+            if _can_be_watched(each) and each.grad is not None and each._version < max(count, LEAST) // 2
+        ),
+        None,
+    )
+
+
+def _can_be_watched(parameter: torch.Tensor) -> bool:
+    """Return True if autograd takes a hook on it: not of a frozen parameter, which may have a gradient from before."""
+    return parameter.requires_grad and parameter.is_leaf

@@ -1,1 +1,0 @@
-"""Learning rates and their schedulers."""

@@ -1,1 +1,0 @@
-"""Steps, backward passes, loss and phases."""

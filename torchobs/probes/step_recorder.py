@@ -1,0 +1,806 @@
+"""Decide where training steps end, and write one record for each with everything that the probes saw since the last end.
+
+The state: ``parts``, updates of optimizers since the last record; the open values and the trace, the boundaries since the last
+part; the ``pacemaker``, an optimizer or none.
+
+1. *An optimizer begins to step* that is among the parts, and a backward pass began since (or its closure does one): the parts
+   were a whole step. They are written, and the last part's optimizer is the pacemaker from now on.
+2. *An optimizer has stepped*, or the loss scaler skipped it: that is a part, or if no backward pass began since the last part,
+   this one has grown, and belongs to its last optimizer. If that is the pacemaker, the parts are written as one step.
+3. *Without a backward pass since the last record* it is no part: what was noted goes to the next step. In a process that has
+   seen no backward pass at all (evolution strategies) each is a step; so is each after ``MOST_WITHOUT`` of them.
+4. *A backward pass in which optimizers step*, one for each parameter, is one optimizer, ``PASS``, which steps at its end.
+5. *torchobs.step()* writes all that is open, and from then on it alone ends steps. *At the rank's end* parts are written only
+   while no pacemaker is known: an occasional optimizer's last update is no step.
+
+So a single optimizer is its own pacemaker from its second step on; a GAN's is the player that steps last; with several updates
+of a critic it is the critic. A pacemaker that is called several times after one pass (ZeRO, for each group) ends the step with
+the last call. An optimizer that is made anew over the parameters of a dead one is that one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from itertools import islice
+from math import sqrt
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from torchobs import catalog
+from torchobs.detect.spikes import WARM_UP
+from torchobs.flight.step_record import CALLED_UNIT_NS, RecordKind, StepFlag
+from torchobs.probes.timeline import (
+    BACKWARD_BEGINS,
+    CLOSURE_BEGINS,
+    COMPILE,
+    FETCH,
+    LONG_TRACE,
+    OTHER,
+    PHASE_OF,
+    PHASES,
+    PIN,
+    STEP_BEGINS,
+    STEP_ENDS,
+    UNPIN,
+    WITHIN_STEP,
+    PhaseTimeline,
+    exhausted,
+    replay,
+)
+from torchobs.support.rate_limit import RateLimiter
+from torchobs.tensors.references import TensorReference
+
+if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Collection, Mapping, Sequence
+
+    from torchobs.flight.writer import FlightWriter
+
+METER_EVERY = 32
+"""One step in 32 is metered, and counts for all of them: reading the clock twice per hook would be a third of its cost."""
+MOST_WITHOUT = 256
+"""Optimizer steps without a backward pass that go on with a step; of one that makes more, gradients come from elsewhere"""
+MOST_PARTS = 64
+PASS = -1
+"""The optimizers that step within a backward pass, as a key in place of an id"""
+GONE = -1
+_U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
+_GRAD_NORM = StepFlag.GRAD_NORM
+_UNTIMED = (0.0,) * PHASES
+_UNSEEN = 1 << 16
+"""In place of boundaries that nobody has seen: the hooks were off, or it was another thread"""
+_BACKWARD = _UNSEEN | 1 << BACKWARD_BEGINS | 1 << CLOSURE_BEGINS
+_GOING_ON = _BACKWARD | 1 << FETCH
+_TRAINING = 1 << BACKWARD_BEGINS | 1 << FETCH | 1 << CLOSURE_BEGINS | 1 << STEP_BEGINS
+"""Boundaries, as bits by their codes"""
+
+
+class StepValues:
+    """Values of a step, or of a part of one, other than its times."""
+
+    __slots__ = (
+        "evaluated", "flags", "learning_rate", "loss_sum", "losses", "norm_base", "norm_scale", "norm_squared", "part_of",
+        "samples", "step", "tokens",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.flags = self.losses = self.tokens = self.samples = 0
+        self.step = 0
+        """Number of the step that they were written as; 0 until then, ``GONE`` if they never are"""
+        self.part_of: StepValues | None = None
+        """The values that these were merged into"""
+        self.evaluated = False
+        """Whether a closure has evaluated its loss"""
+        self.loss_sum = self.norm_squared = self.norm_base = self.learning_rate = 0.0
+        self.norm_scale = 1.0
+
+    def merge(self, earlier: StepValues) -> None:
+        """Add the values of an earlier part of the same step."""
+        earlier.part_of = self
+        self.flags |= earlier.flags
+        self.losses += earlier.losses
+        self.tokens += earlier.tokens
+        self.samples += earlier.samples
+        self.loss_sum += earlier.loss_sum
+        self.norm_squared += earlier.norm_squared
+        if earlier.flags & StepFlag.LEARNING_RATE:
+            self.learning_rate = earlier.learning_rate
+
+
+def resolve_step(pending_step: StepValues | int) -> int:
+    """Return the step number for a result of ``StepRecorder.pending_step``, 0 while it is not known."""
+    while isinstance(pending_step, StepValues) and pending_step.part_of is not None:
+        pending_step = pending_step.part_of
+    return pending_step.step if isinstance(pending_step, StepValues) else pending_step
+
+
+class OpenPart(NamedTuple):
+    """A step in progress that is set aside: the lengths of its trace and arguments, its values."""
+
+    traced: int
+    arguments: int
+    values: StepValues
+
+
+class _Part(NamedTuple):
+    """Updates after one backward pass, or after several that accumulate gradients."""
+
+    calls: dict[int, int]
+    """Steps of each optimizer, by id, the last one last"""
+    values: StepValues
+    spent_ns: Sequence[int]
+    ended_ns: int
+
+    @property
+    def last(self) -> int:
+        return next(reversed(self.calls), 0)
+
+
+class StepRecorder:
+    """Ends and writes steps. In the training thread (or, for optimizers in backward, an autograd thread).
+
+    Other probes read ``step``, ``ended``, ``metered`` and ``models`` and call methods. The hooks that divide the training into
+    steps also use ``trace``, ``arguments``, ``values``, ``in_pass``, ``sole`` and ``direct`` directly, where a call would cost
+    more than what it does; the compiled ones find them among the slots.
+    """
+
+    __slots__ = (
+        "_alive", "_append", "_append_plain", "_begun_ns", "_called_ns", "_calls", "_clean", "_compiling_ns", "_dead", "_early",
+        "_expected", "_gone", "_pacemaker", "_parts", "_plain", "_samples", "_seen_backward", "_timed", "_timeline", "_tokens",
+        "_without", "_work_done", "arguments", "direct", "given", "in_pass", "log_wins", "metered", "models", "restarts",
+        "sizes", "sole", "step", "trace", "values",
+    )  # fmt: skip
+
+    def __init__(self, writer: FlightWriter) -> None:
+        self.step = 0
+        """Number of the last step that ended."""
+        self.trace: list[int] = []
+        """Boundaries since the last part or record; hooks append to it"""
+        self.arguments: list[int] = []
+        """Those of the boundaries that have one (``timeline.ARGUED``)"""
+        self.values = StepValues()
+        """Of the part in progress; replaced at each end that is not a plain step's"""
+        self.direct = False
+        """Whether the user marks the boundaries by ``torchobs.step()``."""
+        self.in_pass = False
+        """Whether an optimizer has stepped in the backward pass that is running"""
+        self.sole = 0
+        """id of the pacemaker if the last step was its alone, in one call, and nothing has been closed since; else 0"""
+        self.log_wins = False
+        """Whether the script logs the loss, so that no other counts"""
+        self.metered = False
+        """Whether this step's hooks measure their own time"""
+        self.sizes: dict[int, tuple[int, int]] = {}
+        """Tokens and samples of a batch by loader, inferred; empty if they are not. Replaced, never changed."""
+        self.given = GivenSizes()
+        """Which of them the script gives to ``torchobs.log``"""
+        self.restarts = 0
+        """How often the hooks were off for a while"""
+        self.models = Models()
+        self._parts: list[_Part] = []
+        self._pacemaker, self._calls = 0, 1
+        """id of the optimizer that ends steps, 0 while unknown; how often it is called after one backward pass"""
+        self._without, self._seen_backward = 0, False
+        """How many optimizer steps have gone on with a step since the last backward pass; whether there was any"""
+        self._alive: dict[int, weakref.ref[object]] = {}
+        self._gone: list[tuple[int, TensorReference | None]] = []
+        """Optimizers that were deleted lately, with their first parameter"""
+        self._dead: dict[int, TensorReference] = {}
+        """First parameters of deleted optimizers that the parts or the pacemaker still name, by their names there"""
+        self._early = 0
+        """The codes of boundaries that were replayed before the part's end, as bits"""
+        self._expected: list[int] | None = None
+        """The arguments of the last plain step: most often its loader's alone, of which a batch has these sizes"""
+        self._tokens = self._samples = 0
+        self._work_done, self._append, self._plain = writer.work_done, writer.append, writer.append_plain
+        self._append_plain, self._called_ns = self._plain, 0
+        self._timeline, self._timed, self._clean = PhaseTimeline(), False, False
+        self._begun_ns = self._compiling_ns = 0
+
+    @property
+    def ended(self) -> int:
+        """Number of the last step that has ended, the very first one included, which is written later."""
+        return self.step + (not self._pacemaker and bool(self._parts))
+
+    @property
+    def in_progress(self) -> int:
+        """Number of the step in progress."""
+        return self.ended + 1
+
+    def optimizers(self) -> list[Any]:
+        """Return the living optimizers that have stepped. From any thread."""
+        return [optimizer for known in list(self._alive.values()) if (optimizer := known()) is not None]
+
+    def alive(self, key: int) -> Any:
+        """Return the optimizer of that id; ``None`` if it has not stepped or was deleted."""
+        known = self._alive.get(key)
+        return None if known is None else known()
+
+    # -- values ------------------------------------------------------------------------------------------------------------
+
+    def log(self, loss: float | None, tokens: int, samples: int) -> None:
+        """Record values of ``torchobs.log``, for the step in progress or the one that the hooks have just seen end."""
+        self.log_wins = self.log_wins or loss is not None
+        tokens, samples = max(0, min(tokens, _U64)), max(0, min(samples, _U32))
+        values = None
+        if self.logged_step() != self.step:
+            values = self._parts[-1].values if self._parts and not self._has(_TRAINING) else self.values
+        if (tokens and not self.given.tokens) or (samples and not self.given.samples):
+            tokens, samples = self._give_sizes(tokens, samples, values)
+        if values is None:
+            self.late(self.step, StepFlag.LOSS if loss is not None else 0, loss or 0.0, 0.0, tokens, samples)
+            return
+        values.tokens, values.samples = min(values.tokens + tokens, _U64), min(values.samples + samples, _U32)
+        if loss is not None:
+            values.loss_sum, values.losses = loss, 1
+            values.flags |= StepFlag.LOSS
+
+    def expect_loss(self) -> int:
+        """Let no other loss count than the script's, which a device has yet to deliver; return the number of its step."""
+        self.log_wins = True
+        return self.logged_step()
+
+    def logged_step(self) -> int:
+        """Return the number of the step that :meth:`log` would apply to."""
+        ended = self.step and not self._parts and not self.direct and not self._has(_TRAINING)
+        return self.step if ended else self.step + 1
+
+    def pending_step(self) -> StepValues | int:
+        """Return the number of the step in progress or, while that is open, its values.
+
+        ``resolve_step`` turns the values into the number later. For values that a device delivers asynchronously.
+        """
+        return self.values if self._parts else self.step + 1
+
+    def flag(self, flag: int) -> None:
+        """Set a flag (``StepFlag``) of the step in progress."""
+        self.values.flags |= flag
+
+    def has_flag(self, flag: int) -> bool:
+        """Return True if a flag of the step in progress is set, be it of an earlier part."""
+        return any(values.flags & flag for values in (self.values, *(part.values for part in self._parts)))
+
+    def set_rate(self, rate: float | None) -> None:
+        """Set the learning rate of the step in progress; ``None`` for none."""
+        values = self.values
+        if rate is None:
+            values.flags &= ~StepFlag.LEARNING_RATE
+        else:
+            values.learning_rate = rate
+            values.flags |= StepFlag.LEARNING_RATE
+
+    def add_loss(self, value: float, *, within_step: bool) -> None:
+        """Add the scalar that a backward pass began from. ``within_step``: in a closure; its first evaluation counts."""
+        if self.log_wins:
+            return
+        values = self.values
+        values.losses += 1
+        if not (within_step and values.evaluated):
+            values.loss_sum += value
+            values.evaluated = within_step
+        values.flags |= StepFlag.LOSS
+
+    def add_norm(self, norm: float, scale: float, *, within_step: bool) -> None:
+        """Add the L2 norm of one optimizer's gradients, already divided by ``scale``."""
+        values = self.values
+        values.norm_squared = (values.norm_base if within_step else values.norm_squared) + norm * norm
+        values.norm_scale = scale
+        values.flags |= StepFlag.GRAD_NORM
+
+    def take_norm_back(self) -> None:
+        """Undo :meth:`add_norm` with ``within_step``."""
+        self.values.norm_squared = self.values.norm_base
+
+    def begin_closure(self) -> None:
+        """Note that an optimizer was given a closure.
+
+        Of its evaluations, the first loss counts (``step()`` returns it) and the last gradient, added to those before it.
+        """
+        values = self.values
+        values.norm_base, values.evaluated = values.norm_squared, False
+        values.flags |= StepFlag.CLOSURE
+
+    def late(self, step: int, flags: int, loss: float, norm: float, tokens: int = 0, samples: int = 0) -> None:
+        """Write values of a step that has ended."""
+        self._append(step, time.monotonic_ns(), RecordKind.LATE, flags, 1, 0.0, loss, norm, 0.0, _UNTIMED, tokens, samples)
+
+    def learn_sizes(self, loader: int, tokens: int, samples: int) -> None:
+        """Let each batch of that loader, by id, count so many tokens and samples from now on, without those that are given."""
+        self.sizes, self._expected = with_sizes(self.sizes, loader, self.given.left(tokens, samples)), None
+
+    def forget_sizes(self) -> None:
+        """Infer no more sizes."""
+        self.sizes, self._expected = {}, None
+
+    def _expect(self) -> None:
+        """Look the sizes up that a plain step's batch has."""
+        self._expected = self.arguments[:2]
+        self._tokens, self._samples = self.sizes.get(self._expected[0], (0, 0)) if self._expected else (0, 0)
+
+    def _give_sizes(self, tokens: int, samples: int, values: StepValues | None) -> tuple[int, int]:
+        """Infer no more what the script gives; return what of it is not counted yet. ``values``: of the step in progress."""
+        tokens_done, samples_done = self._work_done()
+        if tokens and not self.given.tokens:
+            tokens, self.given.tokens = uncounted(tokens, tokens_done, self.step, ended=values is None), True
+            if values is not None:
+                values.tokens = 0
+        if samples and not self.given.samples:
+            samples, self.given.samples = uncounted(samples, samples_done, self.step, ended=values is None), True
+            if values is not None:
+                values.samples = 0
+        known, self.sizes, self._expected = self.sizes, {}, None
+        for loader, sizes in known.items():
+            self.learn_sizes(loader, *sizes)
+        return tokens, samples
+
+    # -- boundaries --------------------------------------------------------------------------------------------------------
+
+    def record_phases(self, *, enabled: bool) -> None:
+        """Record phases from now on, or no longer."""
+        self._timed = enabled
+
+    def mark(self, code: int, now_ns: int, argument: int | None = None) -> None:
+        """Record a boundary; hooks in the hot path append to the trace directly."""
+        if argument is not None:
+            self.arguments.append(argument)
+        self.trace.append(now_ns << 4 | code)
+        self.relieve()
+
+    def relieve(self) -> None:
+        """Replay the trace early if it has become long (a long evaluation)."""
+        if len(self.trace) > LONG_TRACE:
+            for stamp in self.trace:
+                self._early |= 1 << (stamp & 15)
+            self._replay()
+
+    def _has(self, codes: int) -> bool:
+        """Return True if there was one of these boundaries since the last part."""
+        return bool(self._early & codes) or any(codes >> (stamp & 15) & 1 for stamp in self.trace)
+
+    def compile_begins(self, now_ns: int) -> None:
+        """Begin a compilation in the training thread or the autograd thread that it waits for."""
+        self.mark(PIN, now_ns, COMPILE)
+        self._compiling_ns = now_ns
+
+    def compile_ends(self, now_ns: int) -> None:
+        """End the compilation; the phase before it continues. Cannot raise."""
+        self._compiling_ns = 0
+        self.trace.append(now_ns << 4 | UNPIN)
+
+    def note_forward(self, now_ns: int) -> None:
+        """Note that the first module of a step was called: if it ends plainly, its record has that."""
+        self._called_ns, self._expected, self._append_plain = now_ns, None, self._append_stamped  # no hook's own fast path
+
+    def _append_stamped(self, boundaries: Sequence[int], step: int, end_ns: int, begun_ns: int, *values: Any) -> bool:
+        """Write a plain step's record with the forward stamp, if that is this step's."""
+        self._append_plain, called = self._plain, (self._called_ns - begun_ns) // CALLED_UNIT_NS
+        return self._plain(boundaries, step, end_ns, begun_ns, *values, called if 0 < called <= _U32 else 0)
+
+    def has_begun(self, besides: Collection[int] = ()) -> bool:
+        """Return True if anything was recorded since the last end, ``besides`` those boundaries. From any thread."""
+        return self._timeline.started or any(stamp & 15 not in besides for stamp in self.trace[:8])
+
+    def in_fetch(self) -> bool:
+        """Return True if the training thread is fetching a batch."""
+        return bool(self.trace) and self.trace[-1] & 15 == FETCH
+
+    def exhausted(self, since_ns: int) -> set[int]:
+        """Return the arguments of this step's fetches since then that found their loader exhausted."""
+        return exhausted(self.trace, self.arguments, since_ns)
+
+    @property
+    def evaluations(self) -> deque[tuple[int, int]]:
+        """Begin and end of finished evaluations, in ns; for the sampler thread, which removes them."""
+        return self._timeline.evaluations
+
+    def phase(self) -> tuple[int, int]:
+        """Return the current phase and when it began, in ns. For the sampler thread: the trace may change meanwhile."""
+        compiling_ns, last = self._compiling_ns, self.trace[-1:]
+        if compiling_ns:
+            return COMPILE, compiling_ns
+        if not last:
+            return OTHER, self._begun_ns
+        code, named = last[0] & 15, self.arguments[-1:]
+        pinned = code == PIN and bool(named) and named[0] in range(COMPILE + 1)
+        return named[0] if pinned else PHASE_OF[code], last[0] >> 4
+
+    def so_far(self) -> tuple[int, PhaseTimeline] | None:
+        """Return the number of the last step written, and a snapshot of the timeline since its end. For the sampler thread.
+
+        ``None`` if the training thread has ended a step meanwhile. Each copy is consistent, since the GIL makes it atomic.
+        """
+        step, parts, trace, arguments = self.step, self._parts.copy(), self.trace.copy(), self.arguments.copy()
+        timeline = self._timeline.snapshot()
+        if self._clean:
+            timeline.restart(self._begun_ns)
+        for part in parts:
+            timeline.add(part.spent_ns)
+        with contextlib.suppress(StopIteration):  # the arguments of a trace that has just been cleared
+            replay(timeline, trace, arguments)
+            if self.step == step and len(self.trace) >= len(trace):
+                return step, timeline
+        return None
+
+    def open_since(self) -> int:
+        """Return when the last step or part ended, in ns; 0 before the first."""
+        return self._begun_ns
+
+    def _replay(self) -> None:
+        if self._clean:
+            self._timeline.restart(self._begun_ns)
+            self._clean = False
+        if not self.step and not self._timeline.started and self.trace and self._begins_late():
+            self.values.flags |= StepFlag.UNTIMED  # nothing before it was seen
+        replay(self._timeline, self.trace, self.arguments)
+        self.trace.clear()
+        self.arguments.clear()
+
+    def _begins_late(self) -> bool:
+        """Return True if the first boundary cannot be the beginning of a step."""
+        code = self.trace[0] & 15
+        return code == BACKWARD_BEGINS or (code == PIN and self.arguments[0] == COMPILE)
+
+    def begin_capture(self) -> OpenPart:
+        """Set the step in progress aside for the capture of a CUDA graph, which is none; return it for :meth:`end_capture`."""
+        self.sole = 0  # so that the hooks do not take the fast path
+        aside, self.values = OpenPart(len(self.trace), len(self.arguments), self.values), StepValues()
+        return aside
+
+    def end_capture(self, aside: OpenPart) -> None:
+        """Continue that step, without what was recorded since."""
+        del self.trace[aside.traced :], self.arguments[aside.arguments :]
+        self.values = aside.values
+
+    # -- the step's end ----------------------------------------------------------------------------------------------------
+
+    def optimizer_begins(self, optimizer: Any, *, evaluates: bool = False, within_backward: bool = False) -> bool:
+        """Note that an optimizer is about to step; return True if it has never stepped. Rule 1.
+
+        ``evaluates``: its closure does the backward pass. ``within_backward``: it steps in one (rule 4).
+        """
+        fresh = not self.models.knows(optimizer)
+        goes_on = fresh and (evaluates or self._has(_GOING_ON))
+        if self._gone:
+            self._rename_deleted()
+        if self._dead:
+            self._revive(optimizer)
+            self._end_model()
+        if evaluates or self._has(_BACKWARD):
+            self._end_cycle(PASS if within_backward else id(optimizer))
+        if fresh and self.models.begins(optimizer, self.step, goes_on=goes_on):
+            self.values.flags |= StepFlag.NEW_MODEL
+        if within_backward:
+            self.in_pass = True
+            self._keep_alive(optimizer)
+        return fresh
+
+    def _end_cycle(self, key: int) -> None:
+        """Write the parts as a whole step if that optimizer is among them. Rule 1."""
+        if any(key in part.calls for part in self._parts):
+            last = self._parts[-1]
+            self._pacemaker, self._calls = last.last, last.calls[last.last]
+            self._write_parts()
+
+    def _end_model(self) -> None:
+        """Write the parts as a whole step if their optimizers and the pacemaker have been deleted: none will step again."""
+        if (
+            self._parts
+            and self._pacemaker in self._dead
+            and all(key in self._dead for part in self._parts for key in part.calls)
+        ):
+            self._write_parts()
+
+    def note_unseen(self) -> None:
+        """Note a backward pass in another thread than the steps, or that the training goes on in another thread."""
+        self._early |= _UNSEEN
+
+    def optimizer_ends(self, optimizer: Any, now_ns: int) -> None:
+        """Note that an optimizer has stepped, or that the loss scaler skipped its step."""
+        if id(optimizer) == self.sole:
+            self.end_plainly(now_ns)
+            return
+        self._keep_alive(optimizer)
+        self._stepped(id(optimizer), now_ns)
+
+    def end_pass(self) -> None:
+        """End the backward pass in which optimizers have stepped. Rule 4."""
+        self.in_pass = False
+        self._stepped(PASS, self.trace[-1] >> 4 if self.trace else time.monotonic_ns())
+
+    def _stepped(self, key: int, now_ns: int) -> None:
+        """Close a part, and write the step if it is whole. Rules 2 and 3."""
+        if self.direct:
+            self.mark(STEP_ENDS, now_ns)
+            return
+        has_backward = self._has(_BACKWARD)
+        if has_backward:
+            self._end_cycle(key)  # a closure without a backward pass so far may have done one
+        parts, calls, is_whole = self._parts, {key: 1}, len(self._parts) >= MOST_PARTS
+        if has_backward:
+            self._without, self._seen_backward = 0, True
+        elif parts:
+            grown = parts.pop()
+            self._timeline.add(grown.spent_ns)
+            self.values.merge(grown.values)
+            calls = grown.calls
+            self._without += key in calls
+            calls[key] = calls.pop(key, 0) + 1
+            is_whole = self._without >= MOST_WITHOUT
+        elif self._seen_backward and self._without < MOST_WITHOUT:
+            self._without += 1
+            if key == self._pacemaker:
+                self._calls, self.sole = self._calls + 1, 0
+            self.mark(STEP_ENDS, now_ns)
+            return
+        else:
+            is_whole = True
+        self._close(calls, now_ns)
+        if is_whole or (key == self._pacemaker and calls[key] >= self._calls):
+            self._write_parts()
+
+    def end_plainly(self, now_ns: int) -> None:
+        """End the step of the pacemaker alone: the fast path, taken by nearly all steps.
+
+        A plain step is one fetch (or none), one backward and one optimizer step, in this order.
+        """
+        values, step = self.values, self.step + 1
+        flags = values.flags
+        if self.arguments != self._expected:
+            self._expect()
+        if not (self._clean and self._timed) or not self._append_plain(
+            self.trace, step, now_ns, self._begun_ns, flags, values.losses, values.loss_sum,
+            sqrt(values.norm_squared) if flags & _GRAD_NORM else 0.0, values.learning_rate, values.tokens + self._tokens,
+            values.samples + self._samples, values.norm_scale,
+        ):  # fmt: skip
+            self._stepped(self.sole, now_ns)
+            return
+        del self.trace[:], self.arguments[:]
+        self._begun_ns, self.step, self.metered = now_ns, step, not step % METER_EVERY
+        if not values.step:
+            values.step = step
+        values.flags = values.losses = values.tokens = values.samples = 0
+        values.loss_sum = values.norm_squared = 0.0
+
+    def end(self, now_ns: int) -> None:
+        """End the step at the user's request (``torchobs.step``). Rule 5."""
+        known, touched = self.direct, self._has(_TRAINING)
+        self.direct, self.sole = True, 0
+        if not self._parts or touched:
+            if not known and not touched and self.step:
+                return  # the hooks have written this step; from the next one on the user's boundaries count
+            self.values.flags |= StepFlag.DIRECT
+            self._close({}, now_ns)
+        self._write_parts()
+
+    def flush(self) -> None:
+        """Write complete steps when the rank ends. Rule 5."""
+        if self._pacemaker:
+            for part in self._parts:
+                part.values.step = GONE
+                self.late(self.step, 0, 0.0, 0.0, part.values.tokens, part.values.samples)
+            self._parts.clear()
+        elif self._parts:
+            self._write_parts()
+
+    def restart(self) -> None:
+        """Drop the step in progress, since the hooks are off for a while. The next step's start is unknown."""
+        self.flush()
+        self.trace.clear()
+        self.arguments.clear()
+        self._timeline, self._clean, self.restarts = PhaseTimeline(), False, self.restarts + 1
+        self.values.step = GONE
+        self.values = StepValues()
+        self.values.flags = StepFlag.UNTIMED
+        self._early, self.in_pass = _UNSEEN if self._seen_backward else 0, False
+
+    def _close(self, calls: dict[int, int], now_ns: int) -> None:
+        """Close a part: end the timeline, and add the sizes of its batches to its values."""
+        self._replay()
+        values, self.values, self.sole, self._early = self.values, StepValues(), 0, 0
+        spent = self._timeline.close(now_ns)
+        batches, self._timeline.batches = self._timeline.batches, {}
+        for loader, number in batches.items() if self.sizes else ():
+            tokens, samples = self.sizes.get(loader, (0, 0))
+            values.tokens += number * tokens
+            values.samples = min(values.samples + number * samples, _U32)
+        self._clean, self._begun_ns = self._timeline.clean, now_ns
+        self._parts.append(_Part(calls, values, spent, now_ns))
+
+    def _write_parts(self) -> None:
+        """Write the parts as one step."""
+        parts, self._parts = self._parts, []
+        last, values, step = parts[-1], parts[-1].values, self.step + 1
+        for part in reversed(parts[:-1]):
+            values.merge(part.values)
+        spent = [sum(lengths) for lengths in zip(*[part.spent_ns for part in parts], strict=True)]
+        values.step = self.step = step
+        self._timeline.has_batch = False
+        self.metered = not step % METER_EVERY
+        norm = sqrt(values.norm_squared) if values.flags & StepFlag.GRAD_NORM else 0.0
+        phases = tuple([length / 1e9 for length in spent]) if self._timed else _UNTIMED
+        is_plain = not self.direct and len(parts) == 1 and last.calls == {self._pacemaker: 1}
+        self.sole = self._pacemaker if is_plain and self._pacemaker in self._alive else 0
+        duration_s = sum(spent[phase] for phase in WITHIN_STEP) / 1e9
+        self._append(
+            step, last.ended_ns, RecordKind.STEP, values.flags, values.losses & _U32, duration_s, values.loss_sum,
+            norm, values.learning_rate, phases, values.tokens, values.samples, values.norm_scale,
+        )  # fmt: skip
+
+    # -- deleted optimizers ------------------------------------------------------------------------------------------------
+
+    def _keep_alive(self, optimizer: Any) -> None:
+        """Remember an optimizer, weakly."""
+        key = id(optimizer)
+        if self.alive(key) is optimizer:
+            return
+        first = first_parameter(optimizer)
+        known = None if first is None else TensorReference(first)
+        self._alive[key] = weakref.ref(optimizer, lambda _: self._forget(key, known))
+
+    def _forget(self, key: int, first: TensorReference | None) -> None:
+        """Note that an optimizer was deleted. In any thread, at any moment."""
+        self._alive.pop(key, None)
+        self.sole = 0 if self.sole == key else self.sole
+        self._gone.append((key, first))
+
+    def _rename_deleted(self) -> None:
+        """Give deleted optimizers names that no living one has."""
+        while self._gone:
+            key, first = self._gone.pop()
+            self._rename(key, -key)
+            if first is not None:
+                self._dead[-key] = first
+        named = {self._pacemaker}.union(*(part.calls for part in self._parts))
+        self._dead = {name: first for name, first in self._dead.items() if name in named}
+
+    def _revive(self, optimizer: Any) -> None:
+        """Let an optimizer over the parameters of a deleted one be that one: it is made anew for each step."""
+        first = first_parameter(optimizer)
+        name = next((name for name, known in self._dead.items() if known() is first is not None), 0)
+        if name:
+            del self._dead[name]
+            self._rename(name, id(optimizer))
+
+    def _rename(self, name: int, other: int) -> None:
+        self._pacemaker = other if self._pacemaker == name else self._pacemaker
+        for part in self._parts:
+            calls = {other if key == name else key: count for key, count in part.calls.items()}
+            part.calls.clear()
+            part.calls.update(calls)
+
+
+def first_parameter(optimizer: Any) -> Any:
+    """Return the first parameter of an optimizer; ``None`` without any."""
+    return next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+
+
+# -- tokens and samples, inferred from batches until the script gives them to ``torchobs.log`` -------------------------------
+
+MOST_LOADERS = 16
+"""Loaders whose sizes are kept, the last ones: some loops make a new one for every epoch"""
+_SEVERAL = 2
+"""An amount of more than this many steps is that of all steps so far: a script that logs every tenth step"""
+
+
+class GivenSizes:
+    """Which sizes the script gives to ``torchobs.log``: from the first time on they are not inferred."""
+
+    __slots__ = ("samples", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = self.samples = False
+
+    @property
+    def all(self) -> bool:
+        """Whether none is left to infer."""
+        return self.tokens and self.samples
+
+    def left(self, tokens: int, samples: int) -> tuple[int, int]:
+        """Return the sizes without those that are given."""
+        return 0 if self.tokens else tokens, 0 if self.samples else samples
+
+
+def with_sizes(known: dict[int, tuple[int, int]], loader: int, sizes: tuple[int, int]) -> dict[int, tuple[int, int]]:
+    """Return the sizes by loader with this loader's, as a new dictionary: the training thread reads the old one."""
+    others = {key: value for key, value in known.items() if key != loader}
+    if not any(sizes):
+        return others
+    return dict(islice(others.items(), max(0, len(others) + 1 - MOST_LOADERS), None)) | {loader: sizes}
+
+
+def uncounted(amount: int, counted: int, steps: int, *, ended: bool) -> int:
+    """Return what of the first amount that a script gives has not been inferred before.
+
+    It is that of one step, the one in progress or (``ended``) the last, or of all ``steps`` so far, in which ``counted`` were
+    inferred: the latter if it is much more than a mean step's.
+    """
+    mean = counted / max(1, steps)
+    before = counted if amount > _SEVERAL * mean else round(mean) if ended else 0
+    return max(0, amount - before)
+
+
+# -- another model in the same process -----------------------------------------------------------------------------------------
+
+LEAST_STEPS = WARM_UP
+"""A model with fewer steps has no baseline yet. So the optimizers of one training may begin to step one after the other (a GAN
+that trains its critic first), and a new model every few steps (Reptile's, an adversarial input's) is one training."""
+_Reference = TypeVar("_Reference", bound="weakref.ref[Any]")
+_EVERY_NS, _BURST = 60_000_000_000, 32
+_ROOM = 1024
+
+
+class Models:
+    """Optimizers and parameters that have been stepped, which show a change of model in the same process.
+
+    It is the next fold of a cross-validation, the next trial of a sweep: the first step of an optimizer none of whose
+    parameters was ever stepped, while training is in progress, and not with the gradients of another one's step: an actor's may
+    begin late, and uses the critic's backward pass. Baselines of the former model (loss, norms, step times) do not apply to the
+    new one, so its first record carries ``StepFlag.NEW_MODEL``. A new optimizer over the same parameters, or over more besides
+    them, continues the same model. In the training thread.
+    """
+
+    __slots__ = ("_begun", "_optimizers", "_parameters", "_room", "changes", "since")
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self.since = 0
+        """The step after which the current model began"""
+        self._begun = 0
+        """The step after which the last set of unseen parameters began, whether or not it counted as another model"""
+        self._optimizers: dict[int, weakref.ref[Any]] = {}
+        self._parameters: dict[int, TensorReference] = {}
+        self._room = _ROOM
+
+    def knows(self, optimizer: object) -> bool:
+        """Return True if it has stepped before."""
+        return _knows(self._optimizers, optimizer)
+
+    def begins(self, optimizer: Any, step: int, *, goes_on: bool = True) -> bool:
+        """Return True if another model begins with this optimizer's step, the one after ``step``.
+
+        ``goes_on``: whether training has gone on since the last optimizer's step.
+        """
+        if self.knows(optimizer):
+            return False
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        unseen = bool(self._parameters) and not any(_knows(self._parameters, parameter) for parameter in parameters)
+        another = unseen and goes_on and bool(parameters) and step - self._begun >= LEAST_STEPS
+        if unseen and parameters:
+            self._begun = step
+        if another:
+            self.changes, self.since = self.changes + 1, step
+        self._optimizers[id(optimizer)] = weakref.ref(optimizer)
+        self._parameters.update((id(parameter), TensorReference(parameter)) for parameter in parameters)
+        self._make_room()
+        return another
+
+    def _make_room(self) -> None:
+        if len(self._parameters) + len(self._optimizers) > self._room:
+            self._optimizers, self._parameters = _alive(self._optimizers), _alive(self._parameters)
+            self._room = max(_ROOM, 2 * (len(self._parameters) + len(self._optimizers)))
+
+
+class ModelChanges:
+    """Writes events of model changes. In the sampler thread; a part of :class:`~torchobs.probes.steps.StepProbe`."""
+
+    def __init__(self, models: Models, writer: FlightWriter) -> None:
+        self._models, self._writer, self._seen = models, writer, models.changes
+        self._budget = RateLimiter(_EVERY_NS, _BURST)
+
+    def sample(self) -> None:
+        """Write an event if the model has changed; after the first ones, at most one a minute."""
+        changes, since = self._models.changes, self._models.since
+        if changes == self._seen or not self._budget.take(time.monotonic_ns()):
+            return
+        self._seen = changes
+        self._writer.event(catalog.EVENT_MODEL_CHANGE.name, {"changes": changes, "steps_before": since}, since + 1)
+
+
+def _knows(known: Mapping[int, weakref.ref[Any]], item: object) -> bool:
+    found = known.get(id(item))
+    return found is not None and found() is item
+
+
+def _alive(known: dict[int, _Reference]) -> dict[int, _Reference]:
+    return {key: item for key, item in known.items() if item() is not None}
