@@ -30,10 +30,8 @@ HEADINGS = {
 }
 """Each heading stands above the metric that begins it, in the catalog's order."""
 
-EXPORTER_S = ("torchobs.exporter.", "torchobs.build.")
-"""Beginnings of the names that belong to no rank."""
-HOST_S = ("system.", "torchobs.host.")
-"""And to no exporter: to the machine."""
+NO_RANK_S = ("torchobs.exporter.", "torchobs.build.", "system.", "torchobs.host.")
+"""Beginnings of the names that belong to no rank: the exporter's own, and the machine's."""
 
 SPANS = """\
 [Which traces there are, and which spans all ranks share](opentelemetry.md#which-traces-there-are). Sent over OTLP, the
@@ -45,38 +43,21 @@ INTRODUCTION = """\
 
 # Metrics, events and spans
 
-Instruments have OpenTelemetry names; the page at `/metrics` has the names that Prometheus' own OTLP endpoint makes of them,
-so that a query means the same whether torchobs is scraped or pushes.
+The first name is Prometheus', the second OpenTelemetry's; one follows from the other as Prometheus' own OTLP endpoint does it.
+What ends in `_total` is a counter, the rest are gauges, unless *histogram* is said: its bounds are powers of two from
+{seconds} seconds, of four from {norms} for norms, so that they convert to native histograms without loss.
 
-Every series of a rank carries the labels `job_name`, `run_id` and `rank`; what else there is to say about a rank stands on
-`{rank_info}`. A rank is unique within a target only, so joins are `on (run_id, rank, instance)`. A step's number is
-never a label. `rank` is the rank's number; in a replica group (torchft) the group follows, as in `0-g1`; and the younger one of
-two living processes that claim one rank has digits of its own behind it, as in `0-3f9a12bc`
-([restarts](exporter.md#the-state-of-a-rank)).
-
-One page serves the newest incarnation of each rank: after a restart its counters begin at 0 again, which `rate()` and
-`increase()` take for what it is. NaN and infinity are counted; they are never a gauge's value.
-
-**Quiet** series are on the page from their first value on that says something, which is other than zero: a run without a loss
-scaler has nothing of one, and a probe that never failed has no error. A counter is at 0 first, until each scraper that is
-expected has got a page with that 0, and only then at what it has counted: `increase()` sees the first event, one scrape late.
-(What has counted before the exporter saw the rank is shown as it is.)
-
-**Shared** series are facts of the container or the machine, the same for all ranks in it. They have `job_name` and `run_id`,
-but no `rank`, and stand on the page once, from the first rank of the run that lives, so that `sum()` does not count them per
-rank. (Pushed over OTLP they are each rank's, as its resource is.)
-
-**After the rank's end** a series is *kept* (the dead rank shows its last value until the exporter's grace is over), or it
-*ends* at once.
-
-**Histogram bounds** are powers of two from {seconds} seconds, and powers of four from {norms} for norms: they
-convert to exponential and to native histograms without loss.
+- A series of a rank has the labels `job_name`, `run_id` and `rank`; `{rank_info}` has the rest. Join
+  `on (run_id, rank, instance)`. `rank` is its number; in a replica group (torchft) as in `0-g1`; of two living processes that
+  claim one rank, the younger is `0-3f9a12bc`.
+- *Quiet*: on the page only from its first value other than zero. A counter is shown at 0 first, so that `increase()` sees its
+  first event.
+- *Shared*: a fact of the container or the machine, without `rank`, once a page.
+- *Ends*: gone when the rank has ended; the others keep their last value until the exporter's grace is over.
+- A restarted rank's counters begin at 0. NaN and infinity are counted, and are never a gauge's value.
 """
 
-METRIC_HEAD = """\
-| OpenTelemetry | Prometheus | kind | unit | attributes | meaning | after the rank's end |
-|---|---|---|---|---|---|---|
-"""
+METRIC_HEAD = "| metric | unit | meaning |\n|---|---|---|\n"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,8 +87,10 @@ def metrics_page() -> str:
         seconds=_powers(2, catalog.SECONDS_BOUNDS),
         norms=_powers(4, catalog.NORM_BOUNDS),
     )
+    described: set[str] = set()
     sections = [
-        f"## {heading}\n\n{METRIC_HEAD}{''.join(_metric(metric) for metric in metrics)}" for heading, metrics in _groups()
+        f"## {heading}\n\n{METRIC_HEAD}{''.join(_metric(metric, described) for metric in metrics)}"
+        for heading, metrics in _groups()
     ]
     return "\n".join([introduction, *sections, _events(), _spans()])
 
@@ -118,51 +101,50 @@ def _groups() -> list[tuple[str, list[Metric]]]:
     return [(title, [metric for _, metric in group]) for title, group in groupby(headed, key=lambda pair: pair[0])]
 
 
-def _metric(metric: Metric) -> str:
-    kind = "up-down counter" if metric.kind is Kind.UPDOWN else metric.kind.name.lower()
+def _metric(metric: Metric, described: set[str]) -> str:
+    """Return the row of a metric. A label is described where it comes first, and named from there on."""
+    labels = [_label(attribute, described) for attribute in metric.attributes]
+    by = f" By {', '.join(labels)}." if labels else ""
     unit = f"`{metric.unit}`" if metric.unit else ""
-    return _row(
-        f"`{metric.name}`", f"`{metric.prometheus}`", kind, unit, _attributes(metric.attributes),
-        f"{metric.brief}{_manner(metric)}", _survival(metric),
-    )  # fmt: skip
+    return _row(f"`{metric.prometheus}` `{metric.name}`", unit, f"{metric.brief}{by}{_notes(metric)}")
 
 
-def _manner(metric: Metric) -> str:
-    words = [word for word, is_so in (("quiet", metric.quiet is not None), ("shared", metric.shared)) if is_so]
-    return f" *{', '.join(words).capitalize()}.*" if words else ""
+def _label(attribute: Attribute, described: set[str]) -> str:
+    text = f"{attribute.brief}{_values(attribute)}"
+    if text in described:
+        return f"`{attribute.name}`"
+    described.add(text)
+    return f"`{attribute.name}` ({', '.join(attribute.values) or attribute.brief})"
 
 
-def _survival(metric: Metric) -> str:
-    if metric.name.startswith(EXPORTER_S):
-        return "the exporter's own"
-    if metric.name.startswith(HOST_S):
-        return "the machine's"
-    return "kept" if metric.survives or metric.kind is not Kind.GAUGE else "ends"
+def _notes(metric: Metric) -> str:
+    ends = not metric.name.startswith(NO_RANK_S) and metric.kind is Kind.GAUGE and not metric.survives
+    notes = {
+        "histogram": metric.kind is Kind.HISTOGRAM,
+        "quiet": metric.quiet is not None,
+        "shared": metric.shared,
+        "ends": ends,
+    }
+    words = ", ".join(note for note, holds in notes.items() if holds)
+    return f" *{words.capitalize()}.*" if words else ""
 
 
 def _events() -> str:
-    def row(event: Event) -> str:
-        severity = event.severity.name.lower()
-        return _row(f"`{event.name}`", severity, _attributes(event.attributes), event.brief)
-
-    head = "| event | severity | attributes | meaning |\n|---|---|---|---|\n"
-    return f"## Events\n\n{head}{''.join(row(event) for event in catalog.EVENTS)}"
+    rows = (_row(f"`{event.name}`", event.severity.name.lower(), f"{event.brief}{_names(event)}") for event in catalog.EVENTS)
+    return f"## Events\n\n| event | severity | meaning, attributes |\n|---|---|---|\n{''.join(rows)}"
 
 
 def _spans() -> str:
-    def row(span: Span) -> str:
-        return _row(f"`{span.name}`", _attributes(span.attributes), span.brief)
-
-    head = "| span | attributes | meaning |\n|---|---|---|\n"
-    return f"## Spans\n\n{SPANS}\n\n{head}{''.join(row(span) for span in catalog.SPANS)}"
+    rows = (_row(f"`{span.name}`", f"{span.brief}{_names(span)}") for span in catalog.SPANS)
+    return f"## Spans\n\n{SPANS}\n\n| span | meaning, attributes |\n|---|---|\n{''.join(rows)}"
 
 
-def _attributes(attributes: tuple[Attribute, ...]) -> str:
-    return "; ".join(f"`{one.name}`: {one.brief}{_values(one)}" for one in attributes)
+def _names(entry: Event | Span) -> str:
+    return "".join(f"{', ' if place else ' '}`{one.name}`{_values(one)}" for place, one in enumerate(entry.attributes))
 
 
 def _values(attribute: Attribute) -> str:
-    return f" ({', '.join(f'`{value}`' for value in attribute.values)})" if attribute.values else ""
+    return f" ({', '.join(attribute.values)})" if attribute.values else ""
 
 
 def _row(*cells: str) -> str:
