@@ -1,4 +1,4 @@
-"""What the benchmarks train: five models, one in three sizes of batch, each an endless generator that yields after each step."""
+"""What the benchmarks train: five models, one in three sizes of batch, as endless generators that yield after each step."""
 
 from __future__ import annotations
 
