@@ -18,14 +18,13 @@ from opentelemetry.sdk.resources import OTELResourceDetector
 from tests.support import ROOT
 from torchobs.cli import exporter, run
 from torchobs.config import settings
-from torchobs.config.identity import exit_status
 from torchobs.config.options import Address, Option, SettingsProblem, integer, values_of
 from torchobs.config.settings import OPTIONS, Settings, resolve
 from torchobs.exporter import config
 from torchobs.support.error_guard import CircuitBreaker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -178,17 +177,10 @@ def test_unknown_variables_are_reported_with_a_suggestion_and_without_their_valu
     ]
 
 
-@pytest.mark.parametrize(
-    "variable",
-    [
-        "TORCHOBS_SERVICE_HOST",
-        "TORCHOBS_EXPORTER_SERVICE_PORT_METRICS",
-        "TORCHOBS_EXPORTER_PORT_10960_TCP",
-    ],
-)
-def test_a_kubernetes_service_called_torchobs_is_no_misspelled_setting(variable: str) -> None:
+def test_a_kubernetes_service_called_torchobs_is_no_misspelled_setting() -> None:
     """Kubernetes sets these in every container of the namespace."""
-    assert resolve({}, {variable: "tcp://10.0.0.1:10960"}) == (Settings(), ())
+    of_services = ("TORCHOBS_SERVICE_HOST", "TORCHOBS_EXPORTER_SERVICE_PORT_METRICS", "TORCHOBS_EXPORTER_PORT_10960_TCP")
+    assert resolve({}, dict.fromkeys(of_services, "tcp://10.0.0.1:10960")) == (Settings(), ())
 
 
 def test_known_items_of_a_list_count_although_another_is_wrong() -> None:
@@ -294,21 +286,6 @@ def test_no_mistake_on_the_command_line_ends_a_sidecar(word: str, monkeypatch: p
 SCRIPT = ["train.py", "--level", "off", "-m", "--", "--help"]
 
 
-@pytest.fixture
-def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run `torchobs run` with arguments that it refuses, and return what it says on standard error."""
-
-    def call(*arguments: str) -> str:
-        with pytest.raises(SystemExit) as refused:
-            run.main(arguments)
-        assert refused.value.code == 2
-        said = capsys.readouterr()
-        assert said.out == ""
-        return said.err
-
-    return call
-
-
 @pytest.mark.parametrize(
     ("own", "command"),
     [
@@ -320,69 +297,36 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     ],
 )
 def test_what_follows_the_script_s_name_is_the_script_s(own: list[str], command: list[str]) -> None:
-    """Even if it is spelled like an option of ours."""
+    """Even if it is spelled like an option of ours. A separator lets a name begin with a dash; only the first is ours."""
     assert run.split([*own, *command]) == (own, command)
-
-
-def test_a_separator_lets_a_script_s_name_begin_with_a_dash() -> None:
-    """Only the first one is ours."""
-    assert run.split(["--no-exporter", "--", "-x.py", "--", "--dir"]) == (["--no-exporter"], ["-x.py", "--", "--dir"])
-
-
-def test_an_unknown_option_is_named_with_the_known_ones(fails: Callable[..., str]) -> None:
-    """A script's option before its name is the usual mistake, and a typing error the other."""
-    said = fails("--lr", "3", "train.py")
-    assert "unknown option '--lr'" in said
-    assert "the script's own come after its name" in said
-    for option in ("--no-exporter", "--address", "--dir", "--level", "-m"):
-        assert option in said
-    assert "unknown option '--no-export'" in fails("--no-export", "train.py")
-
-
-@pytest.mark.parametrize("python", ["python", "python3.11", sys.executable])
-def test_an_interpreter_before_the_script_is_one_too_many(python: str, fails: Callable[..., str]) -> None:
-    """Out of habit, and as other tools want it."""
-    assert f"leave out {python!r}" in fails(python, "train.py")
-
-
-@pytest.mark.parametrize("arguments", [(), ("-m",), ("--no-exporter",), ("--",)])
-def test_nothing_to_run_is_said_so(arguments: tuple[str, ...], fails: Callable[..., str]) -> None:
-    """Options alone are no command."""
-    assert "a script or `-m module` is missing" in fails(*arguments)
+    assert run.split([*own, "--", "-x.py", "--", "--dir"]) == (own, ["-x.py", "--", "--dir"])
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "allowed"),
+    ("arguments", "said"),
     [
-        ("--level", "loud", "off, basic, advanced or extreme"),
-        ("--address", "h:99999", "host:port"),
+        (["--lr", "3", "train.py"], ["unknown option '--lr'", "the script's own come after its name", "--no-exporter, ", "-m"]),
+        (["--no-export", "train.py"], ["unknown option '--no-export'"]),
+        (["python3.11", "train.py"], ["leave out 'python3.11'"]),
+        ([sys.executable, "train.py"], [f"leave out {sys.executable!r}"]),
+        ([], ["a script or `-m module` is missing"]),
+        (["-m"], ["a script or `-m module` is missing"]),
+        (["--no-exporter", "--"], ["a script or `-m module` is missing"]),
+        (["--level", "loud", "train.py"], ["--level", "loud", "off, basic, advanced or extreme"]),
+        (["--address", "h:99999", "train.py"], ["--address", "h:99999", "host:port"]),
+        (["x/train.py"], [f"torchobs run: can't open file '{Path.cwd()}/x/train.py': [Errno 2] No such file or directory\n"]),
     ],
 )
-def test_a_bad_value_is_refused_with_what_is_allowed(option: str, value: str, allowed: str, fails: Callable[..., str]) -> None:
-    """A person who types an option is there to read the answer."""
-    said = fails(option, value, "train.py")
-    assert option in said
-    assert value in said
-    assert allowed in said
-
-
-def test_a_script_that_is_not_there_is_named_as_python_names_it(
-    fails: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_run_is_refused_with_what_is_allowed(
+    arguments: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By its whole path: the wrong directory is the usual reason."""
-    monkeypatch.chdir(tmp_path)
-    said = fails("nowhere/train.py")
-    assert said == f"torchobs run: can't open file '{tmp_path}/nowhere/train.py': [Errno 2] No such file or directory\n"
-
-
-@pytest.mark.parametrize("code", [None, 0, 1, 3, 255, 256, 300, -1, True, False, "message", "", 2.5, [1]])
-def test_the_status_is_the_one_that_python_ends_with(code: object) -> None:
-    """As `handle_system_exit` in CPython's pythonrun.c has it."""
-    expected = {None: 0, 256: 0, 300: 44, -1: 255, True: 1, False: 0}
-    if isinstance(code, int) or code is None:
-        assert exit_status(code) == expected.get(code, code)
-    else:
-        assert exit_status(code) == 1
+    """On standard error alone, to the person who has typed it; a file that is not there is named by its whole path."""
+    with pytest.raises(SystemExit) as refused:
+        run.main(arguments)
+    assert refused.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert [words for words in said if words not in printed.err] == []
 
 
 @pytest.mark.parametrize(
