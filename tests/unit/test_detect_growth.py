@@ -92,18 +92,6 @@ def test_the_limit_is_foretold_by_a_straight_line() -> None:
     assert soonest([None, None], 1.0) is None
 
 
-def test_a_history_covers_the_run_in_few_points() -> None:
-    """Points of the whole run get further apart evenly; the last ones stay as they came."""
-    history = MemoryHistory()
-    for index in range(10_000):
-        history.add(MemoryPoint(index, index * 10.0, index))
-    assert len(history.whole) <= MOST
-    apart = {b.step - a.step for a, b in zip(history.whole, history.whole[1:], strict=False)}
-    assert apart == {256}
-    assert history.whole[0].step < 512
-    assert [point.step for point in history.recent] == list(range(10_000 - LEAST, 10_000))
-
-
 def test_a_fast_leak_that_begins_late_is_seen_at_once() -> None:
     """After a day without growth, four minutes of a leak are enough, by the recent points."""
     history = MemoryHistory()

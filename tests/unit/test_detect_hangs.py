@@ -350,18 +350,6 @@ def test_messages_of_torch(message: str) -> None:
     assert parse_timeout(message) == MESSAGES[message]
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "", "CUDA error: the launch timed out and was terminated", "DataLoader timed out after 5 seconds",
-        "[/x/pair.cc:534] Connection closed by peer [127.0.0.1]:31337", "Timed out waiting for the lock", "x" * 100_000,
-    ],
-)  # fmt: skip
-def test_other_messages(message: str) -> None:
-    """A peer that has ended, an operator's own words."""
-    assert parse_timeout(message) is None
-
-
 END_S = 24.0
 IN_BACKWARD = "torch/autograd/graph.py:979 in _engine_run_backward"
 
@@ -394,12 +382,6 @@ def test_the_one_of_many_that_is_elsewhere() -> None:
         " step 202."
     )
     assert set(endings.awaited_at_timeout(ranks)) == {"1"}
-
-
-def test_a_rank_that_had_finished_in_order_is_waited_for() -> None:
-    """It had fewer batches."""
-    ranks = rank(0, gave_up=True), rank(1, state="finished", reason="finished", seconds=20.5)
-    assert told(*ranks).endswith("Rank 1 ended in order, and the other rank waits in backward of step 202.")
 
 
 def test_ranks_that_all_gave_up_waited_for_each_other() -> None:

@@ -237,15 +237,6 @@ def test_less_than_a_minute_tells_nothing() -> None:
 FORWARD, FETCHING, BETWEEN, BACKWARD, AFTER, STEPPING = 400, 30, 10, 800, 5, 55
 
 
-@pytest.mark.parametrize(
-    ("unit", "target", "expected"),
-    [(10.0, 10.0, 1), (20.0, 10.0, 1), (9.9, 10.0, 2), (5.0, 10.0, 2), (4.9, 10.0, 4), (0.01, 10.0, 1024), (1e-3, 10.0, 16384)],
-)
-def test_the_interval_reaches_its_target(unit: float, target: float, expected: int) -> None:
-    """By the smallest power of two."""
-    assert alike_interval(unit, target) == expected
-
-
 def test_ranks_that_measure_differently_take_the_same() -> None:
     """What the slower samples less often, the faster samples as well; the first powers of two come in any case."""
     mine, other = alike_interval(0.0101, 10.0), alike_interval(0.0097, 10.0)

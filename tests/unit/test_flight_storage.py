@@ -63,16 +63,6 @@ def test_a_deferred_store_waits_for_the_flush(born: CreatedFile) -> None:
     deferred.detach()
 
 
-def test_a_deferred_flush_does_not_store_through_the_map(born: CreatedFile) -> None:
-    """A store into a mapped page that waits for writeback holds the GIL, and the training with it; a write does not."""
-    deferred = DeferredStorage(born)
-    born.map.release()  # a store through it would raise
-    deferred.store(8192, b"abc")
-    deferred.flush()
-    assert on_disk(born)[8192:8195] == b"abc"
-    deferred.detach()
-
-
 def test_what_waits_is_bounded_however_long_nobody_flushes(born: CreatedFile) -> None:
     """A sampler that hangs for an hour: memory for one file, and not one series is lost."""
     deferred = DeferredStorage(born)
@@ -162,27 +152,6 @@ def _exact_steps(view: reader.View, states: list[flights.Values]) -> int:
     steps = flights.whole(flights.value(view, catalog.STEPS))
     assert flights.values(view, folded=True) == states[steps]
     return steps
-
-
-def test_the_core_is_written_before_the_records_that_may_replace_folded_ones(
-    born: CreatedFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And of two slots the one that was stored first."""
-    deferred = DeferredStorage(born)
-    writer = FlightWriter(born.header, deferred, None)
-    deferred.flush()
-    writes = Interrupted(10_000)
-    monkeypatch.setattr(storage, "os", _Os(writes))
-    for number in range(1, 4):
-        flights.step(writer, number)
-        writer.fold()
-    deferred.flush()
-    monkeypatch.undo()
-    steps = born.header.regions[Region.STEPS]
-    is_record = [steps.offset <= offset < steps.offset + steps.length for offset in writes.offsets]
-    assert is_record == sorted(is_record)
-    assert is_record.count(True) == 1, "three records side by side are one write"
-    deferred.detach()
 
 
 def test_two_threads_that_flush_at_once_do_not_disturb_each_other(flight_dir: Path) -> None:

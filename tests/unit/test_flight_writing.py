@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import flights
-from tests.support import finish, wait_until
+from tests.support import wait_until
 from torchobs import catalog
 from torchobs.catalog import Kind
 from torchobs.flight import lock, reader, writer
@@ -372,19 +372,6 @@ def test_a_closed_writer_stores_nowhere_and_its_file_stays(flight_dir: Path) -> 
     assert len(list(Path("/proc/self/fd").iterdir())) <= before  # an earlier test's thread may close its own meanwhile
 
 
-def test_series_are_there_at_zero_from_the_beginning(image: flights.Image) -> None:
-    """An increase over a series that is born at 1 is 0: all counters exist before the first step, gauges do not."""
-    flights.written(image)
-    file = image.open()
-    view = file.read()
-    counters = [point for point in view.points if point.series.kind is catalog.Kind.COUNTER]
-    assert {point.value for point in counters} == {0}
-    assert flights.value(view, catalog.LOSS) is None
-    assert flights.value(view, catalog.STEP_DURATION) is not None
-    assert view.last_step_ns is None
-    file.close()
-
-
 def metric(kind: Kind, *, integer: bool = False, bounds: tuple[float, ...] = (), name: str = "x") -> catalog.Metric:
     """A metric of that kind."""
     return catalog.Metric(name, kind, "", "", bounds=bounds, integer=integer)
@@ -450,20 +437,6 @@ def test_a_histogram_s_value_on_a_bound_is_within_it_and_no_infinity_is_observed
         made.observe(value)
     made.publish()
     assert shown(image) == Distribution((1, 2, 1), 7.0, 1.0, 2.5)
-
-
-def test_threads_that_change_one_counter_lose_nothing(image: flights.Image) -> None:
-    """Each publishes, or leaves it to the one who is at it."""
-    writer, _ = flights.written(image)
-    made = cell(writer, metric(Kind.COUNTER, integer=True))
-
-    def count() -> None:
-        for _ in range(500):
-            made.add(1)
-            made.publish()
-
-    finish([threading.Thread(target=count) for _ in range(4)])
-    assert shown(image) == 2000
 
 
 def test_a_full_file_counts_what_did_not_fit_and_goes_on(image: flights.Image) -> None:
