@@ -10,49 +10,9 @@ from opentelemetry.semconv._incubating.metrics import hw_metrics, system_metrics
 
 from tests.for_each import for_each
 from torchobs import catalog
-from torchobs.catalog import Kind, Metric, prometheus_label, prometheus_name
+from torchobs.catalog import Kind, Metric, prometheus_label
 
 each_metric = for_each({metric.name: (metric,) for metric in catalog.METRICS})
-
-# What Prometheus 3.11 made of these over OTLP; tests/integration/test_names_oracle.py asks a running one.
-TRANSLATIONS = [
-    ("a.b-c", "", Kind.GAUGE, "a_b_c"),
-    ("1st", "", Kind.GAUGE, "_1st"),
-    ("naïve.größe", "By", Kind.GAUGE, "na_ve_gr_e_bytes"),
-    ("io", "By/s", Kind.GAUGE, "io_bytes_per_second"),
-    ("io.bytes", "By/s", Kind.GAUGE, "io_bytes_per_second"),
-    ("requests", "{request}/s", Kind.GAUGE, "requests_per_second"),
-    ("requests", "{request}", Kind.COUNTER, "requests_total"),
-    ("load", "%", Kind.GAUGE, "load_percent"),
-    ("wait", "ms", Kind.HISTOGRAM, "wait_milliseconds"),
-    ("wait.seconds", "s", Kind.HISTOGRAM, "wait_seconds"),
-    ("foo_total", "s", Kind.COUNTER, "foo_seconds_total"),
-    ("foo_total", "s", Kind.UPDOWN, "foo_total_seconds"),
-    ("foo.ratio", "1", Kind.GAUGE, "foo_ratio"),
-    ("foo", "1", Kind.COUNTER, "foo_total"),
-    ("heat", "J/{item}", Kind.GAUGE, "heat_joules"),
-]
-LABELS = {
-    "a.b": "a_b",
-    "a..b": "a__b",
-    "1st": "key_1st",
-    "_x": "key_x",
-    "__x": "__x",
-    "A-b c": "A_b_c",
-    "naïve": "na_ve",
-}
-
-
-@pytest.mark.parametrize(("name", "unit", "kind", "expected"), TRANSLATIONS)
-def test_names_are_translated_as_prometheus_translates_them(name: str, unit: str, kind: Kind, expected: str) -> None:
-    """A user's own instrument has one name in Prometheus, whether it is scraped or pushed over OTLP."""
-    assert prometheus_name(name, unit, kind) == expected
-
-
-@pytest.mark.parametrize(("name", "expected"), LABELS.items())
-def test_labels_are_translated_as_prometheus_translates_them(name: str, expected: str) -> None:
-    """And so has every attribute."""
-    assert prometheus_label(name) == expected
 
 
 def test_every_definition_is_in_its_list() -> None:

@@ -507,17 +507,6 @@ def test_a_level_stays_until_the_next_one_and_requests_do_not(directory_fd: int,
     assert second.seq > first.seq
 
 
-def test_a_request_survives_a_command_that_came_before_it_was_read(directory_fd: int, reader: ControlReader) -> None:
-    """Three commands between two polls: all of them count."""
-    profile = write_command(directory_fd, TARGET, Command(profile_steps=9))
-    stacks = write_command(directory_fd, TARGET, Command(stacks=True))
-    write_command(directory_fd, TARGET, Command(level=0))
-    seen = reader.poll()
-    assert seen
-    assert (seen.level, seen.profile_steps, seen.stacks) == (0, 9, True)
-    assert (seen.profile_seq, seen.stacks_seq) == (profile, stacks)
-
-
 def test_an_exporter_that_restarts_goes_on_counting(directory_fd: int, reader: ControlReader, flight_dir: Path) -> None:
     """It keeps nothing in memory; and where even the record was deleted, numbers go on with the clock."""
     first = write_command(directory_fd, TARGET, Command(level=1))

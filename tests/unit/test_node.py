@@ -30,30 +30,6 @@ def _nothing_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_warned", set())
 
 
-def test_the_environment_is_chosen_and_not_copied() -> None:
-    """A profiler's injection, PYTHONPATH, a rank's identity, a job's name and foreign secrets stay with the trainer."""
-    kept = (
-        *("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "XDG_RUNTIME_DIR", "TORCHOBS_EXPORTER_ADDRESS"),
-        *("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_EXPORTER", "OTEL_LOGS_EXPORTER"),
-        *("SSL_CERT_FILE", "https_proxy", "NO_PROXY"),
-    )
-    left = (
-        *("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH", "PYTHONPATH", "PYTHONSTARTUP", "BASH_ENV", "ENV"),
-        *(
-            "RANK",
-            "LOCAL_RANK",
-            "WORLD_SIZE",
-            "MASTER_ADDR",
-            "TORCHOBS_RUN_ID",
-            "OTEL_SERVICE_NAME",
-            "OTEL_RESOURCE_ATTRIBUTES",
-        ),
-        *("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"),
-    )
-    chosen = launch.inherited({name: f"value of {name}" for name in kept + left})
-    assert chosen == {name: f"value of {name}" for name in kept}
-
-
 def test_a_missing_extra_is_one_line_that_names_the_command(
     flight_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -191,27 +167,6 @@ def test_when_it_leaves(life: str) -> None:
         clock.now += seconds
         assert departure(seen) is leaves
         assert departure.decided is leaves
-
-
-def record(message: str, *arguments: object, logger: str = "exporter") -> logging.LogRecord:
-    """A record as a logger makes it."""
-    return logging.LogRecord(logger, logging.WARNING, __file__, 1, message, arguments, None)
-
-
-def test_a_line_comes_once_a_minute() -> None:
-    """A file that is bad every second does not fill the log, and the next line says how often it was not mentioned."""
-    now = 0.0
-    once = lifetime.OncePerMinute(60.0, lambda: now)
-    passed = []
-    for now in range(0, 130, 10):
-        line = record("%s is bad", "r.flight")
-        if once.filter(line):
-            passed.append((now, line.getMessage()))
-    assert passed == [
-        (0, "r.flight is bad"),
-        (60, "r.flight is bad [and 5 more like it]"),
-        (120, "r.flight is bad [and 5 more like it]"),
-    ]
 
 
 def test_the_older_half_goes_when_the_log_is_too_long(tmp_path: Path) -> None:
