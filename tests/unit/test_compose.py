@@ -1,7 +1,6 @@
 """`deploy/compose`: valid by the compose specification, every file that it names is there, and its parts know each other."""
 
 import json
-from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,7 @@ import pytest
 import yaml
 
 from torchobs.config import settings
-from torchobs.config.settings import EXPORTER_ADDRESS
 from torchobs.exporter import config as exporter_config
-
-PORT = EXPORTER_ADDRESS.port
 
 
 @pytest.fixture
@@ -30,17 +26,6 @@ def composed(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture
-def shipped(checkout: Path) -> Callable[[str], dict[str, Any]]:
-    """A YAML file of deploy/ by its path there."""
-    return lambda path: yaml.safe_load((checkout / "deploy" / path).read_text())
-
-
-def mounts(service: dict[str, Any]) -> dict[str, str]:
-    """Of a service: what is mounted, by where."""
-    return {target: source for source, target, *_ in (volume.split(":") for volume in service.get("volumes", ()))}
-
-
 def test_it_is_valid_by_the_specification(composed: dict[str, Any]) -> None:
     """The schema is the compose specification's own, as check-jsonschema carries it; a service with a typing error fails."""
     schema = json.loads((resources.files("check_jsonschema") / "builtin_schemas/vendor/compose-spec.json").read_text())
@@ -49,25 +34,6 @@ def test_it_is_valid_by_the_specification(composed: dict[str, Any]) -> None:
     composed["services"]["trainer"]["enviroment"] = {}
     with pytest.raises(jsonschema_rs.ValidationError):
         validator.validate(composed)
-
-
-def test_trainer_and_exporter_share_the_files_and_the_user(composed: dict[str, Any]) -> None:
-    """The exporter reads what the trainer writes, and the other way round for commands; both are one user, and in memory."""
-    trainer, exporter = composed["services"]["trainer"], composed["services"]["exporter"]
-    assert trainer["user"] == exporter["user"]
-    options = dict(zip(exporter["command"][::2], exporter["command"][1::2], strict=True))
-    assert trainer["environment"]["TORCHOBS_DIR"] == options["--flight-dir"]
-    assert trainer["environment"]["TORCHOBS_CONTROL_DIR"] == options["--control.dir"]
-    modes = {
-        name: [volume.split(":")[2:] for volume in service["volumes"]]
-        for name, service in (("trainer", trainer), ("exporter", exporter))
-    }
-    assert modes == {"trainer": [[], ["ro"]], "exporter": [["ro"], []]}
-    for name in ("flight", "control"):
-        options = composed["volumes"][name]["driver_opts"]
-        user, group = trainer["user"].split(":")
-        assert options["type"] == "tmpfs"
-        assert {f"uid={user}", f"gid={group}", "mode=0700"} <= set(options["o"].split(","))
 
 
 def test_it_sets_what_torchobs_knows(composed: dict[str, Any]) -> None:

@@ -121,13 +121,6 @@ def test_where_to_listen_cannot_be_read_is_loopback_only(
     assert config.parse({**given, "listen": [":9000"]}, environ, mistakes).addresses == (Address("", 9000),)
 
 
-def test_a_web_configuration_that_is_not_allowed_is_not_none() -> None:
-    """Nobody asked for an open door: the exporter serves nothing then, as with a file that is broken."""
-    chosen = config.parse({"web_config_file": [""]}, {})
-    assert chosen.web_config_file == ""
-    assert chosen.problems
-
-
 def test_a_variable_that_is_no_option_s_is_named_without_its_value() -> None:
     """With the option that may be meant. A setting of the trainer's is none of them, and a Service of Kubernetes neither."""
     environ = {

@@ -1,14 +1,12 @@
 """The file that tells a Prometheus where the exporter is."""
 
 import json
-import socket
-import stat
 from pathlib import Path
 
 import pytest
 
 from torchobs.config.options import Address
-from torchobs.exporter.file_sd import ScrapeTarget, TargetFile, listened_on
+from torchobs.exporter.file_sd import ScrapeTarget, TargetFile
 
 EVERYWHERE = ScrapeTarget((Address("::", 10960),), "/metrics", tls=False)
 
@@ -23,15 +21,6 @@ def path(tmp_path: Path) -> Path:
 def file(tmp_path: Path) -> TargetFile:
     """One whose machine is called node-1."""
     return TargetFile(str(tmp_path / "torchobs-%h.json"), "node-1")
-
-
-def test_it_says_the_address_that_others_reach(file: TargetFile, path: Path) -> None:
-    """Not the one of every interface; readable for whoever Prometheus runs as."""
-    file.update(EVERYWHERE)
-    labels = {"torchobs_host": "node-1", "__metrics_path__": "/metrics"}
-    assert json.loads(path.read_text()) == [{"targets": ["node-1:10960"], "labels": labels}]
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
-    assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 
 def test_an_address_that_was_chosen_is_said_as_it_is(file: TargetFile, path: Path) -> None:
@@ -76,9 +65,3 @@ def test_what_cannot_be_written_is_a_problem_until_it_can(tmp_path: Path) -> Non
     file.update(EVERYWHERE)
     assert not file.problem
     assert path.exists()
-
-
-def test_only_ports_are_targets() -> None:
-    """A Unix socket cannot be scraped from elsewhere."""
-    with socket.create_server(("127.0.0.1", 0)) as port, socket.socket(socket.AF_UNIX) as unix:
-        assert listened_on([port, unix]) == (Address("127.0.0.1", port.getsockname()[1]),)

@@ -1,14 +1,9 @@
 """`deploy/image`: the lock is complete, the root file system's parts are found, and the scripts refuse what they cannot do."""
 
-import os
 import re
-import runpy
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -36,12 +31,6 @@ def locked(folder: Path) -> list[tuple[Requirement, int]]:
     return [(Requirement(entry.partition(" \\\n")[0]), entry.count("--hash=sha256:")) for entry in entries]
 
 
-@pytest.fixture
-def rootfs(folder: Path) -> dict[str, Any]:
-    """What the script that makes the root file system defines."""
-    return runpy.run_path(str(folder / "rootfs.py"))
-
-
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_lock_has_what_the_exporter_needs(
@@ -61,40 +50,6 @@ def test_the_lock_has_what_the_exporter_needs(
         wanted = Requirement(text)
         if wanted.marker is None or wanted.marker.evaluate(where):
             assert wanted.specifier.contains(versions[canonicalize_name(wanted.name)]), text
-
-
-def test_libraries_are_found_as_the_loader_finds_them(rootfs: dict[str, Any]) -> None:
-    """What ELF files ask for, read without running them: the same names as `readelf`'s, the loader among a program's."""
-    if not (readelf := shutil.which("readelf")):
-        pytest.skip("needs a C++ compiler's readelf")
-    linked: Callable[[Path], tuple[list[str], list[str]]] = rootfs["linked"]
-    program = Path(sys.executable).resolve()
-    modules = sorted(Path(os.__file__).parent.glob("lib-dynload/*.so"))[:5]
-    for path in (program, *modules):
-        said = subprocess.run([readelf, "--dynamic", "--program-headers", path], capture_output=True, text=True, check=True)
-        asked = re.findall(r"(?:Shared library|Requesting program interpreter): \[?([^\]\n]+)\]", said.stdout)
-        where = re.findall(r"Library r(?:un)?path: \[(.*)\]", said.stdout)
-        assert sorted(linked(path)[0]) == sorted(asked)
-        assert ":".join(linked(path)[1]) == ":".join(where)
-    assert any("ld-linux" in name for name in linked(program)[0])
-    assert linked(Path(__file__)) == ([], [])
-
-
-def test_absolute_links_stay_within_the_base(rootfs: dict[str, Any], tmp_path: Path) -> None:
-    """`/lib/x.so -> /opt/real.so` of the base is the base's file and never this machine's; what is not there is left out."""
-    base, root = tmp_path / "base", tmp_path / "root"
-    (base / "usr/lib").mkdir(parents=True)
-    (base / "opt").mkdir()
-    root.mkdir()
-    (base / "lib").symlink_to("usr/lib")
-    (base / "opt/real.so").write_text("the base's")
-    (base / "usr/lib/x.so").symlink_to("/opt/real.so")
-    (base / "usr/lib/passwd").symlink_to("/etc/passwd")
-    made = rootfs["RootFs"](base, root, "x86_64")
-    for path in ("lib/x.so", "lib/passwd"):
-        made.take(path)
-    assert (root / "lib/x.so").read_text() == "the base's"
-    assert [path.name for path in (root / "usr/lib").iterdir()] == ["x.so"]
 
 
 def test_the_image_belongs_to_a_number_and_needs_no_shell(folder: Path) -> None:

@@ -129,13 +129,6 @@ def lines(text: BlockRenderer, values: list[Value | None]) -> dict[str, list[str
     return {chunk.heading.family: chunk.lines.split("\n")[1:] for chunk in text.lines(block, NO_EXEMPLARS)}
 
 
-def test_families_come_in_the_order_of_their_first_series() -> None:
-    """Each with its lines in the order of the series, whatever way they are written in."""
-    found = lines(text_of(), FULL)
-    assert found == LINES
-    assert [*found] == ["a", "c", "b", "h", "mixed"]
-
-
 def test_what_has_no_value_has_no_line_and_gets_one_again() -> None:
     """One after the other, and all of them: the others' lines stay what they are."""
     text = text_of()
@@ -229,30 +222,6 @@ class Asked:
     async def _send(self, message: Any) -> None:
         assert not self.scrapers.got(7), "noted before it was sent"
         self.sent.append(message)
-
-
-def test_a_scraper_that_got_its_page_is_remembered() -> None:
-    """By its address and name, and only then: an exporter that leaves waits for pages that arrived."""
-    asked = Asked("GET", (b"user-agent", b"Prometheus/3"), (TIMEOUT, b"10"))
-    assert asked.scrapers.got(7)
-    assert asked.scrapers.waiting(8, asked.scrapers.last_s or 0.0) == ["10.0.0.1 Prometheus/3"]
-    assert asked.sent[1]["body"] == b"page\n"
-    assert asked.headers[b"content-length"] == b"5"
-    assert asked.scrapes.served == 1
-    assert asked.scrapes.seconds >= 0
-
-
-@pytest.mark.parametrize("method", ["HEAD", "POST", "PUT", "DELETE", "OPTIONS"])
-def test_who_does_not_get_the_page_is_not_noted(method: str) -> None:
-    """Its head has the same headers; anything else is refused, with what is possible, before anything is looked at."""
-    asked = Asked(method)
-    assert not asked.scrapers.got(7)
-    assert asked.scrapes.served == 0
-    if method == "HEAD":
-        assert (asked.status, asked.headers[b"content-length"]) == (200, b"5")
-    else:
-        assert (asked.status, asked.headers[b"allow"]) == (405, b"GET, HEAD")
-        assert (asked.deadlines_s, asked.pages.asked) == ([], [])
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import socket
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -54,36 +51,11 @@ def answers(path: Path, listening: UnixSocket) -> bool:
         return True
 
 
-def test_it_is_for_its_owner_and_the_group(bind: Bind, path: Path) -> None:
-    """0660 whatever the umask, and no other name is left."""
-    before = os.umask(0)
-    try:
-        made = bind(path)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o660
-    assert [one.name for one in path.parent.iterdir()] == [path.name]
-    assert answers(path, made)
-
-
 def test_what_nobody_listens_on_any_more_is_replaced(bind: Bind, path: Path) -> None:
     """A killed exporter leaves its socket behind."""
     bind(path).close()
     assert path.is_socket()
     assert answers(path, bind(path))
-
-
-def test_who_listens_is_never_replaced(bind: Bind, path: Path) -> None:
-    """Not even one that accepts nobody, because it is stopped and its queue is full; and nothing is left behind."""
-    first = bind(path)
-    first.listen(0)
-    waiting = [connect(path)]
-    with pytest.raises(OSError, match="another process listens there") as caught:
-        bind_unix(path)
-    assert caught.value.errno == errno.EADDRINUSE
-    assert [one.name for one in path.parent.iterdir()] == [path.name]
-    for one in waiting:
-        one.close()
 
 
 def test_a_successor_keeps_its_name_in_whatever_order(bind: Bind, path: Path) -> None:
