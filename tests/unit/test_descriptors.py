@@ -79,27 +79,6 @@ def test_a_lost_file_whose_name_has_another_file_stays_lost(kept: Descriptor, tm
     os.close(number)
 
 
-def test_only_our_own_number_is_closed(kept: Descriptor, foreign: int) -> None:
-    """Closing twice, or after the number has become the program's, closes nothing of it."""
-    number = kept.number()
-    os.dup2(foreign, number)
-    kept.close()
-    kept.close()
-    os.close(number)
-
-
-def test_a_number_is_above_those_of_the_program(kept: Descriptor) -> None:
-    """The next file that it opens gets the lowest free one; where there are no others, any will do."""
-    next_one = os.open(os.devnull, os.O_RDONLY)
-    os.close(next_one)
-    assert next_one < kept.number()
-    many = [kept.copy() for _ in range(100)]
-    assert all(one.is_intact() for one in many)
-    for one in many:
-        one.close()
-    assert not any(one.is_intact() for one in many)
-
-
 def test_a_program_that_closes_all_the_time_keeps_its_files(tmp_path: Path) -> None:
     """Whatever threads of ours open, read, write and close meanwhile: none of it happens to a file of the program."""
     argv = [sys.executable, "-m", "tests.unit.closing_threads", str(tmp_path)]

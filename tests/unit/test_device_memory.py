@@ -100,13 +100,6 @@ def test_a_device_without_memory_is_not_asked_for_its_limit() -> None:
     assert asked == [0]
 
 
-def test_this_machine_s_own_torch_can_be_asked() -> None:
-    """The functions are where they are looked for, and nothing is initialised by it."""
-    before = torch.cuda._initialized
-    assert all(memory.reserved for memory in used_devices(torch))
-    assert torch.cuda._initialized == before
-
-
 def test_an_xpu_has_no_split_blocks_and_metal_no_peaks() -> None:
     """What an allocator does not tell is absent."""
     found = {name: entry for name, entry in stats().items() if not name.startswith(("inactive_split", "num_"))}

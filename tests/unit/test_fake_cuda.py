@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.slow_device import SlowDevice
-from torchobs.probes.gradient_norms import Measurement, count_on_device, device_norms, from_norms, measure
+from torchobs.probes.gradient_norms import Measurement, count_on_device, device_norms, measure
 from torchobs.tensors.device_reads import Device, Devices
 
 if TYPE_CHECKING:
@@ -142,32 +142,6 @@ def test_a_measurement_arrives_when_all_devices_have_delivered() -> None:
     assert made.norms == pytest.approx([16.0, math.nan, 40.0, 24.0], nan_ok=True)
     assert made.weighted() == pytest.approx([2.0, math.nan, 5.0, 3.0], nan_ok=True)
     assert [(fault.key, fault.nans, fault.infinities) for fault in made.faults] == [(1, 0, 3)]
-
-
-def test_what_clipping_computed_is_sent_as_it_is() -> None:
-    """A tensor for each gradient, of one type or several; on a device that nothing is sent from there is nothing."""
-    norms = [of(torch.float32), of(torch.bfloat16)]
-    device = SlowDevice()
-    made = from_norms(torch, [7, 8], norms, Devices(device))
-    assert made is not None
-    device.land_as([3.0, 4.0])
-    assert made.arrived()
-    assert made.total() == 5.0
-    assert from_norms(torch, [7, 8], [of(torch.float32, device="meta")] * 2, Devices(device)) is None
-    assert from_norms(torch, [7, 8], [of(torch.float32), of(torch.float32, device="cuda:1")], Devices(device)) is None
-
-
-def test_nothing_is_launched_while_a_graph_is_captured() -> None:
-    """Neither a norm, nor a count, nor an event, nor a copy."""
-    device = SlowDevice()
-    device.is_capturing = True
-    devices, scale = Devices(device), of(torch.float32)
-    tensors = [of(torch.float32, 5), of(torch.float8_e5m2, 5)]
-    with Allocations() as seen:
-        assert measure(torch, [0, 1], tensors, scale, frozenset({0}), devices) is None
-        assert from_norms(torch, [0], [scale], devices) is None
-        assert devices.take_ns() == 0
-    assert seen.calls == 0
 
 
 def test_pinned_memory_is_the_cpu_s_whatever_the_default_device_is() -> None:

@@ -44,18 +44,6 @@ def test_a_module_is_imported_once_its_import_has_ended(tmp_path: Path, monkeypa
     del sys.modules["slow_to_import"]
 
 
-@pytest.mark.parametrize("name", ["debug", "guard", "tune"])
-def test_toolbox_is_an_attribute(name: str) -> None:
-    """Promise: ``torchobs.debug`` works after ``import torchobs``."""
-    assert getattr(torchobs, name).__name__ == f"torchobs.{name}"
-
-
-def test_unknown_names_are_attribute_errors() -> None:
-    """Promise: a misspelt function is Python's own error."""
-    with pytest.raises(AttributeError, match=r"module 'torchobs.debug' has no attribute 'nonsense'"):
-        torchobs.debug.nonsense  # noqa: B018
-
-
 def test_import_brings_no_torch() -> None:
     """Promise: naming a toolbox does not import torch."""
     code = "import sys, torchobs; torchobs.debug, torchobs.guard, torchobs.tune; sys.exit('torch' in sys.modules)"

@@ -35,14 +35,6 @@ def test_objects_of_a_class_and_of_those_that_inherit_from_it_are_found() -> Non
     assert not any(kind is None for kind in types_of_objects())
 
 
-def test_optimizers_are_found_before_they_step() -> None:
-    """A model as well, by the parameters of its optimizer."""
-    model = torch.nn.Sequential(Layer(2, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert any(each is optimizer for each in living_optimizers())
-    assert model_of(optimizer) is model
-
-
 OPTIMIZER = torch.optim.SGD(Layer(2, 2).parameters(), lr=0.1)
 
 

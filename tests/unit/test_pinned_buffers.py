@@ -26,22 +26,6 @@ def test_a_value_is_delivered_when_it_has_landed(value: float) -> None:
         assert found.pop() == pytest.approx(value, abs=0, nan_ok=True)
 
 
-def test_values_come_in_order() -> None:
-    """One that overtook another waits for it."""
-    device, found = SlowDevice(), list[float]()
-    values = DeviceValues(device, every_s=0.0)
-    for number in range(3):
-        values.expect(torch.tensor(float(number)), found.append)
-    device.sent.reverse()
-    device.land()
-    values.poll()
-    assert found == []
-    device.land()
-    device.land()
-    values.poll()
-    assert found == [0.0, 1.0, 2.0]
-
-
 def test_a_full_ring_drops_and_a_capture_takes_nothing() -> None:
     """A device that is far behind costs no more memory: to pin it would wait for the device."""
     device, found = SlowDevice(), list[float]()
@@ -56,20 +40,6 @@ def test_a_full_ring_drops_and_a_capture_takes_nothing() -> None:
     device.is_capturing = True
     assert not values.expect(torch.tensor(1.0), found.append)
     assert not device.sent
-
-
-def test_a_vector_is_there_when_all_of_it_is() -> None:
-    """In whatever order its words come."""
-    device = SlowDevice()
-    landing = PendingCopies(device).send(torch.tensor([1.0, 2.0, math.nan]))
-    assert not landing.ready()
-    device.sent.insert(0, (device.sent[0][0], device.sent[0][1]))
-    device.land(2)
-    assert not landing.ready()
-    device.land()
-    assert landing.ready()
-    assert landing.take() == pytest.approx([1.0, 2.0, math.nan], nan_ok=True)
-    assert not landing.ready()
 
 
 def test_memory_is_used_again_but_never_while_a_copy_is_on_its_way() -> None:
@@ -158,18 +128,3 @@ def test_a_float32_that_was_not_sent_is_a_signalling_nan_too() -> None:
     assert buffer.values(0, 3) == pytest.approx([math.nan, 1.5, math.inf], nan_ok=True)
     assert UNSET_32 >> 23 == 0xFF
     assert not UNSET_32 >> 22 & 1
-
-
-def test_the_end_gives_numbers_under_way_a_moment_and_no_more() -> None:
-    """The last step's are written if they come at once; a device that is far behind is not waited for."""
-    device, found, rests = SlowDevice(), list[float](), list[float]()
-    values = DeviceValues(device, every_s=0.0)
-    values.settle(rests.append)
-    assert rests == []
-    values.expect(torch.tensor(2.0), found.append)
-    values.settle(lambda _: device.land())
-    assert found == [2.0]
-    values.expect(torch.tensor(3.0), found.append)
-    values.settle(rests.append)
-    assert found == [2.0]
-    assert sum(rests) == pytest.approx(0.05)

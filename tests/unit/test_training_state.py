@@ -42,20 +42,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_a_capture_is_in_progress_until_it_ends(clock: Clock) -> None:
-    """Of several, until the last one ends; what never began may end."""
-    found = Captures()
-    assert not found.in_progress()
-    for graph in (1, 2):
-        found.begin(graph)
-    found.end(1)
-    assert found.in_progress()
-    found.end(2)
-    found.end(3)
-    assert not found.in_progress()
-    assert clock.slept == 0
-
-
 def test_a_capture_without_an_end_is_forgotten(clock: Clock) -> None:
     """The sampler would rest for ever."""
     found = Captures()
