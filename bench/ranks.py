@@ -26,9 +26,9 @@ from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import ScrapeInput
 from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.text_format import Style
-from torchobs.flight import location
+from torchobs.flight.directory import open_place
 from torchobs.flight.layout import DEFAULT_SIZE, MAX_SIZE
-from torchobs.flight.series_table import LAYERS, Cell
+from torchobs.flight.value_blocks import LAYERS, Cell
 from torchobs.flight.writer import open_writer
 from torchobs.ranks.scanner import Scanner
 
@@ -49,7 +49,7 @@ class Rank:
     def __init__(self, directory: Path, number: int, gauges: int, world: int) -> None:
         identity = {"rank": number, "local_rank": number, "world_size": world, "local_world_size": world}
         size = DEFAULT_SIZE if gauges < MAX_USUAL_LAYERS else MAX_SIZE
-        self._writer = open_writer(location.open_place(str(directory), None), {**RESOURCE, **identity}, size)
+        self._writer = open_writer(open_place(str(directory), None), {**RESOURCE, **identity}, size)
         self._cells = [self._cell(index) for index in range(gauges)]
         self._step = self._changes = 0
         self.change()

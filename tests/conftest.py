@@ -147,7 +147,7 @@ def flight_dir() -> Iterator[Path]:
 @pytest.fixture
 def directory_fd(flight_dir: Path) -> Iterator[int]:
     """That directory, opened as an exporter opens it."""
-    from torchobs.flight.location import open_directory
+    from torchobs.flight.directory import open_directory
 
     fd = open_directory(str(flight_dir))
     yield fd

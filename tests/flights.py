@@ -8,9 +8,9 @@ from typing import Any
 
 from torchobs import catalog
 from torchobs.flight import fold, reader
-from torchobs.flight.create import new_header
+from torchobs.flight.directory import FlightDirectory, open_place
+from torchobs.flight.files import new_header
 from torchobs.flight.layout import MIN_SIZE, RECORD_SIZE, Extent, Header, Region, encode_header
-from torchobs.flight.location import FlightDirectory, open_place
 from torchobs.flight.reader import Distribution
 from torchobs.flight.step_record import PLAIN_CODES, RecordKind, StepFlag, StepRecord, pack, unpack
 from torchobs.flight.storage import Storage

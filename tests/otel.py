@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchobs.flight.location import open_place
+from torchobs.flight.directory import open_place
 from torchobs.flight.reader import Distribution, open_path
 from torchobs.flight.writer import FlightWriter, open_writer
 from torchobs.otel.attributes import flat

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from torchobs.catalog import SPAN_RUN, SPAN_STEP, Kind, Metric
-from torchobs.flight import event_ring, location, lock
-from torchobs.flight.create import file_name, lock_name
+from torchobs.flight import lock
+from torchobs.flight.directory import open_place
+from torchobs.flight.events import SpanIds
+from torchobs.flight.files import file_name, lock_name
 from torchobs.flight.layout import DEFAULT_SIZE, HEADER_SIZE, Header, Live, encode_header, plan
 from torchobs.flight.series import Scope
-from torchobs.flight.series_table import CORE, USER
 from torchobs.flight.step_record import RecordKind, StepFlag
 from torchobs.flight.storage import Storage
+from torchobs.flight.value_blocks import CORE, USER
 from torchobs.flight.writer import FlightWriter, open_writer
 from torchobs.ranks.rank_file import Now
 from torchobs.support.descriptors import Descriptor
@@ -97,7 +99,7 @@ class File:
         header, attrs = self.header, {"duration_s": 0.1, "grad_norm": 1.0} if attrs is None else attrs
         own = {"step": number, **attrs} if isinstance(attrs, dict) else attrs
         end_ns = header.wall_ns - header.monotonic_ns + BORN_NS + round(seconds * S)
-        ids = event_ring.SpanIds(header).step(number)
+        ids = SpanIds(header).step(number)
         scope: dict[str, object] = {"kind": "internal", "scope": ["torchobs", None, None, {}]}
         identity = {"trace_id": ids.trace, "span_id": ids.span, **scope}
         times = {"flags": 1, "t0": end_ns - S, "t1": end_ns, "status": "unset"}
@@ -132,7 +134,7 @@ class File:
 
 def live_rank(directory: Path, **resource: str | int) -> FlightWriter:
     """A flight file of this process, by the machine's clocks; the caller beats and closes it."""
-    return open_writer(location.open_place(str(directory), None), {**RESOURCE, **resource})
+    return open_writer(open_place(str(directory), None), {**RESOURCE, **resource})
 
 
 def train(writer: FlightWriter, steps: Sequence[int], *, loss: float | None = None) -> None:
@@ -148,7 +150,7 @@ def train(writer: FlightWriter, steps: Sequence[int], *, loss: float | None = No
 
 def begin_run(writer: FlightWriter) -> None:
     """Announce the run's span, as a session does."""
-    run = event_ring.SpanIds(writer.header).run
+    run = SpanIds(writer.header).run
     identity = {"trace_id": run.trace, "span_id": run.span, "flags": 1, "scope": ["torchobs", None, None, {}]}
     begun = {"t0": writer.header.wall_ns, "kind": "internal", "attrs": {}}
     writer.events.append({"k": "span_start", "name": SPAN_RUN.name, **begun, **identity})
@@ -157,7 +159,7 @@ def begin_run(writer: FlightWriter) -> None:
 def live_span(writer: FlightWriter, step: int, reason: str = "slow") -> dict[str, Any]:
     """Write the span of a step of :func:`train` that ended now, as the sampler thread does; return its frame."""
     header, now_ns = writer.header, time.time_ns()
-    ids = event_ring.SpanIds(header)
+    ids = SpanIds(header)
     own, run = ids.step(step), ids.run
     frame = {
         "k": "span", "name": SPAN_STEP.name, "trace_id": own.trace, "span_id": own.span, "flags": 1, "kind": "internal",

@@ -22,7 +22,7 @@ import torch
 from torch import profiler
 
 import torchobs
-from torchobs.flight import create
+from torchobs.flight import files
 from torchobs.runtime import stacks
 
 words: "queue.Queue[list[str]]" = queue.Queue()
@@ -68,8 +68,8 @@ def hold(until: str) -> None:
 
 def sudden(directory_fd: int, size: int) -> str | None:
     """Look for room as always; then, before a byte is written, another thread gives the signal its default back."""
-    vars(stacks)["shortage"] = create.shortage
-    lack = create.shortage(directory_fd, size)
+    vars(stacks)["shortage"] = files.shortage
+    lack = files.shortage(directory_fd, size)
     ctypes.CDLL(None).signal(signal.SIGXFSZ, 0)
     return lack
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchobs.flight import lock, reader
-from torchobs.flight.create import lock_name
+from torchobs.flight.directory import FlightDirectory, open_place
+from torchobs.flight.files import lock_name
 from torchobs.flight.layout import MIN_SIZE
-from torchobs.flight.location import FlightDirectory, open_place
 from torchobs.flight.writer import FlightWriter, open_writer
 
 C = ctypes.PyDLL(None)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 from torchobs.catalog import Kind, Metric
+from torchobs.flight.directory import FlightDirectory, open_place
 from torchobs.flight.layout import MIN_SIZE
-from torchobs.flight.location import FlightDirectory, open_place
-from torchobs.flight.series_table import USER
 from torchobs.flight.step_record import PLAIN_CODES, StepFlag
+from torchobs.flight.value_blocks import USER
 from torchobs.flight.writer import FlightWriter, open_writer
 
 BUCKETS = 150

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from torchobs.flight.location import open_place
+from torchobs.flight.directory import open_place
 from torchobs.flight.writer import FlightWriter, open_writer
 from torchobs.node import election
 
 STEPPED = """
 import sys
 from types import SimpleNamespace
-from torchobs.flight.location import open_directory
+from torchobs.flight.directory import open_directory
 from torchobs.node import election, lifetime
 
 def pause(step):

@@ -33,7 +33,7 @@ from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig, PushConfig
 from torchobs.flight import reader
 from torchobs.flight.series import Scope
-from torchobs.flight.series_table import USER
+from torchobs.flight.value_blocks import USER
 from torchobs.ranks import scanner as rank_scanner
 from torchobs.ranks import snapshot
 from torchobs.ranks.snapshot import MOST_SERIES, PUSH_BYTES, PUSHED_SERIES_BYTES, RESERVED_BYTES, series_limit

@@ -18,13 +18,13 @@ from tests import flights, support
 from tests.faults.flight_victims import BUCKETS, HISTOGRAMS
 from torchobs import catalog
 from torchobs.flight import reader
-from torchobs.flight.create import lock_name
+from torchobs.flight.directory import open_directory
+from torchobs.flight.files import lock_name
 from torchobs.flight.layout import SLOT_SIZE, BadFlightFileError, Header, Region
-from torchobs.flight.location import open_directory
 from torchobs.flight.reader import Distribution, FlightFile, names, open_path
-from torchobs.flight.series_table import USER
 from torchobs.flight.step_record import StepRecord, unpack
 from torchobs.flight.storage import Storage
+from torchobs.flight.value_blocks import USER
 from torchobs.flight.writer import FlightWriter
 
 if TYPE_CHECKING:

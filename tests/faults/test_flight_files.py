@@ -16,10 +16,10 @@ from tests.cgroups import inside, memory_cgroup
 from tests.support import NEEDS_MOUNT, finish
 from torchobs import catalog
 from torchobs.flight import lock, reader
-from torchobs.flight.create import lock_name
+from torchobs.flight.directory import open_directory
+from torchobs.flight.files import lock_name
 from torchobs.flight.layout import MIN_SIZE, BadFlightFileError
-from torchobs.flight.location import open_directory
-from torchobs.flight.series_table import USER
+from torchobs.flight.value_blocks import USER
 from torchobs.flight.writer import FlightWriter, open_writer
 
 NAMES = 100_000
@@ -293,7 +293,7 @@ LIMIT = 96 * MIB
 TRY = f"""
 import errno, os, sys
 from torchobs.flight.layout import MIN_SIZE
-from torchobs.flight.location import open_place
+from torchobs.flight.directory import open_place
 from torchobs.flight.writer import open_writer
 
 def attempt(directory, size=MIN_SIZE):

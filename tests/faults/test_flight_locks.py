@@ -20,9 +20,9 @@ from tests.support import clean_environment, wait_until
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight import lock, reader
-from torchobs.flight.create import lock_name
+from torchobs.flight.directory import open_directory, opened
+from torchobs.flight.files import lock_name
 from torchobs.flight.layout import MIN_SIZE
-from torchobs.flight.location import open_directory, opened
 from torchobs.flight.writer import open_writer
 from torchobs.ranks.scanner import Scanner
 

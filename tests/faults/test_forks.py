@@ -20,7 +20,7 @@ from tests import flights
 from tests.training import recording, train
 from torchobs import catalog
 from torchobs.flight import lock, reader
-from torchobs.flight.create import lock_name
+from torchobs.flight.files import lock_name
 from torchobs.flight.layout import MIN_SIZE, PHASE_NAMES, Exit
 from torchobs.flight.writer import FlightWriter, open_writer
 from torchobs.support.after_fork import importing

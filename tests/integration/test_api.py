@@ -32,8 +32,8 @@ from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.flight import artifacts, control
 from torchobs.flight.artifacts import PROFILE, STACKS, named
+from torchobs.flight.directory import control_directory
 from torchobs.flight.layout import PHASE_NAMES, Exit
-from torchobs.flight.location import control_directory
 from torchobs.flight.step_record import RecordKind, StepFlag
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.scanner import Scanner

@@ -25,7 +25,7 @@ from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.flight import artifacts, control, endings
 from torchobs.flight.artifacts import PROFILE, STACKS, STUCK, ArtifactName
-from torchobs.flight.location import open_directory
+from torchobs.flight.directory import open_directory
 from torchobs.runtime import profiler as torch_profiler
 from torchobs.runtime import stacks
 from torchobs.runtime.stacks import write_stacks

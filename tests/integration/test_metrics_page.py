@@ -20,7 +20,7 @@ from tests.rank_files import BORN_WALL_NS, File, S
 from torchobs import catalog
 from torchobs.catalog import Kind
 from torchobs.exporter.exposition import SeriesLimits
-from torchobs.flight import event_ring
+from torchobs.flight.events import SpanIds
 from torchobs.flight.layout import Exit
 from torchobs.flight.series import Scope
 
@@ -387,7 +387,7 @@ def test_each_bucket_shows_its_newest_step_that_has_a_span(exporter: Exporter, f
     assert shown(exporter) == {"0.125": 2, "1.0": 3}
     assert shown(exporter, NORM) == {"4.0": 1, "16.0": 3}
     (slow,) = [one.exemplar for one in exporter.samples(DURATION) if one.labels["le"] == "1.0"]
-    ids = event_ring.SpanIds(file.header).step(3)
+    ids = SpanIds(file.header).step(3)
     assert slow is not None
     assert slow.labels == {"trace_id": ids.trace, "span_id": ids.span, "step": "3"}
     assert (slow.value, slow.timestamp) == (0.6, Timestamp(BORN_WALL_NS // S, 750_000_000))

@@ -19,7 +19,7 @@ import pytest
 import torchobs
 from tests.support import clean_environment, wait_until
 from torchobs.config.settings import EXPORTER_ADDRESS
-from torchobs.flight.location import open_directory
+from torchobs.flight.directory import open_directory
 from torchobs.node import election
 from torchobs.node.election import Announcement
 from torchobs.node.launch import NAME
@@ -27,7 +27,7 @@ from torchobs.node.launch import NAME
 TRAINER = """
 import logging, os, signal, sys
 logging.basicConfig()
-from torchobs.flight.location import open_place
+from torchobs.flight.directory import open_place
 from torchobs.flight.writer import open_writer
 from torchobs.node.launch import ensure_exporter
 

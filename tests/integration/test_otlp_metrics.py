@@ -12,7 +12,7 @@ from tests.rank_files import BORN_WALL_NS, File
 from tests.support import wait_until
 from torchobs.catalog import Kind, Metric
 from torchobs.exporter.config import PushConfig
-from torchobs.flight import event_ring
+from torchobs.flight.events import SpanIds, trace_id
 from torchobs.flight.layout import Exit
 from torchobs.flight.series import Scope
 
@@ -126,7 +126,7 @@ def test_exemplars_are_those_of_the_page(flight_dir: Path, receiver: Receiver, f
     seen = [[attributes(one.filtered_attributes)["step"] for one in point.exemplars] for point in of_steps]
     assert seen == [[1], [1], [1, 3]]
     header, newest = file.header, of_steps[-1].exemplars[-1]
-    assert (newest.trace_id.hex(), newest.span_id.hex()) == event_ring.SpanIds(header).step(3)
+    assert (newest.trace_id.hex(), newest.span_id.hex()) == SpanIds(header).step(3)
     assert newest.as_double == 0.6
     assert of_steps[-1].start_time_unix_nano <= newest.time_unix_nano <= of_steps[-1].time_unix_nano
 
@@ -159,7 +159,7 @@ def train(file: File, steps: int, from_s: float) -> None:
     for number in range(1, steps + 1):
         file.step(number, from_s + number / 100)
     header = file.header
-    identity = {"trace_id": event_ring.trace_id(header), "span_id": "1" * 16, "flags": 1, "scope": ["torchobs", None, None, {}]}
+    identity = {"trace_id": trace_id(header), "span_id": "1" * 16, "flags": 1, "scope": ["torchobs", None, None, {}]}
     times = {"t0": header.wall_ns, "t1": header.wall_ns + 1}
     ended = {"kind": "internal", "status": "unset", "attrs": {}}
     file.writer.events.append({"k": "span", "name": "epoch", **times, **ended, **identity})

@@ -24,7 +24,7 @@ from tests.support import NEEDS_PROGRAM, free_port, wait_until
 from torchobs import catalog
 from torchobs.catalog import BY_NAME
 from torchobs.exporter.config import ExporterConfig, PushConfig, PushTarget, address_of
-from torchobs.flight import event_ring
+from torchobs.flight.events import SpanIds, trace_id
 from torchobs.flight.layout import Exit
 from torchobs.flight.reader import Distribution, FlightFile, open_path
 from torchobs.flight.writer import FlightWriter
@@ -58,7 +58,7 @@ def measure(writer: FlightWriter) -> None:
 def work(writer: FlightWriter) -> None:
     """And every part of a span, below the run's."""
     header = writer.header
-    run = SpanContext(int(event_ring.trace_id(header), 16), int(event_ring.SpanIds(header).run.span, 16), is_remote=False,
+    run = SpanContext(int(trace_id(header), 16), int(SpanIds(header).run.span, 16), is_remote=False,
                       trace_flags=TraceFlags(1))  # fmt: skip
     provider = FlightTracerProvider(lambda: writer, lambda: run)
     tracer = provider.get_tracer("my.package", "1.2", "https://example.org/1", {"s": 1})
@@ -203,11 +203,11 @@ def check_spans(collector: Collector, file: FlightFile) -> None:
         (span["spanId"], span["traceId"], span.get("parentSpanId", ""), span["name"], int(span["endTimeUnixNano"]))
         for _, span in of_user
     ) == sorted((frame["span_id"], frame["trace_id"], frame.get("parent", ""), frame["name"], frame["t1"]) for frame in frames)
-    assert (run["spanId"], run["traceId"]) == (event_ring.SpanIds(header).run.span, event_ring.trace_id(header))
+    assert (run["spanId"], run["traceId"]) == (SpanIds(header).run.span, trace_id(header))
     ((resource, record),) = sent_logs(collector)
     assert record["eventName"] == catalog.EVENT_ANOMALY.name
     assert resource["service.instance.id"] == header.incarnation.hex()
-    assert (record["traceId"], record["spanId"]) == event_ring.SpanIds(header).step(2)
+    assert (record["traceId"], record["spanId"]) == SpanIds(header).step(2)
     assert record["spanId"] in {span["spanId"] for _, span in sent}
     exemplars = {metric["name"] for *_, metric, point in sent_points(collector) if "exemplars" in point}
     assert exemplars == {"torchobs.step.duration", "torchobs.grad.norm_distribution"}

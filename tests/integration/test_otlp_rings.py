@@ -13,7 +13,7 @@ from tests.rank_files import BORN_WALL_NS, File, S
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.exporter.config import PushConfig
-from torchobs.flight import event_ring
+from torchobs.flight.events import SpanIds, trace_id
 from torchobs.flight.layout import Exit
 
 LOGS, TRACES = "/v1/logs", "/v1/traces"
@@ -33,7 +33,7 @@ def frame(number: int, begun_s: float, ended_s: float, **more: object) -> dict[s
 def run_span(file: File, **more: object) -> dict[str, object]:
     """The span of the run."""
     header = file.header
-    identity = {"trace_id": event_ring.trace_id(header), "span_id": event_ring.SpanIds(header).run.span}
+    identity = {"trace_id": trace_id(header), "span_id": SpanIds(header).run.span}
     begun = {"k": "span_start", "name": "torchobs.run", "t0": BORN_WALL_NS, "attrs": {}, "scope": OURS}
     return {**identity, **begun, "flags": 1, "kind": "internal", **more}
 
@@ -135,8 +135,8 @@ def test_a_killed_run_has_a_span(flight_dir: Path, receiver: Receiver, file: Fil
     (run,) = spans(receiver.taken)
     assert run.end_time_unix_nano == BORN_WALL_NS + round(1.5 * S)
     assert (run.status.code, run.status.message) == (2, "the rank ended before it: lost")
-    assert run.span_id.hex() == event_ring.SpanIds(file.header).run.span
-    assert run.trace_id.hex() == event_ring.trace_id(file.header)
+    assert run.span_id.hex() == SpanIds(file.header).run.span
+    assert run.trace_id.hex() == trace_id(file.header)
 
 
 def test_no_frame_stops_the_others(flight_dir: Path, receiver: Receiver, file: File) -> None:
@@ -173,7 +173,7 @@ def test_what_a_ring_loses_between_two_looks_is_said(
 
 def segment(file: File, part: int, begun_s: float, **more: object) -> dict[str, object]:
     """An hour of the first epoch, as the sampler thread announces it."""
-    ids = event_ring.SpanIds(file.header).segment(1, part)
+    ids = SpanIds(file.header).segment(1, part)
     own = {"k": "span_start", "name": "torchobs.segment", "trace_id": ids.trace, "span_id": ids.span, "flags": 1}
     times = {"t0": BORN_WALL_NS + round(begun_s * S), "attrs": {"epoch": 1, "part": part}}
     return {**own, **times, "kind": "internal", "scope": OURS} | more
@@ -221,7 +221,7 @@ def test_an_event_is_a_record_of_its_step(receiver: Receiver, file: File, pushed
     assert len(found.pop("log.record.uid")) == 36
     own = {"torchobs.anomaly.kind": "loss_spike", "torchobs.anomaly.value": 3.5, "torchobs.anomaly.baseline": 1.0}
     assert found == {**own, "torchobs.step.number": 7}
-    assert (record.trace_id.hex(), record.span_id.hex(), record.flags) == (*event_ring.SpanIds(file.header).step(7), 1)
+    assert (record.trace_id.hex(), record.span_id.hex(), record.flags) == (*SpanIds(file.header).step(7), 1)
     (of_resource,) = receiver.taken[0].logs.resource_logs
     resource = attributes(of_resource.resource.attributes)
     assert (resource["service.name"], resource["torchobs.rank"], resource["torchobs.restart"]) == ("gpt", 0, 0)
@@ -259,7 +259,7 @@ def test_severity_and_names_are_opentelemetry_s(
     assert (record.event_name, record.severity_text) == (name, severity)
     assert record.severity_number == {"INFO": 9, "WARN": 13, "ERROR": 17}[severity]
     assert attributes(record.attributes).items() >= dict(expected).items()  # type: ignore[call-overload]  # a case's mapping
-    assert (record.trace_id.hex(), record.span_id.hex()) == event_ring.SpanIds(file.header).run
+    assert (record.trace_id.hex(), record.span_id.hex()) == SpanIds(file.header).run
     assert record.body.string_value
     assert "requested" not in attrs or record.body.string_value.endswith("requested 2 GiB")
 

@@ -14,8 +14,8 @@ from tests.scanners import scanner_of, states, steps
 from torchobs.detect.hangs import Standstill
 from torchobs.exporter import api
 from torchobs.exporter.config import ExporterConfig
+from torchobs.flight.directory import KUBERNETES_MOUNT
 from torchobs.flight.layout import LIVE_PHASES, Exit
-from torchobs.flight.location import KUBERNETES_MOUNT
 from torchobs.ranks.scanner import Directory, ForeignDirectoryError, Scanner, accepted_owner
 from torchobs.ranks.snapshot import Snapshot
 

@@ -31,7 +31,7 @@ from torchobs.document.html import page
 from torchobs.document.plots import draw
 from torchobs.document.run import run_document
 from torchobs.exporter.config import ExporterConfig, PushConfig
-from torchobs.flight.documents import encode_history
+from torchobs.flight.details import encode_history
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

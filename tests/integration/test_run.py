@@ -23,7 +23,7 @@ from tests import fork_server, support
 from tests.fork_server import Python
 from tests.support import ROOT, clean_environment, free_port, wait_until
 from torchobs.flight import reader
-from torchobs.flight.location import open_directory
+from torchobs.flight.directory import open_directory
 from torchobs.node import election
 
 if TYPE_CHECKING:

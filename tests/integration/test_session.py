@@ -23,7 +23,7 @@ from tests.support import ROOT, finish
 from tests.surface import surface, torch_hooks
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording, train
 from torchobs.config.settings import PROBES
-from torchobs.flight import control, create, reader
+from torchobs.flight import control, files, reader
 from torchobs.flight.layout import Exit
 from torchobs.runtime import noop, notebook, session
 from torchobs.runtime.notebook import NotebookStatus
@@ -447,7 +447,7 @@ def test_another_rank_says_what_is_its_own(caplog: pytest.LogCaptureFixture, fli
     [
         (PermissionError(13, "Permission denied"), "make it writable for this user, or set TORCHOBS_DIR"),
         (OSError(24, "Too many open files"), "allow more open files (ulimit -n), or set TORCHOBS_DIR"),
-        (create.NoRoomError("the file system has 3 bytes left"), "make room there, or set TORCHOBS_DIR"),
+        (files.NoRoomError("the file system has 3 bytes left"), "make room there, or set TORCHOBS_DIR"),
     ],
 )
 def test_a_file_that_cannot_be_made_is_named_with_what_to_do(

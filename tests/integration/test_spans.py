@@ -15,7 +15,7 @@ from tests import support
 from tests.flights import recorded
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.flight import event_ring
+from torchobs.flight.events import SpanIds, scan
 from torchobs.flight.layout import Region
 from torchobs.flight.step_record import StepFlag
 from torchobs.probes.context import EpochStart
@@ -39,7 +39,7 @@ class Rank:
         self.writer, self._memory = recorded()
         self.roots = RootSpans(self.writer, 1, {})
         self.roots.announce()
-        self.ids = event_ring.SpanIds(self.writer.header)
+        self.ids = SpanIds(self.writer.header)
         self._first_ns = 0
 
     def look(self, second: float, step: int = 0, epochs: Iterable[EpochStart] = (), first: float | None = None) -> None:
@@ -59,7 +59,7 @@ class Rank:
         """What stands in the ring."""
         region = self.writer.header.regions[Region.EVENTS]
         ring = bytes(self._memory.content[region.offset : region.offset + region.length])
-        return [frame for _, frame in event_ring.scan(ring, self.writer.header.seed)]
+        return [frame for _, frame in scan(ring, self.writer.header.seed)]
 
     def ended(self) -> list[tuple[dict[str, Any], float, float]]:
         """Attributes, begin and end of the root spans that have ended."""
@@ -199,7 +199,7 @@ def test_sampled_steps_link_to_run_and_segment(run: Recording) -> None:
     steps = awaited(run, "sampled", 3)
     assert [step["attrs"]["step"] for step in steps] == [2, 4, 8]
     assert run.session.writer is not None
-    ids, losses = event_ring.SpanIds(run.session.writer.header), [record.loss for record in run.steps()]
+    ids, losses = SpanIds(run.session.writer.header), [record.loss for record in run.steps()]
     for step in steps:
         number = step["attrs"]["step"]
         assert step["attrs"]["loss"] == pytest.approx(losses[number - 1])
@@ -307,7 +307,7 @@ def test_the_launcher_s_decision_to_sample_holds(flight_dir: Path, *, sampled: b
         found = run.frames("torchobs.step")
         assert bool(found) == sampled
         assert run.session.writer is not None
-        ids = event_ring.SpanIds(run.session.writer.header)
+        ids = SpanIds(run.session.writer.header)
         assert ids.run.trace == PARENT.split("-")[1]
         assert all((span["trace_id"], span["span_id"]) == ids.step(span["attrs"]["step"]) for span in found)
         assert all(links(span)["run"] == ids.run for span in found)

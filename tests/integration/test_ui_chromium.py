@@ -17,9 +17,9 @@ from torchobs import catalog
 from torchobs.diagnosis import live
 from torchobs.exporter import page
 from torchobs.exporter.config import ExporterConfig
-from torchobs.flight import location
+from torchobs.flight.directory import open_place
 from torchobs.flight.layout import MIN_SIZE, Exit
-from torchobs.flight.series_table import CORE
+from torchobs.flight.value_blocks import CORE
 from torchobs.flight.writer import FlightWriter, open_writer
 from torchobs.ranks import state
 
@@ -267,7 +267,7 @@ def crowd(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fl
     """A thousand ranks in small files; their heartbeats stand still, and none is unresponsive for it."""
     monkeypatch.setattr(state, "UNRESPONSIVE_AFTER_S", 600.0)
     resources = [{**RESOURCE, "rank": rank, "local_world_size": MANY} for rank in range(MANY)]
-    made = [open_writer(location.open_place(str(flight_dir), None), resource, MIN_SIZE) for resource in resources]
+    made = [open_writer(open_place(str(flight_dir), None), resource, MIN_SIZE) for resource in resources]
     for writer in made:
         train(writer, range(1, 33))
     yield made

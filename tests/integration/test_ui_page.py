@@ -29,10 +29,10 @@ from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.page import Feed
 from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.flight import artifacts
+from torchobs.flight.directory import open_directory
 from torchobs.flight.layout import Exit
-from torchobs.flight.location import open_directory
 from torchobs.flight.reader import FlightFile
-from torchobs.flight.series_table import CORE
+from torchobs.flight.value_blocks import CORE
 from torchobs.flight.writer import FlightWriter
 from torchobs.node import election
 from torchobs.ranks.scanner import Scanner

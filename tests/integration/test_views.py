@@ -25,8 +25,8 @@ from torchobs.diagnosis import text_format
 from torchobs.diagnosis.rank_report import curves
 from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
-from torchobs.flight.series_table import CORE
 from torchobs.flight.step_record import RecordKind, StepFlag
+from torchobs.flight.value_blocks import CORE
 from torchobs.probes.scalars import EVERY_S, POINTS, Scalars
 from torchobs.ranks import state
 from torchobs.ranks.scanner import Scanner

@@ -7,7 +7,7 @@ import sys
 import tempfile
 
 from torchobs.flight import reader
-from torchobs.flight.location import open_place
+from torchobs.flight.directory import open_place
 from torchobs.flight.native import compiled
 from torchobs.flight.step_record import PLAIN_CODES
 from torchobs.flight.writer import open_writer

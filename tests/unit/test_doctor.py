@@ -17,7 +17,7 @@ from torchobs.cli.doctor import FAIL, OK, WARN, Check
 from torchobs.config import settings
 from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
-from torchobs.flight import location
+from torchobs.flight.directory import open_place
 from torchobs.flight.layout import DEFAULT_SIZE
 
 
@@ -80,7 +80,7 @@ def test_what_a_training_could_not_make_a_directory_of_fails(tmp_path: Path) -> 
         check = doctor.directory(path, None)
         assert (check.status, why in check.text, "TORCHOBS_DIR" in check.remedy) == (FAIL, True, True)
         with pytest.raises(OSError, match=re.escape(path)):
-            location.open_place(path, None)
+            open_place(path, None)
 
 
 @pytest.mark.parametrize(("kind", "status"), [("nfs4", FAIL), ("fuse.sshfs", FAIL), ("ext4", OK), ("tmpfs", OK)])

@@ -16,13 +16,13 @@ import pytest
 
 from tests import flights
 from tests.unit.test_cgroup import V1_MOUNTS, V2_MOUNT, plant
-from torchobs.flight import artifacts, control, location, lock
+from torchobs.flight import artifacts, control, directory, lock
 from torchobs.flight.artifacts import LIMITS, STACKS, named, parse
 from torchobs.flight.cleanup import SETTLED_S, STALE_S, clean
 from torchobs.flight.control import Command, ControlReader, write_command
-from torchobs.flight.create import cgroup_headroom, file_name, lock_name
+from torchobs.flight.directory import NoPlaceError, candidates, filesystem_type, find_existing, open_directory, open_place
+from torchobs.flight.files import cgroup_headroom, file_name, lock_name
 from torchobs.flight.layout import MIN_SIZE, Header, Live, Region, encode_header
-from torchobs.flight.location import NoPlaceError, candidates, filesystem_type, find_existing, open_directory, open_place
 from torchobs.flight.writer import open_writer
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def parent(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that everybody may write to, as /tmp and /dev/shm are: the only candidate's parent."""
     flight_dir.chmod(0o1777)
     monkeypatch.setattr(tempfile, "tempdir", str(flight_dir))
-    monkeypatch.setattr(location, "_roomy", lambda _: False)
+    monkeypatch.setattr(directory, "_roomy", lambda _: False)
     return flight_dir
 
 
@@ -173,7 +173,7 @@ def test_a_given_symbolic_link_is_refused(flight_dir: Path) -> None:
 @pytest.mark.parametrize("kind", ["nfs", "nfs4", "lustre", "fuse", "fuse.sshfs", "ceph", "9p", "cifs", "beegfs", "virtiofs"])
 def test_a_network_file_system_is_refused(flight_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """A store into a page of it blocks for as long as the server is away."""
-    monkeypatch.setattr(location, "_mountinfo", lambda: f"22 1 0:1 / / rw - {kind} server:/ rw\n")
+    monkeypatch.setattr(directory, "_mountinfo", lambda: f"22 1 0:1 / / rw - {kind} server:/ rw\n")
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(NoPlaceError, match=kind.partition(".")[0]):
         open_place(str(flight_dir), None)
@@ -187,7 +187,7 @@ def test_only_memory_is_stored_to_directly(
     flight_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str, *, in_memory: bool
 ) -> None:
     """On anything else the sampler writes."""
-    monkeypatch.setattr(location, "_mountinfo", lambda: f"22 1 0:1 / / rw - {kind} x rw\n")
+    monkeypatch.setattr(directory, "_mountinfo", lambda: f"22 1 0:1 / / rw - {kind} x rw\n")
     made = open_place(str(flight_dir), None)
     assert made.in_memory is in_memory
     os.close(made.fd)
@@ -197,7 +197,7 @@ def test_a_pod_s_mount_is_used_where_it_is(flight_dir: Path, monkeypatch: pytest
     """Its files are for the sidecar's group; nothing is made, and nothing else is tried."""
     mount = flight_dir / "mount"
     mount.mkdir(mode=0o777)
-    monkeypatch.setattr(location, "KUBERNETES_MOUNT", str(mount))
+    monkeypatch.setattr(directory, "KUBERNETES_MOUNT", str(mount))
     assert candidates(None, None) == [str(mount)]
     assert find_existing(None, None) == str(mount)
     made = open_place(None, None)

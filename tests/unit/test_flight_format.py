@@ -20,8 +20,8 @@ import torchobs.flight
 from tests import flights
 from tests.flights import header, plain_step, recorded
 from torchobs import catalog
-from torchobs.flight import event_ring
-from torchobs.flight.documents import Document, decode_history, encode_history, newest
+from torchobs.flight.details import Document, decode_history, encode_history, newest
+from torchobs.flight.events import EventRing, SpanIds, Tail, derived, parts, scan
 from torchobs.flight.layout import (
     DEFAULT_SIZE,
     HEADER_SIZE,
@@ -197,7 +197,7 @@ class Ring:
 
     def __init__(self, size: int = 1024) -> None:
         self.memory = flights.RecordingMemory(4096 + size)
-        self.ring = event_ring.EventRing(self.memory, 4096, size, SEED, 0)
+        self.ring = EventRing(self.memory, 4096, size, SEED, 0)
 
     @property
     def head(self) -> int:
@@ -210,7 +210,7 @@ class Ring:
 
     def seen(self) -> list[Any]:
         """The numbers of the events in it."""
-        return [fields["n"] for _, fields in event_ring.scan(self.content(), SEED)]
+        return [fields["n"] for _, fields in scan(self.content(), SEED)]
 
 
 def test_the_newest_events_are_there_in_order_however_often_the_ring_wrapped() -> None:
@@ -246,7 +246,7 @@ def numbers(payloads: list[bytes]) -> list[Any]:
 @pytest.mark.parametrize("pause", [1, 3, 5, 40])
 def test_a_tail_gives_each_event_once_and_reads_what_is_new(pause: int) -> None:
     """Over many laps, whoever looks often enough misses none; who looks too seldom gets what is left, in order."""
-    ring, tail = Ring(), event_ring.Tail(1024, SEED)
+    ring, tail = Ring(), Tail(1024, SEED)
     taken: list[int] = []
     for number in range(200):
         ring.ring.append({"n": number, "text": "x" * (number * 7 % 150)})
@@ -264,7 +264,7 @@ def test_a_tail_gives_each_event_once_and_reads_what_is_new(pause: int) -> None:
 def test_a_tail_knows_what_was_overwritten() -> None:
     """In bytes, of the call before which it happened: from the first event on, and not the room that a lap's end leaves."""
     size = 64 * 1024
-    ring, tail = Ring(size), event_ring.Tail(size, SEED)
+    ring, tail = Ring(size), Tail(size, SEED)
     missed, given = [], 0
     for count in (1000, 10, 0, 2000):
         for number in range(count):
@@ -277,7 +277,7 @@ def test_a_tail_knows_what_was_overwritten() -> None:
 
 def test_a_tail_waits_for_a_frame_whose_head_came_first() -> None:
     """Where stores are reordered, the head can be there before the frame: it is given with the next one."""
-    ring, tail = Ring(), event_ring.Tail(1024, SEED)
+    ring, tail = Ring(), Tail(1024, SEED)
     ring.ring.append({"n": 0})
     assert numbers(tail.take(ring.head, Reading(ring.content()))) == [0]
     before = ring.content()
@@ -306,8 +306,8 @@ def test_every_value_can_be_told(value: object, expected: object) -> None:
 
 def test_known_identifiers() -> None:
     """The derivation is part of the format: ``printf torchobs/1234 | b2sum -l 128`` says the same, and so on."""
-    assert event_ring.derived("00f067aa0ba902b7", "17") == "4ffd007c9ccbe63c"
-    ids = event_ring.SpanIds(replace(header(), resource={"run_id": "1234", "rank": 5, "restart": 2}))
+    assert derived("00f067aa0ba902b7", "17") == "4ffd007c9ccbe63c"
+    ids = SpanIds(replace(header(), resource={"run_id": "1234", "rank": 5, "restart": 2}))
     assert ids.run.trace == "99b9893a94b1aa0f6437987b4d1022e0"
     assert ids.step(17).trace == "bfb475a693aff9a02a756a9409e7b542"
     assert ids.segment(3, 1).trace == "b2ca9638023d467de1e4c7c8258699d7"
@@ -317,7 +317,7 @@ def test_known_identifiers() -> None:
 def test_all_ranks_of_a_run_share_its_traces(launcher: dict[str, str]) -> None:
     """Run, segments and steps; each rank has a span of its own in them, and each restart traces of its own but the run's."""
     made = [
-        event_ring.SpanIds(replace(header(), resource={"run_id": run, "rank": rank, "restart": restart, **launcher}))
+        SpanIds(replace(header(), resource={"run_id": run, "rank": rank, "restart": restart, **launcher}))
         for run, restart in (("1", 0), ("1", 1), *(() if launcher else (("2", 0),)))
         for rank in range(3)
     ]
@@ -344,7 +344,7 @@ def test_a_plain_step_s_phases_are_where_they_were() -> None:
     for number, loader in ((1, True), (2, False)):
         plain_step(writer, number, loader=loader)
     at = writer._steps_at
-    first, second = (event_ring.parts(bytes(memory.content[at + 128 * index : at + 128 * (index + 1)])) for index in range(2))
+    first, second = (parts(bytes(memory.content[at + 128 * index : at + 128 * (index + 1)])) for index in range(2))
     ms = 50_000_000
     assert first == (
         begun,

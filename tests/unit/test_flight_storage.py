@@ -10,10 +10,10 @@ import pytest
 from tests import flights
 from torchobs import catalog
 from torchobs.flight import lock, reader, storage
-from torchobs.flight.create import CreatedFile, create
+from torchobs.flight.files import CreatedFile, create
 from torchobs.flight.layout import HEADER_SIZE, MIN_SIZE, Region
-from torchobs.flight.series_table import USER
 from torchobs.flight.storage import DeferredStorage
+from torchobs.flight.value_blocks import USER
 from torchobs.flight.writer import FlightWriter, open_writer
 
 METRIC = catalog.Metric("test.count", catalog.Kind.COUNTER, "", "", integer=True)

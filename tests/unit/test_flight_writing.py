@@ -19,10 +19,10 @@ from tests.support import wait_until
 from torchobs import catalog
 from torchobs.catalog import Kind
 from torchobs.flight import lock, reader, writer
-from torchobs.flight.create import create, lock_name
+from torchobs.flight.files import create, lock_name
 from torchobs.flight.layout import BLOCK_WORDS, DEFAULT_SIZE, MAX_SIZE, MIN_SIZE, Exit, Region
 from torchobs.flight.reader import Distribution
-from torchobs.flight.series_table import LAYERS, Cell
+from torchobs.flight.value_blocks import LAYERS, Cell
 from torchobs.flight.writer import FlightWriter, open_writer
 
 if TYPE_CHECKING:

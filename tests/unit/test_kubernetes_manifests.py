@@ -8,7 +8,7 @@ import yaml
 
 from torchobs.config.options import duration_s
 from torchobs.config.settings import EXPORTER_ADDRESS
-from torchobs.flight.location import KUBERNETES_CONTROL, KUBERNETES_MOUNT
+from torchobs.flight.directory import KUBERNETES_CONTROL, KUBERNETES_MOUNT
 
 PORT = EXPORTER_ADDRESS.port
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from torchobs.flight import lock
-from torchobs.flight.create import lock_name
+from torchobs.flight.directory import open_place
+from torchobs.flight.files import lock_name
 from torchobs.flight.layout import MIN_SIZE, Exit
-from torchobs.flight.location import open_place
 from torchobs.flight.writer import open_writer
 from torchobs.node import election, launch, lifetime
 from torchobs.node.lifetime import VIEWER_WAIT_S, Departure, ServiceStatus

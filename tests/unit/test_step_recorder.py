@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.flights import recorded
 from torchobs.flight import reader
+from torchobs.flight.directory import open_place
 from torchobs.flight.layout import RECORD_SIZE
-from torchobs.flight.location import open_place
 from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord, unpack
 from torchobs.flight.writer import FlightWriter, open_writer
 from torchobs.probes.step_recorder import StepRecorder

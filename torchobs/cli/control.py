@@ -19,7 +19,7 @@ from torchobs.config import settings
 from torchobs.config.options import PATH, Option, duration, integer
 from torchobs.exporter import access
 from torchobs.flight.control import LEVELS, MAX_PROFILE_STEPS
-from torchobs.flight.location import find_existing
+from torchobs.flight.directory import find_existing
 
 _STACKS = """\
 Print the Python stacks of all threads of a rank, or of all ranks, to see where they are: above all, where one hangs. A rank

@@ -34,7 +34,8 @@ from torchobs.diagnosis import load, text_format
 from torchobs.diagnosis.rank_report import RankReport
 from torchobs.document.text import TerminalStyle, bullets, style_for
 from torchobs.exporter import config
-from torchobs.flight import create, location
+from torchobs.flight import directory as location
+from torchobs.flight import files
 from torchobs.node import election
 
 _DESCRIPTION = """\
@@ -245,7 +246,7 @@ def space(path: str, size: int) -> Check:
     """Check for ``size`` bytes of space for a flight file, on the file system and in the memory cgroup."""
     try:
         with location.opened(path) as fd:
-            short = create.shortage(fd, size)
+            short = files.shortage(fd, size)
     except OSError as problem:  # a link, which the directory check reports
         return Check("room", WARN, f"{path} cannot be opened: {text_format.clean(problem.strerror)}", "see the directory above")
     if short:

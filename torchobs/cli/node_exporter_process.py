@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torchobs.flight.location import open_directory
+from torchobs.flight.directory import open_directory
 from torchobs.node.election import Election, withdraw
 from torchobs.node.launch import detach
 

@@ -17,7 +17,7 @@ from torchobs.diagnosis.load import Chosen, RunFiles
 from torchobs.diagnosis.rank_report import RankReport, last_known
 from torchobs.document.blocks import Table
 from torchobs.document.text import render, style_for, table
-from torchobs.flight.event_ring import plain
+from torchobs.flight.events import plain
 
 _DESCRIPTION = """\
 Write a report on a run as one file: how it ended and why, loss, gradients and learning rate, anomalies, where the time went,

@@ -29,9 +29,9 @@ from torchobs.diagnosis.rank_report import (
 )
 from torchobs.flight import artifacts, endings, reader
 from torchobs.flight.artifacts import PROFILE, ArtifactName
-from torchobs.flight.create import file_name, lock_name
+from torchobs.flight.directory import find_existing, in_memory, opened
+from torchobs.flight.files import file_name, lock_name
 from torchobs.flight.layout import HEADER_SIZE, Header, Region, decode_header
-from torchobs.flight.location import find_existing, in_memory, opened
 from torchobs.flight.reader import FlightFile, Value, View
 from torchobs.flight.step_record import StepRecord
 from torchobs.flight.throughput import pace

@@ -15,7 +15,7 @@ from torchobs.detect.hangs import Standstill
 from torchobs.detect.learning import ZeroRate, zero_rate
 from torchobs.diagnosis import text_format
 from torchobs.flight.artifacts import ArtifactName
-from torchobs.flight.documents import History
+from torchobs.flight.details import History
 from torchobs.flight.layout import PHASE_NAMES, Header
 from torchobs.flight.reader import Distribution, Value, View
 from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord

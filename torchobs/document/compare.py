@@ -16,7 +16,7 @@ from torchobs.diagnosis.rank_report import RankReport, Step
 from torchobs.document.blocks import Document, Item, Items, LineChart, Section, Series, Table, Text, section
 from torchobs.document.run import facts, known_details
 from torchobs.document.sections import points_of
-from torchobs.flight.event_ring import plain
+from torchobs.flight.events import plain
 
 VERSION = 1
 _WARM_UP = 5

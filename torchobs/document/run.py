@@ -36,7 +36,7 @@ from torchobs.document.blocks import (
     section,
 )
 from torchobs.document.sections import points_of
-from torchobs.flight.event_ring import plain
+from torchobs.flight.events import plain
 from torchobs.flight.layout import Region
 from torchobs.flight.throughput import speed
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchobs.exporter.config import UnixAddress
-from torchobs.flight.location import find_existing
+from torchobs.flight.directory import find_existing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -28,7 +28,7 @@ from torchobs.exporter.access import LET_IN, Problem
 from torchobs.exporter.api_schema import Dated, Position, instant, named, wall_ns
 from torchobs.exporter.commands import ArtifactStore, CommandService
 from torchobs.flight.control import LEVELS
-from torchobs.flight.event_ring import plain
+from torchobs.flight.events import plain
 from torchobs.flight.layout import PHASE_NAMES
 from torchobs.flight.reader import Distribution
 from torchobs.flight.step_record import StepFlag

@@ -16,10 +16,11 @@ from torchobs.config.settings import PROBES
 from torchobs.diagnosis.text_format import clean
 from torchobs.exporter.access import Problem
 from torchobs.exporter.api_schema import instant, named
-from torchobs.flight import artifacts, control, location, reader
+from torchobs.flight import artifacts, control, reader
 from torchobs.flight.artifacts import PROFILE, STACKS, STUCK
 from torchobs.flight.control import Command
-from torchobs.flight.create import file_name
+from torchobs.flight.directory import control_directory, find_existing, opened
+from torchobs.flight.files import file_name
 from torchobs.ranks import labels
 from torchobs.ranks.rank_file import READ_ERRORS
 from torchobs.ranks.scanner import Directory
@@ -304,13 +305,13 @@ class CommandService:
     @contextlib.contextmanager
     def _directory(self, *, create: bool = False) -> Iterator[int]:
         """Open the control directory. Raises ``OSError``."""
-        flight_dir = location.find_existing(self._config.flight_dir, self._config.runtime_dir)
+        flight_dir = find_existing(self._config.flight_dir, self._config.runtime_dir)
         if flight_dir is None:
             raise FileNotFoundError("the flight directory is not there yet")
-        path = Path(location.control_directory(self._config.control_dir, flight_dir))
+        path = Path(control_directory(self._config.control_dir, flight_dir))
         if create:
             path.mkdir(mode=0o755, exist_ok=True)
-        with location.opened(path) as directory_fd:
+        with opened(path) as directory_fd:
             yield directory_fd
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.config.options import Address
 from torchobs.flight import entries
-from torchobs.flight.location import opened
+from torchobs.flight.directory import opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

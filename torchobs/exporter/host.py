@@ -23,7 +23,7 @@ import psutil
 
 from torchobs import catalog
 from torchobs.exporter.exporter_metrics import HostFacts, Sample, by_attribute
-from torchobs.flight.location import find_existing
+from torchobs.flight.directory import find_existing
 from torchobs.ranks import labels
 
 if TYPE_CHECKING:

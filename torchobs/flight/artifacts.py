@@ -17,12 +17,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.flight import entries
-from torchobs.flight.create import SUFFIX, shortage
+from torchobs.flight.files import SUFFIX, shortage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torchobs.flight.location import FlightDirectory
+    from torchobs.flight.directory import FlightDirectory
     from torchobs.support.descriptors import Descriptor
 
 KINDS = STACKS, STUCK, PROFILE, LEAK = "stacks", "stuck", "profile", "leak"

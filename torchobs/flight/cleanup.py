@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.config.identity import boot_id
 from torchobs.flight import artifacts, entries, lock
-from torchobs.flight.create import LOCK_SUFFIX, SUFFIX, lock_name
 from torchobs.flight.entries import TEMPORARY
+from torchobs.flight.files import LOCK_SUFFIX, SUFFIX, lock_name
 from torchobs.flight.layout import HEADER_SIZE, BadFlightFileError, Region, decode_header, decode_live
 from torchobs.flight.reader import is_name
 

@@ -8,8 +8,8 @@ offset content
 …      series table: append-only entries (``series.py``)
 …      value blocks: ``BLOCK_COUNT`` blocks of two slots, A and B (:data:`SLOT_HEADER`, then up to 512 words)
 …      step ring: 128-byte records (``step_record.py``)
-…      event ring: frames at multiples of 64 bytes (``event_ring.py``)
-…      details and history: two slots each (``documents.py``)
+…      event ring: frames at multiples of 64 bytes (``events.py``)
+…      details and history: two slots each (``details.py``)
 ====== =========================================================================================================
 
 **Header**: ``magic[8] major:u16 minor:u16 header_size:u32 file_size:u64 incarnation[16] boot_id[16] monotonic_ns:u64

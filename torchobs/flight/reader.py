@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.catalog import Kind
 from torchobs.config.identity import boot_id
-from torchobs.flight import documents, entries, event_ring, fold, lock
-from torchobs.flight.create import SUFFIX, lock_name
+from torchobs.flight import entries, fold, lock
+from torchobs.flight.details import History, decode_history, newest
+from torchobs.flight.events import fields_of, scan
+from torchobs.flight.files import SUFFIX, lock_name
 from torchobs.flight.forward import NO_SHARE, ForwardShare
 from torchobs.flight.layout import (
     FADED_AFTER_S,
@@ -44,7 +46,7 @@ from torchobs.flight.totals import Totals, Word
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torchobs.flight.event_ring import Tail
+    from torchobs.flight.events import Tail
 
 
 class Distribution(NamedTuple):
@@ -364,18 +366,18 @@ class FlightFile:
 
     def events(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the position and the fields of each event and span still in the ring, oldest first."""
-        return event_ring.scan(self._region(Region.EVENTS), self.header.seed)
+        return scan(self._region(Region.EVENTS), self.header.seed)
 
     def details(self) -> dict[str, Any]:
-        """Return how the run was started (``documents.DETAILS``); empty if unknown."""
-        return event_ring.fields_of(self._document(Region.DETAILS)) or {}
+        """Return how the run was started (``Region.DETAILS``); empty if unknown."""
+        return fields_of(self._document(Region.DETAILS)) or {}
 
-    def history(self) -> documents.History:
+    def history(self) -> History:
         """Return the history of gauges since the start; empty if there is none."""
-        return documents.decode_history(self._document(Region.HISTORY))
+        return decode_history(self._document(Region.HISTORY))
 
     def _document(self, region: Region) -> bytes:
-        return documents.newest(self._region(region), self.header.seed)
+        return newest(self._region(region), self.header.seed)
 
     def fresh_events(self, tail: Tail, head: int) -> list[bytes]:
         """Return the new payloads (:meth:`Tail.take`); ``head``: the event head in the live words."""

@@ -14,7 +14,7 @@ from collections import deque
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from torchobs.flight.create import CreatedFile, open_again
+from torchobs.flight.files import CreatedFile, open_again
 from torchobs.flight.layout import ALIGN, HEADER_SIZE, LIVE_WORDS, Region
 from torchobs.support.after_fork import renew_in_child
 

@@ -20,16 +20,16 @@ from zlib import crc32
 from torchobs import catalog
 from torchobs.flight import endings, entries, lock
 from torchobs.flight import fold as record_fold
-from torchobs.flight.create import CreatedFile, create, lock_name, new_header, relock
-from torchobs.flight.documents import Document
-from torchobs.flight.event_ring import EventRing
+from torchobs.flight.details import Document
+from torchobs.flight.directory import FlightDirectory, renew
+from torchobs.flight.events import EventRing
+from torchobs.flight.files import CreatedFile, create, lock_name, new_header, relock
 from torchobs.flight.layout import DEFAULT_SIZE, EXIT_SET, NO_STEPS, RECORD_SIZE, Header, Live, Region
-from torchobs.flight.location import FlightDirectory, renew
 from torchobs.flight.native import compiled
-from torchobs.flight.series_table import Table
 from torchobs.flight.step_record import CRC, NO_FETCH, PLAIN, PLAIN_CODES, StepRecord, pack, unpack
 from torchobs.flight.storage import DeferredStorage, Storage
 from torchobs.flight.totals import Anomaly, Word, core_series
+from torchobs.flight.value_blocks import Table
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ def is_decided(directory_fd: int) -> bool:
 def anyone_alive(directory_fd: int) -> bool:
     """Return True if a rank with a flight file in the directory is alive. Raises ``OSError`` if the directory is gone."""
     from torchobs.flight import reader
-    from torchobs.flight.create import lock_name  # none is needed by a process that loses the election
+    from torchobs.flight.files import lock_name  # none is needed by a process that loses the election
     from torchobs.flight.layout import BadFlightFileError
 
     for name in reader.names(directory_fd):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchobs.config import settings
-from torchobs.flight.location import KUBERNETES_MOUNT, opened
+from torchobs.flight.directory import KUBERNETES_MOUNT, opened
 from torchobs.node.election import is_decided
 from torchobs.support.descriptors import Descriptor
 

@@ -37,8 +37,8 @@ from torchobs import catalog
 from torchobs.catalog import Kind, Metric
 from torchobs.flight.layout import SLOT_SIZE
 from torchobs.flight.series import Scope, Series, ValueType
-from torchobs.flight.series_table import USER, Cell, NoSeriesRoomError, Table, ValueBlock
 from torchobs.flight.storage import Storage
+from torchobs.flight.value_blocks import USER, Cell, NoSeriesRoomError, Table, ValueBlock
 from torchobs.otel.attributes import clean_key, delegate_safely, flat, frozen, logger, warn_once
 from torchobs.support.error_guard import CircuitBreaker, call
 

@@ -26,7 +26,7 @@ from weakref import ref
 from torchobs import catalog
 from torchobs.catalog.findings import Finding
 from torchobs.detect.learning import LASTING_STEPS
-from torchobs.flight.series_table import LAYERS
+from torchobs.flight.value_blocks import LAYERS
 from torchobs.probes.context import SamplingInterval
 from torchobs.probes.layers import WIDER
 from torchobs.support.graph_safe import OutputHook, dispatch_modes, transformed

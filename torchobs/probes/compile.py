@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from importlib.abc import MetaPathFinder
 
-    from torchobs.flight.series_table import Cell
+    from torchobs.flight.value_blocks import Cell
     from torchobs.probes.context import ProbeContext
     from torchobs.support.error_guard import CircuitBreaker
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from torchobs.catalog import Metric
-    from torchobs.flight.series_table import Cell, Table
+    from torchobs.flight.value_blocks import Cell, Table
     from torchobs.flight.writer import FlightWriter
     from torchobs.probes.context import ProbeContext
     from torchobs.probes.gpu_sensors import Reading

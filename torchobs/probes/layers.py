@@ -23,7 +23,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.flight.series_table import LAYERS
+from torchobs.flight.value_blocks import LAYERS
 from torchobs.probes.context import SamplingInterval
 from torchobs.probes.gradient_norms import Measurement, flat, measure
 from torchobs.tensors.device_reads import Devices
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from torchobs.detect.spikes import BlownLayer
-    from torchobs.flight.series_table import Cell, Table
+    from torchobs.flight.value_blocks import Cell, Table
     from torchobs.probes.context import ProbeContext
     from torchobs.probes.gradient_norms import Measurement
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torchobs.catalog import Metric
     from torchobs.detect.growth import Growth
-    from torchobs.flight.series_table import Cell
+    from torchobs.flight.value_blocks import Cell
     from torchobs.flight.writer import FlightWriter
     from torchobs.probes.context import ProbeContext
     from torchobs.support.cgroup import Hierarchy, Memory

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.flight.series_table import CORE, NoSeriesRoomError
+from torchobs.flight.value_blocks import CORE, NoSeriesRoomError
 
 if TYPE_CHECKING:
     from torchobs.catalog import Metric
-    from torchobs.flight.series_table import Cell, Table
+    from torchobs.flight.value_blocks import Cell, Table
 
 MOST_NAMES = 64
 EVERY_S = 1.0

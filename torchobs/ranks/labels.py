@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from torchobs import catalog
 from torchobs.catalog import prometheus_label
 from torchobs.config.launchers import LAUNCH, LAUNCHED_BY
-from torchobs.flight import event_ring
-from torchobs.flight.event_ring import fields_of
+from torchobs.flight.events import SpanIds, fields_of
 from torchobs.flight.layout import PROCESS_BEGUN, Header
 
 if TYPE_CHECKING:
@@ -182,7 +181,7 @@ class Exemplars:
 
     def __init__(self, header: Header) -> None:
         self.shown = NO_EXEMPLARS
-        self._ids = event_ring.SpanIds(header)
+        self._ids = SpanIds(header)
         self._ends: OrderedDict[int, int] = OrderedDict()
 
     def add(self, payloads: Sequence[bytes]) -> None:

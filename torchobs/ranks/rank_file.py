@@ -24,8 +24,8 @@ from torchobs.config.launchers import LAUNCH, LAUNCHED_BY
 from torchobs.detect import hangs
 from torchobs.detect.hangs import Durations, Standstill
 from torchobs.flight import endings, lock, reader, throughput
-from torchobs.flight.create import file_name, lock_name
-from torchobs.flight.event_ring import Tail
+from torchobs.flight.events import Tail
+from torchobs.flight.files import file_name, lock_name
 from torchobs.flight.layout import BadFlightFileError, Exit, Region
 from torchobs.flight.reader import DecodedBlock, Distribution, FlightFile, View
 from torchobs.ranks import labels, state

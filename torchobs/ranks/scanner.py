@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from torchobs.config.identity import boot_id
 from torchobs.flight import entries, reader
-from torchobs.flight.create import lock_name
-from torchobs.flight.location import KUBERNETES_MOUNT, find_existing, open_directory
+from torchobs.flight.directory import KUBERNETES_MOUNT, find_existing, open_directory
+from torchobs.flight.files import lock_name
 from torchobs.flight.reader import MAX_FILES
 from torchobs.ranks import labels, rank_file
 from torchobs.ranks.comparison import RankComparator

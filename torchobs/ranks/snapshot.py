@@ -10,7 +10,7 @@ from torchobs import catalog
 from torchobs.catalog import BY_NAME, Metric, cumulative
 from torchobs.detect.hangs import Standstill
 from torchobs.detect.speed import Slowness
-from torchobs.flight.create import cgroup_limit
+from torchobs.flight.files import cgroup_limit
 from torchobs.flight.reader import DecodedBlock, Distribution, View
 from torchobs.ranks.labels import Shown
 from torchobs.ranks.state import ending, last_memory, trains

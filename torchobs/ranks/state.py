@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.detect import hangs
 from torchobs.detect.hangs import PATIENT_PHASES, Standstill
-from torchobs.flight.event_ring import fields_of
+from torchobs.flight.events import fields_of
 from torchobs.flight.layout import FADED_AFTER_S as FADED_AFTER_S  # noqa: PLC0414  # for the modules that judge by it
 from torchobs.flight.layout import Exit
 from torchobs.flight.reader import Distribution

@@ -24,14 +24,14 @@ from torchobs.config import settings
 from torchobs.config.options import as_text
 from torchobs.config.provenance import checkout, redacted, redacted_value
 from torchobs.config.settings import Settings
-from torchobs.flight.documents import encode_history
+from torchobs.flight.details import encode_history
 from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchobs.flight.series_table import Cell
+    from torchobs.flight.value_blocks import Cell
     from torchobs.probes.context import ProbeContext
 
 

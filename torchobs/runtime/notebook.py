@@ -43,7 +43,7 @@ class PageAddress:
         now_s = time.monotonic()
         if self.url or now_s < self._due_s or now_s > self._until_s:
             return
-        from torchobs.flight.location import opened
+        from torchobs.flight.directory import opened
         from torchobs.node import election
 
         self._due_s = now_s + _INTERVAL_S

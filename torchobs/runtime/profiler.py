@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from torchobs import catalog
 from torchobs.flight import artifacts
 from torchobs.flight.artifacts import LIMITS, PROFILE, named
-from torchobs.flight.create import deadly_limit, shortage, survive_limits
+from torchobs.flight.files import deadly_limit, shortage, survive_limits
 from torchobs.probes.process_memory import ProcessStats
 from torchobs.probes.torch_profiler import ProfilerBusyError, Recording, exclusively
 from torchobs.support.error_guard import CircuitBreaker, call
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchobs.flight.artifacts import ArtifactName
-    from torchobs.flight.location import FlightDirectory
+    from torchobs.flight.directory import FlightDirectory
     from torchobs.probes.context import ProbeContext
     from torchobs.support.descriptors import Descriptor
 

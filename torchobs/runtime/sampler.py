@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.catalog.findings import finding
-from torchobs.flight.create import survive_limits
-from torchobs.flight.location import remedy
+from torchobs.flight.directory import remedy
+from torchobs.flight.files import survive_limits
 from torchobs.probes.layers import GrownLayers
 from torchobs.runtime.stacks import live_phase
 from torchobs.support import anomaly_callbacks

@@ -20,8 +20,8 @@ from torchobs._version import __version__
 from torchobs.config import identity, settings
 from torchobs.config.options import as_text
 from torchobs.flight.cleanup import clean
+from torchobs.flight.directory import NoPlaceError, control_directory, open_place, remedy
 from torchobs.flight.layout import PROCESS_BEGUN, Exit
-from torchobs.flight.location import NoPlaceError, control_directory, open_place, remedy
 from torchobs.flight.writer import FlightWriter, open_writer
 from torchobs.probes import factories
 from torchobs.probes.amp import LossScaling

@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torchobs import catalog
 from torchobs.detect.speed import alike_interval, slow_from, taken
-from torchobs.flight import event_ring
-from torchobs.flight.event_ring import SpanId, SpanIds
+from torchobs.flight.events import TRACE_ID, SpanId, SpanIds, derived, parts
 from torchobs.flight.layout import PHASE_NAMES
 from torchobs.flight.step_record import RecordKind, StepFlag
 from torchobs.support.import_hooks import after_import, cancel
@@ -292,7 +291,7 @@ def _remote(parent: str, state: str | None) -> dict[str, object]:
 
 def trace_attributes(settings: Settings) -> dict[str, str | int]:
     """Return the flight file's resource attributes about the launcher's trace."""
-    return {event_ring.TRACE_ID: settings.traceparent.split("-")[1]} if settings.traceparent else {}
+    return {TRACE_ID: settings.traceparent.split("-")[1]} if settings.traceparent else {}
 
 
 _INTERVAL_S, _SHORTEST_S = 10.0, 1.0
@@ -404,7 +403,7 @@ class StepSpans:
             self._write_whole(record, raw, reason)
 
     def _write_whole(self, record: StepRecord, raw: bytes, reason: str) -> None:
-        exact = event_ring.parts(raw)
+        exact = parts(raw)
         started_ns = exact[0] if exact else record.end_ns - round(sum(record.phase_s) * 1e9)
         norms = [late.grad_norm for late in self._late if late.step == record.step]
         attributes: dict[str, object] = {"reason": reason, **_values(record, norms)}
@@ -412,7 +411,7 @@ class StepSpans:
             attributes |= {f"{name}_s": value for name, value in zip(PHASE_NAMES, record.phase_s, strict=True) if value}
         ids = self._write_step(record.step, started_ns, record.end_ns, attributes)
         for phase, from_ns, to_ns in exact[1] if exact else ():
-            own = ids._replace(span=event_ring.derived(ids.span, phase))
+            own = ids._replace(span=derived(ids.span, phase))
             self._write(catalog.SPAN_STEP_PHASE.name, own, from_ns, to_ns, {"phase": phase}, {"parent": ids.span})
 
     def _write_step(self, step: int, started_ns: int, ended_ns: int, attributes: dict[str, object]) -> SpanId:

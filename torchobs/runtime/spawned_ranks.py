@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 from torchobs.config import settings
 from torchobs.config.launchers import LAUNCHED_BY
 from torchobs.flight import reader
+from torchobs.flight.directory import KUBERNETES_MOUNT
 from torchobs.flight.layout import BadFlightFileError
-from torchobs.flight.location import KUBERNETES_MOUNT
 from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.import_hooks import after_import, cancel
 from torchobs.support.process_group import rank_and_size

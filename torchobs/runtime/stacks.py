@@ -34,7 +34,7 @@ from torchobs.detect import hangs as stall
 from torchobs.detect.hangs import Durations
 from torchobs.flight import artifacts, endings
 from torchobs.flight.artifacts import END, LIMITS, STACKS, STUCK, named
-from torchobs.flight.create import shortage
+from torchobs.flight.files import shortage
 from torchobs.flight.layout import LIVE_PHASES
 from torchobs.flight.totals import DURATION_SUM, Word
 from torchobs.probes.data import state_of
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torchobs.flight.artifacts import ArtifactName
-    from torchobs.flight.location import FlightDirectory
+    from torchobs.flight.directory import FlightDirectory
     from torchobs.flight.writer import FlightWriter
     from torchobs.probes.context import ProbeContext
 

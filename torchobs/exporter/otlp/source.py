@@ -50,8 +50,8 @@ from torchobs.config.launchers import LAUNCH, LAUNCHED_BY
 from torchobs.diagnosis.rank_report import with_unit
 from torchobs.exporter import exporter_metrics
 from torchobs.flight import reader
-from torchobs.flight.create import file_name
-from torchobs.flight.event_ring import SpanId, SpanIds, Tail
+from torchobs.flight.events import SpanId, SpanIds, Tail
+from torchobs.flight.files import file_name
 from torchobs.flight.layout import PROCESS_BEGUN, Region, encodable
 from torchobs.flight.reader import Distribution
 from torchobs.flight.series import Scope, Series, ValueType

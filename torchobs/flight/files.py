@@ -28,7 +28,7 @@ from torchobs.support.descriptors import Descriptor
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torchobs.flight.location import FlightDirectory
+    from torchobs.flight.directory import FlightDirectory
 
 SUFFIX, LOCK_SUFFIX = ".flight", ".lock"
 HEADROOM = 16
