@@ -51,76 +51,37 @@ def samples(metric: Metric) -> list[str]:
     return [name, name.removesuffix("_total")] if metric.kind is Kind.COUNTER else [name]
 
 
+OPEN = (
+    *(catalog.PROBE, catalog.DEVICE, catalog.GPU_ID, catalog.SYSTEM_DEVICE, catalog.NETWORK_INTERFACE),
+    catalog.DEBUG_OPERATION,  # a person names it; torchobs.debug limits how many there are
+)
+"""Attributes whose values nobody knows before: a probe's series are made when it is installed, a device's at first sight."""
+TAKEN = {"job", "instance", "namespace", "pod", "container", "node", "service", "job_name", "run_id", "rank", "le", "quantile"}
+"""Labels that the scrape adds, or that every series of a rank carries"""
+
+
 @each_metric
-def test_suffixes_mean_what_they_say(metric: Metric) -> None:
-    """`_total` is a counter and `_ratio` a share of one; a gauge is never taken for a histogram's `_count` or `_sum`."""
+def test_every_metric_keeps_the_conventions(metric: Metric) -> None:
+    """Suffixes, base units, a sentence, bounds that are powers of two, labels of its own, closed sets of what is counted."""
     name = metric.prometheus
     assert name.endswith("_total") == (metric.kind is Kind.COUNTER)
     if metric.kind is not Kind.HISTOGRAM:
         assert not name.endswith(("_count", "_sum", "_bucket", "_created"))
     assert name.endswith("_ratio") == (metric.unit == "1" and metric.kind is Kind.GAUGE)
     assert (metric.unit == "1") <= (metric.kind is Kind.GAUGE or metric.name.startswith("hw."))
-
-
-@each_metric
-def test_units_are_base_units(metric: Metric) -> None:
-    """SI's and bytes, a count of things in braces, or none; an integer is never a number of seconds."""
     assert metric.unit in {"", "1", "s", "By", "By/s", "J", "W", "Hz", "Cel"} or (
         metric.unit[0] + metric.unit[-1] == "{}" and metric.unit[1:-1].islower()
     )
     assert not (metric.integer and metric.unit == "s")
-
-
-@each_metric
-def test_briefs_are_sentences(metric: Metric) -> None:
-    """One line of help: a sentence with a full stop."""
     assert metric.brief[0].isalnum()
     assert metric.brief.endswith(".")
     assert "\n" not in metric.brief
-
-
-@each_metric
-def test_only_histograms_have_bounds_and_they_are_powers(metric: Metric) -> None:
-    """Bounds that are powers of two convert to exponential and to native histograms without loss."""
     assert bool(metric.bounds) == (metric.kind is Kind.HISTOGRAM)
     assert list(metric.bounds) == sorted(set(metric.bounds))
     assert all(math.frexp(bound)[0] == 0.5 for bound in metric.bounds)
-
-
-@each_metric
-def test_labels_are_no_target_s(metric: Metric) -> None:
-    """An attribute never hides what the scrape adds or what every series of a rank carries."""
-    taken = {
-        "job",
-        "instance",
-        "namespace",
-        "pod",
-        "container",
-        "node",
-        "service",
-        "job_name",
-        "run_id",
-        "rank",
-        "le",
-        "quantile",
-    }
     labels = [prometheus_label(attribute.name) for attribute in metric.attributes]
-    assert not taken & set(labels)
+    assert not TAKEN & set(labels)
     assert len(labels) == len(set(labels))
-
-
-OPEN = (
-    *(catalog.PROBE, catalog.DEVICE, catalog.GPU_ID, catalog.SYSTEM_DEVICE, catalog.NETWORK_INTERFACE),
-    catalog.DEBUG_OPERATION,  # a person names it; torchobs.debug limits how many there are
-)
-
-
-@each_metric
-def test_counters_count_over_closed_sets(metric: Metric) -> None:
-    """Every series of a counter can exist at 0 from the start, so that `increase()` sees its first event.
-
-    Probes and devices are not listed here: a probe's series are made when it is installed, a device's at first sight.
-    """
     for attribute in metric.attributes:
         assert len(attribute.values) == len(set(attribute.values))
         if metric.kind is Kind.COUNTER and attribute not in OPEN:

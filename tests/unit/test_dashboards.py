@@ -77,9 +77,6 @@ def is_exporter_s(metric: Metric) -> bool:
     return metric.name.startswith(("torchobs.exporter.", "torchobs.build.", "torchobs.host.", "system."))
 
 
-# --- metrics
-
-
 def test_every_metric_has_a_panel_or_a_reason() -> None:
     """What torchobs measures can be seen; what has no panel stands in a list that says why."""
     asked = {
@@ -90,12 +87,9 @@ def test_every_metric_has_a_panel_or_a_reason() -> None:
     assert all(reason.endswith(".") for reason in grafana.WITHOUT_PANEL.values())
 
 
-# --- queries
-
-
 @each_query
-def test_queries_name_metrics_labels_and_values_that_exist(uid: str, query: str) -> None:
-    """A label is the metric's own, the rank's or the target's; a value that is asked for is one of the closed set."""
+def test_every_query(uid: str, query: str) -> None:
+    """Names, labels and values that exist; limited to what was chosen; counters as rates; joins and sums by run, or by rank."""
     known = RANK_LABELS | {"quantile", "le", "row", REPLICA_GROUP}
     for selector in promql.selectors(query):
         metric = metric_of(selector)  # raises for a metric that nothing records
@@ -107,68 +101,40 @@ def test_queries_name_metrics_labels_and_values_that_exist(uid: str, query: str)
             assert wanted == ".*" or not values or set(wanted.split("|")) <= set(values)
         known |= own.keys() | foreign | (INFO_LABELS if metric is catalog.RANK_INFO else set())
     assert promql.grouped_by(query) <= known
-
-
-@each_query
-def test_queries_are_limited_to_what_was_chosen(uid: str, query: str) -> None:
-    """Each selector has every variable that the dashboard offers and its series have labels for."""
     offered = set(variables(DASHBOARDS[uid]))
     for name, text in re.findall(r"([A-Za-z_:]\w*(?::\w+)*)\{([^}]*)\}", query):
         matchers = set(text.split(", "))
-        wanted = {f'{label}=~"${label}"' for label in RUN if label in offered}
+        limits = {f'{label}=~"${label}"' for label in RUN if label in offered}
         if name in BY_NAME and is_exporter_s(BY_NAME[name]):
-            wanted = {'instance=~"$instance"'}
+            limits = {'instance=~"$instance"'}
         elif name in FOREIGN:
-            wanted &= {'job_name=~"$job_name"', 'run_id=~"$run_id"'}  # an alert has the labels of its rule
-        assert wanted <= matchers
+            limits &= {'job_name=~"$job_name"', 'run_id=~"$run_id"'}  # an alert has the labels of its rule
+        assert limits <= matchers
         assert set(re.findall(r"\$(\w+)", text)) <= offered
     unlimited = len(promql.selectors(query)) - len(re.findall(r"\{[^}]*\"", query))
     assert unlimited == sum(query.count(f"({name})") for name in FOREIGN)
-
-
-@each_query
-def test_counters_are_only_looked_at_as_rates(uid: str, query: str) -> None:
-    """A counter's value is nobody's business, its growth is; a gauge has no rate."""
     for selector in promql.selectors(query):
         metric = metric_of(selector)
         if metric is None or (metric in OWN_COUNTS and not selector.function):
             continue
         counted = metric.kind in {Kind.COUNTER, Kind.HISTOGRAM}
         assert (selector.function in {"rate", "increase"}) == counted, uid
-
-
-@each_query
-def test_ranges_suit_the_graph(uid: str, query: str) -> None:
-    """`$__rate_interval`: at least four scrapes, no gap between two points; the whole range; or the window of an alert."""
     alert_s = {"10m"} if uid == "torchobs-compile" else set()
     assert set(re.findall(r"\[([^]]+)\]", query)) <= {"$__rate_interval", "$__range", "$__range:$__interval"} | alert_s
-
-
-@each_query
-def test_joins_name_the_labels_that_identify(uid: str, query: str) -> None:
-    """A rank is unique only within a target and a run only within a cluster: whatever is joined is so by all of them."""
     run = ", ".join(RUN)
     allowed = {run, f"{run}, rank", f"{run}, rank, instance", "UUID", "", ", ".join(grafana.alerts.OF)}
     group = f"{run}, {REPLICA_GROUP}"
     allowed |= {group, f"{group}, backend, group", f"{run}, rank, instance, backend, group"}  # process groups, a rank in one
     assert set(re.findall(r"\bon \(([^)]*)\)", query)) <= allowed, uid
     assert "ignoring" not in query
-
-
-@each_query
-def test_what_is_aggregated_of_a_run_is_so_by_run(uid: str, query: str) -> None:
-    """Two clusters may have the same run id: with all of them chosen nothing is added up over both."""
     if "run_id" in variables(DASHBOARDS[uid]) and "@ 0" not in query and not re.match(r"sum by \(le\)", query):
         for labels in promql.groupings(query):
             assert {*RUN} <= labels or "UUID" in labels, query
 
 
-# --- panels
-
-
 @each_panel
-def test_panels_explain_themselves(uid: str, panel: dict[str, Any]) -> None:
-    """A title, a description that says what good looks like, a unit, queries, and a legend that is shown."""
+def test_panels_explain_themselves_and_ask_the_chosen_data_source(uid: str, panel: dict[str, Any]) -> None:
+    """A title, what good looks like, a unit, a legend; tables and bars show the values now."""
     assert panel["title"], uid
     description = panel["description"]
     assert description.endswith(".")
@@ -178,15 +144,13 @@ def test_panels_explain_themselves(uid: str, panel: dict[str, Any]) -> None:
     assert panel["fieldConfig"]["defaults"]["unit"]
     if panel["type"] in {"timeseries", "barchart", "state-timeline"}:
         assert panel["options"]["legend"]["showLegend"] is True
-
-
-@each_panel
-def test_panels_ask_the_chosen_data_source(uid: str, panel: dict[str, Any]) -> None:
-    """The panel and each of its queries; their names are A, B, C."""
-    expected = {"type": "prometheus", "uid": "${datasource}"}
-    assert panel["datasource"] == expected, uid
-    assert [target["datasource"] for target in panel["targets"]] == [expected] * len(panel["targets"])
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    assert panel["datasource"] == source, uid
+    assert [target["datasource"] for target in panel["targets"]] == [source] * len(panel["targets"])
     assert [target["refId"] for target in panel["targets"]] == list("ABCDEFGHIJKLMNOP"[: len(panel["targets"])])
+    for target in panel["targets"]:
+        instant = panel["type"] in {"table", "barchart"} or "$__range" in target["expr"]
+        assert (target["instant"], target["range"]) == (instant, not instant), uid
 
 
 @each_panel
@@ -216,25 +180,6 @@ def test_units_are_those_of_the_metrics(uid: str, panel: dict[str, Any]) -> None
                 assert unit not in {"s", "bytes", "percentunit"}, (uid, target["expr"])
 
 
-@each_panel
-def test_panels_over_time_ask_for_a_range(uid: str, panel: dict[str, Any]) -> None:
-    """Tables and bars show the values now; what is counted over the whole range is asked once."""
-    for target in panel["targets"]:
-        instant = panel["type"] in {"table", "barchart"} or "$__range" in target["expr"]
-        assert (target["instant"], target["range"]) == (instant, not instant), uid
-
-
-@each_panel
-def test_a_thousand_ranks_are_not_a_thousand_lines(uid: str, panel: dict[str, Any]) -> None:
-    """Whoever names a rank, a GPU or a machine in a legend or a row shows only the worst or a heat map of all."""
-    listed = panel["transformations"][1]["options"]["renameByName"] if panel["type"] == "table" else {}
-    for target in panel["targets"]:
-        if re.search(r"\{\{(rank|hw_id|instance)\}\}", target["legendFormat"]):
-            assert re.match(r"(topk|bottomk)\(", target["expr"]), uid
-        if "rank" in listed and panel["title"] not in ONE_ROW_EACH:
-            assert re.search(r"(topk|bottomk)\(|== 1", target["expr"]), uid
-
-
 @pytest.fixture(scope="module")
 def of_a_rank() -> dict[str, list[Mapping[str, str]]]:
     """The labels of what an exporter shows of a rank of a sick run, by the name of the series."""
@@ -246,10 +191,10 @@ def of_a_rank() -> dict[str, list[Mapping[str, str]]]:
 
 
 @each_panel
-def test_a_thousand_ranks_are_not_a_million_samples(
+def test_a_thousand_ranks_are_neither_a_thousand_lines_nor_a_million_samples(
     uid: str, panel: dict[str, Any], of_a_rank: dict[str, list[Mapping[str, str]]]
 ) -> None:
-    """What a panel reads of each rank for an hour that is scraped every 30 s: a second's worth of an old Prometheus' time."""
+    """The worst, or a heat map, in legends and rows; an hour of scrapes every 30 s is read in a second."""
     ranks = 8 if uid == "torchobs-gradients" else 1000  # there it is rank 0 unless others are chosen
     points = min(120, panel.get("maxDataPoints") or 120)
     read = 0
@@ -259,6 +204,12 @@ def test_a_thousand_ranks_are_not_a_million_samples(
             number = sum(selector.matches(labels) for labels in every)
             read += number * ranks * (1 if target["instant"] or "@ 0" in target["expr"] else points)
     assert read <= SAMPLES, (uid, panel["title"], read)
+    listed = panel["transformations"][1]["options"]["renameByName"] if panel["type"] == "table" else {}
+    for target in panel["targets"]:
+        if re.search(r"\{\{(rank|hw_id|instance)\}\}", target["legendFormat"]):
+            assert re.match(r"(topk|bottomk)\(", target["expr"]), uid
+        if "rank" in listed and panel["title"] not in ONE_ROW_EACH:
+            assert re.search(r"(topk|bottomk)\(|== 1", target["expr"]), uid
 
 
 def test_thresholds_are_the_alerts() -> None:
@@ -280,9 +231,6 @@ def test_thresholds_are_the_alerts() -> None:
     steps = left["fieldConfig"]["defaults"]["thresholds"]["steps"]
     assert [step["color"] for step in steps] == ["red", "orange", "green"]
     assert steps[1]["value"] == limits.time_to_limit_s
-
-
-# --- links
 
 
 def test_links_lead_to_dashboards_and_columns_that_exist(checkout: Path) -> None:
@@ -307,20 +255,12 @@ def test_links_lead_to_dashboards_and_columns_that_exist(checkout: Path) -> None
 
 
 @each_dashboard
-def test_every_dashboard_leads_to_the_others(uid: str) -> None:
-    """By the tag that all of them have, with time and variables."""
+def test_every_dashboard(uid: str) -> None:
+    """Its address, annotations, links and variables; no panel covers another, and ids and titles are unique."""
     (link,) = DASHBOARDS[uid]["links"]
     assert (link["type"], link["tags"]) == ("dashboards", ["torchobs"])
     assert (link["keepTime"], link["includeVars"], link["asDropdown"]) == (True, True, True)
     assert DASHBOARDS[uid]["tags"] == ["torchobs"]
-
-
-# --- the whole
-
-
-@each_dashboard
-def test_no_panel_covers_another(uid: str) -> None:
-    """Every panel has its own place on the grid, below the heading it belongs to."""
     for shown in (DASHBOARDS[uid]["panels"], *(row.get("panels") or [] for row in DASHBOARDS[uid]["panels"])):
         cells = [
             (x, y)
@@ -333,20 +273,10 @@ def test_no_panel_covers_another(uid: str) -> None:
         assert {x for x, _ in cells} <= set(range(WIDTH))
         tops = [panel["gridPos"]["y"] for panel in shown]
         assert tops == sorted(tops)
-
-
-@each_dashboard
-def test_ids_and_titles_are_unique(uid: str) -> None:
-    """Links to a panel name its id."""
     every = [panel for row in DASHBOARDS[uid]["panels"] for panel in (row, *(row.get("panels") or []))]
     assert [panel["id"] for panel in every] == list(range(1, len(every) + 1))
     titles = [panel["title"] for panel in every]
     assert len(titles) == len(set(titles))
-
-
-@each_dashboard
-def test_variables_follow_the_data_source_and_one_another(uid: str) -> None:
-    """Renewed with the time range, each limited by those before it; a label that no series has hides nothing."""
     found = variables(DASHBOARDS[uid])
     assert list(found)[:4] == ["datasource", "cluster", "namespace", "job_name"]
     assert (found["datasource"]["type"], found["datasource"]["query"]) == ("datasource", "prometheus")
@@ -366,11 +296,6 @@ def test_variables_follow_the_data_source_and_one_another(uid: str) -> None:
             assert variable.get("allValue") == (None if name == "instance" else ".*")
         assert promql.selectors(query.removeprefix("label_values(").removesuffix(f", {name})").removeprefix("query_result"))
         before.append(name)
-
-
-@each_dashboard
-def test_the_dashboard_as_a_whole(uid: str) -> None:
-    """Not editable (it is generated), a shared crosshair, a fixed address, and annotations of what happened."""
     dashboard = DASHBOARDS[uid]
     assert dashboard["editable"] is False
     assert dashboard["graphTooltip"] == 1
@@ -388,9 +313,6 @@ def test_the_dashboards_there_are() -> None:
     assert [uid.removeprefix("torchobs-") for uid in DASHBOARDS] == [
         *("fleet", "run", "ranks", "gradients", "memory", "data", "amp", "compile", "gpu", "node", "itself", "alerts"),
     ]
-
-
-# --- the files
 
 
 def test_what_is_shipped_is_up_to_date(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:

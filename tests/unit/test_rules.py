@@ -48,35 +48,17 @@ each_alert = for_each({rule["alert"]: (rule,) for rule in ALERT_RULES})
 
 
 @each_rule
-def test_rules_are_about_metrics_that_are_recorded(rule: dict[str, Any]) -> None:
-    """Every name is a metric that something records, or a series that another rule does; values asked for are closed ones."""
+def test_every_rule(rule: dict[str, Any]) -> None:
+    """Metrics that are recorded, closed values, counters by their increase, joins and sums that tell runs and ranks apart."""
+    looks_for_what_is_new = rule.get("record", "").endswith((RECENT, POSITION))  # or for the step that a run has come to
     for selector in promql.selectors(rule["expr"]):
         if selector.name in RECORDED | FOREIGN:
             continue
         metric = BY_NAME[selector.name]
         own = {prometheus_label(attribute.name): attribute.values for attribute in metric.attributes}
         assert all(set(value.split("|")) <= set(own[label]) for label, value in selector.matchers.items())
-
-
-@each_rule
-def test_counters_are_only_looked_at_as_increases(rule: dict[str, Any]) -> None:
-    """But for a counter that is as young as the rank, or new, which the rules of what is recent look for.
-
-    And for the step that a run has come to, which is counted on from where its ranks resumed.
-    """
-    for selector in promql.selectors(rule["expr"]):
-        metric = BY_NAME.get(selector.name)
-        if (
-            metric is not None
-            and metric.kind in {Kind.COUNTER, Kind.HISTOGRAM}
-            and not rule.get("record", "").endswith((RECENT, POSITION))
-        ):
+        if metric.kind in {Kind.COUNTER, Kind.HISTOGRAM} and not looks_for_what_is_new:
             assert selector.function in {"rate", "increase", "max_over_time"}
-
-
-@each_rule
-def test_joins_and_sums_tell_runs_and_ranks_apart(rule: dict[str, Any]) -> None:
-    """A rank is unique only within a target, a run only within a cluster and a namespace."""
     for by in re.findall(r"\b(?:on|by) \(([^)]*)\)", rule["expr"]):
         named = by.split(", ")
         assert named[:4] in (list(RUN), ["cluster", "namespace", "pod", "instance"]) or named[:2] in BY_NODE
@@ -92,24 +74,6 @@ def test_recorded_series_are_named_level_metric_operation(rule: dict[str, Any]) 
     assert operation
     known = {metric.prometheus.removesuffix("_total") for metric in catalog.METRICS}
     assert name in known or name == "torchobs_goodput"
-
-
-@each_alert
-def test_alerts_say_what_is_wrong_and_where_to_read_on(rule: dict[str, Any]) -> None:
-    """A severity; a summary with the run (or the exporter); a link to the runbook, and one to the dashboard of the run."""
-    notes = rule["annotations"]
-    assert rule["labels"]["severity"] == ("page" if rule["alert"] in PAGES else "ticket")
-    assert "$value" in notes["summary"] + notes["description"] or rule["alert"] in {
-        "TorchobsExporterConfig", "TorchobsRanksDisagree", "TorchobsRecompileStorm",
-    }  # fmt: skip
-    assert notes["runbook_url"] == f"https://example.org/runbooks/{rule['alert']}.md"
-    if "run_id" not in rule["expr"].split(")")[0]:
-        assert "$labels.instance" in notes["summary"]
-        assert "dashboard_url" not in notes
-        return
-    assert {"$labels.run_id", "$labels.job_name", "$labels.cluster"} <= set(re.findall(r"\$labels\.\w+", notes["summary"]))
-    assert notes["dashboard_url"].startswith("https://grafana.example.org/d/torchobs-run?from={{")
-    assert "&var-run_id={{ . | urlquery }}" in notes["dashboard_url"]
 
 
 def test_alerts_link_to_no_dashboard_where_it_is_unknown_where_grafana_is() -> None:
@@ -135,13 +99,26 @@ def test_alerts_name_the_culprit_by_queries_of_their_own_run(rule: dict[str, Any
 
 
 @each_alert
-def test_alerts_outlast_a_short_sickness_and_come_once_per_run(rule: dict[str, Any]) -> None:
-    """No `for` that a job's exit could cut short; one alert for a thousand ranks; its labels are the ones its text uses."""
+def test_alerts_say_what_is_wrong_and_come_once_per_run(rule: dict[str, Any]) -> None:
+    """A severity, the run or the exporter, links to runbook and dashboard; no `for` that a job's exit could cut short."""
     assert rule["for"] == ("3m" if rule["alert"] in {"TorchobsRunDown", "TorchobsTelemetryGone"} else "0s")
     assert rule["keep_firing_for"] == "10m"
     run, exporter = ONE_RUN, "cluster, namespace, pod, instance"
     assert rule["expr"].startswith((f"max by ({run}) (", f"min by ({run}) (", f"max by ({exporter}"))
     assert "absent" not in rule["expr"]
+    notes = rule["annotations"]
+    assert rule["labels"]["severity"] == ("page" if rule["alert"] in PAGES else "ticket")
+    assert "$value" in notes["summary"] + notes["description"] or rule["alert"] in {
+        "TorchobsExporterConfig", "TorchobsRanksDisagree", "TorchobsRecompileStorm",
+    }  # fmt: skip
+    assert notes["runbook_url"] == f"https://example.org/runbooks/{rule['alert']}.md"
+    if "run_id" not in rule["expr"].split(")")[0]:
+        assert "$labels.instance" in notes["summary"]
+        assert "dashboard_url" not in notes
+        return
+    assert {"$labels.run_id", "$labels.job_name", "$labels.cluster"} <= set(re.findall(r"\$labels\.\w+", notes["summary"]))
+    assert notes["dashboard_url"].startswith("https://grafana.example.org/d/torchobs-run?from={{")
+    assert "&var-run_id={{ . | urlquery }}" in notes["dashboard_url"]
 
 
 @each_alert
