@@ -15,20 +15,13 @@ from torchobs.exporter import config
 from torchobs.exporter.config import EVERY_OPTION, ExporterConfig, PushConfig, PushTarget, UnixAddress
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90", 90), ("90s", 90), ("0", 0), ("1.5s", 1.5), ("5m", 300), ("1h30m", 5400), ("1h2m3s", 3723)],
-)
-def test_durations_are_prometheus_own(text: str, seconds: float) -> None:
-    """With units, or in seconds."""
-    assert duration_s(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "s", "-1", "5 m", "1d2", "m", "1e3", "nan", "9" * 400, "1s1h", "٣s"])
-def test_what_is_no_duration_is_refused(text: str) -> None:
-    """Guessing would be worse."""
-    with pytest.raises(ValueError, match=f"^{re.escape(text[:10])}"):
-        duration_s(text)
+def test_durations_are_prometheus_own() -> None:
+    """With units, or in seconds; what is none is refused, for guessing would be worse."""
+    read = {"90": 90, "90s": 90, "0": 0, "1.5s": 1.5, "5m": 300, "1h30m": 5400, "1h2m3s": 3723}
+    assert {text: duration_s(text) for text in read} == read
+    for text in ("", "s", "-1", "5 m", "1d2", "m", "1e3", "nan", "9" * 400, "1s1h", "٣s"):
+        with pytest.raises(ValueError, match=f"^{re.escape(text[:10])}"):
+            duration_s(text)
 
 
 def test_nothing_given_is_the_default() -> None:
@@ -138,31 +131,19 @@ def test_a_variable_that_is_no_option_s_is_named_without_its_value() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "chosen"),
-    [("all", HOST_COLLECTORS), ("none", ()), ("disk", ("disk",)), ("network, cpu ,", ("cpu", "network")), ("CPU", ("cpu",))],
-)  # fmt: skip
-def test_collectors_are_chosen_by_name(text: str, chosen: tuple[str, ...]) -> None:
-    """All, none, or a list in any order."""
-    assert config.parse({"collect_host": [text]}, {}).collect_host == chosen
+def test_collectors_are_chosen_by_name() -> None:
+    """All, none, or a list in any order; a refusal says which there are, of which those of earlier versions are none."""
+    for text, chosen in {"all": HOST_COLLECTORS, "none": (), "network, cpu ,": ("cpu", "network"), "CPU": ("cpu",)}.items():
+        assert config.parse({"collect_host": [text]}, {}).collect_host == chosen
+    for text in ("cpus", "cpu,meminfo", "all,cpu", "cpu memory", "infiniband", "true"):
+        refused = config.parse({"collect_host": [text]}, {})
+        assert refused.collect_host == ()
+        assert all(name in refused.problems[0] for name in HOST_COLLECTORS)
 
 
-@pytest.mark.parametrize("text", ["cpus", "cpu,meminfo", "all,cpu", "cpu memory", "infiniband", "true"])
-def test_a_collector_that_does_not_exist_is_refused(text: str) -> None:
-    """And the problem says which there are; those of earlier versions that are node_exporter's now are none."""
-    chosen = config.parse({"collect_host": [text]}, {})
-    assert chosen.collect_host == ()
-    assert all(name in chosen.problems[0] for name in HOST_COLLECTORS)
-
-
-@pytest.fixture
-def page(checkout: Path) -> str:
-    """The page's text."""
-    return (checkout / "docs" / "exporter.md").read_text()
-
-
-def test_options_with_another_variable_are_documented(page: str) -> None:
-    """Every option has the variable that the page derives from its name; the page lists those that have one more."""
+def test_the_page_has_second_variables_states_endings_and_metrics(checkout: Path) -> None:
+    """An option's variable follows from its name; the page lists further ones, and the catalog's states, in its order."""
+    page = (checkout / "docs" / "exporter.md").read_text()
     documented = {
         option: tuple(re.findall(r"`(\w+)`", variables))
         for option, variables in re.findall(r"^\| `(--[\w.-]+)`[^|]*\| ([^|]*) \|$", page, re.MULTILINE)
@@ -170,21 +151,14 @@ def test_options_with_another_variable_are_documented(page: str) -> None:
     for option in EVERY_OPTION:
         assert option.variables[0] == f"TORCHOBS_EXPORTER_{re.sub('[.-]', '_', option.flag[2:]).upper()}"
     assert documented == {option.flag: option.variables for option in EVERY_OPTION if len(option.variables) > 1}
-
-
-def test_every_state_and_every_ending_is_documented(page: str) -> None:
-    """In the catalog's words, and in its order."""
     states = page.split("## The state of a rank")[1].split("A killed rank", maxsplit=1)[0]
     assert tuple(re.findall(r"^\| `(\w+)` \| ", states, re.MULTILINE)) == catalog.RANK_STATES
-    for reason in catalog.EXIT_REASONS:
-        assert f"`{reason}`" in page
-
-
-def test_metrics_are_called_by_their_names(page: str) -> None:
-    """Whatever looks like one of ours is one."""
+    assert [reason for reason in catalog.EXIT_REASONS if f"`{reason}`" not in page] == []
     names = {metric.prometheus for metric in catalog.METRICS}
-    for told, star in re.findall(r"\b(torchobs_\w+)(\*?)", page):
-        assert told.startswith("torchobs_run") or told in names or (star and any(name.startswith(told) for name in names)), told
+    for name, star in re.findall(r"\b(torchobs_\w+)(\*?)", page):
+        assert name.startswith("torchobs_run") or name in names or (star and any(known.startswith(name) for known in names)), (
+            name
+        )
 
 
 BASE = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -290,22 +264,15 @@ def test_what_is_not_allowed_is_told_and_left_out(name: str, text: str) -> None:
     assert problem.startswith(f"{name}='{text}': expected ")
 
 
-@pytest.mark.parametrize("text", ["secret", "a b=secret", "a=secret\n", "a=secret%0d%0aHost: x", "=secret"])
-def test_a_header_s_value_is_never_repeated(text: str) -> None:
-    """It may be a key; and none can forge another."""
-    found, problems = config.parse_push({}, {BASE: "http://c:1", "OTEL_EXPORTER_OTLP_HEADERS": text})
-    if text.endswith("\n"):  # what stands around it is taken off
-        assert problems == ()
-        return
-    assert found is not None
-    assert found.metrics == PushTarget("http://c:1/v1/metrics")
-    assert problems
-    assert not any("secret" in problem for problem in problems)
-
-
-@pytest.mark.parametrize("user", ["user:secret", ":secret"])
-def test_a_password_in_the_address_is_refused(user: str) -> None:
-    """It would be on the log; one without a user was taken, and never sent."""
-    found, (problem,) = config.parse_push({"otlp_endpoint": [f"http://{user}@c:1"]}, {})
-    assert found is None
-    assert "secret" not in problem
+def test_what_may_be_a_key_or_a_password_is_never_repeated() -> None:
+    """The value of a header, of which none can forge another, and a password in the address, with a user or without."""
+    for text in ("secret", "a b=secret", "a=secret%0d%0aHost: x", "=secret"):
+        found, problems = config.parse_push({}, {BASE: "http://c:1", "OTEL_EXPORTER_OTLP_HEADERS": text})
+        assert found is not None
+        assert found.metrics == PushTarget("http://c:1/v1/metrics")
+        assert problems
+        assert not any("secret" in problem for problem in problems)
+    for user in ("user:secret", ":secret"):
+        found, (problem,) = config.parse_push({"otlp_endpoint": [f"http://{user}@c:1"]}, {})
+        assert found is None
+        assert "secret" not in problem
