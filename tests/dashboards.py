@@ -1,10 +1,23 @@
-"""The shipped dashboards as tests look at them, without grafana-foundation-sdk."""
+"""The shipped dashboards as tests look at them, what their queries ask for, and what a real Prometheus answers."""
+
+from __future__ import annotations
 
 import json
+import math
+import re
+import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import promql_parser
 
 from tests.support import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from tests.prometheus_server import PrometheusServer, Series
 
 FOLDER = ROOT / "deploy" / "grafana" / "dashboards"
 
@@ -32,3 +45,125 @@ def targets(dashboard: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict
 def variables(dashboard: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Its variables by name."""
     return {variable["name"]: variable for variable in dashboard["templating"]["list"]}
+
+
+# What Grafana puts in place of its variables; the exact values matter to no test.
+CHOICES = ("cluster", "namespace", "job_name", "run_id", "rank", "layer", "instance")
+VARIABLES = {
+    "$__rate_interval": "1m",
+    "$__interval": "15s",
+    "$__range": "1h",
+    **{f"${choice}": ".*" for choice in CHOICES},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """A selector of a query: its name, what it matches by label, and the function that it is given to, if any."""
+
+    name: str
+    matchers: Mapping[str, str]
+    function: str = ""
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    """What it must not match"""
+
+    def matches(self, labels: Mapping[str, str]) -> bool:
+        """Whether a series with these labels, and this name, is chosen."""
+        wanted = all(
+            re.fullmatch(value, labels.get(name, "")) for name, value in self.matchers.items() if name not in self.excluded
+        )
+        return wanted and not any(re.fullmatch(value, labels.get(name, "")) for name, value in self.excluded.items())
+
+
+def filled(query: str, **given: str) -> str:
+    """The query with Grafana's variables filled in; `rate_interval="4s"` and so on override the defaults."""
+    values = {**VARIABLES, **{f"$__{name}": value for name, value in given.items()}}
+    for variable in sorted(values, key=len, reverse=True):
+        query = query.replace(variable, values[variable])
+    return query
+
+
+def parse(query: str) -> Any:
+    """The syntax tree of a query, Grafana's variables filled in.
+
+    Raises:
+        ValueError: It is no PromQL.
+    """
+    return promql_parser.parse(filled(query))
+
+
+def nodes(tree: Any, function: str = "") -> Iterator[tuple[Any, str]]:
+    """Every node of the tree, each with the function whose argument it is."""
+    yield tree, function
+    below = tree.func.name if isinstance(tree, promql_parser.Call) else function
+    if isinstance(tree, promql_parser.AggregateExpr | promql_parser.BinaryExpr):
+        below = ""
+    parts = [getattr(tree, name, None) for name in ("lhs", "rhs", "expr", "vector_selector")]
+    for part in [*parts, *getattr(tree, "args", [])]:
+        if part is not None and not isinstance(part, str):
+            yield from nodes(part, below)
+
+
+def selectors(query: str) -> list[Selector]:
+    """The query's selectors, in the order in which they stand."""
+    return [
+        Selector(
+            node.name or "",
+            {matcher.name: matcher.value for matcher in node.matchers.matchers},
+            function,
+            {matcher.name: matcher.value for matcher in node.matchers.matchers if "Not" in str(matcher.op)},
+        )
+        for node, function in nodes(parse(query))
+        if isinstance(node, promql_parser.VectorSelector)
+    ]
+
+
+def groupings(query: str) -> Iterator[set[str]]:
+    """The labels of each aggregation that keeps none of its operand's, which `topk` and `bottomk` do."""
+    for node, _ in nodes(parse(query)):
+        if isinstance(node, promql_parser.AggregateExpr) and not str(node).startswith(("topk", "bottomk")):
+            yield set(getattr(node.modifier, "labels", None) or [])
+
+
+def grouped_by(query: str) -> set[str]:
+    """Every label that the query's aggregations and joins name."""
+    found: set[str] = set()
+    for node, _ in nodes(parse(query)):
+        modifier = getattr(node, "modifier", None)
+        parts = [modifier, getattr(modifier, "matching", None)] if modifier is not None else []
+        found |= {label for part in parts for label in getattr(part, "labels", None) or []}
+        found |= set(getattr(modifier, "group_labels", None) or [])
+    return found
+
+
+class Answers:
+    """What a Prometheus has since it began, for the dashboards of one run."""
+
+    def __init__(self, prometheus: PrometheusServer, began_s: float, **chosen: str) -> None:
+        """Besides the run, what is chosen of a dashboard's variables: `job_name="train"`."""
+        self._prometheus, self._began_s, self._chosen = prometheus, began_s, chosen
+        self._dashboards = shipped()
+
+    def panel(self, run: str, uid: str, title: str, number: int = 0) -> list[Series]:
+        """The series of one query of a panel."""
+        found = [target["expr"] for panel, target in targets(self._dashboards[uid]) if panel["title"] == title]
+        return self._ask(found[number], run)
+
+    def unexplained(self, run: str, uids: Collection[str] = ()) -> Iterator[str]:
+        """Dashboard, panel and legend of the queries without data whose panel does not say when it is empty.
+
+        Of all dashboards, or of those with these uids.
+        """
+        for uid, dashboard in self._dashboards.items():
+            for panel, target in targets(dashboard) if not uids or uid in uids else ():
+                if "Empty: " not in panel["description"] and "@ 0" not in target["expr"] and not self._ask(target["expr"], run):
+                    yield f"{uid} {panel['title']}: {target['legendFormat']}"
+
+    def _ask(self, expr: str, run: str) -> list[Series]:
+        query = filled(expr, rate_interval="10s", range="2m", interval="1s")
+        for label, value in {**self._chosen, "run_id": run}.items():
+            query = query.replace(f'{label}=~".*"', f'{label}=~"{value}"')
+        now_s = (
+            time.time()
+        )  # the last point: counted from the beginning it would be up to a second ago, before the newest scrape
+        return self._prometheus.query_range(query, now_s - math.ceil(now_s - self._began_s), now_s, "1s")

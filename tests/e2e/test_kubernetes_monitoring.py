@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.dashboard_answers import Answers
+from tests.dashboards import Answers
 from tests.helm import rendered
 from tests.kubernetes.cluster import Pod, reached_from
 from tests.kubernetes.jobs import IN_A_CLUSTER, job, scripts, trainer_of

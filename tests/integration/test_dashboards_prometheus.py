@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.dashboards import shipped, targets, variables
+from tests.dashboards import filled, shipped, targets, variables
 from tests.page import openmetrics_page
 from tests.prometheus_server import PrometheusServer, Series
-from tests.promql import filled
 from tests.support import wait_until
 from torchobs import catalog
 

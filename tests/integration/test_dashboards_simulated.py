@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests import support
-from tests.dashboards import shipped, targets, variables
+from tests.dashboards import filled, shipped, targets, variables
 from tests.prometheus_server import PrometheusServer, Series
-from tests.promql import filled
 from tests.remote_write import FLAG, write
 from tests.simulated_run import SLOW_RANK, Run, series
 

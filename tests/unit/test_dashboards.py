@@ -17,7 +17,7 @@ pytest.importorskip("grafana_foundation_sdk", reason="needs grafana-foundation-s
 from dashboards import grafana
 from dashboards.__main__ import main
 from dashboards.grafana.layout import WIDTH
-from tests import promql, simulated_run
+from tests import dashboards, simulated_run
 from tests.dashboards import panels, targets, variables
 from tests.for_each import for_each
 from torchobs import catalog
@@ -67,7 +67,7 @@ each_panel = for_each({f"{uid}: {panel['title']}": (uid, panel) for uid, panel i
 each_query = for_each({f"{uid}: {title} {number}": (uid, query) for number, (uid, title, query) in enumerate(QUERIES)})
 
 
-def metric_of(selector: promql.Selector) -> Metric | None:
+def metric_of(selector: dashboards.Selector) -> Metric | None:
     """The metric, or None for a series that is recorded or not ours."""
     return None if selector.name in RECORDED | FOREIGN else BY_NAME[selector.name]
 
@@ -80,7 +80,10 @@ def is_exporter_s(metric: Metric) -> bool:
 def test_every_metric_has_a_panel_or_a_reason() -> None:
     """What torchobs measures can be seen; what has no panel stands in a list that says why."""
     asked = {
-        BY_NAME[selector.name] for _, _, query in QUERIES for selector in promql.selectors(query) if selector.name in BY_NAME
+        BY_NAME[selector.name]
+        for _, _, query in QUERIES
+        for selector in dashboards.selectors(query)
+        if selector.name in BY_NAME
     }
     without = {metric for metric in catalog.METRICS if metric not in asked}
     assert without == set(grafana.WITHOUT_PANEL)
@@ -91,7 +94,7 @@ def test_every_metric_has_a_panel_or_a_reason() -> None:
 def test_every_query(uid: str, query: str) -> None:
     """Names, labels and values that exist; limited to what was chosen; counters as rates; joins and sums by run, or by rank."""
     known = RANK_LABELS | {"quantile", "le", "row", REPLICA_GROUP}
-    for selector in promql.selectors(query):
+    for selector in dashboards.selectors(query):
         metric = metric_of(selector)  # raises for a metric that nothing records
         own = {prometheus_label(one.name): one.values for one in metric.attributes} if metric else dict[str, tuple[str, ...]]()
         foreign = FOREIGN_LABELS if selector.name in FOREIGN else set()
@@ -100,7 +103,7 @@ def test_every_query(uid: str, query: str) -> None:
             wanted = selector.matchers.get(label, ".*")
             assert wanted == ".*" or not values or set(wanted.split("|")) <= set(values)
         known |= own.keys() | foreign | (INFO_LABELS if metric is catalog.RANK_INFO else set())
-    assert promql.grouped_by(query) <= known
+    assert dashboards.grouped_by(query) <= known
     offered = set(variables(DASHBOARDS[uid]))
     for name, text in re.findall(r"([A-Za-z_:]\w*(?::\w+)*)\{([^}]*)\}", query):
         matchers = set(text.split(", "))
@@ -111,9 +114,9 @@ def test_every_query(uid: str, query: str) -> None:
             limits &= {'job_name=~"$job_name"', 'run_id=~"$run_id"'}  # an alert has the labels of its rule
         assert limits <= matchers
         assert set(re.findall(r"\$(\w+)", text)) <= offered
-    unlimited = len(promql.selectors(query)) - len(re.findall(r"\{[^}]*\"", query))
+    unlimited = len(dashboards.selectors(query)) - len(re.findall(r"\{[^}]*\"", query))
     assert unlimited == sum(query.count(f"({name})") for name in FOREIGN)
-    for selector in promql.selectors(query):
+    for selector in dashboards.selectors(query):
         metric = metric_of(selector)
         if metric is None or (metric in OWN_COUNTS and not selector.function):
             continue
@@ -128,7 +131,7 @@ def test_every_query(uid: str, query: str) -> None:
     assert set(re.findall(r"\bon \(([^)]*)\)", query)) <= allowed, uid
     assert "ignoring" not in query
     if "run_id" in variables(DASHBOARDS[uid]) and "@ 0" not in query and not re.match(r"sum by \(le\)", query):
-        for labels in promql.groupings(query):
+        for labels in dashboards.groupings(query):
             assert {*RUN} <= labels or "UUID" in labels, query
 
 
@@ -160,7 +163,7 @@ def test_units_are_those_of_the_metrics(uid: str, panel: dict[str, Any]) -> None
     own_units = [override["matcher"]["options"].strip("/") for override in panel["fieldConfig"]["overrides"]]
     for target in () if panel["type"] == "table" else panel["targets"]:
         expr = target["expr"].partition(" or 0 * ")[0]  # where there is nothing it is 0
-        selectors = [one for one in promql.selectors(expr) if one.name in BY_NAME]
+        selectors = [one for one in dashboards.selectors(expr) if one.name in BY_NAME]
         if not selectors or re.search(r" / |@ 0|changes\(|\bcount\b|100 \*|UUID", expr):
             continue
         units = {BY_NAME[one.name].unit for one in selectors}
@@ -199,7 +202,7 @@ def test_a_thousand_ranks_are_neither_a_thousand_lines_nor_a_million_samples(
     points = min(120, panel.get("maxDataPoints") or 120)
     read = 0
     for target in panel["targets"]:
-        for selector in promql.selectors(target["expr"]):
+        for selector in dashboards.selectors(target["expr"]):
             every = of_a_rank.get(selector.name, [])
             number = sum(selector.matches(labels) for labels in every)
             read += number * ranks * (1 if target["instant"] or "@ 0" in target["expr"] else points)
@@ -294,7 +297,7 @@ def test_every_dashboard(uid: str) -> None:
             assert (variable["multi"], variable["includeAll"]) == (True, True)
             assert query.endswith(f", {name})")
             assert variable.get("allValue") == (None if name == "instance" else ".*")
-        assert promql.selectors(query.removeprefix("label_values(").removesuffix(f", {name})").removeprefix("query_result"))
+        assert dashboards.selectors(query.removeprefix("label_values(").removesuffix(f", {name})").removeprefix("query_result"))
         before.append(name)
     dashboard = DASHBOARDS[uid]
     assert dashboard["editable"] is False

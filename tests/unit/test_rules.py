@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from tests import promql
+from tests import dashboards
 from tests.dashboards import panels, shipped
 from tests.for_each import for_each
 from torchobs import catalog
@@ -51,7 +51,7 @@ each_alert = for_each({rule["alert"]: (rule,) for rule in ALERT_RULES})
 def test_every_rule(rule: dict[str, Any]) -> None:
     """Metrics that are recorded, closed values, counters by their increase, joins and sums that tell runs and ranks apart."""
     looks_for_what_is_new = rule.get("record", "").endswith((RECENT, POSITION))  # or for the step that a run has come to
-    for selector in promql.selectors(rule["expr"]):
+    for selector in dashboards.selectors(rule["expr"]):
         if selector.name in RECORDED | FOREIGN:
             continue
         metric = BY_NAME[selector.name]
@@ -91,7 +91,7 @@ def test_alerts_name_the_culprit_by_queries_of_their_own_run(rule: dict[str, Any
     """Each query in a text is PromQL about metrics that exist, whose every selector is limited to the run."""
     for query in re.findall(r'query \(printf "((?:[^"\\]|\\.)*)" \$run\)', rule["annotations"]["description"]):
         asked = query.replace('\\"', '"').replace("%[1]s", 'run_id="a"')
-        own = [selector for selector in promql.selectors(asked) if selector.name not in FOREIGN]
+        own = [selector for selector in dashboards.selectors(asked) if selector.name not in FOREIGN]
         assert own
         for selector in own:
             assert selector.name in BY_NAME or selector.name in RECORDED
@@ -139,7 +139,7 @@ def test_alerts_have_a_runbook(rule: dict[str, Any], checkout: Path) -> None:
     ]
     assert queries
     for query in [*queries, *re.findall(r"`(rate\(.*?\))`", page)]:
-        assert all(selector.name in BY_NAME.keys() | RECORDED | FOREIGN | {"up"} for selector in promql.selectors(query))
+        assert all(selector.name in BY_NAME.keys() | RECORDED | FOREIGN | {"up"} for selector in dashboards.selectors(query))
 
 
 def test_the_runbook_s_figures_are_the_rule_s(checkout: Path) -> None:
