@@ -25,7 +25,7 @@ from tests import fork_server, support
 if TYPE_CHECKING:
     from tests.training import Recording
 
-pytest_plugins = ["tests.scanners", "tests.skips"]
+pytest_plugins = ["tests.rank_files", "tests.skips"]
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:

@@ -1,17 +1,38 @@
-"""Facts of ranks for tests of what is said about them: no file, every number the test's own."""
+"""Facts of ranks, and rows of the live page, for tests of what is said about them: no file, every number the test's own."""
 
 from __future__ import annotations
 
+import http.client
+import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Any
 
 from tests.rank_files import BOOT, BORN_NS, BORN_WALL_NS, RESOURCE, S
+from torchobs import catalog
 from torchobs.catalog import Event, Metric
+from torchobs.catalog.findings import Finding
+from torchobs.diagnosis import live
 from torchobs.diagnosis.diagnosis import diagnose
+from torchobs.diagnosis.live import NO_DETAILS, RankView, RunView, run_of
 from torchobs.diagnosis.rank_report import Fact, RankReport, Step
+from torchobs.diagnosis.status import NO_REPLICAS, EventSummary, RankStatus, Replicas, completed, last_loss
+from torchobs.exporter import daemon, page
 from torchobs.flight.layout import DEFAULT_SIZE, Header, plan
-from torchobs.ranks.state import MemoryUse
+from torchobs.flight.throughput import Throughput
+from torchobs.ranks.snapshot import Readings
+from torchobs.ranks.state import MemoryUse, trains
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import pytest
+    from typing_extensions import Self
+
+    from tests.exporters import Client
+    from torchobs.detect.hangs import Standstill
+    from torchobs.detect.learning import ZeroRate
+    from torchobs.detect.speed import Slowness
 
 START_S = BORN_WALL_NS / S
 PHASES = {"data": 0.01, "forward": 0.02, "backward": 0.05, "optimizer": 0.01, "other": 0.01}
@@ -73,3 +94,123 @@ def origin_told(event: Fact) -> str:
 def told(of: RankReport) -> dict[str, str]:
     """The diagnosis by kind."""
     return {finding.kind: finding.long for finding in diagnose(of)}
+
+
+PACE = Throughput(
+    steps=64, step_s=0.5, mean_s=0.52, phases_s=(0.05, 0.15, 0.2, 0.08, 0.02, 0.0), window_s=33.0, per_s=1.9,
+    tokens_per_s=31_000.0, samples_per_s=None,
+)  # fmt: skip
+
+
+Values = dict[str, dict[tuple[str, ...], float]]
+"""Of a rank, by metric and attribute values"""
+
+
+def row(  # noqa: PLR0913  # each is what some test is about
+    rank: int = 0,
+    state: str = "alive",
+    *,
+    reason: str = "",
+    age_s: float = 0.1,
+    slow: Slowness | None = None,
+    phase: str = "backward",
+    anomalies: tuple[str, ...] = (),
+    recorded: bool = True,
+    newest_loss: float | None = None,
+    lately: dict[str, int] | None = None,
+    mistakes: tuple[str, ...] = (),
+    replicas: Replicas = NO_REPLICAS,
+    rate: ZeroRate | None = None,
+    ran_s: float = 0.0,
+    still: Standstill | None = None,
+    values: Values | None = None,
+    **given: float | None,
+) -> RankView:
+    """A rank 12,400 steps into its training, or as a test wants it."""
+    plain: dict[str, float | None] = {"steps": 12_400, "loss": 2.313, **given}
+    known: Values = {f"torchobs.{name}": {(): value} for name, value in plain.items() if value is not None}
+    readings = Readings({**known, "torchobs.anomaly.active": {(kind,): 1.0 for kind in anomalies}, **(values or {})})
+    status = RankStatus(
+        rank=str(rank),
+        state=state,
+        reason=reason,
+        up=not reason,
+        phase=None if reason else phase,
+        recorded=recorded,
+        beat_age_s=age_s,
+        progress_age_s=None if reason else age_s,
+        steps=int(readings.get(catalog.STEPS) or 0),
+        loss=last_loss(readings.get, newest_loss),
+        per_s=PACE.per_s if trains(state, phase, still, recorded=recorded) and not reason else None,
+        ran_s=ran_s,
+        standstill=still,
+        lately=lately or {},
+        events=EventSummary({kind: Finding(kind) for kind in mistakes}),
+        slowness=slow,
+        replicas=replicas,
+        zero_rate=rate,
+    )
+    status = completed(status, readings.get, readings.of)
+    return RankView(f"{rank:032x}", status, readings, NO_DETAILS._replace(pace=None if reason else PACE))
+
+
+def run(*rows: RankView, run_id: str = "run-1", expected: int = 0, world_size: int = 0) -> RunView:
+    """A run of these ranks."""
+    return run_of("gpt", run_id, rows, expected=expected, world_size=world_size or expected)
+
+
+class Parsed(HTMLParser):
+    """The tags of a page, its text, and the exact values of its numbers."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.values: list[float] = []
+        self.links: list[str] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in {"href", "src", "action"}]
+        self.values += [float(value or "nan") for name, value in attrs if tag == "data" and name == "value"]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+class Stream:
+    """A viewer's stream, inside a `with` block."""
+
+    def __init__(self, exporter: Client, query: str = "") -> None:
+        self._connection = http.client.HTTPConnection(exporter.address, timeout=10)
+        self._connection.request("GET", f"/live/stream{query}")
+        self.answer = self._connection.getresponse()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self.answer.close()
+
+    def next(self) -> tuple[str, dict[str, object]]:
+        """The next event's name and data."""
+        lines = [self.answer.readline().decode() for _ in range(3)]
+        assert lines[2] == "\n", lines
+        return lines[0].removeprefix("event: ").strip(), json.loads(lines[1].removeprefix("data: "))
+
+    def until(self, name: str, part: str = "", words: str = "") -> dict[str, object]:
+        """The data of the next event of that name, in which that part has these words."""
+        while True:
+            found, data = self.next()
+            if found == name and words in str(data.get(part)):
+                return data
+
+
+def shorten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a test need not wait for whole ones; and files have all the time that they take on a machine that is busy."""
+    monkeypatch.setattr(daemon, "TICK_S", 0.1)
+    monkeypatch.setattr(page, "TICK_S", 0.1)
+    monkeypatch.setattr(page, "DEADLINE_S", 20.0)
+    monkeypatch.setattr(live, "EVENTS_S", 20.0)

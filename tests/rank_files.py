@@ -1,26 +1,42 @@
-"""Ranks' files for tests of the exporter: written by the real writer, at times that a test chooses."""
+"""Ranks' files for tests of the exporter, written by the real writer at times that a test chooses, and their scanners.
+
+`python -m tests.rank_files DIRECTORY [RANK]` is a rank as a process of its own, for tests that stop and kill it: it takes ten
+steps a second and prints each one's number once it is in the file.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from contextlib import closing
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from torchobs import catalog
 from torchobs.catalog import SPAN_RUN, SPAN_STEP, Kind, Metric
+from torchobs.exporter.config import ExporterConfig
 from torchobs.flight import lock
 from torchobs.flight.directory import open_place
 from torchobs.flight.events import SpanIds
 from torchobs.flight.files import file_name, lock_name
 from torchobs.flight.layout import DEFAULT_SIZE, HEADER_SIZE, Header, Live, encode_header, plan
-from torchobs.flight.series import Scope
 from torchobs.flight.step_record import RecordKind, StepFlag
 from torchobs.flight.storage import Storage
 from torchobs.flight.value_blocks import CORE, USER
 from torchobs.flight.writer import FlightWriter, open_writer
 from torchobs.ranks.rank_file import Now
+from torchobs.ranks.scanner import Scanner
 from torchobs.support.descriptors import Descriptor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torchobs.flight.series import Scope
+    from torchobs.ranks.snapshot import Snapshot
 
 S = 1_000_000_000
 BOOT = bytes(range(16))
@@ -170,3 +186,52 @@ def live_span(writer: FlightWriter, step: int, reason: str = "slow") -> dict[str
     }  # fmt: skip
     writer.events.append(frame)
     return frame
+
+
+def scanner_of(directory: Path | str, clock: Clock, **options: Any) -> Scanner:
+    """A scanner of a directory; the options are `ExporterConfig`'s."""
+    return Scanner(ExporterConfig(flight_dir=str(directory), **options), clock)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """The exporter's clocks: `clock.seconds` after the files are born. A module whose tests begin later has its own."""
+    return Clock()
+
+
+@pytest.fixture
+def scanner(flight_dir: Path, clock: Clock) -> Iterator[Scanner]:
+    """A scanner of the flight directory."""
+    with closing(scanner_of(flight_dir, clock)) as made:
+        yield made
+
+
+@pytest.fixture
+def file(flight_dir: Path) -> Iterator[File]:
+    """A living rank's file, not written yet."""
+    made = File(flight_dir).hold()
+    made.beat(1.0)
+    yield made
+    made.release()
+
+
+def states(snapshot: Snapshot) -> dict[str, str]:
+    """State by rank."""
+    return {one.rank: one.state for one in snapshot.ranks}
+
+
+def steps(snapshot: Snapshot) -> dict[str, Any]:
+    """Steps by rank."""
+    return {
+        one.rank: next(value for series, value in one.view.points if series.name == catalog.STEPS.name)
+        for one in snapshot.ranks
+    }
+
+
+if __name__ == "__main__":
+    writer = live_rank(Path(sys.argv[1]), rank=int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    for step in count(1):
+        train(writer, [step])
+        sys.stdout.write(f"{step}\n")
+        sys.stdout.flush()
+        time.sleep(0.1)

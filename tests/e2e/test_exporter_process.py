@@ -42,7 +42,7 @@ def rank(start: Start, flight_dir: Path, tmp_path: Path) -> Iterator[Callable[..
     def start_it(number: int = 0) -> tuple[subprocess.Popen[str], Path]:
         steps = tmp_path / f"steps-{number}"
         with steps.open("w") as out:
-            argv = [sys.executable, "-m", "tests.rank_process", str(flight_dir), str(number)]
+            argv = [sys.executable, "-m", "tests.rank_files", str(flight_dir), str(number)]
             started.append(start(*argv, stdout=out, env=clean_environment()))
         wait_until(lambda: len(steps.read_text().splitlines()) > 2, timeout_s=30)
         return started[-1], steps

@@ -17,8 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.exporters import Client, Service
-from tests.rank_files import BOOT, BORN_WALL_NS, Clock, File, live_rank, train
-from tests.scanners import scanner_of
+from tests.rank_files import BOOT, BORN_WALL_NS, Clock, File, live_rank, scanner_of, train
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.exporter import daemon, text_format

@@ -19,11 +19,11 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from starlette.responses import PlainTextResponse
 
+from tests.diagnosis_files import Parsed
 from tests.exporters import Answer, Service
 from tests.prometheus_server import PrometheusServer
 from tests.rank_files import live_rank, train
 from tests.support import wait_until
-from tests.ui import Parsed
 from tests.web_configs import USERS, certify
 from torchobs.config.options import Address
 from torchobs.exporter import daemon

@@ -123,7 +123,7 @@ def test_a_rank_that_was_killed_a_moment_ago_is_not_left_alive(
     """Both die within milliseconds when a pod is deleted; the scraper's last page has the rank's end all the same."""
     steps = tmp_path / "steps"
     with steps.open("w") as out:
-        rank = start(sys.executable, "-m", "tests.rank_process", str(flight_dir), stdout=out, env=clean_environment())
+        rank = start(sys.executable, "-m", "tests.rank_files", str(flight_dir), stdout=out, env=clean_environment())
     program = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir))
     wait_until(lambda: program.state() == "alive", timeout_s=60)
     scraper = {"User_Agent": "scraper", "X_Prometheus_Scrape_Timeout_Seconds": "5"}

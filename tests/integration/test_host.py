@@ -17,8 +17,7 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 
 from tests.exporters import Service
 from tests.otlp import Request, Seen, points
-from tests.rank_files import Clock, File
-from tests.scanners import scanner_of
+from tests.rank_files import Clock, File, scanner_of
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.catalog import HOST_COLLECTORS, Kind, Metric

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.rank_files import Clock, File
-from tests.scanners import scanner_of, states
+from tests.rank_files import Clock, File, scanner_of, states
 from torchobs.cli import inspect, report
 from torchobs.flight import reader
 from torchobs.flight.reader import FlightFile

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.rank_files import BORN_NS, Clock, File, S
-from tests.scanners import scanner_of
+from tests.rank_files import BORN_NS, Clock, File, S, scanner_of
 from torchobs import catalog
 from torchobs.catalog import PHASES
 from torchobs.flight.step_record import RecordKind, StepFlag

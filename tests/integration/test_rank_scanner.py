@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rank_files import BOOT, BORN_NS, BORN_WALL_NS, Clock, File, S
-from tests.scanners import scanner_of, states, steps
+from tests.rank_files import BOOT, BORN_NS, BORN_WALL_NS, Clock, File, S, scanner_of, states, steps
 from torchobs.detect.hangs import Standstill
 from torchobs.exporter import api
 from torchobs.exporter.config import ExporterConfig

@@ -17,12 +17,12 @@ import pytest
 
 from tests import fork_server
 from tests.chromium import Browser
+from tests.diagnosis_files import Parsed
 from tests.exporters import Service
 from tests.integration.test_ui_chromium import CONTRASTS
 from tests.otlp import Pushing, Receiver, to
 from tests.rank_files import File
 from tests.support import ROOT, clean_environment
-from tests.ui import Parsed
 from torchobs import catalog
 from torchobs.cli import __main__ as dispatch
 from torchobs.diagnosis import load

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from tests.rank_files import BORN_NS, BORN_WALL_NS, Clock, File, S, live_rank, train
-from tests.scanners import scanner_of
+from tests.rank_files import BORN_NS, BORN_WALL_NS, Clock, File, S, live_rank, scanner_of, train
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import top

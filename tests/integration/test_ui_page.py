@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.diagnosis_files import Parsed, Stream, shorten_seconds
 from tests.exporters import Service
 from tests.rank_files import Clock, File, live_rank, train
 from tests.support import clean_environment, free_port, wait_until
-from tests.ui import Parsed, Stream, shorten_seconds
 from torchobs import catalog
 from torchobs.diagnosis.live import KEPT, RunsReader
 from torchobs.document import live

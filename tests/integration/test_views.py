@@ -13,11 +13,11 @@ import torch
 
 import torchobs
 from tests.api import Caller
+from tests.diagnosis_files import shorten_seconds
 from tests.exporters import Service
 from tests.rank_files import PHASES_S, live_rank
 from tests.support import wait_until
 from tests.training import loss_of, mlp, recording
-from tests.ui import shorten_seconds
 from torchobs import catalog
 from torchobs.cli import inspect
 from torchobs.cli.top import Watch, screen

@@ -117,7 +117,7 @@ class Life:
             self._process = None
 
     def _next(self) -> tuple[list[str], dict[str, str], float]:
-        arguments = ["tests.rank_process", str(self._directory), str(self._number)]
+        arguments = ["tests.rank_files", str(self._directory), str(self._number)]
         return arguments, clean_environment(), self._dice.uniform(*LIFE_S)
 
 

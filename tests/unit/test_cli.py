@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.diagnosis_files import facts, step
-from tests.rank_files import Clock, File
-from tests.scanners import scanner_of
+from tests.rank_files import Clock, File, scanner_of
 from torchobs import catalog
 from torchobs.cli import control
 from torchobs.cli.arguments import CommandError

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.diagnosis_files import START_S, fact, facts, steps
-from tests.ui import row
+from tests.diagnosis_files import START_S, fact, facts, row, steps
 from torchobs import catalog
 from torchobs.catalog import SECONDS_BOUNDS
 from torchobs.detect import hangs

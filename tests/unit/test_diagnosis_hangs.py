@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.diagnosis_files import START_S, fact, facts, steps
-from tests.ui import PACE
+from tests.diagnosis_files import PACE, START_S, fact, facts, steps
 from torchobs import catalog
 from torchobs.catalog.findings import Finding
 from torchobs.detect.hangs import Standstill

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.ui import row
+from tests.diagnosis_files import row
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis import text_format

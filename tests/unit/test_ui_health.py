@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.diagnosis_files import fact
-from tests.ui import Values, row, run
+from tests.diagnosis_files import Values, fact, row, run
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.detect.growth import NEAR_S
