@@ -1,27 +1,31 @@
-"""A running exporter for a test: in a thread of this process, or as the real program."""
+"""A running exporter for a test, in a thread of this process or as the real program, and questions to its API."""
 
 from __future__ import annotations
 
 import http.client
-import subprocess
+import json
+import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support import clean_environment, wait_until
 from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig, address_of
-from torchobs.node.lifetime import ServiceStatus
 
 if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+
     from typing_extensions import Self
+
+    from torchobs.node.lifetime import ServiceStatus
 
 frozen_gc = daemon.frozen_gc
 """The real program's. An exporter's end in this process would let go of what the tests have frozen."""
@@ -162,3 +166,59 @@ def start_program(
     program = Program(process, f"127.0.0.1:{port}", log)
     wait_until(program.is_ready, timeout_s=60)
     return program
+
+
+class Reply(NamedTuple):
+    """What it said."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body, which must be JSON."""
+        return json.loads(self.body)
+
+
+class _Local(http.client.HTTPConnection):
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=10)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(10)
+        self.sock.connect(str(self._path))
+
+
+class Caller:
+    """Asks; `at` is `host:port` or the path of a socket."""
+
+    def __init__(self, at: str | Path) -> None:
+        self._at = at
+
+    def ask(self, method: str, path: str, content: object = None, prefix: str = "/api/v1", **headers: str) -> Reply:
+        """Send a request; with content it is JSON. `content_type` is `Content-Type`."""
+        connection = _Local(self._at) if isinstance(self._at, Path) else http.client.HTTPConnection(self._at, timeout=10)
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        body = None
+        if content is not None:
+            body = content if isinstance(content, bytes) else json.dumps(content).encode()
+            sent.setdefault("content-type", "application/json")
+        try:
+            connection.request(method, prefix + path, body, sent)
+            got = connection.getresponse()
+            return Reply(got.status, {name.lower(): value for name, value in got.getheaders()}, got.read())
+        finally:
+            connection.close()
+
+    def get(self, path: str, **headers: str) -> Any:
+        """What is read there, which must be there."""
+        reply = self.ask("GET", path, **headers)
+        assert reply.status == 200, reply
+        return reply.json
+
+    def post(self, path: str, content: object = None, **headers: str) -> Reply:
+        """Give a command."""
+        return self.ask("POST", path, {} if content is None else content, **headers)

@@ -1,28 +1,36 @@
-"""A real Prometheus for a test: its own directory, a port of its own choosing, and the questions that tests ask it."""
+"""A real Prometheus for a test, with what is asked of it and written to it, and a real Alertmanager with a webhook."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pytest
 import yaml
 
-from tests.support import clean_environment, wait_until
+from tests.support import NEEDS_MOUNT, ROOT, clean_environment, wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from types import TracebackType
+
     from typing_extensions import Self
 
 # The listener's own address: the port is left to the kernel, so that no other test can take it first.
@@ -300,3 +308,150 @@ def _point(given: Sequence[Any]) -> tuple[float, float]:
     """A native histogram's value is the number of its observations."""
     value = given[1]["count"] if isinstance(given[1], dict) else given[1]
     return float(given[0]), float(value)
+
+
+TEMPLATE = "prometheus/alertmanager/default.tmpl"
+
+
+@contextmanager
+def serving(
+    handle: Callable[[BaseHTTPRequestHandler], bytes],
+) -> Iterator[str]:
+    """An HTTP server of this machine: its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = handle(self)
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815  # as http.server names it
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # as http.server names it
+            del format, args
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def alertmanager_command(binary: str) -> list[str]:
+    """How to start Debian's Alertmanager. Unpacked and not installed, its templates are not where it looks for them."""
+    share = Path(binary).resolve().parent.parent / "share"
+    if (Path("/usr/share") / TEMPLATE).exists() or not (share / TEMPLATE).exists():
+        return [binary]
+    moved = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /usr/share && exec "$@"', str(share)]
+    if subprocess.run([*moved, "true"], capture_output=True, check=False).returncode:
+        pytest.skip(NEEDS_MOUNT)
+    return [*moved, binary]
+
+
+def start_alertmanager(
+    start: Callable[..., subprocess.Popen[str]], command: list[str], folder: Path, port: int, receiver: str
+) -> str:
+    """Start it with the shipped configuration but short waits and `receiver` as its webhooks; return its address."""
+    config = yaml.safe_load((ROOT / "deploy" / "alertmanager" / "alertmanager.yml").read_text())
+    for route in (config["route"], *config["route"]["routes"]):
+        route |= {"group_wait": "3s", "group_interval": "1s"}
+    for one in config["receivers"]:
+        one["webhook_configs"][0]["url"] = f"http://{receiver}/"
+    path = folder / "alertmanager.yml"
+    path.write_text(yaml.safe_dump(config))
+    address = f"127.0.0.1:{port}"
+    start(
+        *command, f"--config.file={path}", f"--storage.path={folder / 'am'}", f"--web.listen-address={address}",
+        "--cluster.listen-address=", env=clean_environment(),
+    )  # fmt: skip
+    return address
+
+
+FLAG = "--web.enable-remote-write-receiver"
+"""What Prometheus must be started with."""
+STALE: float = np.array([0x7FF0000000000002], np.uint64).view(np.float64)[0]
+"""The value that ends a series at once, as Prometheus itself writes it when a target is no more"""
+BATCH = 4 << 20
+"""Bytes of a request"""
+
+_STALE_BITS = np.uint64(0x7FF0000000000002)
+_SAMPLE = np.dtype([("head", "u1", 3), ("value", "<f8"), ("tag", "u1"), ("time", "u1", 6)])
+"""A sample's 16 bytes with tag and length before them. A time in milliseconds has a varint of six bytes until the year 2109."""
+
+
+def write(address: str, series: Iterable[tuple[Mapping[str, str], np.ndarray[Any, Any], np.ndarray[Any, Any]]]) -> int:
+    """Write series (labels, Unix times in seconds, values), those of one series in order of time; return the number of samples.
+
+    Raises:
+        RuntimeError: Prometheus refused it; the message holds what it said.
+    """
+    connection = http.client.HTTPConnection(address, timeout=60)
+    headers = {
+        "Content-Encoding": "snappy",
+        "Content-Type": "application/x-protobuf",
+        "X-Prometheus-Remote-Write-Version": "0.1.0",
+    }
+    samples = 0
+    for body, number in _requests(series):
+        connection.request("POST", "/api/v1/write", _snappy(body), headers)
+        answer = connection.getresponse()
+        said = answer.read()
+        if answer.status >= 300:
+            raise RuntimeError(f"{answer.status}: {said.decode(errors='replace')}")
+        samples += number
+    connection.close()
+    return samples
+
+
+def _requests(series: Iterable[tuple[Mapping[str, str], Any, Any]]) -> Iterator[tuple[bytes, int]]:
+    body, samples = bytearray(), 0
+    for labels, times, given in series:
+        values = np.ascontiguousarray(given, np.float64)
+        there = np.isfinite(values) | (values.view(np.uint64) == _STALE_BITS)
+        if not there.any():
+            continue
+        message = _labels(labels) + _samples(times[there], values[there])
+        body += b"\x0a" + _varint(len(message)) + message
+        samples += int(there.sum())
+        if len(body) > BATCH:
+            yield bytes(body), samples
+            body, samples = bytearray(), 0
+    if body:
+        yield bytes(body), samples
+
+
+def _labels(labels: Mapping[str, str]) -> bytes:
+    message = bytearray()
+    for pair in sorted(labels.items()):
+        label = b"".join(
+            tag + _varint(len(text)) + text for tag, text in zip((b"\x0a", b"\x12"), map(str.encode, pair), strict=True)
+        )
+        message += b"\x0a" + _varint(len(label)) + label
+    return bytes(message)
+
+
+def _samples(times: Any, values: Any) -> bytes:
+    rows = np.zeros(len(values), _SAMPLE)
+    rows["head"], rows["tag"], rows["value"] = (0x12, 16, 0x09), 0x10, values
+    milliseconds = np.round(times * 1000).astype(np.uint64)
+    for index in range(6):
+        rows["time"][:, index] = (milliseconds >> np.uint64(7 * index)) & np.uint64(0x7F) | np.uint64(0x80 if index < 5 else 0)
+    return rows.tobytes()
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 0x7F:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes((*found, number))
+
+
+def _snappy(data: bytes) -> bytes:
+    """Return a block of one literal: valid, and not compressed."""
+    return _varint(len(data)) + b"\xfc" + (len(data) - 1).to_bytes(4, "little") + data

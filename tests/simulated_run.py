@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tests.page import DESCRIBED, EXPORTER_S
-from tests.remote_write import STALE
+from tests.prometheus_server import STALE
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric, prometheus_label
 

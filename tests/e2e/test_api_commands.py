@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from tests.api import Caller
-from tests.exporters import start_program
+from tests.exporters import Caller, start_program
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs.exporter.access import SOCKET_NAME
 

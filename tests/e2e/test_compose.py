@@ -10,9 +10,8 @@ import httpx
 import pytest
 import yaml
 
-from tests.alertmanager_server import TEMPLATE
 from tests.podman import Podman, why_not
-from tests.prometheus_server import newest_prometheus
+from tests.prometheus_server import TEMPLATE, newest_prometheus
 from tests.support import ROOT, wait_until
 
 FOLDER = ROOT / "deploy" / "compose"

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.api import Caller, Reply
-from tests.exporters import Service
+from tests.exporters import Caller, Reply, Service
 from tests.faults.test_flight_files import mounted
 from tests.support import NEEDS_MOUNT, ROOT, clean_environment, wait_until
 from torchobs.exporter.config import ExporterConfig

@@ -20,9 +20,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests import flights
-from tests.api import Caller
 from tests.cgroups import inside, memory_cgroup
-from tests.exporters import EXPORTER, Program, start_program, state_on
+from tests.exporters import EXPORTER, Caller, Program, start_program, state_on
 from tests.faults.hostile_clients import HEAD, crowd
 from tests.faults.test_flight_files import mounted
 from tests.rank_files import Clock, File, live_rank, train

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from tests.alertmanager_server import alertmanager_command, serving, start_alertmanager
 from tests.exporters import start_program
-from tests.prometheus_server import DIRECT, PrometheusServer
-from tests.recorded_runs import Life, RecordedRun, Recording, Told, cases, record, told
+from tests.prometheus_server import DIRECT, PrometheusServer, alertmanager_command, serving, start_alertmanager
+from tests.rule_cases import Life, RecordedRun, Recording, Told, cases, record, told
 from tests.support import ROOT, wait_until
 from torchobs import catalog
 from torchobs.rules.files import alert_groups, rendered

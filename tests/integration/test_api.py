@@ -19,8 +19,7 @@ import pytest
 from starlette.applications import Starlette
 
 import torchobs
-from tests.api import Caller
-from tests.exporters import Service
+from tests.exporters import Caller, Service
 from tests.rank_files import live_rank, train
 from tests.support import wait_until
 from torchobs import catalog, debug

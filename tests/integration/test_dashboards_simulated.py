@@ -9,8 +9,7 @@ import pytest
 
 from tests import support
 from tests.dashboards import filled, shipped, targets, variables
-from tests.prometheus_server import PrometheusServer, Series
-from tests.remote_write import FLAG, write
+from tests.prometheus_server import FLAG, PrometheusServer, Series, write
 from tests.simulated_run import SLOW_RANK, Run, series
 
 RANGE_S = 3300.0

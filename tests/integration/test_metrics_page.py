@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Timestamp
 
-from tests.exporter_page import USER, Exporter, parse_openmetrics, user
+from tests.page import USER, Exporter, parse_openmetrics, user
 from tests.rank_files import BORN_WALL_NS, File, S
 from torchobs import catalog
 from torchobs.catalog import Kind

@@ -17,8 +17,8 @@ import yaml
 from tests.exporters import Service, start_program
 from tests.otlp import listens, pairs_of_json
 from tests.prometheus_server import DIRECT, LISTENING, PrometheusServer
+from tests.prometheus_server import FLAG as RECEIVER
 from tests.rank_files import begin_run, live_rank, live_span, train
-from tests.remote_write import FLAG as RECEIVER
 from tests.support import free_port, wait_until
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import torchobs
-from tests.api import Caller
 from tests.diagnosis_files import shorten_seconds
-from tests.exporters import Service
+from tests.exporters import Caller, Service
 from tests.rank_files import PHASES_S, live_rank
 from tests.support import wait_until
 from tests.training import loss_of, mlp, recording

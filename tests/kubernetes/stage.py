@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 
 from tests import support
-from tests.alertmanager_server import alertmanager_command, serving, start_alertmanager
 from tests.exporters import value_on
 from tests.kubernetes.cluster import PORT, Namespace, Pod, get
 from tests.kubernetes.injection import injection
 from tests.kubernetes.jobs import trainer_of
 from tests.kubernetes.scraping import scrape_config
-from tests.prometheus_server import PrometheusServer, newest_prometheus
+from tests.prometheus_server import PrometheusServer, alertmanager_command, newest_prometheus, serving, start_alertmanager
 from tests.support import free_port, wait_until
 from torchobs.rules.files import rendered
 from torchobs.rules.values import Thresholds, Values
