@@ -1,22 +1,28 @@
 """What tests and the programs that tests start have in common: plain functions, no fixtures."""
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import functools
 import gc
+import inspect
 import itertools
 import os
 import random
 import shutil
 import socket
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
     import pytest
 
 T = TypeVar("T")
@@ -36,7 +42,7 @@ UNAVOIDABLE = (
     *(NEEDS_CUDA, NEEDS_MEMORY_CGROUP, NEEDS_MOUNT, NEEDS_CHECKOUT, NEEDS_PROGRAM, NEEDS_COMPILER),
     *(NEEDS_KUBERNETES, NEEDS_CONTAINERS),
 )
-"""Beginnings of the only reasons for which a test may be skipped in CI (`tests/skips.py`)."""
+"""Beginnings of the only reasons for which a test may be skipped in CI (`tests/conftest.py`)."""
 
 FETCHED_BY_MAKE = frozenset({"prometheus", "promtool", "prometheus-alertmanager", "amtool", "prometheus-node-exporter"})
 """Programs that `make test-tools` provides, so that there is no excuse for skipping their tests."""
@@ -139,7 +145,7 @@ def why_missing(program: str) -> str | None:
 
 
 @contextlib.contextmanager
-def quick_inductor(cache: Path, monkeypatch: "pytest.MonkeyPatch") -> Iterator[None]:
+def quick_inductor(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The inductor, with a cache of its own, without the compilations that it tries the compiler with."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
     from torch._inductor import config  # it takes a second
@@ -148,3 +154,26 @@ def quick_inductor(cache: Path, monkeypatch: "pytest.MonkeyPatch") -> Iterator[N
     less = {"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
     with config.patch({name: value for name, value in less.items() if name in config.get_config_copy()}):
         yield
+
+
+def for_each(things: Mapping[str, tuple[Any, ...]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that checks one of the things, given by name: its first arguments; others are fixtures."""
+
+    def decorate(check: Callable[..., None]) -> Callable[..., None]:
+        width = len(next(iter(things.values())))
+        fixtures = list(inspect.signature(check).parameters.values())[width:]
+
+        @functools.wraps(check)
+        def test(**values: Any) -> None:
+            failures = []
+            for name, thing in things.items():
+                try:
+                    check(*thing, **values)
+                except (AssertionError, LookupError, TypeError, ValueError) as problem:
+                    failures.append(f"{name}: {''.join(traceback.format_exception_only(problem))}")
+            assert not failures, "\n".join(failures)
+
+        test.__signature__ = inspect.Signature(fixtures)  # type: ignore[attr-defined]  # pytest asks for the fixtures by it
+        return test
+
+    return decorate

@@ -14,7 +14,7 @@ from tests.rank_files import live_rank, train
 from torchobs.exporter.config import ExporterConfig
 
 if TYPE_CHECKING:
-    from tests.activations import Extreme
+    from tests.training import Extreme
     from torchobs.flight.writer import FlightWriter
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -52,8 +52,7 @@ def seeded() -> None:
 @pytest.fixture
 def extreme(flight_dir: Path) -> Iterator[Extreme]:
     """A recording at level extreme."""
-    from tests.activations import Extreme
-    from tests.training import recording
+    from tests.training import Extreme, recording
 
     for run in recording(flight_dir, level="extreme"):
         yield Extreme(run)

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests import fork_server
-from tests.activations import Extreme, by_hand, hooks, outputs_of, perceptron, trainer
-from tests.training import loss_of, recording
+from tests.training import Extreme, by_hand, hooks, loss_of, outputs_of, perceptron, recording, trainer
 from torchobs import catalog
 from torchobs.detect.learning import LASTING_STEPS
 from torchobs.diagnosis.load import load_reports

@@ -144,7 +144,7 @@ def test_shared_memory_that_is_nearly_full_is_an_event(
     """64 MiB is a container's default: at nine tenths it is said, once, and again after there was room."""
     shared = tmp_path / "shm"
     shared.mkdir()
-    arguments = (*mounted("size=4m", "true", shared), sys.executable, "-m", "tests.shared_memory", str(flight_dir), str(shared))
+    arguments = (*mounted("size=4m", "true", shared), sys.executable, "-m", "tests.cgroups", str(flight_dir), str(shared))
     output, _ = start(*arguments, stdout=subprocess.PIPE, cwd=ROOT).communicate(timeout=60)
     told = json.loads(output)
     assert [(size, used) for size, used, _ in told] == [

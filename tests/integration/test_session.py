@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 import torchobs
 from tests import support
 from tests.support import ROOT, finish
-from tests.surface import surface, torch_hooks
-from tests.training import Recording, StepFlag, has, loss_of, mlp, recording, train
+from tests.training import Recording, StepFlag, has, loss_of, mlp, recording, surface, torch_hooks, train
 from torchobs.config.settings import PROBES
 from torchobs.flight import control, files, reader
 from torchobs.flight.layout import Exit

@@ -8,7 +8,7 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.semconv._incubating.metrics import hw_metrics, system_metrics
 
-from tests.for_each import for_each
+from tests.support import for_each
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric, prometheus_label
 

@@ -19,7 +19,7 @@ from dashboards.__main__ import main
 from dashboards.grafana.layout import WIDTH
 from tests import dashboards, simulated_run
 from tests.dashboards import panels, targets, variables
-from tests.for_each import for_each
+from tests.support import for_each
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric, prometheus_label
 from torchobs.detect.speed import BEGINS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.timelines import ORDER, evaluate, one_step, spent
+from tests.step_hooks import ORDER, evaluate, one_step, spent
 from torchobs.probes.timeline import (
     CHECKPOINT,
     COMPILE,

@@ -10,7 +10,7 @@ import yaml
 
 from tests import dashboards
 from tests.dashboards import panels, shipped
-from tests.for_each import for_each
+from tests.support import for_each
 from torchobs import catalog
 from torchobs.catalog import Kind, prometheus_label
 from torchobs.cli.__main__ import main
