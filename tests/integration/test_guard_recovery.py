@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tests import fork_server, guard_rank
+from tests import distributed_rank, fork_server
 from torchobs import guard
 
 if TYPE_CHECKING:
@@ -438,7 +438,7 @@ def test_arguments_of_nonsense_are_refused(name: str) -> None:
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank says of each scenario: one job for all of them."""
-    return fork_server.said_by_ranks(guard_rank.main, tmp_path_factory.mktemp("ranks"))
+    return fork_server.said_by_ranks(distributed_rank.recover, tmp_path_factory.mktemp("ranks"))
 
 
 def test_ranks_skip_together_if_they_may(said: list[dict[str, Any]]) -> None:

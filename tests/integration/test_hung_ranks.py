@@ -41,7 +41,7 @@ def train(start: Any, flight_dir: Path, place: str, *often: str, **variables: st
             "TORCHOBS_GRAD_INTERVAL": "1",
             **variables,
         }
-        command = (sys.executable, "-m", "tests.hanging_rank", str(flight_dir), place, *often)
+        command = (sys.executable, "-m", "tests.distributed_rank", "hang", str(flight_dir), place, *often)
         start(*command, torch=True, env=environment, cwd=support.ROOT)
 
 
@@ -108,7 +108,7 @@ def test_stacks_name_the_rank_that_sleeps_in_the_same_phase(
         assert not any("Rank 1 " in text for text in findings(flight_dir))
         CommandService(config, ArtifactStore(config)).look(scanner.scan())
     (text,) = support.wait_until(lambda: [one for one in findings(flight_dir) if one.startswith("Rank 1 runs")], 30.0, 0.5)
-    assert "hanging_rank.py:" in text
+    assert "distributed_rank.py:" in text
     assert text.endswith("in backward of step 6, and the other rank waits in backward of step 6.")
 
 
