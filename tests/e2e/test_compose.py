@@ -10,7 +10,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.podman import Podman, why_not
+from tests.launchers import Podman, why_not
 from tests.prometheus_server import TEMPLATE, newest_prometheus
 from tests.support import ROOT, wait_until
 
