@@ -19,7 +19,7 @@ import pytest
 from torchobs import catalog
 from torchobs.catalog import SPAN_RUN, SPAN_STEP, Kind, Metric
 from torchobs.exporter.config import ExporterConfig
-from torchobs.flight import lock
+from torchobs.flight import files
 from torchobs.flight.directory import open_place
 from torchobs.flight.events import SpanIds
 from torchobs.flight.files import file_name, lock_name
@@ -138,14 +138,14 @@ class File:
     def hold(self) -> File:
         """Take the lock, as a living rank has it."""
         self._lock = Descriptor("lock", str(self.lock_path), os.O_RDWR | os.O_CREAT)
-        lock.take(self._lock)
+        files.lock(self._lock)
         return self
 
     def release(self) -> None:
         """Let go of the lock, as the kernel does for a process that is gone. Idempotent."""
         held, self._lock = self._lock, None
         if held is not None:
-            lock.release(held)
+            files.unlock(held)
 
 
 def live_rank(directory: Path, **resource: str | int) -> FlightWriter:

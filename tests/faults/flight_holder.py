@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torchobs.flight import lock, reader
+from torchobs.flight import files, reader
 from torchobs.flight.directory import FlightDirectory, open_place
 from torchobs.flight.files import lock_name
 from torchobs.flight.layout import MIN_SIZE
@@ -36,8 +36,8 @@ def read_own_file(place: FlightDirectory, writer: FlightWriter) -> None:
         file = reader.open_file(place.fd, name)
         file.read()
         file.close()
-        assert lock.is_held(place.fd, lock_name(name))
-        assert lock.held_here(place.fd, lock_name(writer.name))
+        assert files.is_locked(place.fd, lock_name(name))
+        assert files.is_locked_here(place.fd, lock_name(writer.name))
 
 
 def unmap_another(place: FlightDirectory, _: FlightWriter) -> None:

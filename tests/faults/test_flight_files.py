@@ -15,7 +15,7 @@ from tests import flights
 from tests.cgroups import inside, memory_cgroup
 from tests.support import NEEDS_MOUNT, finish
 from torchobs import catalog
-from torchobs.flight import lock, reader
+from torchobs.flight import files, reader
 from torchobs.flight.directory import open_directory
 from torchobs.flight.files import lock_name
 from torchobs.flight.layout import MIN_SIZE, BadFlightFileError
@@ -177,11 +177,11 @@ def test_what_was_deleted_comes_back_with_all_it_held(
     assert file.header == writer_deleted.header
     file.close()
     fd = open_directory(str(directory))
-    assert lock.is_held(fd, lock_name(name))
+    assert files.is_locked(fd, lock_name(name))
     os.close(fd)
     writer_deleted.close()
     fd = open_directory(str(directory))
-    assert not lock.is_held(fd, lock_name(name))
+    assert not files.is_locked(fd, lock_name(name))
     os.close(fd)
 
 

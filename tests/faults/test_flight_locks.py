@@ -19,7 +19,7 @@ from tests.faults.closing_rank import MINE, numbers_below
 from tests.support import clean_environment, wait_until
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
-from torchobs.flight import lock, reader
+from torchobs.flight import files, reader
 from torchobs.flight.directory import open_directory, opened
 from torchobs.flight.files import lock_name
 from torchobs.flight.layout import MIN_SIZE
@@ -43,7 +43,7 @@ class Holder:
 
     def holds(self) -> bool:
         """Whether the lock is held."""
-        return lock.is_held(self._directory_fd, lock_name(self.name))
+        return files.is_locked(self._directory_fd, lock_name(self.name))
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_who_asks_while_another_thread_takes_the_lock_does_not_drop_it(
         while not done.is_set():
             for name in [entry.name for entry in flight_dir.iterdir()]:
                 if name.endswith(".lock"):
-                    lock.is_held(directory_fd, name)
+                    files.is_locked(directory_fd, name)
 
     askers = [threading.Thread(target=ask) for _ in range(2)]
     for asker in askers:
@@ -126,8 +126,8 @@ def test_who_asks_while_another_thread_takes_the_lock_does_not_drop_it(
 
 def _held_from_outside(directory: Path, start: Callable[..., subprocess.Popen[str]]) -> list[str]:
     code = (
-        "import os, sys; from torchobs.flight.files import lock; fd = os.open(sys.argv[1], os.O_RDONLY)\n"
-        "print(*[name for name in sorted(os.listdir(fd)) if name.endswith('.lock') and lock.is_held(fd, name)])"
+        "import os, sys; from torchobs.flight import files; fd = os.open(sys.argv[1], os.O_RDONLY)\n"
+        "print(*[name for name in sorted(os.listdir(fd)) if name.endswith('.lock') and files.is_locked(fd, name)])"
     )
     held, _ = start(sys.executable, "-c", code, directory, stdout=subprocess.PIPE).communicate(timeout=60)
     return held.split()
@@ -179,7 +179,7 @@ class Training:
     def is_locked(self) -> bool:
         """Whether it holds its lock."""
         with opened(self.directory) as directory_fd:
-            return lock.is_held(directory_fd, lock_name(self._file().name))
+            return files.is_locked(directory_fd, lock_name(self._file().name))
 
     def holds_its_own(self) -> bool:
         """Whether its files hold what it has written."""

@@ -19,7 +19,7 @@ import pytest
 from tests import flights
 from tests.training import recording, train
 from torchobs import catalog
-from torchobs.flight import lock, reader
+from torchobs.flight import files, reader
 from torchobs.flight.files import lock_name
 from torchobs.flight.layout import MIN_SIZE, PHASE_NAMES, Exit
 from torchobs.flight.writer import FlightWriter, open_writer
@@ -108,7 +108,7 @@ def test_nothing_that_a_child_calls_reaches_the_parent_s_file(writer: FlightWrit
     before = state(flight_dir)
     assert in_a_child(lambda: write_everything(writer)) == 0
     assert state(flight_dir) == before
-    assert lock.is_held(writer._created.place.fd if writer._created else -1, lock_name(writer.name))
+    assert files.is_locked(writer._created.place.fd if writer._created else -1, lock_name(writer.name))
     flights.step(writer, 11)
     writer.fold()
     writer.publish()

@@ -16,7 +16,7 @@ import pytest
 
 from tests import flights
 from tests.unit.test_cgroup import V1_MOUNTS, V2_MOUNT, plant
-from torchobs.flight import artifacts, control, directory, lock
+from torchobs.flight import artifacts, control, directory, files
 from torchobs.flight.artifacts import LIMITS, STACKS, named, parse
 from torchobs.flight.cleanup import SETTLED_S, STALE_S, clean
 from torchobs.flight.control import Command, ControlReader, write_command
@@ -319,7 +319,7 @@ def test_a_living_rank_s_file_never_goes(directory_fd: int, flight_dir: Path) ->
     writer = open_writer(flights.place(flight_dir), {"rank": 0}, MIN_SIZE)
     assert clean(directory_fd, now=NOW, min_age_s=0.0, max_total_bytes=0) == []
     assert (flight_dir / writer.name).exists()
-    assert lock.is_held(directory_fd, lock_name(writer.name))
+    assert files.is_locked(directory_fd, lock_name(writer.name))
     writer.close()
 
 

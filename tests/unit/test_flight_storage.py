@@ -9,8 +9,8 @@ import pytest
 
 from tests import flights
 from torchobs import catalog
-from torchobs.flight import lock, reader, storage
-from torchobs.flight.files import CreatedFile, create
+from torchobs.flight import files, reader, storage
+from torchobs.flight.files import CreatedFile, create_flight_file
 from torchobs.flight.layout import HEADER_SIZE, MIN_SIZE, Region
 from torchobs.flight.storage import DeferredStorage
 from torchobs.flight.value_blocks import USER
@@ -22,9 +22,9 @@ METRIC = catalog.Metric("test.count", catalog.Kind.COUNTER, "", "", integer=True
 @pytest.fixture
 def born(flight_dir: Path) -> Iterator[CreatedFile]:
     """A new file."""
-    made = create(flights.place(flight_dir, in_memory=False), flights.header(16))
+    made = create_flight_file(flights.place(flight_dir, in_memory=False), flights.header(16))
     yield made
-    lock.release(made.lock)
+    files.unlock(made.lock)
     made.place.directory.close()
 
 
@@ -115,7 +115,7 @@ def test_killed_in_the_middle_of_a_flush_the_file_is_what_it_was_or_newer(
 ) -> None:
     """After every single write of every flush: readable, exact, never behind; and what failed is written by the next flush."""
     header = flights.header(16)
-    born = create(flights.place(flight_dir, in_memory=False), header)
+    born = create_flight_file(flights.place(flight_dir, in_memory=False), header)
     writer = FlightWriter(header, DeferredStorage(born), None)
     states = list(flights.folded_states(header, [flights.step_record(header, number) for number in range(1, 121)]))
     follower, last, number = reader.open_path(f"{flight_dir}/{born.name}"), 0, 0

@@ -18,8 +18,8 @@ from tests import flights
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.catalog import Kind
-from torchobs.flight import lock, reader, writer
-from torchobs.flight.files import create, lock_name
+from torchobs.flight import files, reader, writer
+from torchobs.flight.files import create_flight_file, lock_name
 from torchobs.flight.layout import BLOCK_WORDS, DEFAULT_SIZE, MAX_SIZE, MIN_SIZE, Exit, Region
 from torchobs.flight.reader import Distribution
 from torchobs.flight.value_blocks import LAYERS, Cell
@@ -334,9 +334,9 @@ def test_an_interrupt_while_the_file_is_made_leaves_nothing(flight_dir: Path, be
     while made + cut < 300 or made <= 10 or cut <= 10:
         try:
             bell.armed = True
-            born = create(place, flights.header())
+            born = create_flight_file(place, flights.header())
             bell.armed = False
-            lock.release(born.lock)
+            files.unlock(born.lock)
             made += 1
         except Interruption:
             cut += 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from torchobs.flight import lock
+from torchobs.flight import files
 from torchobs.flight.directory import open_place
 from torchobs.flight.files import lock_name
 from torchobs.flight.layout import MIN_SIZE, Exit
@@ -92,7 +92,7 @@ def test_a_rank_lives_while_its_heart_beats(directory_fd: int, flight_dir: Path)
     os.close(writer._created.lock.number())
     writer.heartbeat()
     writer.exit(Exit.FINISHED, 0)
-    lock._held.clear()
+    files._held.clear()
     assert not election.anyone_alive(directory_fd)
     writer.close()
 
@@ -101,7 +101,7 @@ def lock_is_held_by_anybody(directory_fd: int, name: str) -> bool:
     """What another process gets for an answer."""
     child = os.fork()
     if not child:
-        os._exit(lock.is_held(directory_fd, name))
+        os._exit(files.is_locked(directory_fd, name))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
@@ -113,11 +113,11 @@ def test_a_rank_lives_while_its_lock_is_held(directory_fd: int, flight_dir: Path
     assert not election.anyone_alive(directory_fd)
     file = Descriptor("lock", str(flight_dir / f"{name}.lock"), os.O_RDWR | os.O_CREAT)
     assert not election.anyone_alive(directory_fd)
-    lock.take(file)
+    files.lock(file)
     assert election.anyone_alive(directory_fd)
     (flight_dir / f"{name}.flight").rename(flight_dir / ".tmp-0")
     assert not election.anyone_alive(directory_fd)
-    lock.release(file)
+    files.unlock(file)
 
 
 class Clock:

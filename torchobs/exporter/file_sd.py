@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.config.options import Address
-from torchobs.flight import entries
+from torchobs.flight import files
 from torchobs.flight.directory import opened
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ class TargetFile:
 
     def _write(self, text: str) -> None:
         with opened(self._path.parent, link=True) as directory_fd:
-            entries.replace(directory_fd, self._path.name, text.encode(), _MODE)
-            self._inode = entries.inode(directory_fd, self._path.name)
+            files.replace(directory_fd, self._path.name, text.encode(), _MODE)
+            self._inode = files.inode(directory_fd, self._path.name)
 
 
 def listened_on(bound: Iterable[socket.socket]) -> tuple[Address, ...]:

@@ -16,7 +16,7 @@ import re
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs.flight import entries
+from torchobs.flight import files
 from torchobs.flight.files import SUFFIX, shortage
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def parse(name: str) -> ArtifactName | None:
 
 def names(directory_fd: int) -> list[ArtifactName]:
     """List the artifacts in a directory: at most 4,096, among at most 200,000 entries. Raises ``OSError``."""
-    found = (parse(name) for name in entries.names(directory_fd))
+    found = (parse(name) for name in files.names(directory_fd))
     return list(islice(filter(None, found), _MAX_FOUND))
 
 
@@ -97,7 +97,7 @@ def look(directory_fd: int, evidence: ArtifactName, owner: int | None) -> os.sta
 
 def open_checked(directory_fd: int, evidence: ArtifactName, owner: int | None) -> tuple[int, int]:
     """Open the file for reading; return its descriptor and its size. Raises as :func:`look`."""
-    fd = os.open(evidence.name, entries.READ, dir_fd=directory_fd)
+    fd = os.open(evidence.name, files.READ, dir_fd=directory_fd)
     try:
         status = os.fstat(fd)
         _check(status, evidence, owner)
@@ -108,7 +108,7 @@ def open_checked(directory_fd: int, evidence: ArtifactName, owner: int | None) -
 
 
 def _check(status: os.stat_result, evidence: ArtifactName, owner: int | None) -> None:
-    if not entries.is_plain(status, owner):
+    if not files.is_plain(status, owner):
         raise NoEvidenceError("not a regular file of the right owner")
     if not 0 < status.st_size <= LIMITS[evidence.kind]:
         raise NoEvidenceError("empty, or larger than any evidence")
@@ -116,13 +116,13 @@ def _check(status: os.stat_result, evidence: ArtifactName, owner: int | None) ->
 
 def create(place: FlightDirectory, name: str) -> Descriptor:
     """Create a file there, with the mode of a flight file, and open it for appending. Raises ``OSError``."""
-    return entries.create(place.directory, name, place.file_mode, "evidence", os.O_RDWR | os.O_APPEND)
+    return files.create(place.directory, name, place.file_mode, "evidence", os.O_RDWR | os.O_APPEND)
 
 
 @contextlib.contextmanager
 def new(place: FlightDirectory, evidence: ArtifactName) -> Iterator[Descriptor]:
     """Open a file to append to, which is there under its name only after a block without an exception. Raises ``OSError``."""
-    temporary = entries.temporary_name()
+    temporary = files.temporary_name()
     file = create(place, temporary)
     with contextlib.ExitStack() as undo:
         undo.callback(remove, place, temporary)
@@ -171,4 +171,4 @@ def refusal(problem: OSError) -> dict[str, str]:
 
 def remove(place: FlightDirectory, name: str) -> None:
     """Remove a file if it is there."""
-    entries.remove(place.fd, name)
+    files.remove(place.fd, name)

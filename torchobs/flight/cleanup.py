@@ -15,9 +15,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.config.identity import boot_id
-from torchobs.flight import artifacts, entries, lock
-from torchobs.flight.entries import TEMPORARY
-from torchobs.flight.files import LOCK_SUFFIX, SUFFIX, lock_name
+from torchobs.flight import artifacts, files
+from torchobs.flight.files import LOCK_SUFFIX, SUFFIX, TEMPORARY, lock_name
 from torchobs.flight.layout import HEADER_SIZE, BadFlightFileError, Region, decode_header, decode_live
 from torchobs.flight.reader import is_name
 
@@ -60,17 +59,17 @@ def clean(
 
     Raises ``OSError`` when the directory cannot be read.
     """
-    files, removed, beside = [], [], defaultdict[str, list[str]](list)
+    dead, removed, beside = [], [], defaultdict[str, list[str]](list)
     for name in _names(directory_fd, budget_s):
         if (found := artifacts.parse(name)) is not None:
             beside[found.flight].append(name)
         if not is_name(name):
             removed += _remove_stale(directory_fd, name)
         elif (file := _flight_file(directory_fd, name, now)) is not None:
-            files.append(file)
-    sizes = {file.name: file.size + _size(directory_fd, beside[file.name]) for file in files}
+            dead.append(file)
+    sizes = {file.name: file.size + _size(directory_fd, beside[file.name]) for file in dead}
     total = sum(sizes.values())
-    for file in sorted(files, reverse=True):
+    for file in sorted(dead, reverse=True):
         unwanted = file.age_s >= min_age_s or total > max_total_bytes
         if file.age_s >= SETTLED_S and unwanted and _remove(directory_fd, file):
             removed += [file.name, *_remove_all(directory_fd, beside[file.name])]
@@ -81,7 +80,7 @@ def clean(
 def _names(directory_fd: int, budget_s: float) -> Iterator[str]:
     """Yield names of the kinds that torchobs creates, for at most ``budget_s``."""
     deadline = time.monotonic() + budget_s
-    for name in entries.names(directory_fd):
+    for name in files.names(directory_fd):
         if time.monotonic() > deadline:
             return
         if name.endswith(_ENDINGS) or name.startswith(TEMPORARY):
@@ -94,7 +93,7 @@ def _flight_file(directory_fd: int, name: str, now: int) -> _File | None:
         status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
         if not _is_ours(status):
             return None
-        held = _is_held(directory_fd, lock_name(name))
+        held = files.is_locked(directory_fd, lock_name(name))
         age_s = 0.0 if held else _age_s(directory_fd, name, now)
     except OSError:
         return None
@@ -103,16 +102,14 @@ def _flight_file(directory_fd: int, name: str, now: int) -> _File | None:
 
 def _age_s(directory_fd: int, name: str, now: int) -> float:
     """Return the seconds since the last heartbeat, or since creation if the file cannot be parsed. Raises ``OSError``."""
-    fd = os.open(name, entries.READ, dir_fd=directory_fd)
-    status = os.fstat(fd)
-    try:
-        header = decode_header(os.pread(fd, HEADER_SIZE, 0), status.st_size)
+    with files.reading(directory_fd, name) as fd:
+        status = os.fstat(fd)
+        try:
+            header = decode_header(os.pread(fd, HEADER_SIZE, 0), status.st_size)
+        except BadFlightFileError:
+            return max(time.time() - status.st_mtime, 0.0)
         span = header.regions[Region.LIVE]
         beat = decode_live(os.pread(fd, span.length, span.offset)).heartbeat_ns or header.monotonic_ns
-    except BadFlightFileError:
-        return max(time.time() - status.st_mtime, 0.0)
-    finally:
-        os.close(fd)
     if header.boot_id == boot_id() and beat <= now:
         return (now - beat) / 1e9
     return max(now / 1e9, time.time() - header.wall_s(beat))  # of another boot: at least as old as this one
@@ -121,12 +118,12 @@ def _age_s(directory_fd: int, name: str, now: int) -> float:
 def _remove(directory_fd: int, file: _File) -> bool:
     """Remove a dead file and its lock, unless another file has replaced it; return True if it was removed."""
     try:
-        if _is_held(directory_fd, lock_name(file.name)) or entries.inode(directory_fd, file.name) != file.inode:
+        if files.is_locked(directory_fd, lock_name(file.name)) or files.inode(directory_fd, file.name) != file.inode:
             return False
         os.unlink(file.name, dir_fd=directory_fd)
     except OSError:
         return False
-    entries.remove(directory_fd, lock_name(file.name))
+    files.remove(directory_fd, lock_name(file.name))
     return True
 
 
@@ -146,9 +143,9 @@ def _is_leftover(directory_fd: int, name: str) -> bool:
     """Return True for a temporary file, and a free lock or an artifact without its flight file. Raises ``OSError``."""
     if name.endswith(LOCK_SUFFIX):
         flight = name.removesuffix(LOCK_SUFFIX) + SUFFIX
-        return is_name(flight) and not entries.inode(directory_fd, flight) and not _is_held(directory_fd, name)
+        return is_name(flight) and not files.inode(directory_fd, flight) and not files.is_locked(directory_fd, name)
     if (artifact := artifacts.parse(name)) is not None:
-        return not entries.inode(directory_fd, artifact.flight)
+        return not files.inode(directory_fd, artifact.flight)
     return _TEMPORARY.fullmatch(name) is not None
 
 
@@ -172,16 +169,5 @@ def _remove_all(directory_fd: int, names: list[str]) -> list[str]:
     return removed
 
 
-def _is_held(directory_fd: int, name: str) -> bool:
-    """Return True if the lock is held. A deleted lock is not: then only the heartbeat shows that a rank lives.
-
-    Raises ``OSError``.
-    """
-    try:
-        return lock.is_held(directory_fd, name)
-    except FileNotFoundError:
-        return False
-
-
 def _is_ours(status: os.stat_result) -> bool:
-    return entries.is_plain(status, os.getuid())
+    return files.is_plain(status, os.getuid())

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 
-from torchobs.flight import entries
+from torchobs.flight import files
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.descriptors import Descriptor
 
@@ -85,7 +85,7 @@ def write_command(directory_fd: int, incarnation: bytes, command: Command) -> in
             stacks_seq=seq if command.stacks else before.stacks_seq,
         )
         # the trainer may be another user
-        entries.replace(directory_fd, file_name(incarnation), _encode(record, incarnation), 0o644)
+        files.replace(directory_fd, file_name(incarnation), _encode(record, incarnation), 0o644)
     return seq
 
 
@@ -128,7 +128,7 @@ class ControlReader:
 
     def _newer(self) -> Command | None:
         if self._directory is None:
-            self._directory = Descriptor("control directory", self._path, entries.READ | os.O_DIRECTORY)
+            self._directory = Descriptor("control directory", self._path, files.READ | os.O_DIRECTORY)
         try:
             status = os.stat(self._name, dir_fd=self._directory.number(), follow_symlinks=False)
         except FileNotFoundError:
@@ -145,17 +145,11 @@ class ControlReader:
 
 def read_command(directory_fd: int, incarnation: bytes) -> Command | None:
     """Return the record; ``None`` if missing or invalid. Raises ``OSError`` unless the file is gone."""
-    try:
-        fd = os.open(file_name(incarnation), entries.READ, dir_fd=directory_fd)
-    except FileNotFoundError:
-        return None
-    try:
+    with contextlib.suppress(FileNotFoundError), files.reading(directory_fd, file_name(incarnation)) as fd:
         status = os.fstat(fd)
-        if not entries.is_plain(status, None) or status.st_size != SIZE:
-            return None
-        return _decode(os.pread(fd, SIZE, 0), incarnation)
-    finally:
-        os.close(fd)
+        if files.is_plain(status, None) and status.st_size == SIZE:
+            return _decode(os.pread(fd, SIZE, 0), incarnation)
+    return None
 
 
 def _encode(record: Command, incarnation: bytes) -> bytes:

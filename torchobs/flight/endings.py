@@ -35,7 +35,7 @@ from collections.abc import Iterable
 from threading import get_ident
 from typing import TYPE_CHECKING
 
-from torchobs.flight import lock
+from torchobs.flight import files
 from torchobs.flight.layout import EXIT_SET, Exit
 from torchobs.support import cgroup
 
@@ -77,7 +77,7 @@ def _read(directory_fd: int, lock_name: str, size: int) -> tuple[bytes, float]:
     try:
         status = os.stat(lock_name, dir_fd=directory_fd, follow_symlinks=False)
         if status.st_size and stat.S_ISREG(status.st_mode):
-            return lock.content(directory_fd, lock_name, size), status.st_mtime
+            return files.lock_content(directory_fd, lock_name, size), status.st_mtime
     except OSError:
         pass
     return b"", 0.0

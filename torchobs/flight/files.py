@@ -1,32 +1,48 @@
-"""Creation of a flight file: is there room? → ``.tmp-random`` → allocate → header → lock → rename.
+"""The files of one rank: the flight file, created and named, its lock, and small files replaced as a whole.
 
-This order makes every published file complete, and a published file with a free lock the file of a dead writer. Room is checked
-before: in a full memory cgroup the allocation gets the trainer killed.
+**Creation**: is there room? → ``.tmp-random`` → allocate → header → lock → rename. So every published file is complete, and one
+with a free lock is that of a dead writer. Room is checked first: in a full memory cgroup the allocation kills the trainer.
+
+**Liveness**: a POSIX record lock on a sibling ``.lock`` file, which the kernel releases when the process ends. It is dropped by
+ANY close of the locked file in its process, so this process must not open that file again (:func:`is_locked_here` checks that).
+A program that closes our descriptor drops it, too: it is taken again within a round of the sampler, and a rank that beats is
+alive meanwhile. It is not inherited by fork, unlike an OFD lock, which survives in forked workers. It is probed by ``F_GETLK``
+through a read-only descriptor, which works across containers, users and PID namespaces.
+
+A mutex makes check and open atomic: a thread that found the lock not held here, and opened the file after another thread
+had taken it, would drop it by closing. It is reentrant, for a signal handler may check too; no training step takes it.
+
+No symbolic link is followed and no FIFO or lease blocks, for others may be able to write to the directory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
+import fcntl
 import mmap
 import os
 import resource
 import signal
+import stat
+import struct
+import sys
 import time
 import weakref
-from dataclasses import dataclass, replace
 from pickle import PickleBuffer
-from secrets import token_bytes
+from secrets import token_bytes, token_hex
+from threading import RLock
 from typing import TYPE_CHECKING
 
 from torchobs.config.identity import boot_id
-from torchobs.flight import entries, lock
 from torchobs.flight.layout import Header, encode_header, plan
+from torchobs.support.after_fork import renew_in_child
 from torchobs.support.cgroup import Memory, memory_of, of_process
 from torchobs.support.descriptors import Descriptor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torchobs.flight.directory import FlightDirectory
 
@@ -35,13 +51,23 @@ HEADROOM = 16
 """Multiple of the file's size that must be free in the memory cgroup: allocation at its limit got the trainer OOM-killed."""
 _PAGE = 4096
 _MMAP = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Flags for reading a file that another process wrote."""
+TEMPORARY = ".tmp-"
+"""Begin of a name that a file has until it is complete; the rest is random."""
+
+_LINUX = sys.platform == "linux"
+# struct flock: Linux 64-bit has type, whence, start, len, pid; macOS has start, len, pid, type, whence.
+_FLOCK = struct.Struct("@hhqqi4x" if _LINUX else "@qqihh")
+_held: set[tuple[int, int]] = set()
+_mutex = RLock()
 
 
 class NoRoomError(OSError):
     """The file system or the memory cgroup lacks space for a flight file; the message says which."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class CreatedFile:
     """A published flight file: its map, its name in ``place``, and its lock, which stays open until the end."""
 
@@ -78,18 +104,18 @@ def lock_name(name: str) -> str:
     return name.removesuffix(SUFFIX) + LOCK_SUFFIX
 
 
-def create(place: FlightDirectory, header: Header, content: bytes | None = None) -> CreatedFile:
+def create_flight_file(place: FlightDirectory, header: Header, content: bytes | None = None) -> CreatedFile:
     """Create and publish the file; ``content``: what a deleted file of the same incarnation held.
 
     Raises :class:`NoRoomError`, ``OSError``, or ``ValueError`` for a resource that is too long. Nothing is left behind then,
     nor after an interrupt.
     """
-    raw, name, temporary = encode_header(header), file_name(header), entries.temporary_name()
+    raw, name, temporary = encode_header(header), file_name(header), temporary_name()
     why = shortage(place.fd, header.file_size)
     if why is not None:
         raise NoRoomError(why)
     with contextlib.ExitStack() as undo:
-        undo.callback(entries.remove, place.fd, temporary)
+        undo.callback(remove, place.fd, temporary)
         inode, mapped = _allocate(place, temporary, header.file_size)
         if content is not None:
             mapped[:] = content
@@ -115,19 +141,19 @@ def relock(created: CreatedFile) -> CreatedFile:
     with contextlib.ExitStack() as undo:
         taken = _take_lock(created.place, created.name, undo)
         undo.pop_all()
-    return replace(created, lock=taken)
+    return dataclasses.replace(created, lock=taken)
 
 
 def _take_lock(place: FlightDirectory, name: str, undo: contextlib.ExitStack) -> Descriptor:
-    file = entries.create(place.directory, lock_name(name), place.file_mode, "lock")
-    undo.callback(lock.release, file)
-    undo.callback(entries.remove, place.fd, lock_name(name))
-    lock.take(file)
+    file = create(place.directory, lock_name(name), place.file_mode, "lock")
+    undo.callback(unlock, file)
+    undo.callback(remove, place.fd, lock_name(name))
+    lock(file)
     return file
 
 
 def _allocate(place: FlightDirectory, name: str, size: int) -> tuple[int, memoryview]:
-    file = entries.create(place.directory, name, place.file_mode)
+    file = create(place.directory, name, place.file_mode)
     try:
         # storing into a page that a full tmpfs cannot back raises SIGBUS; allocating beforehand turns that into ENOSPC
         if hasattr(os, "posix_fallocate"):
@@ -210,3 +236,147 @@ def _limited(root: str) -> list[tuple[int, Memory]]:
     groups = of_process("memory", root)
     found = [memory_of(level, v2=groups.v2, root=root) for level in groups.levels] if groups else []
     return [(memory.limit, memory) for memory in found if memory is not None and memory.limit is not None]
+
+
+def names(directory_fd: int) -> Iterator[str]:
+    """Yield the names in the directory. Raises ``OSError``."""
+    # a descriptor of its own: concurrent scrapes would share the read position of one
+    directory = Descriptor("", ".", os.O_RDONLY | os.O_DIRECTORY, directory=directory_fd)
+    try:
+        with os.scandir(directory.number()) as found:
+            for entry in found:
+                yield entry.name
+    finally:
+        directory.close()
+
+
+def create(directory: Descriptor | int, name: str, mode: int, what: str = "", flags: int = os.O_RDWR) -> Descriptor:
+    """Create a file with that mode and open it; ``what``: for the log. Raises ``OSError``; nothing is left behind then."""
+    file = Descriptor(what, name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode=mode, directory=directory)
+    try:
+        os.fchmod(file.number(), mode)  # regardless of the umask: its reader may be another user, or read by group
+    except OSError:
+        file.close()
+        remove(directory if isinstance(directory, int) else directory.number(), name)
+        raise
+    return file
+
+
+def temporary_name() -> str:
+    """Return a name that no other file has."""
+    return TEMPORARY + token_hex(8)
+
+
+def replace(directory_fd: int, name: str, content: bytes, mode: int) -> None:
+    """Write a small file that has its name once it is complete. Raises ``OSError``; nothing is left behind then."""
+    temporary = temporary_name()
+    with contextlib.ExitStack() as undo:
+        file = create(directory_fd, temporary, mode)
+        undo.callback(remove, directory_fd, temporary)
+        try:
+            os.write(file.number(), content)
+        finally:
+            file.close()
+        os.rename(temporary, name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+        undo.pop_all()
+
+
+@contextlib.contextmanager
+def reading(directory_fd: int, name: str) -> Iterator[int]:
+    """Open a file that another process wrote, for a ``with`` block. Raises ``OSError``."""
+    fd = os.open(name, READ, dir_fd=directory_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def remove(directory_fd: int, name: str) -> None:
+    """Remove a file if it is there and may be removed."""
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=directory_fd)
+
+
+def inode(directory_fd: int, name: str) -> int:
+    """Return the inode that has this name; 0 if there is none. Raises ``OSError``."""
+    try:
+        return os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_ino
+    except FileNotFoundError:
+        return 0
+
+
+def is_plain(status: os.stat_result, owner: int | None) -> bool:
+    """Return True for a regular file with one name. ``owner``: the only uid to accept."""
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and (owner is None or status.st_uid == owner)
+
+
+def _forget() -> None:
+    """In a forked child: it holds no lock."""
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+renew_in_child(sys.modules[__name__], _mutex=RLock)
+
+
+def _flock(kind: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0) if _LINUX else _FLOCK.pack(0, 0, 0, kind, os.SEEK_SET)
+
+
+def _kind(raw: bytes) -> int:
+    fields = _FLOCK.unpack(raw)
+    return int(fields[0] if _LINUX else fields[3])
+
+
+def lock(file: Descriptor) -> None:
+    """Lock the writable file until it is closed. Raises ``OSError`` when another process has it.
+
+    A program that closes our descriptor drops the lock: then it is to be taken again (:meth:`Descriptor.restore`).
+    """
+    with _mutex:
+        fcntl.fcntl(file.number(), fcntl.F_SETLK, _flock(fcntl.F_WRLCK))
+        _held.add(file.identity[:2])
+
+
+def unlock(file: Descriptor) -> None:
+    """Close the file and so drop its lock."""
+    with _mutex:
+        _held.discard(file.identity[:2])
+        file.close()
+
+
+def is_locked_here(directory_fd: int, name: str) -> bool:
+    """Return True if this process holds the lock on that name, without opening it. Raises ``OSError`` if it is gone."""
+    return _identity(os.stat(name, dir_fd=directory_fd, follow_symlinks=False)) in _held
+
+
+def is_locked(directory_fd: int, name: str) -> bool:
+    """Return True if a living process, this one or another, holds the lock on that name; no file is locked by nobody.
+
+    Raises ``OSError`` if it cannot be opened.
+    """
+    with _mutex, contextlib.suppress(FileNotFoundError):
+        return is_locked_here(directory_fd, name) or _kind(_probe(directory_fd, name)) != fcntl.F_UNLCK
+    return False
+
+
+def lock_content(directory_fd: int, name: str, size: int) -> bytes:
+    """Return the first bytes of a lock file, of which this process may not hold the lock; empty if it does.
+
+    Raises ``OSError`` if it cannot be opened.
+    """
+    with _mutex:
+        if is_locked_here(directory_fd, name):
+            return b""
+        with reading(directory_fd, name) as fd:
+            return os.read(fd, size)
+
+
+def _probe(directory_fd: int, name: str) -> bytes:
+    """Query the lock of a file that this process has not locked (closing it would drop it). Call with the mutex held."""
+    with reading(directory_fd, name) as fd:
+        return fcntl.fcntl(fd, fcntl.F_GETLK, _flock(fcntl.F_WRLCK))
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.catalog import Kind
 from torchobs.config.identity import boot_id
-from torchobs.flight import entries, fold, lock
+from torchobs.flight import files, fold
 from torchobs.flight.details import History, decode_history, newest
+from torchobs.flight.directory import opened
 from torchobs.flight.events import fields_of, scan
 from torchobs.flight.files import SUFFIX, lock_name
 from torchobs.flight.forward import NO_SHARE, ForwardShare
@@ -211,7 +212,7 @@ def list_names(directory_fd: int) -> Names:
     Where there are more, those of living ranks come first, by their locks, then the files that were written last. Raises
     ``OSError``.
     """
-    found = [*filter(is_name, entries.names(directory_fd))]
+    found = [*filter(is_name, files.names(directory_fd))]
     if len(found) > MAX_FILES:
         ranked = ((_is_held(directory_fd, name), _mtime_ns(directory_fd, name), name) for name in found)
         chosen = heapq.nlargest(MAX_FILES, ranked)
@@ -226,7 +227,7 @@ def names(directory_fd: int) -> list[str]:
 
 def _is_held(directory_fd: int, name: str) -> bool:
     try:
-        return lock.is_held(directory_fd, lock_name(name))
+        return files.is_locked(directory_fd, lock_name(name))
     except OSError:
         return False
 
@@ -482,15 +483,12 @@ def open_file(directory_fd: int, name: str, owner: int | None = None) -> FlightF
 def open_path(path: str) -> FlightFile:
     """Open a flight file by its path, for a person's tools. Raises as :func:`open_file`."""
     directory, name = os.path.split(path)
-    fd = os.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        return open_file(fd, name)
-    finally:
-        os.close(fd)
+    with opened(directory or ".", link=True) as directory_fd:
+        return open_file(directory_fd, name)
 
 
 def _open(directory_fd: int, name: str, owner: int | None) -> tuple[int, Header]:
-    fd = os.open(name, entries.READ, dir_fd=directory_fd)
+    fd = os.open(name, files.READ, dir_fd=directory_fd)
     try:
         status = os.fstat(fd)
         _check(status, owner)

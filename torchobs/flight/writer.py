@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from torchobs import catalog
-from torchobs.flight import endings, entries, lock
+from torchobs.flight import endings, files
 from torchobs.flight import fold as record_fold
 from torchobs.flight.details import Document
 from torchobs.flight.directory import FlightDirectory, renew
 from torchobs.flight.events import EventRing
-from torchobs.flight.files import CreatedFile, create, lock_name, new_header, relock
+from torchobs.flight.files import CreatedFile, create_flight_file, lock_name, new_header, relock
 from torchobs.flight.layout import DEFAULT_SIZE, EXIT_SET, NO_STEPS, RECORD_SIZE, Header, Live, Region
 from torchobs.flight.native import compiled
 from torchobs.flight.step_record import CRC, NO_FETCH, PLAIN, PLAIN_CODES, StepRecord, pack, unpack
@@ -314,15 +314,15 @@ class FlightWriter:
         if not created.place.is_there():
             renew(created.place)
         directory_fd = created.place.fd
-        file_is_there = entries.inode(directory_fd, created.name) == created.inode
-        lock_is_there = entries.inode(directory_fd, lock_name(created.name)) == created.lock.identity.inode
+        file_is_there = files.inode(directory_fd, created.name) == created.inode
+        lock_is_there = files.inode(directory_fd, lock_name(created.name)) == created.lock.identity.inode
         if file_is_there and lock_is_there:
             return False
-        entries.remove(directory_fd, lock_name(created.name))
+        files.remove(directory_fd, lock_name(created.name))
         self._created = relock(created) if file_is_there else self._move(created)
         if self._marks_signals:
             self.mark_signals()  # before the old descriptor's number can be another file's
-        lock.release(created.lock)
+        files.unlock(created.lock)
         return True
 
     def restore(self) -> bool:
@@ -349,7 +349,7 @@ class FlightWriter:
         created.lock.restore()
         if self._marks_signals:
             self.mark_signals()
-        lock.take(created.lock)
+        files.lock(created.lock)
 
     def mark_signals(self) -> None:
         """Have signals leave their marks, in the file or beside it, if they would end the process."""
@@ -372,7 +372,7 @@ class FlightWriter:
         self.hidden = True
         if self._created is not None:
             for name in (self._created.name, lock_name(self._created.name)):
-                entries.remove(self._created.place.fd, name)
+                files.remove(self._created.place.fd, name)
 
     def show(self) -> None:
         """Give the file a name again. Raises ``OSError`` as :meth:`check_name`."""
@@ -381,11 +381,11 @@ class FlightWriter:
 
     def _move(self, created: CreatedFile) -> CreatedFile:
         """Recreate the file and switch to it."""
-        entries.remove(created.place.fd, created.name)
+        files.remove(created.place.fd, created.name)
         content = self.memory.snapshot()
         with contextlib.ExitStack() as undo:
-            again = create(created.place, created.header, content)
-            undo.callback(lock.release, again.lock)
+            again = create_flight_file(created.place, created.header, content)
+            undo.callback(files.unlock, again.lock)
             self.memory.move(again, content)
             undo.pop_all()
         for block in self.table.blocks:
@@ -399,7 +399,7 @@ class FlightWriter:
             return
         with contextlib.ExitStack() as steps:  # each is done, the last first, also where the file cannot be written
             steps.callback(created.place.directory.close)
-            steps.callback(lock.release, created.lock)
+            steps.callback(files.unlock, created.lock)
             steps.callback(self._unmark_signals)
             steps.callback(self.memory.detach)
             self.fold()
@@ -416,11 +416,11 @@ def open_writer(
 ) -> FlightWriter:
     """Create and publish a flight file in ``place``. ``native``: see :class:`FlightWriter`.
 
-    Raises ``create.NoRoomError`` or ``OSError`` when it cannot be created, ``ValueError`` for a bad size.
+    Raises ``files.NoRoomError`` or ``OSError`` when it cannot be created, ``ValueError`` for a bad size.
     """
     with contextlib.ExitStack() as undo:
-        created = create(place, new_header(resource, size, in_memory=place.in_memory))
-        undo.callback(lock.release, created.lock)
+        created = create_flight_file(place, new_header(resource, size, in_memory=place.in_memory))
+        undo.callback(files.unlock, created.lock)
         memory: Storage = Storage(created.map) if place.in_memory else DeferredStorage(created)
         undo.pop_all()
     return FlightWriter(created.header, memory, created, native=native)

@@ -18,7 +18,7 @@ import time
 from typing import NamedTuple
 
 from torchobs._version import __version__
-from torchobs.flight import entries, lock
+from torchobs.flight import files
 from torchobs.support.descriptors import Descriptor
 
 LOCK = "exporter.lock"
@@ -27,10 +27,7 @@ _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 
 def is_decided(directory_fd: int) -> bool:
     """Return True if the directory has an exporter. Raises ``OSError`` if its lock belongs to another user."""
-    try:
-        return lock.is_held(directory_fd, LOCK)
-    except FileNotFoundError:
-        return False
+    return files.is_locked(directory_fd, LOCK)
 
 
 def anyone_alive(directory_fd: int) -> bool:
@@ -41,7 +38,7 @@ def anyone_alive(directory_fd: int) -> bool:
 
     for name in reader.names(directory_fd):
         with contextlib.suppress(OSError):  # the lock file was cleaned up, so nobody holds it
-            if lock.is_held(directory_fd, lock_name(name)):
+            if files.is_locked(directory_fd, lock_name(name)):
                 return True
         # a program that closes descriptors which are not its own drops the lock, but its heartbeat goes on
         with contextlib.suppress(OSError, BadFlightFileError), contextlib.closing(reader.open_file(directory_fd, name)) as file:
@@ -51,7 +48,7 @@ def anyone_alive(directory_fd: int) -> bool:
 
 
 class Election:
-    """This process's candidacy for a directory; at most one per directory and process (:mod:`torchobs.flight.lock`)."""
+    """This process's candidacy for a directory; at most one per directory and process (:mod:`torchobs.flight.files`)."""
 
     def __init__(self, directory_fd: int) -> None:
         self._directory_fd = directory_fd
@@ -64,7 +61,7 @@ class Election:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             file = Descriptor("election", LOCK, flags, directory=self._directory_fd)
             try:
-                lock.take(file)
+                files.lock(file)
             except OSError as problem:
                 file.close()
                 if problem.errno in _HELD_BY_ANOTHER:
@@ -78,7 +75,7 @@ class Election:
         if self._file is None or not self._file.is_intact():
             return False
         try:
-            return entries.inode(self._directory_fd, LOCK) == self._file.identity.inode
+            return files.inode(self._directory_fd, LOCK) == self._file.identity.inode
         except OSError:
             return False
 
@@ -86,7 +83,7 @@ class Election:
         """Release the lock. Idempotent."""
         file, self._file = self._file, None
         if file is not None:
-            lock.release(file)
+            files.unlock(file)
 
 
 NAME = "exporter.json"
@@ -107,7 +104,7 @@ class Announcement(NamedTuple):
 def announce(directory_fd: int, address: str, *, tls: bool = False) -> Announcement:
     """Atomically publish that this process listens on ``address``. Raises ``OSError``."""
     announced = Announcement(os.getpid(), address, url(address, tls=tls), time.time(), __version__)
-    entries.replace(directory_fd, NAME, json.dumps(announced._asdict()).encode() + b"\n", 0o600)
+    files.replace(directory_fd, NAME, json.dumps(announced._asdict()).encode() + b"\n", 0o600)
     return announced
 
 

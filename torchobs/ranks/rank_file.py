@@ -23,7 +23,7 @@ from torchobs import catalog
 from torchobs.config.launchers import LAUNCH, LAUNCHED_BY
 from torchobs.detect import hangs
 from torchobs.detect.hangs import Durations, Standstill
-from torchobs.flight import endings, lock, reader, throughput
+from torchobs.flight import endings, files, reader, throughput
 from torchobs.flight.events import Tail
 from torchobs.flight.files import file_name, lock_name
 from torchobs.flight.layout import BadFlightFileError, Exit, Region
@@ -424,7 +424,7 @@ def _check_name(file: FlightFile, name: str) -> None:
 def is_held(directory_fd: int, name: str, *, before: bool = False) -> bool:
     """Return whether a rank's lock is held; ``before``: whether it was, in case it cannot be queried at present."""
     try:
-        return lock.is_held(directory_fd, name)
+        return files.is_locked(directory_fd, name)
     except OSError as problem:
         # missing or invalid lock: only the heartbeat can show that the rank lives
         return before and is_passing(problem)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchobs.config.identity import boot_id
-from torchobs.flight import entries, reader
+from torchobs.flight import files, reader
 from torchobs.flight.directory import KUBERNETES_MOUNT, find_existing, open_directory
 from torchobs.flight.files import lock_name
 from torchobs.flight.reader import MAX_FILES
@@ -342,7 +342,7 @@ def _reason(problem: BaseException, directory_fd: int, name: str, owner: int | N
         status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
     except OSError:
         return "io"
-    if not entries.is_plain(status, owner):
+    if not files.is_plain(status, owner):
         return "kind"
     return _kind(problem)
 
