@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import torchobs
+from tests import flights
 from tests.support import NEEDS_MEMORY_CGROUP, wait_until
 from tests.training import Recording
 from torchobs import catalog
@@ -72,7 +73,7 @@ if __name__ == "__main__":
         writer.publish()
         values = Recording(session).values()
         file = reader.open_path(writer.path)
-        events = [1 for _, fields in file.events() if fields.get("name") == catalog.EVENT_SHARED_MEMORY_FULL.name]
+        events = [1 for fields in flights.frames(file) if fields.get("name") == catalog.EVENT_SHARED_MEMORY_FULL.name]
         file.close()
         told.append((values[catalog.MEMORY_SHARED_SIZE.name,], values[catalog.MEMORY_SHARED_USED.name,], len(events)))
     sys.stdout.write(json.dumps(told))

@@ -1,13 +1,14 @@
 """Flight files for tests: writers on scripted memory, files made of bytes, and the fold as an oracle."""
 
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torchobs import catalog
-from torchobs.flight import fold, reader
+from torchobs.flight import events, fold, reader
 from torchobs.flight.directory import FlightDirectory, open_place
 from torchobs.flight.files import new_header
 from torchobs.flight.layout import MIN_SIZE, RECORD_SIZE, Extent, Header, Region, encode_header
@@ -22,6 +23,16 @@ NATIVE = os.environ.get("TORCHOBS_NATIVE") != "0"
 """Whether writers use their compiled part, as the setting says for those of a training"""
 ALL_VALUES = StepFlag.LOSS | StepFlag.GRAD_NORM | StepFlag.LEARNING_RATE
 Values = dict[tuple[str, tuple[tuple[str, Any], ...]], Any]
+
+
+def frames(file: reader.FlightFile) -> list[dict[str, Any]]:
+    """The frames of a file's event ring, oldest first, as they are written."""
+    return [json.loads(payload) for _, payload in events.scan(file._region(Region.EVENTS), file.header.seed)]
+
+
+def decoded(*given: Mapping[str, object]) -> list[events.Event | events.Span | events.Late]:
+    """What readers make of these frames."""
+    return events.read((number, json.dumps(frame).encode()) for number, frame in enumerate(given))
 
 
 class RecordingMemory(Storage):

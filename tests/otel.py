@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests import flights
 from torchobs.flight.directory import open_place
 from torchobs.flight.reader import Distribution, open_path
 from torchobs.flight.writer import FlightWriter, open_writer
@@ -64,6 +65,6 @@ def frames(writer: FlightWriter) -> list[dict[str, Any]]:
     """The spans in the file, oldest first."""
     file = open_path(writer.path)
     try:
-        return [fields for _, fields in file.events() if fields["k"] in {"span", "span_start"}]
+        return [fields for fields in flights.frames(file) if fields["k"] in {"span", "span_start"}]
     finally:
         file.close()

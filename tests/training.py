@@ -16,6 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import dataloader
 
 import torchobs
+from tests import flights
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.flight import reader
@@ -81,7 +82,7 @@ class Recording:
     def frames(self, name: str) -> list[dict[str, Any]]:
         """The events and spans of that name, as they stand in the file."""
         with self.file() as file:
-            return [frame for _, frame in file.events() if frame.get("name") == name]
+            return [frame for frame in flights.frames(file) if frame.get("name") == name]
 
     def attributes(self, name: str) -> list[dict[str, Any]]:
         """The attributes of these events and spans."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import torchobs
-from tests import support
+from tests import flights, support
 from tests.diagnosis.sick_models import BACKWARD, FORWARD, TRAININGS, Planted, Sickly, build, plant
 from tests.training import Recording, recording
 from torchobs import catalog, debug
@@ -294,7 +294,7 @@ def test_two_ranks_name_the_culprit_each_for_itself(start: Any, flight_dir: Path
     told: dict[int, list[dict[str, Any]]] = {}
     for path in flight_dir.glob("*.flight"):
         file = reader.open_path(str(path))
-        frames = [frame for _, frame in file.events() if frame.get("name") == catalog.EVENT_NONFINITE_ORIGIN.name]
+        frames = [frame for frame in flights.frames(file) if frame.get("name") == catalog.EVENT_NONFINITE_ORIGIN.name]
         told[int(file.read(final=True).header.resource["rank"])] = [{"step": one["step"], **one["attrs"]} for one in frames]
         file.close()
     if way == "operator":

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests import flights
 from tests.exporters import Program, start_program
 from tests.prometheus_server import PrometheusServer
 from tests.support import ROOT, clean_environment, wait_until
@@ -135,7 +136,7 @@ def phases_of(path: Path) -> tuple[str, list[tuple[float, ...]]]:
 def spans_of(path: Path) -> list[tuple[tuple[str, str], dict[str, Any]]]:
     """The spans of steps in a rank's file: their identifiers and attributes."""
     file = reader.open_path(str(path))
-    frames = [fields for _, fields in file.events() if fields.get("name") == "torchobs.step"]
+    frames = [fields for fields in flights.frames(file) if fields.get("name") == "torchobs.step"]
     file.close()
     return [((fields["trace_id"], fields["span_id"]), fields["attrs"]) for fields in frames]
 

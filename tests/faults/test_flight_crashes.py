@@ -285,7 +285,7 @@ def test_every_measurement_survives(file: FlightFile) -> None:
 
 def test_every_ended_span_survives(file: FlightFile) -> None:
     """A span that was not ended leaves nothing."""
-    found = [(fields["k"], fields["name"]) for _, fields in file.events()]
+    found = [(fields["k"], fields["name"]) for fields in flights.frames(file)]
     assert found == [("span", f"step {step}") for step in range(57)]
 
 
@@ -454,7 +454,7 @@ def test_a_thousand_damaged_files_are_bad_or_served(wrapping: flights.Image, sha
             opened += 1
             _read_or_bad(file)
             assert len(file.steps(5)) <= 5
-            for _, fields in file.events():
+            for fields in flights.frames(file):
                 str(fields).encode()
             file.close()
     assert opened

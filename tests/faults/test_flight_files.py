@@ -173,7 +173,7 @@ def test_what_was_deleted_comes_back_with_all_it_held(
     assert flights.value(view, METRIC) == 8
     assert view.live.level == 2
     assert [record.step for record in file.steps()] == list(range(1, 12))
-    assert [fields["attrs"] for _, fields in file.events()] == [{"n": 1}]
+    assert [fields["attrs"] for fields in flights.frames(file)] == [{"n": 1}]
     assert file.header == writer_deleted.header
     file.close()
     fd = open_directory(str(directory))

@@ -151,7 +151,7 @@ def test_a_fork_from_a_thread_while_others_write_ends_and_stores_nothing(writer:
     view = file.read()
     assert (view.live.level, view.live.exit_reason) == (0, None)
     assert flights.value(view, METRICS[1]) is None
-    assert not any(fields.get("attrs", {}).get("child") for _, fields in file.events())
+    assert not any(fields.get("attrs", {}).get("child") for fields in flights.frames(file))
     file.close()
     assert set(state(flight_dir)) == {writer.name, lock_name(writer.name)}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 
-from tests import support
+from tests import flights, support
 from tests.training import Recording, recording
 from torchobs.flight import reader
 from torchobs.probes.distributed import AXES, Parallelism, Place, by_axis, of_frameworks, recognise, root_dimensions
@@ -85,7 +85,7 @@ def _recorded(flight_dir: Path, rank: int) -> tuple[dict[tuple[str, ...], Any], 
                     (point.series.name, *(f"{name}={value}" for name, value in point.series.attributes)): point.value
                     for point in view.points
                 }
-                return values, [fields for _, fields in file.events()]
+                return values, flights.frames(file)
         finally:
             file.close()
     raise AssertionError(f"no flight file of rank {rank}")

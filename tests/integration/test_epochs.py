@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import torchobs
+from tests import flights
 from tests.training import Recording, mlp, recording
 from torchobs.flight import reader
 
@@ -119,7 +120,7 @@ def test_an_epoch_is_a_span_with_its_steps(flight_dir: Path) -> None:
         for _ in range(2):
             loop.train(training)
             time.sleep(NAP_S)
-    spans = [frame for _, frame in reader.open_path(path).events() if frame["name"] == "torchobs.epoch"]
+    spans = [frame for frame in flights.frames(reader.open_path(path)) if frame["name"] == "torchobs.epoch"]
     assert [span["attrs"] for span in spans] == [{"epoch": 1, "steps": BATCHES}, {"epoch": 2, "steps": BATCHES}]
     assert spans[0]["t1"] == spans[1]["t0"]
     assert all(span["t1"] - span["t0"] >= NAP_S * 1e9 for span in spans)

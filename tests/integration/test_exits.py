@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchobs
-from tests import fork_server, support
+from tests import flights, fork_server, support
 from tests.training import loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.cli.top import Watch, screen
@@ -57,7 +57,7 @@ def run(tmp_path: Path, flight_dir: Path, script: str, *command: str) -> Ended:
     file = reader.open_path(os.fspath(path))
     try:
         view = file.read(final=True)
-        events = [fields for _, fields in file.events()]
+        events = flights.frames(file)
     finally:
         file.close()
     exceptions = [event["attrs"] for event in events if event["name"] == "torchobs.exception"]
@@ -295,7 +295,7 @@ from torchobs.flight import reader
 def told():
     file = reader.open_path(torchobs.init().writer.path)
     try:
-        return sum(fields.get("name") == "torchobs.exception" for _, fields in file.events())
+        return sum(fields.get("name") == "torchobs.exception" for fields in flights.frames(file))
     finally:
         file.close()
 """

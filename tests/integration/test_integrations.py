@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import torchobs
-from tests import support
+from tests import flights, support
 from tests.fork_server import Python
 from tests.support import ROOT, clean_environment, free_port
 from tests.training import Recording
@@ -160,7 +160,7 @@ def seen(flight_dir: Path) -> list[Seen]:
             (point.series.name, *(str(value) for _, value in point.series.attributes)): point.value for point in view.points
         }
         steps = [record for record in file.steps() if record.kind == RecordKind.STEP]
-        found.append(Seen(dict(file.header.resource), values, steps, [fields for _, fields in file.events()]))
+        found.append(Seen(dict(file.header.resource), values, steps, flights.frames(file)))
         file.close()
     return sorted(found, key=lambda one: int(one.resource["rank"]))
 

@@ -16,6 +16,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+from tests import flights
 from tests.exporters import Service, start_program
 from tests.otlp import Collector, pairs_of_json
 from tests.prometheus_server import PrometheusServer, Series, newest_prometheus
@@ -197,7 +198,7 @@ def value_of(point: Mapping[str, Any]) -> object:
 def check_spans(collector: Collector, file: FlightFile) -> None:
     """Each frame was sent once, as it is named and timed; torchobs' event is a log record."""
     header, sent = file.header, sent_spans(collector)
-    frames = [frame for _, frame in file.events() if frame["k"] == "span"]
+    frames = [frame for frame in flights.frames(file) if frame["k"] == "span"]
     *of_user, (_, run) = sent
     assert sorted(
         (span["spanId"], span["traceId"], span.get("parentSpanId", ""), span["name"], int(span["endTimeUnixNano"]))

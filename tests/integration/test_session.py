@@ -18,7 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader, Dataset
 
 import torchobs
-from tests import support
+from tests import flights, support
 from tests.support import ROOT, finish
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording, surface, torch_hooks, train
 from torchobs.config.settings import PROBES
@@ -112,7 +112,7 @@ def test_a_session_is_a_context_manager(flight_dir: Path) -> None:
         raise ZeroDivisionError
     file = reader.open_path(path)
     view = file.read(final=True)
-    events = {fields["name"]: fields for _, fields in file.events()}
+    events = {fields["name"]: fields for fields in flights.frames(file)}
     file.close()
     assert view.live.exit_reason == Exit.EXCEPTION
     assert events["torchobs.exception"]["attrs"]["exception.type"] == "builtins.ZeroDivisionError"
@@ -231,7 +231,7 @@ import os, signal; os.kill(os.getpid(), signal.SIGKILL)
     (path,) = flight_dir.glob("*.flight")
     file = reader.open_path(str(path))
     points = {point.series.name: point.value for point in file.read(final=True).points}
-    frames = {fields["name"]: fields for _, fields in file.events() if fields["k"] != "event"}
+    frames = {fields["name"]: fields for fields in flights.frames(file) if fields["k"] != "event"}
     file.close()
     assert points["my.batches"] == 3
     assert {fields["trace_id"] for fields in frames.values()} == {"0af7651916cd43dd8448eb211c80319c"}

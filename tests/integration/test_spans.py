@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,7 @@ class Rank:
         """What stands in the ring."""
         region = self.writer.header.regions[Region.EVENTS]
         ring = bytes(self._memory.content[region.offset : region.offset + region.length])
-        return [frame for _, frame in scan(ring, self.writer.header.seed)]
+        return [json.loads(payload) for _, payload in scan(ring, self.writer.header.seed)]
 
     def ended(self) -> list[tuple[dict[str, Any], float, float]]:
         """Attributes, begin and end of the root spans that have ended."""

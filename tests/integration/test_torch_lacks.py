@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchobs
+from tests import flights
 from tests.training import Recording, batch, mlp
 from torchobs.flight import reader
 
@@ -107,7 +108,7 @@ def found(flight_dir: Path) -> tuple[set[str], dict[str, str], object]:
     (path,) = flight_dir.glob("*.flight")
     file = reader.open_path(str(path))
     points = file.read(final=True).points
-    events = [fields["attrs"] for _, fields in file.events() if fields["name"] == "torchobs.probe.disabled"]
+    events = [fields["attrs"] for fields in flights.frames(file) if fields["name"] == "torchobs.probe.disabled"]
     file.close()
     off = {
         str(dict(point.series.attributes)["probe"])

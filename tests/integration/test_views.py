@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import torchobs
+from tests import flights
 from tests.diagnosis_files import shorten_seconds
 from tests.exporters import Caller, Service
 from tests.rank_files import PHASES_S, live_rank
@@ -69,8 +70,10 @@ def test_what_is_left_is_kept_at_the_end(kept: Scalars) -> None:
 
 def test_an_event_of_the_same_name_is_no_curve() -> None:
     """Promise: what an application records under a name of ours breaks no view."""
-    frames = [{"k": "event", "name": "torchobs.scalars", "attrs": attributes} for attributes in ({"text": "x"}, {"names": 1})]
-    assert curves(frames) == {}
+    frames = [
+        {"k": "event", "name": "torchobs.scalars", "t": 1, "attrs": attributes} for attributes in ({"text": "x"}, {"names": 1})
+    ]
+    assert curves(flights.decoded(*frames)) == {}
 
 
 def test_what_a_script_logs_is_a_curve_everywhere(

@@ -7,6 +7,7 @@ import json
 import re
 import struct
 import zlib
+from collections.abc import Iterable
 from dataclasses import replace
 from math import nan
 from pathlib import Path
@@ -210,7 +211,7 @@ class Ring:
 
     def seen(self) -> list[Any]:
         """The numbers of the events in it."""
-        return [fields["n"] for _, fields in scan(self.content(), SEED)]
+        return numbers(scan(self.content(), SEED))
 
 
 def test_the_newest_events_are_there_in_order_however_often_the_ring_wrapped() -> None:
@@ -238,9 +239,9 @@ class Reading:
         return self._ring[at : at + length]
 
 
-def numbers(payloads: list[bytes]) -> list[Any]:
-    """The numbers of the events in payloads."""
-    return [json.loads(payload)["n"] for payload in payloads]
+def numbers(frames: Iterable[tuple[int, bytes]]) -> list[Any]:
+    """The numbers of the events in frames."""
+    return [json.loads(payload)["n"] for _, payload in frames]
 
 
 @pytest.mark.parametrize("pause", [1, 3, 5, 40])

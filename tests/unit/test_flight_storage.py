@@ -81,7 +81,7 @@ def test_what_waits_is_bounded_however_long_nobody_flushes(born: CreatedFile) ->
     view = file.read()
     assert flights.value(view, catalog.STEPS) == 3000
     assert flights.value(view, METRIC) == 3000
-    assert [fields["attrs"]["number"] for _, fields in file.events()][-1] == 3000
+    assert [fields["attrs"]["number"] for fields in flights.frames(file)][-1] == 3000
     file.close()
     deferred.detach()
 

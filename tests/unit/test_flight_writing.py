@@ -279,7 +279,7 @@ def test_an_exception_between_any_two_lines_loses_no_acknowledged_record(image: 
     assert steps(image) > acknowledged
     file = image.open()
     assert flights.whole(flights.value(file.read(), METRIC)) > counted
-    assert [fields["name"] for _, fields in file.events()][-1] == "last"
+    assert [fields["name"] for fields in flights.frames(file)][-1] == "last"
     file.close()
 
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from tests import flights
 from tests.diagnosis_files import row
 from torchobs import catalog
 from torchobs.catalog import Severity
@@ -101,7 +102,7 @@ def test_events_become_lines_and_what_is_none_is_left_out() -> None:
         {**evaluation, "scope": ["torchobs"]},
         {**evaluation, "scope": ["somebody"]},
     ]
-    told = of_ring(HEADER, "0", enumerate(frames))
+    told = of_ring(HEADER, "0", flights.decoded(*frames))
     assert [(one.title, one.text, one.severity, one.step) for one in told] == [
         ("Anomaly", "nonfinite loss · value NaN", Severity.ERROR, 7),
         ("Data loader's worker died", "pid 3", Severity.ERROR, None),
@@ -118,7 +119,7 @@ def test_sizes_and_durations_have_their_unit() -> None:
     name = "torchobs.memory.growth"
     frames = [{"k": "event", "t": 1, "name": each, "attrs": attributes} for each in (name, "mine")]
     frames += [{"k": "event", "t": 1, "name": name, "attrs": {"per_step": odd}} for odd in (10**400, NAN, "NaN")]
-    whole, mine, huge, *nan = (one.text for one in of_ring(HEADER, "0", enumerate(frames)))
+    whole, mine, huge, *nan = (one.text for one in of_ring(HEADER, "0", flights.decoded(*frames)))
     assert whole == "space host · per step 40 KiB · time to limit 1 h 30 min · silent unknown"
     assert mine == "space host · per step 40960 · time to limit 5,400 · silent unknown"
     assert huge.startswith("per step 1000")
@@ -131,7 +132,7 @@ def test_every_event_of_ours_is_a_line(event: catalog.Event) -> None:
     named = {"kind": "gradients_kept", "values": [1.0, 2.0]}
     given = {attribute.name: ["a", {"b": 1}] for attribute in event.attributes} | named
     frame = {"k": "event", "name": event.name, "t": 5, "step": 3, "attrs": given}
-    rows = [of_ring(HEADER, str(rank), [(1, frame)]) for rank in range(2)]
+    rows = [of_ring(HEADER, str(rank), flights.decoded(frame)) for rank in range(2)]
     lines = log_of(rows).lines
     assert [line.last.ranks for line in lines] == [("1", "0")] * (event is not catalog.EVENT_SCALARS)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf, isnan
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torchobs import catalog
 from torchobs.catalog import Severity
@@ -35,6 +35,7 @@ from torchobs.diagnosis.status import (
     status_of,
     summary_of,
 )
+from torchobs.flight.events import Event, Late, Span
 from torchobs.flight.step_record import RecordKind, StepFlag
 from torchobs.flight.throughput import RECORDS as LATEST
 from torchobs.flight.throughput import Throughput, pace
@@ -187,11 +188,10 @@ def _time(event: EventRow) -> float:
     return event.at_s
 
 
-def of_ring(header: Header, rank: str, frames: Iterable[tuple[int, Mapping[str, Any]]]) -> list[EventRow]:
+def of_ring(header: Header, rank: str, ring: Sequence[Event | Span | Late]) -> list[EventRow]:
     """Return the events and the long spans of a rank's ring, oldest first."""
-    frames = list(frames)
-    ours = (frame for frame in frames if str(frame[1].get("scope", "")).startswith("['torchobs'"))
-    rows = [_event(rank, fact) for fact in events_of(frames, header) if fact.name != catalog.EVENT_SCALARS.name]  # curves
+    ours = (span for span in ring if isinstance(span, Span) and span.is_ours)
+    rows = [_event(rank, fact) for fact in events_of(ring, header) if fact.name != catalog.EVENT_SCALARS.name]  # curves
     for span in spans_of(ours):
         if span.name in _SPANS:
             took = f"took {text_format.duration(span.end_s - span.start_s)}"
@@ -305,18 +305,18 @@ class _RankReader:
         if rank.view.live.event_head == self._event_head:
             return
         with suppress(*READ_ERRORS), files.flight_file(rank.incarnation) as file:
-            new = [(position, frame) for position, frame in file.events() if position > self._newest_event]
+            new = [one for one in file.events() if not isinstance(one, Late) and one.position > self._newest_event]
             facts, known = events_of(new, rank.view.header), self.details
             replicas = replicas_of(facts, known.newest.losses, known.replicas)
             weights, batches = (dict([*steps.items()][-MOST_COMPARED:]) for steps in replicas[:2])
             self.details = known._replace(
                 facts=(*known.facts, *facts)[-KEPT_EVENTS:],
                 rows=(*known.rows, *of_ring(rank.view.header, rank.rank, new))[-KEPT_EVENTS:],
-                scalars=curves((frame for _, frame in new), known.scalars),
+                scalars=curves(new, known.scalars),
                 summary=summary_of(facts, known.summary),
                 replicas=Replicas(weights, batches),
             )
-            self._newest_event = max((position for position, _ in new), default=self._newest_event)
+            self._newest_event = max((one.position for one in new), default=self._newest_event)
         self._event_head = rank.view.live.event_head
 
 

@@ -30,6 +30,7 @@ from torchobs.diagnosis.rank_report import (
 from torchobs.flight import artifacts, endings, reader
 from torchobs.flight.artifacts import PROFILE, ArtifactName
 from torchobs.flight.directory import find_existing, in_memory, opened
+from torchobs.flight.events import Event
 from torchobs.flight.files import file_name, lock_name
 from torchobs.flight.layout import HEADER_SIZE, Header, Region, decode_header
 from torchobs.flight.reader import FlightFile, Value, View
@@ -212,7 +213,7 @@ def _report(tracked: RankFile, source: str, limit: int | None, now: Now) -> Rank
     state, why = (tracked.state, "") if up else rank_state.ending(live.exit_reason, live.exit_code, memory)
     steps = steps_of(records, header)
     phase, begun_s = last_phase(live.phase, None if begun_ns is None else header.wall_s(begun_ns), steps)
-    frames = list(tracked.file.events())
+    ring = tracked.file.events()
     details, history = tracked.file.details(), tracked.file.history()
     return RankReport(
         source=text_format.clean(source),
@@ -228,15 +229,15 @@ def _report(tracked: RankFile, source: str, limit: int | None, now: Now) -> Rank
         phase=phase,
         phase_begun_s=begun_s,
         steps=steps,
-        events=events_of(((at, one) for at, one in frames if one.get("name") != catalog.EVENT_SCALARS.name), header),
-        scalars=rank_report.curves(one for _, one in frames),
+        events=events_of((one for one in ring if isinstance(one, Event) and one.name != catalog.EVENT_SCALARS.name), header),
+        scalars=rank_report.curves(ring),
         values=values,
         pace=pace(records, tracked.file.forward_share()),
         recorded=not up or live.steps_since_ns is not None,
         standstill=tracked.standstill(now) if up else None,
         details=details,
         history=history,
-        spans=spans_of(frames),
+        spans=spans_of(ring),
         partial=bool(problems),
         end_known=end_known,
     )

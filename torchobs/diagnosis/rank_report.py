@@ -16,6 +16,7 @@ from torchobs.detect.learning import ZeroRate, zero_rate
 from torchobs.diagnosis import text_format
 from torchobs.flight.artifacts import ArtifactName
 from torchobs.flight.details import History
+from torchobs.flight.events import Event, Late, Span
 from torchobs.flight.layout import PHASE_NAMES, Header
 from torchobs.flight.reader import Distribution, Value, View
 from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord
@@ -48,16 +49,16 @@ class Point(NamedTuple):
 Curves = dict[str, tuple[Point, ...]]
 
 
-def curves(events: Iterable[Mapping[str, Any]], known: Mapping[str, tuple[Point, ...]] | None = None) -> Curves:
-    """Return the curves by name from the frames of an event ring, oldest first; ``known``: curves of earlier frames.
+def curves(ring: Iterable[Event | Span | Late], known: Mapping[str, tuple[Point, ...]] | None = None) -> Curves:
+    """Return the curves by name from an event ring, oldest first; ``known``: those of what was read earlier.
 
     Other events are skipped.
     """
     found = dict(known or {})
-    for frame in events:
-        if frame.get("name") == catalog.EVENT_SCALARS.name and frame.get("k") == "event":
+    for event in ring:
+        if isinstance(event, Event) and event.name == catalog.EVENT_SCALARS.name:
             with suppress(KeyError, TypeError, ValueError):  # the application may give an event of its own this name
-                for name, point in [*_points(frame["attrs"])]:
+                for name, point in [*_points(event.values)]:
                     if name in found or len(found) < MOST_NAMES:
                         found[name] = (*found.get(name, ()), point)[-MOST_POINTS:]
     return found
@@ -327,26 +328,16 @@ def by_attributes(values: Mapping[tuple[str, ...], Value], metric: Metric) -> di
     return {key[1:]: value for key, value in values.items() if key[0] == metric.name and not isinstance(value, Distribution)}
 
 
-def events_of(frames: Iterable[tuple[int, Mapping[str, Any]]], header: Header) -> tuple[Fact, ...]:
-    """Return the events among the frames of a ring, oldest first."""
-    return tuple(
-        Fact(frame["name"], header.wall_s(frame["t"]), frame.get("step"), frame["attrs"])
-        for _, frame in frames
-        if frame.get("k") == "event"
-    )
+def events_of(ring: Iterable[Event | Span | Late], header: Header) -> tuple[Fact, ...]:
+    """Return the events of a ring, oldest first."""
+    found = (event for event in ring if isinstance(event, Event))
+    return tuple(Fact(event.name, header.wall_s(event.time_ns), event.step, event.values) for event in found)
 
 
-def spans_of(frames: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[SpanFact, ...]:
-    """Return the valid finished spans among the frames of a ring, oldest first."""
-    found = []
-    for _, frame in frames:
-        name, begun_ns, ended_ns, attributes = (frame.get(key) for key in ("name", "t0", "t1", "attrs"))
-        if frame.get("k") != "span" or not isinstance(begun_ns, int) or not isinstance(ended_ns, int):
-            continue
-        if isinstance(name, str) and 0 <= begun_ns <= ended_ns < _FAR:
-            given = attributes if isinstance(attributes, dict) else {}
-            found.append(SpanFact(name, begun_ns / 1e9, ended_ns / 1e9, given))
-    return tuple(found)
+def spans_of(ring: Iterable[Event | Span | Late]) -> tuple[SpanFact, ...]:
+    """Return the finished spans of a ring, oldest first."""
+    finished = (span for span in ring if isinstance(span, Span) and span.ended_ns is not None)
+    return tuple(SpanFact(span.name, span.begun_ns / 1e9, (span.ended_ns or 0) / 1e9, span.values) for span in finished)
 
 
 def with_late(records: Sequence[StepRecord]) -> list[list[StepRecord]]:

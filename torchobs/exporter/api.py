@@ -28,7 +28,7 @@ from torchobs.exporter.access import LET_IN, Problem
 from torchobs.exporter.api_schema import Dated, Position, instant, named, wall_ns
 from torchobs.exporter.commands import ArtifactStore, CommandService
 from torchobs.flight.control import LEVELS
-from torchobs.flight.events import plain
+from torchobs.flight.events import Event, plain
 from torchobs.flight.layout import PHASE_NAMES
 from torchobs.flight.reader import Distribution
 from torchobs.flight.step_record import StepFlag
@@ -104,20 +104,19 @@ def level_name(level: int) -> str:
 def dated_events(file: FlightFile, rank: Rank) -> list[Dated]:
     """Return the events in the ring; spans are left out."""
     dated = []
-    for at, fields in file.events():
-        if fields.get("k") == "event":
-            name, attributes = fields["name"][: api_schema.LONGEST_NAME], fields["attrs"]
-            when_ns = wall_ns(rank.view.header, fields["t"])
+    for found in file.events():
+        if isinstance(found, Event):
+            name, when_ns = found.name[: api_schema.LONGEST_NAME], wall_ns(rank.view.header, found.time_ns)
             event = {
                 **named(rank),
                 "time": instant(when_ns),
                 "name": name,
-                "severity": catalog.event_severity(name, attributes).name.lower(),
-                "step": fields.get("step"),
-                "attributes": attributes,
-                "units": units(name, attributes),
+                "severity": catalog.event_severity(name, found.values).name.lower(),
+                "step": found.step,
+                "attributes": found.values,
+                "units": units(name, found.values),
             }
-            dated.append(Dated(Position(when_ns, rank.incarnation, at), event))
+            dated.append(Dated(Position(when_ns, rank.incarnation, found.position), event))
     return dated
 
 
@@ -141,7 +140,7 @@ def steps(file: FlightFile, rank: Rank, last: int) -> dict[str, Any]:
 
 def logged(file: FlightFile, _: Rank) -> dict[str, Any]:
     """Return the curves of the scalars that the script logs, by name, oldest point first."""
-    curves = rank_report.curves(fields for _, fields in file.events())
+    curves = rank_report.curves(file.events())
     return {"scalars": [{"name": name, "points": [point._asdict() for point in points]} for name, points in curves.items()]}
 
 

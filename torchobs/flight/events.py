@@ -6,7 +6,8 @@ and payload. A frame that does not fit before the ring's end is stored at its be
 every 64 bytes and accepts a frame that is stored where its position says and matches its CRC.
 
 A frame's ``k`` is ``event``, ``span`` or ``span_start`` (``otel/traces.py``), or ``late``: the ``grad_norm`` of a ``step``
-whose span was written before a device delivered it.
+whose span was written before a device delivered it. :func:`decode` alone looks into frames; all others get an :class:`Event`, a
+:class:`Span` or a :class:`Late`.
 
 **Identifiers** of a run's traces and spans are derived from the flight file's header.
 
@@ -38,12 +39,13 @@ from math import isfinite
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchobs.catalog import EVENT_BY_NAME
 from torchobs.flight.layout import ALIGN, Live, nonfinite_name
 from torchobs.flight.step_record import PLAIN, RecordKind
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torchobs.flight.layout import Header
     from torchobs.flight.storage import Storage
@@ -56,6 +58,9 @@ _LONGEST = MAX_PAYLOAD + ALIGN
 """bytes of a frame, at most: the room that is left at the end of a lap, where none fits, is smaller"""
 _MAX_PENDING = 1024
 _MAX_DEPTH = 32
+_FAR_NS = (1 << 63) - 1
+"""OTLP's times have 64 bits"""
+_NONFINITE = ("NaN", "Infinity", "-Infinity")
 _MAX_BITS = 128
 
 
@@ -132,16 +137,89 @@ class EventRing:
         self._memory.word(self.live_at + Live.EVENT_HEAD, self._position)
 
 
-def scan(ring: bytes, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield ``(position, fields)`` of every valid frame, oldest first."""
-    for position, payload in sorted(_frames(ring, seed)):
-        fields = fields_of(payload)
-        if fields is not None:
-            yield position, fields
+class Event(NamedTuple):
+    """An event. ``time_ns``: CLOCK_MONOTONIC of its rank; ``values``: by the names of its attributes."""
+
+    position: int
+    """of its frame: a later event has a greater one"""
+    name: str
+    time_ns: int
+    step: int | None
+    values: Mapping[str, Any]
+
+
+class Span(NamedTuple):
+    """A span. Times in Unix ns; ``fields``: its frame, for the push, which sends all there is."""
+
+    position: int
+    name: str
+    begun_ns: int
+    ended_ns: int | None
+    """``None``: it has only begun"""
+    values: Mapping[str, Any]
+    fields: Mapping[str, Any]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is torchobs' own, so that the catalog describes its attributes."""
+        scope = self.fields.get("scope")
+        return isinstance(scope, list) and scope[:1] == ["torchobs"]
+
+
+class Late(NamedTuple):
+    """A gradient norm that came after the span of its step."""
+
+    step: int
+    grad_norm: float
+
+
+def decode(position: int, payload: bytes) -> Event | Span | Late | None:
+    """Return what a frame holds; ``None`` for what torchobs does not write: an application may give a span any times."""
+    fields = fields_of(payload) or {}
+    match fields.get("k"), fields.get("name"), fields.get("attrs"):
+        case "event", str(name), dict(values):
+            time_ns, step = fields.get("t"), fields.get("step")
+            if isinstance(time_ns, int) and (step is None or isinstance(step, int)):
+                return Event(position, name, time_ns, step, _in_catalog(name, values))
+        case "span" | "span_start", str(name), dict(values):
+            begun_ns, ended_ns = fields.get("t0"), fields.get("t1") if fields["k"] == "span" else _FAR_NS
+            if isinstance(begun_ns, int) and isinstance(ended_ns, int) and 0 <= begun_ns <= ended_ns <= _FAR_NS:
+                return Span(position, name, begun_ns, None if ended_ns == _FAR_NS else ended_ns, values, fields)
+        case "late", _, _:
+            if isinstance(step := fields.get("step"), int) and isinstance(norm := fields.get("grad_norm"), (int, float)):
+                return Late(step, norm)
+    return None
+
+
+def _in_catalog(name: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values of an event without those that the catalog rules out: no number with a unit, of no closed set."""
+    event = EVENT_BY_NAME.get(name)
+    wrong = {
+        one.name
+        for one in (event.attributes if event else ())
+        if (value := values.get(one.name)) is not None
+        and (
+            (one.values and value not in one.values)
+            or (one.unit and not (isinstance(value, (int, float)) or value in _NONFINITE))
+        )
+    }
+    return {key: value for key, value in values.items() if key not in wrong} if wrong else values
+
+
+def scan(ring: bytes, seed: int) -> Iterator[tuple[int, bytes]]:
+    """Yield position and payload of every valid frame, oldest first."""
+    return iter(sorted(_frames(ring, seed)))
+
+
+def read(frames: Iterable[tuple[int, bytes]], *names: str) -> list[Event | Span | Late]:
+    """Return what the frames hold, in their order; with ``names`` only those that mention one, the others not decoded."""
+    marks = [f'"{name}"'.encode() for name in names]
+    chosen = (frame for frame in frames if not marks or any(mark in frame[1] for mark in marks))
+    return [item for position, payload in chosen if (item := decode(position, payload)) is not None]
 
 
 def fields_of(payload: bytes) -> dict[str, Any] | None:
-    """Decode a frame's payload; ``None`` if it is not a JSON object."""
+    """Decode a JSON object; ``None`` if it is none."""
     try:
         fields = json.loads(payload)
     except ValueError:
@@ -160,8 +238,8 @@ class Tail:
         """bytes before the frames of the last call that were overwritten before it"""
         self._head = self._next = 0
 
-    def take(self, head: int, read: Callable[[int, int], bytes]) -> list[bytes]:
-        """Return the new payloads, oldest first; none before ``head`` has changed.
+    def take(self, head: int, read: Callable[[int, int], bytes]) -> list[tuple[int, bytes]]:
+        """Return position and payload of the new frames, oldest first; none before ``head`` has changed.
 
         ``head``: the end of the newest frame as the writer published it; ``read(at, length)`` reads the ring.
         """
@@ -175,7 +253,7 @@ class Tail:
             self.missed = gap if gap > _LONGEST else 0  # or else it is the room that is left at the end of a lap
             position, payload = found[-1]
             self._next = position + _aligned(len(payload))
-        return [payload for _, payload in found]
+        return found
 
     def _parts(self, head: int) -> list[tuple[int, int]]:
         length = head - self._next

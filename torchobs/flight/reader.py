@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.catalog import Kind
 from torchobs.config.identity import boot_id
-from torchobs.flight import files, fold
+from torchobs.flight import events, files, fold
 from torchobs.flight.details import History, decode_history, newest
 from torchobs.flight.directory import opened
-from torchobs.flight.events import fields_of, scan
 from torchobs.flight.files import SUFFIX, lock_name
 from torchobs.flight.forward import NO_SHARE, ForwardShare
 from torchobs.flight.layout import (
@@ -47,7 +46,7 @@ from torchobs.flight.totals import Totals, Word
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torchobs.flight.events import Tail
+    from torchobs.flight.events import Event, Late, Span, Tail
 
 
 class Distribution(NamedTuple):
@@ -365,13 +364,13 @@ class FlightFile:
         decoded = (unpack(raw[at : at + RECORD_SIZE], self.header.seed) for at in range(0, len(raw), RECORD_SIZE))
         return [item for seq, item in zip(range(first, self._upto + 1), decoded, strict=False) if item and item.seq == seq]
 
-    def events(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the position and the fields of each event and span still in the ring, oldest first."""
-        return scan(self._region(Region.EVENTS), self.header.seed)
+    def events(self) -> list[Event | Span | Late]:
+        """Return the events and spans that are still in the ring, oldest first."""
+        return events.read(events.scan(self._region(Region.EVENTS), self.header.seed))
 
     def details(self) -> dict[str, Any]:
         """Return how the run was started (``Region.DETAILS``); empty if unknown."""
-        return fields_of(self._document(Region.DETAILS)) or {}
+        return events.fields_of(self._document(Region.DETAILS)) or {}
 
     def history(self) -> History:
         """Return the history of gauges since the start; empty if there is none."""
@@ -380,9 +379,9 @@ class FlightFile:
     def _document(self, region: Region) -> bytes:
         return newest(self._region(region), self.header.seed)
 
-    def fresh_events(self, tail: Tail, head: int) -> list[bytes]:
-        """Return the new payloads (:meth:`Tail.take`); ``head``: the event head in the live words."""
-        return tail.take(head, self._events_at)
+    def fresh_events(self, tail: Tail, head: int, *names: str) -> list[Event | Span | Late]:
+        """Return what is new (:meth:`Tail.take`), of these ``names``; ``head``: the event head in the live words."""
+        return events.read(tail.take(head, self._events_at), *names)
 
     def _events_at(self, at: int, length: int) -> bytes:
         return self._read_at(self.header.regions[Region.EVENTS].offset + at, length)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from torchobs import catalog
 from torchobs.catalog import prometheus_label
 from torchobs.config.launchers import LAUNCH, LAUNCHED_BY
-from torchobs.flight.events import SpanIds, fields_of
+from torchobs.flight.events import Event, Late, Span, SpanIds
 from torchobs.flight.layout import PROCESS_BEGUN, Header
 
 if TYPE_CHECKING:
@@ -135,7 +135,6 @@ def of_info(resource: Mapping[str, Any]) -> dict[str, str]:
 _HISTOGRAMS = {"duration_s": catalog.STEP_DURATION, "grad_norm": catalog.GRAD_NORM_DISTRIBUTION}
 """Histogram by the span attribute that holds the step's observation."""
 _BY_NAME = {metric.name: metric for metric in _HISTOGRAMS.values()}
-_MARKS = (f'"{catalog.SPAN_STEP.name}"'.encode(), b'"late"')
 _SAMPLED = 1
 _RECENT = 128
 """Most step spans kept for a late value (``runtime.spans`` keeps as many)."""
@@ -184,20 +183,20 @@ class Exemplars:
         self._ids = SpanIds(header)
         self._ends: OrderedDict[int, int] = OrderedDict()
 
-    def add(self, payloads: Sequence[bytes]) -> None:
-        """Process new frames of the ring, oldest first."""
-        fresh = [fields_of(payload) for payload in payloads if any(mark in payload for mark in _MARKS)]
-        found = [one for fields in fresh if fields is not None for one in self._observations(fields)]
+    def add(self, fresh: Sequence[Event | Span | Late]) -> None:
+        """Process what is new in the ring, oldest first."""
+        found = [one for item in fresh for one in self._observations(item)]
         if found:
             shown = {name: dict(buckets) for name, buckets in self.shown.items()}
             for one in reversed(found):  # newest first: only a few of a whole ring are needed
                 self._put(shown.setdefault(one.metric.name, {}), one)
             self.shown = shown
 
-    def _observations(self, fields: Mapping[str, Any]) -> list[_Observation]:
-        """Return the histogram observations in a frame."""
-        kind = fields.get("k")
-        values = self._step(fields) if kind == "span" else fields if kind == "late" else {}
+    def _observations(self, item: Event | Span | Late) -> list[_Observation]:
+        """Return the histogram observations in a step's span, or in what came late."""
+        values: Mapping[str, Any] = item._asdict() if isinstance(item, Late) else {}
+        if isinstance(item, Span) and item.ended_ns is not None:
+            values = self._step(item, item.ended_ns)
         step = values.get("step")
         if step is None or step not in self._ends:
             return []
@@ -205,14 +204,14 @@ class Exemplars:
         numbers = ((metric, value) for metric, value in amounts if isinstance(value, (int, float)) and isfinite(value))
         return [_Observation(metric, step, float(value), self._ends[step]) for metric, value in numbers]
 
-    def _step(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _step(self, span: Span, ended_ns: int) -> Mapping[str, Any]:
         """Return the attributes of a step's span, and record its end; none for another span, or one that is not sampled."""
-        values: Mapping[str, Any] = fields.get("attrs") or {}
+        values, fields = span.values, span.fields
         step = values.get("step")
         is_sampled = bool(fields.get("flags", 0) & _SAMPLED)
         if step is None or not is_sampled or (fields.get("trace_id"), fields.get("span_id")) != self._ids.step(step):
             return {}
-        self._ends[step] = fields["t1"]
+        self._ends[step] = ended_ns
         if len(self._ends) > _RECENT:
             self._ends.popitem(last=False)
         return values

@@ -111,6 +111,8 @@ def _is_successor(older: RankCandidate, younger: RankCandidate) -> bool:
     return younger.restart > older.restart and is_same_launch
 
 
+_EVENTS = (catalog.SPAN_STEP.name, "late", catalog.EVENT_EXCEPTION.name)
+"""What a rank's state and its exemplars are made of"""
 READ_ERRORS = (
     *(OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError),
     struct.error,
@@ -333,9 +335,9 @@ class RankFile:
             # the rank's own time is exact if comparable with ours: both CLOCK_MONOTONIC, unless in another time namespace
             self._beat_ns = beat if self._looked_ns <= beat <= now.monotonic_ns else now.monotonic_ns
         self.view = self._with_mark(view, self.beat_age_s(now))
-        payloads = self.file.fresh_events(self._new_events, view.live.event_head)
-        self._exemplars.add(payloads)
-        self.exception = state.newest_exception(payloads) or self.exception
+        fresh = self.file.fresh_events(self._new_events, view.live.event_head, *_EVENTS)
+        self._exemplars.add(fresh)
+        self.exception = state.newest_exception(fresh) or self.exception
 
     def _with_mark(self, view: View, beat_age_s: float) -> View:
         """Return the view, with the signal that ended the rank as its exit, unless it said something else itself."""

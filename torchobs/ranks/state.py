@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.detect import hangs
 from torchobs.detect.hangs import PATIENT_PHASES, Standstill
-from torchobs.flight.events import fields_of
+from torchobs.flight.events import Event, Late, Span
 from torchobs.flight.layout import FADED_AFTER_S as FADED_AFTER_S  # noqa: PLC0414  # for the modules that judge by it
 from torchobs.flight.layout import Exit
 from torchobs.flight.reader import Distribution
@@ -176,7 +176,6 @@ def _gone(seen: Observation) -> bool:
     return not seen.lock_held and (seen.beat_age_s > FADED_AFTER_S or seen.exit_reason is not None)
 
 
-_MARK = f'"{catalog.EVENT_EXCEPTION.name}"'.encode()
 _BARE = re.compile(r"\A(?:builtins|__main__)\.")
 """Modules that Python's own tracebacks leave out"""
 _LINE = re.compile(r"[^/]+:\d+(?=\Z| in )")
@@ -186,14 +185,11 @@ _MAX_TEXT = 256
 """Characters of a class' name, and of a place"""
 
 
-def newest_exception(payloads: Sequence[bytes]) -> Mapping[str, str]:
+def newest_exception(found: Sequence[Event | Span | Late]) -> Mapping[str, str]:
     """Return the newest exception of the main thread as attributes of ``catalog.RANK_EXCEPTION``; empty if there is none."""
-    for payload in reversed(payloads):
-        fields = fields_of(payload) if _MARK in payload else None
-        if fields is not None and fields.get("k") == "event" and fields.get("name") == catalog.EVENT_EXCEPTION.name:
-            attributes = fields.get("attrs")
-            if isinstance(attributes, dict) and not attributes.get("thread"):
-                return exception_attributes(attributes)
+    for event in reversed(found):
+        if isinstance(event, Event) and event.name == catalog.EVENT_EXCEPTION.name and not event.values.get("thread"):
+            return exception_attributes(event.values)
     return {}
 
 

@@ -19,7 +19,6 @@ to the run's or the segment's.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -49,8 +48,8 @@ from torchobs.catalog import BY_NAME, UNNAMED, Kind, Severity, cumulative, prome
 from torchobs.config.launchers import LAUNCH, LAUNCHED_BY
 from torchobs.diagnosis.rank_report import with_unit
 from torchobs.exporter import exporter_metrics
-from torchobs.flight import reader
-from torchobs.flight.events import SpanId, SpanIds, Tail
+from torchobs.flight import events, reader
+from torchobs.flight.events import Event, Late, SpanId, SpanIds, Tail
 from torchobs.flight.files import file_name
 from torchobs.flight.layout import PROCESS_BEGUN, Region, encodable
 from torchobs.flight.reader import Distribution
@@ -118,8 +117,6 @@ _MOST_BODY = 1000
 _WARN_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
 
-Frame = dict[str, Any]
-"""A frame of the event ring (:mod:`torchobs.otel.traces`)."""
 Key = tuple[str, str]
 """A rank's incarnation and label: when a second process claims the same rank, the labels of both change."""
 
@@ -517,9 +514,9 @@ class Rings:
             ring = self._rings.get(rank.incarnation)
             if ring is None:
                 ring = self._rings[rank.incarnation] = _Ring(rank.view.header, spans=self._spans)
-            for payload in self._fresh(ring, rank):
+            for item in self._fresh(ring, rank):
                 with _left_out(rank):
-                    ring.add(payload, wall_ns, spans, records)
+                    ring.add(item, wall_ns, spans, records)
             if not rank.up:
                 with _left_out(rank):
                     spans += ring.finish(rank.reason, rank.view.live.heartbeat_ns)
@@ -535,13 +532,13 @@ class Rings:
         for incarnation in self._rings.keys() - set(incarnations):
             self._rings.pop(incarnation).close()
 
-    def _fresh(self, ring: _Ring, rank: Rank) -> list[bytes]:
+    def _fresh(self, ring: _Ring, rank: Rank) -> list[Event | events.Span | Late]:
         """Return what was written to a rank's ring since the last call, oldest first; nothing if it cannot be read."""
         if rank.view.live.event_head == ring.head:
             return []
         try:
             self._directory.open()
-            payloads = ring.read(self._directory)
+            fresh = ring.read(self._directory)
         except READ_ERRORS as problem:
             ring.close()
             _log.warning("OTLP: events of rank %s cannot be read: %s", rank.rank, problem)
@@ -549,7 +546,7 @@ class Rings:
         is_first, ring.head = not ring.head, rank.view.live.event_head
         if ring.tail.missed and not is_first and self._warnings.take(time.monotonic()):  # at first, another may have read it
             _log.warning("OTLP: rank %s writes more spans and events than its ring holds between two looks", rank.rank)
-        return payloads
+        return fresh
 
 
 @contextmanager
@@ -572,13 +569,13 @@ class _Ring:
         self._places: dict[str, Place] = {}
         """of the application's spans, by their scopes"""
         self._file: FlightFile | None = None
-        self._root: Frame | None = None
+        self._root: events.Span | None = None
         """the root span that is open"""
         self._root_ids: SpanId = self._ids.run
         self._flags = _SAMPLED
 
-    def read(self, directory: Directory) -> list[bytes]:
-        """Return the new payloads. Raises ``READ_ERRORS``."""
+    def read(self, directory: Directory) -> list[Event | events.Span | Late]:
+        """Return what is new. Raises ``READ_ERRORS``."""
         name = file_name(self._header)
         if self._file is None:
             self._file = reader.open_file(directory.fd, name, directory.owner)
@@ -594,18 +591,20 @@ class _Ring:
         if file is not None:
             file.close()
 
-    def add(self, payload: bytes, wall_ns: int, spans: list[Item], records: list[Item]) -> None:
-        """Add the span or the record of a frame, as far as it has one; ``wall_ns``: when it was read, Unix ns."""
-        frame: Frame = json.loads(payload)
-        kind = frame["k"]
-        if kind in {"span", "span_start"} and frame["name"] in _ROOTS and _is_ours(frame):
-            self._flags, self._root_ids = frame["flags"] & _SAMPLED, SpanId(frame["trace_id"], frame["span_id"])
-            self._root = frame if kind == "span_start" else None
-        if kind == "span":
-            spans += self._span(frame)
-        if kind == "event" and frame["name"] != catalog.EVENT_SCALARS.name:  # points of curves, which are pushed as a metric
-            record = self._event(frame)
-            uid = uuid.UUID(bytes=blake2b(self._header.incarnation + payload, digest_size=16).digest())
+    def add(self, item: Event | events.Span | Late, wall_ns: int, spans: list[Item], records: list[Item]) -> None:
+        """Add a span that has ended, or the record of an event; ``wall_ns``: when it was read, Unix ns."""
+        if isinstance(item, events.Span):
+            if item.name in _ROOTS and item.is_ours:
+                fields = item.fields
+                self._flags, self._root_ids = fields["flags"] & _SAMPLED, SpanId(fields["trace_id"], fields["span_id"])
+                self._root = item if item.ended_ns is None else None
+            if item.ended_ns is not None:
+                spans += self._span(item, item.ended_ns)
+        # points of curves are pushed as a metric
+        if isinstance(item, Event) and item.name != catalog.EVENT_SCALARS.name:
+            record = self._event(item)
+            frame_id = self._header.incarnation + item.position.to_bytes(8, "little")
+            uid = uuid.UUID(bytes=blake2b(frame_id, digest_size=16).digest())
             record.attributes.extend(pairs({"log.record.uid": str(uid)}))
             record.observed_time_unix_nano = wall_ns
             records.append(Item(self._place, record))
@@ -615,18 +614,18 @@ class _Ring:
         root, self._root = self._root, None
         if root is None:
             return []
-        end_ns = max(self._wall_ns(heartbeat_ns or self._header.monotonic_ns), root["t0"])
-        ended: Frame = {"status": "error", "description": f"the rank ended before it: {reason}"}
+        end_ns = max(self._wall_ns(heartbeat_ns or self._header.monotonic_ns), root.begun_ns)
+        ended = {"status": "error", "description": f"the rank ended before it: {reason}"}
         if reason == "finished":
             ended = {"status": "unset"}
-        return self._span(root | ended | {"t1": end_ns, "attrs": root["attrs"] | {"reason": reason}})
+        return self._span(root._replace(values={**root.values, "reason": reason}, fields={**root.fields, **ended}), end_ns)
 
     def _wall_ns(self, monotonic_ns: int) -> int:
         return monotonic_ns - self._header.monotonic_ns + self._header.wall_ns
 
-    def _event(self, frame: Frame) -> LogRecord:
+    def _event(self, found: Event) -> LogRecord:
         """Return the record of an event; its body is a sentence: what happened, the details, sizes and times with units."""
-        name, details, step = frame["name"], frame["attrs"], frame.get("step")
+        name, details, step = found.name, found.values, found.step
         event, severity = catalog.EVENT_BY_NAME.get(name), catalog.event_severity(name, details)
         attributes, ids = namespaced(name, details) if event else details, self._root_ids
         if step is not None:
@@ -641,23 +640,23 @@ class _Ring:
             severity_number=number,
             body=any_value((f"{sentence}: {words}" if words else sentence)[:_MOST_BODY]),
             attributes=pairs(attributes),
-            time_unix_nano=self._wall_ns(frame["t"]),
+            time_unix_nano=self._wall_ns(found.time_ns),
             flags=self._flags,
             trace_id=bytes.fromhex(ids.trace),
             span_id=bytes.fromhex(ids.span),
         )
 
-    def _span(self, frame: Frame) -> list[Item]:
-        """Return the span of a frame; none if its trace is not sampled."""
-        if not self._spans or not frame["flags"] & _SAMPLED:
+    def _span(self, span: events.Span, ended_ns: int) -> list[Item]:
+        """Return the message of a span; none if its trace is not sampled."""
+        if not self._spans or not span.fields["flags"] & _SAMPLED:
             return []
-        name, version, schema_url, attributes = frame["scope"]
-        place, key = self._place, json.dumps(frame["scope"])
+        name, version, schema_url, attributes = span.fields["scope"]
+        place, key = self._place, repr(span.fields["scope"])
         if name != SCOPE or version:
             if key not in self._places:
                 self._places[key] = self._place.of_scope(name, version or "", schema_url or "", attributes or {})
             place = self._places[key]
-        return [Item(place, _span(frame))]
+        return [Item(place, _span(span, ended_ns))]
 
 
 def namespaced(owner: str, attributes: Mapping[str, object]) -> dict[str, object]:
@@ -670,9 +669,9 @@ def namespaced(owner: str, attributes: Mapping[str, object]) -> dict[str, object
     }
 
 
-def _span(frame: Frame) -> Span:
-    name, attributes, parent = frame["name"], frame["attrs"], frame.get("parent", "")
-    if _is_ours(frame) and name in _SPANS:
+def _span(span: events.Span, ended_ns: int) -> Span:
+    name, attributes, frame = span.name, span.values, span.fields
+    if span.is_ours and name in _SPANS:
         attributes = namespaced(name, attributes)
     if cut := frame.get("cut"):
         attributes = {**attributes, "torchobs.cut": cut}
@@ -683,13 +682,13 @@ def _span(frame: Frame) -> Span:
     return Span(
         trace_id=bytes.fromhex(frame["trace_id"]),
         span_id=bytes.fromhex(frame["span_id"]),
-        parent_span_id=bytes.fromhex(parent),
+        parent_span_id=bytes.fromhex(frame.get("parent", "")),
         trace_state=frame.get("state", ""),
         flags=flags,
         name=name,
         kind=_KINDS[frame["kind"]],
-        start_time_unix_nano=frame["t0"],
-        end_time_unix_nano=frame["t1"],
+        start_time_unix_nano=span.begun_ns,
+        end_time_unix_nano=ended_ns,
         attributes=pairs(attributes),
         dropped_attributes_count=dropped_attributes,
         events=[
@@ -711,8 +710,3 @@ def _span(frame: Frame) -> Span:
         dropped_links_count=dropped_links,
         status=Status(code=_STATUSES[frame["status"]], message=frame.get("description", "")),
     )
-
-
-def _is_ours(frame: Frame) -> bool:
-    """Return whether a span is torchobs' own, so that the catalog describes its attributes."""
-    return bool(frame["scope"][0] == SCOPE)
