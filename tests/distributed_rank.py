@@ -1,9 +1,9 @@
 """Ranks of gloo jobs that tests start.
 
 `python -m tests.distributed_rank WAY ORDER` trains plainly, then watched, and says how many collectives each took.
-`python -m tests.distributed_rank hang DIRECTORY PLACE [SECONDS]` is a rank of two, of which rank 1 stops in its sixth step: it
-sleeps in its `forward`, in its `data` set or in a `hook` of its backward, or leaves a collective out (`skip`), so that the
-other waits for one more when it is done. With `bypass` both ranks go around DDP from that step on. SECONDS: how often the slow
+`python -m tests.distributed_rank hang DIRECTORY PLACE [SECONDS]` is a rank of two, of which rank 1 stops in its sixth step. It
+sleeps in its `forward`, its `data` set or a `hook` of its backward, or leaves a collective out (`skip`), so that the other
+waits for one more when it is done. With `bypass` both ranks go around DDP from that step on. SECONDS: how often the slow
 sensors are asked.
 """
 

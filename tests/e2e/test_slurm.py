@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from tests.exporters import Client
+from tests.launchers import PROGRAMS, SlurmCluster
 from tests.prometheus_server import PrometheusServer, newest_prometheus
-from tests.slurm_cluster import PROGRAMS, SlurmCluster
 from tests.support import ROOT, wait_until, why_missing
 
 SHIPPED = ROOT / "deploy" / "slurm"

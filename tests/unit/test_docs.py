@@ -1,17 +1,26 @@
 """The generated page says what the catalog says, and every page's commands are ones that there are."""
 
+from __future__ import annotations
+
 import re
 import shlex
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
 
-from torchobs import catalog
+from tests import doc_examples
+from torchobs import catalog, debug, guard, tune
 from torchobs.catalog import Event, Metric, Span
 from torchobs.cli.__main__ import COMMANDS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import ModuleType
 
 
 def generate(checkout: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -99,3 +108,77 @@ def test_every_documented_command_is_taken(checkout: Path) -> None:
         except SystemExit as ended:
             if ended.code:
                 pytest.fail(f"{page}: torchobs {command} {rest}")
+
+
+def section(checkout: Path, heading: str) -> str:
+    """The text below a heading of the README, up to the next one."""
+    return (checkout / "README.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+
+
+def test_every_alert_is_in_the_table_of_the_rules_with_its_runbook(checkout: Path) -> None:
+    """No alert is missing from it, none there is missing from the rules, and what the README picks is among them."""
+    deployed = checkout / "deploy" / "prometheus"
+    alerts = re.findall(r"^ *- alert: (\w+)$", (deployed / "rules" / "torchobs-alerts.yml").read_text(), re.MULTILINE)
+    link = r"\[(\w+)\]\((?:\.\./\.\./)?docs/runbooks/(\w+)\.md\)"
+    linked = re.findall(link, (deployed / "README.md").read_text())
+    assert sorted(linked) == sorted((alert, alert) for alert in alerts)
+    assert len(alerts) >= 12
+    assert set(re.findall(link, section(checkout, "What it finds"))) <= set(linked)
+
+
+def test_the_figures_of_overhead_are_those_that_were_measured(checkout: Path) -> None:
+    """Training, step and share of each row are those of docs/overhead.md at the default level."""
+    measured = (checkout / "docs" / "overhead.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| ([\d.]+ ms) \| ([\d.]+ %) \|$", section(checkout, "What it costs"), re.MULTILINE)
+    assert len(rows) >= 3
+    for training, step, share in rows:
+        assert re.search(rf"^\| {re.escape(training)} \| basic \| {step} \|.*\| {share} \|$", measured, re.MULTILINE)
+
+
+def test_the_label_for_kubernetes_is_the_one_that_the_policy_matches(checkout: Path) -> None:
+    """What the README shows is what the chart's policy, which is tested on a cluster, goes by."""
+    shown = section(checkout, "In Kubernetes")
+    policy = (checkout / "deploy" / "kubernetes" / "injection-policy.yaml").read_text()
+    assert "torchobs.io/inject:" in shown
+    assert "torchobs.io/inject" in policy
+    assert "helm upgrade --install torchobs helm/torchobs" in shown
+
+
+@pytest.mark.parametrize("toolbox", [debug, guard, tune], ids=lambda toolbox: toolbox.__name__)
+def test_the_functions_that_are_shown_exist(checkout: Path, toolbox: ModuleType) -> None:
+    """A reader can call what the README names."""
+    named = re.findall(rf"\b{toolbox.__name__.rpartition('.')[2]}\.(\w+)\(", section(checkout, "By hand"))
+    assert named
+    assert set(named) <= set(dir(toolbox))
+
+
+PRINTED = {
+    "debug": ["TensorStats"],
+    "tune": ["Plan: mode amp"],
+    "guard": [
+        "images: finite: 1 NaN among 768 values, the first at [2, 1, 0, 3]; expected finite values",
+        "torch.serialization.add_safe_globals",
+    ],
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of libraries that read model files
+@pytest.mark.parametrize(("name", "least"), [("debug", 12), ("tune", 4), ("guard", 9)])
+def test_the_examples_run(
+    name: str, least: int, checkout: Path, flight_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Promise: every fenced Python block, in one namespace, with the page's line in a traceback; it prints what it says."""
+    monkeypatch.setenv("TORCHOBS_DIR", str(flight_dir))
+    monkeypatch.setenv("TORCHOBS_EXPORTER", "false")
+    monkeypatch.chdir(flight_dir)
+    assert doc_examples.run(checkout / f"docs/{name}.md") >= least
+    printed = capsys.readouterr().out
+    assert [text for text in PRINTED[name] if text not in printed] == []
+
+
+@pytest.mark.parametrize("toolbox", [debug, tune, guard])
+def test_every_function_is_in_the_table_and_in_an_example(toolbox: ModuleType, checkout: Path) -> None:
+    """Promise: none is missing, and none there is not in the package."""
+    page = checkout / f"docs/{toolbox.__name__.rpartition('.')[2]}.md"
+    assert doc_examples.unexplained(page, toolbox) == set()
+    assert doc_examples.unknown(page, toolbox) == set()

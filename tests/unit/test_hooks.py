@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 
 import pytest
 
+import torchobs
 from torchobs.config import settings
 from torchobs.probes import factories
 from torchobs.probes.amp import LossScaling
+from torchobs.support.anomaly_callbacks import AnomalyReport, notify, wanted
 from torchobs.support.error_guard import CircuitBreaker
 
 
@@ -41,3 +44,40 @@ def test_a_failure_of_the_user_s_work_on_a_device_is_handed_on(text: str, is_use
         breaker.guard(query)()
     assert breaker.is_open
     assert breaker.errors == (not is_users)
+
+
+REPORT = AnomalyReport("loss_spike", 7, 9.0, 1.0, None)
+
+
+def test_ending_one_registration_leaves_the_other() -> None:
+    """Also where both are of the same function, as after a cell of a notebook was run twice."""
+    called: list[int] = []
+
+    def note(report: AnomalyReport) -> None:
+        called.append(report.step)
+
+    first, second = torchobs.on_anomaly(note), torchobs.on_anomaly(note)
+    first()
+    first()
+    notify(REPORT)
+    second()
+    assert called == [7]
+    assert not wanted()
+
+
+def test_one_that_raises_is_told_of_and_is_the_only_one_to_go(caplog: pytest.LogCaptureFixture) -> None:
+    """The others are called for the next anomaly, too."""
+    called: list[int] = []
+
+    def fail(report: AnomalyReport) -> None:
+        raise KeyError(report.kind)
+
+    torchobs.on_anomaly(fail)
+    end = torchobs.on_anomaly(lambda report: called.append(report.step))
+    with caplog.at_level(logging.WARNING, "torchobs"):
+        notify(REPORT)
+        notify(REPORT)
+    end()
+    assert called == [7, 7]
+    assert sum("is not called again" in record.getMessage() for record in caplog.records) == 1
+    assert not wanted()

@@ -1,0 +1,179 @@
+"""What every room uses: the rate limiter, results as tables, lazy packages, descriptors that are kept."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import sys
+import threading
+from dataclasses import dataclass
+from math import inf, nan
+from subprocess import run
+from typing import TYPE_CHECKING
+
+import pytest
+
+import torchobs
+from torchobs.probes import distributed
+from torchobs.support.import_hooks import imported
+from torchobs.support.rate_limit import BURST, REFILL_S, RateLimiter, anomaly_limiter
+from torchobs.support.result import Result
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+S = 1_000_000_000
+
+
+def test_a_burst_and_then_one_every_so_often() -> None:
+    """Three at once, then one in ten seconds, however often it is asked for."""
+    limiter = RateLimiter(10 * S, 3)
+    start = 1_000 * S
+    taken = [second for second in range(100) if limiter.take(start + second * S)]
+    assert taken == [0, 1, 2, *range(10, 100, 10)]
+
+
+def test_what_was_not_used_is_there_later_but_no_more_than_the_burst() -> None:
+    """A quiet hour does not save up for a flood."""
+    limiter = RateLimiter(10 * S, 3)
+    for _ in range(3):
+        assert limiter.take(0)
+    assert not limiter.take(0)
+    assert [limiter.take(3600 * S) for _ in range(5)] == [True, True, True, False, False]
+
+
+def test_each_key_has_its_own_and_knows_what_was_held_back() -> None:
+    """One cause's flood takes nothing from another."""
+    limiter = RateLimiter(60.0)
+    assert [limiter.take(now, "a") for now in (0.0, 1.0, 59.0)] == [True, False, False]
+    assert limiter.take(59.0, "b")
+    assert limiter.take(60.0, "a")
+    assert (limiter.held_back("a"), limiter.held_back("b"), limiter.held_back("c")) == (2, 0, 0)
+
+
+def test_keys_that_somebody_else_chooses_fill_no_memory() -> None:
+    """They are forgotten; what they had taken may then be taken anew."""
+    limiter = RateLimiter(60.0, most_keys=10)
+    assert all(limiter.take(0.0, number) for number in range(1000))
+    assert len(limiter._states) <= 10
+
+
+def taken(limiter: RateLimiter, kind: str, now_s: float) -> int | None:
+    """How many were left out before, or None if this one is, too."""
+    return limiter.held_back(kind) if limiter.take(now_s, kind) else None
+
+
+def test_a_flood_leaves_its_beginning_and_says_what_it_left_out() -> None:
+    """10,000 steps of NaN at ten a second: the first 32 are events, then one in ten minutes, with the number in between."""
+    limiter = anomaly_limiter()
+    told = {step: taken(limiter, "nonfinite_loss", step / 10) for step in range(10_000)}
+    events = {step: omitted for step, omitted in told.items() if omitted is not None}
+    assert list(events)[:BURST] == list(range(BURST))
+    (later,) = list(events)[BURST:]
+    assert abs(later - 10 * REFILL_S) <= 10
+    assert events[later] == later - BURST
+    assert set(list(events.values())[:BURST]) == {0}
+
+
+def test_what_comes_now_and_then_is_told_always() -> None:
+    """A spike every quarter of an hour for a week; another kind's flood takes nothing from it."""
+    limiter = anomaly_limiter()
+    for _ in range(1000):
+        limiter.take(0.0, "nonfinite_loss")
+    assert {taken(limiter, "loss_spike", number * 900.0) for number in range(672)} == {0}
+
+
+@dataclass(frozen=True)
+class Layer(Result):
+    name: str
+    norm: float
+
+
+@dataclass(frozen=True)
+class Found(Result):
+    title: str
+    worst: float | None
+    layers: tuple[Layer, ...]
+    first: Layer | None = None
+
+
+FOUND = Found("<b>", nan, (Layer("a", 1.5), Layer("longer", inf)), Layer("a", 0.1))
+
+
+def test_to_dict_is_what_json_takes() -> None:
+    """Promise: strict JSON takes the dictionary, non-finite numbers included."""
+    plain = FOUND.to_dict()
+    assert json.loads(json.dumps(plain, allow_nan=False)) == plain
+    assert plain["worst"] == "nan"
+    assert plain["layers"][1] == {"name": "longer", "norm": "inf"}
+
+
+def test_text_is_a_table() -> None:
+    """Promise: rows of one class are a table with a header."""
+    assert str(FOUND).splitlines() == [
+        "Found",
+        "  title   <b>",
+        "  worst   nan",
+        "  layers:",
+        "    name    norm",
+        "    a       1.5",
+        "    longer  inf",
+        "  first:",
+        "    name  a",
+        "    norm  0.1",
+    ]
+
+
+def test_html_is_escaped() -> None:
+    """Promise: a hostile name is text in a notebook."""
+    html = FOUND._repr_html_()
+    assert "&lt;b&gt;" in html
+    assert "<b>Found</b>" in html
+    assert html.count("<td>longer</td>") == 1
+
+
+def test_absent_values_and_empty_tuples() -> None:
+    """Promise: what is absent is a dash."""
+    assert "worst   -" in str(Found("t", None, ()))
+
+
+def test_a_module_is_imported_once_its_import_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own import in another thread, held up in the middle; whoever asks there must not wait for it."""
+    (tmp_path / "slow_to_import.py").write_text("import sys\nsys.held.wait()\ngiven = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    held = threading.Event()
+    monkeypatch.setattr(sys, "held", held, raising=False)
+    assert imported("slow_to_import") is None
+    thread = threading.Thread(target=importlib.import_module, args=("slow_to_import",))
+    thread.start()
+    try:
+        while "slow_to_import" not in sys.modules:
+            thread.join(0.001)
+        assert imported("slow_to_import") is None
+        with monkeypatch.context() as half_made:
+            for name in ("megatron.core.parallel_state", "torch.distributed._composable_state", "torch.distributed.fsdp"):
+                half_made.setitem(sys.modules, name, sys.modules["slow_to_import"])
+            assert distributed.of_frameworks() == {}
+            assert distributed.recognise([], ddp=False).kinds == ()
+    finally:
+        held.set()
+        thread.join()
+    assert imported("slow_to_import").given == 1
+    del sys.modules["slow_to_import"]
+
+
+def test_import_brings_no_torch() -> None:
+    """Promise: naming a toolbox does not import torch."""
+    code = "import sys, torchobs; torchobs.debug, torchobs.guard, torchobs.tune; sys.exit('torch' in sys.modules)"
+    assert run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["debug", "guard", "tune"])
+def test_no_function_has_the_name_of_a_module(name: str) -> None:
+    """Promise: importing a toolbox's module does not put it in the place of the function of that name."""
+    package = getattr(torchobs, name)
+    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    assert modules.isdisjoint(package._HOMES)
+    assert sorted(package._HOMES) == sorted(package.__all__)
+    assert set(package._HOMES.values()) <= modules

@@ -1,0 +1,275 @@
+"""The user's tensors and models, read without harm: batches, samples, living objects, models beside a training."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import default_collate
+
+from torchobs import debug, tune
+from torchobs.debug.switches import model_of
+from torchobs.probes.leak import count_objects
+from torchobs.probes.step_recorder import MOST_LOADERS, uncounted, with_sizes
+from torchobs.tensors.batches import batch_sizes
+from torchobs.tensors.references import living, living_optimizers, types_of_objects
+from torchobs.tensors.running import evaluating, training
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+IDS = torch.zeros(4, 16, dtype=torch.int64)
+MASK = torch.ones(4, 16, dtype=torch.int64)
+IMAGES, LABELS = torch.zeros(8, 3, 5, 5), torch.zeros(8, dtype=torch.int64)
+Pair = namedtuple("Pair", "x y")  # noqa: PYI024  # what default_collate keeps as it is
+
+
+@dataclass
+class Sentences:
+    """A batch of a class of its own."""
+
+    tokens: torch.Tensor
+    length: int
+
+
+BATCHES: dict[str, tuple[object, int, int]] = {
+    "tensor": (torch.zeros(8, 3), 8, 0),
+    "scalar": (torch.zeros(()), 0, 0),
+    "image and label": ([IMAGES, LABELS], 8, 0),
+    "nested collation": (default_collate([((torch.zeros(3), torch.zeros(2)), 1), ((torch.zeros(3), torch.zeros(2)), 0)]), 2, 0),
+    "dictionary": ({"image": IMAGES, "label": LABELS, "path": ["a"] * 8, "epoch": 3}, 8, 0),
+    "text model": ({"input_ids": IDS, "attention_mask": MASK, "labels": IDS}, 4, 64),
+    "encoding": (UserDict(input_ids=IDS, attention_mask=MASK), 4, 64),
+    "encoder and decoder": ({"input_ids": IDS, "decoder_input_ids": torch.zeros(4, 9, dtype=torch.int64)}, 4, 64),
+    "text and image": ({"pixel_values": torch.zeros(4, 3, 5, 5), "input_ids": IDS.int()}, 4, 64),
+    "multiple choice": ({"input_ids": torch.zeros(2, 4, 8, dtype=torch.int64), "labels": torch.zeros(2)}, 2, 64),
+    "dataclass": (Sentences(IDS, 16), 4, 64),
+    "inputs and targets": ([IDS, IDS], 4, 64),
+    "ids and a class": ([IDS, torch.zeros(4, dtype=torch.int64)], 4, 64),
+    "image and several labels": ([IMAGES, torch.zeros(8, 20, dtype=torch.int64)], 8, 0),
+    "categories and numbers": ([torch.zeros(8, 26, dtype=torch.int64), torch.zeros(8, 13), torch.zeros(8)], 8, 0),
+    "labels of several classes by name": ({"x": torch.zeros(8), "label": torch.zeros(8, 20, dtype=torch.int64)}, 8, 0),
+    "source and target of two lengths": ([IDS, torch.zeros(4, 9, dtype=torch.int64)], 4, 0),
+    "bytes": (torch.zeros(4, 16, dtype=torch.uint8), 4, 0),
+    "a causal mask beside it": ([torch.zeros(8, 5), torch.zeros(8, 5), torch.zeros(5, 5)], 8, 0),
+    "detection, targets as dictionaries": (
+        (tuple(torch.zeros(3, 9, 9) for _ in range(5)), tuple({"boxes": torch.zeros(n, 4)} for n in range(5))), 5, 0,
+    ),
+    "list of samples": ([(torch.zeros(3, 9, 9), 1)] * 6, 6, 0),
+    "list of dictionaries": ([{"image": torch.zeros(3, 9, n), "label": torch.tensor(1)} for n in range(6)], 6, 0),
+    "packed": (pack_sequence([torch.zeros(5, 2), torch.zeros(3, 2)]), 2, 0),
+    "ragged": (torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)], layout=torch.jagged), 2, 0),
+    "numbers": (list(range(1_000_000)), 0, 0),
+    "text": ("abc", 0, 0),
+    "too deep": ([[[[[torch.zeros(8)]]]]], 0, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_sizes_are_those_of_the_batch(name: str) -> None:
+    """Samples: the dimension that the tensors share, or the number of those that were not stacked; tokens: only of ids."""
+    batch, samples, tokens = BATCHES[name]
+    assert batch_sizes(batch) == (tokens, samples)
+
+
+def test_what_a_script_gives_first_is_counted_once() -> None:
+    """A step's amount replaces that of this step, an amount of many steps all that were inferred; nothing is taken back."""
+    assert uncounted(32, 0, 0, ended=False) == 32  # in the first step
+    assert uncounted(32, 32, 1, ended=True) == 0  # after it
+    assert uncounted(30, 32, 1, ended=True) == 0  # without padding
+    assert uncounted(40, 32, 1, ended=True) == 8
+    assert uncounted(32, 32 * 9, 9, ended=False) == 32  # in the tenth step alone
+    assert uncounted(320, 32 * 9, 9, ended=False) == 32  # at the tenth step, for all ten
+    assert uncounted(320, 32 * 10, 10, ended=True) == 0
+    assert uncounted(300, 32 * 10, 10, ended=True) == 0
+
+
+def test_sizes_are_kept_of_the_last_loaders_only() -> None:
+    """A loop that makes a loader for every epoch keeps no more; a loader without sizes is left out."""
+    known: dict[int, tuple[int, int]] = {}
+    for loader in range(3 * MOST_LOADERS):
+        known = with_sizes(known, loader, (loader, 1))
+    assert list(known) == list(range(2 * MOST_LOADERS, 3 * MOST_LOADERS))
+    assert with_sizes({1: (2, 3)}, 1, (0, 0)) == {}
+
+
+def test_quantiles_of_values_that_go_by_column() -> None:
+    """Promise: those of all elements, where every second column is a hundred times larger, or a channel is zero."""
+    torch.manual_seed(0)
+    weight, image = torch.randn(1024, 512), torch.rand(512, 512, 4)
+    weight[:, 1::2] *= 100
+    image[..., 0] = 0.0
+    for x in (weight, image):
+        found = debug.analyze_tensor(x).quantiles
+        assert found is not None
+        for share in (0.05, 0.5, 0.95):
+            below = float((x <= found[str(share)]).double().mean())
+            assert below == pytest.approx(max(share, 0.25 if x is image else 0), abs=0.005)
+
+
+class Layer(torch.nn.Linear):
+    """A class of the user's."""
+
+
+def test_objects_of_a_class_and_of_those_that_inherit_from_it_are_found() -> None:
+    """Each once, and no longer than it lives."""
+    layer, model = Layer(2, 2), torch.nn.Sequential(Layer(2, 2))
+    found = living(Layer)
+    assert sum(each is layer for each in found) == 1
+    assert sum(each is model[0] for each in found) == 1
+    assert not any(each is model for each in found)
+    del layer, found
+    assert len(living(Layer)) == 1
+    assert not any(kind is None for kind in types_of_objects())
+
+
+OPTIMIZER = torch.optim.SGD(Layer(2, 2).parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        pytest.param(lambda: living(torch.nn.Module), id="modules"),
+        pytest.param(living_optimizers, id="optimizers"),
+        pytest.param(lambda: count_objects(torch), id="objects that grow"),
+        pytest.param(lambda: model_of(OPTIMIZER), id="model of an optimizer"),
+        pytest.param(lambda: debug.profile_memory("here"), id="memory at a point"),
+    ],
+)
+def test_a_look_at_all_objects_breaks_nothing_that_other_threads_are_building(look: Callable[[], Any]) -> None:
+    """``tuple(...)`` raises ``SystemError`` in CPython where anything else refers to the tuple: the training would fail."""
+    errors, built, looked = list[SystemError](), 0, Event()
+
+    def build() -> None:
+        nonlocal built
+        while not looked.is_set():
+            try:
+                built += len(tuple(number for number in range(30)))
+            except SystemError as error:
+                errors.append(error)
+
+    def called(*_: object) -> None:
+        time.sleep(1e-4)  # as code of Python's does that a collection runs: finalizers, callbacks of a library
+
+    thread, before = Thread(target=build), gc.get_threshold()
+    gc.callbacks.append(called)
+    gc.set_threshold(20)  # so that one begins in each look, if it may
+    thread.start()
+    try:
+        for _ in range(8):  # three of four did harm when they held the list
+            look()
+    finally:
+        looked.set()
+        thread.join()
+        gc.callbacks.remove(called)
+        gc.set_threshold(*before)
+    assert built
+    assert not errors
+
+
+class _Merging(nn.Linear):
+    """Adds a trained part to its weight for evaluation, and takes it out for training, as a LoRA layer does."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+        self.weight.requires_grad = False
+        self.part, self.merged = nn.Parameter(torch.ones(size, size)), False
+
+    def train(self, on: bool = True) -> _Merging:  # noqa: FBT001, FBT002  # torch calls it by position
+        super().train(on)
+        if on == self.merged:
+            self.weight.data += self.part.detach() * (-1 if on else 1)
+            self.merged = not on
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight if self.merged else self.weight + self.part, self.bias)
+
+
+class _FrozenStatistics(nn.Sequential):
+    """Keeps its normalisation in evaluation mode in training, and its dropout on in evaluation."""
+
+    def train(self, mode: bool = True) -> _FrozenStatistics:  # noqa: FBT001, FBT002
+        super().train(mode)
+        self[0].eval()
+        self[1].train()
+        return self
+
+
+def _model() -> nn.Sequential:
+    frozen, cold = _Merging(4).eval(), nn.Sequential(nn.Dropout(), nn.Linear(4, 4))
+    cold[0].eval()
+    return nn.Sequential(_Merging(4), frozen, _FrozenStatistics(nn.BatchNorm1d(4), nn.Dropout()).train(), cold)
+
+
+def _validate(model: nn.Module) -> None:
+    with debug.validation(model) as found:
+        found.add(2, loss=model(torch.ones(2, 4)).sum())
+
+
+RUNS: dict[str, Callable[[nn.Module], object]] = {
+    "validation": _validate,
+    "inference": lambda model: debug.inference(model, torch.ones(2, 4)),
+    "measure": lambda model: tune.optimize(model, mode="none", example=torch.ones(2, 4)).measure(),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_modes_and_what_modules_keep_in_train_are_as_before(name: str) -> None:
+    """Promise: a `train()` of a module's own is called there and back; a child whose mode is not its parent's keeps it."""
+    model = _model()
+    merging = [module for module in model.modules() if isinstance(module, _Merging)]
+    before = [module.training for module in model.modules()]
+    inside = list[list[bool]]()
+    model.register_forward_hook(lambda *_: inside.append([module.merged for module in merging]))
+    RUNS[name](model)
+    assert inside
+    assert all(all(merged) for merged in inside)
+    assert [module.training for module in model.modules()] == before
+    assert [module.merged for module in merging] == [False, True]
+    model(torch.ones(2, 4)).sum().backward()
+    assert merging[0].part.grad is not None
+
+
+def test_inside_it_is_what_eval_makes_of_it() -> None:
+    """Also where a module's own `train` chooses its children's modes, and after an exception."""
+    model, other = _model(), _model().eval()
+    before = [module.training for module in model.modules()]
+    with evaluating(model):
+        assert [module.training for module in model.modules()] == [module.training for module in other.modules()]
+        assert [module.training for module in model[2].children()] == [False, True]
+    with pytest.raises(ZeroDivisionError), evaluating(model):
+        1 / 0  # noqa: B018
+    assert [module.training for module in model.modules()] == before
+
+
+def test_training_mode_for_a_while_leaves_no_layer_unmerged() -> None:
+    """The other way: of a model that is evaluated, and whose layers are merged."""
+    model = _model().eval()
+    merging = [module for module in model.modules() if isinstance(module, _Merging)]
+    before = [module.training for module in model.modules()]
+    weights = [module.weight.clone() for module in merging]
+    with training(model):
+        assert [module.training for module in model.modules()] == [module.training for module in _model().train().modules()]
+        assert not any(module.merged for module in merging)
+    assert [module.training for module in model.modules()] == before
+    assert all(module.merged for module in merging)
+    assert all(torch.equal(module.weight, weight) for module, weight in zip(merging, weights, strict=True))
+
+
+def test_a_graph_that_has_no_modes_is_run_as_it_is() -> None:
+    """Promise: one of `torch.export`, whose `train()` raises, can be validated and run."""
+    x = torch.ones(2, 4)
+    graph = torch.export.export(nn.Sequential(nn.Linear(4, 4), nn.Dropout()).eval(), (x,)).module()
+    with debug.validation(graph) as found:
+        found.add(2, loss=graph(x).sum())
+    assert found.error is None
+    assert torch.equal(debug.inference(graph, x).output, graph(x))
