@@ -1,8 +1,8 @@
-"""The loss on a CUDA device: each step's own, from the first on, and never waited for."""
+"""The loss on a CUDA device, each step's own and never waited for; loss scalers and rates that it holds, shown exactly."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,6 +11,10 @@ from torch.amp import GradScaler
 from tests import support
 from tests.gpu import no_waiting
 from tests.training import Recording, StepFlag, has, mlp
+from torchobs.flight.step_record import RecordKind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=support.NEEDS_CUDA)
 
@@ -78,3 +82,113 @@ def test_the_loss_without_its_scale(run: Recording) -> None:
             scaler.step(optimizer)
             scaler.update()
     assert losses(run) == pytest.approx({step: float(value) for step, value in enumerate(taken, 1)}, rel=1e-5)
+
+
+STREAK, SKIPPED = ("torchobs.amp.skip_streak",), ("torchobs.amp.steps_skipped",)
+OVERFLOWS = [False, False, False, True, True, False, True, False, True, True]
+
+
+def arrived(run: Recording) -> Mapping[tuple[str, ...], Any]:
+    """The values once all that was under way has come."""
+    torch.cuda.synchronize()
+    return run.look()
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler, *, overflows: bool) -> None:
+    """One step in float16, without the update."""
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(torch.ones(4, 8, device="cuda")).float().square().mean()
+    scaler.scale(loss).backward()
+    if overflows:
+        gradient = next(model.parameters()).grad
+        assert gradient is not None
+        gradient.fill_(float("inf"))
+    scaler.step(optimizer)
+
+
+def marked(run: Recording) -> set[int]:
+    """The steps that are marked as skipped, at their end or later."""
+    return {record.step for record in run.records() if has(record, StepFlag.SKIPPED)}
+
+
+def test_scale_tracker_and_skips_of_every_step(run: Recording) -> None:
+    """An optimizer that the scaler itself leaves out: its skips are known at once, its scale after the copy."""
+    model = mlp().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = GradScaler("cuda", init_scale=1024.0, growth_interval=3)
+    for overflows in OVERFLOWS:
+        step(model, optimizer, scaler, overflows=overflows)
+        scaler.update()
+        shown = arrived(run)
+        assert shown["torchobs.amp.scale", "0"] == scaler.get_scale()
+        assert shown["torchobs.amp.growth_tracker", "0"] == scaler._get_growth_tracker()
+    values = run.values()
+    assert (values[SKIPPED], values[STREAK], values["torchobs.amp.overflows", "0"]) == (5, 2, 5)
+    assert marked(run) == {index for index, overflows in enumerate(OVERFLOWS, 1) if overflows}
+    assert values["torchobs.amp.autocast", "cuda", "float16"] == 1.0
+
+
+def test_a_fused_optimizer_s_skips_are_known_later_and_nothing_waits(run: Recording) -> None:
+    """It is called and does nothing: the steps are marked when ``found_inf`` has come."""
+    model = mlp().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scaler = GradScaler("cuda", init_scale=1024.0)
+    with no_waiting():
+        for overflows in OVERFLOWS:
+            step(model, optimizer, scaler, overflows=overflows)
+            scaler.update()
+    run.records()  # ends the step in progress
+    values = arrived(run)
+    assert (values[SKIPPED], values[STREAK], values["torchobs.amp.overflows", "0"]) == (5, 2, 5)
+    assert marked(run) == {index for index, overflows in enumerate(OVERFLOWS, 1) if overflows}
+
+
+def test_two_fused_optimizers_that_skip_one_step_skip_one_step(run: Recording) -> None:
+    """However many of a step's optimizers found an overflow, and whoever's copy comes first."""
+    models = [mlp(seed).cuda() for seed in (0, 1)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) for model in models]
+    scaler = GradScaler("cuda", init_scale=1024.0)
+    with no_waiting():
+        for index in range(4):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                step(model, optimizer, scaler, overflows=index == 2 or (index == 3 and model is models[1]))
+            scaler.update()
+    run.records()
+    values = arrived(run)
+    assert values[SKIPPED] == 2
+    assert (values["torchobs.amp.overflows", "0"], values["torchobs.amp.overflows", "1"]) == (1, 2)
+    assert values[STREAK] == 2
+
+
+def test_a_rate_on_the_device_is_copied_and_not_waited_for(run: Recording) -> None:
+    """A capturable optimizer's rate comes as a late value of the step in which it was taken."""
+    model = mlp().cuda()
+    rates = [torch.tensor(rate, device="cuda") for rate in (0.5, 0.25)]
+    groups = [{"params": [one], "lr": rate} for one, rate in zip(model.parameters(), rates, strict=False)]
+    optimizer = torch.optim.Adam(groups, lr=rates[0], capturable=True)
+    with no_waiting():
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8, device="cuda")).square().mean().backward()
+            optimizer.step()
+    values = arrived(run)
+    assert (values["torchobs.learning_rate", "0"], values["torchobs.learning_rate", "1"]) == (0.5, 0.25)
+    late = [record for record in run.records() if record.kind == RecordKind.LATE and has(record, StepFlag.LEARNING_RATE)]
+    assert [record.learning_rate for record in late] == [0.5]
+
+
+def test_bfloat16_without_a_scaler(run: Recording) -> None:
+    """The data type is shown, a scale is not."""
+    model = mlp().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    with no_waiting():
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = model(torch.ones(4, 8, device="cuda")).float().square().mean()
+            loss.backward()
+            optimizer.step()
+    values = arrived(run)
+    assert values["torchobs.amp.autocast", "cuda", "bfloat16"] == 1.0
+    assert not [name for name in values if name[0] == "torchobs.amp.scale"]

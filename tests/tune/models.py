@@ -1,8 +1,9 @@
-"""Small models of the kinds that people train."""
+"""Small models of the kinds that people train, batches and loaders for them, and copies of weights."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,3 +47,29 @@ class SlowUnlessAutocast(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(0.002 if torch.is_autocast_enabled("cpu") else 0.03)
         return self.layer(x)  # type: ignore[no-any-return]
+
+
+loss_fn = nn.functional.mse_loss
+PAIR = (torch.ones(4, 16), torch.ones(4, 4))
+
+
+class StoppedError(Exception):
+    """Raised by a test in the middle of a training."""
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    """Copies of the model's parameters."""
+    return [weight.detach().clone() for weight in model.parameters()]
+
+
+class Listed:
+    """A loader of batches at hand that draws no random number."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Any:
+        return iter(self._batches)

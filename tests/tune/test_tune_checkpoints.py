@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tune.models import blocks
-from tests.tune.pipelines import PAIR, loss_fn, weights
+from tests.tune.models import PAIR, blocks, loss_fn, weights
 from torchobs import tune
 from torchobs.tune import checkpoint_file
 

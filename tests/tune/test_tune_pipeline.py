@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import fork_server
-from tests.tune.models import blocks
-from tests.tune.pipelines import PAIR, Listed, StoppedError, loss_fn, weights
+from tests.tune.models import PAIR, Listed, StoppedError, blocks, loss_fn, weights
 from torchobs import tune
 from torchobs.tune import checkpoint_file
 
