@@ -127,7 +127,7 @@ def close_all_the_time(directory: Path) -> None:
 
 def test_a_program_that_closes_all_the_time_keeps_its_files(tmp_path: Path) -> None:
     """Whatever threads of ours do meanwhile: no file of the program is closed, moved in or written to."""
-    code = f"import pathlib; from tests.unit import test_descriptors as t; t.close_all_the_time(pathlib.Path({str(tmp_path)!r}))"
+    code = f"from tests.unit import test_descriptors as t; t.close_all_the_time(t.Path({str(tmp_path)!r}))"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
