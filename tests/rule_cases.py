@@ -58,14 +58,14 @@ def document(cases: Path, interval: str) -> dict[str, Any]:
     return {"rule_files": ["rules.yml"], "evaluation_interval": interval, "tests": tests}
 
 
-def groups_of(files: list[str], alert: str) -> dict[str, Any]:
-    """A rule file with the rule of that alert and those that record what it asks for, in the order of their evaluation.
+def groups_of(files: list[str], *alerts: str) -> dict[str, Any]:
+    """A rule file with the rules of these alerts and those that record what they ask for, in the order of their evaluation.
 
     The other rules of these groups change nothing for it, and cost most of the time.
     """
     groups = [group for text in files for group in _groups(text)]
-    (wanted,) = (rule for group in groups for rule in group["rules"] if rule.get("alert") == alert)
-    needed = [wanted]
+    needed = [rule for group in groups for rule in group["rules"] if rule.get("alert") in alerts]
+    assert len(needed) == len(alerts)
     for rule in needed:  # grows meanwhile
         asked = _records(rule)
         needed += [one for group in groups for one in group["rules"] if one.get("record") in asked and one not in needed]

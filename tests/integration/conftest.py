@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import pytest
 
 from tests.exporters import Service
 from tests.otlp import Receiver
+from tests.prometheus_server import newest_prometheus
 from tests.rank_files import live_rank, train
 from torchobs.exporter.config import ExporterConfig
 
@@ -32,6 +34,18 @@ def golden(pytestconfig: pytest.Config) -> Callable[[str, str], None]:
         assert text == path.read_text(), f"`pytest --update-golden` writes {name} again"
 
     return compare
+
+
+@pytest.fixture
+def prometheus_program(program: Callable[[str], str]) -> str:
+    """Prometheus 3 where it is on PATH, else Debian's."""
+    return newest_prometheus(2) or program("prometheus")
+
+
+@pytest.fixture
+def promtool(program: Callable[[str], str]) -> str:
+    """The tool of that Prometheus."""
+    return shutil.which("promtool3") or program("promtool")
 
 
 @pytest.fixture
