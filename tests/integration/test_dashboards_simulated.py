@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from tests import support
 from tests.dashboards import filled, shipped, targets, variables
-from tests.prometheus_server import FLAG, PrometheusServer, Series, write
+from tests.prometheus_server import FLAG, PrometheusServer, Series, newest_prometheus, write
 from tests.simulated_run import SLOW_RANK, Run, series
 
 RANGE_S = 3300.0
@@ -41,12 +41,12 @@ class Panels:
         return self._server.query_range(query, self._ended_s - RANGE_S, self._ended_s - 1, "30s")
 
 
-@pytest.fixture(scope="module", params=["prometheus", "prometheus3"])
-def hour(request: pytest.FixtureRequest) -> Iterator[Panels]:
+@pytest.fixture(scope="module")
+def hour() -> Iterator[Panels]:
     """An hour of both runs."""
-    if reason := support.why_missing(request.param):
+    if reason := support.why_missing("prometheus"):
         pytest.skip(reason)
-    with PrometheusServer(request.param, arguments=[FLAG]) as server:
+    with PrometheusServer(newest_prometheus(2) or "prometheus", arguments=[FLAG]) as server:
         ended_s = time.time()
         for run in (SICK, HEALTHY):
             write(server.address, series(run, ended_s - RANGE_S, ended_s, 30.0))
@@ -97,10 +97,10 @@ def test_shares_add_up(hour: Panels) -> None:
     assert goodput.value == pytest.approx(uses["productive"])
 
 
-def test_one_run_id_in_two_clusters_is_two_runs(program: Callable[[str], str]) -> None:
+def test_one_run_id_in_two_clusters_is_two_runs(prometheus_program: str) -> None:
     """With all clusters chosen each panel's answers say of which one they are, and are not added up over both."""
     ended_s, ranks = time.time(), {"east": 4, "west": 2}
-    with PrometheusServer(program("prometheus"), arguments=[FLAG]) as server:
+    with PrometheusServer(prometheus_program, arguments=[FLAG]) as server:
         for cluster, number in ranks.items():
             of = series(Run(ranks=number, per_node=2, sick=False), ended_s - 300, ended_s, 30.0)
             write(server.address, (({**labels, "cluster": cluster}, times, values) for labels, times, values in of))
