@@ -48,8 +48,9 @@ def _loss_not_finite() -> Alert:
         severity="page",
         summary="trains on with a loss that is NaN or infinite.",
         description=(
-            'In the last 10 minutes the loss of {{ printf "%.0f" $value }} steps, more than half, was not finite. Unless a '
-            "loss scaler skipped them, the weights are lost; what helps is the last checkpoint before it."
+            'In the last 10 minutes {{ printf "%.0f" $value }} steps, more than half, had a loss that is NaN or infinite; no '
+            "step of a sound run has. Unless a loss scaler skipped them, the weights are lost: go back to the last checkpoint "
+            "before them."
         ),
         culprits=Culprits(losses.replace("{", f"{{{THIS_RUN}, "), '{{ printf "%.0f" $v }} losses', "Most on"),
     )
@@ -65,10 +66,10 @@ def _loss_diverged() -> Alert:
                 count {BY_RUN} ({lasting(diverged, "== 1", DIVERGED, ONE_RANK)} and on ({ONE_RANK}) {diverged} == 1)
             )
         """,
-        summary="has diverged in its first steps.",
+        summary="diverged in its first steps.",
         description=(
-            'The loss of {{ printf "%.0f" $value }} of its ranks rose to ten times the first one, and has not come back since: '
-            "the learning rate is too high from the start, or the loss is not what it is meant to be."
+            'On {{ printf "%.0f" $value }} of its ranks the loss rose to ten times its first value, and has stayed there for 5 '
+            "minutes. Lower the learning rate or lengthen its warm-up, and check that the loss is computed as meant."
         ),
         culprits=Culprits(
             select(catalog.LOSS, THIS_RUN), 'rank {{ $l.rank }} with a loss of {{ printf "%.3g" $v }}', "Now", named=False
@@ -105,8 +106,11 @@ def _gradient_explosion(values: Values) -> Alert:
     return Alert(
         alert="TorchobsGradientExplosion",
         expr=expr,
-        summary="has steps whose gradient or loss is far above its past, or not finite.",
-        description='In the last 10 minutes one of its ranks had {{ printf "%.0f" $value }} such steps.',
+        summary="has steps with an exploding gradient or loss, or one that is not finite.",
+        description=(
+            'One of its ranks had {{ printf "%.0f" $value }} such steps in the last 10 minutes; a sound run has next to none. '
+            "Lower the learning rate, clip the gradients, or look at the batches of these steps."
+        ),
         culprits=_kinds(),
         also=(
             Culprits(
@@ -157,10 +161,10 @@ def _gradient_vanishing() -> Alert:
                 {select(catalog.GRAD_UNMOVED_LAYERS)} > 0
             )
         """,
-        summary="does not learn, or a part of its model does not.",
+        summary="learns nothing, or parts of its model learn nothing.",
         description=(
-            'One of its ranks had {{ printf "%.0f" $value }} steps in the last 10 minutes whose gradient had all but '
-            "disappeared, or has as many layers that learn nothing: such weights stay as they are, whatever the loss does."
+            'One of its ranks had {{ printf "%.0f" $value }} steps in the last 10 minutes with a gradient close to zero, or '
+            "has that many layers whose weights do not change. Look for a detached graph, dead units, or saturated activations."
         ),
         culprits=Culprits(
             f"bottomk(3, {select(catalog.GRAD_LAYER_NORM, THIS_RUN)})",
@@ -199,10 +203,10 @@ def _ranks_disagree() -> Alert:
                 )
             )
         """,
-        summary="has ranks that do not agree with each other.",
+        summary="has ranks that do not train the same model.",
         description=(
-            "Their learning rates have differed for 10 minutes, or the sizes of their process groups or their versions of "
-            "torch do, or several ranks of one number have trained at once: they do not train one model."
+            "Their learning rates have differed by more than 10 % for 10 minutes, or their world sizes or versions of torch "
+            "differ, or several ranks with the same number train at once. Restart all of them with one configuration."
         ),
         culprits=Culprits(_extremes(), '{{ printf "%.3g" $v }} in group {{ $l.group }}', "Learning rates are"),
         also=(

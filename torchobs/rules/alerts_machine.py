@@ -42,10 +42,10 @@ def _growth(values: Values) -> Alert:
     return Alert(
         alert="TorchobsMemoryGrowth",
         expr=by_run(f"{select(catalog.MEMORY_TIME_TO_LIMIT)} < {values.thresholds.time_to_limit_s:g}", "min"),
-        summary="runs out of memory.",
+        summary="will run out of memory.",
         description=(
             "The memory of one of its ranks grows steadily with the steps, and reaches its limit in "
-            "{{ $value | humanizeDuration }}."
+            "{{ $value | humanizeDuration }}. `torchobs inspect` names what grows, and by which lines."
         ),
         culprits=Culprits(
             f"bottomk(3, {select(catalog.MEMORY_TIME_TO_LIMIT, THIS_RUN)})", f"{DURATION} left ({{{{ $l.space }}}})", "First"
@@ -58,10 +58,10 @@ def _near_limit(values: Values) -> Alert:
     return Alert(
         alert="TorchobsOutOfMemoryNear",
         expr=by_run(f"min_over_time({used}[{WINDOW}]) > {values.thresholds.memory:g}"),
-        summary="is near the limit of its memory.",
+        summary="is close to its memory limit.",
         description=(
-            "For 10 minutes {{ $value | humanizePercentage }} of a container's or a machine's memory has been in use and not "
-            "reclaimable; at 100 % the kernel kills processes."
+            "For 10 minutes {{ $value | humanizePercentage }} of a container's or a machine's memory has been in use and "
+            "cannot be reclaimed; at 100 % the kernel kills processes. Raise the limit, or use fewer data loader workers."
         ),
         culprits=Culprits(
             select(catalog.MEMORY_HOST_UTILIZATION, THIS_RUN),
@@ -76,10 +76,10 @@ def _oom_kill() -> Alert:
     return Alert(
         alert="TorchobsCgroupOomKill",
         expr=by_run(f"sum {BY_RUN} (increase({kills}[{WINDOW}])) > 0"),
-        summary="had processes killed for want of memory.",
+        summary="had processes killed because memory ran out.",
         description=(
-            f"The kernel killed {amount('process', 'processes')} of its containers in the last 10 minutes: ranks, "
-            "or workers of their data loaders."
+            f"The kernel killed {amount('process', 'processes')} in its containers in the last 10 minutes: ranks, or workers "
+            "of their data loaders. Raise the memory limit, or use fewer workers."
         ),
         culprits=Culprits(
             f"increase({select(catalog.CGROUP_MEMORY_OOM_KILLS, THIS_RUN)}[{WINDOW}]) > 0",
@@ -100,10 +100,10 @@ def _gpu_memory(values: Values) -> Alert:
     return Alert(
         alert="TorchobsGpuMemoryNearLimit",
         expr=by_run(f"{share()} > {values.thresholds.gpu_memory:g}"),
-        summary="is near the limit of its GPU memory.",
+        summary="is close to its GPU memory limit.",
         description=(
             "For 10 minutes tensors have held {{ $value | humanizePercentage }} of the memory that a rank may use on its "
-            "device; a longer sequence or a larger batch fails."
+            "device. A longer sequence or a larger batch may fail."
         ),
         culprits=Culprits(f"max by ({ONE_RANK}) ({share(THIS_RUN)})", SHARE),
     )
@@ -125,10 +125,10 @@ def _fragmented(values: Values) -> Alert:
                 {name(catalog.MEMORY_ALLOC_RETRIES)} > 0
             )
         """,
-        summary="runs out of GPU memory for fragmentation.",
+        summary="runs out of GPU memory because of fragmentation.",
         description=(
             "Allocations were retried in the last 10 minutes, while {{ $value | humanizePercentage }} of the memory that the "
-            "allocator holds lies in pieces too small to be used."
+            "allocator holds lies in pieces too small to use. Try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
         ),
         culprits=Culprits(f"max by ({ONE_RANK}) ({share(THIS_RUN)})", SHARE),
     )
@@ -139,10 +139,10 @@ def _shared_memory(values: Values) -> Alert:
     return Alert(
         alert="TorchobsSharedMemoryFull",
         expr=by_run(f"{used} / ({size} > 0) > {values.thresholds.shared_memory:g}"),
-        summary="has hardly any shared memory left.",
+        summary="is running out of shared memory.",
         description=(
             "{{ $value | humanizePercentage }} of /dev/shm is in use. Workers of data loaders and NCCL pass data through it; "
-            "where it is full they die of SIGBUS."
+            "when it is full they die of SIGBUS. Give the container a larger one."
         ),
         culprits=Culprits(
             f"{select(catalog.MEMORY_SHARED_USED, THIS_RUN)} / ({select(catalog.MEMORY_SHARED_SIZE, THIS_RUN)} > 0)",
@@ -169,7 +169,8 @@ def _filesystem(values: Values) -> Alert:
         """,
         summary=f"The file system {{{{ $labels.system_filesystem_mountpoint }}}} of {EXPORTER} is nearly full.",
         description=(
-            "{{ $value | humanizePercentage }} of its space or its inodes is in use. The next checkpoint may not find room."
+            "{{ $value | humanizePercentage }} of its space or its inodes is in use, and the next checkpoint may not fit. "
+            "Delete old ones, or enlarge it."
         ),
         of_run=False,
     )
@@ -186,8 +187,8 @@ def _cpu(values: Values) -> Alert:
         """,
         summary=f"The processors of {EXPORTER} are busy.",
         description=(
-            "{{ $value | humanizePercentage }} of their time of the last 10 minutes was used: data loaders and launches of "
-            "kernels wait for each other."
+            "{{ $value | humanizePercentage }} of their time in the last 10 minutes was used: data loaders and kernel launches "
+            "wait for each other. Use fewer workers and threads, or fewer jobs on this machine."
         ),
         of_run=False,
     )
@@ -197,10 +198,10 @@ def _scaler(values: Values) -> Alert:
     return Alert(
         alert="TorchobsLossScaleStuck",
         expr=by_run(f"{select(catalog.AMP_SKIP_STREAK)} >= {values.thresholds.skipped:g}"),
-        summary="makes no steps.",
+        summary="makes no progress, because its loss scaler skips every step.",
         description=(
-            'Its loss scaler has skipped {{ printf "%.0f" $value }} steps in a row: it finds no scale at which the gradients '
-            "are finite."
+            '{{ printf "%.0f" $value }} steps in a row were skipped; a few at the start are usual. At no scale are the '
+            "gradients finite: look for where the first NaN or infinity begins."
         ),
         culprits=Culprits(select(catalog.AMP_SKIP_STREAK, THIS_RUN), '{{ printf "%.0f" $v }} steps in a row', "Longest"),
     )
@@ -222,8 +223,8 @@ def _gpu_fault() -> Alert:
         severity="page",
         summary="has a faulty GPU.",
         description=(
-            f"It is lost or asks to be replaced, or had {amount('error', 'errors')} of its hardware (XID, "
-            "memory) in the last 10 minutes."
+            f"It is lost or asks to be replaced, or had {amount('hardware error', 'hardware errors')} (XID, memory) in the "
+            "last 10 minutes. Drain the machine, and restart the run elsewhere."
         ),
         culprits=Culprits(
             f"max by ({ONE_RANK}, hw_id, error_type) ({errors_here} or {here} == 1)",
@@ -238,8 +239,11 @@ def _gpu_throttled(values: Values) -> Alert:
     return Alert(
         alert="TorchobsGpuThrottled",
         expr=by_run(f"rate({held}[{WINDOW}]) > {values.thresholds.gpu_throttled:g}"),
-        summary="has a GPU that is too hot.",
-        description="Its clocks were held down by heat for {{ $value | humanizePercentage }} of the last 10 minutes.",
+        summary="has an overheated GPU.",
+        description=(
+            "Heat held its clocks down for {{ $value | humanizePercentage }} of the last 10 minutes; none is usual. Check the "
+            "machine's cooling."
+        ),
         culprits=Culprits(f"rate({here}[{WINDOW}])", f"GPU {{{{ $l.hw_id }}}}, {SHARE}", "Observed by"),
     )
 
@@ -248,10 +252,10 @@ def _worker() -> Alert:
     return Alert(
         alert="TorchobsLoaderWorkerDied",
         expr=by_run(f"sum {BY_RUN} ({name(catalog.DATA_WORKERS_DIED)}) > 0"),
-        summary="lost workers of its data loaders.",
+        summary="lost data loader workers.",
         description=(
             f"{amount('worker was', 'workers were')} ended by a signal or an error in the last 10 minutes. The loader "
-            "raises, or waits for their batches."
+            "raises, or waits for their batches. SIGKILL most often means that memory ran out."
         ),
         culprits=Culprits(select(name(catalog.DATA_WORKERS_DIED), THIS_RUN), amount("worker", "workers", "$v"), "Most on"),
     )
@@ -281,7 +285,10 @@ def _nvlink() -> Alert:
         alert="TorchobsNvlinkDown",
         expr=by_run(f"{lost()} > 0"),
         summary="has lost NVLinks.",
-        description=f"A GPU has {amount('link', 'links')} fewer than it had within a day: collectives take another way.",
+        description=(
+            f"A GPU has {amount('link', 'links')} fewer than within the last day, and collectives take a slower way. Reset the "
+            "GPU, or drain the machine."
+        ),
         culprits=Culprits(f"{lost(THIS_RUN)} > 0", f"GPU {{{{ $l.hw_id }}}}, {amount('link', 'links', '$v')}", "Observed by"),
     )
 
@@ -306,13 +313,13 @@ def _infiniband() -> Alert:
         """,
         summary="has lost InfiniBand ports.",
         description=(
-            f"One of its nodes has {amount('port', 'ports')} down that carried data within a day: collectives are slower, or "
-            "fail."
+            f"One of its nodes has {amount('port', 'ports')} down that carried data within the last day: collectives are "
+            "slower or fail. Check the cable and the switch."
         ),
         culprits=Culprits(
             f"{lost} and on (cluster, nodename) {_located(THIS_RUN)}",
             "port {{ $l.port }} of {{ $l.device }} on {{ $l.nodename }}",
-            "Down are",
+            "Down",
             named=False,
         ),
     )
@@ -337,10 +344,10 @@ def _disabled() -> Alert:
     return Alert(
         alert="TorchobsProbeDisabled",
         expr=by_run(f"count {BY_RUN} ({select(catalog.PROBE_DISABLED)} == 1)"),
-        summary="is watched by fewer probes.",
+        summary="has probes that are switched off.",
         description=(
-            f"{amount('probe is', 'probes are')} switched off after an exception: "
-            "what is measured so is missing in those ranks. Training is not affected."
+            f"{amount('probe was', 'probes were')} switched off after an exception, and what they measure is missing on those "
+            "ranks. Training is not affected; its log has the exception, which is a bug of torchobs."
         ),
         culprits=Culprits(probes, f"{{{{ $l.probe }}}} on {amount('rank', 'ranks', '$v')}", "Most", named=False),
     )
@@ -363,7 +370,7 @@ def _config() -> Alert:
         "TorchobsExporterConfig",
         f"count by ({_MACHINE}) (max_over_time({ok}[{WINDOW}]) == 0)",
         f"The exporter {EXPORTER} runs with an invalid configuration.",
-        "A part of it cannot be applied; the exporter serves what it can, and its log says what is wrong.",
+        "A part of it cannot be applied. The exporter serves what it can; its log says what is wrong.",
     )
 
 
@@ -372,7 +379,7 @@ def _read() -> Alert:
         "TorchobsExporterReadErrors",
         _growing(select(catalog.EXPORTER_READ_ERRORS)),
         f"The exporter {EXPORTER} cannot read flight files.",
-        f"It failed {amount('time', 'times')} in the last 10 minutes: ranks are missing on its page.",
+        f"It failed {amount('time', 'times')} in the last 10 minutes, and ranks are missing from its page. Its log says which.",
     )
 
 
@@ -392,9 +399,9 @@ def _push() -> Alert:
             select(catalog.OTLP_DROPPED, 'reason!="shutdown"', 'signal!="logs"'),
             select(catalog.OTLP_DROPPED, 'reason!~"shutdown|refused"', 'signal="logs"'),
         ),
-        f"The exporter {EXPORTER} loses what it pushes.",
-        '{{ printf "%.0f" $value }} data points, spans or log records of the last 10 minutes did not reach the receiver and '
-        "were dropped.",
+        f"The exporter {EXPORTER} loses data that it pushes.",
+        '{{ printf "%.0f" $value }} data points, spans or log records of the last 10 minutes were dropped, because the '
+        "receiver refused them or did not answer. Its log says which.",
     )
 
 

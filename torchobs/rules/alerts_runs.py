@@ -98,8 +98,8 @@ def _failed() -> Alert:
         expr=by_run(f"count {BY_RUN} (max_over_time({failed}[{SEEN}]) == 1)"),
         summary="has lost a rank.",
         description=(
-            '{{ printf "%.0f" $value }} of its ranks ended with an exception or an exit code, or vanished (killed, likely out '
-            f"of memory).{_survivors()}"
+            '{{ printf "%.0f" $value }} of its ranks ended with an exception or an exit code, or were killed (most often '
+            f"because memory ran out). `torchobs inspect` on their machine has the details.{_survivors()}"
         ),
         culprits=_faults(SEEN),
     )
@@ -154,10 +154,10 @@ def _hung() -> Alert:
     return Alert(
         alert="TorchobsRankHung",
         expr=f"max {BY_RUN} ({STUCK}) > 0",
-        summary="does not move.",
+        summary="has ranks that make no progress.",
         description=(
-            f"{amount('of its ranks lives and has', 'of its ranks live and have')} finished no step for far longer than one "
-            f"takes.{_usual_step()}"
+            f"{amount('of its ranks is alive and has', 'of its ranks are alive and have')} finished no step for far longer "
+            f"than one usually takes. `torchobs stacks` shows where they stand.{_usual_step()}"
         ),
         culprits=_behind(),
         also=(_not_arrived(), _waited_for()),
@@ -271,8 +271,8 @@ def _run_down(values: Values) -> Alert:
         wait=WATCHED,
         summary="is down.",
         description=(
-            "Nobody has been alive for ten minutes, the run has not finished, and "
-            '{{ printf "%.0f" $value }} of its ranks ended by a fault. Nothing has restarted it.'
+            'No rank has been alive for ten minutes: {{ printf "%.0f" $value }} failed, the run has not finished, and nothing '
+            "has restarted it. Look at how the first one ended, then restart from the last checkpoint."
         ),
         culprits=_faults(GONE),
         also=(_ends(),),
@@ -306,10 +306,10 @@ def _crash_loop(values: Values) -> Alert:
             )
         """,
         severity="page",
-        summary="crashes again and again.",
+        summary="keeps crashing.",
         description=(
-            f"It was restarted {amount('time', 'times')} in the last 15 minutes. Each restart repeats the work "
-            "since the last checkpoint."
+            f"It was restarted {amount('time', 'times')} in the last 15 minutes, and each restart repeats the work since the "
+            "last checkpoint. Stop it until the cause is fixed."
         ),
         culprits=_faults(LOOP),
     )
@@ -319,15 +319,15 @@ def _missing() -> Alert:
     return Alert(
         alert="TorchobsRanksMissing",
         expr=by_run(lasting(MISSING, "> 0", ABSENT, ONE_RUN)),
-        summary="lacks ranks.",
+        summary="is missing ranks.",
         description=(
-            '{{ printf "%.0f" $value }} of its ranks have not been seen for ten minutes, while others live: they '
-            "never came, or their exporter does not answer."
+            '{{ printf "%.0f" $value }} of its ranks have not been seen for ten minutes, while others are alive: they never '
+            "started, or their exporter does not answer. Check the machines that are not listed here."
         ),
         culprits=Culprits(
             f"count by ({ONE_RUN}, instance, pod) ({select(catalog.RANK_UP, THIS_RUN)} == 1)",
             f'{{{{ printf "%.0f" $v }}}} at {AT}',
-            "Seen are",
+            "Ranks seen",
             named=False,
         ),
     )
@@ -346,10 +346,10 @@ def _telemetry_gone() -> Alert:
             )
         """,
         wait=WATCHED,
-        summary="is not seen any more.",
+        summary="is no longer seen.",
         description=(
-            'When it was last scraped, {{ printf "%.0f" $value }} of its ranks lived, and none said that it ended. Either the '
-            "machines are gone, or Prometheus does not reach the exporters."
+            'When it was last scraped, {{ printf "%.0f" $value }} of its ranks were alive, and none has reported its end. '
+            "Either the machines are gone, or Prometheus does not reach the exporters: look at its targets first."
         ),
     )
 
@@ -394,10 +394,10 @@ def _slowdown(values: Values) -> Alert:
                 increase({idle}[{IDLE_WITHIN}]) > {IDLE_S}
             )
         """,
-        summary="has become slow.",
+        summary="has become slower.",
         description=(
-            'In the last 10 minutes a step took {{ printf "%.1f" $value }} times as long as in its best ones, evaluation, '
-            "checkpoints and compilation not counted."
+            'In the last 10 minutes a step took {{ printf "%.1f" $value }} times as long as in the run\'s best 10 minutes, '
+            "without evaluation, checkpoints and compilation."
             f"{first(select(RUN_STEP_MEAN, THIS_RUN), ' It takes {{ $v | humanizeDuration }}')}"
             f"{first(select(RUN_STEP_BEST, THIS_RUN), ', at best {{ $v | humanizeDuration }}.')}"
         ),
@@ -413,8 +413,8 @@ def _straggler(values: Values) -> Alert:
         expr=by_run(f"{SLOWDOWN} > {values.thresholds.straggler:g} and on ({ONE_RANK}) {EXCESS} > {LEAST_EXCESS_S:g}"),
         summary="waits for one of its ranks.",
         description=(
-            'In the last 10 minutes a step took {{ printf "%.1f" $value }} times as long as it would if the others did not '
-            "wait for the slowest rank."
+            'In the last 10 minutes a step took {{ printf "%.1f" $value }} times as long as it would if no rank waited for the '
+            "slowest one. Compare its machine with the others: clocks, temperature, other processes."
             f"{first(f'topk(1, {select(NODE_SLOWDOWN, THIS_RUN)} > {SLOW:g})', _SLOW_NODE)}"
         ),
         culprits=Culprits(f"{select(SLOWDOWN, THIS_RUN)} > {SLOW:g}", TIMES, "Slowest"),
@@ -436,8 +436,11 @@ def _data() -> Alert:
                 time() - {select(catalog.RANK_START_TIME)} > 600
             )
         """,
-        summary="waits for its data.",
-        description="One of its ranks spends {{ $value | humanizePercentage }} of its training time waiting for batches.",
+        summary="waits for data.",
+        description=(
+            "One of its ranks spends {{ $value | humanizePercentage }} of its training time waiting for batches; less than 20 "
+            "% is usual. Give the data loader more workers, or make loading a batch cheaper."
+        ),
         culprits=Culprits(
             f"sum {BY_RANK} (rate({here}[{WINDOW}])) / sum {BY_RANK} (rate({all_here}[{WINDOW}]) > 0)",
             SHARE,
@@ -457,10 +460,10 @@ def _recompiles(values: Values) -> Alert:
                 {recompiles} > {values.thresholds.recompiles:g}
             )
         """,
-        summary="is compiled again and again.",
+        summary="keeps recompiling.",
         description=(
-            f"In the last 10 minutes one of its ranks had more than {values.thresholds.recompiles:g} recompilations, or "
-            "torch.compile gave a function up because of them."
+            f"In the last 10 minutes one of its ranks recompiled more than {values.thresholds.recompiles:g} times, or "
+            "torch.compile gave up on a function, which runs uncompiled now. Mark what changes as dynamic, or pad it."
         ),
         culprits=Culprits(
             f"max by ({ONE_RUN}, guard) ({select(name(catalog.COMPILE_RECOMPILES), THIS_RUN)})",
@@ -476,9 +479,10 @@ def _throttled(values: Values) -> Alert:
     return Alert(
         alert="TorchobsCpuThrottled",
         expr=by_run(f"rate({throttled}[{WINDOW}]) / (rate({periods}[{WINDOW}]) > 0) > {values.thresholds.cpu_throttled:g}"),
-        summary="is held back by its CPU limit.",
+        summary="is throttled by its CPU limit.",
         description=(
-            "In {{ $value | humanizePercentage }} of the quota's periods of the last 10 minutes a container stood still."
+            "In {{ $value | humanizePercentage }} of the quota's periods of the last 10 minutes a container was stopped. Raise "
+            "its CPU limit, or use fewer workers and threads."
         ),
         culprits=Culprits(
             f"rate({select(catalog.CGROUP_CPU_THROTTLED_TIME, THIS_RUN)}[{WINDOW}])",
@@ -514,10 +518,10 @@ def _goodput(values: Values) -> Alert:
     return Alert(
         alert="TorchobsGoodputLow",
         expr=f"max {BY_RUN} (\n          ({either})\n          {trains}\n)",
-        summary="wastes its machines.",
+        summary="makes poor use of its machines.",
         description=(
-            'It loses the time of its machines {{ $value | printf "%.0f" }} times as fast as the objective of '
-            f"{values.thresholds.goodput:.0%} productive allows: restarts, waiting, evaluation, compilation."
+            'It loses machine time {{ $value | printf "%.0f" }} times as fast as the objective of '
+            f"{values.thresholds.goodput:.0%} productive time allows: to restarts, waiting, evaluation or compilation."
         ),
         culprits=Culprits(
             f"{states} / on ({ONE_RUN}) group_left () sum {BY_RUN} ({used}) > {LEAST_SHARE:g}",
@@ -555,8 +559,8 @@ def _checkpoints_failed() -> Alert:
         severity="page",
         summary="cannot save its checkpoints.",
         description=(
-            f"{amount('save', 'saves')} raised an exception within ten minutes, and none has succeeded since. "
-            "If the run ends now, all since the last checkpoint is lost."
+            f"{amount('save', 'saves')} raised an exception within ten minutes, and none has succeeded since. If the run ends "
+            "now, all work since the last checkpoint is lost: check the space and the permissions where it saves."
         ),
         culprits=Culprits(
             select(name(catalog.CHECKPOINTS), THIS_RUN, 'result="failed"'), amount("failed save", "failed saves", "$v"), "On"
@@ -580,8 +584,8 @@ def _overdue(values: Values) -> Alert:
         """,
         summary="has saved no checkpoint for {{ $value | humanizeDuration }}.",
         description=(
-            f"That is more than {values.thresholds.checkpoint_cadences:g} times its usual interval. If it ends now, all since "
-            "then is lost."
+            f"That is more than {values.thresholds.checkpoint_cadences:g} times its usual interval. If it ends now, all work "
+            "since then is lost."
             f"{first(_usual_s(select(CHECKPOINT, THIS_RUN)), ' Its usual interval is {{ $v | humanizeDuration }}.')}"
         ),
     )
@@ -607,5 +611,5 @@ def _never(values: Values) -> Alert:
             )
         """,
         summary="has never saved a checkpoint.",
-        description="It has run for {{ $value | humanizeDuration }}, all of which is lost if it ends now.",
+        description="It has run for {{ $value | humanizeDuration }}, all of which is lost if it ends now: save one in between.",
     )
