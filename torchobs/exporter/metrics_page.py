@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qs
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.exposition import gzip_accepted
 from starlette.responses import PlainTextResponse
 
 from torchobs.exporter import text_format
@@ -231,7 +232,7 @@ class MetricsPage:
         headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}  # the first of duplicates wins
         timeout_s = _timeout_s(headers.get(_SCRAPE_TIMEOUT))
         scrape = await self._fresh(DEADLINE_S if timeout_s is None else min(DEADLINE_S, max(0.1, timeout_s / 2)))
-        compressed = text_format.accepts_gzip(headers.get(b"accept-encoding", ""))
+        compressed = gzip_accepted(headers.get(b"accept-encoding", ""))
         acknowledged = self._scrapers.acknowledged(time.monotonic())
         page = await self._pages.get(scrape, headers.get(b"accept", ""), compressed=compressed, acknowledged=acknowledged)
         sent = [

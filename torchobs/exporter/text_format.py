@@ -47,7 +47,6 @@ _PIECE = 64 * 1024
 _SECOND = 1_000_000_000
 _TYPES = {Kind.COUNTER: "counter", Kind.GAUGE: "gauge", Kind.UPDOWN: "gauge", Kind.HISTOGRAM: "histogram"}
 _UNITS = {"s": "seconds", "By": "bytes"}
-_OPENMETRICS = "application/openmetrics-text"
 
 
 class Family(NamedTuple):
@@ -131,40 +130,14 @@ _TEXT = Format(Style(openmetrics=False), "text/plain; version=0.0.4; charset=utf
 _OPEN = Format(Style(openmetrics=True), openmetrics.CONTENT_TYPE_LATEST, openmetrics.generate_latest)
 
 
-@lru_cache(64)  # a scraper sends the same header every time, and parsing takes as long as a hundred lines
+@lru_cache(64)  # a scraper sends the same header every time
 def negotiate(accept: str) -> Format:
-    """Return the supported format with the greatest weight; without one, as for browsers, the classic text format."""
-    for weight, name, version in _accepted(accept):
-        if weight > 0 and name == _OPENMETRICS and version in {"", "1.0.0"}:
-            return _OPEN
-        if weight > 0 and name in {"text/plain", "text/*", "*/*"}:
-            break
-    return _TEXT
-
-
-@lru_cache(64)  # as `negotiate`
-def accepts_gzip(header: str) -> bool:
-    """Return whether ``Accept-Encoding`` accepts gzip, by name or, if it is not named, by ``*``."""
-    weights = {name: weight for weight, name, _ in _accepted(header)}
-    return weights.get("gzip", weights.get("*", 0.0)) > 0
-
-
-def _accepted(header: str) -> list[tuple[float, str, str]]:
-    """Return weight, name and version of each element of ``Accept`` or ``Accept-Encoding`` (RFC 9110), dearest first."""
-    elements = []
-    for element in header.lower().split(","):
-        name, *parameters = (part.strip() for part in element.split(";"))
-        given = dict(part.partition("=")[::2] for part in parameters)
-        elements.append((_weight(given.get("q", "1")), name, given.get("version", "").strip('"')))
-    return sorted(elements, key=lambda element: -element[0])
-
-
-def _weight(text: str) -> float:
-    """Return a weight; an invalid one counts as 1."""
+    """Return OpenMetrics where an ``Accept`` header has it, as prometheus-client decides, else the classic text format."""
     try:
-        return float(text)
-    except ValueError:
-        return 1.0
+        _, content_type = exposition.choose_encoder(accept)
+    except ValueError:  # a version that is none
+        return _TEXT
+    return _OPEN if content_type.startswith("application/openmetrics-text") else _TEXT
 
 
 class Heading(NamedTuple):
