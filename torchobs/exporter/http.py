@@ -166,83 +166,56 @@ def _inode(path: Path) -> tuple[int, int]:
 class Server(uvicorn.Server):
     """uvicorn's server on one socket, with a cap on its connections."""
 
-    def __init__(self, config: uvicorn.Config, context: ssl.SSLContext | None) -> None:
+    def __init__(self, config: uvicorn.Config, bound: socket.socket) -> None:
         super().__init__(config)
-        self.context = context
+        self._bound = bound
         self.recent: dict[HttpProtocol, None] = {}
         """the connections, the one first that came, or got its last response, the longest ago"""
 
-    def renew(self, context: ssl.SSLContext | None) -> None:
-        """Accept connections with that context of TLS from now on.
-
-        Of the others the idle ones are closed, the rest after one more response, so that no scrape fails.
-        """
-        self.context = context
+    async def accept(self, context: ssl.SSLContext | None) -> None:
+        """Accept connections with that context of TLS from now on; the others end, after a response that is under way."""
+        for server in self.servers:
+            server.close()  # which has a duplicate of the socket: who is in its queue waits
+        make, bound = partial(HttpProtocol, self), self._bound.dup()
+        limit_s = None if context is None else HEAD_S
+        serving = asyncio.get_running_loop().create_server(
+            make, sock=bound, backlog=_BACKLOG, ssl=context, ssl_handshake_timeout=limit_s
+        )
+        self.servers = [await serving]
         for connection in list(self.recent):
-            connection.finish()
+            connection.shutdown()
 
 
 class HttpProtocol(H11Protocol):
-    """One connection: uvicorn's, with time limits for a handshake and the first request's head, and a cap on connections.
+    """One connection: uvicorn's, with a time limit for the first request's head, and a cap on connections.
 
     uvicorn waits for ever, and its ``limit_concurrency`` answers 503 to the newest client, which would be the scraper among a
     thousand silent connections. Here the oldest connection without a request makes room, else the one that has been idle
-    longest after a response, and only then one with a response under way, which the live page's streams always have. The
-    handshake is made here, because asyncio's own TLS servers show a connection after it, so that silent ones could take all
-    descriptors.
+    longest after a response, and only then one with a response under way, which the live page's streams always have.
     """
 
     def __init__(self, server: Server) -> None:
         super().__init__(server.config, server.server_state, {})
-        self._server, self._recent = server, server.recent
-        self._closes_next = False
-        """whether the connection is closed after the next response"""
+        self._recent = server.recent
         self._received = 0
         """bytes of the present request"""
-        self._early: bytearray | None = None
-        """what came right behind a handshake; ``None``: there is none, or it is done"""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """See :class:`asyncio.Protocol`."""
+        super().connection_made(transport)
         # not at the listening socket, which clients may reach before it is set: a page's end would wait 40 ms for an ACK
         accepted = transport.get_extra_info("socket")
         if accepted.family != socket.AF_UNIX:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.transport = transport
-        self.connections.add(self)
         self._recent[self] = None
         if len(self._recent) > _most_connections():
             oldest = min((other for other in self._recent if other is not self), key=HttpProtocol._progress)
             del self._recent[oldest]
             oldest.transport.abort()
-        if self._server.context is None:
-            self._begin(transport)
-        else:
-            self._early = bytearray()
-            self._handshake = asyncio.ensure_future(self._shake_hands(self._server.context))
-
-    async def _shake_hands(self, context: ssl.SSLContext) -> None:
-        secured: asyncio.Transport | None = None
-        with contextlib.suppress(OSError):  # refused, out of time, or gone
-            secured = await self.loop.start_tls(self.transport, self, context, server_side=True, ssl_handshake_timeout=HEAD_S)
-        early, self._early = self._early, None
-        if secured is None or secured.is_closing():
-            self.connection_lost(None)
-            return
-        self._begin(secured)
-        if early:
-            self.data_received(bytes(early))
-
-    def _begin(self, transport: asyncio.Transport) -> None:
-        """Await the first request."""
-        super().connection_made(transport)
         self.loop.call_later(HEAD_S, self._expire)
 
     def data_received(self, data: bytes) -> None:
         """See :class:`asyncio.Protocol`."""
-        if self._early is not None:
-            self._early += data
-            return
         self._received += len(data)
         if self._received > MOST_REQUEST:  # before it is parsed: h11 takes 10 µs for each chunk of a body, however short
             self.transport.abort()
@@ -255,8 +228,6 @@ class HttpProtocol(H11Protocol):
         super().on_response_complete()
         self._recent.pop(self, None)
         self._recent[self] = None
-        if self._closes_next:
-            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse invalid HTTP; just close the connection if a response has begun, where uvicorn would raise."""
@@ -273,13 +244,6 @@ class HttpProtocol(H11Protocol):
         """See :class:`asyncio.Protocol`."""
         self._recent.pop(self, None)
         super().connection_lost(exc)
-
-    def finish(self) -> None:
-        """Close the connection: at once if idle, else after its current or first response, so that no scrape fails."""
-        if self._has_asked():
-            self.shutdown()
-        else:
-            self._closes_next = True
 
     def _expire(self) -> None:
         if not self._has_asked():
@@ -308,12 +272,11 @@ async def serve_on(bound: socket.socket, app: ASGIApp, context: ssl.SSLContext |
         h11_max_incomplete_event_size=MOST_HEAD,
     )
     config.load()
-    server = Server(config, context)
-    server.lifespan = config.lifespan_class(config)
+    server = Server(config, bound)
+    server.lifespan, server.servers = config.lifespan_class(config), []
     await server.on_tick(0)  # sets the Date header
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(_handle)
-    server.servers = [await loop.create_server(partial(HttpProtocol, server), sock=bound, backlog=_BACKLOG)]
+    asyncio.get_running_loop().set_exception_handler(_handle)
+    await server.accept(context)
     server.started = True
     return server
 
@@ -398,7 +361,7 @@ class Listeners:
 
     async def tick(self) -> None:
         """Do the periodic work, once a second."""
-        self._renew()
+        await self._renew()
         if self._unbound and time.monotonic() >= self._next_bind_s:
             await self._bind()
         self._announce_address()
@@ -412,13 +375,13 @@ class Listeners:
                 listener.bound.remove()  # while it still listens
             await listener.server.shutdown(sockets=[listener.bound])
 
-    def _renew(self) -> None:
+    async def _renew(self) -> None:
         """Take over a change of TLS."""
         if self._web_config.context is not self._context:
             self._context = self._web_config.context
             for listener in self._listeners:
                 if not isinstance(listener.bound, UnixSocket):
-                    listener.server.renew(self._context)
+                    await listener.server.accept(self._context)
 
     async def _bind(self) -> None:
         self._next_bind_s = time.monotonic() + RETRY_S
