@@ -13,13 +13,14 @@ from torchobs import catalog
 from torchobs.catalog import Event, Metric
 from torchobs.catalog.findings import Finding
 from torchobs.diagnosis import live
+from torchobs.diagnosis import live as live_views
 from torchobs.diagnosis.diagnosis import diagnose
-from torchobs.diagnosis.live import NO_DETAILS, RankView, RunView, run_of
-from torchobs.diagnosis.rank_report import Fact, RankReport, Step
+from torchobs.diagnosis.live import NO_DETAILS, RunView, run_of
 from torchobs.diagnosis.status import NO_REPLICAS, EventSummary, RankStatus, Replicas, completed, last_loss
 from torchobs.exporter import daemon, page
 from torchobs.flight.layout import DEFAULT_SIZE, Header, plan
 from torchobs.flight.throughput import Throughput
+from torchobs.ranks.rank_view import Fact, RankView, Step
 from torchobs.ranks.snapshot import Readings
 from torchobs.ranks.state import MemoryUse, trains
 
@@ -66,7 +67,7 @@ def facts(
     values: Mapping[Any, float] | None = None,
     resource: Mapping[str, str | int] | None = None,
     **given: Any,
-) -> RankReport:
+) -> RankView:
     """A rank that is dead unless the test says otherwise."""
     header = Header(
         DEFAULT_SIZE, bytes(range(16)), BOOT, BORN_NS, BORN_WALL_NS, 1, 0, plan(DEFAULT_SIZE), {**RESOURCE, **(resource or {})}
@@ -79,7 +80,7 @@ def facts(
         "source": "r0.flight", "problems": (), "up": False, "exit_code": 0, "same_boot": True, "memory": MemoryUse(),
         "last_s": last_s, "phase": "forward", "phase_begun_s": last_s,
     }  # fmt: skip
-    return RankReport(
+    return RankView(
         header=header, state=state, reason=reason, steps=tuple(history), events=tuple(events), values=keyed,
         **{**fields, **given},
     )  # fmt: skip
@@ -91,7 +92,7 @@ def origin_told(event: Fact) -> str:
     return next(one.long for one in found if one.kind.startswith("nonfinite_origin"))
 
 
-def told(of: RankReport) -> dict[str, str]:
+def told(of: RankView) -> dict[str, str]:
     """The diagnosis by kind."""
     return {finding.kind: finding.long for finding in diagnose(of)}
 
@@ -125,7 +126,7 @@ def row(  # noqa: PLR0913  # each is what some test is about
     still: Standstill | None = None,
     values: Values | None = None,
     **given: float | None,
-) -> RankView:
+) -> live_views.RankView:
     """A rank 12,400 steps into its training, or as a test wants it."""
     plain: dict[str, float | None] = {"steps": 12_400, "loss": 2.313, **given}
     known: Values = {f"torchobs.{name}": {(): value} for name, value in plain.items() if value is not None}
@@ -151,10 +152,10 @@ def row(  # noqa: PLR0913  # each is what some test is about
         zero_rate=rate,
     )
     status = completed(status, readings.get, readings.of)
-    return RankView(f"{rank:032x}", status, readings, NO_DETAILS._replace(pace=None if reason else PACE))
+    return live_views.RankView(f"{rank:032x}", status, readings, NO_DETAILS._replace(pace=None if reason else PACE))
 
 
-def run(*rows: RankView, run_id: str = "run-1", expected: int = 0, world_size: int = 0) -> RunView:
+def run(*rows: live_views.RankView, run_id: str = "run-1", expected: int = 0, world_size: int = 0) -> RunView:
     """A run of these ranks."""
     return run_of("gpt", run_id, rows, expected=expected, world_size=world_size or expected)
 

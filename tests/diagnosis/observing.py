@@ -23,8 +23,8 @@ from torchobs import catalog
 from torchobs.catalog.findings import Finding
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.health import INFO
-from torchobs.diagnosis.load import load_reports
-from torchobs.diagnosis.rank_report import Fact, RankReport
+from torchobs.ranks.rank_view import Fact, RankView
+from torchobs.ranks.runs import load_reports
 
 ROUND = 10
 _CLOCKS = ("monotonic", "monotonic_ns")
@@ -50,7 +50,7 @@ def stem(kind: str) -> str:
 class Observed:
     """What was said of a run."""
 
-    reports: list[RankReport]
+    reports: list[RankView]
     diagnosis: RunDiagnosis
     errors: list[str] = field(default_factory=list)
 

@@ -15,7 +15,7 @@ import torchobs
 from tests.diagnosis.observing import Look, Observed, observe, read
 from torchobs import catalog
 from torchobs.diagnosis.diagnosis import diagnose
-from torchobs.diagnosis.load import load_reports
+from torchobs.ranks.runs import load_reports
 
 if TYPE_CHECKING:
     from pathlib import Path

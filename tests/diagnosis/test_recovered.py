@@ -16,10 +16,10 @@ from torchobs.catalog import Severity
 from torchobs.cli.top import Watch, screen
 from torchobs.diagnosis.health import health
 from torchobs.diagnosis.live import DetailsReader, RunsReader
-from torchobs.diagnosis.load import load_reports
 from torchobs.diagnosis.status import run_status
 from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
+from torchobs.ranks.runs import load_reports
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:

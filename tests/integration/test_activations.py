@@ -22,8 +22,8 @@ from tests import fork_server
 from tests.training import Extreme, by_hand, hooks, loss_of, outputs_of, perceptron, recording, trainer
 from torchobs import catalog
 from torchobs.detect.learning import LASTING_STEPS
-from torchobs.diagnosis.load import load_reports
 from torchobs.diagnosis.numerics import numerics
+from torchobs.ranks.runs import load_reports
 from torchobs.tensors.statistics import ActivationStats, combine, numbers
 
 if TYPE_CHECKING:

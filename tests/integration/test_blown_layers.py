@@ -12,8 +12,8 @@ from torch import nn
 from torchobs import catalog
 from torchobs.detect.spikes import BlownLayer
 from torchobs.diagnosis.diagnosis import diagnose
-from torchobs.diagnosis.load import load_reports
 from torchobs.probes.layers import MOST_LAYERS, SHOWN_S, GrownLayers
+from torchobs.ranks.runs import load_reports
 
 if TYPE_CHECKING:
     from pathlib import Path

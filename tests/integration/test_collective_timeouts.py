@@ -10,7 +10,7 @@ import pytest
 
 from tests import support
 from torchobs.diagnosis.diagnosis import diagnose_run
-from torchobs.diagnosis.load import load_reports
+from torchobs.ranks.runs import load_reports
 
 if TYPE_CHECKING:
     from pathlib import Path

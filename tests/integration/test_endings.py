@@ -15,10 +15,10 @@ import pytest
 
 from tests.support import NEEDS_COMPILER, ROOT, clean_environment, wait_until
 from torchobs.diagnosis.diagnosis import diagnose
-from torchobs.diagnosis.load import load_reports
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight import endings
 from torchobs.flight.native import compiled
+from torchobs.ranks.runs import load_reports
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:

@@ -18,19 +18,19 @@ from torchobs.cli.top import Watch, screen
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.health import health
 from torchobs.diagnosis.live import DetailsReader, RunsReader
-from torchobs.diagnosis.load import load_reports
 from torchobs.diagnosis.status import run_status
 from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight import reader
 from torchobs.flight.layout import Exit
 from torchobs.probes.exits import Ending
+from torchobs.ranks.runs import load_reports
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torchobs.diagnosis.rank_report import RankReport
+    from torchobs.ranks.rank_view import RankView
 
 
 class Ended(NamedTuple):
@@ -417,7 +417,7 @@ ENDS = {
 }  # fmt: skip
 
 
-def run_handling(tmp_path: Path, flight_dir: Path, body: str) -> tuple[int, str, RankReport]:
+def run_handling(tmp_path: Path, flight_dir: Path, body: str) -> tuple[int, str, RankView]:
     """Run the script under `torchobs run`; return its status, what it wrote to standard error, and the report."""
     (tmp_path / "train.py").write_text(f"{HANDLING}{body}\n")
     environment = {**support.clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(support.ROOT)}

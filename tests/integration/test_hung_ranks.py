@@ -13,11 +13,11 @@ from tests import support
 from torchobs import catalog
 from torchobs.diagnosis.diagnosis import diagnose_run
 from torchobs.diagnosis.live import RunsReader
-from torchobs.diagnosis.load import load_reports
 from torchobs.exporter import exporter_metrics
 from torchobs.exporter.commands import ArtifactStore, CommandService
 from torchobs.exporter.config import ExporterConfig
 from torchobs.ranks import state
+from torchobs.ranks.runs import load_reports
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:

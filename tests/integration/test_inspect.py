@@ -21,9 +21,9 @@ from tests.rank_files import BOOT, BORN_WALL_NS, File, live_rank, train
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import __main__ as dispatch
-from torchobs.diagnosis import load
 from torchobs.flight.artifacts import named
 from torchobs.flight.layout import DEFAULT_SIZE, SLOT_SIZE, Exit, Live, Region, plan
+from torchobs.ranks import runs as load
 
 GOLDEN = Path(__file__).parent / "golden" / "inspect.json"
 HOSTILE = "h.3\x1b]0;owned\x07\x1b[2J\r\n\u202eevil"

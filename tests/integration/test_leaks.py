@@ -14,11 +14,11 @@ import torch
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.diagnosis.diagnosis import diagnose
-from torchobs.diagnosis.load import load_reports
 from torchobs.flight import artifacts
 from torchobs.probes import leak
 from torchobs.probes.leak import LeakProbe, count_objects, grown_kinds
 from torchobs.probes.memory_growth import Suspicion
+from torchobs.ranks.runs import load_reports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

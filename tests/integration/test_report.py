@@ -25,13 +25,13 @@ from tests.rank_files import File
 from tests.support import ROOT, clean_environment
 from torchobs import catalog
 from torchobs.cli import __main__ as dispatch
-from torchobs.diagnosis import load
 from torchobs.document.files import markdown
 from torchobs.document.html import page
 from torchobs.document.plots import draw
 from torchobs.document.run import run_document
 from torchobs.exporter.config import ExporterConfig, PushConfig
 from torchobs.flight.details import encode_history
+from torchobs.ranks import runs as load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,8 +13,8 @@ from tests.training import Recording, train
 from torchobs.catalog import EVENT_STEP_BETWEEN, PHASES
 from torchobs.detect.speed import LEAST_SAMPLES, between_share
 from torchobs.diagnosis import health
-from torchobs.diagnosis.rank_report import Fact
 from torchobs.diagnosis.status import RankStatus, summary_of
+from torchobs.ranks.rank_view import Fact
 from torchobs.runtime.stack_samples import StackSamples, innermost
 
 

@@ -14,7 +14,7 @@ from tests import support
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs.detect import hangs
 from torchobs.diagnosis.diagnosis import diagnose_run
-from torchobs.diagnosis.load import load_reports
+from torchobs.ranks.runs import load_reports
 from torchobs.runtime import stacks
 
 if TYPE_CHECKING:

@@ -21,15 +21,15 @@ from tests.training import loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.cli import inspect
 from torchobs.cli.top import Watch, screen
-from torchobs.diagnosis import text_format
-from torchobs.diagnosis.rank_report import curves
 from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.step_record import RecordKind, StepFlag
 from torchobs.flight.value_blocks import CORE
 from torchobs.probes.scalars import EVERY_S, POINTS, Scalars
 from torchobs.ranks import state
+from torchobs.ranks.rank_view import curves
 from torchobs.ranks.scanner import Scanner
+from torchobs.support import text as text_format
 
 if TYPE_CHECKING:
     from pathlib import Path

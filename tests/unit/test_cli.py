@@ -16,14 +16,14 @@ from torchobs import catalog
 from torchobs.cli import control
 from torchobs.cli.arguments import CommandError
 from torchobs.cli.top import Watch
-from torchobs.diagnosis.load import Chosen
 from torchobs.document.run import run_document
 from torchobs.document.text import TerminalStyle, render
+from torchobs.ranks.runs import Chosen
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torchobs.diagnosis.rank_report import RankReport
+    from torchobs.ranks.rank_view import RankView
 
 
 def test_files_that_cannot_be_read_are_not_called_none(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_files_that_cannot_be_read_are_not_called_none(tmp_path: Path) -> None:
     assert (runs, note) == ((), "1 flight file here cannot be read: `torchobs runs`, with the same --dir if any, says why")
 
 
-def shown(report: RankReport, width: int) -> list[str]:
+def shown(report: RankView, width: int) -> list[str]:
     """What `inspect` prints of a run of that rank."""
     return render(run_document(Chosen([report], [], [], [])), TerminalStyle(width))
 

@@ -43,8 +43,8 @@ from torchobs.ranks.state import hang_timeout_s
 if TYPE_CHECKING:
     from types import CodeType
 
-    from torchobs.diagnosis.rank_report import RankReport
     from torchobs.diagnosis.status import RankStatus
+    from torchobs.ranks.rank_view import RankView
 
 
 WAITS = ("/x/torch/autograd/graph.py:800 in _engine_run_backward", "/x/train.py:9 in main")
@@ -353,7 +353,7 @@ END_S = 24.0
 IN_BACKWARD = "torch/autograd/graph.py:979 in _engine_run_backward"
 
 
-def rank(number: int, *, gave_up: bool = False, seconds: float = END_S, **given: Any) -> RankReport:
+def rank(number: int, *, gave_up: bool = False, seconds: float = END_S, **given: Any) -> RankView:
     """One of a run's ranks after 201 steps, ended by a timeout in backward, or by a launcher."""
     attributes = {
         "exception__type": "builtins.RuntimeError",
@@ -367,7 +367,7 @@ def rank(number: int, *, gave_up: bool = False, seconds: float = END_S, **given:
     return facts(steps(201), resource={"rank": number, "world_size": 8}, **{**fields, **given})
 
 
-def told(*ranks: RankReport) -> str:
+def told(*ranks: RankView) -> str:
     """What is said first of the ranks together."""
     return compare(ranks)[0].long
 
@@ -394,7 +394,7 @@ def test_ranks_that_all_gave_up_waited_for_each_other() -> None:
     assert not endings.awaited_at_timeout([rank(0, gave_up=True), rank(1, gave_up=True)])
 
 
-def counted(report: RankReport, number: int, *calls: str) -> RankReport:
+def counted(report: RankView, number: int, *calls: str) -> RankView:
     """The same rank with the number of collectives that it has called, and the last of them."""
     values: dict[tuple[str, ...], Any] = {(catalog.COLLECTIVE_ENQUEUED.name, "gloo", "default"): float(number)}
     numbered = [f"default (gloo) #{number - len(calls) + 1 + at} {call}" for at, call in enumerate(calls)]

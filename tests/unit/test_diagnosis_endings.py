@@ -13,8 +13,8 @@ from torchobs.catalog.findings import Finding
 from torchobs.cli.run import summary_lines
 from torchobs.diagnosis.diagnosis import diagnose, diagnose_run
 from torchobs.diagnosis.endings import compare, first_failed
-from torchobs.diagnosis.rank_report import RankReport
 from torchobs.flight.throughput import Throughput
+from torchobs.ranks.rank_view import RankView
 from torchobs.ranks.state import MemoryUse
 
 FINISHED: dict[str, Any] = {"state": "finished", "reason": "finished"}
@@ -171,7 +171,7 @@ def test_a_run_that_a_person_interrupted_is_no_trouble() -> None:
 
 
 # --- ranks together -----------------------------------------------------------------------------------------------------------
-def rank(number: int, *, phases: dict[str, float] | None = None, count: int = 100, **given: Any) -> RankReport:
+def rank(number: int, *, phases: dict[str, float] | None = None, count: int = 100, **given: Any) -> RankView:
     """One of two ranks."""
     times = tuple((phases or PHASES).get(phase, 0.0) for phase in catalog.PHASES)
     pace = Throughput(100, sum(times), sum(times), times, 10.0, 10.0, None, None)
@@ -179,13 +179,13 @@ def rank(number: int, *, phases: dict[str, float] | None = None, count: int = 10
     return facts(history, resource={"rank": number, "local_world_size": 2, "world_size": 2}, **{"pace": pace, **given})
 
 
-def raised(number: int, seconds: float, location: str) -> RankReport:
+def raised(number: int, seconds: float, location: str) -> RankView:
     """A rank that an exception ended."""
     events = [fact(catalog.EVENT_DISTRIBUTED, 0.1, world_size=2), raised_event(seconds, location=location)]
     return rank(number, state="failed", reason="exception", last_s=START_S + seconds, events=events)
 
 
-def compared(*ranks: RankReport) -> dict[str, Finding]:
+def compared(*ranks: RankView) -> dict[str, Finding]:
     """What is said of them, by kind."""
     return {finding.kind: finding for finding in compare(ranks)}
 
@@ -215,9 +215,7 @@ GONE = rank(1, last_s=START_S + 9.9)
         "raised in its own code", "all raised alike", "too close", "told to end together", "told to end alone", "none failed",
     ],
 )  # fmt: skip
-def test_the_rank_that_failed_first_is_named_where_that_is_certain(
-    ranks: list[RankReport], kind: str, first: int | None
-) -> None:
+def test_the_rank_that_failed_first_is_named_where_that_is_certain(ranks: list[RankView], kind: str, first: int | None) -> None:
     """By the clock, or by how they ended; else no rank is accused."""
     found = [one for one in compare(ranks) if one.kind in {"failed_first", "only_failed", "vanished_first", "failed_by_itself"}]
     assert [(one.kind, one.rank) for one in found] == ([(kind, str(first))] if kind else [])
@@ -254,7 +252,7 @@ def test_the_rank_from_which_a_nan_came_is_shown() -> None:
     assert shown("unknown", "") == shown("backward", "backward") == 0
 
 
-def averaged(number: int, factor: float = 1.0, shards: float = 1.0, count: int = 30, **resource: int) -> RankReport:
+def averaged(number: int, factor: float = 1.0, shards: float = 1.0, count: int = 30, **resource: int) -> RankView:
     """One of three ranks of DDP, with a gradient so many times that of the others."""
     history = [step(n, norm=factor * (1.0 + n)) for n in range(1, count + 1)]
     values: dict[Any, float] = {(catalog.DISTRIBUTED_INFO, "gloo", "ddp", ""): 1.0, catalog.GRAD_NORM_RANKS: shards}

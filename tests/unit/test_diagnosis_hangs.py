@@ -12,12 +12,13 @@ from torchobs import catalog
 from torchobs.catalog.findings import Finding
 from torchobs.detect.hangs import Standstill
 from torchobs.diagnosis.diagnosis import diagnose, diagnose_run
-from torchobs.diagnosis.hangs import stall, with_patience
+from torchobs.diagnosis.hangs import stall
 from torchobs.diagnosis.health import ERROR, INFO, WARNING
-from torchobs.diagnosis.rank_report import RankReport
 from torchobs.document.run import Options, document
 from torchobs.flight.artifacts import PROFILE, STACKS, STUCK, ArtifactName, named
 from torchobs.flight.reader import Distribution
+from torchobs.ranks.rank_view import RankView
+from torchobs.ranks.runs import with_patience
 
 FLIGHT = f"r0-{0:032x}.flight"
 ALIVE: dict[str, Any] = {"state": "alive", "reason": "", "up": True}
@@ -28,7 +29,7 @@ def left(kind: str, seconds: float | None) -> ArtifactName:
     return named(FLIGHT, kind, 0 if seconds is None else round(1e3 * (START_S + seconds)))
 
 
-def quiet(seconds: float, **given: Any) -> RankReport:
+def quiet(seconds: float, **given: Any) -> RankView:
     """A rank whose 201 steps took 0.1 s each, and that ended so many seconds after the last."""
     last_s = START_S + 20.1
     durations = Distribution((0,) * 4 + (201,), 20.1, 0.1, 0.1)
@@ -41,7 +42,7 @@ def quiet(seconds: float, **given: Any) -> RankReport:
     return facts(steps(201), **{**ended, **given})
 
 
-def told(of: RankReport) -> Finding:
+def told(of: RankView) -> Finding:
     """What is said of it."""
     return next(one for one in diagnose(of) if one.kind in {"stalled", "left_loop", "lock_held"})
 
@@ -135,7 +136,7 @@ def test_stacks_that_a_rank_wrote_early_are_shown_if_it_ended_there(seconds: flo
     assert stall(went_on) is None
 
 
-def living(seconds: float, **given: Any) -> RankReport:
+def living(seconds: float, **given: Any) -> RankView:
     """A living rank that stands still."""
     return quiet(seconds, **{**ALIVE, "standstill": Standstill(seconds, 0.1), "pace": PACE, **given})
 

@@ -15,7 +15,7 @@ from torchobs.flight.reader import Distribution
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torchobs.diagnosis.rank_report import Fact, RankReport, Step
+    from torchobs.ranks.rank_view import Fact, RankView, Step
 
 NAN = math.nan
 REGION = {"operator": "compiled_function", "module": "blocks.3", "location": "train.py:9"}
@@ -85,7 +85,7 @@ def test_a_loss_that_is_not_finite_is_told_with_what_came_before(history: list[S
     assert said in told(facts(history))["nonfinite_loss"]
 
 
-def alone(history: list[Step], events: list[Fact], values: Mapping[Any, float]) -> RankReport:
+def alone(history: list[Step], events: list[Fact], values: Mapping[Any, float]) -> RankView:
     """The only rank of a run that finished."""
     sizes = {"world_size": 1, "local_world_size": 1}
     return facts(history, state="finished", reason="finished", events=events, values=values, resource=sizes)

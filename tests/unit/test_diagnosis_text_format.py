@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from torchobs.diagnosis import text_format
+from torchobs.support import text as text_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,6 @@ from tests.diagnosis_files import START_S, fact, facts, step, steps
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.catalog.findings import KINDS
-from torchobs.diagnosis.load import Chosen
 from torchobs.document import sections
 from torchobs.document.blocks import Items, StripChart, Table
 from torchobs.document.compare import compare, comparison_document, parsed
@@ -18,6 +17,7 @@ from torchobs.document.html import page
 from torchobs.document.run import Options, document, run_document
 from torchobs.document.sections import anomalies
 from torchobs.flight.reader import Distribution
+from torchobs.ranks.runs import Chosen
 
 GB = 1 << 30
 

@@ -10,12 +10,12 @@ from tests import flights
 from tests.diagnosis_files import row
 from torchobs import catalog
 from torchobs.catalog import Severity
-from torchobs.diagnosis import text_format
 from torchobs.diagnosis.live import EventRow, log_of, merged_ranks, of_ring
 from torchobs.document.charts import BUCKETS, alternative, curve, height_of, sparkline, stacked
 from torchobs.document.live import Choice, choice_of, query_of
 from torchobs.document.markup import tag
 from torchobs.flight.layout import Header
+from torchobs.support import text as text_format
 
 NAN, INF = math.nan, math.inf
 

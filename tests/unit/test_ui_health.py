@@ -18,7 +18,6 @@ from torchobs.detect.speed import SLOW, Slowness
 from torchobs.diagnosis.from_events import from_events
 from torchobs.diagnosis.health import health
 from torchobs.diagnosis.live import METRICS, RankView
-from torchobs.diagnosis.rank_report import Fact
 from torchobs.diagnosis.status import (
     Replicas,
     RunStatus,
@@ -29,6 +28,7 @@ from torchobs.diagnosis.status import (
     summary_of,
 )
 from torchobs.document.live import health_beside
+from torchobs.ranks.rank_view import Fact
 
 EIGHT = [row(rank) for rank in range(8)]
 

@@ -39,7 +39,7 @@ class CommandError(Exception):
 
 def found(read: Callable[[], T]) -> T:
     """Return what ``read`` returns; its errors over runs and files become the command's, with exit status 2."""
-    from torchobs.diagnosis import load  # slow to import, and most commands need no file
+    from torchobs.ranks import runs as load  # slow to import, and most commands need no file
 
     try:
         return read()

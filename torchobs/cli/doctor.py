@@ -30,13 +30,14 @@ from torchobs._version import __version__
 from torchobs.cli import arguments
 from torchobs.cli.arguments import tolerant
 from torchobs.config import settings
-from torchobs.diagnosis import load, text_format
-from torchobs.diagnosis.rank_report import RankReport
 from torchobs.document.text import TerminalStyle, bullets, style_for
 from torchobs.exporter import config
 from torchobs.flight import directory as location
 from torchobs.flight import files
 from torchobs.node import election
+from torchobs.ranks import runs as load
+from torchobs.ranks.rank_view import RankView
+from torchobs.support import text as text_format
 
 _DESCRIPTION = """\
 Check whether torchobs can do its work on this machine, in this container or pod, and print a remedy for each problem: torch,
@@ -374,7 +375,7 @@ def selftest(parents: Sequence[str | None]) -> Iterator[Check]:
         yield from evaluate(reports[0] if reports else None, ran.returncode, ran.stderr, ran.stdout)
 
 
-def evaluate(report: RankReport | None, status: int, stderr: str, stdout: str = "") -> Iterator[Check]:
+def evaluate(report: RankView | None, status: int, stderr: str, stdout: str = "") -> Iterator[Check]:
     """Yield the results of the test, by what it recorded and printed."""
     lines = [text_format.clean(line) for line in stderr.splitlines() if line.strip()]
     last = lines[-1] if lines else "it said nothing"

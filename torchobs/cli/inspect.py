@@ -11,9 +11,9 @@ from pathlib import Path
 from torchobs.cli import arguments
 from torchobs.cli.arguments import tolerant
 from torchobs.config.options import Option, integer
-from torchobs.diagnosis.load import choose, default_directory
 from torchobs.document.run import Options, document, run_document
 from torchobs.document.text import render, style_for
+from torchobs.ranks.runs import choose, default_directory
 
 _MOST = integer(0, 1_000_000)  # beyond any file's capacity
 _STEPS_OPTION = Option("steps", _MOST, "Number of last steps to list.", "10", flag="--steps", metavar="N")

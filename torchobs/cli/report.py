@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 from torchobs.cli import arguments
 from torchobs.cli.arguments import CommandError, tolerant
-from torchobs.diagnosis import load, text_format
-from torchobs.diagnosis.load import Chosen, RunFiles
-from torchobs.diagnosis.rank_report import RankReport, last_known
 from torchobs.document.blocks import Table
 from torchobs.document.text import render, style_for, table
 from torchobs.flight.events import plain
+from torchobs.ranks import runs as load
+from torchobs.ranks.rank_view import RankView, last_known
+from torchobs.ranks.runs import Chosen, RunFiles
+from torchobs.support import text as text_format
 
 _DESCRIPTION = """\
 Write a report on a run as one file: how it ended and why, loss, gradients and learning rate, anomalies, where the time went,
@@ -209,7 +210,7 @@ def list_runs(directory: Path) -> RunList:
     return RunList(found, bad, listed.left_out, listed.notes)
 
 
-def _summary(run: RunFiles, reports: Sequence[RankReport]) -> RunSummary:
+def _summary(run: RunFiles, reports: Sequence[RankView]) -> RunSummary:
     worst = min(reports, key=lambda report: _WORST_FIRST.index(report.state) if report.state in _WORST_FIRST else 0)
     world = worst.header.resource.get("world_size")
     job_name, run_id, _ = worst.identity

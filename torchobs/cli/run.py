@@ -35,7 +35,7 @@ from torchobs.support import error_guard
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
-    from torchobs.diagnosis.rank_report import RankReport
+    from torchobs.ranks.rank_view import RankView
     from torchobs.runtime.session import Session
 
 
@@ -222,19 +222,19 @@ class Summary:
         watched, self._watched = self._watched, None
         if watched is None or watched.pid != os.getpid():  # a forked child
             return
-        from torchobs.diagnosis.load import choose
+        from torchobs.ranks.runs import choose
 
         chosen = choose([Path(watched.directory)], watched.run_id)
         more = f"torchobs inspect {shlex.quote(watched.directory)} --run {shlex.quote(watched.run_id)}"
         _tell([*summary_lines(chosen.ranks, chosen.launchers), f"more: {more}"])
 
 
-def summary_lines(ranks: Sequence[RankReport], launchers: Sequence[RankReport]) -> list[str]:
+def summary_lines(ranks: Sequence[RankView], launchers: Sequence[RankView]) -> list[str]:
     """Return a summary of the run in a few lines: health, how it ended, worst findings, where the time went."""
     from torchobs import catalog
-    from torchobs.diagnosis import text_format
     from torchobs.diagnosis.diagnosis import diagnose_run
     from torchobs.diagnosis.health import INFO
+    from torchobs.support import text as text_format
 
     known = diagnose_run(ranks, launchers)
     ended, *rest = known.by_rank[known.principal]

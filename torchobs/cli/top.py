@@ -25,7 +25,7 @@ from torchobs.cli.arguments import tolerant
 from torchobs.config import settings
 from torchobs.config.options import Option, duration
 from torchobs.detect.hangs import PATIENT_PHASES
-from torchobs.diagnosis import health, text_format
+from torchobs.diagnosis import health
 from torchobs.diagnosis.live import DetailsReader, RankView, RunsReader, RunView, ordered
 from torchobs.document.blocks import LineChart, Series, Table
 from torchobs.document.text import STATE_COLOURS, TerminalStyle, curve, size_of, style_for, table
@@ -33,6 +33,7 @@ from torchobs.exporter.config import ExporterConfig
 from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.snapshot import Snapshot, grouped
 from torchobs.ranks.state import FADED_AFTER_S
+from torchobs.support import text as text_format
 
 _MOST_SCALARS = 4
 _SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other", "between": "between"}

@@ -10,8 +10,8 @@ from torchobs.runtime.session import current
 if TYPE_CHECKING:
     import os
 
-    from torchobs.diagnosis.load import Chosen
     from torchobs.document.blocks import Document
+    from torchobs.ranks.runs import Chosen
 
 
 class RunReport:
@@ -82,8 +82,8 @@ def plots(path: str | os.PathLike[str], format: str = "png") -> list[Path]:  # n
 
 
 def _read() -> Chosen:
-    from torchobs.diagnosis import load
-    from torchobs.diagnosis.load import Chosen
+    from torchobs.ranks import runs as load
+    from torchobs.ranks.runs import Chosen
 
     session = current()
     if session is None:

@@ -13,9 +13,9 @@ from torchobs.diagnosis.endings import compare, ending, first_failed, launcher_e
 from torchobs.diagnosis.health import BADGES, ERROR, INFO, LEVELS, WARNING, Health, health, standing_still
 from torchobs.diagnosis.numerics import numerics
 from torchobs.diagnosis.performance import pace
-from torchobs.diagnosis.rank_report import RankReport
 from torchobs.diagnosis.status import run_status
 from torchobs.ranks import labels
+from torchobs.ranks.rank_view import RankView
 
 _RULES = (ending, numerics, pace)
 _ORDER = (ERROR, WARNING, INFO)
@@ -43,7 +43,7 @@ class RunDiagnosis(NamedTuple):
         return finding("verdict", severity=level, badge=badge, headline=self.health.headline)
 
 
-def diagnose_run(ranks: Sequence[RankReport], launchers: Iterable[RankReport] = ()) -> RunDiagnosis:
+def diagnose_run(ranks: Sequence[RankView], launchers: Iterable[RankView] = ()) -> RunDiagnosis:
     """Return the findings on a run of one rank or more; ``launchers``: processes that only started the ranks."""
     status = run_status(ranks)
     still = {rank.rank for rank in standing_still(status)}  # others wait for a rank that evaluates, saves or compiles
@@ -58,7 +58,7 @@ def diagnose_run(ranks: Sequence[RankReport], launchers: Iterable[RankReport] = 
     return RunDiagnosis(health(status), together, [diagnose(report) for report in ranks], principal)
 
 
-def diagnose(report: RankReport) -> list[Finding]:
+def diagnose(report: RankView) -> list[Finding]:
     """Return the findings on a rank: first how it ended, then the others, the worst first."""
     first, *rest = (found._replace(rank=report.rank) for rule in _RULES for found in rule(report))
     return [first, *sorted(rest, key=lambda found: _ORDER.index(found.severity))]
@@ -69,7 +69,7 @@ def worst(findings: Iterable[Finding]) -> str:
     return min((found.severity for found in findings), key=_ORDER.index, default=INFO)
 
 
-def findings(ranks: Sequence[RankReport], launchers: Iterable[RankReport] = ()) -> list[Finding]:
+def findings(ranks: Sequence[RankView], launchers: Iterable[RankView] = ()) -> list[Finding]:
     """Return all findings on a run of one rank or more: on its ranks together, then on each."""
     found = diagnose_run(ranks, launchers)
     return [*found.together, *chain.from_iterable(found.by_rank)]

@@ -29,9 +29,9 @@ from torchobs.detect.hangs import PATIENT_PHASES, Blamed
 from torchobs.diagnosis import hangs, health
 from torchobs.diagnosis.from_events import KIND_OF, LAST_WORDS, values_of
 from torchobs.diagnosis.hangs import Stall, place, stall, stalled, without_launcher
-from torchobs.diagnosis.rank_report import Fact, RankReport, Step
 from torchobs.diagnosis.status import RankStatus, compared, started_here
 from torchobs.ranks import labels, state
+from torchobs.ranks.rank_view import Fact, RankView, Step
 from torchobs.support import text
 
 _MOST_NAMED = 8
@@ -51,7 +51,7 @@ _COLLECTIVE = (
 
 
 # --- how a rank ended ---------------------------------------------------------------------------------------------------------
-def ending(report: RankReport) -> Iterator[Finding]:
+def ending(report: RankView) -> Iterator[Finding]:
     """Yield how it ended, or that it has not."""
     if report.up:
         yield _living(report)
@@ -66,28 +66,28 @@ def ending(report: RankReport) -> Iterator[Finding]:
     yield from _last_words(report)
 
 
-def launcher_ending(report: RankReport) -> Iterator[Finding]:
+def launcher_ending(report: RankView) -> Iterator[Finding]:
     """Yield how a process that only started the ranks ended, if that was a failure."""
     if report.state not in {"alive", "finished"}:
         found = next(ending(report))
         yield found._replace(values={**found.values, "who": "The process that started the ranks", "where": None})
 
 
-def _living(report: RankReport) -> Finding:
+def _living(report: RankView) -> Finding:
     quiet, phase = max(0.0, report.last_s - report.progress_s), report.phase if report.last_step else None
     kind = report.state if report.state in {"hung", "unresponsive"} else "alive"
     moment = text.moment(report.last_s)
     return finding(kind, rank=report.rank, where=_where(report), quiet=quiet, phase=phase, moment=moment)
 
 
-def _where(report: RankReport) -> str:
+def _where(report: RankView) -> str:
     """Return the rank's progress at its end: ``after step 812``."""
     if not report.last_step and report.partial:
         return ""
     return sentence(WHERE, {"steps": report.last_step or None, "unwritten": report.unwritten and report.last_step})
 
 
-def how_ended(report: RankReport) -> Finding:
+def how_ended(report: RankView) -> Finding:
     """Return how a rank ended that has."""
     values: dict[str, Any] = {"where": _where(report), "phase": report.phase if report.last_step else None}
     reason = report.reason
@@ -115,7 +115,7 @@ def _name_of(number: int, other: str) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else other
 
 
-def _exception(report: RankReport) -> dict[str, Any]:
+def _exception(report: RankView) -> dict[str, Any]:
     if not report.main_exceptions:
         return {"raised": "an exception that is not in the file"}
     last = report.main_exceptions[-1]
@@ -146,13 +146,13 @@ def _raised(fact: Fact, of: str = "") -> str:
     return sentence(RAISED, {"type": kind, **values})
 
 
-def _signal(report: RankReport) -> str:
+def _signal(report: RankView) -> str:
     """Return the signal that its own handler ended the rank on; empty if none did."""
     ended = report.events_named(catalog.EVENT_RUN_END)
     return ended[-1].text("signal") if ended else ""
 
 
-def _made_of_signal(report: RankReport) -> dict[str, Any]:
+def _made_of_signal(report: RankView) -> dict[str, Any]:
     """Return what the signal's handler made of it, if that is more than to end."""
     raised = [fact for fact in report.main_exceptions if fact.text("signal")]
     if raised and raised[-1].text("exception.type") != "builtins.KeyboardInterrupt":
@@ -160,7 +160,7 @@ def _made_of_signal(report: RankReport) -> dict[str, Any]:
     return {"code": report.exit_code if _signal(report) and report.exit_code not in {0, 130, 143} else None}
 
 
-def _memory(report: RankReport) -> dict[str, Any]:
+def _memory(report: RankView) -> dict[str, Any]:
     memory = report.memory
     killed = memory.kill_age_s is not None and memory.kill_age_s <= state.OOM_KILL_LATELY_S
     full = memory.cgroup >= state.FULL_CGROUP
@@ -172,7 +172,7 @@ def _memory(report: RankReport) -> dict[str, Any]:
     }
 
 
-def _threads(report: RankReport) -> Iterator[Finding]:
+def _threads(report: RankView) -> Iterator[Finding]:
     """Yield the last thread that ended by an exception: threads that wait for its results fail later, or hang.
 
     However long before the end it was: the main thread may have waited for hours.
@@ -186,7 +186,7 @@ def _threads(report: RankReport) -> Iterator[Finding]:
     yield finding("thread_exception", rank=report.rank, step=last.step or None, **dict[str, Any](values))
 
 
-def _last_words(report: RankReport) -> Iterator[Finding]:
+def _last_words(report: RankView) -> Iterator[Finding]:
     """Yield errors of machine, device or workers shortly before an abnormal end."""
     if report.reason in _NO_FAILURE:
         return
@@ -209,7 +209,7 @@ def last_word(fact: Fact) -> dict[str, Any]:
 
 
 # --- ranks together -----------------------------------------------------------------------------------------------------------
-def compare(ranks: Sequence[RankReport]) -> list[Finding]:
+def compare(ranks: Sequence[RankView]) -> list[Finding]:
     """Return the findings on ranks together."""
     if len(ranks) < 2:  # noqa: PLR2004  # a single rank has no peers
         return []
@@ -227,7 +227,7 @@ def compare(ranks: Sequence[RankReport]) -> list[Finding]:
     ]
 
 
-def awaited_at_timeout(ranks: Sequence[RankReport]) -> dict[str, Blamed]:
+def awaited_at_timeout(ranks: Sequence[RankView]) -> dict[str, Blamed]:
     """Return the ranks that the others of their replica group waited for, by name, where a timeout ended it.
 
     Empty if none did, if a rank had failed before otherwise, and if nothing distinguishes the ranks.
@@ -235,7 +235,7 @@ def awaited_at_timeout(ranks: Sequence[RankReport]) -> dict[str, Blamed]:
     return {name: one for team in labels.teams(ranks) for name, one in _blamed(team, _statuses(team)).items()}
 
 
-def timeouts(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def timeouts(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield for whom each replica group waited that a timeout ended: instead of which rank failed first."""
     for team in labels.teams(ranks):
         gave_up = _gave_up(team)
@@ -250,7 +250,7 @@ def timeouts(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             )
 
 
-def _waiting(ranks: Sequence[RankReport], gave_up: Mapping[str, Fact]) -> str:
+def _waiting(ranks: Sequence[RankView], gave_up: Mapping[str, Fact]) -> str:
     """Return whom ranks waited for that a timeout ended, or where they were; empty if that is not known."""
     whole, facts = _statuses(ranks), list(gave_up.values())
     found = _blamed(ranks, whole)
@@ -269,7 +269,7 @@ def _waiting(ranks: Sequence[RankReport], gave_up: Mapping[str, Fact]) -> str:
     return " ".join(said)
 
 
-def _statuses(ranks: Sequence[RankReport]) -> list[RankStatus]:
+def _statuses(ranks: Sequence[RankView]) -> list[RankStatus]:
     """Return where the ranks were when the timeout came: those that had not ended by then hung, and were ended by it."""
     gave_up = _gave_up(ranks)
     begun_s = min((fact.time_s for fact in gave_up.values()), default=0.0)
@@ -283,7 +283,7 @@ def _statuses(ranks: Sequence[RankReport]) -> list[RankStatus]:
     return found
 
 
-def _gave_up(ranks: Sequence[RankReport]) -> dict[str, Fact]:
+def _gave_up(ranks: Sequence[RankView]) -> dict[str, Fact]:
     """Return the exceptions of the ranks that a timeout ended; none if another one had failed before for reasons of its own."""
     ended = {report.rank: report.main_exceptions[-1:] for report in ranks if report.reason == "exception"}
     found = {rank: fact for rank, raised in ended.items() for fact in raised if fact.text("timeout")}
@@ -292,7 +292,7 @@ def _gave_up(ranks: Sequence[RankReport]) -> dict[str, Fact]:
     return {} if any(report.last_s < begun_s - state.BEAT_S for report in others) else found
 
 
-def _blamed(ranks: Sequence[RankReport], whole: Sequence[RankStatus]) -> dict[str, Blamed]:
+def _blamed(ranks: Sequence[RankView], whole: Sequence[RankStatus]) -> dict[str, Blamed]:
     gave_up = _gave_up(ranks)
     if not gave_up:
         return {}
@@ -337,7 +337,7 @@ def _absent(fact: Fact) -> list[str]:
     return [str(one) for one in found if type(one) is int] if isinstance(found, list) else []
 
 
-def stalled_together(ranks: Sequence[RankReport]) -> list[RankStatus]:
+def stalled_together(ranks: Sequence[RankView]) -> list[RankStatus]:
     """Return the status of the ranks at the end; ranks of a replica group that hung and were killed together are hung still.
 
     A launcher kills the ranks of a hung run, or a collective's timeout raises in them, so that at the end none lives. Their
@@ -346,7 +346,7 @@ def stalled_together(ranks: Sequence[RankReport]) -> list[RankStatus]:
     return list(chain.from_iterable(map(_stalled_together, labels.teams(ranks))))
 
 
-def _stalled_together(ranks: Sequence[RankReport]) -> list[RankStatus]:
+def _stalled_together(ranks: Sequence[RankView]) -> list[RankStatus]:
     statuses = compared(ranks)
     found = [stall(report) for report in ranks]
     if any(report.up or report.state == "finished" for report in ranks) or not any(map(_stood_still, found)):
@@ -369,7 +369,7 @@ def typical_phases(steps: Sequence[Step]) -> dict[str, float]:
     return {phase: median([step.phase_s.get(phase, 0.0) for step in recent]) for phase in catalog.PHASES} if recent else {}
 
 
-def first_failed(ranks: Sequence[RankReport]) -> tuple[RankReport | None, Finding | None]:
+def first_failed(ranks: Sequence[RankView]) -> tuple[RankView | None, Finding | None]:
     """Return the rank of a replica group that failed first, ``None`` if none failed, and the finding, if that is certain.
 
     Ends too close for the clocks to order are told apart by what they are: ranks raise in a collective operation when a peer is
@@ -390,7 +390,7 @@ def first_failed(ranks: Sequence[RankReport]) -> tuple[RankReport | None, Findin
     return _first_of([report for end_s, report in ended if end_s - first_s <= state.BEAT_S])
 
 
-def _first_of(together: Sequence[RankReport]) -> tuple[RankReport, Finding | None]:
+def _first_of(together: Sequence[RankView]) -> tuple[RankView, Finding | None]:
     """Return which of ranks failed first whose ends are too close for the clocks to order, if how they ended says it."""
     raised = [report for report in together if report.reason == "exception"]
     by_itself = [report for report in raised if not _in_collective(report)]
@@ -405,7 +405,7 @@ def _first_of(together: Sequence[RankReport]) -> tuple[RankReport, Finding | Non
     return together[0], None
 
 
-def _in_collective(report: RankReport) -> bool:
+def _in_collective(report: RankView) -> bool:
     """Return True if a peer's end may have caused the exception: raised by torch.distributed, or by DDP."""
     for fact in report.main_exceptions[-1:]:
         place = fact.text("location")
@@ -415,7 +415,7 @@ def _in_collective(report: RankReport) -> bool:
     return False
 
 
-def _first_to_fail(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _first_to_fail(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield which rank of each replica group failed first; of one whose only rank failed nothing, if others failed as well."""
     for team in labels.teams(ranks):
         _, found = first_failed(team)
@@ -423,16 +423,16 @@ def _first_to_fail(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             yield found
 
 
-def _failed(ranks: Sequence[RankReport]) -> list[RankReport]:
+def _failed(ranks: Sequence[RankView]) -> list[RankView]:
     return [report for report in ranks if report.state in {"failed", "lost"} and report.end_known]
 
 
-def _end_s(report: RankReport) -> float:
+def _end_s(report: RankView) -> float:
     raised = report.main_exceptions
     return raised[-1].time_s if raised and report.reason == "exception" else report.last_s
 
 
-def _missing(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _missing(ranks: Sequence[RankView]) -> Iterator[Finding]:
     expected = started_here(ranks)
     if len(ranks) < expected:
         yield finding("ranks_missing", missing=expected - len(ranks), here=len(ranks), expected=expected)

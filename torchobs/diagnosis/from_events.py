@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from torchobs import catalog
 from torchobs.catalog.findings import KINDS, ORIGIN, RECOMPILE_REMEDIES, Finding, Kind, as_subject, fields, origin_of
-from torchobs.diagnosis.rank_report import Fact, RankReport
+from torchobs.ranks.rank_view import Fact, RankView
 
 SPOILED = "nonfinite_parameters"
 UNTIL_A_STEP = "never_stepped"
@@ -113,7 +113,7 @@ def _add_origin(found: dict[str, Finding], event: Fact) -> None:
             found[ORIGIN] = born
 
 
-def source(ranks: Sequence[RankReport]) -> RankReport | None:
+def source(ranks: Sequence[RankView]) -> RankView | None:
     """Return the rank that saw first where a NaN or infinity was born: averaged gradients bring it to all of them.
 
     A rank that found it in its parameters, or nowhere, has not seen it.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain, groupby
 from statistics import median
 from typing import NamedTuple
@@ -29,47 +28,20 @@ from torchobs.catalog.findings import (
 )
 from torchobs.detect import hangs
 from torchobs.detect.hangs import LEAST_S, PATIENT_PHASES, USUAL_FACTOR, Absence, Blamed, Position, Surplus
-from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.diagnosis.status import RankStatus
 from torchobs.flight.artifacts import PROFILE, STUCK
 from torchobs.flight.reader import Distribution
 from torchobs.ranks import labels, state
+from torchobs.ranks.rank_view import Fact, RankView
 from torchobs.support import text
 
 _MOST_NAMED = 4
 _MOST_GROUPS = 3
 _RECENT = re.compile(r"(.{1,200}) #(\d{1,18}) (\w+ at .+)")
 """Group, number, kind and line of ``probes.lifecycle.collectives``"""
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\(most recent call first\):\n((?:  [^\n]*\n?)*)")
-_FRAME = re.compile(r'  File "([^"\n]*)", line ([0-9]+|\?\?\?) in ([^\n]*)')
-_MAIN = re.compile(r"^# Thread 0x([0-9a-f]+) is 'MainThread'$", re.MULTILINE)
-_STACK = "Stack (most recent call first):\n"
-_MOST = 64
 _LAUNCHER = re.compile(r"/torchobs/(?:cli/|__main__\.py)|/bin/torchobs:|^<frozen runpy>")
 _LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.[0-9]+/|/torchobs/(?:probes|runtime|cli)/|^<frozen ")
 _RECENT_STEPS = 200
-
-
-def main_frames(dump: str) -> tuple[str, ...]:
-    """Return the main thread's frames as ``file:line in function``, the innermost first; at most 64.
-
-    Without the header, as in stacks of a rank that held the GIL, the main thread is the one that ``faulthandler`` writes last.
-    """
-    threads = [(int(found[1], 16), found[2]) for found in _THREAD.finditer(dump)]
-    if not threads:
-        return ()
-    named = _MAIN.search(dump)
-    main = next((body for number, body in threads if named and number == int(named[1], 16)), threads[-1][1])
-    return _frames(main)
-
-
-def crash_frames(dump: str) -> tuple[str, ...]:
-    """Return the frames of the thread that crashed, the innermost first; empty if it ran no Python code."""
-    return _frames(dump.partition(_STACK)[2])
-
-
-def _frames(body: str) -> tuple[str, ...]:
-    return tuple(f"{found[1]}:{found[2]} in {found[3]}" for found in list(_FRAME.finditer(body))[:_MOST])
 
 
 def place(frames: Sequence[str]) -> str:
@@ -114,7 +86,7 @@ class Stall(NamedTuple):
     """False if it was long enough to write stacks, and nothing more"""
 
 
-def stall(report: RankReport) -> Stall | None:
+def stall(report: RankView) -> Stall | None:
     """Return the time without a step at the end; ``None`` if it was no longer than 20 usual steps and 10 s.
 
     Of a living rank the exporter's rule decides (``detect.hangs``), and of none that evaluates, saves or compiles.
@@ -150,28 +122,7 @@ def stall(report: RankReport) -> Stall | None:
     )
 
 
-def with_patience(reports: Sequence[RankReport]) -> list[RankReport]:
-    """Return the reports, with *hung* ranks alive that only wait for a peer that evaluates, saves or compiles.
-
-    As the exporter has them (``ranks.state.waits``): a report of one file cannot know it.
-    """
-    phases: dict[tuple[str, str, str], set[str | None]] = {}
-    for report in reports:
-        if report.state == "alive":
-            phases.setdefault(_team(report), set()).add(report.phase)
-    ages = [max(0.0, report.last_s - report.progress_s) for report in reports]
-    return [
-        replace(report, state="alive") if state.waits(report.state, age_s, phases.get(_team(report), ())) else report
-        for report, age_s in zip(reports, ages, strict=True)
-    ]
-
-
-def _team(report: RankReport) -> tuple[str, str, str]:
-    job_name, run_id, rank = report.identity
-    return job_name, run_id, labels.team(rank)
-
-
-def stalled(report: RankReport) -> Iterator[Finding]:
+def stalled(report: RankView) -> Iterator[Finding]:
     """Yield the stall, if there was one."""
     found = stall(report)
     if found is None:
@@ -195,7 +146,7 @@ def stalled(report: RankReport) -> Iterator[Finding]:
     )
 
 
-def _awaited(report: RankReport) -> str | None:
+def _awaited(report: RankView) -> str | None:
     """Return the worker of a data loader that the next batch is expected of, and where it is, if that is known."""
     dumps = [fact for fact in _dumps(report) if fact.text("awaited")]
     if not dumps:
@@ -205,7 +156,7 @@ def _awaited(report: RankReport) -> str | None:
     return f"{name}{doing.replace(': ', ', then ', 1)}"
 
 
-def _stacks(report: RankReport) -> tuple[str, ...]:
+def _stacks(report: RankView) -> tuple[str, ...]:
     files = [left for left in report.left if left.kind != PROFILE]
     late = [
         left.name for left in files if not left.number or left.number / 1e3 >= report.progress_s - 1
@@ -216,17 +167,17 @@ def _stacks(report: RankReport) -> tuple[str, ...]:
     )
 
 
-def _written_early(report: RankReport) -> bool:
+def _written_early(report: RankView) -> bool:
     """Return True if the rank wrote its stacks by itself after its last step, and ended before the next."""
     return not report.up and any(fact.text("cause") == "stalled" for fact in _dumps(report))
 
 
-def _dumps(report: RankReport) -> list[Fact]:
+def _dumps(report: RankView) -> list[Fact]:
     """Return the events of stacks that were written after the last step."""
     return [fact for fact in report.events_named(catalog.EVENT_STACKS) if fact.time_s >= report.progress_s]
 
 
-def _timeout_s(report: RankReport) -> float:
+def _timeout_s(report: RankView) -> float:
     durations = report.values.get((catalog.STEP_DURATION.name,))
     return state.hang_timeout_s(durations if isinstance(durations, Distribution) else None, catalog.SECONDS_BOUNDS)
 
@@ -253,7 +204,7 @@ def surpluses(ranks: Sequence[RankStatus]) -> list[Surplus]:
     return list(chain.from_iterable(map(hangs.surplus, called)))
 
 
-def surplus(ranks: Sequence[RankStatus], reports: Sequence[RankReport] = ()) -> Iterator[str]:
+def surplus(ranks: Sequence[RankStatus], reports: Sequence[RankView] = ()) -> Iterator[str]:
     """Yield which ranks called more collectives of a group than others, and with reports which, if their calls show that."""
     calls = {report.rank: recent_calls(report) for report in reports}
     for found in surpluses(ranks):
@@ -268,7 +219,7 @@ def surplus(ranks: Sequence[RankStatus], reports: Sequence[RankReport] = ()) -> 
         yield sentence(SURPLUS, {**_who(ahead), **counts, "others": text.ranks(behind, _MOST_NAMED)})
 
 
-def recent_calls(report: RankReport) -> dict[str, dict[int, str]]:
+def recent_calls(report: RankView) -> dict[str, dict[int, str]]:
     """Return a rank's last collectives by group and number, as it wrote them down when it stood still, or was timed out."""
     facts = [fact for fact in report.events if fact.time_s >= report.progress_s and "collectives" in fact.attributes]
     found: dict[str, dict[int, str]] = {}

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.detect import speed
-from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import Health, health
-from torchobs.diagnosis.rank_report import MOST_TEXT, Fact, Point, curves, events_of, spans_of, title_of, words_of
 from torchobs.diagnosis.status import (
     LAST_LOSSES,
     NO_REPLICAS,
@@ -41,7 +39,9 @@ from torchobs.flight.throughput import RECORDS as LATEST
 from torchobs.flight.throughput import Throughput, pace
 from torchobs.ranks import comparison, labels
 from torchobs.ranks.rank_file import READ_ERRORS
+from torchobs.ranks.rank_view import MOST_TEXT, Fact, Point, curves, events_of, spans_of, title_of, words_of
 from torchobs.ranks.snapshot import Reader, grouped
+from torchobs.support import text as text_format
 
 if TYPE_CHECKING:
     from torchobs.flight.layout import Header

@@ -29,8 +29,8 @@ from torchobs.diagnosis.from_events import (
     UNTIL_A_STEP,
     from_events,
 )
-from torchobs.diagnosis.rank_report import RankReport, Step, model_begins, zero_rate_of
 from torchobs.diagnosis.status import past_in
+from torchobs.ranks.rank_view import RankView, Step, model_begins, zero_rate_of
 
 LEAST_NOTABLE = {"gradient_explosion": LEAST_EXPLOSIONS, "loss_spike": LEAST_LOSS_SPIKES}
 """Least number of past anomalies that is reported, as for the alert; one for the other kinds."""
@@ -55,7 +55,7 @@ class Rise(NamedTuple):
         return self.value / self.usual
 
 
-def numerics(report: RankReport) -> Iterator[Finding]:
+def numerics(report: RankView) -> Iterator[Finding]:
     """Yield numerical problems, the loss first; then what events alone make."""
     lost, past, events = _onset(report.steps), past_in(report), from_events(report.events)
     if lost is not None:
@@ -89,7 +89,7 @@ def _onset(steps: Sequence[Step]) -> int | None:
     return onset
 
 
-def _nonfinite_loss(report: RankReport, onset: int) -> Finding:
+def _nonfinite_loss(report: RankView, onset: int) -> Finding:
     steps, step = report.steps, report.steps[onset]
     name = "NaN" if step.loss is None or isnan(step.loss) else "infinite"
     if step.step > 1 and all(before.loss is None for before in steps[:onset]):
@@ -162,7 +162,7 @@ def _rate(steps: Sequence[Step], end: int) -> dict[str, Any]:
     return {"rate": rise.factor, "rate_usual": rise.usual, "rate_value": rise.value, "rate_step": rise.step}
 
 
-def _spikes(report: RankReport, past: Mapping[str, int]) -> Iterator[Finding]:
+def _spikes(report: RankView, past: Mapping[str, int]) -> Iterator[Finding]:
     """Yield loss spikes and explosions, with their causes, if the last loss was finite."""
     for kind in ("gradient_explosion", "loss_spike"):
         count = int(report.value(catalog.ANOMALIES, kind) or 0)
@@ -190,7 +190,7 @@ def _index(steps: Sequence[Step], number: int) -> int:
     return next((index for index, step in enumerate(steps) if step.step >= number), len(steps) - 1)
 
 
-def _settled(origin: Finding, past: Mapping[str, int], report: RankReport, *, spoiled: bool) -> Finding:
+def _settled(origin: Finding, past: Mapping[str, int], report: RankView, *, spoiled: bool) -> Finding:
     """Return the origin of a NaN, as information if the training has recovered from all of its kinds."""
     kinds = {kind for kind in ("nonfinite_loss", "nonfinite_gradient") if report.value(catalog.ANOMALIES, kind)}
     if report.value(catalog.AMP_STEPS_SKIPPED):
@@ -201,7 +201,7 @@ def _settled(origin: Finding, past: Mapping[str, int], report: RankReport, *, sp
     return origin._replace(values={**origin.values, "severity": Severity.INFO, "healthy": healthy})
 
 
-def _nonfinite_gradients(report: RankReport, past: Mapping[str, int]) -> Iterator[Finding]:
+def _nonfinite_gradients(report: RankView, past: Mapping[str, int]) -> Iterator[Finding]:
     """Yield the layers where gradients first became non-finite."""
     told = report.events_named(catalog.EVENT_NONFINITE_GRADIENT)
     if told and told[0].step is not None:
@@ -221,7 +221,7 @@ def _nonfinite_gradients(report: RankReport, past: Mapping[str, int]) -> Iterato
         )
 
 
-def _vanished(report: RankReport, past: Mapping[str, int]) -> Iterator[Finding]:
+def _vanished(report: RankView, past: Mapping[str, int]) -> Iterator[Finding]:
     count = int(report.value(catalog.ANOMALIES, "gradient_vanishing") or 0)
     if count:
         healthy = past.get("gradient_vanishing")
@@ -235,7 +235,7 @@ def _vanished(report: RankReport, past: Mapping[str, int]) -> Iterator[Finding]:
         )
 
 
-def _skips(report: RankReport) -> Iterator[Finding]:
+def _skips(report: RankView) -> Iterator[Finding]:
     skipped = int(report.value(catalog.AMP_STEPS_SKIPPED) or 0)
     streak, steps = int(report.value(catalog.AMP_SKIP_STREAK) or 0), int(report.value(catalog.STEPS) or 0)
     if is_stuck(streak, min(report.by_attribute(catalog.AMP_SCALE).values(), default=None)):
@@ -252,7 +252,7 @@ def zero_learning_rate(found: ZeroRate) -> Finding:
     return finding(kind, all=everything, since=since, before=before, steps=found.steps, **rates)
 
 
-def _diverged(report: RankReport) -> Iterator[Finding]:
+def _diverged(report: RankView) -> Iterator[Finding]:
     """Yield that the loss has left its start for good (``detect.spikes``)."""
     if not report.value(catalog.ANOMALY_ACTIVE, "diverged"):
         return

@@ -11,16 +11,16 @@ from torchobs.catalog.findings import Finding, finding
 from torchobs.detect import speed
 from torchobs.detect.hangs import LEAST_S
 from torchobs.diagnosis import health
-from torchobs.diagnosis.rank_report import RankReport, Step, model_begins
 from torchobs.diagnosis.status import reported
 from torchobs.ranks import state
+from torchobs.ranks.rank_view import RankView, Step, model_begins
 
 _FIRST = 3
 """First steps, which start workers and fill caches."""
 _LEAST_EARLIER = 16
 
 
-def pace(report: RankReport) -> Iterator[Finding]:
+def pace(report: RankView) -> Iterator[Finding]:
     """Yield the findings on time and memory."""
     status = reported(report)
     yield from _unsaved(report)
@@ -37,7 +37,7 @@ def pace(report: RankReport) -> Iterator[Finding]:
         yield finding("dropped", items=[f"{count:,} {what}s" for what, count in dropped.items()])
 
 
-def _unsaved(report: RankReport) -> Iterator[Finding]:
+def _unsaved(report: RankView) -> Iterator[Finding]:
     """Yield how much unsaved work was lost with a rank that did not finish."""
     saved_s = report.value(catalog.CHECKPOINT_TIMESTAMP)
     if report.up or report.reason == "finished" or not report.last_step or not report.end_known:
@@ -53,7 +53,7 @@ def _unsaved(report: RankReport) -> Iterator[Finding]:
     yield finding("checkpoint_age", age=age_s if age_s >= state.BEAT_S else None, lost=lost or None, more=more)
 
 
-def _held_up(report: RankReport) -> Iterator[Finding]:
+def _held_up(report: RankView) -> Iterator[Finding]:
     """Yield steps as long as a stall (see ``stall``) after which training continued."""
     # without evaluation, checkpoints and compilation
     took = [
@@ -71,7 +71,7 @@ def _held_up(report: RankReport) -> Iterator[Finding]:
     yield finding("held_up", step=step.step, took=seconds, usual=usual_s, phase=phase, more=len(long) - 1 or None)
 
 
-def _slowed(report: RankReport) -> Iterator[Finding]:
+def _slowed(report: RankView) -> Iterator[Finding]:
     """Yield that the last steps were slow, and in which phase."""
     latest = report.steps[model_begins(report.steps, len(report.steps)) :]
     timed = [step for step in latest if step.duration_s is not None][_FIRST:]
@@ -100,7 +100,7 @@ def _grown_phase(earlier: Sequence[Step], late: Sequence[Step]) -> tuple[str, fl
     return phase, excess[phase]
 
 
-def _waited(report: RankReport) -> Iterator[Finding]:
+def _waited(report: RankView) -> Iterator[Finding]:
     """Yield that training waited for data, with the workers' queue, or the one wait that was most of it."""
     for waiting in health.waiting([reported(report)]):
         waits = [(step.phase_s.get("data", 0.0), step.step) for step in report.steps]

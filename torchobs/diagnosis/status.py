@@ -20,14 +20,14 @@ from torchobs.detect.hangs import GroupProgress, Standstill
 from torchobs.detect.learning import NEGLIGIBLE, OTHER_GROUPS, ZeroRate, zero_rate
 from torchobs.detect.speed import Slowness
 from torchobs.detect.spikes import LastAnomaly, healthy_steps
-from torchobs.diagnosis import text_format
 from torchobs.diagnosis.from_events import from_events
-from torchobs.diagnosis.rank_report import Fact, RankReport, by_attributes, last_known, zero_rate_of
 from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.throughput import Throughput, time_left_s
 from torchobs.ranks import labels, state
 from torchobs.ranks.comparison import collectives_called, group_progress
+from torchobs.ranks.rank_view import Fact, RankView, by_attributes, last_known, zero_rate_of
 from torchobs.ranks.snapshot import Rank, Readings
+from torchobs.support import text as text_format
 
 LAST_LOSSES = 64
 LATELY_S = 600.0
@@ -160,7 +160,7 @@ class RankStatus:
     zero_rate: ZeroRate | None = None
     """since when all learning rates are zero, or next to it"""
     unwritten: bool = False
-    """its last steps may be missing (``RankReport.unwritten``)"""
+    """its last steps may be missing (``RankView.unwritten``)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +367,7 @@ def past_anomalies(
     return {kind: number for kind, number in steps.items() if number}
 
 
-def past_in(report: RankReport) -> Mapping[str, int]:
+def past_in(report: RankView) -> Mapping[str, int]:
     """Return the healthy steps since the last anomaly, of the kinds from which a rank's training has recovered."""
     losses = {step.step: step.loss for step in report.steps if step.loss is not None}
     norms = {step.step: step.grad_norm for step in report.steps if step.grad_norm is not None}
@@ -400,7 +400,7 @@ def replicas_of(events: Iterable[Fact], losses: Mapping[int, float], known: Repl
     return Replicas(weights, batches, last_losses(losses) if batches else {})
 
 
-def run_status(ranks: Sequence[RankReport]) -> RunStatus:
+def run_status(ranks: Sequence[RankView]) -> RunStatus:
     """Return the status of a run from its reports, at the last sign of life of any rank."""
     last_s = max(report.last_s for report in ranks)
     sizes = [size for report in ranks if isinstance(size := report.header.resource.get("world_size"), int)]
@@ -408,21 +408,21 @@ def run_status(ranks: Sequence[RankReport]) -> RunStatus:
     return RunStatus(compared(ranks, last_s), here, max([*sizes, here]))
 
 
-def started_here(ranks: Sequence[RankReport]) -> int:
+def started_here(ranks: Sequence[RankView]) -> int:
     """Return how many ranks the launcher started on the machine of the reports; 0 if unknown, or of several machines."""
     sizes = {report.header.resource.get("local_world_size") for report in ranks}
     size = sizes.pop() if len(sizes) == 1 and len({report.described("host") for report in ranks}) == 1 else None
     return size if isinstance(size, int) else 0
 
 
-def compared(ranks: Sequence[RankReport], now_s: float | None = None) -> list[RankStatus]:
+def compared(ranks: Sequence[RankView], now_s: float | None = None) -> list[RankStatus]:
     """Return the status of each rank of a run, compared with the others of its replica group by their latest steps."""
     teams = ({report.rank: report.pace.spent for report in team if report.pace} for team in labels.teams(ranks))
     slow = {rank: found for team in teams for rank, found in speed.slowness(team).items()}
     return [replace(reported(report, now_s), slowness=slow.get(report.rank), frames=report.frames) for report in ranks]
 
 
-def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
+def reported(report: RankView, now_s: float | None = None) -> RankStatus:
     """Return the status of a rank from its report. ``now_s``: Unix time, by default its last sign of life."""
     last_s = report.last_s if now_s is None else now_s
     status = RankStatus(

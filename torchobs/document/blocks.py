@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from torchobs.diagnosis import text_format
+from torchobs.support import text as text_format
 
 Rounded = Callable[[float], str]
 """How a value of a chart is written"""

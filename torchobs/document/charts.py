@@ -9,8 +9,8 @@ from math import isfinite, log10
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.catalog import PHASES
-from torchobs.diagnosis import text_format
 from torchobs.document.markup import EMPTY, Html, joined, tag, unseen
+from torchobs.support import text as text_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from torchobs import catalog
 from torchobs._version import __version__
-from torchobs.diagnosis import text_format
 from torchobs.diagnosis.diagnosis import diagnose_run
-from torchobs.diagnosis.load import Chosen
-from torchobs.diagnosis.rank_report import RankReport, Step
 from torchobs.document.blocks import Document, Item, Items, LineChart, Section, Series, Table, Text, section
 from torchobs.document.run import facts, known_details
 from torchobs.document.sections import points_of
 from torchobs.flight.events import plain
+from torchobs.ranks.rank_view import RankView, Step
+from torchobs.ranks.runs import Chosen
+from torchobs.support import text as text_format
 
 VERSION = 1
 _WARM_UP = 5
@@ -48,8 +48,8 @@ class Difference(NamedTuple):
 class Comparison(NamedTuple):
     """Two runs compared, each by the rank that its report shows."""
 
-    first: RankReport
-    second: RankReport
+    first: RankView
+    second: RankView
     differences: tuple[Difference, ...]
     quantities: tuple[Compared, ...]
 
@@ -107,7 +107,7 @@ def parsed(arguments: Sequence[object]) -> dict[str, str]:
     return by_name
 
 
-def _quantities(first: RankReport, second: RankReport) -> Iterator[Compared]:
+def _quantities(first: RankView, second: RankView) -> Iterator[Compared]:
     yield _medians("step time", "s", *(_durations(report.steps) for report in (first, second)))
     for phase in catalog.PHASES:
         times = [[step.phase_s.get(phase, 0.0) for step in report.steps[_WARM_UP:]] for report in (first, second)]
@@ -152,11 +152,11 @@ def _durations(steps: Sequence[Step]) -> list[float]:
     return [seconds for seconds in timed if isfinite(seconds)]
 
 
-def _speed(report: RankReport, field: str) -> float | None:
+def _speed(report: RankView, field: str) -> float | None:
     return getattr(report.pace, field) if report.pace is not None else None
 
 
-def _curves(first: RankReport, second: RankReport) -> Iterator[Compared]:
+def _curves(first: RankView, second: RankView) -> Iterator[Compared]:
     """Yield loss and gradient norm over the last tenth of the steps that both runs have."""
     common = min(first.last_step, second.last_step)
     begin = common - max(int(common * _TAIL), _WARM_UP)
@@ -235,7 +235,7 @@ def _measured(found: Comparison) -> Section:
     return section("measured", "Speed, memory and results", table, Text(note, "note"), wide=True)
 
 
-def _charts(reports: Sequence[RankReport]) -> Section:
+def _charts(reports: Sequence[RankView]) -> Section:
     fields = (("Loss", "loss"), ("Gradient norm", "grad_norm"), ("Step time", "duration_s"), ("Learning rate", "learning_rate"))
     charts = []
     for title, field in fields:

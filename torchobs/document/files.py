@@ -11,12 +11,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from torchobs.diagnosis import text_format
-from torchobs.diagnosis.load import Chosen
 from torchobs.document import blocks
 from torchobs.document.charts import curve_of, described
 from torchobs.document.html import page
 from torchobs.document.run import Options, document, run_document
+from torchobs.ranks.runs import Chosen
+from torchobs.support import text as text_format
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]#|~!>])")
 _WORDS = {"info": "", "warning": "Warning: ", "error": "**Error:** "}

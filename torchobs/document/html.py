@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from math import ceil, floor, isfinite, log, log10
 from typing import NamedTuple
 
-from torchobs.diagnosis import text_format
 from torchobs.document import blocks, charts
 from torchobs.document.charts import Curve, curve_of, described, spreads, stacked
 from torchobs.document.markup import EMPTY, Html, heading_cell, joined, named, number_cell, style_sheet, table, tag
+from torchobs.support import text as text_format
 
 WIDTH, HEIGHT = 600.0, 180.0
 BUCKETS = 240

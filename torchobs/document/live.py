@@ -17,13 +17,13 @@ from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.catalog import PHASES, Severity
 from torchobs.detect.hangs import PATIENT_PHASES
-from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import BADGES, Health, last_step
 from torchobs.diagnosis.live import LAYERS, SORTS, EventGroup, descending, key_of, log_of, ordered
 from torchobs.document import charts, sections
 from torchobs.document.markup import EMPTY, Html, definitions, exact, heading_cell, joined, named, number_cell, table, tag, text
 from torchobs.ranks.rank_file import DIGITS
 from torchobs.ranks.snapshot import grouped
+from torchobs.support import text as text_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

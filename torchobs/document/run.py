@@ -13,12 +13,9 @@ from typing import Any, NamedTuple
 from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.catalog.findings import Finding
-from torchobs.diagnosis import text_format
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.endings import typical_phases
 from torchobs.diagnosis.hangs import stall
-from torchobs.diagnosis.load import Chosen
-from torchobs.diagnosis.rank_report import Fact, RankReport, Step, last_known, units
 from torchobs.document import sections
 from torchobs.document.blocks import (
     Block,
@@ -39,6 +36,9 @@ from torchobs.document.sections import points_of
 from torchobs.flight.events import plain
 from torchobs.flight.layout import Region
 from torchobs.flight.throughput import speed
+from torchobs.ranks.rank_view import Fact, RankView, Step, last_known, units
+from torchobs.ranks.runs import Chosen
+from torchobs.support import text as text_format
 
 _MANY, _MOST_LINES = 40, 8
 _LONGEST = 4000
@@ -99,7 +99,7 @@ def run_document(chosen: Chosen, options: Options = DEFAULT) -> Document:
     )
 
 
-def _subtitle(run_id: str, every: Sequence[RankReport]) -> str:
+def _subtitle(run_id: str, every: Sequence[RankView]) -> str:
     begun, ended = min(report.begun_s for report in every), max(report.last_s for report in every)
     hosts = sorted({report.described("host") for report in every} - {""})
     where = f" on {hosts[0]}" if len(hosts) == 1 else f" on {len(hosts)} hosts" if hosts else ""
@@ -107,7 +107,7 @@ def _subtitle(run_id: str, every: Sequence[RankReport]) -> str:
     return f"{run_id} · {text_format.plural(len(every), 'rank')}{where} · {times}"
 
 
-def _sections(every: Sequence[RankReport], known: RunDiagnosis, options: Options) -> Iterator[Section]:
+def _sections(every: Sequence[RankView], known: RunDiagnosis, options: Options) -> Iterator[Section]:
     first = every[known.principal]
     of = f" of rank {first.rank}" if len(every) > 1 else ""
     if len(every) > 1:
@@ -125,7 +125,7 @@ def _sections(every: Sequence[RankReport], known: RunDiagnosis, options: Options
     yield start(every, first)
 
 
-def _findings(every: Sequence[RankReport], known: RunDiagnosis, names: set[str]) -> Items:
+def _findings(every: Sequence[RankView], known: RunDiagnosis, names: set[str]) -> Items:
     """Return the findings on the run and on the rank shown in full, and how the others ended; equal endings once."""
     others: dict[tuple[str, str], list[Finding]] = {}
     for index, report in enumerate(every):
@@ -139,7 +139,7 @@ def _findings(every: Sequence[RankReport], known: RunDiagnosis, names: set[str])
     return Items(tuple(Item(one.severity, one.long, one.section if one.section in names else "") for one in found))
 
 
-def _figures(report: RankReport, every: Sequence[RankReport]) -> Block:
+def _figures(report: RankView, every: Sequence[RankView]) -> Block:
     loss = last_known([step.loss for step in report.steps])
     phases = sum(typical_phases(report.steps).values())
     goodput = report.by_attribute(catalog.GOODPUT_TIME)
@@ -160,7 +160,7 @@ def _figures(report: RankReport, every: Sequence[RankReport]) -> Block:
     return Figures(tuple(figure for figure in figures if figure is not None))
 
 
-def _speed(report: RankReport) -> Iterator[Figure]:
+def _speed(report: RankView) -> Iterator[Figure]:
     pace, share = report.speed, report.value(catalog.MFU)
     if pace is not None and pace.per_s:
         rates = ((pace.tokens_per_s, "tokens"), (pace.samples_per_s, "samples"))
@@ -186,7 +186,7 @@ def _limits(chosen: Chosen) -> Iterator[Text]:
 _RANK_HEAD = ("Rank", "State", "Exit", "Step", "Loss", "Grad norm", "Step time", *catalog.PHASES, "Last seen", "Host")
 
 
-def _ranks(every: Sequence[RankReport]) -> Section:
+def _ranks(every: Sequence[RankView]) -> Section:
     """Return a table of the ranks, those in trouble first if there are many, and a chart each of step times and losses."""
     ordered = sorted(every, key=lambda report: report.state in {"alive", "finished"}) if len(every) > _MANY else every
     table = Table(
@@ -199,7 +199,7 @@ def _ranks(every: Sequence[RankReport]) -> Section:
     return section("ranks", "Ranks", table, *charts)
 
 
-def _rank_row(report: RankReport) -> tuple[str, ...]:
+def _rank_row(report: RankView) -> tuple[str, ...]:
     phases = typical_phases(report.steps)
     last = report.steps[-1] if report.steps else None
     return (
@@ -212,7 +212,7 @@ def _rank_row(report: RankReport) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _rank_lines(every: Sequence[RankReport], name: str, field: str, *, timed: bool = False) -> LineChart | None:
+def _rank_lines(every: Sequence[RankView], name: str, field: str, *, timed: bool = False) -> LineChart | None:
     shown = sorted(every, key=lambda report: -sum(typical_phases(report.steps).values()))[:_MOST_LINES]
     in_order = sorted(shown, key=lambda one: (len(one.rank), one.rank))
     series = [Series(f"rank {one.rank}", points) for one in in_order if (points := points_of(one.steps, field))]
@@ -221,7 +221,7 @@ def _rank_lines(every: Sequence[RankReport], name: str, field: str, *, timed: bo
     return LineChart(name, tuple(series), rounded, note=note) if series else None
 
 
-def start(every: Sequence[RankReport], first: RankReport) -> Section:
+def start(every: Sequence[RankView], first: RankView) -> Section:
     """Return command line, versions, settings and seed."""
     known = known_details(every, first)
     line = command_line(known)
@@ -232,7 +232,7 @@ def start(every: Sequence[RankReport], first: RankReport) -> Section:
     )  # fmt: skip
 
 
-def known_details(every: Sequence[RankReport], first: RankReport) -> Mapping[str, Any]:
+def known_details(every: Sequence[RankView], first: RankView) -> Mapping[str, Any]:
     """Return what is known of how a run was started, from the first of its ranks that knows the most."""
     return max((first, *every), key=lambda report: len(report.details)).details
 
@@ -245,7 +245,7 @@ def command_line(known: Mapping[str, Any]) -> str:
     return text_format.clean(shlex.join(text_format.clean(word, _LONGEST) for word in words), _LONGEST)
 
 
-def facts(report: RankReport, known: Mapping[str, Any]) -> dict[str, str]:
+def facts(report: RankView, known: Mapping[str, Any]) -> dict[str, str]:
     """Return program, versions, devices, settings and what is relevant to repeat the run, by name."""
     found = {
         "script": report.described("script"), "host": report.described("host"), "launcher": report.described("launcher"),
@@ -286,7 +286,7 @@ def _text(value: object) -> str:
 
 
 def document(
-    ranks: Sequence[RankReport], launchers: Sequence[RankReport], bad: Sequence[tuple[str, str]], options: Options
+    ranks: Sequence[RankView], launchers: Sequence[RankView], bad: Sequence[tuple[str, str]], options: Options
 ) -> dict[str, Any]:
     """Return the report of a run of one rank or more.
 
@@ -305,7 +305,7 @@ def document(
     return found
 
 
-def _process(report: RankReport, options: Options) -> dict[str, Any]:
+def _process(report: RankView, options: Options) -> dict[str, Any]:
     """Return what is known of any recorded process."""
     return {
         "file": report.source,
@@ -322,7 +322,7 @@ def _process(report: RankReport, options: Options) -> dict[str, Any]:
     }
 
 
-def _rank(report: RankReport, findings: Sequence[Finding], options: Options) -> dict[str, Any]:
+def _rank(report: RankView, findings: Sequence[Finding], options: Options) -> dict[str, Any]:
     """Return the report of one rank."""
     job_name, run_id, rank = report.identity
     return {
@@ -368,7 +368,7 @@ def _rank(report: RankReport, findings: Sequence[Finding], options: Options) -> 
     }
 
 
-def _device_memory(report: RankReport) -> dict[str, dict[str, float]]:
+def _device_memory(report: RankView) -> dict[str, dict[str, float]]:
     """Return the last known memory use of each device, in bytes."""
     sizes: dict[str, dict[str, float]] = {}
     for name, metric in _DEVICE_MEMORY.items():

@@ -10,10 +10,8 @@ from statistics import median, quantiles
 
 from torchobs import catalog
 from torchobs.catalog import Severity
-from torchobs.diagnosis import text_format
 from torchobs.diagnosis.hangs import shown, stall, without_launcher
 from torchobs.diagnosis.live import WHOLES
-from torchobs.diagnosis.rank_report import Fact, RankReport, Step, attribute_text, title_of, words_of
 from torchobs.diagnosis.status import Get
 from torchobs.document.blocks import (
     Code,
@@ -29,6 +27,8 @@ from torchobs.document.blocks import (
     Text,
     section,
 )
+from torchobs.ranks.rank_view import Fact, RankView, Step, attribute_text, title_of, words_of
+from torchobs.support import text as text_format
 
 _MOST_MARKS = 40
 _MOST_SCALARS = 16
@@ -70,7 +70,7 @@ Of = Callable[[catalog.Metric], Mapping[tuple[str, ...], float]]
 """Returns all values of a metric by those of its attributes"""
 
 
-def training(report: RankReport, of: str) -> Section:
+def training(report: RankView, of: str) -> Section:
     """Return the curves of the optimization."""
     steps = report.steps
     marks = _marks(report)
@@ -94,7 +94,7 @@ def _series(steps: Iterable[Step], field: str) -> tuple[Series, ...]:
     return (Series(field.replace("_", " "), points),) if points else ()
 
 
-def _marks(report: RankReport) -> list[Mark]:
+def _marks(report: RankView) -> list[Mark]:
     found = [fact for fact in report.events_named(catalog.EVENT_ANOMALY) if fact.step is not None]
     first = report.steps[0].step if report.steps else 0
     return [
@@ -104,7 +104,7 @@ def _marks(report: RankReport) -> list[Mark]:
     ]
 
 
-def _clipped(report: RankReport) -> str:
+def _clipped(report: RankView) -> str:
     steps = report.value(catalog.GRAD_CLIPPED_STEPS)
     if not steps:
         return ""
@@ -112,7 +112,7 @@ def _clipped(report: RankReport) -> str:
     return f"Clipped in {int(steps):,} steps ({share} of all); the norm is that before clipping."
 
 
-def _scale(report: RankReport) -> LineChart | None:
+def _scale(report: RankView) -> LineChart | None:
     curves = report.history.of(catalog.AMP_SCALE.name)
     series = tuple(
         Series(f"scaler {name}" if name else "loss scale", [(float(row.step), value) for row, value in points])
@@ -123,13 +123,13 @@ def _scale(report: RankReport) -> LineChart | None:
     return LineChart("AMP loss scale", series, note=note) if series else None
 
 
-def _scalars(report: RankReport) -> Iterator[LineChart]:
+def _scalars(report: RankView) -> Iterator[LineChart]:
     for name, points in list(report.scalars.items())[:_MOST_SCALARS]:
         shown = text_format.clean(name, 80)
         yield LineChart(shown, (Series(shown, [(float(point.step), point.value) for point in points]),))
 
 
-def anomalies(report: RankReport, of: str) -> Section:
+def anomalies(report: RankView, of: str) -> Section:
     """Return everything odd on one axis of steps."""
     rows: dict[tuple[str, str], list[float]] = {}
     for fact in report.events:
@@ -161,7 +161,7 @@ def _kind(fact: Fact) -> str:
     return title_of(kind or fact.name)
 
 
-def _counts(report: RankReport) -> Table | None:
+def _counts(report: RankView) -> Table | None:
     found = {kind: count for kind, count in report.by_attribute(catalog.ANOMALIES).items() if count}
     steps = {kind: report.norms if "gradient" in kind and report.norms >= found[kind] else report.last_step for kind in found}
     rows = tuple(
@@ -171,7 +171,7 @@ def _counts(report: RankReport) -> Table | None:
     return Table("Anomalies of the whole run", ("Kind", "Steps", "Share of those measured"), rows) if rows else None
 
 
-def layers(report: RankReport, of: str) -> Section:
+def layers(report: RankView, of: str) -> Section:
     """Return gradient norms by layer over time, and at level extreme how widely each layer's output is spread."""
     few = Text("Only the largest layers have series of their own.", "note")
     blocks = [
@@ -181,7 +181,7 @@ def layers(report: RankReport, of: str) -> Section:
     return section("layers", f"Layers{of}", *blocks, *([few] if blocks else []), wide=bool(blocks))
 
 
-def _by_layer(report: RankReport, metric: catalog.Metric, what: str, were: str) -> Iterator[HeatMap | Table]:
+def _by_layer(report: RankView, metric: catalog.Metric, what: str, were: str) -> Iterator[HeatMap | Table]:
     """Yield a metric by layer and time, and its range by layer; nothing if it was not recorded."""
     curves = {text_format.clean(name, 80): points for name, points in report.history.of(metric.name).items()}
     if not curves:
@@ -207,7 +207,7 @@ def points_of(steps: Iterable[Step], field: str) -> list[Point]:
     return [(float(step.step), value) for step in steps if (value := getattr(step, field)) is not None]
 
 
-def time_spent(report: RankReport, of: str) -> Section:
+def time_spent(report: RankView, of: str) -> Section:
     """Return where the time went, of the run and of a step."""
     times = [(float(step.step), step.duration_s) for step in report.steps if step.duration_s is not None]
     goodput = report.by_attribute(catalog.GOODPUT_TIME)
@@ -222,13 +222,13 @@ def time_spent(report: RankReport, of: str) -> Section:
     )  # fmt: skip
 
 
-def _phases(report: RankReport) -> LineChart | None:
+def _phases(report: RankView) -> LineChart | None:
     timed = [step for step in report.steps if step.duration_s is not None]
     series = tuple(Series(name, [(float(step.step), step.phase_s.get(name, 0.0)) for step in timed]) for name in catalog.PHASES)
     return LineChart("Phases by step", series, text_format.duration) if len(timed) >= _LEAST_TIMED else None
 
 
-def _spread(report: RankReport) -> str:
+def _spread(report: RankView) -> str:
     times = [step.duration_s for step in report.steps if step.duration_s is not None]
     if len(times) < _LEAST_TIMED:
         return ""
@@ -237,7 +237,7 @@ def _spread(report: RankReport) -> str:
     return ", ".join(f"{name} {text_format.duration(seconds)}" for name, seconds in shown.items())
 
 
-def _operations(report: RankReport) -> Iterator[Table]:
+def _operations(report: RankView) -> Iterator[Table]:
     """Yield the operations of ``debug.context``, whose totals are exact, and the other spans that the file still holds."""
     counts = dict(_one_attribute(report, f"{_OPERATIONS}s"))
     times = dict(_one_attribute(report, f"{_OPERATIONS}.time"))
@@ -253,13 +253,13 @@ def _operations(report: RankReport) -> Iterator[Table]:
         yield Table("Epochs, evaluations, checkpoints and own spans, as far as the file holds them", head, spans)
 
 
-def _one_attribute(report: RankReport, metric: str) -> Iterator[tuple[str, float]]:
+def _one_attribute(report: RankView, metric: str) -> Iterator[tuple[str, float]]:
     for key, value in report.values.items():
         if key[0] == metric and len(key) == 2 and isinstance(value, (int, float)):  # noqa: PLR2004  # name and attribute
             yield text_format.clean(key[1], 80), value
 
 
-def _spans(report: RankReport) -> tuple[tuple[str, ...], ...]:
+def _spans(report: RankView) -> tuple[tuple[str, ...], ...]:
     found: dict[str, list[float]] = {}
     for span in report.spans:
         if span.name not in _BY_STEP:
@@ -272,7 +272,7 @@ def _spans(report: RankReport) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def memory(report: RankReport, of: str) -> Section:
+def memory(report: RankView, of: str) -> Section:
     """Return memory of host and devices: over time, and as last seen."""
     limit = report.value(catalog.CGROUP_MEMORY_LIMIT)
     host = _chart(report, "Host memory", _HOST, (("limit", limit),) if limit else ())
@@ -357,7 +357,7 @@ def _counted(get: Get, wanted: Iterable[tuple[str, catalog.Metric]]) -> Iterator
 
 
 def _chart(
-    report: RankReport, name: str, metrics: dict[catalog.Metric, str], levels: tuple[tuple[str, float], ...]
+    report: RankView, name: str, metrics: dict[catalog.Metric, str], levels: tuple[tuple[str, float], ...]
 ) -> LineChart | None:
     series = tuple(
         Series(f"{device} {word}".strip(), [(row.time_s, value) for row, value in points])
@@ -371,18 +371,18 @@ def _chart(
     return LineChart(f"{name} over time", series, text_format.size, levels=near, timed=True, from_zero=True) if series else None
 
 
-def compilation(report: RankReport, of: str) -> Section:
+def compilation(report: RankView, of: str) -> Section:
     """Return what ``torch.compile`` did."""
     table = compile_table(report.value, report.of)
     return section("compile", f"torch.compile{of}", table, _reasons(report) if table is not None else None)
 
 
-def checkpoints(report: RankReport, of: str) -> Section:
+def checkpoints(report: RankView, of: str) -> Section:
     """Return what was saved by the rank's last sign of life."""
     return section("checkpoints", f"Checkpoints{of}", checkpoint_table(report.value, report.last_s))
 
 
-def _reasons(report: RankReport) -> Table | None:
+def _reasons(report: RankView) -> Table | None:
     events = (catalog.EVENT_RECOMPILE, catalog.EVENT_GRAPH_BREAK, catalog.EVENT_COMPILE_FAILED)
     rows = [
         (
@@ -401,7 +401,7 @@ def _reasons(report: RankReport) -> Table | None:
 _STEP_HEAD = ("Step", "Loss", "Grad norm", "Took", "Learning rate", "", "Ended", *catalog.PHASES)
 
 
-def last_steps(report: RankReport, of: str, most: int) -> Section:
+def last_steps(report: RankView, of: str, most: int) -> Section:
     """Return the last steps as a table."""
     rows = tuple(
         (
@@ -422,7 +422,7 @@ def last_steps(report: RankReport, of: str, most: int) -> Section:
     )  # fmt: skip
 
 
-def stack(report: RankReport, of: str) -> Section:
+def stack(report: RankView, of: str) -> Section:
     """Return where the main thread was when it was last looked at, if that was in a stall at the end."""
     stalled = stall(report)
     frames = without_launcher(stalled.frames) if stalled is not None else ()
@@ -430,7 +430,7 @@ def stack(report: RankReport, of: str) -> Section:
     return section("stack", f"Stack{of}", Code("\n".join([*map(shown, frames[:_MOST_FRAMES]), *more])) if frames else None)
 
 
-def events(report: RankReport, of: str, most: int) -> Section:
+def events(report: RankView, of: str, most: int) -> Section:
     """Return the last events that the file holds, many of a kind in a row as one."""
     rows = tuple(
         (text_format.moment(fact.time_s, "%H:%M:%S"), steps, name, words)

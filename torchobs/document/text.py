@@ -11,8 +11,8 @@ from textwrap import wrap
 from typing import TextIO
 
 from torchobs.config import settings
-from torchobs.diagnosis import text_format
 from torchobs.document.blocks import Block, Code, Document, Figures, Items, LineChart, Shares, Table, Text
+from torchobs.support import text as text_format
 
 NARROWEST, WIDEST, UNKNOWN = 40, 200, 120
 MANY = 40

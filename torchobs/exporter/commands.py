@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from torchobs import catalog
 from torchobs.config.settings import PROBES
-from torchobs.diagnosis.text_format import clean
 from torchobs.exporter.access import Problem
 from torchobs.exporter.api_schema import instant, named
 from torchobs.flight import artifacts, control, reader
@@ -24,6 +23,7 @@ from torchobs.flight.files import file_name
 from torchobs.ranks import labels
 from torchobs.ranks.rank_file import READ_ERRORS
 from torchobs.ranks.scanner import Directory
+from torchobs.support.text import clean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -25,7 +25,7 @@ from urllib3 import PoolManager, ProxyManager, Retry, Timeout, make_headers
 from urllib3.exceptions import HTTPError
 
 from torchobs._version import __version__
-from torchobs.diagnosis.text_format import clean
+from torchobs.support.text import clean
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse

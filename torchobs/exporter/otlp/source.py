@@ -46,7 +46,6 @@ from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.catalog import BY_NAME, UNNAMED, Kind, Severity, cumulative, prometheus_name
 from torchobs.config.launchers import LAUNCH, LAUNCHED_BY
-from torchobs.diagnosis.rank_report import with_unit
 from torchobs.exporter import exporter_metrics
 from torchobs.flight import events, reader
 from torchobs.flight.events import Event, Late, SpanId, SpanIds, Tail
@@ -57,6 +56,7 @@ from torchobs.flight.series import Scope, Series, ValueType
 from torchobs.ranks import labels
 from torchobs.ranks.labels import NO_EXEMPLARS, exemplars_of
 from torchobs.ranks.rank_file import READ_ERRORS
+from torchobs.ranks.rank_view import with_unit
 from torchobs.ranks.scanner import Directory
 from torchobs.support.rate_limit import RateLimiter
 

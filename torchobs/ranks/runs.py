@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,17 +17,6 @@ from typing import NamedTuple
 from torchobs import catalog
 from torchobs.config import settings
 from torchobs.config.launchers import LAUNCHED_BY
-from torchobs.diagnosis import rank_report, text_format
-from torchobs.diagnosis.hangs import crash_frames, main_frames, with_patience
-from torchobs.diagnosis.rank_report import (
-    RankReport,
-    events_of,
-    last_phase,
-    missing_records,
-    spans_of,
-    steps_of,
-    values_of,
-)
 from torchobs.flight import artifacts, endings, reader
 from torchobs.flight.artifacts import PROFILE, ArtifactName
 from torchobs.flight.directory import find_existing, in_memory, opened
@@ -36,10 +26,21 @@ from torchobs.flight.layout import HEADER_SIZE, Header, Region, decode_header
 from torchobs.flight.reader import FlightFile, Value, View
 from torchobs.flight.step_record import StepRecord
 from torchobs.flight.throughput import pace
+from torchobs.ranks import labels, rank_view
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.rank_file import READ_ERRORS, Now, RankCandidate, RankFile, look_at, open_tracked, resolve
+from torchobs.ranks.rank_view import (
+    RankView,
+    events_of,
+    last_phase,
+    missing_records,
+    spans_of,
+    steps_of,
+    values_of,
+)
 from torchobs.ranks.scanner import system_clock
 from torchobs.ranks.state import last_memory
+from torchobs.support import text as text_format
 
 _FEW = 16
 _STEPS_OF_MANY = 1024
@@ -47,6 +48,13 @@ _SIZE_AT = slice(16, 24)
 _SILENT = frozenset({"lost", "out_of_memory", "crashed", "terminated"})
 """Ends before which a rank may have written nothing any more"""
 _MOST_LISTED = 12
+
+
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\(most recent call first\):\n((?:  [^\n]*\n?)*)")
+_FRAME = re.compile(r'  File "([^"\n]*)", line ([0-9]+|\?\?\?) in ([^\n]*)')
+_MAIN = re.compile(r"^# Thread 0x([0-9a-f]+) is 'MainThread'$", re.MULTILINE)
+_STACK = "Stack (most recent call first):\n"
+_MOST = 64
 
 
 class LoadedFlight(NamedTuple):
@@ -104,7 +112,7 @@ def newest(found: Iterable[LoadedFlight]) -> tuple[list[LoadedFlight], list[Load
 
 def load_reports(
     paths: Sequence[Path], limit: int | None = None, *, evidence: bool = True
-) -> tuple[list[RankReport], list[tuple[str, str]]]:
+) -> tuple[list[RankView], list[tuple[str, str]]]:
     """Read flight files; ``limit``: most step records per file, ``evidence``: with their artifacts.
 
     Returns the reports, and the unreadable files with reasons. Ranks that may just have died are read again together, half a
@@ -129,7 +137,7 @@ def limit_of(count: int) -> int | None:
 
 
 class _Look(NamedTuple):
-    report: RankReport
+    report: RankView
     fading: bool
     """True if probably dead, to be confirmed by another read"""
 
@@ -169,7 +177,7 @@ def reason(problem: BaseException) -> str:
     return text_format.clean(problem) or type(problem).__name__
 
 
-def _salvage(path: Path, limit: int | None, now: Now) -> RankReport:
+def _salvage(path: Path, limit: int | None, now: Now) -> RankView:
     """Read a private copy, padded with zeros to the size in its header."""
     with path.open("rb") as given:
         raw, there = given.read(HEADER_SIZE), os.fstat(given.fileno()).st_size
@@ -204,7 +212,7 @@ def _nameless() -> int:
         return os.dup(file.fileno())
 
 
-def _report(tracked: RankFile, source: str, limit: int | None, now: Now) -> RankReport:
+def _report(tracked: RankFile, source: str, limit: int | None, now: Now) -> RankView:
     header, view, up = tracked.header, tracked.view, tracked.up
     memory, live, values = last_memory(view), view.live, values_of(view)
     begun_ns, records = live.phase_begun_ns, tracked.file.steps(limit)
@@ -215,7 +223,7 @@ def _report(tracked: RankFile, source: str, limit: int | None, now: Now) -> Rank
     phase, begun_s = last_phase(live.phase, None if begun_ns is None else header.wall_s(begun_ns), steps)
     ring = tracked.file.events()
     details, history = tracked.file.details(), tracked.file.history()
-    return RankReport(
+    return RankView(
         source=text_format.clean(source),
         problems=problems,
         header=header,
@@ -230,7 +238,7 @@ def _report(tracked: RankFile, source: str, limit: int | None, now: Now) -> Rank
         phase_begun_s=begun_s,
         steps=steps,
         events=events_of((one for one in ring if isinstance(one, Event) and one.name != catalog.EVENT_SCALARS.name), header),
-        scalars=rank_report.curves(ring),
+        scalars=rank_view.curves(ring),
         values=values,
         pace=pace(records, tracked.file.forward_share()),
         recorded=not up or live.steps_since_ns is not None,
@@ -271,7 +279,7 @@ def _left(directory: Path) -> dict[str, list[ArtifactName]]:
     return left
 
 
-def _with(report: RankReport, directory: Path, left: Mapping[str, Sequence[ArtifactName]]) -> RankReport:
+def _with(report: RankView, directory: Path, left: Mapping[str, Sequence[ArtifactName]]) -> RankView:
     own = sorted(left.get(file_name(report.header), ()), key=lambda one: (one.kind, one.number))
     dump, crashed = _stacks(directory, own, report), _crash(directory, report)
     silent = report.reason in _SILENT and not report.events_named(catalog.EVENT_RUN_END)
@@ -280,7 +288,7 @@ def _with(report: RankReport, directory: Path, left: Mapping[str, Sequence[Artif
     return replace(report, left=tuple(own), frames=main_frames(dump), crash=crashed, unwritten=unwritten)
 
 
-def _crash(directory: Path, report: RankReport) -> tuple[str, ...]:
+def _crash(directory: Path, report: RankView) -> tuple[str, ...]:
     """Return the frames in which a rank crashed."""
     if report.reason == "crashed":
         with suppress(OSError), opened(directory, link=True) as fd:  # it is gone by now
@@ -288,7 +296,7 @@ def _crash(directory: Path, report: RankReport) -> tuple[str, ...]:
     return ()
 
 
-def _stacks(directory: Path, left: Sequence[ArtifactName], report: RankReport) -> str:
+def _stacks(directory: Path, left: Sequence[ArtifactName], report: RankView) -> str:
     """Return the latest stacks written after the rank's last step; empty if there are none."""
     since_ms = 1e3 * report.progress_s
     dumps = [one for one in left if one.kind != PROFILE and (not one.number or one.number >= since_ms)]
@@ -315,10 +323,10 @@ class NoRunError(ValueError):
 class Chosen(NamedTuple):
     """A run's ranks, unreadable files, launchers, and notes on other runs."""
 
-    ranks: list[RankReport]
+    ranks: list[RankView]
     bad: list[tuple[str, str]]
     notes: list[str]
-    launchers: list[RankReport]
+    launchers: list[RankView]
     """processes that only started the ranks"""
 
 
@@ -353,7 +361,7 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
     """
     ranks, bad = load_reports([path for path in paths if not path.is_dir()])
     notes: list[str] = []
-    launchers: list[RankReport] = []
+    launchers: list[RankView] = []
     others: list[RunFiles] = []
     for path in paths:
         if path.is_dir():
@@ -429,7 +437,7 @@ def default_directory() -> Path:
     return Path(path)
 
 
-def _launchers(found: Sequence[LoadedFlight]) -> list[RankReport]:
+def _launchers(found: Sequence[LoadedFlight]) -> list[RankView]:
     """Return the reports of processes that started ranks of this run and made no step themselves."""
     incarnations = {item.header.resource.get(LAUNCHED_BY) for item in found}
     reports, _ = load_reports([item.path for item in found if item.header.incarnation.hex() in incarnations])
@@ -444,3 +452,46 @@ def _nothing(paths: Sequence[Path], bad: Sequence[tuple[str, str]], run: str | N
         there = f"; these are there:\n{_listed(others[::-1])}" if others else ""
         return f"no run {text_format.clean(run)!r} in {where}{there}"
     return f"no flight files in {where}: a training writes them with torchobs.init() or `torchobs run train.py`"
+
+
+def main_frames(dump: str) -> tuple[str, ...]:
+    """Return the main thread's frames as ``file:line in function``, the innermost first; at most 64.
+
+    Without the header, as in stacks of a rank that held the GIL, the main thread is the one that ``faulthandler`` writes last.
+    """
+    threads = [(int(found[1], 16), found[2]) for found in _THREAD.finditer(dump)]
+    if not threads:
+        return ()
+    named = _MAIN.search(dump)
+    main = next((body for number, body in threads if named and number == int(named[1], 16)), threads[-1][1])
+    return _frames(main)
+
+
+def crash_frames(dump: str) -> tuple[str, ...]:
+    """Return the frames of the thread that crashed, the innermost first; empty if it ran no Python code."""
+    return _frames(dump.partition(_STACK)[2])
+
+
+def _frames(body: str) -> tuple[str, ...]:
+    return tuple(f"{found[1]}:{found[2]} in {found[3]}" for found in list(_FRAME.finditer(body))[:_MOST])
+
+
+def with_patience(reports: Sequence[RankView]) -> list[RankView]:
+    """Return the reports, with *hung* ranks alive that only wait for a peer that evaluates, saves or compiles.
+
+    As the exporter has them (``ranks.rank_state.waits``): a report of one file cannot know it.
+    """
+    phases: dict[tuple[str, str, str], set[str | None]] = {}
+    for report in reports:
+        if report.state == "alive":
+            phases.setdefault(_team(report), set()).add(report.phase)
+    ages = [max(0.0, report.last_s - report.progress_s) for report in reports]
+    return [
+        replace(report, state="alive") if rank_state.waits(report.state, age_s, phases.get(_team(report), ())) else report
+        for report, age_s in zip(reports, ages, strict=True)
+    ]
+
+
+def _team(report: RankView) -> tuple[str, str, str]:
+    job_name, run_id, rank = report.identity
+    return job_name, run_id, labels.team(rank)

@@ -13,7 +13,6 @@ from torchobs import catalog
 from torchobs.catalog import Metric
 from torchobs.detect.hangs import Standstill
 from torchobs.detect.learning import ZeroRate, zero_rate
-from torchobs.diagnosis import text_format
 from torchobs.flight.artifacts import ArtifactName
 from torchobs.flight.details import History
 from torchobs.flight.events import Event, Late, Span
@@ -23,6 +22,7 @@ from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.throughput import Throughput
 from torchobs.ranks import labels, state
 from torchobs.ranks.state import MemoryUse, trains
+from torchobs.support import text as text_format
 
 MOST_NAMES = 64
 MOST_TEXT = 600
@@ -139,7 +139,7 @@ def last_phase(phase: str | None, begun_s: float | None, steps: Sequence[Step]) 
 
 
 @dataclass(frozen=True, slots=True)
-class RankReport:
+class RankView:
     """Report on one rank from its flight file. Times are Unix seconds."""
 
     source: str
@@ -396,7 +396,7 @@ def _step(parts: Sequence[StepRecord], header: Header) -> Step:
     )
 
 
-def zero_rate_of(report: RankReport) -> ZeroRate | None:
+def zero_rate_of(report: RankView) -> ZeroRate | None:
     """Return since when the learning rate of the first parameter group is zero, or next to it."""
     began = next((step.step for step in reversed(report.steps) if step.new_model), 0)
     return zero_rate([(step.step, step.learning_rate) for step in report.steps], began)
