@@ -1,38 +1,32 @@
-"""Facts of ranks, and rows of the live page, for tests of what is said about them: no file, every number the test's own."""
+"""Facts of ranks for tests of what is said about them: no file, every number the test's own."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import math
+from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 
 from tests.rank_files import BOOT, BORN_NS, BORN_WALL_NS, RESOURCE, S
-from torchobs import catalog
-from torchobs.catalog import Event, Metric
-from torchobs.catalog.findings import Finding
-from torchobs.diagnosis import live
-from torchobs.diagnosis import live as live_views
+from torchobs.catalog import EVENT_LOOP_MISTAKE, Event, Metric
 from torchobs.diagnosis.diagnosis import diagnose
-from torchobs.diagnosis.live import NO_DETAILS, RunView, run_of
-from torchobs.diagnosis.status import NO_REPLICAS, EventSummary, RankStatus, Replicas, completed, last_loss
 from torchobs.exporter import daemon, page
 from torchobs.flight.layout import DEFAULT_SIZE, Header, plan
+from torchobs.flight.reader import Distribution
 from torchobs.flight.throughput import Throughput
-from torchobs.ranks.rank_view import Fact, RankView, Step
+from torchobs.ranks import live
+from torchobs.ranks.events import Events, Fact
+from torchobs.ranks.rank_view import RankView, RunView, Step
 from torchobs.ranks.snapshot import Readings
-from torchobs.ranks.state import MemoryUse, trains
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import pytest
     from typing_extensions import Self
 
     from tests.exporters import Client
     from torchobs.detect.hangs import Standstill
-    from torchobs.detect.learning import ZeroRate
     from torchobs.detect.speed import Slowness
 
 START_S = BORN_WALL_NS / S
@@ -64,7 +58,7 @@ def facts(
     state: str = "lost",
     reason: str = "lost",
     events: Sequence[Fact] = (),
-    values: Mapping[Any, float] | None = None,
+    values: Mapping[Any, Any] | None = None,
     resource: Mapping[str, str | int] | None = None,
     **given: Any,
 ) -> RankView:
@@ -72,17 +66,23 @@ def facts(
     header = Header(
         DEFAULT_SIZE, bytes(range(16)), BOOT, BORN_NS, BORN_WALL_NS, 1, 0, plan(DEFAULT_SIZE), {**RESOURCE, **(resource or {})}
     )
-    keyed: dict[tuple[str, ...], Any] = {
-        (key.name,) if isinstance(key, Metric) else (key[0].name, *key[1:]): value for key, value in (values or {}).items()
-    }
-    last_s = history[-1].end_s if history else START_S
+    known: dict[str, dict[tuple[str, ...], float]] = {}
+    distributions: dict[str, Distribution] = {}
+    for key, value in (values or {}).items():
+        metric, *attributes = (key,) if isinstance(key, Metric) else key
+        if isinstance(value, Distribution):
+            distributions[metric.name] = value
+        else:
+            known.setdefault(metric.name, {})[tuple(attributes)] = value
+    last_s = given.get("last_s", history[-1].end_s if history else START_S)
+    since_s = max(0.0, last_s - (history[-1].end_s if history else START_S))
     fields = {
-        "source": "r0.flight", "problems": (), "up": False, "exit_code": 0, "same_boot": True, "memory": MemoryUse(),
-        "last_s": last_s, "phase": "forward", "phase_begun_s": last_s,
+        "source": "r0.flight", "up": False, "last_s": last_s, "phase": "forward", "phase_begun_s": last_s,
+        "progress_age_s": since_s,
     }  # fmt: skip
     return RankView(
-        header=header, state=state, reason=reason, steps=tuple(history), events=tuple(events), values=keyed,
-        **{**fields, **given},
+        header=header, state=state, reason=reason, steps=tuple(history), events=Events(tuple(events)),
+        readings=Readings(known, distributions), **{**fields, **given},
     )  # fmt: skip
 
 
@@ -117,47 +117,35 @@ def row(  # noqa: PLR0913  # each is what some test is about
     phase: str = "backward",
     anomalies: tuple[str, ...] = (),
     recorded: bool = True,
-    newest_loss: float | None = None,
-    lately: dict[str, int] | None = None,
+    events: Sequence[Fact] = (),
     mistakes: tuple[str, ...] = (),
-    replicas: Replicas = NO_REPLICAS,
-    rate: ZeroRate | None = None,
     ran_s: float = 0.0,
     still: Standstill | None = None,
     values: Values | None = None,
+    run_id: str = "run-1",
+    derived: Mapping[str, object] | None = None,
     **given: float | None,
-) -> live_views.RankView:
-    """A rank 12,400 steps into its training, or as a test wants it."""
+) -> RankView:
+    """A rank 12,400 steps into its training, or as a test wants it; ``derived``: what it would make of records and events."""
     plain: dict[str, float | None] = {"steps": 12_400, "loss": 2.313, **given}
     known: Values = {f"torchobs.{name}": {(): value} for name, value in plain.items() if value is not None}
-    readings = Readings({**known, "torchobs.anomaly.active": {(kind,): 1.0 for kind in anomalies}, **(values or {})})
-    status = RankStatus(
-        rank=str(rank),
-        state=state,
-        reason=reason,
-        up=not reason,
-        phase=None if reason else phase,
-        recorded=recorded,
-        beat_age_s=age_s,
-        progress_age_s=None if reason else age_s,
-        steps=int(readings.get(catalog.STEPS) or 0),
-        loss=last_loss(readings.get, newest_loss),
-        per_s=PACE.per_s if trains(state, phase, still, recorded=recorded) and not reason else None,
-        ran_s=ran_s,
-        standstill=still,
-        lately=lately or {},
-        events=EventSummary({kind: Finding(kind) for kind in mistakes}),
-        slowness=slow,
-        replicas=replicas,
-        zero_rate=rate,
-    )
-    status = completed(status, readings.get, readings.of)
-    return live_views.RankView(f"{rank:032x}", status, readings, NO_DETAILS._replace(pace=None if reason else PACE))
+    resource: dict[str, str | int] = {"job_name": "gpt", "run_id": run_id, "rank": rank}
+    header = Header(DEFAULT_SIZE, rank.to_bytes(16, "big"), BOOT, BORN_NS, BORN_WALL_NS, 1, 0, plan(DEFAULT_SIZE), resource)
+    made = [fact(EVENT_LOOP_MISTAKE, 0.0, 3, kind=kind) for kind in mistakes]
+    view = RankView(
+        header=header, state=state, reason=reason, up=not reason, phase=phase, recorded=recorded, beat_age_s=age_s,
+        readings=Readings({**known, "torchobs.anomaly.active": {(kind,): 1.0 for kind in anomalies}, **(values or {})}),
+        last_s=START_S + ran_s, progress_age_s=None if reason else age_s, standstill=still, slowness=slow,
+        pace=None if reason else PACE, events=Events((*made, *events)),
+    )  # fmt: skip
+    vars(view).update(derived or {})
+    return view
 
 
-def run(*rows: live_views.RankView, run_id: str = "run-1", expected: int = 0, world_size: int = 0) -> RunView:
+def run(*rows: RankView, expected: int = 0, world_size: int = 0) -> RunView:
     """A run of these ranks."""
-    return run_of("gpt", run_id, rows, expected=expected, world_size=world_size or expected)
+    expected = max(expected, len(rows))
+    return RunView(rows, expected, max(world_size, expected))
 
 
 class Parsed(HTMLParser):

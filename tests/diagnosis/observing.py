@@ -23,7 +23,8 @@ from torchobs import catalog
 from torchobs.catalog.findings import Finding
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.health import INFO
-from torchobs.ranks.rank_view import Fact, RankView
+from torchobs.ranks.events import Fact
+from torchobs.ranks.rank_view import RankView
 from torchobs.ranks.runs import load_reports
 
 ROUND = 10

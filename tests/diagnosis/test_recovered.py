@@ -15,10 +15,10 @@ from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.cli.top import Watch, screen
 from torchobs.diagnosis.health import health
-from torchobs.diagnosis.live import DetailsReader, RunsReader
-from torchobs.diagnosis.status import run_status
 from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
+from torchobs.ranks.live import DetailsReader, RunsReader
+from torchobs.ranks.rank_view import run_at_end
 from torchobs.ranks.runs import load_reports
 from torchobs.ranks.scanner import Scanner
 
@@ -90,11 +90,11 @@ def test_page_top_and_inspect_agree_while_it_trains(run: Recording, flight_dir: 
         (shown,) = RunsReader().runs(snapshot, DetailsReader().gather(scanner, snapshot, ()))
         runs, _ = Watch(scanner).look()
     reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
-    inspected = health(run_status(reports))
+    inspected = health(run_at_end(reports))
     lines = "\n".join(screen(runs, TerminalStyle(200), 50).lines)
     is_past = level is Severity.INFO
-    assert [found.level for found in (shown.health, inspected)] == [level, level]
-    for text in (shown.health.text, inspected.text):
+    assert [found.level for found in (health(shown), inspected)] == [level, level]
+    for text in (health(shown).text, inspected.text):
         assert ("Past: 1 loss that was not finite" in text) == is_past
         assert ("Lately: 1 loss that was not finite." in text) != is_past
     assert ("Worth a look" in lines) != is_past

@@ -17,13 +17,13 @@ from torchobs import catalog
 from torchobs.cli.top import Watch, screen
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.health import health
-from torchobs.diagnosis.live import DetailsReader, RunsReader
-from torchobs.diagnosis.status import run_status
 from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight import reader
 from torchobs.flight.layout import Exit
 from torchobs.probes.exits import Ending
+from torchobs.ranks.live import DetailsReader, RunsReader
+from torchobs.ranks.rank_view import run_at_end
 from torchobs.ranks.runs import load_reports
 from torchobs.ranks.scanner import Scanner
 
@@ -107,8 +107,8 @@ def test_page_top_and_report_name_the_exception(tmp_path: Path, flight_dir: Path
         runs, _ = Watch(scanner).look()
     (lines,) = [line for line in screen(runs, TerminalStyle(400), 50).lines if "Trouble" in line]
     reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
-    inspected = health(run_status(reports))
-    for text in (shown.health.gist, inspected.gist, shown.health.text, lines, inspected.text):
+    inspected = health(run_at_end(reports))
+    for text in (health(shown).gist, inspected.gist, health(shown).text, lines, inspected.text):
         assert f"Rank 0 {words}" in text
 
 

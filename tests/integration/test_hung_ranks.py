@@ -12,11 +12,12 @@ import pytest
 from tests import support
 from torchobs import catalog
 from torchobs.diagnosis.diagnosis import diagnose_run
-from torchobs.diagnosis.live import RunsReader
+from torchobs.diagnosis.health import health
 from torchobs.exporter import exporter_metrics
 from torchobs.exporter.commands import ArtifactStore, CommandService
 from torchobs.exporter.config import ExporterConfig
 from torchobs.ranks import state
+from torchobs.ranks.live import RunsReader
 from torchobs.ranks.runs import load_reports
 from torchobs.ranks.scanner import Scanner
 
@@ -82,7 +83,7 @@ def test_the_rank_that_sleeps_is_named(
         (snapshot,) = support.wait_until(hung, 60.0, 0.2)
         assert positions(snapshot)["0"] == ("backward", culprit[1] - 1 + 0.6 if place == "skip" else 5.6)
         (run,) = RunsReader().runs(snapshot, {})
-        assert told in run.health.text
+        assert told in health(run).text
     support.wait_until(lambda: any(text.startswith(told) for text in findings(flight_dir)), 30.0, 0.5)
     reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
     assert reports[diagnose_run(reports).principal].rank == "1"
@@ -126,7 +127,7 @@ def test_torch_s_flight_recorder_names_the_rank_that_sleeps_in_the_same_phase(
 
         def named() -> list[re.Match[str]]:
             runs = RunsReader().runs(scanner.scan(), {})
-            return [found for run in runs if (found := told.search(run.health.text))]
+            return [found for run in runs if (found := told.search(health(run).text))]
 
         (found,) = support.wait_until(named, 180.0, 0.2)
         assert int(found[1]) == int(found[2]) + 1
@@ -140,8 +141,8 @@ def test_a_recorder_that_is_off_is_said_once_and_leaves_counts_alone(start: Any,
     def told() -> list[list[str]]:
         reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
         reasons = [[fact.text("reason") for fact in one.events_named(catalog.EVENT_COLLECTIVES_UNKNOWN)] for one in reports]
-        names = {name for one in reports for name, *_ in one.values if name.startswith("torchobs.collective.")}
-        assert names <= {catalog.COLLECTIVE_ENQUEUED.name}
+        counted = [metric for metric in catalog.METRICS if metric.name.startswith("torchobs.collective.")]
+        assert {metric for one in reports for metric in counted if one.of(metric)} <= {catalog.COLLECTIVE_ENQUEUED}
         return reasons if len(reasons) == 2 and all(reasons) else []
 
     reasons = support.wait_until(told, 180.0, 0.3)

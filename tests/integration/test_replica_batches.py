@@ -13,10 +13,11 @@ from tests.integration.test_distributed import train
 from torchobs import catalog
 from torchobs.cli.top import Watch, screen
 from torchobs.detect.disagreement import LOOKED_BATCHES, same_batches
-from torchobs.diagnosis.live import DetailsReader, RunsReader
+from torchobs.diagnosis.health import health
 from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
 from torchobs.probes.replica_batches import number_of
+from torchobs.ranks.live import DetailsReader, RunsReader
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def said_live(flight_dir: Path) -> tuple[str, str]:
         snapshot = scanner.scan()
         (shown,) = RunsReader().runs(snapshot, DetailsReader().gather(scanner, snapshot, ()))
         runs, _ = Watch(scanner).look()
-    return shown.health.text, "\n".join(screen(runs, TerminalStyle(1000), 100).lines)
+    return health(shown).text, "\n".join(screen(runs, TerminalStyle(1000), 100).lines)
 
 
 @pytest.mark.parametrize("loader", ["shuffle=True", "shuffle=False, num_workers=1"])

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.diagnosis_files import row
 from tests.training import Recording, train
-from torchobs.catalog import EVENT_STEP_BETWEEN, PHASES
-from torchobs.detect.speed import LEAST_SAMPLES, between_share
+from torchobs.catalog import EVENT_STEP_BETWEEN, PHASES, STEP_PHASE_TIME
+from torchobs.detect.speed import LEAST_SAMPLES
 from torchobs.diagnosis import health
-from torchobs.diagnosis.status import RankStatus, summary_of
-from torchobs.ranks.rank_view import Fact
+from torchobs.ranks.events import Fact
 from torchobs.runtime.stack_samples import StackSamples, innermost
 
 
@@ -63,10 +63,7 @@ def test_the_line_is_information_where_much_of_the_time_goes_there() -> None:
     event = Fact(EVENT_STEP_BETWEEN.name, 0.0, 3, {"location": "/home/me/train.py:42", "function": "get_batch"})
     for between_s, expected in ((61.0, ["Between steps 61 %: get_batch, train.py:42."]), (11.0, [])):
         phases = dict.fromkeys(PHASES, 0.0) | {"between": between_s, "backward": 100.0 - between_s}
-        rank = RankStatus(
-            rank="0", state="alive", reason="", up=True, phase="other", recorded=True, beat_age_s=0.0, progress_age_s=0.0,
-            steps=9, loss=None, per_s=None, between=between_share(phases), events=summary_of([event]),
-        )  # fmt: skip
+        rank = row(events=[event], values={STEP_PHASE_TIME.name: {(phase,): seconds for phase, seconds in phases.items()}})
         found = list(health.between([rank]))
         assert [one.long for one in found] == expected
         assert all(one.severity == health.INFO for one in found)

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from tests.rank_files import BORN_NS, BORN_WALL_NS, Clock, File, S, live_rank, scanner_of, train
+from tests.rank_files import BORN_NS, Clock, File, S, live_rank, scanner_of, train
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import top
 from torchobs.cli.top import Watch, screen
-from torchobs.diagnosis.live import RankView, RunView, run_of
 from torchobs.document.text import TerminalStyle
 from torchobs.flight.layout import HEADER_SIZE, LIVE_PHASES, Live
+from torchobs.ranks.rank_view import RankView, RunView, run_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -214,11 +214,6 @@ def frame(runs: Sequence[RunView], width: int, height: int = 24, first: int = 0)
     return screen(runs, TerminalStyle(width), height, first).lines
 
 
-def with_ranks(run: RunView, ranks: Sequence[RankView]) -> RunView:
-    """The run, of these ranks."""
-    return run_of(run.job_name, run.run_id, ranks, expected=0, world_size=0)
-
-
 def cells(lines: Sequence[str], row: int = -1) -> dict[str, str]:
     """The cells of a row by their columns, of the last table."""
     heading = next(line for line in reversed(lines) if line.split()[:1] == ["rank"])
@@ -262,8 +257,8 @@ def test_the_rank_that_others_wait_for_is_marked(tmp_path: Path) -> None:
     """It is twice as slow in data as it would be without its peers' wait in their backward pass."""
     files = ranks(tmp_path, 3)
     (run,) = looked(tmp_path)
-    waiting = with_ranks(run, [slowed(one, 2 * (number != 1), 0.075) for number, one in enumerate(run.ranks)])
-    assert [round(one.status.slowness.factor, 2) for one in waiting.ranks if one.status.slowness] == [1.0, 2.0, 1.0]
+    waiting = run_of([slowed(one, 2 * (number != 1), 0.075) for number, one in enumerate(run.ranks)])
+    assert [round(one.slowness.factor, 2) for one in waiting.ranks if one.slowness] == [1.0, 2.0, 1.0]
     lines = frame([waiting], 140, 40)
     assert "Worth a look: Rank 1 is 2 times slower than the others in the phase data." in lines[1]
     assert [one.pace.per_s for one in run.ranks if one.pace] == pytest.approx([10.0] * 3)
@@ -281,8 +276,7 @@ def slowed(one: RankView, phase: int, by_s: float) -> RankView:
 def paced(one: RankView, **given: Any) -> RankView:
     """The same rank with another throughput."""
     assert one.pace is not None
-    status = replace(one.status, slowness=None, **({"per_s": given["per_s"]} if "per_s" in given else {}))
-    return replace(one, status=status, details=one.details._replace(pace=one.pace._replace(**given)))
+    return replace(one, slowness=None, pace=one.pace._replace(**given))
 
 
 def test_it_shows_the_work_of_a_second_and_the_share_of_the_peak(tmp_path: Path) -> None:
@@ -291,7 +285,7 @@ def test_it_shows_the_work_of_a_second_and_the_share_of_the_peak(tmp_path: Path)
 
     def shown(**pace: Any) -> dict[str, str]:
         (run,) = looked(tmp_path)
-        return cells(frame([with_ranks(run, [paced(run.ranks[0], **pace)])], 160))
+        return cells(frame([run_of([paced(run.ranks[0], **pace)])], 160))
 
     assert shown()["tokens/s"] == "10,240"
     assert {"samples/s", "MFU"}.isdisjoint(shown())
@@ -307,7 +301,7 @@ def test_it_shows_the_work_of_a_second_and_the_share_of_the_peak(tmp_path: Path)
 def test_who_is_at_something_that_takes_its_time_is_said_to_be(tmp_path: Path) -> None:
     """Whoever has left the training loop, or evaluates: no step is missing."""
     (file,) = ranks(tmp_path, 1)
-    file.writer.phase(1 + LIVE_PHASES.index("idle"), BORN_NS)
+    file.writer.phase(1 + LIVE_PHASES.index("idle"), BORN_NS + 10 * S)
     file.save()
     assert frame(looked(tmp_path), 100)[-1].split()[1:5] == ["alive,", "idle", "100", "-"]
     file.release()
@@ -338,7 +332,7 @@ def test_it_starts_fast() -> None:
     assert shown.stdout == "[]\n"
 
 
-def test_anomalies_of_the_last_minutes_are_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anomalies_of_the_last_minutes_are_told_as_such(tmp_path: Path) -> None:
     """In the live page's words; older ones make no warning."""
     (file,) = ranks(tmp_path, 1)
     attributes = {"kind": "loss_spike", "left_out": 19}
@@ -349,8 +343,9 @@ def test_anomalies_of_the_last_minutes_are_told_as_such(tmp_path: Path, monkeypa
     file.save()
 
     def told(seconds: float) -> str:
-        monkeypatch.setattr("torchobs.diagnosis.live.time.time", lambda: BORN_WALL_NS / S + seconds)
-        return "\n".join(frame(looked(tmp_path), 100))
+        file.beat(seconds)
+        file.save()
+        return "\n".join(frame(looked(tmp_path, seconds), 100))
 
     assert "Lately: 20 loss spikes." in told(10.0)
     assert "Lately" not in told(1000.0)

@@ -14,14 +14,13 @@ from tests.exporters import Service
 from tests.rank_files import RESOURCE, live_rank, train
 from tests.support import wait_until
 from torchobs import catalog
-from torchobs.diagnosis import live
 from torchobs.exporter import page
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.directory import open_place
 from torchobs.flight.layout import MIN_SIZE, Exit
 from torchobs.flight.value_blocks import CORE
 from torchobs.flight.writer import FlightWriter, open_writer
-from torchobs.ranks import state
+from torchobs.ranks import live, state
 
 HOSTILE = "</bdi><img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
 MANY = 1000

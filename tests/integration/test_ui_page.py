@@ -21,9 +21,8 @@ from tests.exporters import Service
 from tests.rank_files import Clock, File, live_rank, train
 from tests.support import clean_environment, free_port, wait_until
 from torchobs import catalog
-from torchobs.diagnosis.live import KEPT, RunsReader
 from torchobs.document import live
-from torchobs.document.live import PARTS, Choice, Model, focused, heading, model, rendered
+from torchobs.document.live import PARTS, Choice, Model, focused, heading, judged, model, rendered
 from torchobs.exporter import access, page
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.page import Feed
@@ -35,6 +34,7 @@ from torchobs.flight.reader import FlightFile
 from torchobs.flight.value_blocks import CORE
 from torchobs.flight.writer import FlightWriter
 from torchobs.node import election
+from torchobs.ranks.live import KEPT, RunsReader
 from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.snapshot import Snapshot
 
@@ -260,8 +260,8 @@ def test_files_that_do_not_answer_do_not_hold_the_page_up(
         watched.close()
         watch.close()
         assert shown.focus is not None
-        assert not shown.focus.details.curves.loss
-        return str(shown.run.status.steps if shown.run else None)
+        assert not shown.focus.steps
+        return str(shown.run.steps if shown.run else None)
 
     assert asyncio.run(look()) == "3"
     assert writer.name
@@ -303,7 +303,7 @@ def served(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
 def shown(snapshot: Snapshot, choice: Choice) -> Model:
     """What the page is of for that choice."""
-    return model(RunsReader().runs(snapshot, {}, {choice.run}), choice, (), 0.0)
+    return model(judged(RunsReader().runs(snapshot, {}, {choice.run})), choice, (), 0.0)
 
 
 def order(snapshot: Snapshot) -> list[str]:

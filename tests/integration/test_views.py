@@ -27,7 +27,7 @@ from torchobs.flight.step_record import RecordKind, StepFlag
 from torchobs.flight.value_blocks import CORE
 from torchobs.probes.scalars import EVERY_S, POINTS, Scalars
 from torchobs.ranks import state
-from torchobs.ranks.rank_view import curves
+from torchobs.ranks.events import curves
 from torchobs.ranks.scanner import Scanner
 from torchobs.support import text as text_format
 

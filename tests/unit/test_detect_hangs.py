@@ -38,12 +38,13 @@ from torchobs.diagnosis import endings, health
 from torchobs.diagnosis import hangs as collectives
 from torchobs.diagnosis.endings import compare
 from torchobs.flight.reader import Distribution
+from torchobs.ranks.events import Events
+from torchobs.ranks.snapshot import Readings
 from torchobs.ranks.state import hang_timeout_s
 
 if TYPE_CHECKING:
     from types import CodeType
 
-    from torchobs.diagnosis.status import RankStatus
     from torchobs.ranks.rank_view import RankView
 
 
@@ -311,9 +312,12 @@ def test_calls_that_do_not_align_show_nothing() -> None:
     assert inserted(calls("step"), calls("step")) == inserted({}, {}) == inserted(calls("step"), {}) == ()
 
 
-def hung(name: str, progress: GroupProgress) -> RankStatus:
+def hung(name: str, progress: GroupProgress) -> RankView:
     """A rank in backward of step 11, with its progress in a process group."""
-    return replace(row(0, "hung").status, rank=name, collectives={"x": progress}, called={"x": progress.enqueued})
+    number, _, suffix = name.partition("-")
+    view = replace(row(int(number), "hung"), suffix=f"-{suffix}")
+    vars(view).update(collectives={"x": progress}, called={"x": progress.enqueued})
+    return view
 
 
 def test_ranks_of_replica_groups_are_compared_each_by_itself() -> None:
@@ -396,10 +400,10 @@ def test_ranks_that_all_gave_up_waited_for_each_other() -> None:
 
 def counted(report: RankView, number: int, *calls: str) -> RankView:
     """The same rank with the number of collectives that it has called, and the last of them."""
-    values: dict[tuple[str, ...], Any] = {(catalog.COLLECTIVE_ENQUEUED.name, "gloo", "default"): float(number)}
+    readings = Readings({catalog.COLLECTIVE_ENQUEUED.name: {("gloo", "default"): float(number)}})
     numbered = [f"default (gloo) #{number - len(calls) + 1 + at} {call}" for at, call in enumerate(calls)]
     events = [one._replace(attributes={**one.attributes, "collectives": numbered}) for one in report.events]
-    return replace(report, values=values, events=tuple(events))
+    return replace(report, readings=readings, events=Events(tuple(events)))
 
 
 def test_a_rank_that_called_one_collective_more_is_told_with_the_line() -> None:

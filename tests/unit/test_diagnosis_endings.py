@@ -14,7 +14,7 @@ from torchobs.cli.run import summary_lines
 from torchobs.diagnosis.diagnosis import diagnose, diagnose_run
 from torchobs.diagnosis.endings import compare, first_failed
 from torchobs.flight.throughput import Throughput
-from torchobs.ranks.rank_view import RankView
+from torchobs.ranks.rank_view import RankView, run_at_end
 from torchobs.ranks.state import MemoryUse
 
 FINISHED: dict[str, Any] = {"state": "finished", "reason": "finished"}
@@ -38,7 +38,10 @@ def raised_event(seconds: float, kind: str = "builtins.ValueError", location: st
         ({"same_boot": False}, "without a word after step 50, in the phase forward: the machine has been started"),
         ({"copied": True, "same_boot": False}, "or a crash, or it went on after this copy was made."),
         (
-            {"reason": "out_of_memory", "memory": MemoryUse(0.98, 0.5, 4.0), "values": {catalog.CGROUP_MEMORY_LIMIT: 2.0**32}},
+            {
+                "reason": "out_of_memory", "memory_use": MemoryUse(0.98, 0.5, 4.0),
+                "values": {catalog.CGROUP_MEMORY_LIMIT: 2.0**32},
+            },
             (
                 "Rank 0 vanished with memory full after step 50, in the phase forward. The kernel killed a process of its "
                 "cgroup 4 s before its last sign of life. 98 % of its cgroup's memory was taken. The cgroup's limit is 4 GiB."
@@ -187,7 +190,7 @@ def raised(number: int, seconds: float, location: str) -> RankView:
 
 def compared(*ranks: RankView) -> dict[str, Finding]:
     """What is said of them, by kind."""
-    return {finding.kind: finding for finding in compare(ranks)}
+    return {finding.kind: finding for finding in compare(run_at_end(ranks).ranks)}
 
 
 IN_COLLECTIVE = "torch/distributed/distributed_c10d.py:83 in wrapper"

@@ -18,7 +18,7 @@ from torchobs.document.run import Options, document
 from torchobs.flight.artifacts import PROFILE, STACKS, STUCK, ArtifactName, named
 from torchobs.flight.reader import Distribution
 from torchobs.ranks.rank_view import RankView
-from torchobs.ranks.runs import with_patience
+from torchobs.ranks.state import with_patience
 
 FLIGHT = f"r0-{0:032x}.flight"
 ALIVE: dict[str, Any] = {"state": "alive", "reason": "", "up": True}
@@ -155,12 +155,17 @@ def test_a_run_that_stands_still_is_not_all_well_and_has_no_speed() -> None:
     assert (known.verdict.severity, known.verdict.values["badge"]) == (INFO, "No steps now")
 
 
+def patient(ranks: list[RankView]) -> list[RankView]:
+    """The ranks, of which none hangs that only waits."""
+    return with_patience(ranks, lambda rank: rank.phase)
+
+
 def test_a_rank_that_waits_for_one_that_evaluates_does_not_hang() -> None:
     """As on the page: for half an hour, and in its own run."""
     waiting = living(120.0, state="hung")
     evaluates = living(120.0, phase="evaluation", standstill=None, resource={"rank": 1})
     elsewhere = living(120.0, phase="evaluation", standstill=None, resource={"rank": 1, "run_id": "another"})
-    assert [report.state for report in with_patience([waiting, evaluates])] == ["alive", "alive"]
-    assert diagnose_run(with_patience([waiting, evaluates])).verdict.severity == INFO
-    assert with_patience([waiting, elsewhere])[0].state == "hung"
-    assert with_patience([living(1900.0, state="hung"), evaluates])[0].state == "hung"
+    assert [report.state for report in patient([waiting, evaluates])] == ["alive", "alive"]
+    assert diagnose_run(patient([waiting, evaluates])).verdict.severity == INFO
+    assert patient([waiting, elsewhere])[0].state == "hung"
+    assert patient([living(1900.0, state="hung"), evaluates])[0].state == "hung"

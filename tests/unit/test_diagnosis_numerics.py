@@ -15,7 +15,8 @@ from torchobs.flight.reader import Distribution
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torchobs.ranks.rank_view import Fact, RankView, Step
+    from torchobs.ranks.events import Fact
+    from torchobs.ranks.rank_view import RankView, Step
 
 NAN = math.nan
 REGION = {"operator": "compiled_function", "module": "blocks.3", "location": "train.py:9"}

@@ -10,11 +10,12 @@ from tests import flights
 from tests.diagnosis_files import row
 from torchobs import catalog
 from torchobs.catalog import Severity
-from torchobs.diagnosis.live import EventRow, log_of, merged_ranks, of_ring
 from torchobs.document.charts import BUCKETS, alternative, curve, height_of, sparkline, stacked
+from torchobs.document.event_log import EventRow, log_of, merged_ranks, rows_of
 from torchobs.document.live import Choice, choice_of, query_of
 from torchobs.document.markup import tag
 from torchobs.flight.layout import Header
+from torchobs.ranks.events import events_of
 from torchobs.support import text as text_format
 
 NAN, INF = math.nan, math.inf
@@ -102,7 +103,7 @@ def test_events_become_lines_and_what_is_none_is_left_out() -> None:
         {**evaluation, "scope": ["torchobs"]},
         {**evaluation, "scope": ["somebody"]},
     ]
-    told = of_ring(HEADER, "0", flights.decoded(*frames))
+    told = rows_of("0", events_of(flights.decoded(*frames), HEADER))
     assert [(one.title, one.text, one.severity, one.step) for one in told] == [
         ("Anomaly", "nonfinite loss · value NaN", Severity.ERROR, 7),
         ("Data loader's worker died", "pid 3", Severity.ERROR, None),
@@ -119,7 +120,7 @@ def test_sizes_and_durations_have_their_unit() -> None:
     name = "torchobs.memory.growth"
     frames = [{"k": "event", "t": 1, "name": each, "attrs": attributes} for each in (name, "mine")]
     frames += [{"k": "event", "t": 1, "name": name, "attrs": {"per_step": odd}} for odd in (10**400, NAN, "NaN")]
-    whole, mine, huge, *nan = (one.text for one in of_ring(HEADER, "0", flights.decoded(*frames)))
+    whole, mine, huge, *nan = (one.text for one in rows_of("0", events_of(flights.decoded(*frames), HEADER)))
     assert whole == "space host · per step 40 KiB · time to limit 1 h 30 min · silent unknown"
     assert mine == "space host · per step 40960 · time to limit 5,400 · silent unknown"
     assert huge.startswith("per step 1000")
@@ -132,7 +133,7 @@ def test_every_event_of_ours_is_a_line(event: catalog.Event) -> None:
     named = {"kind": "gradients_kept", "values": [1.0, 2.0]}
     given = {attribute.name: ["a", {"b": 1}] for attribute in event.attributes} | named
     frame = {"k": "event", "name": event.name, "t": 5, "step": 3, "attrs": given}
-    rows = [of_ring(HEADER, str(rank), flights.decoded(frame)) for rank in range(2)]
+    rows = [rows_of(str(rank), events_of(flights.decoded(frame), HEADER)) for rank in range(2)]
     lines = log_of(rows).lines
     assert [line.last.ranks for line in lines] == [("1", "0")] * (event is not catalog.EVENT_SCALARS)
 

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.diagnosis_files import Values, fact, row, run
+from tests.diagnosis_files import Values, fact, facts, row, run, step
 from torchobs import catalog
 from torchobs.catalog import Severity
+from torchobs.cli.top import screen
 from torchobs.detect.growth import NEAR_S
 from torchobs.detect.hangs import Standstill
 from torchobs.detect.learning import ZeroRate
 from torchobs.detect.speed import SLOW, Slowness
 from torchobs.diagnosis.from_events import from_events
 from torchobs.diagnosis.health import health
-from torchobs.diagnosis.live import METRICS, RankView
-from torchobs.diagnosis.status import (
-    Replicas,
-    RunStatus,
-    alike_norms,
-    anomalies_of,
-    completed,
-    recent_anomalies,
-    summary_of,
-)
-from torchobs.document.live import health_beside
-from torchobs.ranks.rank_view import Fact
+from torchobs.document.live import health_beside, judged
+from torchobs.document.text import TerminalStyle
+from torchobs.ranks.events import Events, Fact
+from torchobs.ranks.live import METRICS
+from torchobs.ranks.rank_view import RankView
+from torchobs.ranks.snapshot import Readings
 
 EIGHT = [row(rank) for rank in range(8)]
 
@@ -80,7 +76,7 @@ def gpu(state: str) -> Values:
 
 
 SCALED = {**anomalies(nonfinite_gradient=4), "torchobs.amp.steps_skipped": {(): 4.0}}
-RATE = ZeroRate(12_361, 40, is_begun_before=False)
+RATE = {"zero_rate": ZeroRate(12_361, 40, is_begun_before=False)}
 SPIKES = {"loss_spike": 20, "gradient_explosion": 2}
 LATELY = {catalog.EVENT_WORKER_DIED.name: 1}
 DIED: Values = {catalog.DATA_WORKERS_DIED.name: {(): 2.0}}
@@ -94,21 +90,26 @@ def told(event: catalog.Event, **attributes: Any) -> Fact:
     return Fact(event.name, 1.0, 3, attributes)
 
 
+def kinds(*events: Fact) -> set[str]:
+    """The kinds of findings that they make."""
+    return set(from_events(Events(events)))
+
+
 def test_a_mistake_that_is_taken_back_is_none() -> None:
     """By a later event about no parameter; of the kinds that there are, whatever a file holds."""
     stopped, again = (told(catalog.EVENT_LOOP_MISTAKE, kind="same_order", parameters_affected=n) for n in (4, 0))
-    kept = from_events([told(catalog.EVENT_LOOP_MISTAKE, kind="gradients_kept")])
-    assert from_events([stopped], kept).keys() == {"gradients_kept", "same_order"}
-    assert from_events([stopped, again], kept).keys() == {"gradients_kept"}
+    kept = told(catalog.EVENT_LOOP_MISTAKE, kind="gradients_kept")
+    assert kinds(kept, stopped) == {"gradients_kept", "same_order"}
+    assert kinds(kept, stopped, again) == {"gradients_kept"}
     odd = [
         told(event, kind=kind)
         for event in (catalog.EVENT_LOOP_MISTAKE, catalog.EVENT_SCHEDULER_MISUSED)
         for kind in ("x", ["y"])
     ]
-    assert from_events(odd) == {}
+    assert kinds(*odd) == set()
     left, back = (told(catalog.EVENT_LEFT_OUT_PARAMETERS, parameters=["a"], parameters_affected=n) for n in (2, 0))
-    assert from_events([left, left]).keys() == {"left_out"}
-    assert from_events([left, back]) == {}
+    assert kinds(left, left) == {"left_out"}
+    assert kinds(left, back) == set()
 
 
 def test_what_an_event_makes_is_on_the_page() -> None:
@@ -118,31 +119,32 @@ def test_what_an_event_makes_is_on_the_page() -> None:
         told(catalog.EVENT_SCHEDULER_MISUSED, kind="never_stepped", scheduler="StepLR"),
         told(catalog.EVENT_GRAPH_BREAK, location="net.py:3", message="call"),
     ]
-    status = replace(row(0, steps=None, loss=None).status, events=summary_of(events))
-    found = health(RunStatus([status], 1, 1))
+    found = health(run(row(0, steps=None, loss=None, events=events)))
     assert found.text == (
         "Starting: 1 of 1 rank alive, no step yet. 3 of 12 layers learn nothing: only a tiny gradient reaches a. A "
         "learning-rate scheduler (StepLR) is never stepped: the learning rate does not follow it."
     )
     assert found.level is Severity.WARNING
     nan = [told(catalog.EVENT_NONFINITE_ORIGIN, origin="operator", operator="log", module="head", location="net.py:7")]
-    status = replace(row(0, anomalies=("nonfinite_loss",)).status, events=summary_of(nan))
-    assert health(RunStatus([status], 1, 1)).text.endswith(
+    assert health(run(row(0, anomalies=("nonfinite_loss",), events=nan))).text.endswith(
         "The loss is not finite. log in head (net.py:7) makes NaN or infinity."
     )
 
 
 def test_what_ranks_write_down_is_compared() -> None:
     """The same data on all ranks, and weights that are not one model's."""
-    losses = {step: 1.0 / step for step in range(1, 20)}
-    same = Replicas({1: (5.0, 1.0)}, {1: tuple(map(float, range(8)))}, losses)
-    found = run(row(replicas=same), row(1, replicas=same)).health
+
+    def of(number: int, first: float = 0.0, weight: float | None = None) -> RankView:
+        weights = {1: (5.0, 1.0)} if weight is None else {1: (5.0, 1.0), 2: (5.0, weight)}
+        batches = {1: tuple(first + value for value in range(8))}
+        losses = {step: 1.0 / step for step in range(1, 20)}
+        return row(number, derived={"weights": weights, "batches": batches, "losses": losses})
+
+    found = health(run(of(0), of(1)))
     assert "All ranks train on the same data" in found.text
     assert found.level is Severity.WARNING
-    other = same._replace(batches={1: tuple(map(float, range(8, 16)))})
-    assert run(row(replicas=same), row(1, replicas=other)).health.level is Severity.INFO
-    apart = other._replace(weights={1: (5.0, 1.0), 2: (5.0, -1.0)})
-    found = run(row(replicas=other._replace(weights={1: (5.0, 1.0), 2: (5.0, 1.0)})), row(1, replicas=apart)).health
+    assert health(run(of(0), of(1, 8.0))).level is Severity.INFO
+    found = health(run(of(0, 8.0, 1.0), of(1, 8.0, -1.0)))
     assert "in step 2 the weights of ranks 0 and 1 are not the same" in found.text
     assert found.level is Severity.ERROR
 
@@ -197,15 +199,17 @@ def test_what_ranks_write_down_is_compared() -> None:
             "before it. Call optimizer.zero_grad() in each step.", WARNING,
         ),
         ([row(0, mistakes=("never_stepped",), steps=0, loss=None)], "no step of the optimizer.", WARNING),
-        ([row(rate=RATE), row(1, rate=RATE)], "The learning rate is 0 from step 12,361 on.", WARNING),
-        ([row(rate=RATE, values={catalog.LEARNING_RATE.name: {("0",): 0.0, ("1",): 1e-3}})], WELL, INFO),
+        ([row(derived=RATE), row(1, derived=RATE)], "The learning rate is 0 from step 12,361 on.", WARNING),
         # anomalies: of a run that ended, lately as long as the alert fires, and past
         ([finished(values=anomalies(loss_spike=109, gradient_explosion=13))], " and 109 loss spikes.", WARNING),
         ([finished(values=anomalies(nonfinite_loss=1))], "1 loss that was not finite.", WARNING),
         ([finished(values=anomalies(loss_spike=2))], "There have been 2 loss spikes.", INFO),
         ([row(0, values=anomalies(loss_spike=7))], "Earlier: 7 loss spikes.", INFO),
-        ([row(0, values=anomalies(**SPIKES), lately=SPIKES)], "Lately: 2 gradient explosions and 20 loss spikes.", WARNING),
-        ([row(0, values=anomalies(loss_spike=9), lately={"loss_spike": 1})], "Earlier: 9 loss spikes.", INFO),
+        (
+            [row(0, values=anomalies(**SPIKES), derived={"lately": SPIKES})],
+            "Lately: 2 gradient explosions and 20 loss spikes.", WARNING,
+        ),
+        ([row(0, values=anomalies(loss_spike=9), derived={"lately": {"loss_spike": 1}})], "Earlier: 9 loss spikes.", INFO),
         ([row(0, anomalies=("loss_spike",), values=anomalies(loss_spike=7))], "steps/s. The loss has jumped.", WARNING),
         ([row(0, anomalies=("diverged",), values=anomalies(diverged=1))], f"{WELL} The loss has diverged.", WARNING),
         # a loss scaler raises its scale until gradients are not finite
@@ -213,7 +217,7 @@ def test_what_ranks_write_down_is_compared() -> None:
         # the loss that is shown is that of the first rank that has any
         ([row(0, anomalies=("nonfinite_loss",))], f"loss NaN, {WELL} The loss is not finite.", ERROR),
         ([row(0), row(1, anomalies=("nonfinite_loss",))], f"loss 2.313, {WELL} The loss is not finite on rank 1.", ERROR),
-        ([finished(newest_loss=math.inf)], "last loss Inf. The loss is not finite.", ERROR),
+        ([finished(derived={"losses": {12_400: math.inf}})], "last loss Inf. The loss is not finite.", ERROR),
         # waiting for data: by the rank's verdict of a minute; a short run, and one that is over, by their totals
         ([row(0, values={"torchobs.data.starved": {(): 1.0}}), row(1)], "Training waits for its data on rank 0.", WARNING),
         ([finished(values=waited(83.0, 17.0))], "Training waited for its data: 83 % of the time of its steps.", WARNING),
@@ -240,14 +244,14 @@ def test_what_ranks_write_down_is_compared() -> None:
         ([row(0, values=gpu("failed"))], "1 GPU has failed: GPU-1.", ERROR),
         ([row(0, values=gpu("degraded"))], WELL, INFO),
         ([row(0, values=DIED)], "Earlier: 2 workers of data loaders died.", INFO),
-        ([row(0), row(1, values=DIED, lately=LATELY)], "2 workers of data loaders died on rank 1.", WARNING),
-        ([finished(values=DIED, lately=LATELY)], " 2 workers of data loaders died.", INFO),
+        ([row(0), row(1, values=DIED, derived={"lately": LATELY})], "2 workers of data loaders died on rank 1.", WARNING),
+        ([finished(values=DIED, derived={"lately": LATELY})], " 2 workers of data loaders died.", INFO),
     ],
 )  # fmt: skip
 def test_what_is_said_of_a_run(rows: list[RankView], said: str, level: Severity) -> None:
     """Of ranks as they are, the most serious first; what is ordinary, or past, is no reason to worry."""
-    health = run(*rows).health
-    assert (health.text[-len(said) :] if said else "", health.level) == (said, level)
+    found = health(run(*rows))
+    assert (found.text[-len(said) :] if said else "", found.level) == (said, level)
 
 
 @pytest.mark.parametrize(
@@ -265,28 +269,28 @@ def test_what_is_said_of_a_run(rows: list[RankView], said: str, level: Severity)
 )
 def test_it_is_all_well_only_of_a_run_that_trains_or_has_finished(rows: list[RankView], badge: str) -> None:
     """Never of one that stands still, for whatever reason, or of which nothing is known."""
-    assert run(*rows).health.badge == badge
+    assert health(run(*rows)).badge == badge
 
 
 def test_ranks_that_have_not_appeared_are_missed() -> None:
     """On a node of a larger run only its own are."""
-    health = run(*EIGHT[:6], expected=8, world_size=64).health
-    assert health.text.startswith("Training: 6 of 8 ranks alive on this node, 64 in all, step 12,400")
-    assert health.text.endswith("2 ranks have not appeared.")
-    assert health.level is Severity.WARNING
+    found = health(run(*EIGHT[:6], expected=8, world_size=64))
+    assert found.text.startswith("Training: 6 of 8 ranks alive on this node, 64 in all, step 12,400")
+    assert found.text.endswith("2 ranks have not appeared.")
+    assert found.level is Severity.WARNING
 
 
 def test_the_most_serious_comes_first() -> None:
     """A dead rank before a slow one."""
-    health = run(*but(row(1, slow=Slowness(3.0, 1)), row(7, "lost", reason="lost", age_s=3))).health
-    assert health.text.index("Rank 7 vanished") < health.text.index("Rank 1 is 3 times slower")
+    found = health(run(*but(row(1, slow=Slowness(3.0, 1)), row(7, "lost", reason="lost", age_s=3))))
+    assert found.text.index("Rank 7 vanished") < found.text.index("Rank 1 is 3 times slower")
 
 
 def test_what_is_read_aloud_does_not_change_with_every_step() -> None:
     """A screen reader would never come to an end."""
-    before, after = (run(row(0, steps=steps, loss=loss)).health.gist for steps, loss in ((10, 3.0), (11, 2.9)))
+    before, after = (health(run(row(0, steps=steps, loss=loss))).gist for steps, loss in ((10, 3.0), (11, 2.9)))
     assert before == after == "Training, 1 of 1 rank alive."
-    lost = (run(row(0), row(1, "lost", reason="lost", age_s=age)).health.gist for age in (4, 5))
+    lost = (health(run(row(0), row(1, "lost", reason="lost", age_s=age))).gist for age in (4, 5))
     assert set(lost) == {"Training, 1 of 2 ranks alive. Rank 1 vanished without a word."}
 
 
@@ -295,61 +299,88 @@ def test_what_a_run_has_recovered_from_is_past_while_it_runs_and_after() -> None
     values, lately = anomalies(nonfinite_loss=1, loss_spike=20), {"nonfinite_loss": 1, "loss_spike": 20}
     both = {"nonfinite_loss": 60, "loss_spike": 75}
     for state, reason in (("alive", ""), ("finished", "finished")):
-        ranks = [row(rank, state, reason=reason, values=values, lately=lately).status for rank in (0, 1)]
-        found = health(RunStatus([replace(rank, past=both) for rank in ranks], 2, 2))
+
+        def of(number: int, past: dict[str, int], state: str = state, reason: str = reason) -> RankView:
+            return row(number, state, reason=reason, values=values, derived={"lately": lately, "past": past})
+
+        found = health(run(of(0, both), of(1, both)))
         said = "Past: 1 loss that was not finite and 20 loss spikes; the last 60 steps were healthy."
         assert (found.text.endswith(said), found.level) == (True, Severity.INFO)
-        partly = health(RunStatus([replace(ranks[0], past={"loss_spike": 75}), replace(ranks[1], past=both)], 2, 2))
+        partly = health(run(of(0, {"loss_spike": 75}), of(1, both)))
         assert "1 loss that was not finite. Past: 20 loss spikes; the last 75 steps were healthy." in partly.text
         assert partly.level is Severity.WARNING
+
+
+def test_a_rate_of_zero_is_none_where_another_group_has_one() -> None:
+    """Of all groups: another one may train."""
+    history = tuple(step(number, learning_rate=0.0) for number in range(1, 101))
+    assert row().zero_rate is None
+    assert facts(history).zero_rate is not None
+    assert facts(history, values={(catalog.LEARNING_RATE, "1"): 1e-3}).zero_rate is None
 
 
 def test_the_page_reads_all_that_a_status_is_made_of() -> None:
     """A value that it did not read would be missing on the page alone, without a word."""
     asked: set[str] = set()
 
-    def of(metric: catalog.Metric) -> dict[tuple[str, ...], float]:
-        asked.add(metric.name)
-        return {}
+    class Asking(Readings):
+        __slots__ = ()
 
-    completed(row(0).status, lambda metric, *_: of(metric).get(()), of)
+        def of(self, metric: catalog.Metric) -> dict[tuple[str, ...], float]:
+            asked.add(metric.name)
+            return super().of(metric)
+
+        def get(self, metric: catalog.Metric, *key: str) -> float | None:
+            return self.of(metric).get(key)
+
+    values: Values = {catalog.STEPS.name: {(): 3.0}, catalog.AMP_SKIP_STREAK.name: {(): 40.0}}
+    for one in (row(0), finished(0)):
+        view = run(replace(one, readings=Asking(values)))
+        health(view)
+        screen([view], TerminalStyle(200), 40)
     assert asked <= {metric.name for metric in METRICS}
 
 
 def test_a_run_that_failed_beside_this_one_is_worth_a_look() -> None:
     """The headline is what a tab in the background shows."""
     well = run(row(0))
-    failed = run(row(0, "failed", reason="exception"), run_id="run-2")
-    health = health_beside(well, [well, failed])
-    assert health.text.endswith("Another run here is in trouble: gpt run-2.")
-    assert health.level is Severity.WARNING
-    assert health_beside(well, [well]).level is Severity.INFO
+    failed = run(row(0, "failed", reason="exception", run_id="run-2"))
+    runs = judged([well, failed])
+    found = health_beside(runs[0], runs)
+    assert found.text.endswith("Another run here is in trouble: gpt run-2.")
+    assert found.level is Severity.WARNING
+    assert health_beside(runs[0], runs[:1]).level is Severity.INFO
 
 
 def test_ranks_whose_averaged_gradient_differs_are_told_at_once() -> None:
     """By the judgement of `torchobs inspect`."""
-    found = [row(rank) for rank in range(3)]
     norms = [{step: (1.5 if rank == 2 else 1.0) * step for step in (28, 29, 30)} for rank in range(3)]
-    alike = [replace(one.status, alike_norms=own) for one, own in zip(found, norms, strict=True)]
-    judged = health(RunStatus(alike, 3, 3))
+    alike = [row(rank, derived={"alike_norms": own}) for rank, own in enumerate(norms)]
+    judged = health(run(*alike))
     assert judged.level is Severity.ERROR
     assert "its norm is not the same on rank 2." in judged.text
-    assert "not the same" not in health(RunStatus([alike[0], alike[1], found[2].status], 3, 3)).text
+    assert "not the same" not in health(run(alike[0], alike[1], row(2))).text
 
 
 def test_norms_are_compared_only_where_ddp_averages_whole_gradients() -> None:
     """A shard's norm is a rank's own."""
     norms, one = {3: 1.0}, ("gloo", "ddp", "")
-    for found in ([one], [("nccl", "ddp+tensor", "dp=4,tp=2")], {one: 1.0}):
-        assert alike_norms(norms, found, None) == norms
-        assert alike_norms(norms, found, 1.0) == norms
-        assert alike_norms(norms, found, 2.0) == {}
+
+    def alike(attributes: Sequence[tuple[str, ...]], norm_ranks: float | None) -> Mapping[int, float]:
+        values: Values = {catalog.DISTRIBUTED_INFO.name: dict.fromkeys(attributes, 1.0)}
+        values |= {catalog.GRAD_NORM_RANKS.name: {(): norm_ranks}} if norm_ranks else {}
+        return row(values=values, derived={"norms": norms}).alike_norms
+
+    for found in ([one], [("nccl", "ddp+tensor", "dp=4,tp=2")]):
+        assert alike(found, None) == norms
+        assert alike(found, 1.0) == norms
+        assert alike(found, 2.0) == {}
     for other in ([], [("gloo", "fsdp2", "")], [("gloo", "", "")]):
-        assert alike_norms(norms, other, 1.0) == {}
+        assert alike(other, 1.0) == {}
 
 
 def test_when_a_worker_died_is_known_from_its_event() -> None:
     """For ten minutes."""
     died = fact(catalog.EVENT_WORKER_DIED, 9.0, 90, pid=77)
-    assert recent_anomalies(anomalies_of([died]), died.time_s + 60.0) == LATELY
-    assert not recent_anomalies(anomalies_of([died]), died.time_s + 700.0)
+    assert Events((died,)).lately(died.time_s + 60.0) == LATELY
+    assert not Events((died,)).lately(died.time_s + 700.0)

@@ -26,10 +26,12 @@ from torchobs.config import settings
 from torchobs.config.options import Option, duration
 from torchobs.detect.hangs import PATIENT_PHASES
 from torchobs.diagnosis import health
-from torchobs.diagnosis.live import DetailsReader, RankView, RunsReader, RunView, ordered
 from torchobs.document.blocks import LineChart, Series, Table
+from torchobs.document.sections import points_of
 from torchobs.document.text import STATE_COLOURS, TerminalStyle, curve, size_of, style_for, table
 from torchobs.exporter.config import ExporterConfig
+from torchobs.ranks.live import DetailsReader, RunsReader
+from torchobs.ranks.rank_view import RankView, RunView, ordered
 from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.snapshot import Snapshot, grouped
 from torchobs.ranks.state import FADED_AFTER_S
@@ -133,16 +135,15 @@ def _block(run: RunView, style: TerminalStyle, now: str, *, crowded: bool = Fals
 
 
 def _colour(one: RankView) -> str:
-    status = one.status
-    return "yellow" if status.up and (status.anomalies or status.standstill) else STATE_COLOURS.get(status.state, "")
+    return "yellow" if one.up and (one.anomalies or one.standstill) else STATE_COLOURS.get(one.state, "")
 
 
 def _heading(run: RunView, style: TerminalStyle, now: str) -> str:
-    states = Counter(one.status.state for one in run.ranks)
+    states = Counter(one.state for one in run.ranks)
     words = [", ".join(f"{count} {state}" for state, count in states.items())]
     if run.total_steps:
         left = "" if run.left_s is None else f", {text_format.duration(run.left_s)} left"
-        words.append(f"step {run.status.steps:,} of {run.total_steps:,}{left}")
+        words.append(f"step {run.steps:,} of {run.total_steps:,}{left}")
     line = text_format.cut("  ".join([text_format.clean(run.job_name), text_format.clean(run.run_id), *words]), style.width)
     room = style.width - text_format.columns(line) - 2
     return style("red" if set(states) - _FINE else "bold", f"{line}  {now:>{room}}" if now and room >= len(now) else line)
@@ -150,23 +151,23 @@ def _heading(run: RunView, style: TerminalStyle, now: str) -> str:
 
 def _verdict(run: RunView, style: TerminalStyle) -> list[str]:
     """Return the findings in the live page's words, after its headline if that is one; none if all is well."""
-    head, whole = health.headline(run.status), health.health(run.status)
+    head, whole = health.headline(run), health.health(run)
     if whole.level is Severity.INFO:
-        found = (one for one in health.findings(run.status) if one.kind == "between")
+        found = (one for one in health.findings(run) if one.kind == "between")
         return [style("dim", text_format.cut(text_format.clean(one.long, style.width), style.width)) for one in found]
-    words = [*([head.long] if head.severity != health.INFO else []), *(one.short for one in health.findings(run.status))]
+    words = [*([head.long] if head.severity != health.INFO else []), *(one.short for one in health.findings(run))]
     line = f"{whole.badge}: {text_format.clean(' '.join(words), style.width)}"
     return [style("red" if whole.level is Severity.ERROR else "yellow", text_format.cut(line, style.width))]
 
 
 def _curves(run: RunView, style: TerminalStyle) -> list[str]:
     """Return loss, gradient norm and step time of the first rank, and what its script logs."""
-    details = run.ranks[0].details
-    scalars = list(details.scalars.items())[:_MOST_SCALARS]
+    rank = run.ranks[0]
+    scalars = list(rank.events.scalars.items())[:_MOST_SCALARS]
     charts = [
-        LineChart("loss", (Series("", details.curves.loss),)),
-        LineChart("grad norm", (Series("", details.curves.grad_norm),)),
-        LineChart("step time", (Series("", details.curves.step_s),), text_format.duration),
+        LineChart("loss", (Series("", points_of(rank.steps, "loss")),)),
+        LineChart("grad norm", (Series("", points_of(rank.steps, "grad_norm")),)),
+        LineChart("step time", (Series("", points_of(rank.steps, "duration_s")),), text_format.duration),
         *(LineChart(text_format.clean(name), (Series("", points),)) for name, points in scalars),
     ]
     drawn = ((chart, [value for _, value in chart.series[0].points]) for chart in charts)
@@ -175,16 +176,16 @@ def _curves(run: RunView, style: TerminalStyle) -> list[str]:
 
 
 def _row(one: RankView) -> tuple[str, ...]:
-    status, pace = one.status, one.speed
+    pace = one.speed
     shares = one.pace.shares if one.pace else ()
     tokens, samples = (pace.tokens_per_s, pace.samples_per_s) if pace else (None, None)
-    mfu = one.readings.get(catalog.MFU) if pace else None
-    state = f"{status.state}, {status.phase}" if status.state == "alive" and status.phase in PATIENT_PHASES else status.state
-    anomalies = (f"{kind.replace('_', ' ')} {count:,}" for kind, count in status.counted.items() if count)
+    mfu = one.value(catalog.MFU) if pace else None
+    state = f"{one.state}, {one.phase}" if one.state == "alive" and one.phase in PATIENT_PHASES else one.state
+    anomalies = (f"{kind.replace('_', ' ')} {count:,}" for kind, count in one.counted.items() if count)
     return (
-        one.rank, state, f"{status.steps}" if status.steps else "-", text_format.rate(pace.per_s if pace else None),
-        health.last_step(status), text_format.number(status.loss), text_format.number(status.grad_norm),
-        "-" if status.slowness is None else f"{status.slowness.factor:.2f}×",
+        one.rank, state, f"{one.done}" if one.done else "-", text_format.rate(pace.per_s if pace else None),
+        health.last_step(one), text_format.number(one.loss), text_format.number(one.grad_norm),
+        f"{one.slowness.factor:.2f}×" if one.up and one.slowness else "-",
         text_format.size(one.memory) + (f" ({one.memory_limit})" if one.memory_limit else ""), ", ".join(anomalies),
         text_format.rate(tokens) if tokens else "", text_format.rate(samples) if samples and not tokens else "",
         "" if mfu is None else text_format.percent(mfu), *map(text_format.percent, shares or [None] * len(_SHORT)),
@@ -297,7 +298,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(given: Sequence[str]) -> int:
-    """Run ``torchobs top`` with these arguments and return its exit status."""
+    """Run ``torchobs top`` with these arguments and return its exit one."""
     options = parser().parse_args(list(given))
     environ = settings.environment()
     chosen, _ = settings.resolve({"flight_dir": options.flight_dir}, environ)

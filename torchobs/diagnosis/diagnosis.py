@@ -13,9 +13,8 @@ from torchobs.diagnosis.endings import compare, ending, first_failed, launcher_e
 from torchobs.diagnosis.health import BADGES, ERROR, INFO, LEVELS, WARNING, Health, health, standing_still
 from torchobs.diagnosis.numerics import numerics
 from torchobs.diagnosis.performance import pace
-from torchobs.diagnosis.status import run_status
 from torchobs.ranks import labels
-from torchobs.ranks.rank_view import RankView
+from torchobs.ranks.rank_view import RankView, run_at_end
 
 _RULES = (ending, numerics, pace)
 _ORDER = (ERROR, WARNING, INFO)
@@ -45,9 +44,9 @@ class RunDiagnosis(NamedTuple):
 
 def diagnose_run(ranks: Sequence[RankView], launchers: Iterable[RankView] = ()) -> RunDiagnosis:
     """Return the findings on a run of one rank or more; ``launchers``: processes that only started the ranks."""
-    status = run_status(ranks)
-    still = {rank.rank for rank in standing_still(status)}  # others wait for a rank that evaluates, saves or compiles
-    ranks = [report if report.rank in still else replace(report, standstill=None) for report in ranks]
+    run = run_at_end(ranks)
+    still = {rank.rank for rank in standing_still(run)}  # others wait for a rank that evaluates, saves or compiles
+    ranks = [rank if rank.rank in still else replace(rank, standstill=None) for rank in run.ranks]
     together = [*chain.from_iterable(map(launcher_ending, launchers)), *compare(ranks)]
     failed = [first for team in labels.teams(ranks) if (first := first_failed(team)[0]) is not None]
     first = min(failed, key=lambda report: report.last_s, default=None)
@@ -55,7 +54,7 @@ def diagnose_run(ranks: Sequence[RankView], launchers: Iterable[RankView] = ()) 
     waited_for = endings.awaited_at_timeout(ranks) or hangs.blamed(stalled_together(ranks))
     named = next((report for report in ranks if report.rank in waited_for), None)
     principal = ranks.index(named or first or next(stuck, from_events.source(ranks) or ranks[0]))
-    return RunDiagnosis(health(status), together, [diagnose(report) for report in ranks], principal)
+    return RunDiagnosis(health(run), together, [diagnose(report) for report in ranks], principal)
 
 
 def diagnose(report: RankView) -> list[Finding]:

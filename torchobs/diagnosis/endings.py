@@ -29,9 +29,9 @@ from torchobs.detect.hangs import PATIENT_PHASES, Blamed
 from torchobs.diagnosis import hangs, health
 from torchobs.diagnosis.from_events import KIND_OF, LAST_WORDS, values_of
 from torchobs.diagnosis.hangs import Stall, place, stall, stalled, without_launcher
-from torchobs.diagnosis.status import RankStatus, compared, started_here
 from torchobs.ranks import labels, state
-from torchobs.ranks.rank_view import Fact, RankView, Step
+from torchobs.ranks.events import Fact
+from torchobs.ranks.rank_view import RankView, Step, started_here
 from torchobs.support import text
 
 _MOST_NAMED = 8
@@ -161,7 +161,7 @@ def _made_of_signal(report: RankView) -> dict[str, Any]:
 
 
 def _memory(report: RankView) -> dict[str, Any]:
-    memory = report.memory
+    memory = report.memory_use
     killed = memory.kill_age_s is not None and memory.kill_age_s <= state.OOM_KILL_LATELY_S
     full = memory.cgroup >= state.FULL_CGROUP
     return {
@@ -223,7 +223,7 @@ def compare(ranks: Sequence[RankView]) -> list[Finding]:
         *chain.from_iterable(map(health.weights_apart, teams)),
         *chain.from_iterable(map(health.batches_alike, teams)),
         *_missing(ranks),
-        *health.slowest(compared(ranks)),
+        *health.slowest(ranks),
     ]
 
 
@@ -260,7 +260,7 @@ def _waiting(ranks: Sequence[RankView], gave_up: Mapping[str, Fact]) -> str:
     if counted and not _absentees(facts) and _are_alike(whole, found):
         said = counted
     elif found:
-        said = [hangs.sentences([replace(status, called={}) for status in whole], found), *counted]
+        said = [hangs.sentences(whole, found, with_calls=False), *counted]
     elif len(gave_up) == len(ranks) and not absent:
         said = [_places(whole)]
     if absent:
@@ -269,17 +269,17 @@ def _waiting(ranks: Sequence[RankView], gave_up: Mapping[str, Fact]) -> str:
     return " ".join(said)
 
 
-def _statuses(ranks: Sequence[RankView]) -> list[RankStatus]:
+def _statuses(ranks: Sequence[RankView]) -> list[RankView]:
     """Return where the ranks were when the timeout came: those that had not ended by then hung, and were ended by it."""
     gave_up = _gave_up(ranks)
     begun_s = min((fact.time_s for fact in gave_up.values()), default=0.0)
     found = []
-    for status, report in zip(compared(ranks), ranks, strict=True):
+    for report in ranks:
         before = report.rank not in gave_up and not report.up and report.last_s < begun_s - state.BEAT_S
         here = before or (report.state == "finished" and report.rank not in gave_up)
         raised = gave_up.get(report.rank)
         phase = "backward" if raised is not None and _IN_BACKWARD in raised.text("location") else report.phase
-        found.append(status if here else replace(status, state="hung", phase=phase))
+        found.append(report if here else replace(report, state="hung", phase=phase))
     return found
 
 
@@ -292,7 +292,7 @@ def _gave_up(ranks: Sequence[RankView]) -> dict[str, Fact]:
     return {} if any(report.last_s < begun_s - state.BEAT_S for report in others) else found
 
 
-def _blamed(ranks: Sequence[RankView], whole: Sequence[RankStatus]) -> dict[str, Blamed]:
+def _blamed(ranks: Sequence[RankView], whole: Sequence[RankView]) -> dict[str, Blamed]:
     gave_up = _gave_up(ranks)
     if not gave_up:
         return {}
@@ -311,13 +311,13 @@ def _blamed(ranks: Sequence[RankView], whole: Sequence[RankStatus]) -> dict[str,
     return alone if others[0] in called_least or not _are_alike(whole, alone) else {}
 
 
-def _are_alike(whole: Sequence[RankStatus], found: Mapping[str, Blamed]) -> bool:
+def _are_alike(whole: Sequence[RankView], found: Mapping[str, Blamed]) -> bool:
     """Return whether nothing but that they did not give up distinguishes those ``found`` from a rank that waits."""
     waiting = {hangs.where(hangs.position(status)) for status in whole if status.rank not in found}
     return all(one.why == detect_hang.ELSEWHERE and hangs.where(one.position) in waiting for one in found.values())
 
 
-def _places(whole: Sequence[RankStatus]) -> str:
+def _places(whole: Sequence[RankView]) -> str:
     """Return where the ranks waited, all of which gave up."""
     places: dict[str, list[str]] = {}
     for status in whole:
@@ -337,7 +337,7 @@ def _absent(fact: Fact) -> list[str]:
     return [str(one) for one in found if type(one) is int] if isinstance(found, list) else []
 
 
-def stalled_together(ranks: Sequence[RankView]) -> list[RankStatus]:
+def stalled_together(ranks: Sequence[RankView]) -> list[RankView]:
     """Return the status of the ranks at the end; ranks of a replica group that hung and were killed together are hung still.
 
     A launcher kills the ranks of a hung run, or a collective's timeout raises in them, so that at the end none lives. Their
@@ -346,17 +346,13 @@ def stalled_together(ranks: Sequence[RankView]) -> list[RankStatus]:
     return list(chain.from_iterable(map(_stalled_together, labels.teams(ranks))))
 
 
-def _stalled_together(ranks: Sequence[RankView]) -> list[RankStatus]:
-    statuses = compared(ranks)
+def _stalled_together(ranks: Sequence[RankView]) -> list[RankView]:
     found = [stall(report) for report in ranks]
     if any(report.up or report.state == "finished" for report in ranks) or not any(map(_stood_still, found)):
-        return statuses
+        return list(ranks)
     if max(report.last_s for report in ranks) - min(report.last_s for report in ranks) > _KILLED_WITHIN_S:
-        return statuses
-    return [
-        replace(status, state="hung" if _stood_still(one) else "alive", phase=report.phase)
-        for status, one, report in zip(statuses, found, ranks, strict=True)
-    ]
+        return list(ranks)
+    return [replace(report, state="hung" if _stood_still(one) else "alive") for one, report in zip(found, ranks, strict=True)]
 
 
 def _stood_still(found: Stall | None) -> bool:

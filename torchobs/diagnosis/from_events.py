@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 from torchobs import catalog
 from torchobs.catalog.findings import KINDS, ORIGIN, RECOMPILE_REMEDIES, Finding, Kind, as_subject, fields, origin_of
-from torchobs.ranks.rank_view import Fact, RankView
+from torchobs.ranks.events import Events, Fact
+from torchobs.ranks.rank_view import RankView
 
 SPOILED = "nonfinite_parameters"
 UNTIL_A_STEP = "never_stepped"
@@ -36,16 +37,23 @@ _SELECTING = ("kind", "cause")
 _IN_PARAMETERS = frozenset({"parameter", "overflow"})
 """Origins of NaN and infinity that are in parameters"""
 
-NOTHING: Mapping[str, Finding] = MappingProxyType({})
+_MADE: WeakKeyDictionary[Events, Mapping[str, Finding]] = WeakKeyDictionary()
+"""Of events that were looked at already: the page asks each second"""
 
 
-def from_events(events: Iterable[Fact], known: Mapping[str, Finding] = NOTHING) -> dict[str, Finding]:
-    """Return the findings that events make, with those ``known`` from earlier ones, by kind.
+def from_events(events: Events) -> Mapping[str, Finding]:
+    """Return the findings that events make, by kind.
 
     The newest event counts, and one about no parameter or layer takes its kind back. Of origins of NaN and infinity the first
     counts, until the values come from elsewhere than from weights that have them.
     """
-    found = dict(known)
+    if events not in _MADE:
+        _MADE[events] = _made(events)
+    return _MADE[events]
+
+
+def _made(events: Events) -> dict[str, Finding]:
+    found: dict[str, Finding] = {}
     for event in events:
         for kind in _BY_EVENT.get(event.name, ()):
             if not kind.key or kind.key in map(event.attributes.get, _SELECTING):

@@ -28,11 +28,10 @@ from torchobs.catalog.findings import (
 )
 from torchobs.detect import hangs
 from torchobs.detect.hangs import LEAST_S, PATIENT_PHASES, USUAL_FACTOR, Absence, Blamed, Position, Surplus
-from torchobs.diagnosis.status import RankStatus
 from torchobs.flight.artifacts import PROFILE, STUCK
-from torchobs.flight.reader import Distribution
 from torchobs.ranks import labels, state
-from torchobs.ranks.rank_view import Fact, RankView
+from torchobs.ranks.events import Fact
+from torchobs.ranks.rank_view import RankView
 from torchobs.support import text
 
 _MOST_NAMED = 4
@@ -178,11 +177,10 @@ def _dumps(report: RankView) -> list[Fact]:
 
 
 def _timeout_s(report: RankView) -> float:
-    durations = report.values.get((catalog.STEP_DURATION.name,))
-    return state.hang_timeout_s(durations if isinstance(durations, Distribution) else None, catalog.SECONDS_BOUNDS)
+    return state.hang_timeout_s(report.readings.distribution(catalog.STEP_DURATION), catalog.SECONDS_BOUNDS)
 
 
-def absences(ranks: Sequence[RankStatus], named: Collection[str]) -> Iterator[str]:
+def absences(ranks: Sequence[RankView], named: Collection[str]) -> Iterator[str]:
     """Yield for ranks that the others wait for, and that did not come to a collective, to which they did not come."""
     by_absence: dict[tuple[str, Absence], list[str]] = {}
     for team in labels.teams(ranks):
@@ -198,13 +196,13 @@ def _who(names: Sequence[str]) -> dict[str, object]:
     return {"who": text.capital(text.ranks(names, _MOST_NAMED)), "count": len(names)}
 
 
-def surpluses(ranks: Sequence[RankStatus]) -> list[Surplus]:
+def surpluses(ranks: Sequence[RankView]) -> list[Surplus]:
     """Return the groups in which ranks have called different numbers of collectives."""
     called = ({rank.rank: rank.called for rank in team} for team in labels.teams(ranks))
     return list(chain.from_iterable(map(hangs.surplus, called)))
 
 
-def surplus(ranks: Sequence[RankStatus], reports: Sequence[RankView] = ()) -> Iterator[str]:
+def surplus(ranks: Sequence[RankView], reports: Sequence[RankView] = ()) -> Iterator[str]:
     """Yield which ranks called more collectives of a group than others, and with reports which, if their calls show that."""
     calls = {report.rank: recent_calls(report) for report in reports}
     for found in surpluses(ranks):
@@ -229,7 +227,7 @@ def recent_calls(report: RankView) -> dict[str, dict[int, str]]:
     return found
 
 
-def mismatches(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+def mismatches(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield what differs where ranks of a group wait in different collectives."""
     waiting = ({rank.rank: rank.collectives for rank in team} for team in labels.teams(ranks))
     for one in chain.from_iterable(map(hangs.mismatched, waiting)):
@@ -239,27 +237,30 @@ def mismatches(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         yield finding("collectives_differ", number=one.number, group=one.group, operations=operations)
 
 
-def blamed(ranks: Sequence[RankStatus]) -> dict[str, Blamed]:
+def blamed(ranks: Sequence[RankView]) -> dict[str, Blamed]:
     """Return the ranks that the others of their replica group wait for, by name."""
     teams = ({rank.rank: position(rank) for rank in team} for team in labels.teams(ranks))
     return {name: one for team in teams for name, one in hangs.blamed(team).items()}
 
 
-def sentences(ranks: Sequence[RankStatus], found: Mapping[str, Blamed]) -> str:
-    """Return who waits for whom, without figures that change; ``found``: as of :func:`blamed`, not empty."""
+def sentences(ranks: Sequence[RankView], found: Mapping[str, Blamed], *, with_calls: bool = True) -> str:
+    """Return who waits for whom, without figures that change; ``found``: as of :func:`blamed`, not empty.
+
+    ``with_calls``: also who called more collectives than others.
+    """
     teams = labels.teams(ranks)
     awaited = ({rank.rank: found[rank.rank] for rank in team if rank.rank in found} for team in teams)
-    return " ".join(_sentence(team, names) for team, names in zip(teams, awaited, strict=True) if names)
+    return " ".join(_sentence(team, names, with_calls) for team, names in zip(teams, awaited, strict=True) if names)
 
 
-def _sentence(ranks: Sequence[RankStatus], found: Mapping[str, Blamed]) -> str:
+def _sentence(ranks: Sequence[RankView], found: Mapping[str, Blamed], with_calls: bool) -> str:  # noqa: FBT001  # of the caller
     others = Counter(where(position(rank)) for rank in ranks if rank.rank not in found)
     (there, number), *more = others.most_common()
     kinds = groupby(sorted(found, key=lambda name: _instead(found[name])), key=lambda name: _instead(found[name]))
     culprits = text.joined([f"{text.ranks(list(names), _MOST_NAMED)} {what}" for what, names in kinds], _MOST_GROUPS)
     values = {"waiting": number, "others": number if number > 1 else None, "most": bool(more), "place": there}
     told = sentence(WAITING, {"culprits": text.capital(culprits), **values})
-    return " ".join([told, *(list(absences(ranks, found)) or surplus(ranks))])
+    return " ".join([told, *(list(absences(ranks, found)) or (surplus(ranks) if with_calls else ()))])
 
 
 def _instead(one: Blamed) -> str:
@@ -293,8 +294,8 @@ def _step(position: Position) -> int | None:
     return None if position.steps is None else position.steps + 1
 
 
-def position(rank: RankStatus) -> Position:
+def position(rank: RankView) -> Position:
     """Return where a rank is, for :mod:`torchobs.detect.hangs`: process groups of one name differ by the replica group."""
     team = labels.team(rank.rank)
     progress = {f"{group}-{team}" if team else group: one for group, one in rank.collectives.items()}
-    return Position(rank.state, rank.steps if rank.recorded else None, rank.phase, rank.frames, progress)
+    return Position(rank.state, rank.done if rank.recorded else None, rank.phase, rank.frames, progress)

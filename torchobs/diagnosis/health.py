@@ -14,13 +14,15 @@ from torchobs import catalog
 from torchobs.catalog import PHASES, Severity
 from torchobs.catalog.findings import ORIGIN, PAST, Finding, finding
 from torchobs.detect.disagreement import differing, drifted, same_batches
+from torchobs.detect.growth import NEAR_S
 from torchobs.detect.hangs import PATIENT_PHASES
 from torchobs.detect.learning import is_stuck
 from torchobs.diagnosis import hangs
-from torchobs.diagnosis.from_events import GATED, SPOILED, UNTIL_A_STEP
+from torchobs.diagnosis.from_events import GATED, SPOILED, UNTIL_A_STEP, from_events
 from torchobs.diagnosis.numerics import LEAST_NOTABLE, zero_learning_rate
-from torchobs.diagnosis.status import WORKER_DIED, RankStatus, RunStatus
 from torchobs.ranks import labels
+from torchobs.ranks.events import WORKER_DIED
+from torchobs.ranks.rank_view import RankView, RunView
 from torchobs.support import text
 
 AT_WORK = {"evaluation": "Evaluating", "checkpoint": "Saving a checkpoint", "compile": "Compiling", "idle": "Idle"}
@@ -60,7 +62,7 @@ class Headline(NamedTuple):
     """of a run without findings"""
 
 
-def health(run: RunStatus) -> Health:
+def health(run: RunView) -> Health:
     """Return the health of a run. It is all well only if all of its ranks train, or have finished."""
     head, found = headline(run), findings(run)
     levels = [LEVELS[head.severity], *(LEVELS[one.severity] for one in found)]
@@ -70,12 +72,12 @@ def health(run: RunStatus) -> Health:
     return Health(level, f"{head.long} {words}".rstrip(), f"{head.short} {words}".rstrip(), head.long, badge)
 
 
-def findings(run: RunStatus) -> list[Finding]:
+def findings(run: RunView) -> list[Finding]:
     """Return the findings on a run, the worst first."""
     return sorted(_findings(run.ranks, run.expected), key=lambda one: -LEVELS[one.severity].value)
 
 
-def headline(run: RunStatus) -> Headline:
+def headline(run: RunView) -> Headline:
     """Return the run's progress, that it makes none, or how it ended: ranks, step, loss, speed."""
     up = [rank for rank in run.ranks if rank.up]
     if not up:
@@ -91,14 +93,14 @@ def headline(run: RunStatus) -> Headline:
         word = f"{word}, no step for {text.span(max(rank.progress_age_s or 0.0 for rank in alive))}"
     here = "" if run.world_size <= run.expected else f" on this node, {run.world_size:,} in all"
     ranks = f"{len(alive):,} of {text.plural(run.expected, 'rank')} alive{here}"
-    speeds = [rank.per_s for rank in alive if rank.per_s]
+    speeds = [rank.speed.per_s for rank in alive if rank.speed and rank.speed.per_s]
     speed = text.rate(min(speeds), "steps") if speeds and run.steps and not still else ""
     step = f"step {run.steps:,}" if run.steps else "no step yet"
     known = ", ".join(filter(None, [ranks, step, _loss(run, "loss"), speed]))
     return Headline(severity, f"{word}: {known}.", f"{gist}, {ranks}.", badge)
 
 
-def _end(ranks: Sequence[RankStatus]) -> str:
+def _end(ranks: Sequence[RankView]) -> str:
     if all(rank.state == "finished" for rank in ranks):
         return "Finished"
     if _request(ranks) == "interrupted":
@@ -106,20 +108,20 @@ def _end(ranks: Sequence[RankStatus]) -> str:
     return "Ended"
 
 
-def _request(ranks: Iterable[RankStatus]) -> str:
+def _request(ranks: Iterable[RankView]) -> str:
     """Return by which request the whole run ended: ``interrupted`` by a person, ``terminated``; empty if it did otherwise."""
     reasons = {"up" if rank.up else rank.reason for rank in ranks} - {"finished"}
     return min(reasons) if reasons and reasons <= {"interrupted", "terminated"} else ""
 
 
-def standing_still(run: RunStatus) -> list[RankStatus]:
+def standing_still(run: RunView) -> list[RankView]:
     """Return the ranks that stand still; none of a replica group in which one does what the others may wait for."""
     teams = labels.teams(run.ranks)
     patient = [team for team in teams if not any(rank.up and rank.phase in PATIENT_PHASES for rank in team)]
     return [rank for team in patient for rank in team if rank.standstill]
 
 
-def _no_step(still: Sequence[RankStatus], alive: Sequence[RankStatus]) -> tuple[str, str, str]:
+def _no_step(still: Sequence[RankView], alive: Sequence[RankView]) -> tuple[str, str, str]:
     """Return that no step ends, the same without figures, and its severity."""
     longest = max((rank.standstill for rank in still if rank.standstill), key=lambda found: found.seconds)
     gist = "No step" if len(still) == len(alive) else f"No step on {_named(still)}"
@@ -128,24 +130,24 @@ def _no_step(still: Sequence[RankStatus], alive: Sequence[RankStatus]) -> tuple[
     return f"{gist} for {text.span(longest.seconds)} ({usual})", gist, INFO if longest.habitual else WARNING
 
 
-def last_step(status: RankStatus) -> str:
+def last_step(status: RankView) -> str:
     """Return when a rank's last step ended, or the rank."""
     if not status.up:
         return f"ended {text.span(status.beat_age_s)} ago"
     if status.progress_age_s is None:
         return text.NONE
-    if not status.steps:
+    if not status.done:
         return f"none for {text.span(status.progress_age_s)}"
     return "now" if status.progress_age_s < _NOW_S else f"{text.span(status.progress_age_s)} ago"
 
 
-def _steps_done(run: RunStatus) -> str:
-    exact = any(rank.steps == run.steps and not rank.unwritten for rank in run.ranks)
+def _steps_done(run: RunView) -> str:
+    exact = any(rank.done == run.steps and not rank.unwritten for rank in run.ranks)
     at_least = "" if exact else " at least"
     return text.plural(run.steps, "step") + at_least if run.steps or exact else "no step written"
 
 
-def _activity(run: RunStatus, alive: Sequence[RankStatus]) -> str:
+def _activity(run: RunView, alive: Sequence[RankView]) -> str:
     if all(rank.state == "hung" for rank in alive):
         return "Hanging"
     still = [rank for rank in alive if rank.standstill]
@@ -154,12 +156,12 @@ def _activity(run: RunStatus, alive: Sequence[RankStatus]) -> str:
     return AT_WORK.get(phase or "", "Training" if run.steps else "Starting")
 
 
-def _loss(run: RunStatus, word: str) -> str:
+def _loss(run: RunView, word: str) -> str:
     told = next((rank.loss for rank in run.ranks if rank.loss is not None), None)
     return "" if told is None else f"{word} {text.number(told)}"
 
 
-def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
+def _findings(ranks: Sequence[RankView], expected: int) -> Iterator[Finding]:
     yield from _deaths(ranks)
     yield from _silences(ranks)
     off = [rank for rank in ranks if rank.up and not rank.recorded]
@@ -186,21 +188,21 @@ def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
     yield from probes_off(ranks)
 
 
-def _who(ranks: Sequence[RankStatus]) -> dict[str, Any]:
+def _who(ranks: Sequence[RankView]) -> dict[str, Any]:
     """Return the subject of a sentence about those ranks."""
     return {"who": text.capital(_named(ranks)), "count": len(ranks)}
 
 
-def _named(ranks: Sequence[RankStatus]) -> str:
+def _named(ranks: Sequence[RankView]) -> str:
     return text.ranks([rank.rank for rank in ranks], _MOST_NAMED)
 
 
-def _where(affected: Sequence[RankStatus], ranks: Sequence[RankStatus]) -> str:
+def _where(affected: Sequence[RankView], ranks: Sequence[RankView]) -> str:
     return "" if len(affected) == (sum(rank.up for rank in ranks) or len(ranks)) else _named(affected)
 
 
-def _deaths(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
-    alike: dict[tuple[str, str], list[RankStatus]] = {}
+def _deaths(ranks: Sequence[RankView]) -> Iterator[Finding]:
+    alike: dict[tuple[str, str], list[RankView]] = {}
     request = _request(ranks)
     for rank in ranks if request != "interrupted" else ():
         if rank.state in {"lost", "failed"}:
@@ -210,7 +212,7 @@ def _deaths(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         yield finding(reason or "lost", severity=severity, exception=exception, **_who(dead))
 
 
-def _silences(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+def _silences(ranks: Sequence[RankView]) -> Iterator[Finding]:
     hung = [rank for rank in ranks if rank.state == "hung"]
     if hung:
         yield finding("hung", **_who(hung))
@@ -220,7 +222,7 @@ def _silences(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         yield finding("unresponsive", **_who(silent))
 
 
-def waited_for(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+def waited_for(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield the ranks that the others of a hung replica group wait for, and who called another collective than the others."""
     found = hangs.blamed(ranks)
     if found:
@@ -228,7 +230,7 @@ def waited_for(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     yield from hangs.mismatches(ranks)
 
 
-def disagreeing(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+def disagreeing(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield the ranks whose gradient differs though DistributedDataParallel makes it the same on all."""
     norms = {rank.rank: rank.alike_norms for rank in ranks}
     odd = differing(norms) if all(norms.values()) else ()
@@ -240,29 +242,31 @@ def disagreeing(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         yield finding("ranks_disagree", step=step, odd=text.ranks(odd, _MOST_NAMED), norms=named, usual=usual)
 
 
-def weights_apart(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+def weights_apart(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield the ranks whose weights differ though DistributedDataParallel trains one model."""
-    found = drifted({rank.rank: rank.replicas.weights for rank in ranks})
+    found = drifted({rank.rank: rank.weights for rank in ranks})
     if found is not None:
         since, alike, odd = found
         named, everything = text.ranks(odd, 2 * _MOST_NAMED), len(odd) == len(ranks)
         yield finding("weights_differ", step=since, odd=named, all=everything, alike=alike or None)
 
 
-def batches_alike(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+def batches_alike(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield that all ranks are given the same data."""
-    batches = {rank.rank: rank.replicas.batches for rank in ranks}
-    since = same_batches(batches, {rank.rank: rank.replicas.losses for rank in ranks})
+    batches = {rank.rank: rank.batches for rank in ranks}
+    since = same_batches(batches, {rank.rank: rank.last_losses for rank in ranks})
     if since is not None:
         yield finding("same_batches", step=since)
 
 
-def _anomalies(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+def _anomalies(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield anomalies of now, where their values come from; and a loss that was not finite at the end of a run."""
     for kind in catalog.ANOMALY_KINDS:
         affected = [rank for rank in ranks if rank.up and kind in rank.anomalies]
         if affected:
-            told = next((rank.events.found[kind] for rank in affected if kind in rank.events.found), finding(kind))
+            told = next(
+                (from_events(rank.events)[kind] for rank in affected if kind in from_events(rank.events)), finding(kind)
+            )
             values = {**told.values, "severity": catalog.ANOMALY_SEVERITY[kind], "where": _where(affected, ranks)}
             yield told._replace(values=values)
     lost = [rank for rank in ranks if rank.loss is not None and not isfinite(rank.loss)]
@@ -270,20 +274,20 @@ def _anomalies(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     if lost and ended:
         yield finding("nonfinite_loss", where=_where(lost, ranks))
     odd = [rank for rank in ranks if {"nonfinite_loss", "nonfinite_gradient"} & {*rank.anomalies}] or (lost if ended else [])
-    spoiled = [rank for rank in ranks if SPOILED in rank.events.found]
-    origins = [rank.events.found[ORIGIN] for rank in odd if ORIGIN in rank.events.found]
+    spoiled = [rank for rank in ranks if SPOILED in from_events(rank.events)]
+    origins = [from_events(rank.events)[ORIGIN] for rank in odd if ORIGIN in from_events(rank.events)]
     yield from origins[:1]
     if spoiled and not any("nonfinite_loss" in rank.anomalies or rank in lost for rank in ranks):
-        told = spoiled[0].events.found[SPOILED]
+        told = from_events(spoiled[0].events)[SPOILED]
         yield told._replace(values={**told.values, "where": _where(spoiled, ranks)})
 
 
-def _past(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+def _past(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield past anomalies; one from which the training has not recovered for certain is a warning, if it is a recent one."""
     ended = not any(rank.up for rank in ranks)
     active = {kind for rank in ranks if rank.up for kind in rank.anomalies}
     counts = {kind: max((rank.counted.get(kind, 0) for rank in ranks), default=0) for kind in PAST}
-    if any(rank.scaled for rank in ranks):
+    if any(rank.value(catalog.AMP_STEPS_SKIPPED) for rank in ranks):
         del counts["nonfinite_gradient"]  # part of normal loss scaling
     counts = {kind: number for kind, number in counts.items() if number and kind not in active}
     unsettled = {kind for rank in ranks for kind, number in rank.counted.items() if number and kind not in rank.past}
@@ -304,79 +308,83 @@ def _counted(numbers: Mapping[str, int]) -> str:
     return text.joined([f"{number:,} {PAST[kind][number > 1]}" for kind, number in numbers.items()])
 
 
-def _skips(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+def _skips(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield that a loss scaler skips every step; also of an ended run, whose last steps changed nothing."""
-    stuck = [rank for rank in ranks if is_stuck(rank.skip_streak, rank.scale)]
+    stuck = [rank for rank in ranks if is_stuck(rank.count(catalog.AMP_SKIP_STREAK), rank.scale)]
     if not stuck:
         return
     collapsed = [rank.scale for rank in stuck if rank.scale is not None and rank.scale < 1]
     if collapsed:
         yield finding("amp_scale_collapsed", scale=min(collapsed))
     else:
-        streak, up = max(rank.skip_streak for rank in stuck), any(rank.up for rank in stuck)
+        streak, up = max(rank.count(catalog.AMP_SKIP_STREAK) for rank in stuck), any(rank.up for rank in stuck)
         yield finding("amp_skips", where=_where(stuck, ranks), streak=streak, up=up)
 
 
-def _of_events(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+def _of_events(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield what events make, each kind once, also of an ended run; and stuck layers whose event is lost."""
-    stepped = any(rank.steps for rank in ranks)
+    stepped = any(rank.done for rank in ranks)
     found: dict[str, Finding] = {}
     for rank in ranks:
-        for kind, one in rank.events.found.items():
+        for kind, one in from_events(rank.events).items():
             if kind in GATED or kind in _NOW or (kind == UNTIL_A_STEP and stepped):
                 continue
             if one.severity != INFO:
                 found.setdefault(kind, one)
     yield from found.values()
-    layers = max((rank.unmoved_layers for rank in ranks), default=0)
+    layers = max((rank.count(catalog.GRAD_UNMOVED_LAYERS) for rank in ranks), default=0)
     if layers and not any(kind.startswith("unmoved_layers") for kind in found):
         yield finding("unmoved_layers", unmoved=layers)
 
 
-def failed_saves(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+def failed_saves(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield that checkpoints could not be saved, an error if none was since; a script that catches the exception goes on."""
-    failed = max(ranks, key=lambda rank: rank.saves_failed, default=None)
-    if failed is None or not failed.saves_failed:
+    saves = {rank.rank: rank.count(catalog.CHECKPOINTS, "failed") for rank in ranks}
+    failed = max(ranks, key=lambda rank: saves[rank.rank], default=None)
+    if failed is None or not saves[failed.rank]:
         return
-    told = failed.events.found.get("save_raised")
+    told = from_events(failed.events).get("save_raised")
     values = dict[str, Any](told.values if told else {})
     why, free, needed = values.get("exception.type"), values.get("free"), values.get("needed")
     if isinstance(free, (int, float)) and isinstance(needed, (int, float)) and free < needed:
         why = f"{why}: {text.size(free)} were left on the file system, a checkpoint takes {text.size(needed)}"
-    last = [rank.saves_failed_last for rank in ranks if rank.saves_failed]
+    last = [rank.value(catalog.CHECKPOINT_FAILURE_STREAK) for rank in ranks if saves[rank.rank]]
     kind = "checkpoint_failed" if any(last) or None in last else "checkpoint_failed_once"
-    yield finding(kind, saves=failed.saves_failed, why=why, saved_step=values.get("saved_step") or None)
+    yield finding(kind, saves=saves[failed.rank], why=why, saved_step=values.get("saved_step") or None)
 
 
-def _growing(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+def _growing(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield that memory is soon full."""
     for space in catalog.SPACE.values:
-        growing = [rank for rank in ranks if rank.up and space in rank.full_in_s]
-        if growing:
-            left_s = min(rank.full_in_s[space] for rank in growing)
-            yield finding("memory_growth", memory=space.capitalize(), where=_where(growing, ranks), left=left_s)
+        full_in_s = {rank.rank: rank.value(catalog.MEMORY_TIME_TO_LIMIT, space) for rank in ranks if rank.up}
+        near = {name: left_s for name, left_s in full_in_s.items() if left_s is not None and left_s <= NEAR_S}
+        if near:
+            growing = [rank for rank in ranks if rank.rank in near]
+            where, left_s = _where(growing, ranks), min(near.values())
+            yield finding("memory_growth", memory=space.capitalize(), where=where, left=left_s)
 
 
-def broken(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+def broken(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield that GPUs have failed, and that workers of data loaders have died, even if the script goes on with new ones.
 
     Once it has gone on for some time, or has finished, that is information.
     """
-    if gpus := sorted({gpu for rank in ranks if rank.up for gpu in rank.failed_gpus}):
+    status = [pair for rank in ranks if rank.up for pair in rank.of(catalog.HW_STATUS).items()]
+    if gpus := sorted({gpu for (gpu, _, state), is_so in status if state == "failed" and is_so}):
         yield finding("gpu_failed", gpus=len(gpus), names=gpus)
-    died = [rank for rank in ranks if rank.workers_died]
+    died = [rank for rank in ranks if rank.count(catalog.DATA_WORKERS_DIED)]
     if died:
         lately = any(rank.lately.get(WORKER_DIED) for rank in died) and any(rank.state != "finished" for rank in ranks)
         yield finding(
             "workers_died",
             severity=Severity.WARNING if lately else Severity.INFO,
-            workers=sum(rank.workers_died for rank in died),
+            workers=sum(rank.count(catalog.DATA_WORKERS_DIED) for rank in died),
             where=_where(died, ranks),
             earlier=not lately and any(rank.up for rank in ranks),
         )
 
 
-def waiting(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+def waiting(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield that training waits for data, or did until its end."""
     there = [rank for rank in ranks if rank.up] or ranks
     starved = [rank for rank in there if rank.waiting is not None]
@@ -385,7 +393,7 @@ def waiting(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         yield finding("data", up=starved[0].up, where=_where(starved, there), share=share or None)
 
 
-def slowest(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+def slowest(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield the rank that the others wait for."""
     there = [rank for rank in ranks if rank.up] or ranks
     slow = [(rank, rank.slowness) for rank in there if rank.slowness and rank.slowness.is_slow]
@@ -395,7 +403,7 @@ def slowest(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         yield finding("slowest_rank", rank=rank.rank, up=rank.up, phase=PHASES[found.phase], **dict[str, Any](times))
 
 
-def between(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+def between(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield where the time between the phases of a step goes, of the rank with the most of it."""
     known = [rank for rank in ranks if rank.between and rank.events.between[0]]
     if known:
@@ -404,7 +412,7 @@ def between(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         yield finding("between", where=_where([rank], ranks), share=rank.between, function=function, location=location)
 
 
-def probes_off(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+def probes_off(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield the probes that failed and are off."""
     off = sorted({probe for rank in ranks for probe in rank.probes_off})
     if off:

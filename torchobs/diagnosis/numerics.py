@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.catalog.findings import ORIGIN, Finding, finding
-from torchobs.detect.learning import NEGLIGIBLE, OTHER_GROUPS, ZeroRate, is_stuck
+from torchobs.detect.learning import NEGLIGIBLE, ZeroRate, is_stuck
 from torchobs.detect.spikes import (
     LEAST_EXPLOSIONS,
     LEAST_LOSS_SPIKES,
@@ -29,8 +29,7 @@ from torchobs.diagnosis.from_events import (
     UNTIL_A_STEP,
     from_events,
 )
-from torchobs.diagnosis.status import past_in
-from torchobs.ranks.rank_view import RankView, Step, model_begins, zero_rate_of
+from torchobs.ranks.rank_view import RankView, Step, model_begins
 
 LEAST_NOTABLE = {"gradient_explosion": LEAST_EXPLOSIONS, "loss_spike": LEAST_LOSS_SPIKES}
 """Least number of past anomalies that is reported, as for the alert; one for the other kinds."""
@@ -57,16 +56,14 @@ class Rise(NamedTuple):
 
 def numerics(report: RankView) -> Iterator[Finding]:
     """Yield numerical problems, the loss first; then what events alone make."""
-    lost, past, events = _onset(report.steps), past_in(report), from_events(report.events)
+    lost, past, events = _onset(report.steps), report.past, from_events(report.events)
     if lost is not None:
         yield _nonfinite_loss(report, lost)
     else:
         yield from _spikes(report, past)
     yield from _diverged(report)
-    zero, others = zero_rate_of(report), report.by_attribute(catalog.LEARNING_RATE)
-    others.pop("0", None)
-    if zero is not None and len(others) < OTHER_GROUPS and all(rate <= NEGLIGIBLE * zero.highest for rate in others.values()):
-        yield zero_learning_rate(zero)
+    if report.zero_rate is not None:
+        yield zero_learning_rate(report.zero_rate)
     if ORIGIN in events:
         yield _settled(events[ORIGIN], past, report, spoiled=SPOILED in events)
     yield from _nonfinite_gradients(report, past)
@@ -229,7 +226,7 @@ def _vanished(report: RankView, past: Mapping[str, int]) -> Iterator[Finding]:
             "gradient_vanishing",
             severity=Severity.INFO if healthy else Severity.WARNING,
             vanished=count,
-            measured=max(report.norms, count),
+            measured=max(report.measured_norms, count),
             zero=report.value(catalog.GRAD_ZERO) or None,
             healthy=healthy,
         )

@@ -11,7 +11,6 @@ from torchobs.catalog.findings import Finding, finding
 from torchobs.detect import speed
 from torchobs.detect.hangs import LEAST_S
 from torchobs.diagnosis import health
-from torchobs.diagnosis.status import reported
 from torchobs.ranks import state
 from torchobs.ranks.rank_view import RankView, Step, model_begins
 
@@ -22,16 +21,15 @@ _LEAST_EARLIER = 16
 
 def pace(report: RankView) -> Iterator[Finding]:
     """Yield the findings on time and memory."""
-    status = reported(report)
     yield from _unsaved(report)
-    yield from health.failed_saves([status])
+    yield from health.failed_saves([report])
     yield from _held_up(report)
     yield from _slowed(report)
     yield from _waited(report)
-    yield from health.between([status])
-    yield from health.probes_off([status])
+    yield from health.between([report])
+    yield from health.probes_off([report])
     if report.up or report.reason == "finished":  # else they are reported as what led to the end
-        yield from health.broken([status])
+        yield from health.broken([report])
     dropped = {what: int(count) for what, count in report.by_attribute(catalog.FLIGHT_DROPPED).items() if count}
     if dropped:
         yield finding("dropped", items=[f"{count:,} {what}s" for what, count in dropped.items()])
@@ -102,7 +100,7 @@ def _grown_phase(earlier: Sequence[Step], late: Sequence[Step]) -> tuple[str, fl
 
 def _waited(report: RankView) -> Iterator[Finding]:
     """Yield that training waited for data, with the workers' queue, or the one wait that was most of it."""
-    for waiting in health.waiting([reported(report)]):
+    for waiting in health.waiting([report]):
         waits = [(step.phase_s.get("data", 0.0), step.step) for step in report.steps]
         longest_s, at = max(waits, default=(0.0, 0))
         if len(waits) > _LEAST_EARLIER and longest_s > sum(seconds for seconds, _ in waits) / 2:

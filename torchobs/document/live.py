@@ -17,20 +17,21 @@ from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.catalog import PHASES, Severity
 from torchobs.detect.hangs import PATIENT_PHASES
-from torchobs.diagnosis.health import BADGES, Health, last_step
-from torchobs.diagnosis.live import LAYERS, SORTS, EventGroup, descending, key_of, log_of, ordered
+from torchobs.diagnosis.health import BADGES, Health, health, last_step
 from torchobs.document import charts, sections
+from torchobs.document.event_log import EventGroup, log_of, rows_of
 from torchobs.document.markup import EMPTY, Html, definitions, exact, heading_cell, joined, named, number_cell, table, tag, text
+from torchobs.ranks.live import LAYERS, key_of
 from torchobs.ranks.rank_file import DIGITS
+from torchobs.ranks.rank_view import SORTS, descending, ordered
 from torchobs.ranks.snapshot import grouped
 from torchobs.support import text as text_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torchobs.diagnosis.live import RankView, RunView
-    from torchobs.diagnosis.status import RankStatus
-    from torchobs.ranks.snapshot import Rank, Readings
+    from torchobs.ranks.rank_view import RankView, RunView
+    from torchobs.ranks.snapshot import Rank
 
 PER_PAGE = 50
 MOST_EVIDENCE = 50
@@ -114,12 +115,24 @@ def _chosen(runs: Mapping[str, T], choice: Choice) -> T | None:
     return runs.get(choice.run) if choice.run else next(iter(runs.values()), None)
 
 
+class JudgedRun(NamedTuple):
+    """A run, and how it is."""
+
+    run: RunView
+    health: Health
+
+
+def judged(runs: Iterable[RunView]) -> tuple[JudgedRun, ...]:
+    """Return how each of these runs is."""
+    return tuple(JudgedRun(run, health(run)) for run in runs)
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """The content of the page for one choice."""
 
     choice: Choice
-    runs: tuple[RunView, ...]
+    runs: tuple[JudgedRun, ...]
     run: RunView | None
     """``None``: there is no run, or not the chosen one"""
     health: Health
@@ -134,9 +147,10 @@ class Model:
     """Unix time"""
 
 
-def model(runs: tuple[RunView, ...], choice: Choice, evidence: Iterable[Mapping[str, Any]], now_s: float) -> Model:
+def model(runs: tuple[JudgedRun, ...], choice: Choice, evidence: Iterable[Mapping[str, Any]], now_s: float) -> Model:
     """Return the model for one viewer. ``evidence``: the API's list of artifacts, newest first; ``now_s``: Unix time."""
-    run = _chosen({run.key: run for run in runs}, choice)
+    chosen = _chosen({one.run.key: one for one in runs}, choice)
+    run = chosen.run if chosen else None
     ranks = run.ranks if run else ()
     focus = next((rank for rank in ranks if rank.rank == choice.rank), ranks[0] if ranks else None)
     pages = max(1, -(-len(ranks) // PER_PAGE))
@@ -153,7 +167,7 @@ def model(runs: tuple[RunView, ...], choice: Choice, evidence: Iterable[Mapping[
         choice=choice,
         runs=runs,
         run=run,
-        health=health_beside(run, runs) if run else MISSING if choice.run else NO_RANK,
+        health=health_beside(chosen, runs) if chosen else MISSING if choice.run else NO_RANK,
         focus=focus,
         ranks=tuple(ordered(ranks, choice.sort)[first : first + PER_PAGE]),
         pages=pages,
@@ -162,9 +176,9 @@ def model(runs: tuple[RunView, ...], choice: Choice, evidence: Iterable[Mapping[
     )
 
 
-def health_beside(run: RunView, runs: Iterable[RunView]) -> Health:
+def health_beside(run: JudgedRun, runs: Iterable[JudgedRun]) -> Health:
     """Return the health of a run among others: failed ones are mentioned, too."""
-    failed = [other for other in runs if other is not run and other.health.level is Severity.ERROR]
+    failed = [other.run for other in runs if other is not run and other.health.level is Severity.ERROR]
     if not failed:
         return run.health
     names = f"{failed[0].job_name[:80]} {failed[0].run_id[:80]}" + (f" and {len(failed) - 1:,} more" * (len(failed) > 1))
@@ -244,17 +258,18 @@ def _health(model: Model) -> Html:
 
 def _runs(model: Model) -> Html:
     """Return the list of runs to choose from, if there is another than the one shown."""
-    if all(run is model.run for run in model.runs):
+    if all(one.run is model.run for one in model.runs):
         return EMPTY
-    return joined([tag("h2", "Runs"), tag("ul", *(_run(run, chosen=run is model.run) for run in model.runs))])
+    return joined([tag("h2", "Runs"), tag("ul", *(_run(one, chosen=one.run is model.run) for one in model.runs))])
 
 
-def _run(run: RunView, *, chosen: bool) -> Html:
+def _run(one: JudgedRun, *, chosen: bool) -> Html:
     """Return a line of the list of runs, which begins with how the run is."""
-    class_, symbol = LEVELS[run.health.level]
-    sign = tag("span", symbol, class_="sign", role="img", aria_label=f"{BADGES[run.health.level]}:")
+    run, how = one
+    class_, symbol = LEVELS[how.level]
+    sign = tag("span", symbol, class_="sign", role="img", aria_label=f"{BADGES[how.level]}:")
     name = _link(Choice(run=run.key), run.job_name, "health", current=chosen)
-    return tag("li", sign, " ", name, " ", named(run.run_id), " ", tag("span", run.health.text, class_="quiet"), class_=class_)
+    return tag("li", sign, " ", name, " ", named(run.run_id), " ", tag("span", how.text, class_="quiet"), class_=class_)
 
 
 def _figures(model: Model) -> Html:
@@ -269,13 +284,7 @@ def _figures(model: Model) -> Html:
 
 
 def _key_lines(run: RunView, focus: RankView) -> Iterator[tuple[str, Html, Html]]:
-    readings, total, steps, pace, still = (
-        focus.readings,
-        run.total_steps,
-        run.status.steps,
-        focus.speed,
-        focus.status.standstill,
-    )
+    total, steps, pace, still = run.total_steps, run.steps, focus.speed, focus.standstill
     done = f"{text_format.percent(min(steps / total, 1.0))} of {total:,}" if total else ""
     yield "Step", exact(f"{steps:,}", steps), joined([charts.meter(steps / total), done]) if total else EMPTY
     if run.left_s is not None:
@@ -289,15 +298,15 @@ def _key_lines(run: RunView, focus: RankView) -> Iterator[tuple[str, Html, Html]
         ]
         over = f"{'' if rates else 'over its '}last {pace.steps:,} steps ({text_format.duration(pace.window_s)})"
         yield "Speed", exact(text_format.rate(pace.per_s, "steps"), pace.per_s), joined([*rates[:1], tag("span", over)])
-    goodput = readings.of(catalog.GOODPUT_TIME)
+    goodput = focus.of(catalog.GOODPUT_TIME)
     if sum(goodput.values()):
         productive = goodput.get(("productive",), 0.0) / sum(goodput.values())
         yield "Goodput", exact(text_format.percent(productive), productive), tag("span", "of the time since the start")
-    if rates_by_group := readings.of(catalog.LEARNING_RATE):
+    if rates_by_group := focus.of(catalog.LEARNING_RATE):
         first = rates_by_group.get(("0",), next(iter(rates_by_group.values())))
         groups = f"first of {len(rates_by_group)} groups" if len(rates_by_group) > 1 else ""
         yield "Learning rate", exact(text_format.number(first), first), tag("span", groups)
-    share = readings.get(catalog.MFU)
+    share = focus.value(catalog.MFU)
     if share is not None and still is None:
         yield "MFU", exact(text_format.percent(share), share), tag("span", "of the devices' peak, by the model's operations")
 
@@ -306,16 +315,16 @@ def _curves(model: Model) -> Html:
     focus = model.focus
     if focus is None:
         return EMPTY
-    number, curves, readings = text_format.number, focus.details.curves, focus.readings
-    had_loss, had_norm = (curves.read and readings.get(one) is not None for one in (catalog.LOSS, catalog.GRAD_NORM))
-    norm_name = "Gradient norm of its shard" if (readings.get(catalog.GRAD_NORM_RANKS) or 1.0) > 1.0 else "Gradient norm"
-    times = charts.curve(curves.step_s)
+    number = text_format.number
+    had_loss, had_norm = (bool(focus.steps) and focus.value(one) is not None for one in (catalog.LOSS, catalog.GRAD_NORM))
+    norm_name = "Gradient norm of its shard" if (focus.value(catalog.GRAD_NORM_RANKS) or 1.0) > 1.0 else "Gradient norm"
+    times = charts.curve([(one.step, one.duration_s) for one in focus.steps if one.duration_s is not None])
     cards = [
-        _card("Loss", focus.status.loss, charts.sparkline(charts.curve(curves.loss), "Loss", number, stale=had_loss)),
+        _card("Loss", focus.loss, charts.sparkline(charts.curve(focus.losses.items()), "Loss", number, stale=had_loss)),
         _card(
             norm_name,
-            focus.status.grad_norm,
-            charts.sparkline(charts.curve(curves.grad_norm), norm_name, number, stale=had_norm),
+            focus.grad_norm,
+            charts.sparkline(charts.curve(focus.norms.items()), norm_name, number, stale=had_norm),
         ),
         _card(
             "Step time",
@@ -324,9 +333,9 @@ def _curves(model: Model) -> Html:
             text_format.duration,
         ),
     ]
-    for name, points in focus.details.scalars.items():  # the script's own, since the run began
+    for name, points in focus.events.scalars.items():  # the script's own, since the run began
         chart = charts.sparkline(charts.curve(points), name[:_LONGEST_NAME], number, stale=True)
-        cards.append(_card(named(name[:_LONGEST_NAME]), readings.get(catalog.SCALAR_VALUE, name), chart))
+        cards.append(_card(named(name[:_LONGEST_NAME]), focus.value(catalog.SCALAR_VALUE, name), chart))
     return joined([tag("h2", "Rank ", named(focus.rank), " over its last steps"), tag("div", *cards, class_="cards")])
 
 
@@ -361,29 +370,29 @@ def _caption(model: Model, count: int) -> str:
 
 
 def _row(model: Model, rank: RankView) -> Html:
-    chosen, status, pace = rank is model.focus, rank.status, rank.pace
+    chosen, pace = rank is model.focus, rank.pace
     words = _link(model.choice._replace(rank=rank.rank), rank.rank, "curves", label=f"Show rank {rank.rank}", current=chosen)
-    slow = status.slowness
+    slow = rank.slowness
     limit = f" ({rank.memory_limit})" if rank.memory_limit and rank.memory is not None else ""
     cells = [
-        tag("td", _state(status)),
-        _number(text_format.count, status.steps if rank.readings.get(catalog.STEPS) is not None else None),
+        tag("td", _state(rank)),
+        _number(text_format.count, rank.done if rank.value(catalog.STEPS) is not None else None),
         _number(text_format.duration, pace.step_s if pace else None),
         tag("td", charts.phases(pace.shares) if pace else text_format.NONE, class_="phases"),
-        tag("td", _slowdown(status), class_="n slow" if slow and slow.is_slow else "n"),
-        _number(text_format.number, status.loss),
-        _number(text_format.number, status.grad_norm),
+        tag("td", _slowdown(rank), class_="n slow" if slow and slow.is_slow else "n"),
+        _number(text_format.number, rank.loss),
+        _number(text_format.number, rank.grad_norm),
         number_cell(joined([exact(text_format.size(rank.memory), rank.memory), limit])),
-        number_cell(last_step(status)),
+        number_cell(last_step(rank)),
     ]
     return tag("tr", tag("th", words, scope="row", class_="n"), *cells, class_="chosen" if chosen else None)
 
 
-def _state(status: RankStatus) -> Html:
+def _state(status: RankView) -> Html:
     """Return the state with its symbol, how the rank ended, and its active anomalies."""
     symbol = tag("span", SYMBOLS.get(status.state, "●"), aria_hidden="true")
     details = [status.exception or status.reason.replace("_", " ")] if status.reason not in {"", status.state} else []
-    details += [status.phase] if status.phase in PATIENT_PHASES else []
+    details += [status.phase] if status.up and status.phase in PATIENT_PHASES else []
     details += [kind.replace("_", " ") for kind in status.anomalies]
     state = tag("span", symbol, " ", status.state, class_=f"state {status.state}")
     return joined([state, " ", tag("span", ", ".join(details), class_="why")]) if details else state
@@ -393,7 +402,7 @@ def _number(rounded: Callable[[float | None], str], value: float | None) -> Html
     return number_cell(exact(rounded(value), value))
 
 
-def _slowdown(status: RankStatus) -> Html:
+def _slowdown(status: RankView) -> Html:
     slow = status.slowness
     if slow is None or not status.up:
         return tag("span", text_format.NONE)
@@ -403,19 +412,19 @@ def _slowdown(status: RankStatus) -> Html:
 
 def _summary_row(ranks: Sequence[RankView]) -> Html:
     """Return the number of ranks by state, and the range of each value."""
-    counts = Counter(rank.status.state for rank in ranks)
+    counts = Counter(rank.state for rank in ranks)
     states = ", ".join(f"{counts[name]:,} {name}" for name in catalog.RANK_STATES if counts[name])
     paces = [rank.pace for rank in ranks if rank.pace]
     mean = [sum(column) / len(paces) for column in zip(*(pace.shares for pace in paces), strict=True)]
     memory = [size for rank in ranks if (size := rank.memory) is not None]
     cells = [
         tag("td", states),
-        number_cell(_range(text_format.count, [rank.status.steps for rank in ranks])),
+        number_cell(_range(text_format.count, [rank.done for rank in ranks])),
         number_cell(text_format.duration(median(pace.step_s for pace in paces) if paces else None)),
         tag("td", charts.phases(mean) if mean else text_format.NONE, class_="phases"),
         tag("td", ""),
-        number_cell(_range(text_format.number, [rank.status.loss for rank in ranks])),
-        number_cell(_range(text_format.number, [rank.status.grad_norm for rank in ranks])),
+        number_cell(_range(text_format.number, [rank.loss for rank in ranks])),
+        number_cell(_range(text_format.number, [rank.grad_norm for rank in ranks])),
         number_cell(text_format.size(sum(memory) if memory else None)),
         tag("td", ""),
     ]
@@ -447,21 +456,20 @@ def _details(model: Model) -> Html:
     focus = model.focus
     if focus is None:
         return EMPTY
-    get, of = focus.readings.get, focus.readings.of
     tables = {
-        "Memory": sections.memory_table(get, of),
-        "Mixed precision": sections.precision_table(get, of),
-        "torch.compile": sections.compile_table(get, of),
-        "Checkpoints and gradients": sections.checkpoint_table(get, model.now_s),
+        "Memory": sections.memory_table(focus),
+        "Mixed precision": sections.precision_table(focus),
+        "torch.compile": sections.compile_table(focus),
+        "Checkpoints and gradients": sections.checkpoint_table(focus, model.now_s),
     }
-    panels = {"Where the time since the start went": _goodput(focus.readings)}
+    panels = {"Where the time since the start went": _goodput(focus)}
     panels |= {name: definitions((what, value) for what, value in one.rows) for name, one in tables.items() if one is not None}
     cards = [tag("div", tag("h3", name), content, class_="card") for name, content in panels.items() if content]
     return joined([tag("h2", "Rank ", named(focus.rank), " in detail"), tag("div", *cards, class_="cards")])
 
 
-def _goodput(readings: Readings) -> Html:
-    times = {key[0]: value for key, value in readings.of(catalog.GOODPUT_TIME).items() if key and value > 0}
+def _goodput(rank: RankView) -> Html:
+    times = {key[0]: value for key, value in rank.of(catalog.GOODPUT_TIME).items() if key and value > 0}
     whole = sum(times.values())
     if not whole:
         return EMPTY
@@ -477,7 +485,7 @@ def _goodput(readings: Readings) -> Html:
 
 
 def _events(model: Model) -> Html:
-    log = log_of(rank.details.rows for rank in (model.run.ranks if model.run else ()))
+    log = log_of(rows_of(rank.rank, rank.events) for rank in (model.run.ranks if model.run else ()))
     if not log.lines:
         return joined([tag("h2", "Events"), tag("p", "None yet.", class_="none")])
     head = [heading_cell("when"), heading_cell("rank", "n"), heading_cell("step", "n"), heading_cell("what")]
@@ -541,7 +549,7 @@ def _evidence(model: Model) -> Html:
 def _layers(model: Model) -> Html:
     values: dict[str, dict[str, float]] = {}
     for column, (metric, _) in LAYERS.items():
-        for key, value in model.focus.readings.of(metric).items() if model.focus else ():
+        for key, value in model.focus.of(metric).items() if model.focus else ():
             values.setdefault(key[0] if key else "", {})[column] = value
     if not values or model.focus is None:
         return EMPTY

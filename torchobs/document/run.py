@@ -36,7 +36,8 @@ from torchobs.document.sections import points_of
 from torchobs.flight.events import plain
 from torchobs.flight.layout import Region
 from torchobs.flight.throughput import speed
-from torchobs.ranks.rank_view import Fact, RankView, Step, last_known, units
+from torchobs.ranks.events import Fact, units
+from torchobs.ranks.rank_view import RankView, Step, last_known
 from torchobs.ranks.runs import Chosen
 from torchobs.support import text as text_format
 
@@ -161,7 +162,7 @@ def _figures(report: RankView, every: Sequence[RankView]) -> Block:
 
 
 def _speed(report: RankView) -> Iterator[Figure]:
-    pace, share = report.speed, report.value(catalog.MFU)
+    pace, share = report.speed if report.up else report.pace, report.value(catalog.MFU)
     if pace is not None and pace.per_s:
         rates = ((pace.tokens_per_s, "tokens"), (pace.samples_per_s, "samples"))
         more = [text_format.rate(per_s, what) for per_s, what in rates if per_s]
@@ -318,7 +319,7 @@ def _process(report: RankView, options: Options) -> dict[str, Any]:
         "exit": {"reason": report.reason or None, "code": None if report.up else report.exit_code},
         "started": report.begun_s,
         "last_seen": report.last_s,
-        "events": [_event(fact) for fact in report.events[-options.events :] if options.events],
+        "events": [_event(fact) for fact in report.events.facts[-options.events :] if options.events],
     }
 
 
@@ -336,9 +337,9 @@ def _rank(report: RankView, findings: Sequence[Finding], options: Options) -> di
         "stall": found._asdict() if (found := stall(report)) else None,
         "evidence": [{"file": left.name, "kind": left.kind, "id": left.id} for left in report.left],
         "findings": [_finding(finding) for finding in findings],
-        "speed": speed(report.speed),
+        "speed": speed(report.pace if not report.up else report.speed),
         "steps": [_step(step) for step in report.steps[-options.steps :] if options.steps],
-        "scalars": {name: [point._asdict() for point in points] for name, points in report.scalars.items()},
+        "scalars": {name: [point._asdict() for point in points] for name, points in report.events.scalars.items()},
         "details": dict(report.details),
         "history": {
             "names": list(report.history.names),

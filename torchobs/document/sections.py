@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from math import isfinite
 from statistics import median, quantiles
@@ -11,8 +11,6 @@ from statistics import median, quantiles
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.diagnosis.hangs import shown, stall, without_launcher
-from torchobs.diagnosis.live import WHOLES
-from torchobs.diagnosis.status import Get
 from torchobs.document.blocks import (
     Code,
     HeatMap,
@@ -27,7 +25,8 @@ from torchobs.document.blocks import (
     Text,
     section,
 )
-from torchobs.ranks.rank_view import Fact, RankView, Step, attribute_text, title_of, words_of
+from torchobs.ranks.events import Fact, attribute_text, title_of, words_of
+from torchobs.ranks.rank_view import WHOLES, RankView, Step
 from torchobs.support import text as text_format
 
 _MOST_MARKS = 40
@@ -42,8 +41,6 @@ _ORDINARY = frozenset(
     )
 )  # fmt: skip
 """Events that are no sign of anything"""
-_OPERATIONS = "torchobs.debug.operation"
-"""Beginning of the names of the metrics of ``debug.context``; by name, as a file may be another version's"""
 _BY_STEP = frozenset({catalog.SPAN_RUN.name, catalog.SPAN_STEP.name, catalog.SPAN_STEP_PHASE.name})
 _LABELS = ("operation", "phase", "name")
 _MOST_ROWS = 40
@@ -66,9 +63,6 @@ _MOST_ALIKE, _MOST_FRAMES = 3, 12
 _MOST_RANKS = 1e7
 """A damaged file may hold any number"""
 
-Of = Callable[[catalog.Metric], Mapping[tuple[str, ...], float]]
-"""Returns all values of a metric by those of its attributes"""
-
 
 def training(report: RankView, of: str) -> Section:
     """Return the curves of the optimization."""
@@ -86,7 +80,7 @@ def training(report: RankView, of: str) -> Section:
         *_scalars(report),
     ]  # fmt: skip
     drawn = (chart for chart in charts if chart is not None and chart.series)
-    return section("training", f"Training{of}", *drawn, precision_table(report.value, report.of))
+    return section("training", f"Training{of}", *drawn, precision_table(report))
 
 
 def _series(steps: Iterable[Step], field: str) -> tuple[Series, ...]:
@@ -124,7 +118,7 @@ def _scale(report: RankView) -> LineChart | None:
 
 
 def _scalars(report: RankView) -> Iterator[LineChart]:
-    for name, points in list(report.scalars.items())[:_MOST_SCALARS]:
+    for name, points in list(report.events.scalars.items())[:_MOST_SCALARS]:
         shown = text_format.clean(name, 80)
         yield LineChart(shown, (Series(shown, [(float(point.step), point.value) for point in points]),))
 
@@ -163,7 +157,10 @@ def _kind(fact: Fact) -> str:
 
 def _counts(report: RankView) -> Table | None:
     found = {kind: count for kind, count in report.by_attribute(catalog.ANOMALIES).items() if count}
-    steps = {kind: report.norms if "gradient" in kind and report.norms >= found[kind] else report.last_step for kind in found}
+    steps = {
+        kind: report.measured_norms if "gradient" in kind and report.measured_norms >= found[kind] else report.last_step
+        for kind in found
+    }
     rows = tuple(
         (kind.replace("_", " "), f"{int(count):,}", text_format.percent(count / steps[kind]) if steps[kind] else "-")
         for kind, count in sorted(found.items(), key=lambda item: -item[1])
@@ -239,9 +236,8 @@ def _spread(report: RankView) -> str:
 
 def _operations(report: RankView) -> Iterator[Table]:
     """Yield the operations of ``debug.context``, whose totals are exact, and the other spans that the file still holds."""
-    counts = dict(_one_attribute(report, f"{_OPERATIONS}s"))
-    times = dict(_one_attribute(report, f"{_OPERATIONS}.time"))
-    longest = dict(_one_attribute(report, f"{_OPERATIONS}.longest"))
+    wanted = (catalog.DEBUG_OPERATIONS, catalog.DEBUG_OPERATION_TIME, catalog.DEBUG_OPERATION_LONGEST)
+    counts, times, longest = map(report.by_attribute, wanted)
     rows = [
         (name, text_format.count(counts.get(name)), text_format.duration(seconds), text_format.duration(longest.get(name)))
         for name, seconds in sorted(times.items(), key=lambda item: -item[1])
@@ -253,15 +249,9 @@ def _operations(report: RankView) -> Iterator[Table]:
         yield Table("Epochs, evaluations, checkpoints and own spans, as far as the file holds them", head, spans)
 
 
-def _one_attribute(report: RankView, metric: str) -> Iterator[tuple[str, float]]:
-    for key, value in report.values.items():
-        if key[0] == metric and len(key) == 2 and isinstance(value, (int, float)):  # noqa: PLR2004  # name and attribute
-            yield text_format.clean(key[1], 80), value
-
-
 def _spans(report: RankView) -> tuple[tuple[str, ...], ...]:
     found: dict[str, list[float]] = {}
-    for span in report.spans:
+    for span in report.events.spans:
         if span.name not in _BY_STEP:
             label = next((span.attributes[key] for key in _LABELS if isinstance(span.attributes.get(key), str)), "")
             name = text_format.clean(f"{span.name.removeprefix('torchobs.')} {label}".strip(), 80)
@@ -277,25 +267,25 @@ def memory(report: RankView, of: str) -> Section:
     limit = report.value(catalog.CGROUP_MEMORY_LIMIT)
     host = _chart(report, "Host memory", _HOST, (("limit", limit),) if limit else ())
     device = _chart(report, "Device memory", _DEVICE, ())
-    return section("memory", f"Memory{of}", host, device, memory_table(report.value, report.of))
+    return section("memory", f"Memory{of}", host, device, memory_table(report))
 
 
-def memory_table(get: Get, of: Of) -> Table | None:
+def memory_table(rank: RankView) -> Table | None:
     """Return the memory in use: of devices, process, container and machine."""
     rows = []
-    reserved, limits = of(catalog.MEMORY_DEVICE_RESERVED), of(catalog.MEMORY_DEVICE_LIMIT)
+    reserved, limits = rank.of(catalog.MEMORY_DEVICE_RESERVED), rank.of(catalog.MEMORY_DEVICE_LIMIT)
     for device, size in reserved.items():
-        known = ((get(metric, *device), word) for metric, word in _DEVICE_MORE.items())
+        known = ((rank.value(metric, *device), word) for metric, word in _DEVICE_MORE.items())
         more = [f"{text_format.size(value)} {word}" for value, word in known if value is not None]
         rows.append((f"{device[0]} reserved", ", ".join([_of_limit(size, limits.get(device)), *more])))
     for name, metric, whole in _HOST_MEMORY:
-        if used := get(metric):
-            rows.append((name, _of_limit(used, get(whole) if whole is not None else None)))
-    for (limit,), share in of(catalog.MEMORY_HOST_UTILIZATION).items():
+        if used := rank.value(metric):
+            rows.append((name, _of_limit(used, rank.value(whole) if whole is not None else None)))
+    for (limit,), share in rank.of(catalog.MEMORY_HOST_UTILIZATION).items():
         rows.append((f"{WHOLES.get(limit, limit)} full", text_format.percent(share)))
-    for (space,), left_s in of(catalog.MEMORY_TIME_TO_LIMIT).items():
+    for (space,), left_s in rank.of(catalog.MEMORY_TIME_TO_LIMIT).items():
         rows.append((f"{space} memory full in", text_format.span(left_s)))
-    if kills := get(catalog.CGROUP_MEMORY_OOM_KILLS):
+    if kills := rank.value(catalog.CGROUP_MEMORY_OOM_KILLS):
         rows.append(("killed in its cgroup for memory", text_format.plural(int(kills), "process", "processes")))
     return _pairs("In use, as last seen", rows)
 
@@ -310,50 +300,52 @@ def _pairs(caption: str, rows: Iterable[tuple[str, str]]) -> Table | None:
     return Table(caption, ("What", "Value"), rows, frozenset({0, 1})) if rows else None
 
 
-def precision_table(get: Get, of: Of) -> Table | None:
+def precision_table(rank: RankView) -> Table | None:
     """Return autocast and the loss scale."""
-    kinds = [f"{dtype} on {device}" for device, dtype in of(catalog.AMP_AUTOCAST)]
-    scales = of(catalog.AMP_SCALE)
+    kinds = [f"{dtype} on {device}" for device, dtype in rank.of(catalog.AMP_AUTOCAST)]
+    scales = rank.of(catalog.AMP_SCALE)
     rows = [("autocast", text_format.clean(", ".join(kinds)))] if kinds else []
     rows += [
         (f"loss scale {scaler}" if len(scales) > 1 else "loss scale", text_format.number(one))
         for (scaler,), one in scales.items()
     ]
     counts = (("steps skipped", catalog.AMP_STEPS_SKIPPED), ("in a row now", catalog.AMP_SKIP_STREAK)) if scales else ()
-    return _pairs("Mixed precision", [*rows, *_counted(get, counts)])
+    return _pairs("Mixed precision", [*rows, *_counted(rank, counts)])
 
 
-def compile_table(get: Get, of: Of) -> Table | None:
+def compile_table(rank: RankView) -> Table | None:
     """Return what ``torch.compile`` did; none if it was not used."""
-    times = {stage: seconds for (stage,), seconds in of(catalog.COMPILE_TIME).items() if seconds}
-    if not times and not get(catalog.COMPILE_IN_PROGRESS):
+    times = {stage: seconds for (stage,), seconds in rank.of(catalog.COMPILE_TIME).items() if seconds}
+    if not times and not rank.value(catalog.COMPILE_IN_PROGRESS):
         return None
-    rows = [("now", "compiling")] if get(catalog.COMPILE_IN_PROGRESS) else []
+    rows = [("now", "compiling")] if rank.value(catalog.COMPILE_IN_PROGRESS) else []
     rows += [(stage, text_format.duration(seconds)) for stage, seconds in times.items()]
-    first, again = (int(get(catalog.COMPILE_COMPILATIONS, cause) or 0) for cause in ("first", "recompile"))
+    first, again = (int(rank.value(catalog.COMPILE_COMPILATIONS, cause) or 0) for cause in ("first", "recompile"))
     rows += [("compilations", f"{first:,}, and {again:,} again")]
     for name, metric in (("graph breaks", catalog.COMPILE_GRAPH_BREAKS), ("given up", catalog.COMPILE_FAILURES)):
-        rows += [(f"{name}, {kind.replace('_', ' ')}", f"{int(count):,}") for (kind,), count in of(metric).items() if count]
+        rows += [
+            (f"{name}, {kind.replace('_', ' ')}", f"{int(count):,}") for (kind,), count in rank.of(metric).items() if count
+        ]
     return _pairs("torch.compile; stages contain one another", rows)
 
 
-def checkpoint_table(get: Get, now_s: float) -> Table | None:
+def checkpoint_table(rank: RankView, now_s: float) -> Table | None:
     """Return what was saved, and the steps that were clipped; ``now_s``: Unix time."""
-    saved, failed = get(catalog.CHECKPOINTS, "saved"), get(catalog.CHECKPOINTS, "failed")
+    saved, failed = rank.value(catalog.CHECKPOINTS, "saved"), rank.value(catalog.CHECKPOINTS, "failed")
     rows = (
         [("checkpoints", f"{text_format.count(saved)}{f', {text_format.count(failed)} failed' if failed else ''}")]
         if saved or failed
         else []
     )
-    at_s, size = get(catalog.CHECKPOINT_TIMESTAMP), get(catalog.CHECKPOINT_SIZE)
+    at_s, size = rank.value(catalog.CHECKPOINT_TIMESTAMP), rank.value(catalog.CHECKPOINT_SIZE)
     if at_s:
         rows += [("last one", f"{text_format.span(now_s - at_s)} ago" + (f", {text_format.size(size)}" if size else ""))]
     counts = (("steps clipped", catalog.GRAD_CLIPPED_STEPS), ("not finite", catalog.GRAD_NONFINITE_STEPS))
-    return _pairs("Checkpoints and gradients", [*rows, *_counted(get, counts)])
+    return _pairs("Checkpoints and gradients", [*rows, *_counted(rank, counts)])
 
 
-def _counted(get: Get, wanted: Iterable[tuple[str, catalog.Metric]]) -> Iterator[tuple[str, str]]:
-    return ((name, text_format.count(value)) for name, metric in wanted if (value := get(metric)))
+def _counted(rank: RankView, wanted: Iterable[tuple[str, catalog.Metric]]) -> Iterator[tuple[str, str]]:
+    return ((name, text_format.count(value)) for name, metric in wanted if (value := rank.value(metric)))
 
 
 def _chart(
@@ -373,13 +365,13 @@ def _chart(
 
 def compilation(report: RankView, of: str) -> Section:
     """Return what ``torch.compile`` did."""
-    table = compile_table(report.value, report.of)
+    table = compile_table(report)
     return section("compile", f"torch.compile{of}", table, _reasons(report) if table is not None else None)
 
 
 def checkpoints(report: RankView, of: str) -> Section:
     """Return what was saved by the rank's last sign of life."""
-    return section("checkpoints", f"Checkpoints{of}", checkpoint_table(report.value, report.last_s))
+    return section("checkpoints", f"Checkpoints{of}", checkpoint_table(report, report.last_s))
 
 
 def _reasons(report: RankView) -> Table | None:

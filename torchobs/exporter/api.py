@@ -20,7 +20,6 @@ from starlette.routing import Mount, Route
 from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.config.settings import PROBES
-from torchobs.diagnosis.status import last_grad_norm, last_loss
 from torchobs.exporter import access, api_schema, commands
 from torchobs.exporter.access import LET_IN, Problem
 from torchobs.exporter.api_schema import Dated, Position, instant, named, wall_ns
@@ -31,9 +30,9 @@ from torchobs.flight.layout import PHASE_NAMES
 from torchobs.flight.reader import Distribution
 from torchobs.flight.step_record import StepFlag
 from torchobs.flight.throughput import RECORDS, pace, speed
-from torchobs.ranks import rank_view
+from torchobs.ranks.events import curves, units
 from torchobs.ranks.rank_file import READ_ERRORS
-from torchobs.ranks.rank_view import units, with_late
+from torchobs.ranks.rank_view import last_grad_norm, last_loss, with_late
 from torchobs.ranks.snapshot import Readings, readings_of
 
 if TYPE_CHECKING:
@@ -140,8 +139,8 @@ def steps(file: FlightFile, rank: Rank, last: int) -> dict[str, Any]:
 
 def logged(file: FlightFile, _: Rank) -> dict[str, Any]:
     """Return the curves of the scalars that the script logs, by name, oldest point first."""
-    curves = rank_view.curves(file.events())
-    return {"scalars": [{"name": name, "points": [point._asdict() for point in points]} for name, points in curves.items()]}
+    found = curves(file.events())
+    return {"scalars": [{"name": name, "points": [point._asdict() for point in points]} for name, points in found.items()]}
 
 
 def _step(parts: Sequence[StepRecord], rank: Rank) -> dict[str, Any]:

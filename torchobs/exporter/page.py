@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from torchobs.diagnosis.live import DetailsReader, RunsReader
 from torchobs.document import live
-from torchobs.document.live import SCRIPT_PATH, STREAM_PATH, STYLE_PATH, choice_of, focused, model, page, stream_of
+from torchobs.document.live import SCRIPT_PATH, STREAM_PATH, STYLE_PATH, choice_of, focused, judged, model, page, stream_of
 from torchobs.document.markup import style_sheet
 from torchobs.exporter import access
 from torchobs.exporter.snapshot_cache import DEADLINE_S, FRESH_S
+from torchobs.ranks.live import DetailsReader, RunsReader
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 
     from starlette.requests import Request
 
-    from torchobs.diagnosis.live import Details
     from torchobs.document.live import Choice, Model
     from torchobs.exporter.snapshot_cache import SnapshotCache
+    from torchobs.ranks.live import Details
     from torchobs.ranks.snapshot import Snapshot
 
 
@@ -144,7 +144,7 @@ class Feed:
         evidence = await _in_time(self._evidence(), ())
 
         def models() -> dict[Choice, Model]:
-            runs = self._runs.runs(snapshot, details, {choice.run for choice in choices})
+            runs = judged(self._runs.runs(snapshot, details, {choice.run for choice in choices}))
             return {choice: model(runs, choice, evidence, time.time()) for choice in choices}
 
         return await self._in_thread(models)

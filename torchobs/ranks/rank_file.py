@@ -29,6 +29,7 @@ from torchobs.flight.files import file_name, lock_name
 from torchobs.flight.layout import BadFlightFileError, Exit, Region
 from torchobs.flight.reader import DecodedBlock, Distribution, FlightFile, View
 from torchobs.ranks import labels, state
+from torchobs.ranks.snapshot import Rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -284,6 +285,28 @@ class RankFile:
         if age_s is None or begun_ns is None:
             return age_s
         return min(age_s, max(0.0, (now.monotonic_ns - begun_ns) / 1e9))
+
+    def served(self, suffix: str, now: Now) -> Rank:
+        """Return the rank as it is now; ``suffix``: what is appended to its label."""
+        job_name, run_id, rank = self.rank
+        return Rank(
+            job_name=job_name,
+            run_id=run_id,
+            rank=rank + suffix,
+            incarnation=self.incarnation,
+            info=self.info,
+            state=self.state,
+            up=self.up,
+            view=self.view,
+            progress_age_s=self.progress_age_s(now) if self.up else None,
+            beat_age_s=self.beat_age_s(now),
+            ended_in=self.ended_in,
+            opened=self.opened,
+            exemplars=self.exemplars,
+            exception=self.exception,
+            standstill=self.standstill(now),
+            terminated_age_s=self.terminated_age_s(now),
+        )
 
     def beat_age_s(self, now: Now) -> float:
         """Return the seconds since the last heartbeat, or for a dead rank since its end."""

@@ -1,72 +1,55 @@
-"""Contents of one flight file as a report on its rank. Pure: no file, no clock."""
+"""One rank, alive or dead, and its run: what page, ``top``, ``inspect``, report and API see of it. No file, no clock.
+
+A view is made of a rank of a snapshot (:func:`view_of`) or of its file alone (``ranks.runs``). What follows from its numbers is
+a property of it, and computed once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import chain
-from math import isfinite
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf, isfinite, isnan, nan
+from typing import Any, NamedTuple, Protocol
 
 from torchobs import catalog
 from torchobs.catalog import Metric
-from torchobs.detect.hangs import Standstill
-from torchobs.detect.learning import ZeroRate, zero_rate
+from torchobs.config.settings import PROBES
+from torchobs.detect import speed
+from torchobs.detect.hangs import GroupProgress, Standstill
+from torchobs.detect.learning import NEGLIGIBLE, OTHER_GROUPS, ZeroRate, zero_rate
+from torchobs.detect.speed import Slowness
+from torchobs.detect.spikes import healthy_steps
 from torchobs.flight.artifacts import ArtifactName
 from torchobs.flight.details import History
-from torchobs.flight.events import Event, Late, Span
 from torchobs.flight.layout import PHASE_NAMES, Header
-from torchobs.flight.reader import Distribution, Value, View
 from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord
-from torchobs.flight.throughput import Throughput
+from torchobs.flight.throughput import Throughput, time_left_s
 from torchobs.ranks import labels, state
-from torchobs.ranks.state import MemoryUse, trains
-from torchobs.support import text as text_format
+from torchobs.ranks.comparison import collectives_called, group_progress
+from torchobs.ranks.events import NO_EVENTS, Events, Fact
+from torchobs.ranks.snapshot import Rank, Readings
+from torchobs.ranks.state import MemoryUse
+from torchobs.support import text
 
-MOST_NAMES = 64
-MOST_TEXT = 600
-MOST_POINTS = 512
-"""Most points kept per curve, the newest ones. A rank thins them out over time (``probes.core.user_scalars``)."""
-_FAR = 1 << 62
-_NAMES = ("NaN", "Infinity", "-Infinity")
+LAST_LOSSES = 64
+MOST_COMPARED = 256
+"""Living ranks of a run up to which they are compared by their last steps: with more that takes as long as all else"""
+WHOLES = {"cgroup": "container", "machine": "machine"}
+"""What a limit on the host's memory is the limit of"""
+SORTS = ("worst", "rank", "step", "time", "loss", "norm", "memory")
 _CLOCKS_DIFFER_S = 0.001
 """Tolerance: one time stamp is in microseconds, and both are converted between clocks."""
-_OF = {one.name: one.attributes for one in catalog.EVENTS} | {one.name: one.attributes for one in catalog.SPANS}
-_UNITS = {(name, one.name): one.unit for name, attributes in _OF.items() for one in attributes if one.unit}
-_MOST = 1e18
-"""A flight file may hold anything"""
-_FORMATS = {"By": text_format.size, "s": text_format.duration}
+_SETTLED_S = 2.0
+"""Time without a step after which what is published once a second is no more of a step"""
+_ENDED_BY_ITSELF = frozenset({"finished", "exception", "exit_code"})
 
 
-class Point(NamedTuple):
-    """A logged value, with the step after which it was logged."""
+class Get(Protocol):
+    """Looks up a value of a rank."""
 
-    step: int
-    value: float
-
-
-Curves = dict[str, tuple[Point, ...]]
-
-
-def curves(ring: Iterable[Event | Span | Late], known: Mapping[str, tuple[Point, ...]] | None = None) -> Curves:
-    """Return the curves by name from an event ring, oldest first; ``known``: those of what was read earlier.
-
-    Other events are skipped.
-    """
-    found = dict(known or {})
-    for event in ring:
-        if isinstance(event, Event) and event.name == catalog.EVENT_SCALARS.name:
-            with suppress(KeyError, TypeError, ValueError):  # the application may give an event of its own this name
-                for name, point in [*_points(event.values)]:
-                    if name in found or len(found) < MOST_NAMES:
-                        found[name] = (*found.get(name, ()), point)[-MOST_POINTS:]
-    return found
-
-
-def _points(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Point]]:
-    for name, step, value in zip(attributes["names"], attributes["steps"], attributes["values"], strict=False):
-        yield name, Point(step, float(value))  # also of a text: "NaN", "Infinity"
+    def __call__(self, metric: Metric, /, *attributes: str) -> float | None:
+        """Return the value of a series; ``None`` if absent."""
 
 
 class Step(NamedTuple):
@@ -86,99 +69,65 @@ class Step(NamedTuple):
     """the first step of a model: baselines of earlier steps do not apply"""
 
 
-class Fact(NamedTuple):
-    """An event. ``time_s``: Unix time, by the clock pair read at the rank's start."""
+class Recorded(NamedTuple):
+    """What a rank's rings hold, beyond the metrics of a snapshot."""
 
-    name: str
-    time_s: float
-    step: int | None
-    attributes: Mapping[str, Any]
-
-    def text(self, name: str, longest: int = text_format.LONGEST) -> str:
-        """Return an attribute as one sanitised line; empty if absent."""
-        value = self.attributes.get(name)
-        if value is None:
-            return ""
-        return text_format.clean(text_format.joined(value) if isinstance(value, list) and value else value, longest)
-
-    def texts(self, name: str, most: int | None = None, longest: int = text_format.LONGEST) -> list[str]:
-        """Return the first items of an attribute that is a list, sanitised; empty if it is none."""
-        value = self.attributes.get(name)
-        return [text_format.clean(item, longest) for item in value[:most]] if isinstance(value, list) else []
-
-    def number(self, name: str) -> float | None:
-        """Return a numeric attribute, also one spelled as text (``"NaN"``); else ``None``."""
-        value = self.attributes.get(name)
-        if isinstance(value, str) and value in _NAMES:
-            return float(value)
-        return float(value) if isinstance(value, (int, float)) and not abs(value) >= float(_FAR) ** 4 else None
-
-    def count(self, name: str) -> int:
-        """Return an attribute that is a count; 0 if absent or invalid."""
-        found = self.number(name)
-        return int(found) if found is not None and 0 < found < _FAR else 0
+    steps: tuple[Step, ...] = ()
+    """the newest ones, oldest first"""
+    pace: Throughput | None = None
+    """over the latest steps"""
+    events: Events = NO_EVENTS
 
 
-class SpanFact(NamedTuple):
-    """A finished span. Times in Unix seconds."""
-
-    name: str
-    start_s: float
-    end_s: float
-    attributes: Mapping[str, Any]
+NOT_READ = Recorded()
 
 
-def last_phase(phase: str | None, begun_s: float | None, steps: Sequence[Step]) -> tuple[str | None, float | None]:
-    """Return the rank's last phase and its begin; ``None`` twice if the phase was written before the last step ended.
-
-    The sampler thread writes the phase ten times a second, the training thread the step's end: code that holds the GIL
-    right after a step leaves the phase of an earlier one.
-    """
-    stale = begun_s is not None and bool(steps) and begun_s < steps[-1].end_s - _CLOCKS_DIFFER_S
-    return (None, None) if stale else (phase, begun_s)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankView:
-    """Report on one rank from its flight file. Times are Unix seconds."""
+    """One rank. Times are Unix seconds, ages seconds."""
 
-    source: str
-    """the file's name"""
-    problems: tuple[str, ...]
-    """what could not be read, or is not trustworthy"""
     header: Header
-    up: bool
     state: str
     """one of ``catalog.RANK_STATES``"""
     reason: str
-    """one of ``catalog.EXIT_REASONS``, empty while it runs"""
-    exit_code: int
-    same_boot: bool
-    memory: MemoryUse
+    """one of ``catalog.EXIT_REASONS``; empty while it runs"""
+    up: bool
+    readings: Readings
     last_s: float
     """time of the last sign of life"""
-    phase: str | None
-    phase_begun_s: float | None
-    steps: tuple[Step, ...]
-    """the newest ones, oldest first"""
-    events: tuple[Fact, ...]
-    """oldest first; without spans"""
-    values: Mapping[tuple[str, ...], Value]
-    """by series name and attribute values"""
-    pace: Throughput | None = None
-    """over the latest steps"""
+    suffix: str = ""
+    """what is appended to the rank, if another living process has that"""
+    phase: str | None = None
+    """the present phase, or that of its end"""
+    phase_begun_s: float | None = None
+    beat_age_s: float = 0.0
+    progress_age_s: float | None = None
+    """since the last step, or the start; ``None``: it has ended, or does not record"""
     recorded: bool = True
     """False if the rank lives and recording of steps was switched off"""
     standstill: Standstill | None = None
     """that the living rank makes no step"""
-    scalars: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
-    """scalars that the script logged, by name"""
+    slowness: Slowness | None = None
+    """beside the other ranks of its replica group"""
+    raised: Mapping[str, str] = field(default_factory=dict)
+    """the newest exception of its main thread, as attributes of ``catalog.RANK_EXCEPTION``"""
+    exit_code: int = 0
+    steps: tuple[Step, ...] = ()
+    """the newest ones, oldest first"""
+    pace: Throughput | None = None
+    """over its latest steps, whatever it does now"""
+    events: Events = NO_EVENTS
+    # of a file alone:
+    source: str = ""
+    """the file's name"""
+    problems: tuple[str, ...] = ()
+    """what could not be read, or is not trustworthy"""
+    same_boot: bool = True
+    memory_use: MemoryUse = field(default_factory=MemoryUse)
     details: Mapping[str, Any] = field(default_factory=dict)
-    """how the run was started (``flight.format.documents``); empty if that is turned off"""
+    """how the run was started (``flight.documents``); empty if that is turned off"""
     history: History = field(default_factory=History)
     """gauges over time, since the start"""
-    spans: tuple[SpanFact, ...] = ()
-    """spans still in the ring, oldest first"""
     left: tuple[ArtifactName, ...] = ()
     """non-empty artifacts of the rank"""
     frames: tuple[str, ...] = ()
@@ -191,36 +140,70 @@ class RankView:
     """some data is missing or damaged (see ``problems``): its absence proves nothing"""
     end_known: bool = True
     """True if the exit word is readable"""
-    suffix: str = ""
-    """what is appended to the rank, if another living process has that"""
     unwritten: bool = False
     """it ended without a word, and not in memory: what it did in its last moments, 100 ms by intent, is missing"""
+
+    # -- who it is -----------------------------------------------------------------------------------------------------------
 
     @property
     def identity(self) -> tuple[str, str, str]:
         """job_name, run_id and rank."""
         job_name, run_id, rank = labels.identity(self.header.resource)
-        return text_format.clean(job_name), text_format.clean(run_id), rank + self.suffix
+        return text.clean(job_name), text.clean(run_id), rank + self.suffix
 
     @property
     def rank(self) -> str:
         """The rank, as on the metrics page."""
-        return self.identity[2]
+        return labels.identity(self.header.resource)[2] + self.suffix
+
+    @property
+    def job_name(self) -> str:
+        """As on the metrics page."""
+        return labels.identity(self.header.resource)[0]
+
+    @property
+    def run_id(self) -> str:
+        """As on the metrics page."""
+        return labels.identity(self.header.resource)[1]
+
+    @property
+    def incarnation(self) -> str:
+        """Id of its process, in hexadecimal."""
+        return self.header.incarnation.hex()
 
     @property
     def restart(self) -> int:
         """Number of the attempt, from 0."""
         return labels.number(self.header.resource, "restart") or 0
 
-    @property
-    def trains(self) -> bool:
-        """True while it makes steps."""
-        return trains(self.state, self.phase, self.standstill, recorded=self.recorded)
+    def described(self, name: str) -> str:
+        """Return a fact of the process (``catalog.RANK_INFO``); empty if unknown."""
+        value = self.header.resource.get(name)
+        return "" if value is None else text.clean(value)
 
-    @property
-    def speed(self) -> Throughput | None:
-        """Its throughput over the latest steps; ``None`` while it lives and makes none."""
-        return self.pace if self.trains or not self.up else None
+    # -- its numbers ---------------------------------------------------------------------------------------------------------
+
+    def value(self, metric: Metric, *attributes: str) -> float | None:
+        """Return the value of a series; ``None`` if absent."""
+        return self.readings.get(metric, *attributes)
+
+    def of(self, metric: Metric) -> Mapping[tuple[str, ...], float]:
+        """Return the values of a metric's series by those of all its attributes, which are sorted by name."""
+        return self.readings.of(metric)
+
+    def count(self, metric: Metric, *attributes: str) -> int:
+        """Return the value of a series that counts; 0 if absent."""
+        return int(self.readings.get(metric, *attributes) or 0)
+
+    def by_attribute(self, metric: Metric) -> dict[str, float]:
+        """Return the values of a metric's series by their single attribute."""
+        return {text.clean(key[0]): value for key, value in self.readings.of(metric).items() if len(key) == 1}
+
+    def events_named(self, event: catalog.Event) -> list[Fact]:
+        """Return the events of that name, oldest first."""
+        return self.events.of(event)
+
+    # -- how long, how far ---------------------------------------------------------------------------------------------------
 
     @property
     def start_s(self) -> float:
@@ -243,14 +226,15 @@ class RankView:
         return "the process began" if self.begun_s < self.start_s else "init()"
 
     @property
-    def lived_s(self) -> float:
-        """How long it has lived since then: to its last sign of life, or the sum of its times, which go on to its end."""
-        return max(self.last_s - self.begun_s, sum(self.by_attribute(catalog.GOODPUT_TIME).values()))
+    def lifetime(self) -> str:
+        """How long it has lived, and since when, in words: to its last sign of life, or its times, which go on to its end."""
+        lived_s = max(self.last_s - self.begun_s, sum(self.by_attribute(catalog.GOODPUT_TIME).values()))
+        return f"{text.duration(lived_s)} since {self.since}"
 
     @property
-    def lifetime(self) -> str:
-        """How long it has lived, and since when, in words."""
-        return f"{text_format.duration(self.lived_s)} since {self.since}"
+    def ran_s(self) -> float:
+        """From its start to its last sign of life."""
+        return max(0.0, self.last_s - self.start_s)
 
     @property
     def last_step(self) -> int:
@@ -259,85 +243,351 @@ class RankView:
         In a partial file only the counter may know it.
         """
         newest = self.steps[-1].step if self.steps else 0
-        return max(newest, self._counted) if self.partial else newest
+        return max(newest, self.count(catalog.STEPS)) if self.partial else newest
+
+    @property
+    def done(self) -> int:
+        """Number of steps that it has done."""
+        return self.count(catalog.STEPS) or self.last_step
 
     @property
     def newest_is_here(self) -> bool:
         """True if ``steps`` includes the rank's last step."""
         counted = self.value(catalog.STEPS) is not None
-        return not self.partial or (counted and bool(self.steps) and self.steps[-1].step >= self._counted)
+        return not self.partial or (counted and bool(self.steps) and self.steps[-1].step >= self.count(catalog.STEPS))
 
     @property
-    def _counted(self) -> int:
-        return _count(self.values, catalog.STEPS.name)
-
-    def described(self, name: str) -> str:
-        """Return a fact of the process (``catalog.RANK_INFO``); empty if unknown."""
-        value = self.header.resource.get(name)
-        return "" if value is None else text_format.clean(value)
-
-    def value(self, metric: Metric, *attributes: str) -> float | None:
-        """Return the value of a series; ``None`` if absent."""
-        found = self.values.get((metric.name, *attributes))
-        return None if isinstance(found, Distribution) else found
+    def speed(self) -> Throughput | None:
+        """Its throughput while it trains; ``None`` if it has ended, hangs or does something else."""
+        trains = state.trains(self.state, self.phase, self.standstill, recorded=self.recorded)
+        return self.pace if trains and self.pace and self.pace.per_s else None
 
     @property
-    def norms(self) -> int:
-        """Steps in which the gradient norm was measured, of the whole run."""
-        finite = self.values.get((catalog.GRAD_NORM_DISTRIBUTION.name,))
-        return sum(finite.counts if isinstance(finite, Distribution) else ()) + int(
-            self.value(catalog.GRAD_NONFINITE_STEPS) or 0
-        )
+    def left_s(self) -> float | None:
+        """Estimated time for the remaining steps, in seconds; ``None`` if unknown."""
+        aside_s = sum(self.value(catalog.GOODPUT_TIME, name) or 0.0 for name in ("evaluation", "checkpoint"))
+        return time_left_s(self.speed, self.count(catalog.STEPS), self.value(catalog.STEPS_PLANNED) or 0, aside_s)
 
-    def by_attribute(self, metric: Metric) -> dict[str, float]:
-        """Return the values of a metric's series by their single attribute."""
-        return {
-            text_format.clean(key[1]): value
-            for key, value in self.values.items()
-            if key[0] == metric.name and len(key[1:]) == 1 and not isinstance(value, Distribution)
-        }
+    # -- loss, gradients, learning rate --------------------------------------------------------------------------------------
 
-    def of(self, metric: Metric) -> dict[tuple[str, ...], float]:
-        """Return the values of a metric's series by those of all its attributes, which are sorted by name."""
-        return by_attributes(self.values, metric)
+    @cached_property
+    def losses(self) -> Mapping[int, float]:
+        """The last losses by step."""
+        return {one.step: one.loss for one in self.steps if one.loss is not None}
+
+    @cached_property
+    def norms(self) -> Mapping[int, float]:
+        """The last gradient norms by step."""
+        return {one.step: one.grad_norm for one in self.steps if one.grad_norm is not None}
+
+    @property
+    def loss(self) -> float | None:
+        """The last one, finite or not."""
+        return last_loss(self.value, next(reversed([*self.losses.values()]), None))
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The last one that was measured, finite or not."""
+        return last_grad_norm(self.value, next(reversed([*self.norms.values()]), None))
+
+    @property
+    def measured_norms(self) -> int:
+        """Number of steps in which the gradient norm was measured, of the whole run."""
+        finite = self.readings.distribution(catalog.GRAD_NORM_DISTRIBUTION)
+        return sum(finite.counts if finite else ()) + self.count(catalog.GRAD_NONFINITE_STEPS)
+
+    @property
+    def anomalies(self) -> tuple[str, ...]:
+        """Kinds that are active now."""
+        return tuple(kind for kind in catalog.ANOMALY_KINDS if self.value(catalog.ANOMALY_ACTIVE, kind))
+
+    @cached_property
+    def counted(self) -> Mapping[str, int]:
+        """Anomalies since the start, by kind."""
+        return {kind: self.count(catalog.ANOMALIES, kind) for kind in catalog.ANOMALY_KINDS}
+
+    @cached_property
+    def lately(self) -> Mapping[str, int]:
+        """Anomalies of the last ten minutes by kind, and workers that died, as far as its events say."""
+        return self.events.lately(self.last_s + self.beat_age_s)
+
+    @cached_property
+    def past(self) -> Mapping[str, int]:
+        """Healthy steps since the last anomaly, of the kinds from which the training has recovered (``detect.spikes``)."""
+        over = [kind for kind, count in self.counted.items() if count and not self.value(catalog.ANOMALY_ACTIVE, kind)]
+        last = self.events.anomalies
+        steps = {kind: healthy_steps(kind, self.counted[kind], last.get(kind), self.losses, self.norms) for kind in over}
+        return {kind: number for kind, number in steps.items() if number}
+
+    @cached_property
+    def zero_rate(self) -> ZeroRate | None:
+        """Since when all learning rates are zero, or next to it."""
+        began = next((step.step for step in reversed(self.steps) if step.new_model), 0)
+        found = zero_rate([(step.step, step.learning_rate) for step in self.steps], began)
+        others = [self.value(catalog.LEARNING_RATE, str(group)) for group in range(1, OTHER_GROUPS + 1)]
+        if found is None or others[-1] is not None or any((rate or 0.0) > NEGLIGIBLE * found.highest for rate in others):
+            return None
+        return found
+
+    @property
+    def scale(self) -> float | None:
+        """The smallest loss scale."""
+        return min(self.of(catalog.AMP_SCALE).values(), default=None)
+
+    # -- beside other ranks --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def alike_norms(self) -> Mapping[int, float]:
+        """Its gradient norms if DistributedDataParallel makes them the same on all ranks; else none.
+
+        Where a rank's norm is that of its own shard they are not.
+        """
+        # known before the first backward has been measured
+        is_ddp = any("ddp" in kinds.split("+") for attributes in self.of(catalog.DISTRIBUTED_INFO) for kinds in attributes)
+        return self.norms if is_ddp and (self.value(catalog.GRAD_NORM_RANKS) or 1.0) <= 1.0 else {}
+
+    @cached_property
+    def weights(self) -> Mapping[int, tuple[float, ...]]:
+        """What it has written down of its weights, by step."""
+        return self.events.replicas(catalog.EVENT_REPLICA_WEIGHTS)
+
+    @property
+    def last_losses(self) -> Mapping[int, float]:
+        """Those by which ranks are compared that may have the same batches."""
+        return dict(sorted(self.losses.items())[-LAST_LOSSES:]) if self.batches else {}
+
+    @cached_property
+    def batches(self) -> Mapping[int, tuple[float, ...]]:
+        """What it has written down of its batches, by step."""
+        return self.events.replicas(catalog.EVENT_REPLICA_BATCHES)
+
+    @cached_property
+    def collectives(self) -> Mapping[str, GroupProgress]:
+        """Progress in each process group while no step ends; empty: unknown."""
+        return group_progress(self.of)
+
+    @cached_property
+    def called(self) -> Mapping[str, int]:
+        """Collectives that a rank has called which stands still, or ended by an exception, by process group."""
+        # the counts are published once a second and at its end
+        settled = self.reason in _ENDED_BY_ITSELF or (self.progress_age_s or 0.0) - self.beat_age_s >= _SETTLED_S
+        return collectives_called(self.of) if settled else {}
+
+    # -- time and memory -----------------------------------------------------------------------------------------------------
+
+    @property
+    def phase_times(self) -> dict[str, float]:
+        """Seconds in each phase of its steps."""
+        return {phase: self.value(catalog.STEP_PHASE_TIME, phase) or 0.0 for phase in catalog.PHASES}
+
+    @property
+    def waiting(self) -> float | None:
+        """Share of step time spent waiting for data; ``None`` if it is acceptable.
+
+        Of a living rank by its own verdict on the last minute (``detect.speed``), once there is one; before that, and of an
+        ended rank, by the totals.
+        """
+        phases = self.phase_times
+        trained_s = sum(phases.values())
+        verdict = self.value(catalog.DATA_STARVED) if self.up else None
+        if verdict:
+            return phases["data"] / trained_s if trained_s > 0 else 0.0
+        if verdict is not None and trained_s >= speed.WINDOW_S:
+            return None
+        return speed.waiting_share(phases["data"], trained_s)
+
+    @property
+    def between(self) -> float | None:
+        """Share of step time in other and between, if it is large."""
+        return speed.between_share(self.phase_times)
+
+    @property
+    def memory(self) -> float | None:
+        """Bytes that the rank has on its devices; where there are none, those of its process."""
+        reserved = self.of(catalog.MEMORY_DEVICE_RESERVED)
+        return sum(reserved.values()) if reserved else self.value(catalog.MEMORY_HOST_RSS)
+
+    @property
+    def memory_limit(self) -> str:
+        """How full the fullest device is, in words; without devices the container or the machine; empty if unknown."""
+        reserved, limits = self.of(catalog.MEMORY_DEVICE_RESERVED), self.of(catalog.MEMORY_DEVICE_LIMIT)
+        if reserved:
+            shares = [(size / limits[device], device[0]) for device, size in reserved.items() if limits.get(device)]
+            share, device = max(shares, default=(0.0, ""))
+            return f"{text.percent(share)} of {device}" if device else ""
+        used = [(share, limit) for (limit,), share in self.of(catalog.MEMORY_HOST_UTILIZATION).items()]
+        share, limit = max(used, default=(0.0, ""))
+        return f"{WHOLES.get(limit, limit)} {text.percent(share)} full" if limit else ""
+
+    @property
+    def probes_off(self) -> tuple[str, ...]:
+        """Probes that failed."""
+        return tuple(probe for probe in PROBES if self.value(catalog.PROBE_DISABLED, probe))
+
+    # -- its end -------------------------------------------------------------------------------------------------------------
 
     @property
     def main_exceptions(self) -> list[Fact]:
         """The exceptions that can have ended the rank: those of its main thread."""
-        return [fact for fact in self.events_named(catalog.EVENT_EXCEPTION) if not fact.text("thread")]
+        return [fact for fact in self.events.of(catalog.EVENT_EXCEPTION) if not fact.text("thread")]
 
     @property
     def exception(self) -> str:
-        """The exception that ended the rank, in words; empty if none did, or it is not in the file."""
-        raised = self.main_exceptions if self.reason == "exception" else []
-        return text_format.clean(state.exception_in_words(state.exception_attributes(raised[-1].attributes))) if raised else ""
+        """The exception that ended the rank, in words; empty if none did, or it is unknown."""
+        if self.reason != "exception":
+            return ""
+        last = [state.exception_attributes(fact.attributes) for fact in self.main_exceptions[-1:]]
+        return text.clean(state.exception_in_words(last[0] if last else self.raised))
 
-    def events_named(self, event: catalog.Event) -> list[Fact]:
-        """Return the events of that name, oldest first."""
-        return [fact for fact in self.events if fact.name == event.name]
-
-
-def values_of(view: View) -> dict[tuple[str, ...], Value]:
-    """Return the values of a view by name and attribute values."""
-    points = chain.from_iterable(block.points() for block in view.blocks)
-    return {(series.name, *(str(text) for _, text in series.attributes)): value for series, value in points}
-
-
-def by_attributes(values: Mapping[tuple[str, ...], Value], metric: Metric) -> dict[tuple[str, ...], float]:
-    """Return the values of a metric's series by those of all its attributes, which are sorted by name."""
-    return {key[1:]: value for key, value in values.items() if key[0] == metric.name and not isinstance(value, Distribution)}
+    @property
+    def trouble(self) -> float:
+        """How urgently it needs attention."""
+        by_state = {"lost": 6.0, "failed": 6.0, "hung": 5.0, "unresponsive": 4.0}.get(self.state, 0.0)
+        slow = self.slowness.factor - 1 if self.slowness and self.slowness.factor > 1 else 0.0
+        # rounded, so that nearly equal ranks keep their order
+        return round(by_state + 3.0 * bool(self.standstill) + 2.0 * bool(self.anomalies) + min(slow, 1.0), 1)
 
 
-def events_of(ring: Iterable[Event | Span | Late], header: Header) -> tuple[Fact, ...]:
-    """Return the events of a ring, oldest first."""
-    found = (event for event in ring if isinstance(event, Event))
-    return tuple(Fact(event.name, header.wall_s(event.time_ns), event.step, event.values) for event in found)
+@dataclass(frozen=True)
+class RunView:
+    """The ranks of one run, in the order of their numbers."""
+
+    ranks: tuple[RankView, ...]
+    expected: int
+    """number of ranks expected on this machine"""
+    world_size: int
+
+    @property
+    def job_name(self) -> str:
+        """As on the metrics page."""
+        return self.ranks[0].job_name
+
+    @property
+    def run_id(self) -> str:
+        """As on the metrics page."""
+        return self.ranks[0].run_id
+
+    @property
+    def key(self) -> str:
+        """The run's key in links."""
+        return f"{self.job_name}/{self.run_id}"
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that the rank with the most has done."""
+        return max((rank.done for rank in self.ranks), default=0)
+
+    @property
+    def total_steps(self) -> int:
+        """Number of steps that are planned; 0 if unknown."""
+        return max((rank.count(catalog.STEPS_PLANNED) for rank in self.ranks), default=0)
+
+    @property
+    def left_s(self) -> float | None:
+        """Estimated time for the remaining steps of its slowest rank, in seconds; ``None`` if unknown."""
+        return max((seconds for rank in self.ranks if (seconds := rank.left_s) is not None), default=None)
 
 
-def spans_of(ring: Iterable[Event | Span | Late]) -> tuple[SpanFact, ...]:
-    """Return the finished spans of a ring, oldest first."""
-    finished = (span for span in ring if isinstance(span, Span) and span.ended_ns is not None)
-    return tuple(SpanFact(span.name, span.begun_ns / 1e9, (span.ended_ns or 0) / 1e9, span.values) for span in finished)
+def view_of(rank: Rank, readings: Readings, recorded: Recorded = NOT_READ) -> RankView:
+    """Return a rank of a snapshot, with what its rings hold as far as it has been read."""
+    header, live, up = rank.view.header, rank.view.live, rank.up
+    begun_s = None if live.phase_begun_ns is None else header.wall_s(live.phase_begun_ns)
+    last_step_s = recorded.steps[-1].end_s if recorded.steps else None
+    # the sampler thread writes the phase ten times a second, the training thread the step's end: code that holds the GIL
+    # right after a step leaves the phase of an earlier one
+    stale = begun_s is not None and last_step_s is not None and begun_s < last_step_s - _CLOCKS_DIFFER_S
+    records = not up or live.steps_since_ns is not None
+    return RankView(
+        header=header,
+        state=rank.state,
+        reason=rank.reason,
+        up=up,
+        readings=readings,
+        last_s=header.wall_s(live.heartbeat_ns or rank.view.last_step_ns or header.monotonic_ns),
+        suffix=rank.rank.removeprefix(labels.identity(header.resource)[2]),
+        phase=None if stale else live.phase,
+        phase_begun_s=None if stale else begun_s,
+        beat_age_s=rank.beat_age_s,
+        progress_age_s=rank.progress_age_s,
+        recorded=records,
+        standstill=rank.standstill if up else None,
+        slowness=rank.standing.slowness if rank.standing else None,
+        raised=rank.exception,
+        exit_code=live.exit_code,
+        steps=recorded.steps,
+        pace=recorded.pace if records else None,
+        events=recorded.events,
+    )
+
+
+def run_of(ranks: Sequence[RankView], expected: int = 0, world_size: int = 0) -> RunView:
+    """Return a run of one rank or more, with the slowness of its living ranks, or of all if none lives.
+
+    By their last steps, unless the scanner has compared them over a longer time. ``expected``: number of its ranks that this
+    node should have.
+    """
+    compared = [rank for rank in ranks if rank.up] or ranks
+    if 1 < len(compared) <= MOST_COMPARED and not any(rank.slowness for rank in ranks):
+        slow: dict[str, Slowness] = {}
+        for team in labels.teams(compared):
+            slow |= speed.slowness({rank.rank: rank.pace.spent for rank in team if rank.pace})
+        if slow:
+            ranks = [replace(rank, slowness=slow.get(rank.rank)) for rank in ranks]
+    return RunView(tuple(ranks), max(expected, len(ranks)), max(world_size, expected, len(ranks)))
+
+
+def run_at_end(ranks: Sequence[RankView]) -> RunView:
+    """Return a run of views of files, at the last sign of life of any rank."""
+    last_s = max(rank.last_s for rank in ranks)
+    aged = [
+        replace(rank, beat_age_s=max(0.0, last_s - rank.last_s), progress_age_s=max(0.0, last_s - rank.progress_s))
+        for rank in ranks
+    ]
+    return run_of(aged, started_here(ranks), max(labels.number(rank.header.resource, "world_size") or 0 for rank in ranks))
+
+
+def started_here(ranks: Sequence[RankView]) -> int:
+    """Return how many ranks the launcher started on the machine of these; 0 if unknown, or of several machines."""
+    sizes = {rank.header.resource.get("local_world_size") for rank in ranks}
+    size = sizes.pop() if len(sizes) == 1 and len({rank.described("host") for rank in ranks}) == 1 else None
+    return size if isinstance(size, int) else 0
+
+
+def last_loss(get: Get, known: float | None = None) -> float | None:
+    """Return the last loss, NaN if an anomaly is active: the metric holds the last finite one (``flight.fold``).
+
+    ``known``: the newest one in the records, if these were read; it distinguishes NaN from infinity.
+    """
+    return _last(get, catalog.LOSS, "nonfinite_loss", known)
+
+
+def last_grad_norm(get: Get, known: float | None = None) -> float | None:
+    """Return the last measured gradient norm, likewise."""
+    return _last(get, catalog.GRAD_NORM, "nonfinite_gradient", known)
+
+
+def _last(get: Get, metric: Metric, anomaly: str, known: float | None) -> float | None:
+    if known is not None and not isfinite(known):
+        return known
+    return nan if known is None and get(catalog.ANOMALY_ACTIVE, anomaly) else get(metric)
+
+
+def ordered(ranks: Sequence[RankView], sort: str) -> list[RankView]:
+    """Return the ranks sorted by one of :data:`SORTS`; where values are equal or missing, by rank number."""
+    keys: dict[str, Callable[[RankView], float]] = {
+        "worst": lambda rank: -rank.trouble,
+        "step": lambda rank: rank.done,
+        "time": lambda rank: -(rank.pace.step_s if rank.pace else -1.0),
+        "loss": lambda rank: descending(rank.loss),
+        "norm": lambda rank: descending(rank.grad_norm),
+        "memory": lambda rank: descending(rank.memory),
+    }
+    return sorted(ranks, key=keys[sort]) if sort in keys else list(ranks)
+
+
+def descending(value: float | None) -> float:
+    """Return a sort key for descending order: NaN first, missing values last."""
+    return inf if value is None else -inf if isnan(value) else -value
 
 
 def with_late(records: Sequence[StepRecord]) -> list[list[StepRecord]]:
@@ -354,7 +604,30 @@ def steps_of(records: Sequence[StepRecord], header: Header) -> tuple[Step, ...]:
     return tuple(_step(parts, header) for parts in with_late(records))
 
 
-def missing_records(records: Sequence[StepRecord], room: int, values: Mapping[tuple[str, ...], Value]) -> int:
+def _step(parts: Sequence[StepRecord], header: Header) -> Step:
+    first, flags = parts[0], 0
+    loss = norm = rate = None
+    for part in parts:
+        flags |= part.flags
+        loss = part.loss if part.flags & StepFlag.LOSS else loss
+        norm = part.grad_norm if part.flags & StepFlag.GRAD_NORM else norm
+        rate = part.learning_rate if part.flags & StepFlag.LEARNING_RATE else rate
+    return Step(
+        step=first.step,
+        end_s=header.wall_s(first.end_ns),
+        duration_s=first.duration_s if not first.flags & StepFlag.UNTIMED and isfinite(first.duration_s) else None,
+        loss=loss,
+        grad_norm=norm,
+        learning_rate=rate,
+        phase_s={name: seconds for name, seconds in zip(PHASE_NAMES, first.phase_s, strict=True) if isfinite(seconds)},
+        tokens=sum(part.tokens for part in parts),
+        skipped=bool(flags & StepFlag.SKIPPED),
+        clipped=bool(flags & StepFlag.CLIPPED),
+        new_model=bool(flags & StepFlag.NEW_MODEL),
+    )
+
+
+def missing_records(records: Sequence[StepRecord], room: int, readings: Readings) -> int:
     """Return how many step records of a dead rank are missing from a ring with ``room`` for so many.
 
     Numbers are consecutive, except those counted as lost by the fold; the newest step is known from the counter. The oldest
@@ -364,9 +637,9 @@ def missing_records(records: Sequence[StepRecord], room: int, values: Mapping[tu
     oldest = max(1, newest - room + 1)
     if 1 < oldest == first - 1:
         oldest = first
-    gaps = newest - oldest + 1 - len(records) - _count(values, catalog.FLIGHT_DROPPED.name, "record")
+    gaps = newest - oldest + 1 - len(records) - int(readings.get(catalog.FLIGHT_DROPPED, "record") or 0)
     last = max((record.step for record in records if record.kind == RecordKind.STEP), default=0)
-    untold = _count(values, catalog.STEPS.name) - last
+    untold = int(readings.get(catalog.STEPS) or 0) - last
     return min(max(0, gaps) + max(0, untold), room)
 
 
@@ -375,78 +648,6 @@ def model_begins(steps: Sequence[Step], end: int) -> int:
     return next((index for index in range(min(end, len(steps) - 1), 0, -1) if steps[index].new_model), 0)
 
 
-def _step(parts: Sequence[StepRecord], header: Header) -> Step:
-    first, flags = parts[0], 0
-    for part in parts:
-        flags |= part.flags
-    phases = {name: seconds for name, seconds in zip(PHASE_NAMES, first.phase_s, strict=True) if isfinite(seconds)}
-    timed = not first.flags & StepFlag.UNTIMED and isfinite(first.duration_s)
-    return Step(
-        step=first.step,
-        end_s=header.wall_s(first.end_ns),
-        duration_s=first.duration_s if timed else None,
-        loss=_last([part.loss for part in parts if part.flags & StepFlag.LOSS]),
-        grad_norm=_last([part.grad_norm for part in parts if part.flags & StepFlag.GRAD_NORM]),
-        learning_rate=_last([part.learning_rate for part in parts if part.flags & StepFlag.LEARNING_RATE]),
-        phase_s=phases,
-        tokens=sum(part.tokens for part in parts),
-        skipped=bool(flags & StepFlag.SKIPPED),
-        clipped=bool(flags & StepFlag.CLIPPED),
-        new_model=bool(flags & StepFlag.NEW_MODEL),
-    )
-
-
-def zero_rate_of(report: RankView) -> ZeroRate | None:
-    """Return since when the learning rate of the first parameter group is zero, or next to it."""
-    began = next((step.step for step in reversed(report.steps) if step.new_model), 0)
-    return zero_rate([(step.step, step.learning_rate) for step in report.steps], began)
-
-
-def last_known(values: Sequence[float | None]) -> float | None:
+def last_known(values: Iterable[float | None]) -> float | None:
     """Return the last value that is not ``None``, if there is one."""
-    return next((value for value in reversed(values) if value is not None), None)
-
-
-def _count(values: Mapping[tuple[str, ...], Value], *key: str) -> int:
-    found = values.get(key)
-    return int(found) if found is not None and not isinstance(found, Distribution) else 0
-
-
-def _last(values: Sequence[float]) -> float | None:
-    return values[-1] if values else None
-
-
-def with_unit(event: str, attribute: str, value: object) -> str | None:
-    """Return the value of an attribute of that event or span with its unit; ``None`` if it has none, or is no likely number."""
-    unit = _UNITS.get((event, attribute))
-    if unit is None or isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _MOST:
-        return None
-    return _FORMATS[unit](value)
-
-
-def units(event: str, attributes: Iterable[str]) -> dict[str, str]:
-    """Return the units (UCUM: ``By``, ``s``) of those attributes of an event that have one, for programs."""
-    return {name: unit for name in attributes if (unit := _UNITS.get((event, name)))}
-
-
-def attribute_text(fact: Fact, name: str, longest: int = text_format.LONGEST) -> str:
-    """Return an attribute of an event for people; empty if absent."""
-    value = fact.attributes.get(name)
-    if (sized := with_unit(fact.name, name, value)) is not None:
-        return sized
-    number = fact.number(name) if isinstance(value, float) else None
-    if number is not None:
-        return text_format.number(number)
-    return text_format.clean(text_format.source_location(fact.text(name, longest)), longest)
-
-
-def title_of(name: str) -> str:
-    """Return the name of an event or span in words."""
-    return text_format.clean(catalog.event_title(name), 80)
-
-
-def words_of(fact: Fact) -> str:
-    """Return the attributes of an event as one line, without its kind."""
-    words = ((name, attribute_text(fact, name)) for name in list(fact.attributes)[:10] if name != "kind")
-    named = [f"{text_format.clean(name, 40).removesuffix('_s').replace('_', ' ')} {text}" for name, text in words if text]
-    return text_format.clean(" · ".join(named), MOST_TEXT)
+    return next((value for value in reversed([*values]) if value is not None), None)

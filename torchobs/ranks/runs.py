@@ -20,25 +20,17 @@ from torchobs.config.launchers import LAUNCHED_BY
 from torchobs.flight import artifacts, endings, reader
 from torchobs.flight.artifacts import PROFILE, ArtifactName
 from torchobs.flight.directory import find_existing, in_memory, opened
-from torchobs.flight.events import Event
 from torchobs.flight.files import file_name, lock_name
 from torchobs.flight.layout import HEADER_SIZE, Header, Region, decode_header
-from torchobs.flight.reader import FlightFile, Value, View
+from torchobs.flight.reader import FlightFile, View
 from torchobs.flight.step_record import StepRecord
 from torchobs.flight.throughput import pace
-from torchobs.ranks import labels, rank_view
 from torchobs.ranks import state as rank_state
+from torchobs.ranks.events import events_of
 from torchobs.ranks.rank_file import READ_ERRORS, Now, RankCandidate, RankFile, look_at, open_tracked, resolve
-from torchobs.ranks.rank_view import (
-    RankView,
-    events_of,
-    last_phase,
-    missing_records,
-    spans_of,
-    steps_of,
-    values_of,
-)
+from torchobs.ranks.rank_view import RankView, Recorded, missing_records, steps_of, view_of
 from torchobs.ranks.scanner import system_clock
+from torchobs.ranks.snapshot import Readings, readings_of
 from torchobs.ranks.state import last_memory
 from torchobs.support import text as text_format
 
@@ -128,7 +120,9 @@ def load_reports(
     told = list(zip(paths, found, strict=True))
     looks = [(path.parent, one.report) for path, one in told if isinstance(one, _Look)]
     reports = [_with(report, directory, left[directory]) if evidence else report for directory, report in looks]
-    return with_patience(reports), [(path.name, one) for path, one in told if isinstance(one, str)]
+    return rank_state.with_patience(reports, lambda view: view.phase), [
+        (path.name, one) for path, one in told if isinstance(one, str)
+    ]
 
 
 def limit_of(count: int) -> int | None:
@@ -164,7 +158,7 @@ def _look_at(path: Path, limit: int | None) -> _Look:
             return _Look(_salvage(path, limit, now), fading=False)
         with closing(tracked.file):
             tracked.observe(fd, now, None)
-            report = _report(tracked, path.name, limit, now)
+            report = _view(tracked, path.name, limit, now)
             if report.same_boot and not path.with_name(lock_name(path.name)).exists():  # of `cp`, which keeps its name
                 report = replace(report, copied=True)
             return _Look(report, tracked.fading)
@@ -193,7 +187,7 @@ def _salvage(path: Path, limit: int | None, now: Now) -> RankView:
         # a copy has no lock: it counts as dead, however recent its heartbeat
         tracked.same_boot = False
         tracked.observe(-1, now, None)
-        report = _report(tracked, path.name, limit, now)
+        report = _view(tracked, path.name, limit, now)
         return replace(report, problems=(*problems, *report.problems), copied=bool(problems), partial=cut or report.partial)
 
 
@@ -212,56 +206,39 @@ def _nameless() -> int:
         return os.dup(file.fileno())
 
 
-def _report(tracked: RankFile, source: str, limit: int | None, now: Now) -> RankView:
-    header, view, up = tracked.header, tracked.view, tracked.up
-    memory, live, values = last_memory(view), view.live, values_of(view)
-    begun_ns, records = live.phase_begun_ns, tracked.file.steps(limit)
-    problems = () if up else _damage(view, values, records, limit)
-    end_known = up or live.exit_reason is not None or live.heartbeat_ns is not None
-    state, why = (tracked.state, "") if up else rank_state.ending(live.exit_reason, live.exit_code, memory)
-    steps = steps_of(records, header)
-    phase, begun_s = last_phase(live.phase, None if begun_ns is None else header.wall_s(begun_ns), steps)
-    ring = tracked.file.events()
-    details, history = tracked.file.details(), tracked.file.history()
-    return RankView(
+def _view(tracked: RankFile, source: str, limit: int | None, now: Now) -> RankView:
+    live, header, records = tracked.view.live, tracked.header, tracked.file.steps(limit)
+    rank, share = tracked.served("", now), tracked.file.forward_share()
+    readings = readings_of(rank)
+    recorded = Recorded(steps_of(records, header), pace(records, share), events_of(tracked.file.events(), header))
+    problems = () if rank.up else _damage(tracked.view, readings, records, limit)
+    end_known = rank.up or live.exit_reason is not None or live.heartbeat_ns is not None
+    view = view_of(rank, readings, recorded)
+    return replace(
+        view,
+        reason=rank.reason if end_known else "",
+        beat_age_s=0.0,  # as of its last sign of life
+        progress_age_s=max(0.0, view.last_s - view.progress_s),
         source=text_format.clean(source),
         problems=problems,
-        header=header,
-        up=up,
-        state=state,
-        reason=why if end_known else "",
-        exit_code=live.exit_code,
         same_boot=tracked.same_boot,
-        memory=memory,
-        last_s=header.wall_s(live.heartbeat_ns or view.last_step_ns or header.monotonic_ns),
-        phase=phase,
-        phase_begun_s=begun_s,
-        steps=steps,
-        events=events_of((one for one in ring if isinstance(one, Event) and one.name != catalog.EVENT_SCALARS.name), header),
-        scalars=rank_view.curves(ring),
-        values=values,
-        pace=pace(records, tracked.file.forward_share()),
-        recorded=not up or live.steps_since_ns is not None,
-        standstill=tracked.standstill(now) if up else None,
-        details=details,
-        history=history,
-        spans=spans_of(ring),
+        memory_use=last_memory(tracked.view),
+        details=tracked.file.details(),
+        history=tracked.file.history(),
         partial=bool(problems),
         end_known=end_known,
     )
 
 
-def _damage(
-    view: View, values: Mapping[tuple[str, ...], Value], records: Sequence[StepRecord], limit: int | None
-) -> tuple[str, ...]:
+def _damage(view: View, readings: Readings, records: Sequence[StepRecord], limit: int | None) -> tuple[str, ...]:
     """Return what a dead rank wrote and is missing or damaged. A rank writes the first two at its start."""
     problems = []
     if view.live.heartbeat_ns is None:
         problems.append("its last signs of life are damaged or missing")
-    if (catalog.STEPS.name,) not in values:
+    if readings.get(catalog.STEPS) is None:
         problems.append("its totals are damaged or missing")
     room = view.header.regions[Region.STEPS].count
-    missing = missing_records(records, room if limit is None or len(records) < limit else limit, values)
+    missing = missing_records(records, room if limit is None or len(records) < limit else limit, readings)
     if missing:
         verb = "is" if missing == 1 else "are"
         problems.append(f"{text_format.plural(missing, 'step record')} {verb} damaged or missing")
@@ -474,24 +451,3 @@ def crash_frames(dump: str) -> tuple[str, ...]:
 
 def _frames(body: str) -> tuple[str, ...]:
     return tuple(f"{found[1]}:{found[2]} in {found[3]}" for found in list(_FRAME.finditer(body))[:_MOST])
-
-
-def with_patience(reports: Sequence[RankView]) -> list[RankView]:
-    """Return the reports, with *hung* ranks alive that only wait for a peer that evaluates, saves or compiles.
-
-    As the exporter has them (``ranks.rank_state.waits``): a report of one file cannot know it.
-    """
-    phases: dict[tuple[str, str, str], set[str | None]] = {}
-    for report in reports:
-        if report.state == "alive":
-            phases.setdefault(_team(report), set()).add(report.phase)
-    ages = [max(0.0, report.last_s - report.progress_s) for report in reports]
-    return [
-        replace(report, state="alive") if rank_state.waits(report.state, age_s, phases.get(_team(report), ())) else report
-        for report, age_s in zip(reports, ages, strict=True)
-    ]
-
-
-def _team(report: RankView) -> tuple[str, str, str]:
-    job_name, run_id, rank = report.identity
-    return job_name, run_id, labels.team(rank)

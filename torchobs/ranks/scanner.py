@@ -22,15 +22,15 @@ from torchobs.flight import files, reader
 from torchobs.flight.directory import KUBERNETES_MOUNT, find_existing, open_directory
 from torchobs.flight.files import lock_name
 from torchobs.flight.reader import MAX_FILES
-from torchobs.ranks import labels, rank_file
+from torchobs.ranks import rank_file
 from torchobs.ranks.comparison import RankComparator
 from torchobs.ranks.rank_file import READ_ERRORS, Now, RankFile, is_passing, open_tracked, resolve
 from torchobs.ranks.snapshot import REASONS, STATUSES, Rank, Snapshot
-from torchobs.ranks.state import waits
+from torchobs.ranks.state import with_patience
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from torchobs.exporter.config import ExporterConfig
     from torchobs.flight.reader import FlightFile
@@ -284,7 +284,7 @@ class Scanner:
             elif tracked.certainly_dead(now):
                 self._tracked.pop(name).release()
                 self._past[name] = tracked.candidate()
-        return tuple(sorted(_with_patience(ranks), key=_order)), tuple(left), files
+        return tuple(sorted(with_patience(ranks, lambda rank: rank.view.live.phase), key=_order)), tuple(left), files
 
     def _status(self, tracked: RankFile, suffixes: Mapping[str, str], now: Now) -> str:
         if tracked.incarnation not in suffixes:
@@ -292,44 +292,12 @@ class Scanner:
         return "expired" if not tracked.up and tracked.beat_age_s(now) > self._config.grace_s else "served"
 
     def _rank(self, tracked: RankFile, suffix: str, now: Now) -> Rank:
-        job_name, run_id, rank = tracked.rank
         if suffix and tracked.incarnation not in self._duplicates:
             self._duplicates.add(tracked.incarnation)
             if self._claims.take(now.monotonic_ns, tracked.rank):  # one that fails and is restarted again and again
                 twice = "two living processes claim one rank: job %s, run %s, rank %s; the younger is rank %s"
-                _log.warning(twice, job_name, run_id, rank, rank + suffix)
-        return Rank(
-            job_name=job_name,
-            run_id=run_id,
-            rank=rank + suffix,
-            incarnation=tracked.incarnation,
-            info=tracked.info,
-            state=tracked.state,
-            up=tracked.up,
-            view=tracked.view,
-            progress_age_s=tracked.progress_age_s(now) if tracked.up else None,
-            beat_age_s=tracked.beat_age_s(now),
-            ended_in=tracked.ended_in,
-            opened=tracked.opened,
-            exemplars=tracked.exemplars,
-            exception=tracked.exception,
-            standstill=tracked.standstill(now),
-            terminated_age_s=tracked.terminated_age_s(now),
-        )
-
-
-def _with_patience(ranks: Sequence[Rank]) -> list[Rank]:
-    """Return the ranks, with *hung* ones alive if they only wait for a peer that evaluates, saves or compiles alone."""
-    phases: dict[tuple[str, str, str], set[str | None]] = {}
-    for rank in ranks:
-        if rank.state == "alive":
-            phases.setdefault(_team(rank), set()).add(rank.view.live.phase)
-    found = ((rank, phases.get(_team(rank), ())) for rank in ranks)
-    return [replace(rank, state="alive") if waits(rank.state, rank.progress_age_s, peers) else rank for rank, peers in found]
-
-
-def _team(rank: Rank) -> tuple[str, str, str]:
-    return rank.job_name, rank.run_id, labels.team(rank.rank)
+                _log.warning(twice, *tracked.rank, tracked.rank[2] + suffix)
+        return tracked.served(suffix, now)
 
 
 def _order(rank: Rank) -> tuple[str, str, int, str]:

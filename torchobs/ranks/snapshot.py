@@ -213,10 +213,10 @@ Key = tuple[str, ...]
 class Readings:
     """A rank's values by metric and attribute values. For a dead rank the same as stay on the metrics page."""
 
-    __slots__ = ("_values",)
+    __slots__ = ("_distributions", "_values")
 
-    def __init__(self, values: dict[str, dict[Key, float]]) -> None:
-        self._values = values
+    def __init__(self, values: dict[str, dict[Key, float]], distributions: Mapping[str, Distribution] | None = None) -> None:
+        self._values, self._distributions = values, distributions or {}
 
     def get(self, metric: Metric, *key: str) -> float | None:
         """Return one value; ``None`` if absent."""
@@ -226,14 +226,21 @@ class Readings:
         """Return all values of a metric, by the values of its attributes."""
         return self._values.get(metric.name, {})
 
+    def distribution(self, metric: Metric) -> Distribution | None:
+        """Return the histogram of a metric without attributes; ``None`` if absent, or not read."""
+        return self._distributions.get(metric.name)
+
 
 def readings_of(rank: Rank) -> Readings:
     """Return a rank's values as in its file: of a dead rank all, and not only those that stay on the metrics page."""
     values: dict[str, dict[Key, float]] = {}
+    distributions: dict[str, Distribution] = {}
     for series, value in rank.view.points:
-        if series.scope is None and not isinstance(value, Distribution):
+        if series.scope is None and isinstance(value, Distribution):
+            distributions[series.name] = value
+        elif series.scope is None and not isinstance(value, Distribution):
             values.setdefault(series.name, {})[tuple(str(text) for _, text in series.attributes)] = value
-    return Readings(values)
+    return Readings(values, distributions)
 
 
 class Reader:

@@ -9,7 +9,8 @@ without an exit record (SIGKILL, the OOM killer, os._exit).
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from torchobs import catalog
 from torchobs.detect import hangs
@@ -21,7 +22,7 @@ from torchobs.flight.reader import Distribution
 from torchobs.ranks import labels
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torchobs.flight.reader import View
 
@@ -113,9 +114,35 @@ def trains(state: str, phase: str | None, still: Standstill | None, *, recorded:
     return state == "alive" and phase != "idle" and still is None and recorded
 
 
-def waits(state: str, progress_age_s: float | None, peers: Collection[str | None]) -> bool:
-    """Return True if a seemingly hung rank only waits for a peer. ``peers``: phases of the other living ranks of its run."""
-    return state == "hung" and (progress_age_s or 0.0) < FIRST_STEP_S and not PATIENT_PHASES.isdisjoint(peers)
+class _HasState(Protocol):
+    @property
+    def job_name(self) -> str: ...
+    @property
+    def run_id(self) -> str: ...
+    @property
+    def rank(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def progress_age_s(self) -> float | None: ...
+
+
+Judged = TypeVar("Judged", bound=_HasState)
+
+
+def with_patience(ranks: Sequence[Judged], phase: Callable[[Judged], str | None]) -> list[Judged]:
+    """Return the ranks, with *hung* ones alive if they only wait for a peer that evaluates, saves or compiles alone."""
+    patient = {_team(rank) for rank in ranks if rank.state == "alive" and phase(rank) in PATIENT_PHASES}
+    return [
+        replace(rank, state="alive")  # type: ignore[type-var]  # both kinds are dataclasses
+        if rank.state == "hung" and (rank.progress_age_s or 0.0) < FIRST_STEP_S and _team(rank) in patient
+        else rank
+        for rank in ranks
+    ]
+
+
+def _team(rank: _HasState) -> tuple[str, str, str]:
+    return rank.job_name, rank.run_id, labels.team(rank.rank)
 
 
 def fading(seen: Observation) -> bool:

@@ -54,9 +54,9 @@ from torchobs.flight.layout import PROCESS_BEGUN, Region, encodable
 from torchobs.flight.reader import Distribution
 from torchobs.flight.series import Scope, Series, ValueType
 from torchobs.ranks import labels
+from torchobs.ranks.events import with_unit
 from torchobs.ranks.labels import NO_EXEMPLARS, exemplars_of
 from torchobs.ranks.rank_file import READ_ERRORS
-from torchobs.ranks.rank_view import with_unit
 from torchobs.ranks.scanner import Directory
 from torchobs.support.rate_limit import RateLimiter
 

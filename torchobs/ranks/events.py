@@ -1,0 +1,208 @@
+"""Events of one rank, as its event ring holds them: oldest first, counted, and in words. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import isfinite
+from typing import Any, NamedTuple
+
+from torchobs import catalog
+from torchobs.detect.spikes import LastAnomaly
+from torchobs.flight.events import Event, Late, Span
+from torchobs.flight.layout import Header
+from torchobs.support import text as text_format
+
+MOST_NAMES = 64
+MOST_TEXT = 600
+MOST_POINTS = 512
+"""Most points kept per curve, the newest ones. A rank thins them out over time (``probes.scalars``)."""
+LATELY_S = 600.0
+"""Window of recent anomalies, equal to that of the alerts on them"""
+WORKER_DIED = catalog.EVENT_WORKER_DIED.name
+_FAR = 1 << 62
+_NAMES = ("NaN", "Infinity", "-Infinity")
+_OF = {one.name: one.attributes for one in catalog.EVENTS} | {one.name: one.attributes for one in catalog.SPANS}
+_UNITS = {(name, one.name): one.unit for name, attributes in _OF.items() for one in attributes if one.unit}
+_MOST = 1e18
+"""A flight file may hold anything"""
+_FORMATS = {"By": text_format.size, "s": text_format.duration}
+
+
+class Point(NamedTuple):
+    """A logged value, with the step after which it was logged."""
+
+    step: int
+    value: float
+
+
+class Fact(NamedTuple):
+    """An event. ``time_s``: Unix time, by the clock pair read at the rank's start."""
+
+    name: str
+    time_s: float
+    step: int | None
+    attributes: Mapping[str, Any]
+
+    def text(self, name: str, longest: int = text_format.LONGEST) -> str:
+        """Return an attribute as one sanitised line; empty if absent."""
+        value = self.attributes.get(name)
+        if value is None:
+            return ""
+        return text_format.clean(text_format.joined(value) if isinstance(value, list) and value else value, longest)
+
+    def texts(self, name: str, most: int | None = None, longest: int = text_format.LONGEST) -> list[str]:
+        """Return the first items of an attribute that is a list, sanitised; empty if it is none."""
+        value = self.attributes.get(name)
+        return [text_format.clean(item, longest) for item in value[:most]] if isinstance(value, list) else []
+
+    def number(self, name: str) -> float | None:
+        """Return a numeric attribute, also one spelled as text (``"NaN"``); else ``None``."""
+        value = self.attributes.get(name)
+        if isinstance(value, str) and value in _NAMES:
+            return float(value)
+        return float(value) if isinstance(value, (int, float)) and not abs(value) >= float(_FAR) ** 4 else None
+
+    def count(self, name: str) -> int:
+        """Return an attribute that is a count; 0 if absent or invalid."""
+        found = self.number(name)
+        return int(found) if found is not None and 0 < found < _FAR else 0
+
+
+class SpanFact(NamedTuple):
+    """A finished span. Times in Unix seconds."""
+
+    name: str
+    start_s: float
+    end_s: float
+    attributes: Mapping[str, Any]
+    ours: bool = False
+    """made by torchobs, not by the application"""
+
+
+@dataclass(frozen=True, eq=False)
+class Events:
+    """What a rank's event ring holds, oldest first."""
+
+    facts: tuple[Fact, ...] = ()
+    """without logged scalars"""
+    spans: tuple[SpanFact, ...] = ()
+    """the finished ones"""
+    scalars: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
+    """the curves that the script logs, by name"""
+
+    def __iter__(self) -> Iterator[Fact]:
+        """Return an iterator over the events."""
+        return iter(self.facts)
+
+    def of(self, event: catalog.Event) -> list[Fact]:
+        """Return the events of that name."""
+        return [fact for fact in self.facts if fact.name == event.name]
+
+    @cached_property
+    def anomalies(self) -> Mapping[str, LastAnomaly]:
+        """The last anomaly of each kind."""
+        last: dict[str, LastAnomaly] = {}
+        for event in self.of(catalog.EVENT_ANOMALY):
+            kind = event.text("kind")
+            if kind in catalog.ANOMALY_KINDS and event.step is not None:
+                before = last.get(kind)
+                reported = (before.reported if before else 0) + 1 + event.count("left_out")
+                last[kind] = LastAnomaly(max(event.step, before.step if before else 0), event.number("baseline"), reported)
+        return last
+
+    @cached_property
+    def between(self) -> tuple[str, str]:
+        """Function and line of the script at which the training thread most often is between the phases of a step."""
+        told = self.of(catalog.EVENT_STEP_BETWEEN)
+        return (told[-1].text("function", 60), told[-1].text("location").rpartition("/")[2]) if told else ("", "")
+
+    def lately(self, now_s: float) -> Mapping[str, int]:
+        """Return how many anomalies of each kind, and workers that died, there were in the last :data:`LATELY_S`.
+
+        ``now_s``: Unix time. A clock set meanwhile counts either way.
+        """
+        counts = Counter[str]()
+        for event in self.facts:
+            if abs(now_s - event.time_s) <= LATELY_S:
+                if event.name == catalog.EVENT_ANOMALY.name and (kind := event.text("kind")):
+                    counts[kind] += 1 + event.count("left_out")
+                counts[WORKER_DIED] += event.name == WORKER_DIED
+        return counts
+
+    def replicas(self, event: catalog.Event) -> Mapping[int, tuple[float, ...]]:
+        """Return what a rank has written down by step, in events of that name, to be compared with others."""
+        values = {fact.step: tuple(map(float, fact.attributes.get("values", ()))) for fact in self.of(event)}
+        return {step: own for step, own in values.items() if own and step is not None and all(map(isfinite, own))}
+
+
+NO_EVENTS = Events()
+
+
+def events_of(ring: Iterable[Event | Span | Late], header: Header) -> Events:
+    """Return what a ring holds, oldest first."""
+    every = list(ring)
+    facts = [
+        Fact(event.name, header.wall_s(event.time_ns), event.step, event.values)
+        for event in every
+        if isinstance(event, Event) and event.name != catalog.EVENT_SCALARS.name
+    ]
+    spans = [
+        SpanFact(span.name, span.begun_ns / 1e9, span.ended_ns / 1e9, span.values, span.is_ours)
+        for span in every
+        if isinstance(span, Span) and span.ended_ns is not None
+    ]
+    return Events(tuple(facts), tuple(spans), curves(every))
+
+
+def curves(ring: Iterable[Event | Span | Late]) -> dict[str, tuple[Point, ...]]:
+    """Return the curves of logged scalars by name, from an event ring, oldest first."""
+    found: dict[str, list[Point]] = {}
+    for event in ring:
+        if isinstance(event, Event) and event.name == catalog.EVENT_SCALARS.name:
+            with suppress(KeyError, TypeError, ValueError):  # the application may give an event of its own this name
+                given = event.values
+                columns = [*zip(given["names"], given["steps"], map(float, given["values"]), strict=False)]  # also "NaN"
+                for name, step, value in columns:
+                    if name in found or len(found) < MOST_NAMES:
+                        found.setdefault(name, []).append(Point(step, value))
+    return {name: tuple(points[-MOST_POINTS:]) for name, points in found.items()}
+
+
+def with_unit(event: str, attribute: str, value: object) -> str | None:
+    """Return the value of an attribute of that event or span with its unit; ``None`` if it has none, or is no likely number."""
+    unit = _UNITS.get((event, attribute))
+    if unit is None or isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _MOST:
+        return None
+    return _FORMATS[unit](value)
+
+
+def units(event: str, attributes: Iterable[str]) -> dict[str, str]:
+    """Return the units (UCUM: ``By``, ``s``) of those attributes of an event that have one, for programs."""
+    return {name: unit for name in attributes if (unit := _UNITS.get((event, name)))}
+
+
+def attribute_text(fact: Fact, name: str, longest: int = text_format.LONGEST) -> str:
+    """Return an attribute of an event for people; empty if absent."""
+    value = fact.attributes.get(name)
+    if (sized := with_unit(fact.name, name, value)) is not None:
+        return sized
+    number = fact.number(name) if isinstance(value, float) else None
+    if number is not None:
+        return text_format.number(number)
+    return text_format.clean(text_format.source_location(fact.text(name, longest)), longest)
+
+
+def title_of(name: str) -> str:
+    """Return the name of an event or span in words."""
+    return text_format.clean(catalog.event_title(name), 80)
+
+
+def words_of(fact: Fact) -> str:
+    """Return the attributes of an event as one line, without its kind."""
+    words = ((name, attribute_text(fact, name)) for name in list(fact.attributes)[:10] if name != "kind")
+    named = [f"{text_format.clean(name, 40).removesuffix('_s').replace('_', ' ')} {value}" for name, value in words if value]
+    return text_format.clean(" · ".join(named), MOST_TEXT)
