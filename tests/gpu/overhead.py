@@ -16,16 +16,16 @@ import shutil
 import statistics
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 import torchobs
 from bench.overhead import in_situ, meter_alone
 from bench.workloads import cnn, compiled, gpt, mlp
+from tests.gpu import no_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,66 +53,20 @@ class Block(NamedTuple):
     peak: int
 
 
-class Gpu:
-    """The device's clock, and its memory."""
-
-    name = "cuda"
-
-    def block(self, training: Iterator[None], steps: int, *, watched: bool = False) -> Block:
-        """Run so many steps; wait for the device before and after, and if ``watched`` at no other time."""
-        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        self._settle()
-        with self.no_waiting() if watched else contextlib.nullcontext():
-            begun_s = perf_counter()
-            begun.record()
-            for _ in range(steps):
-                next(training)
-            done.record()
-        torch.cuda.synchronize()
-        host_ms = (perf_counter() - begun_s) * 1000 / steps
-        return Block(begun.elapsed_time(done) / steps, host_ms, torch.cuda.max_memory_allocated())
-
-    def _settle(self) -> None:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-
-    @contextlib.contextmanager
-    def no_waiting(self) -> Iterator[None]:
-        """Any synchronisation is an error."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that it does not know of all of them
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    def describe(self) -> str:
-        """Say what it is."""
-        return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
-
-
-class Processor:
-    """The same of the CPU, which is its own host and keeps no peaks: to try this program where there is no GPU."""
-
-    name = "cpu"
-
-    def block(self, training: Iterator[None], steps: int, *, watched: bool = False) -> Block:
-        """Run so many steps."""
-        del watched
+def block_of(training: Iterator[None], steps: int, *, watched: bool = False) -> Block:
+    """Run so many steps; wait for the device before and after, and if ``watched`` at no other time."""
+    begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    with no_waiting() if watched else contextlib.nullcontext():
         begun_s = perf_counter()
+        begun.record()
         for _ in range(steps):
             next(training)
-        took_ms = (perf_counter() - begun_s) * 1000 / steps
-        return Block(took_ms, took_ms, 0)
-
-    def no_waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing is waited for."""
-        return contextlib.nullcontext()
-
-    def describe(self) -> str:
-        """Say what it is."""
-        return platform.machine()
+        done.record()
+    torch.cuda.synchronize()
+    host_ms = (perf_counter() - begun_s) * 1000 / steps
+    return Block(begun.elapsed_time(done) / steps, host_ms, torch.cuda.max_memory_allocated())
 
 
 class Result(NamedTuple):
@@ -141,22 +95,22 @@ class Result(NamedTuple):
         )
 
 
-def measure(device: Any, training: Iterator[None], steps: int, blocks: int, level: str, directory: Path) -> Result:
+def measure(training: Iterator[None], steps: int, blocks: int, level: str, directory: Path) -> Result:
     """Measure one training at one level."""
     plain, observed = [], []
     for _ in range(blocks):
-        plain.append(device.block(training, steps))
-        with device.no_waiting():
+        plain.append(block_of(training, steps))
+        with no_waiting():
             session = torchobs.init(flight_dir=directory, level=level)
             for _ in range(max(WARM_UP, steps // 4)):  # learns the cycle and the interval
                 next(training)
-        observed.append(device.block(training, steps, watched=True))
+        observed.append(block_of(training, steps, watched=True))
         failed = (
             [probe for probe, breaker in session.context.breakers.items() if breaker.errors]
             if session.context is not None
             else ["init"]
         )
-        with device.no_waiting():
+        with no_waiting():
             torchobs.shutdown()
         if failed:
             sys.exit(f"switched off: {', '.join(failed)}")
@@ -171,32 +125,31 @@ def main() -> None:
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS, help="debug levels (default: all)")
     parser.add_argument("--blocks", type=int, default=BLOCKS, help=f"blocks with and without torchobs (default: {BLOCKS})")
     parser.add_argument("--steps", type=int, help="steps in a block (default: the workload's)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this where there is no GPU")
     options = parser.parse_args()
     if unknown := sorted(set(options.workloads) - set(WORKLOADS)):
         parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         sys.exit(f"no CUDA device, or no build of torch for one: this is torch {torch.__version__}")
-    device = Gpu() if options.device == "cuda" else Processor()
-    print(f"{device.describe()}, torch {torch.__version__}, Python {platform.python_version()}\n")
+    builds = f"CUDA {torch.version.cuda}, torch {torch.__version__}, Python {platform.python_version()}"
+    print(f"{torch.cuda.get_device_name()}, {builds}\n")
     print(
         "| training | level | step | bookkeeping | norms, mean | every n-th | all, of the step | device | wall | peak memory |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     for name in options.workloads or WORKLOADS:
-        _print(device, name, options)
+        _print(name, options)
 
 
-def _print(device: Any, name: str, options: argparse.Namespace) -> None:
+def _print(name: str, options: argparse.Namespace) -> None:
     """Print a training's rows."""
     shm = Path("/dev/shm")
     directory = Path(tempfile.mkdtemp(prefix="torchobs-bench-", dir=shm if shm.is_dir() else None))
     make, default_steps = WORKLOADS[name]
-    training, steps = make(device=device.name), options.steps or default_steps
+    training, steps = make(device="cuda"), options.steps or default_steps
     try:
-        device.block(training, max(WARM_UP, steps // 4))
+        block_of(training, max(WARM_UP, steps // 4))
         for level in options.levels:
-            print(measure(device, training, steps, options.blocks, level, directory).row(name, level), flush=True)
+            print(measure(training, steps, options.blocks, level, directory).row(name, level), flush=True)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -122,17 +122,3 @@ def test_norms_of_optimizers_within_the_backward_pass(run: Recording) -> None:
     expected = [sum(map(float, squares[at : at + count])) ** 0.5 for at in range(0, len(squares), count)]
     found = {record.step: record.grad_norm for record in run.records() if has(record, StepFlag.GRAD_NORM)}
     assert [found[step] for step in range(3, 9)] == pytest.approx(expected[2:], rel=1e-6)
-
-
-def test_a_limit_on_the_device_is_not_waited_for(run: Recording) -> None:
-    """Neither it, nor whether the norm was larger."""
-    manager = run.session._probe_manager
-    assert manager is not None
-    clip = manager._probes["gradients"]._clip  # type: ignore[attr-defined]
-    limit, norm = torch.full((), 0.5, device="cuda"), torch.full((), 2.0, device="cuda")
-    with no_waiting():
-        clip._note_clip(limit, norm)
-        clip._note_value(limit)
-    torch.cuda.synchronize()
-    run.look()
-    assert clip.limit == 0.5

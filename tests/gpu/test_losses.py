@@ -176,19 +176,3 @@ def test_a_rate_on_the_device_is_copied_and_not_waited_for(run: Recording) -> No
     assert (values["torchobs.learning_rate", "0"], values["torchobs.learning_rate", "1"]) == (0.5, 0.25)
     late = [record for record in run.records() if record.kind == RecordKind.LATE and has(record, StepFlag.LEARNING_RATE)]
     assert [record.learning_rate for record in late] == [0.5]
-
-
-def test_bfloat16_without_a_scaler(run: Recording) -> None:
-    """The data type is shown, a scale is not."""
-    model = mlp().cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    with no_waiting():
-        for _ in range(3):
-            optimizer.zero_grad()
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                loss = model(torch.ones(4, 8, device="cuda")).float().square().mean()
-            loss.backward()
-            optimizer.step()
-    values = arrived(run)
-    assert values["torchobs.amp.autocast", "cuda", "bfloat16"] == 1.0
-    assert not [name for name in values if name[0] == "torchobs.amp.scale"]

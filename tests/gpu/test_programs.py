@@ -47,11 +47,6 @@ def ends_well(flight_dir: Path, script: str, *, silent: bool = True, **more: str
     return done.stdout
 
 
-def test_a_program_that_just_ends(flight_dir: Path) -> None:
-    """With work still queued and numbers on their way; pinned memory and events go with the interpreter."""
-    ends_well(flight_dir, "train(20)")
-
-
 def test_the_losses_of_the_last_steps_are_shown_at_the_end(flight_dir: Path) -> None:
     """They are sent ten times a second, and what is left when the program ends."""
     path = ends_well(flight_dir, "print(session.writer.path)\ntrain(20)").strip()
