@@ -9,8 +9,6 @@ import pytest
 from tests.diagnosis_files import PHASES, START_S, fact, facts, step, steps, told
 from torchobs import catalog
 from torchobs.catalog import RANK_STATES
-from torchobs.catalog.findings import Finding
-from torchobs.cli.run import summary_lines
 from torchobs.diagnosis.diagnosis import diagnose, diagnose_run
 from torchobs.diagnosis.endings import compare, first_failed
 from torchobs.flight.throughput import Throughput
@@ -64,16 +62,6 @@ def test_every_exit_reason_and_living_state_has_its_kind() -> None:
         assert (first.kind, first.severity == "error") == (state, state != "alive")
 
 
-def test_a_run_without_a_step_says_how_its_steps_would_be_recorded() -> None:
-    """And that the optimizer never steps, as long as there is no step."""
-    (only,) = diagnose(facts([], **FINISHED))
-    assert only.kind == "finished_without_step"
-    assert "call torchobs.step() once per step." in only.long
-    event = fact(catalog.EVENT_LOOP_MISTAKE, 1.0, kind="never_stepped", optimizer="SGD", backward_passes=1_234)
-    assert "1,234 backward passes, and no step of the optimizer (SGD)" in told(facts([], events=[event]))["never_stepped"]
-    assert "never_stepped" not in told(facts(steps(3), events=[event]))
-
-
 def test_a_part_of_a_file_proves_nothing_that_is_missing_from_it() -> None:
     """Neither that there was no step, nor a stall, nor how it ended without its live words."""
     assert "step" not in diagnose(facts([], partial=True))[0].long
@@ -86,25 +74,6 @@ def test_a_part_of_a_file_proves_nothing_that_is_missing_from_it() -> None:
     assert (only.kind, only.severity) == ("end_unknown", "warning")
     assert only.long == "How rank 0 ended is not in this part of the file; it had come to step 50 at least."
     assert first_failed([part]) == (None, None)
-
-
-def test_an_exception_has_its_message_its_place_and_its_root() -> None:
-    """Of the main thread: one of another did not end the rank. A worker's is at the worker's line."""
-    first = raised_event(
-        5.0, exception__message="bad shape", caller="train.py:88 in main", cause__type="builtins.KeyError",
-        cause__location="data.py:3 in get", unused=["head.weight", "head.bias"], unused_count=9, unused_of="Net",
-    )  # fmt: skip
-    other = raised_event(6.0, "builtins.OSError", "x.py:1 in g", thread="watchdog")
-    ended = facts(steps(50), state="failed", reason="exception", exit_code=1, events=[first, other])
-    assert diagnose(ended)[0].long == (
-        'Rank 0 ended by ValueError "bad shape" at net.py:7 in f, called at train.py:88 in main, after step 50. At its root '
-        "was KeyError at data.py:3 in get. Parameters of Net without a gradient: head.weight, head.bias and 7 more."
-    )
-    worker = raised_event(5.0, origin="DataLoader worker process 1", reraised="train.py:10 in main")
-    assert diagnose(facts(steps(50), state="failed", reason="exception", events=[worker]))[0].long == (
-        "Rank 0 ended by ValueError at net.py:7 in f, in DataLoader worker process 1, awaited at train.py:10 in main, after "
-        "step 50."
-    )
 
 
 @pytest.mark.parametrize("reason", ["exception", "lost"])
@@ -155,24 +124,6 @@ def test_what_was_reported_shortly_before_the_end_stands_beside_it(
     assert kind not in told(facts(steps(100), events=events, last_s=START_S + 3600))
 
 
-def test_what_cost_the_training_is_a_warning_and_stands_in_the_summary() -> None:
-    """Nothing was learned in parameters that no optimizer has, until a later event takes that back."""
-    left = {"parameters": ["actor.weight"], "parameters_affected": 1, "optimizer": "Adam"}
-    events = [fact(catalog.EVENT_LEFT_OUT_PARAMETERS, 4.0, 400, **left)]
-    run = facts(steps(900), **FINISHED, events=events)
-    assert diagnose_run([run]).verdict.long.startswith("Worth a look. ")
-    assert any("in no optimizer that steps: nothing is learned there" in line for line in summary_lines([run], []))
-    events.append(fact(catalog.EVENT_LEFT_OUT_PARAMETERS, 7.0, 700, parameters=[], parameters_affected=0, optimizer="Adam"))
-    assert "left_out" not in told(facts(steps(900), events=events))
-
-
-def test_a_run_that_a_person_interrupted_is_no_trouble() -> None:
-    """Ctrl-C is what was wanted, but not all well."""
-    alone = {"world_size": 1, "local_world_size": 1}
-    run = facts(steps(192), state="failed", reason="interrupted", exit_code=130, resource=alone)
-    assert diagnose_run([run]).verdict.long.startswith("Ended. Interrupted by Ctrl-C after 19 s: 1 rank, 192 steps")
-
-
 # --- ranks together -----------------------------------------------------------------------------------------------------------
 def rank(number: int, *, phases: dict[str, float] | None = None, count: int = 100, **given: Any) -> RankView:
     """One of two ranks."""
@@ -186,11 +137,6 @@ def raised(number: int, seconds: float, location: str) -> RankView:
     """A rank that an exception ended."""
     events = [fact(catalog.EVENT_DISTRIBUTED, 0.1, world_size=2), raised_event(seconds, location=location)]
     return rank(number, state="failed", reason="exception", last_s=START_S + seconds, events=events)
-
-
-def compared(*ranks: RankView) -> dict[str, Finding]:
-    """What is said of them, by kind."""
-    return {finding.kind: finding for finding in compare(run_at_end(ranks).ranks)}
 
 
 IN_COLLECTIVE = "torch/distributed/distributed_c10d.py:83 in wrapper"
@@ -225,25 +171,6 @@ def test_the_rank_that_failed_first_is_named_where_that_is_certain(ranks: list[R
     assert first_failed(ranks)[0] is (None if first is None else ranks[first])
 
 
-def test_the_rank_whose_own_phases_are_longest_is_the_slowest() -> None:
-    """The others wait for it within backward, which is no sign of slowness; of the living only, and not by noise."""
-    slow, waits = {**PHASES, "data": 0.21}, {**PHASES, "backward": 0.25}
-    assert compared(rank(0, phases=waits), rank(1, phases=slow))["slowest_rank"].long == (
-        "Rank 1 was 3 times slower than the others in the phase data: it took 210 ms of a step there, and the others, who "
-        "waited, 10 ms."
-    )
-    alive = [rank(n, phases=phases, **ALIVE) for n, phases in enumerate((waits, slow, waits))]
-    assert compared(*alive, rank(3, phases={**PHASES, "forward": 0.9}))["slowest_rank"].rank == "1"
-    assert "slowest_rank" not in compared(rank(0), rank(1, phases={**PHASES, "data": 0.0149}))
-    assert compare([rank(0)]) == []
-
-
-def test_missing_ranks_are_counted() -> None:
-    """By the size that the launcher gave."""
-    many = [facts(steps(10), resource={"rank": n, "local_world_size": 8}) for n in range(6)]
-    assert compared(*many)["ranks_missing"].long.startswith("6 of the 8 ranks of this machine are here")
-
-
 def test_the_rank_from_which_a_nan_came_is_shown() -> None:
     """Promise: not the first, which has had it in averaged gradients and knows no more."""
 
@@ -255,19 +182,8 @@ def test_the_rank_from_which_a_nan_came_is_shown() -> None:
     assert shown("unknown", "") == shown("backward", "backward") == 0
 
 
-def averaged(number: int, factor: float = 1.0, shards: float = 1.0, count: int = 30, **resource: int) -> RankView:
-    """One of three ranks of DDP, with a gradient so many times that of the others."""
-    history = [step(n, norm=factor * (1.0 + n)) for n in range(1, count + 1)]
-    values: dict[Any, float] = {(catalog.DISTRIBUTED_INFO, "gloo", "ddp", ""): 1.0, catalog.GRAD_NORM_RANKS: shards}
-    return facts(history, resource={"rank": number, "local_world_size": 3, "world_size": 3, **resource}, values=values)
-
-
-def test_the_rank_whose_averaged_gradient_differs_is_named() -> None:
-    """Where DDP averages whole gradients."""
-    assert "(rank 2: 46.5, and 31 on the others)" in compared(averaged(0), averaged(1), averaged(2, 1.5))["ranks_disagree"].long
-    for pair in (
-        (averaged(0), averaged(1)),
-        (averaged(0, shards=2.0), averaged(1, 1.5, shards=2.0)),
-        (rank(0), averaged(1, 1.5)),
-    ):
-        assert "ranks_disagree" not in compared(*pair)
+def test_missing_ranks_are_counted() -> None:
+    """By the size that the launcher gave."""
+    many = [facts(steps(10), resource={"rank": n, "local_world_size": 8}) for n in range(6)]
+    (missing,) = (one for one in compare(run_at_end(many).ranks) if one.kind == "ranks_missing")
+    assert missing.long.startswith("6 of the 8 ranks of this machine are here")

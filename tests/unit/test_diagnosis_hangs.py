@@ -18,7 +18,6 @@ from torchobs.document.run import Options, document
 from torchobs.flight.artifacts import PROFILE, STACKS, STUCK, ArtifactName, named
 from torchobs.flight.reader import Distribution
 from torchobs.ranks.rank_view import RankView
-from torchobs.ranks.state import with_patience
 
 FLIGHT = f"r0-{0:032x}.flight"
 ALIVE: dict[str, Any] = {"state": "alive", "reason": "", "up": True}
@@ -87,15 +86,6 @@ def test_what_is_long_and_how_bad_it_is(seconds: float, given: dict[str, Any], s
     assert found == ([severity] if severity else [])
 
 
-def test_a_rank_that_had_trained_and_did_something_else_did_not_hang() -> None:
-    """A notebook, a server, an upload, killed in the end: how long ago its last step was, and no verdict."""
-    killed = quiet(600.0, phase="idle")
-    assert (told(killed).kind, told(killed).severity) == ("left_loop", INFO)
-    found = stall(killed)
-    assert found is not None
-    assert (found.hung, found.phase) == (False, "idle")
-
-
 def test_a_rank_that_held_the_lock_is_told_however_short_its_silence_seems() -> None:
     """Its heartbeat stopped with the lock."""
     found = told(quiet(0.5, left=(left(STUCK, None),)))
@@ -153,19 +143,3 @@ def test_a_run_that_stands_still_is_not_all_well_and_has_no_speed() -> None:
     assert known.health.headline.startswith("Evaluating: 2 of 2 ranks alive")
     assert "stalled" not in [finding.kind for finding in known.by_rank[0]]
     assert (known.verdict.severity, known.verdict.values["badge"]) == (INFO, "No steps now")
-
-
-def patient(ranks: list[RankView]) -> list[RankView]:
-    """The ranks, of which none hangs that only waits."""
-    return with_patience(ranks, lambda rank: rank.phase)
-
-
-def test_a_rank_that_waits_for_one_that_evaluates_does_not_hang() -> None:
-    """As on the page: for half an hour, and in its own run."""
-    waiting = living(120.0, state="hung")
-    evaluates = living(120.0, phase="evaluation", standstill=None, resource={"rank": 1})
-    elsewhere = living(120.0, phase="evaluation", standstill=None, resource={"rank": 1, "run_id": "another"})
-    assert [report.state for report in patient([waiting, evaluates])] == ["alive", "alive"]
-    assert diagnose_run(patient([waiting, evaluates])).verdict.severity == INFO
-    assert patient([waiting, elsewhere])[0].state == "hung"
-    assert patient([living(1900.0, state="hung"), evaluates])[0].state == "hung"

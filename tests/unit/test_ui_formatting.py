@@ -114,19 +114,6 @@ def test_events_become_lines_and_what_is_none_is_left_out() -> None:
     assert [(one.anomaly, one.number) for one in told] == [("nonfinite_loss", 1), ("", 1), ("", 1), ("", 1)]
 
 
-def test_sizes_and_durations_have_their_unit() -> None:
-    """By the catalog; what is no number, or no event of ours, stays as it is."""
-    attributes = {"space": "host", "per_step": 40_960, "time_to_limit": 5_400.0, "silent_s": "unknown"}
-    name = "torchobs.memory.growth"
-    frames = [{"k": "event", "t": 1, "name": each, "attrs": attributes} for each in (name, "mine")]
-    frames += [{"k": "event", "t": 1, "name": name, "attrs": {"per_step": odd}} for odd in (10**400, NAN, "NaN")]
-    whole, mine, huge, *nan = (one.text for one in rows_of("0", events_of(flights.decoded(*frames), HEADER)))
-    assert whole == "space host · per step 40 KiB · time to limit 1 h 30 min · silent unknown"
-    assert mine == "space host · per step 40960 · time to limit 5,400 · silent unknown"
-    assert huge.startswith("per step 1000")
-    assert nan == ["per step NaN"] * 2
-
-
 @pytest.mark.parametrize("event", catalog.EVENTS, ids=lambda event: event.name)
 def test_every_event_of_ours_is_a_line(event: catalog.Event) -> None:
     """But points of curves. Whatever its attributes hold, it can be compared with those of other ranks."""

@@ -112,43 +112,6 @@ def test_a_mistake_that_is_taken_back_is_none() -> None:
     assert kinds(left, back) == set()
 
 
-def test_what_an_event_makes_is_on_the_page() -> None:
-    """Each kind once, with the layers and lines that it names; information alone is not."""
-    events = [
-        told(catalog.EVENT_UNMOVED_LAYERS, cause="vanishing", layers=["a"], layers_affected=3, layers_total=12, at="a"),
-        told(catalog.EVENT_SCHEDULER_MISUSED, kind="never_stepped", scheduler="StepLR"),
-        told(catalog.EVENT_GRAPH_BREAK, location="net.py:3", message="call"),
-    ]
-    found = health(run(row(0, steps=None, loss=None, events=events)))
-    assert found.text == (
-        "Starting: 1 of 1 rank alive, no step yet. 3 of 12 layers learn nothing: only a tiny gradient reaches a. A "
-        "learning-rate scheduler (StepLR) is never stepped: the learning rate does not follow it."
-    )
-    assert found.level is Severity.WARNING
-    nan = [told(catalog.EVENT_NONFINITE_ORIGIN, origin="operator", operator="log", module="head", location="net.py:7")]
-    assert health(run(row(0, anomalies=("nonfinite_loss",), events=nan))).text.endswith(
-        "The loss is not finite. log in head (net.py:7) makes NaN or infinity."
-    )
-
-
-def test_what_ranks_write_down_is_compared() -> None:
-    """The same data on all ranks, and weights that are not one model's."""
-
-    def of(number: int, first: float = 0.0, weight: float | None = None) -> RankView:
-        weights = {1: (5.0, 1.0)} if weight is None else {1: (5.0, 1.0), 2: (5.0, weight)}
-        batches = {1: tuple(first + value for value in range(8))}
-        losses = {step: 1.0 / step for step in range(1, 20)}
-        return row(number, derived={"weights": weights, "batches": batches, "losses": losses})
-
-    found = health(run(of(0), of(1)))
-    assert "All ranks train on the same data" in found.text
-    assert found.level is Severity.WARNING
-    assert health(run(of(0), of(1, 8.0))).level is Severity.INFO
-    found = health(run(of(0, 8.0, 1.0), of(1, 8.0, -1.0)))
-    assert "in step 2 the weights of ranks 0 and 1 are not the same" in found.text
-    assert found.level is Severity.ERROR
-
-
 @pytest.mark.parametrize(
     ("rows", "said", "level"),
     [
