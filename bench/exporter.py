@@ -4,8 +4,7 @@ Everything is real: ranks' files by the real writer, kept alive by processes of 
 process of scrapers that keep their connections open and ask for gzip as Prometheus does. Parts:
 
 idle    memory and processor time with 8 ranks, without a scraper and scraped every 15 s
-scrape  10,000 series that all change between two scrapes: 1 and 8 scrapers at the same moment, beside the same series from
-        prometheus-client's multiprocess mode
+scrape  10,000 series that all change between two scrapes: 1 and 8 scrapers at the same moment
 curve   10^4, 10^5 and 10^6 series: time and bytes of a page, bytes of memory per series
 
 A series is what Prometheus counts: a line of the page. The page is the whole one, with what the exporter says of itself. The
@@ -16,20 +15,16 @@ docs/exporter-performance.md, and its progress on standard error.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from bench.processes import MIB, cpu_s, end, exit_on_sigterm, exporter, flight_directory, rss, start
+from bench.processes import MIB, cpu_s, exit_on_sigterm, exporter, flight_directory, rss
 from bench.ranks import Fleet
 from bench.scraping import ACCEPT, SETTLED_S, TIMEOUT_S, Scraper, ms, percentile, timed
 from tests.exporters import Client, Program
-from tests.otlp import listens
-from tests.support import clean_environment, free_port, wait_until
 
 RANKS, SERIES, USUAL_SERIES = 8, 1250, 300
 IDLE_RSS, IDLE_CPU = 45 * MIB, 0.005
@@ -86,74 +81,19 @@ def _watch(program: Program, scraper: Scraper, seconds: float, interval_s: float
 
 
 def scrape(effort: Effort) -> Iterator[str]:
-    """Measure scrapes of the usual size, beside those of prometheus-client."""
+    """Measure scrapes of the usual size."""
     with flight_directory() as path, exporter(path) as program, Fleet(path, RANKS, SERIES) as fleet:
         time.sleep(2.0)  # until the exporter has found all of them
-        page = program.page()
-        yield f"{sum(not line.startswith('#') for line in page.splitlines()):,} series, all changed since the scrape before:\n"
-        yield (
-            "| exporter | scrapers | median | 99th percentile | slowest | processor time of a burst | page, gzip | "
-            "of prometheus-client's time |\n|---|---|---|---|---|---|---|---|"
-        )
-        ours = {
-            formats: _burst("torchobs", program.address, program.process.pid, formats, effort.bursts, fleet.change)
-            for formats in (("openmetrics",), ("text",), ("openmetrics",) * 8, ("text",) * 8, ("openmetrics", "text") * 4)
-        }
-    with _prometheus_client(page) as (process, address, change):
-        theirs = {
-            formats: _burst("prometheus-client", address, process.pid, formats, max(5, effort.bursts // 8), change)
-            for formats in (("openmetrics",), ("openmetrics",) * 8)
-        }
-    for formats, (row, median_s) in ours.items():
-        yield row + (f" 1/{theirs[formats][1] / median_s:.0f} |" if formats in theirs else " |")
-    yield from (f"{row} |" for row, _ in theirs.values())
-
-
-def _burst(
-    name: str, address: str, pid: int, formats: tuple[str, ...], bursts: int, change: Callable[[], None]
-) -> tuple[str, float]:
-    """Return the beginning of a row of the table, and the median in seconds."""
-    progress(f"scrape: {name}, {len(formats)} scrapers")
-    with Scraper(address) as scraper:
-        measured = timed(scraper, pid, formats, bursts, change)
-    kinds = " and ".join(dict.fromkeys(formats))
-    times = (measured.median, percentile(measured.seconds, 99), max(measured.seconds), measured.cpu_s)
-    cells = f"{name} | {len(formats)}, {kinds} | {' | '.join(map(ms, times))} | {measured.size / 1024:,.0f} KiB"
-    return f"| {cells} |", measured.median
-
-
-@contextlib.contextmanager
-def _prometheus_client(page: str) -> Iterator[tuple[subprocess.Popen[str], str, Callable[[], None]]]:
-    """Serve the same series from eight processes with prometheus-client; yield server, address, and what changes them all."""
-    with flight_directory() as home, contextlib.ExitStack() as undo:
-        text = home / "page.txt"
-        text.write_text(page)
-        environment = {**clean_environment(), "PROMETHEUS_MULTIPROC_DIR": str(home)}
-        workers: list[subprocess.Popen[str]] = []
-        for rank in range(RANKS):
-            command = [sys.executable, "-m", "bench.multiprocess", "worker", str(text), str(rank)]
-            worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-            undo.callback(worker.communicate, timeout=30)  # closes its input
-            workers.append(worker)
-
-        def answers() -> None:
-            for worker in workers:
-                if worker.stdout is None or not worker.stdout.readline():
-                    sys.exit("a process with prometheus-client ended")
-
-        def change() -> None:
-            for worker in workers:
-                assert worker.stdin is not None
-                worker.stdin.write("changed\n")
-                worker.stdin.flush()
-            answers()
-
-        answers()
-        port = free_port()
-        server = start(sys.executable, "-m", "bench.multiprocess", "server", str(port), env=environment)
-        undo.callback(end, server)
-        wait_until(lambda: listens(f"http://127.0.0.1:{port}"), timeout_s=30)
-        yield server, f"127.0.0.1:{port}", change
+        lines = program.page().splitlines()
+        yield f"{sum(not line.startswith('#') for line in lines):,} series, all changed since the scrape before:\n"
+        yield "| scrapers | median | 99th percentile | slowest | processor time of a burst | page, gzip |\n|---|---|---|---|---|---|"
+        for formats in (("openmetrics",), ("text",), ("openmetrics",) * 8, ("text",) * 8, ("openmetrics", "text") * 4):
+            progress(f"scrape: {len(formats)} scrapers")
+            with Scraper(program.address) as scraper:
+                measured = timed(scraper, program.process.pid, formats, effort.bursts, fleet.change)
+            kinds = " and ".join(dict.fromkeys(formats))
+            times = (measured.median, percentile(measured.seconds, 99), max(measured.seconds), measured.cpu_s)
+            yield f"| {len(formats)}, {kinds} | {' | '.join(map(ms, times))} | {measured.size / 1024:,.0f} KiB |"
 
 
 def curve(effort: Effort) -> Iterator[str]:
