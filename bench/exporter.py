@@ -86,7 +86,8 @@ def scrape(effort: Effort) -> Iterator[str]:
         time.sleep(2.0)  # until the exporter has found all of them
         lines = program.page().splitlines()
         yield f"{sum(not line.startswith('#') for line in lines):,} series, all changed since the scrape before:\n"
-        yield "| scrapers | median | 99th percentile | slowest | processor time of a burst | page, gzip |\n|---|---|---|---|---|---|"
+        yield "| scrapers | median | 99th percentile | slowest | processor time of a burst | page, gzip |"
+        yield "|---|---|---|---|---|---|"
         for formats in (("openmetrics",), ("text",), ("openmetrics",) * 8, ("text",) * 8, ("openmetrics", "text") * 4):
             progress(f"scrape: {len(formats)} scrapers")
             with Scraper(program.address) as scraper:
