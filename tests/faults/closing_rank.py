@@ -3,9 +3,8 @@
 It trains a small model, a step every 10 ms, and reads words from its standard input; it prints each when it has obeyed.
 `close` closes as `HOW` says, and opens files of its own in `OWN` under the numbers. `hold` holds Python's lock in C until the
 watchdog has written, `damaged` prints the names of its files that are not as it left them, `shutdown` ends the recording, and
-`crash` the process. How: `range` closes all above standard error, `many` opens as many
-files as it may, `numbers` puts a file of its own in place of each file of torchobs, and `at once` does that before a round of
-the sampler.
+`crash` the process. How: `range` closes all above standard error, `numbers` puts a file of its own in place of each file of
+torchobs, and `at once` does that before a round of the sampler.
 """
 
 import contextlib
@@ -70,14 +69,8 @@ def close(directory: str, own: Path, how: str) -> None:
         return
     os.closerange(3, 4096)
     files.clear()
-    for _ in range(4096 if how == "many" else 20):
-        try:
-            fd, path = write(own)
-        except OSError:  # no number is left; torchobs needs some
-            for fd in sorted(files)[-20:]:
-                os.close(fd)
-                del files[fd]
-            break
+    for _ in range(20):
+        fd, path = write(own)
         files[fd] = path
 
 

@@ -8,17 +8,21 @@ import shutil
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.exporters import Service
-from tests.faults.hostile_clients import GOOD, converse, crowd, over_tls
+from tests.faults.hostile_clients import GOOD, converse, over_tls
 from tests.support import wait_until
 from tests.web_configs import TLS, certify, outdate
 from torchobs.cli import doctor
 from torchobs.exporter import daemon
-from torchobs.exporter import http as server
 from torchobs.exporter.config import ExporterConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 OK = b"HTTP/1.1 200 OK"
 METRICS = b"torchobs_build_info"
@@ -78,20 +82,6 @@ def test_it_is_told_whether_its_address_has_tls(exporter: Service, home: Path) -
     (home / "web.yml").write_text("")
     wait_until(lambda: exporter.has_tls is False)
     assert doctor.exporter(None, exporter.address).text == f"http://{exporter.address}/ is ready"
-
-
-def test_handshakes_that_never_end_keep_nobody_out(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing, or the half of a first record: closed after the time limit of a head."""
-    hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
-    monkeypatch.setattr(server, "HEAD_S", 2.0)
-    trust = context(home)
-    configured = ExporterConfig(flight_dir=str(home), web_config_file=str(home / "web.yml"))
-    with Service(configured) as exporter, crowd(exporter.address) as slow:
-        for first in (b"", hello) * 6:
-            slow.come(60, first)
-            assert over_tls(exporter.address, trust) == OK
-        wait_until(lambda: slow.drip() == 0)
-        assert over_tls(exporter.address, trust) == OK
 
 
 def test_a_renewed_certificate_closes_what_is_idle(exporter: Service, home: Path) -> None:
