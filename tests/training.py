@@ -242,19 +242,21 @@ def trainer(model: nn.Module, inputs: torch.Tensor, call: Callable[..., Any] | N
 def surface() -> dict[str, Any]:
     """Everything of torch, sys and threading that a session touches."""
     from torch._dynamo import trace_rules
-    from torch.amp import grad_scaler
+    from torch.amp import autocast_mode, grad_scaler
+    from torch.optim import lr_scheduler
 
+    replaced = (grad_scaler.GradScaler, autocast_mode.autocast, dataloader.DataLoader, *vars(lr_scheduler).values())
     return {
+        "classes": {owner: dict(vars(owner)) for owner in replaced if isinstance(owner, type) and "torch" in owner.__module__},
+        "save and load": (torch.save, torch.load, torch.serialization.save),
+        "exit": sys.exit,
         "pre": dict(torch_optimizer._global_optimizer_pre_hooks),
         "post": dict(torch_optimizer._global_optimizer_post_hooks),
         "parameters built": dict(torch.nn.modules.module._global_parameter_registration_hooks),
         "modules built": dict(torch.nn.modules.module._global_module_registration_hooks),
         "backward": torch.autograd.backward,
         "next": vars(dataloader._BaseDataLoaderIter)["__next__"],
-        "iter": vars(dataloader.DataLoader)["__iter__"],
         "train": vars(torch.nn.Module)["train"],
-        "scaler step": vars(grad_scaler.GradScaler)["step"],
-        "scaler scale": vars(grad_scaler.GradScaler)["scale"],
         "clip": torch.nn.utils.clip_grad._get_total_norm,
         "skipped": list(trace_rules.SKIP_DIRS),
         "expression": trace_rules.SKIP_DIRS_RE.pattern,
@@ -267,5 +269,5 @@ def surface() -> dict[str, Any]:
 
 def torch_hooks() -> dict[str, Any]:
     """What of that is torch's."""
-    ours_while_active = {"excepthook", "thread excepthook", "meta path", "threads", "skipped", "expression"}
+    ours_while_active = {"exit", "excepthook", "thread excepthook", "meta path", "threads", "skipped", "expression"}
     return {name: value for name, value in surface().items() if name not in ours_while_active}

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
-import torchobs
 from tests import flights, fork_server, support
 from tests.training import loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.cli.top import Watch, screen
 from torchobs.diagnosis.diagnosis import diagnose
-from torchobs.diagnosis.health import health
-from torchobs.document.text import TerminalStyle
-from torchobs.exporter.config import ExporterConfig
 from torchobs.flight import reader
 from torchobs.flight.layout import Exit
 from torchobs.probes.exits import Ending
-from torchobs.ranks.live import DetailsReader, RunsReader
-from torchobs.ranks.rank_view import run_at_end
 from torchobs.ranks.runs import load_reports
-from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,27 +80,6 @@ def test_what_python_ends_with_is_what_the_file_says(
     """Without `torchobs run`, too: a job that failed is never shown as finished."""
     ended = run(tmp_path, flight_dir, f"import os, signal, sys\nimport torchobs\ntorchobs.init()\n{end}\n")
     assert (ended.status, ended.reason, ended.code) == (status, reason, code)
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("raise ValueError('secret')", "failed: ValueError at train.py:4."),
-        ("sys.exit(3)", "failed with an exit status"),
-    ],
-)
-def test_page_top_and_report_name_the_exception(tmp_path: Path, flight_dir: Path, line: str, words: str) -> None:
-    """In the same words: its class and the user's line, without the message."""
-    run(tmp_path, flight_dir, f"import sys\nimport torchobs\ntorchobs.init()\n{line}\n")
-    with closing(Scanner(ExporterConfig(flight_dir=str(flight_dir)))) as scanner:
-        snapshot = scanner.scan()
-        (shown,) = RunsReader().runs(snapshot, DetailsReader().gather(scanner, snapshot, ()))
-        runs, _ = Watch(scanner).look()
-    (lines,) = [line for line in screen(runs, TerminalStyle(400), 50).lines if "Trouble" in line]
-    reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
-    inspected = health(run_at_end(reports))
-    for text in (health(shown).gist, inspected.gist, health(shown).text, lines, inspected.text):
-        assert f"Rank 0 {words}" in text
 
 
 CHAIN = """
@@ -354,15 +324,6 @@ def test_who_catches_an_exit_and_trains_on_has_not_left(flight_dir: Path, monkey
         monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
         sys.excepthook(LookupError, LookupError(), None)
         assert exits.ended(None) == (Exit.FINISHED, 0, None)  # at a prompt one goes on
-
-
-def test_sys_is_left_as_it_was_found(flight_dir: Path) -> None:
-    """`sys.exit` as well."""
-    before = (sys.exit, sys.excepthook)
-    torchobs.init(flight_dir=flight_dir)
-    assert sys.exit is not before[0]
-    torchobs.shutdown()
-    assert (sys.exit, sys.excepthook) == before
 
 
 HANDLING = """

@@ -58,15 +58,6 @@ def step(model: Any, optimizer: torch.optim.Optimizer, seed: int = 0, spoil: Cal
         model.load_state_dict(weights)  # even a learning rate of 0 times NaN is NaN
 
 
-def test_layers_equal_the_reference(run: Recording) -> None:
-    """Each by itself, within 1e-4."""
-    model: Any = mlp()
-    optimizer = torch.optim.AdamW(model.parameters())
-    step(model, optimizer)
-    assert layers(run) == pytest.approx({"0": norm_of(model[0]), "2": norm_of(model[2])}, rel=1e-4)
-    assert shown(run)["torchobs.grad.layers_folded",] == 0
-
-
 def test_what_is_beyond_the_cap_is_other_and_counted(flight_dir: Path) -> None:
     """Ten thousand layers are sixteen series and one; nothing is silent, and the squares still add up."""
     for run in recording(flight_dir, layers=16):

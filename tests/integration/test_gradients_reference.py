@@ -127,24 +127,26 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_norms_equal_the_reference_step_by_step(run: Recording, name: str) -> None:
-    """Whatever trains, and however, the norm is that of the gradients as backward left them, without the loss scale."""
+    """Whatever trains, and however, loss and norm are those of the step, without the loss scale: as backward left them."""
     case = CASES[name]
     torch.manual_seed(0)
     model = case.model().to(case.dtype) if case.dtype is not torch.float32 else case.model()
     optimizer = case.optimizer(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=case.scaled)
-    norms = []
+    norms, losses = [], []
     for _ in range(STEPS):
         optimizer.zero_grad()
         inputs = case.inputs()
         inputs = inputs.to(next(model.parameters()).dtype) if inputs.is_floating_point() else inputs
         with torch.autocast("cpu", case.cast or torch.bfloat16, enabled=case.cast is not None):
             loss = model(inputs).abs().float().square().mean()
+        losses.append(loss.item())
         scaler.scale(loss).backward()
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norms.append(reference(stepped) / scaler.get_scale())
         scaler.step(optimizer)
         scaler.update()
+    assert [record.loss for record in run.steps()] == losses
     assert [record.grad_norm for record in run.steps()] == pytest.approx(norms, rel=case.within)
     assert min(norms) > 0
 

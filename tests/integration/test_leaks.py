@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import tracemalloc
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,15 +12,14 @@ import torch
 
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.flight import artifacts
 from torchobs.probes import leak
 from torchobs.probes.leak import LeakProbe, count_objects, grown_kinds
 from torchobs.probes.memory_growth import Suspicion
-from torchobs.ranks.runs import load_reports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 
 class Marked:
@@ -95,19 +93,6 @@ def test_a_leak_is_told_with_its_line_its_types_and_its_tensors(run: Recording, 
     assert len(leaking.told()) == 1
 
 
-def test_inspect_says_what_leaked(run: Recording) -> None:
-    """The finding names the line and the tensors."""
-    leaking, kept = Leaking(run), list[Any]()
-    leaking.suspicion.host = True
-    leaking.train(12, lambda: kept.extend(torch.ones(5, 77) for _ in range(500)))
-    writer = run.session.writer
-    assert writer is not None
-    (report,), _ = load_reports([Path(writer.path)])
-    found = {one.kind: one.long for one in diagnose(report)}
-    assert " tensors float32[5, 77] on cpu, " in found["memory_leak"]
-    assert f", made at {__file__}:" in found["memory_leak"]
-
-
 def test_a_user_s_own_tracing_is_left_alone(run: Recording) -> None:
     """It goes on with what it has, and nothing is counted meanwhile."""
     leaking = Leaking(run)
@@ -168,12 +153,3 @@ def test_counting_keeps_nothing_alive_and_takes_no_notice_of_strange_tensors() -
     count_objects(torch)
     assert len(gc.get_referrers(base)) == references
     assert len(strange + views) == 6
-
-
-def test_growth_that_is_told_starts_the_trace(flight_dir: Path) -> None:
-    """The probes of a session share the suspicion."""
-    for run in recording(flight_dir):
-        manager = run.session._probe_manager
-        assert manager is not None
-        probes: dict[str, Any] = dict(manager._probes)
-        assert probes["memory"]._suspicion is probes["leak"]._suspicion

@@ -83,26 +83,6 @@ def wait_for_a_look(run: Recording) -> None:
     wait_until(lambda: (catalog.MEMORY_HOST_RSS.name,) in run.values())
 
 
-def machine() -> tuple[float, float]:
-    """Available memory, and the share of memory and swap that is taken."""
-    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    return memory.available, 1 - (memory.available + swap.free) / (memory.total + swap.total)
-
-
-def test_the_process_is_shown_as_psutil_sees_it(run: Recording) -> None:
-    """Resident set, threads, descriptors, and the machine's memory, of which others take and give back meanwhile."""
-    this = psutil.Process()
-    wait_for_a_look(run)
-    before, values, after = machine(), run.look(), machine()
-    assert values[catalog.MEMORY_HOST_RSS.name,] == pytest.approx(this.memory_info().rss, rel=0.1)
-    assert values[catalog.PROCESS_THREADS.name,] == pytest.approx(this.num_threads(), abs=2)
-    assert values[catalog.PROCESS_OPEN_FILES.name,] == pytest.approx(this.num_fds(), abs=4)
-    assert values[catalog.PROCESS_MAX_FILES.name,] == this.rlimit(psutil.RLIMIT_NOFILE)[0]
-    available, taken = zip(before, after, strict=True)
-    assert min(available) * 0.9 <= values[catalog.MEMORY_HOST_AVAILABLE.name,] <= max(available) * 1.1
-    assert min(taken) - 0.05 <= values[catalog.MEMORY_HOST_UTILIZATION.name, "machine"] <= max(taken) + 0.05
-
-
 def test_the_proportional_set_is_for_the_advanced_level(watched: Watched) -> None:
     """It takes milliseconds; and it goes when the level does."""
     context = watched.run.session.context
@@ -175,18 +155,6 @@ def keeps_arrays() -> Callable[[], None]:
         kept.append(np.ones(MIB // 8))
 
     return leaking
-
-
-def test_training_that_does_not_leak_is_not_called_a_leak(watched: Watched) -> None:
-    """Warming up included: from the first step on, over and over."""
-    step = mlp_step()
-    for _ in range(3):
-        watched.train(step, LEAST // 2, 10)
-        assert watched.value(catalog.MEMORY_TIME_TO_LIMIT, "host") is None
-    growth = watched.value(catalog.MEMORY_GROWTH_PER_STEP, "host")
-    assert growth is not None
-    assert abs(growth) < 20_000
-    assert watched.run.frames(catalog.EVENT_MEMORY_GROWTH.name) == []
 
 
 def test_a_leak_is_measured_and_its_end_foretold(watched: Watched) -> None:

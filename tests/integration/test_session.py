@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader, Dataset
 
 import torchobs
@@ -167,46 +166,6 @@ def test_extra_numbers_are_gauges_up_to_sixty_four(run: Recording) -> None:
     assert values[("torchobs.scalar", "value_63")] == 63.0
     assert ("torchobs.scalar", "value_64") not in values
     support.wait_until(lambda: run.values()[("torchobs.flight.dropped", "series")] == 2)
-
-
-def test_init_before_torch_installs_the_probes_when_torch_comes(flight_dir: Path) -> None:
-    """``torchobs run`` calls init() before the script imports torch."""
-    script = f"""
-import sys
-sys.path[:0] = [{str(support.ROOT)!r}]
-import torchobs
-session = torchobs.init(flight_dir={str(flight_dir)!r})
-assert "torch" not in sys.modules
-import torch
-from tests.training import loss_of, mlp
-model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for index in range(3):
-    loss_of(model, index).backward(); optimizer.step()
-assert torch.__spec__.loader is torch.__loader__ and "torchobs" not in repr(torch.__loader__)
-print(session.context.recorder.step)
-"""
-    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
-    assert (child.returncode, child.stdout.strip(), child.stderr) == (0, "3", "")
-
-
-def test_import_and_a_run_load_nothing_heavy(flight_dir: Path) -> None:
-    """No SDK, protobuf, HTTP, YAML or click, from import to shutdown."""
-    heavy = ("opentelemetry.sdk", "google.protobuf", "http", "requests", "urllib3", "yaml", "click", "prometheus_client")
-    script = f"""
-import sys, torch
-sys.path[:0] = [{str(support.ROOT)!r}]
-from tests.training import loss_of, mlp
-before = set(sys.modules)
-import torchobs
-torchobs.init(flight_dir={str(flight_dir)!r})
-model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for index in range(3):
-    loss_of(model, index).backward(); optimizer.step()
-torchobs.shutdown()
-print([name for name in sorted(set(sys.modules) - before) if name.startswith({heavy!r})])
-"""
-    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
-    assert child.stdout == "[]\n", child.stderr
 
 
 def test_the_applications_own_instruments_and_spans_are_in_the_file(flight_dir: Path) -> None:
@@ -369,11 +328,6 @@ def child_trains() -> None:
     torchobs.event("from the child")
     train(3)
     assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
-
-
-def hooks() -> int:
-    """How many optimizer hooks torch has."""
-    return len(torch_optimizer._global_optimizer_pre_hooks) + len(torch_optimizer._global_optimizer_post_hooks)
 
 
 def test_an_end_while_a_round_hangs_is_written_with_all_steps_and_makes_no_round_beside_it(flight_dir: Path) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import torchobs
 from tests import support
 from tests.training import Recording, loss_of, mlp
 
@@ -56,76 +55,6 @@ def test_evaluation_between_steps_is_neither_a_step_nor_a_slow_step(run: Recordi
     assert len(steps) == 15
     evaluation_s = sum(record.phase_s[5] for record in steps)
     assert sum(napped_s) * (1 - 1e-6) <= evaluation_s <= took_s - sum(record.duration_s for record in steps[5:])
-
-
-def test_evaluation_without_a_loader(run: Recording) -> None:
-    """NanoGPT's way: batches by a function, estimate_loss() between eval() and train()."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    ending, napped_s = list[float](), 0.0
-    for index in range(6):
-        if index == 3:
-            model.eval()
-            with torch.no_grad():
-                napped_s = nap(0.15)
-                loss_of(model)
-            model.train()
-        optimizer.zero_grad()
-        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
-        ending.append(time.perf_counter())
-        optimizer.step()
-    took_s, steps = time.perf_counter() - ending[2], run.steps()
-    assert napped_s * (1 - 1e-6) <= steps[3].phase_s[5] <= took_s - sum(record.duration_s for record in steps[3:])
-
-
-def test_a_teacher_in_eval_mode_is_no_evaluation(run: Recording) -> None:
-    """``teacher.eval()`` before every forward, never train() again: the time stays the step's."""
-    model, teacher = mlp(0), mlp(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for index in range(4):
-        teacher.eval()
-        time.sleep(0.02)
-        optimizer.zero_grad()
-        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    assert sum(record.phase_s[5] for record in run.steps()) == 0.0
-
-
-def test_batches_prefetched_for_an_accumulation_are_data(run: Recording) -> None:
-    """Hugging Face's Trainer fetches all batches of an accumulation before the first forward; that is no evaluation."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    loader = iter(DataLoader(TensorDataset(torch.randn(96, 8), torch.randn(96, 1)), batch_size=8))
-    for _ in range(3):
-        batches = [next(loader) for _ in range(4)]
-        for inputs, targets in batches:
-            torch.nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-    steps = run.steps()
-    assert len(steps) == 3
-    assert sum(record.phase_s[5] for record in steps) == 0.0
-    assert all(record.phase_s[0] > 0 for record in steps)
-
-
-def test_a_phase_named_by_the_user_wins(run: Recording) -> None:
-    """``with torchobs.phase("data")`` around a plain iterator is data; what follows is forward."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for index in range(3):
-        with torchobs.phase("data"):
-            time.sleep(0.03)
-        optimizer.zero_grad()
-        time.sleep(0.02)
-        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        with torchobs.phase("checkpoint"):
-            time.sleep(0.05)
-    steps = run.steps()
-    assert all(record.phase_s[0] >= 0.03 * (1 - 1e-6) for record in steps)
-    assert all(record.phase_s[1] > 0.02 for record in steps)
-    assert steps[1].phase_s[6] >= 0.05 * (1 - 1e-6)
-    assert [record.duration_s for record in steps] == pytest.approx([sum(record.phase_s[:5]) for record in steps])
 
 
 @pytest.mark.parametrize("how", ["eval and a loader", "eval", "no_grad"])
