@@ -1,23 +1,34 @@
-"""What becomes of the gradients besides their total: layers and their names, clipping, non-finite elements, zeros, updates."""
+"""Gradients: norms against a float64 reference, layers, shards, clipping, non-finite elements, zeros, updates, explosions."""
 
 from __future__ import annotations
 
 import gc
+import json
+import math
 import subprocess
 import sys
+from dataclasses import dataclass
+from functools import partial
+from math import isnan, sqrt
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
+from torch.amp import GradScaler
 
 import torchobs
+from tests import fork_server, support
 from tests.training import Recording, StepFlag, has, loss_of, mlp, norm_of, recording
 from torchobs import catalog
+from torchobs.detect.spikes import BlownLayer
+from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.flight.control import LEVELS
+from torchobs.probes.layers import MOST_LAYERS, SHOWN_S, GrownLayers
+from torchobs.ranks.runs import load_reports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -313,3 +324,458 @@ for parameter in (small, large):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) < 20_000  # KiB
+
+
+STEPS = 4
+LARGE = 40_000_000
+
+
+def reference(parameters: Any) -> float:
+    """The float64 norm, a chunk at a time."""
+    total = 0.0
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        dense = grad.coalesce().values() if grad.layout is torch.sparse_coo else grad
+        dense = torch.view_as_real(dense) if dense.is_complex() else dense
+        total += sum(float(part.double().pow(2).sum()) for part in dense.detach().reshape(-1).split(4_000_000))
+    return math.sqrt(total)
+
+
+def gpt() -> nn.Module:
+    """Two blocks, with the embedding tied to the head. Attention without a mask: only its gradients matter here."""
+    embedding, head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+    head.weight = embedding.weight
+    blocks = [nn.TransformerEncoderLayer(32, 2, 128, 0.0, "gelu", batch_first=True, norm_first=True) for _ in range(2)]
+    return nn.Sequential(embedding, *blocks, head)
+
+
+class RNN(nn.Module):
+    """An LSTM and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The last state's head."""
+        return self.head(self.lstm(inputs)[0][:, -1])  # type: ignore[no-any-return]
+
+
+def large_mlp() -> nn.Module:
+    """Large enough for a weight to take the path of large tensors."""
+    return nn.Sequential(nn.Linear(8, 400), nn.ReLU(), nn.Linear(400, 300), nn.ReLU(), nn.Linear(300, 1))
+
+
+def cnn() -> nn.Module:
+    """With batch normalisation, in channels_last."""
+    layers = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 4)
+    )
+    return layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]  # it has no such overload
+
+
+def rows() -> torch.Tensor:
+    """A batch for the MLP."""
+    return torch.randn(4, 8)
+
+
+def tokens() -> torch.Tensor:
+    """One for the GPT and the embedding."""
+    return torch.randint(0, 64, (4, 12))
+
+
+def images() -> torch.Tensor:
+    """One for the CNN."""
+    return torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training. ``cast``: autocast's type; ``dtype``: the weights'; ``scaled``: with a loss scaler."""
+
+    model: Callable[[], nn.Module]
+    inputs: Callable[[], torch.Tensor]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    within: float = 1e-4
+    dtype: torch.dtype = torch.float32
+    cast: torch.dtype | None = None
+    scaled: bool = False
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Changes p.grad in its step."""
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True, foreach=True)
+
+
+def muon(parameters: Any) -> torch.optim.Optimizer:
+    """Takes matrices only."""
+    return torch.optim.Muon([parameter for parameter in parameters if parameter.dim() == 2], lr=1e-3)
+
+
+adamw = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
+fused = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+"""Unscales in its step"""
+CASES = {
+    "mlp, sgd nesterov foreach": Case(large_mlp, rows, sgd),
+    "mlp, adamw fused, fp16 with scaler": Case(large_mlp, rows, fused, 1e-2, cast=torch.float16, scaled=True),
+    "mlp, sgd, fp16 with scaler": Case(large_mlp, rows, sgd, 1e-2, cast=torch.float16, scaled=True),
+    "mlp, adamw, float64": Case(large_mlp, rows, adamw, dtype=torch.float64),
+    "cnn, adamw foreach": Case(cnn, images, adamw),
+    "cnn, sgd, bf16 autocast": Case(cnn, images, sgd, 1e-2, cast=torch.bfloat16),
+    "gpt, adamw fused": Case(gpt, tokens, fused),
+    "gpt, adafactor, bf16": Case(gpt, tokens, lambda p: torch.optim.Adafactor(p, lr=1e-3), 1e-2, dtype=torch.bfloat16),
+    "gpt, muon for its matrices": Case(gpt, tokens, muon),
+    "rnn, rmsprop": Case(RNN, lambda: torch.randn(4, 6, 8), lambda p: torch.optim.RMSprop(p, lr=1e-3)),
+    "embedding, sparse adam": Case(
+        lambda: nn.Embedding(1000, 16, sparse=True), tokens, lambda p: torch.optim.SparseAdam(list(p), lr=1e-3)
+    ),
+    "complex weights": Case(lambda: nn.Linear(8, 3, dtype=torch.complex64), rows, lambda p: torch.optim.SGD(p, lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_norms_equal_the_reference_step_by_step(run: Recording, name: str) -> None:
+    """Whatever trains, and however, loss and norm are those of the step, without the loss scale: as backward left them."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.model().to(case.dtype) if case.dtype is not torch.float32 else case.model()
+    optimizer = case.optimizer(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=case.scaled)
+    norms, losses = [], []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        inputs = case.inputs()
+        inputs = inputs.to(next(model.parameters()).dtype) if inputs.is_floating_point() else inputs
+        with torch.autocast("cpu", case.cast or torch.bfloat16, enabled=case.cast is not None):
+            loss = model(inputs).abs().float().square().mean()
+        losses.append(loss.item())
+        scaler.scale(loss).backward()
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norms.append(reference(stepped) / scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+    assert [record.loss for record in run.steps()] == losses
+    assert [record.grad_norm for record in run.steps()] == pytest.approx(norms, rel=case.within)
+    assert min(norms) > 0
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)], ids=str)
+def test_an_embedding_of_forty_million_elements(run: Recording, dtype: torch.dtype, within: float) -> None:
+    """Where torch's own foreach norm is 2.4e-3 off in float32, and 1.9e-2 in float16."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.zeros(LARGE // 1000, 1000, dtype=dtype))
+    optimizer = torch.optim.SGD([weight], lr=0.0, foreach=True)
+    noise = torch.randn(LARGE // 1000, 1000, dtype=torch.float32).to(dtype)
+    norms = []
+    for step in range(2):
+        weight.grad = noise * (step + 1)
+        norms.append(reference([weight]))
+        optimizer.step()
+    assert [record.grad_norm for record in run.steps()] == pytest.approx(norms, rel=within)
+
+
+RANKS = 2
+CLIPPED_TO = 1e-3
+LAYOUTS = ("fsdp", "hsdp", "tensor parallel", "fsdp1", "fsdp1 original")
+PROGRAM = """
+import json, os, sys, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+import torchobs
+from torchobs.flight.fold import StepFlag
+from tests.training import Recording, has
+
+rank, directory, *layouts = sys.argv[1:]
+os.environ.update(RANK=rank, WORLD_SIZE="2", LOCAL_RANK=rank)
+dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=int(rank), world_size=2)
+
+
+def train(how):
+    session = torchobs.init(flight_dir=f"{directory}/{how}/{rank}", grad_interval=1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4), torch.nn.LayerNorm(4))
+    names = ("replicas", "shards") if how == "hsdp" else ("ranks",)
+    mesh = init_device_mesh("cpu", (2, 1) if how == "hsdp" else (2,), mesh_dim_names=names)
+    if how == "tensor parallel":
+        model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    elif how.startswith("fsdp1"):
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=how.endswith("original"))
+    else:
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    whole = []
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        full = [getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for p in model.parameters()]
+        squares = torch.tensor(sum(float(gradient.double().pow(2).sum()) for gradient in full if gradient is not None))
+        if how.startswith("fsdp1"):
+            dist.all_reduce(squares)
+        whole.append(float(squares) ** 0.5)
+        if step == 2 and how.startswith("fsdp1"):
+            model.clip_grad_norm_(1e-3)
+        elif step == 2 and how != "tensor parallel":  # torch itself cannot clip DTensors and tensors together
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+    run = Recording(session)
+    session.context.recorder.flush()
+    session._sampler.stop()
+    for probe, observe in session._slow:
+        if probe == "gradients":
+            observe()
+    session.writer.publish()  # the directory need not be on tmpfs
+    steps = run.steps()
+    values = run.values()
+    layers = {key[1]: value for key, value in values.items() if key[0] == "torchobs.grad.layer.norm"}
+    found = {
+        "norms": [record.grad_norm for record in steps], "whole": whole,
+        "clipped": [has(record, StepFlag.CLIPPED) for record in steps],
+        "ranks": values["torchobs.grad.norm_ranks",], "layers": layers, "errors": run.errors(),
+    }
+    torchobs.shutdown()
+    return found
+
+
+def to_local_calls():
+    # how often autograd is given a node for a look at 300 sharded gradients
+    from torch.distributed.tensor import Shard, _api, distribute_tensor
+    from torchobs.probes.gradient_norms import local
+    mesh = init_device_mesh("cpu", (2,))
+    gradients, calls = [distribute_tensor(torch.ones(4), mesh, [Shard(0)]) for _ in range(300)], []
+    original = _api._ToTorchTensor.apply
+    _api._ToTorchTensor.apply = lambda *args: calls.append(1) or original(*args)
+    assert torch.is_grad_enabled() and len(local(range(300), gradients).tensors) == 300
+    _api._ToTorchTensor.apply = original
+    return len(calls)
+
+
+print("RESULT", json.dumps({**{how: train(how) for how in layouts}, "look": {"nodes": to_local_calls()}}))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def said_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each rank said, by layout: one pair of processes for all, since most of a process is torch's import."""
+    directory = tmp_path_factory.mktemp("ranks")
+    argv, environ = (sys.executable, "-c", PROGRAM), support.clean_environment()
+    ranks = [
+        fork_server.Python(
+            [*argv, str(rank), str(directory), *LAYOUTS], cwd=support.ROOT, env=environ, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    found = [json.loads(text.split("RESULT ", 1)[1].splitlines()[0]) for text in said]
+    return {how: [rank[how] for rank in found] for how in (*LAYOUTS, "look")}
+
+
+@pytest.mark.parametrize("how", LAYOUTS)
+def test_squares_over_the_ranks_add_up_to_the_whole(how: str, said_of: dict[str, list[dict[str, Any]]]) -> None:
+    """Σ norm² × norm_ranks / ranks is the whole's: of tensors sharded, replicated, or plain beside DTensors.
+
+    Promise: where torch.nn.utils clips gradients, each rank has the whole's norm, and nobody has computed or exchanged it for
+    us. FSDP1 clips by a method of its own: there it is that of this rank's shard, after clipping.
+    """
+    found, seen = said_of[how], how in {"fsdp", "hsdp"}
+    for step in range(3):
+        ranks = 1 if step == 2 and seen else RANKS
+        squares = sum(rank["norms"][step] ** 2 * ranks / RANKS for rank in found)
+        whole = CLIPPED_TO if step == 2 and how.startswith("fsdp1") else found[0]["whole"][step]
+        assert sqrt(squares) == pytest.approx(whole, rel=1e-3)
+    norms = [rank["norms"][2] for rank in found]
+    assert (norms[0] == pytest.approx(norms[1], rel=1e-6)) == seen
+    if how != "fsdp1":  # which has one flat parameter
+        assert {name for rank in found for name in rank["layers"]} == {"0", "2", "3"}
+    assert [rank["clipped"] for rank in found] == [[False, False, seen]] * RANKS
+    assert [rank["ranks"] for rank in found] == [1 if seen else RANKS] * RANKS
+    assert [rank["errors"] for rank in found] == [[], []]
+
+
+def test_a_look_at_shards_is_none_of_autograd_s(said_of: dict[str, list[dict[str, Any]]]) -> None:
+    """``DTensor.to_local`` with gradients enabled builds a node for each: 2 ms for 300 of them, in every measured step."""
+    assert [rank["nodes"] for rank in said_of["look"]] == [0, 0]
+
+
+@pytest.fixture(params=[0.005, 0.2], ids=["seldom", "often"])
+def paced(flight_dir: Path, request: pytest.FixtureRequest) -> Iterator[Recording]:
+    """A recording with the interval that a user gets: by the default budget seldom, by a generous one in every step."""
+    yield from recording(flight_dir, grad_interval=None, overhead_budget=request.param)
+
+
+def test_every_clipped_step_has_its_norm_before_clipping(paced: Recording) -> None:
+    """Whatever changes on the way: a layer is frozen and thawed, a step clips twice, one not at all, a gradient overflows."""
+    model = mlp(width=32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    parameters = list(model.parameters())
+    norms, clipped = dict[int, float](), list[bool]()
+    for step in range(1, 301):
+        frozen = 100 <= step < 130
+        for parameter in parameters[:2]:
+            parameter.requires_grad_(not frozen)
+        optimizer.zero_grad()
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+        if step == 200:
+            assert parameters[2].grad is not None
+            parameters[2].grad[0, 0] = torch.inf
+        limit = 1e-6 if step % 3 else 1e6
+        norms[step] = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).item()
+        if step % 50 == 7:
+            torch.nn.utils.clip_grad_norm_(parameters, 1e6)
+        if step % 40 != 11:
+            torch.nn.utils.clip_grad_norm_(parameters, limit)
+        clipped.append(step % 40 != 11 and limit < norms[step] < torch.inf)
+        optimizer.step()
+        if step == 200:
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.nan_to_num_(0.1)
+    records = paced.steps()
+    assert len(records) == 300
+    for record in records:
+        if record.step % 40 != 11:
+            assert has(record, StepFlag.GRAD_NORM), record.step
+            assert record.grad_norm == pytest.approx(norms[record.step], rel=1e-5)
+    assert [has(record, StepFlag.CLIPPED) for record in records] == clipped
+
+
+def test_clipping_a_part_does_not_pass_for_the_whole(run: Recording) -> None:
+    """Only the first layer is clipped: the norm is that of all gradients, as the optimizer finds them."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    norms = []
+    for index in range(3):
+        optimizer.zero_grad()
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model[0].parameters(), 0.01)
+        norms.append(norm_of(model))
+        optimizer.step()
+    assert [record.grad_norm for record in run.steps()] == pytest.approx(norms, rel=1e-4)
+
+
+LATE_STEPS = 12
+
+
+def mistakes(run: Recording) -> list[dict[str, Any]]:
+    """The attributes of what was told of the loop."""
+    return [frame["attrs"] for frame in run.frames(catalog.EVENT_LOOP_MISTAKE.name)]
+
+
+def train_clipping(
+    run: Recording, before: Callable[[nn.Module], object], after: Callable[[nn.Module], object], micro: int = 1
+) -> None:
+    """A loop with something between backward and step, and something after the step; the sampler looks after each step."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for _ in range(LATE_STEPS):
+        optimizer.zero_grad()
+        for _ in range(micro):
+            loss_of(model).backward()  # type: ignore[no-untyped-call]
+            before(model)
+        optimizer.step()
+        after(model)
+        run.whole_round()
+
+
+def clip(limit: float) -> Callable[[nn.Module], object]:
+    """Clip by norm."""
+    return lambda model: nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+
+def nothing(_: nn.Module) -> None:
+    """Do nothing."""
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_a_clipping_after_the_step_is_told(run: Recording, micro: int) -> None:
+    """Once, whether it clips or not."""
+    train_clipping(run, nothing, clip(0.5), micro)
+    assert mistakes(run) == [{"kind": "clipped_late"}]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "micro"),
+    [
+        (clip(0.5), nothing, 1),
+        (clip(0.5), nothing, 3),
+        (clip(0.5), lambda model: nn.utils.get_total_norm([p.grad for p in model.parameters()]), 1),
+        (nothing, lambda model: nn.utils.clip_grad_norm_(model.parameters(), float("inf")), 1),
+        (nothing, nothing, 1),
+    ],
+    ids=["in time", "each micro-batch", "a norm for the log", "a norm by an infinite limit", "never"],
+)
+def test_others_are_left_alone(
+    run: Recording, before: Callable[[nn.Module], object], after: Callable[[nn.Module], object], micro: int
+) -> None:
+    """What clips in time, in each micro-batch, or asks for a norm alone."""
+    train_clipping(run, before, after, micro)
+    assert mistakes(run) == []
+
+
+def test_a_scaler_that_skips_steps_makes_no_clipping_late(run: Recording) -> None:
+    """A step that is skipped ends nothing of what clipping has changed."""
+    model, scaler = mlp(), GradScaler("cpu", init_scale=2.0**60, growth_interval=1000, backoff_factor=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(LATE_STEPS):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model) * 1e30).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        run.whole_round()
+    assert mistakes(run) == []
+
+
+BLOWN_STEPS, BLOWN_AT = 60, 50
+
+
+@pytest.mark.parametrize("layer", ["0", "4", "8"])
+def test_the_layer_of_an_explosion_is_named(run: Recording, flight_dir: Path, layer: str) -> None:
+    """Its gradient is ten thousand times what it was in one step among sixty; the steps after it are ordinary."""
+    torch.manual_seed(1)
+    model: Any = nn.Sequential(*(part for _ in range(5) for part in (nn.Linear(16, 16), nn.Tanh())), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for step in range(1, BLOWN_STEPS + 1):
+        optimizer.zero_grad()
+        torch.autograd.backward((model(torch.randn(8, 16)) - 1.0).square().mean())
+        if step == BLOWN_AT:
+            model[int(layer)].weight.grad.mul_(10_000.0)
+        optimizer.step()
+    run.look()
+    told = [frame for frame in run.frames(catalog.EVENT_ANOMALY.name) if frame["step"] == BLOWN_AT]
+    (attributes,) = (frame["attrs"] for frame in told if frame["attrs"]["kind"] == "gradient_explosion")
+    assert attributes["layer"] == layer
+    assert attributes["layer_norm"] > 100 * attributes["layer_usual"] > 0
+    grown = {key[1]: value for key, value in run.values().items() if key[0] == catalog.GRAD_LAYER_GROWTH.name}
+    assert grown[layer] == pytest.approx(attributes["layer_norm"] / attributes["layer_usual"], rel=1e-6)
+    (report,), _ = load_reports(list(flight_dir.glob("*.flight")))
+    assert any(f"The gradient of layer {layer} grew most" in finding.long for finding in diagnose(report))
+
+
+def test_layers_that_grew_are_shown_for_ten_minutes(run: Recording) -> None:
+    """At most eight names in a whole run; a layer whose usual gradient is zero has a number, too."""
+    context = run.session.context
+    assert context is not None
+    grown = GrownLayers(context)
+    for index in range(12):
+        grown.note(BlownLayer(f"layer{index}", 5.0, float(index > 0)), 0.0)
+    assert context.writer.table.cell(catalog.GRAD_LAYER_GROWTH, {"layer": "layer0"}) is not None
+    context.writer.publish()
+    shown = {key[1]: value for key, value in run.values().items() if key[0] == catalog.GRAD_LAYER_GROWTH.name}
+    assert len(shown) == MOST_LAYERS
+    assert (shown["layer0"], shown["layer1"]) == (1e9, 5.0)
+    grown.note(BlownLayer("layer1", 9.0, 1.0), SHOWN_S - 1.0)
+    grown.forget(SHOWN_S)
+    context.writer.publish()
+    shown = {key[1]: value for key, value in run.values().items() if key[0] == catalog.GRAD_LAYER_GROWTH.name}
+    assert {name for name, value in shown.items() if value is not None and not isnan(value)} == {"layer1"}

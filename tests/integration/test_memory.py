@@ -1,11 +1,14 @@
-"""Memory and the container as a session sees them on this machine: what it shows, and which training it calls a leak."""
+"""Memory as a session sees it: what it shows, which training it calls a leak and why, and what an out-of-memory error says."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
+import os
 import subprocess
 import sys
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,11 +21,20 @@ from tests.support import ROOT, wait_until
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.detect.growth import LEAST
+from torchobs.flight import artifacts
+from torchobs.probes import leak
+from torchobs.probes.device_memory import components, host_shortage
+from torchobs.probes.leak import LeakProbe, count_objects, grown_kinds
+from torchobs.probes.memory_growth import Suspicion
 from torchobs.probes.process_memory import Machine, MemoryLimits, MemoryProbe
+from torchobs.support import text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from torchobs.probes.context import ProbeContext
+
 
 MIB = 1024**2
 LINUX = sys.platform == "linux"
@@ -197,3 +209,195 @@ def test_a_leak_that_leaves_a_minute_is_told_of_within_half_a_minute(
     assert told == ["host"] * leaks
     assert len(said) == leaks
     assert (seconds == pytest.approx(60, rel=0.2)) if leaks else seconds is None
+
+
+class Marked:
+    """An object of a type of its own."""
+
+    def __init__(self) -> None:
+        self.text = "x" * 2000 + str(id(self))
+
+
+@pytest.fixture
+def run_without_leaks(flight_dir: Path) -> Iterator[Recording]:
+    """A recording without the probe, and without the sampler's thread in its way."""
+    yield from recording(flight_dir, disable_probes="leak")
+
+
+class Leaking:
+    """A leak probe on a clock of its own, and a training that it watches."""
+
+    def __init__(self, run_without_leaks: Recording) -> None:
+        self.run, self.seconds, self.suspicion = run_without_leaks, 0.0, Suspicion()
+        self.probe = LeakProbe(self.suspicion, lambda: self.seconds)
+        assert run_without_leaks.session.context is not None
+        self.probe.install(run_without_leaks.session.context)
+        self.model = mlp()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def train(self, rounds: int, leaked: Callable[[], object] = lambda: None) -> None:
+        """Two seconds a round, with two steps and a look of the probe."""
+        for _ in range(rounds):
+            for _ in range(2):
+                leaked()
+                self.optimizer.zero_grad()
+                loss_of(self.model).backward()  # type: ignore[no-untyped-call]
+                self.optimizer.step()
+            self.seconds += 2.0
+            self.probe.sample()
+
+    def told(self) -> list[dict[str, Any]]:
+        """The events' attributes."""
+        return self.run.attributes(catalog.EVENT_MEMORY_LEAK.name)
+
+
+def test_a_leak_is_told_with_its_line_its_types_and_its_tensors(run_without_leaks: Recording, flight_dir: Path) -> None:
+    """As an event, as evidence beside the flight file, and in words; the tracing ends, and is not begun again at once."""
+    leaking, kept = Leaking(run_without_leaks), list[Any]()
+
+    def leaked() -> None:
+        # more than what a module that another thread imports meanwhile has of any type
+        kept.append(([Marked() for _ in range(100)], torch.ones(7, 333) * 2))
+
+    leaking.train(2, leaked)
+    assert not tracemalloc.is_tracing()
+    leaking.suspicion.host = True
+    leaking.train(12, leaked)
+    assert not tracemalloc.is_tracing()
+    (told,) = leaking.told()
+    assert (told["space"], told["ended"]) == ("host", "complete")
+    assert told["steps"] >= leak.LEAST_STEPS
+    assert any(line.startswith(f"{__file__}:") for line in told["lines"])
+    assert any(row.endswith(f" {__name__}.Marked") for row in told["objects"])
+    assert any(" tensors float32[7, 333] on cpu, " in row for row in told["tensors"])
+    assert told["tensor_bytes"] >= told["steps"] * 7 * 333 * 4
+    place = run_without_leaks.session.context.writer.place if run_without_leaks.session.context is not None else None
+    assert place is not None
+    (written,) = (one for one in artifacts.names(place.fd) if one.kind == artifacts.LEAK)
+    assert written.id == told["evidence"]
+    assert "float32[7, 333] on cpu" in (flight_dir / written.name).read_text()
+    leaking.suspicion.host = True
+    leaking.train(3, leaked)
+    assert not tracemalloc.is_tracing()
+    assert len(leaking.told()) == 1
+
+
+def test_a_user_s_own_tracing_is_left_alone(run_without_leaks: Recording) -> None:
+    """It goes on with what it has, and nothing is counted meanwhile."""
+    leaking = Leaking(run_without_leaks)
+    tracemalloc.start(2)
+    try:
+        leaking.suspicion.host = True
+        leaking.train(2)
+        assert tracemalloc.is_tracing()
+        assert tracemalloc.get_traceback_limit() == 2
+    finally:
+        tracemalloc.stop()
+    assert leaking.probe._host is None
+    assert leaking.told() == []
+
+
+def test_tracing_ends_with_the_session_and_in_a_forked_child(run_without_leaks: Recording) -> None:
+    """A child would trace for the rest of its life."""
+    leaking = Leaking(run_without_leaks)
+    leaking.suspicion.host = True
+    leaking.train(2)
+    assert tracemalloc.is_tracing()
+    child = os.fork()
+    if child == 0:
+        os._exit(int(tracemalloc.is_tracing()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert tracemalloc.is_tracing()
+    leaking.probe.remove()
+    assert not tracemalloc.is_tracing()
+
+
+def test_tracing_that_takes_too_much_memory_ends_early(run_without_leaks: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a leak of very many small objects a part is enough."""
+    monkeypatch.setattr(leak, "MOST_TRACED", 1000)
+    leaking, kept = Leaking(run_without_leaks), list[Any]()
+    leaking.suspicion.host = True
+    leaking.train(5, lambda: kept.extend([object() for _ in range(50)]))
+    assert not tracemalloc.is_tracing()
+    leaking.train(2)
+    (told,) = leaking.told()
+    assert told["ended"] == "memory"
+    assert told["seconds"] < leak.TRACED_S
+
+
+def test_counting_keeps_nothing_alive_and_takes_no_notice_of_strange_tensors() -> None:
+    """Sparse, nested, meta and functorch's: none raises. Memory that two share counts once."""
+    strange = [
+        torch.ones(3).to_sparse(), torch.ones(3, device="meta"), torch.empty(0),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    ]  # fmt: skip
+    before = count_objects(torch)
+    base = torch.ones(11, 1013)
+    views = [base[1:], base.T]
+    torch.func.vmap(lambda row: (count_objects(torch), row)[1])(torch.ones(3, 2))
+    after = count_objects(torch)
+    assert after.sizes.total() - before.sizes.total() == pytest.approx(11 * 1013 * 4, abs=4096)
+    assert {kind for kind, _ in grown_kinds(before, after)} >= {"float32[11, 1013] on cpu", "float32[1013, 11] on cpu"}
+    references = len(gc.get_referrers(base))
+    count_objects(torch)
+    assert len(gc.get_referrers(base)) == references
+    assert len(strange + views) == 6
+
+
+TOO_MUCH = 1 << 50
+
+
+def context_of(run: Recording) -> ProbeContext:
+    """The session's."""
+    assert run.session.context is not None
+    return run.session.context
+
+
+def torch_runs_out() -> object:
+    """More than any machine has: torch has no class for this error."""
+    return torch.empty(TOO_MUCH, dtype=torch.uint8)
+
+
+def numpy_runs_out() -> object:
+    """The same in numpy, whose error is a ``MemoryError``."""
+    return np.empty(TOO_MUCH, dtype=np.uint8)
+
+
+@pytest.mark.parametrize(("fail", "asked"), [(torch_runs_out, TOO_MUCH), (numpy_runs_out, None)])
+def test_the_host_s_memory_is_told_by_component(run: Recording, fail: Callable[[], object], asked: int | None) -> None:
+    """An exception that ends the script, as the excepthook is given it: an event beside the exception's own."""
+    model = torch.nn.Sequential(mlp(width=64), torch.nn.BatchNorm1d(1))
+    optimizer = torch.optim.Adam(model.parameters())
+    loss_of(model).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    with pytest.raises((RuntimeError, MemoryError)) as raised:
+        fail()
+    session = run.session
+    session._exits.record_exception(raised.value)
+    session._exits.record_exception(raised.value)
+    (told,) = run.frames(catalog.EVENT_OUT_OF_MEMORY.name)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    attributes = told["attrs"]
+    assert attributes.get("requested") == asked
+    assert attributes["parameters"] >= size
+    assert attributes["gradients"] >= size
+    assert attributes["optimizer_state"] >= 2 * size
+    assert attributes["buffers"] >= sum(buffer.nbytes for buffer in model.buffers())
+    assert len(run.frames(catalog.EVENT_EXCEPTION.name)) == 1
+
+
+def test_other_errors_are_not_taken_for_it(run: Recording) -> None:
+    """A ``RuntimeError`` is one only by the allocator's words."""
+    for error in (RuntimeError("shapes do not match"), ValueError("DefaultCPUAllocator: can't allocate memory"), OSError(12)):
+        assert host_shortage(context_of(run), error) is None
+
+
+def test_modules_are_named_by_what_they_take_on_a_device(run: Recording) -> None:
+    """With gradients and optimizer state; tensors on another device do not count."""
+    model = torch.nn.ModuleDict({"large": torch.nn.Linear(300, 400), "small": torch.nn.Linear(3, 4)})
+    large = model["large"]
+    assert isinstance(large, torch.nn.Linear)
+    size = large.weight.nbytes + large.bias.nbytes
+    found = components(context_of(run), "cpu")
+    assert f"large, {text.size(size)}" in found.modules
+    assert components(context_of(run), "cuda:0").sizes["parameters"] == 0

@@ -1,0 +1,401 @@
+"""Parameters: their names, those that no optimizer has or that DDP finds unused, and those whose content is swapped."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import threading
+import weakref
+from math import log
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchobs
+from tests.training import Recording, batch, mlp, recording
+from torchobs import catalog
+from torchobs.detect.learning import LASTING_STEPS
+from torchobs.detect.spikes import LASTING, judge_low
+from torchobs.support.error_guard import CircuitBreaker
+from torchobs.tensors import names as module_of_names
+from torchobs.tensors.names import LONGEST, ParameterNames, clean, layer_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def names() -> Any:
+    """Names, with torch's hooks in place."""
+    breaker = CircuitBreaker("gradients")
+    found = ParameterNames(lambda: None)
+    found.built_modules.install(breaker)
+    yield found
+    found.built_modules.remove()
+    assert not breaker.errors
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per look at all objects."""
+    made: list[int] = []
+    whole = gc.get_objects
+
+    def counted(generation: int | None = None) -> list[Any]:
+        made.append(1)
+        return whole(generation)
+
+    monkeypatch.setattr(gc, "get_objects", counted)
+    return made
+
+
+class Net(torch.nn.Module):
+    """A module in a list in a module, one of them made by copying, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        self.blocks = torch.nn.ModuleList([copy.deepcopy(block) for _ in range(2)])
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+
+def called(names: ParameterNames, model: torch.nn.Module) -> list[str | None]:
+    """What its parameters are called."""
+    names.look_for(list(model.parameters()))
+    return [names.get(parameter) for parameter in model.parameters()]
+
+
+def test_a_module_built_after_init_is_known_without_a_look(names: ParameterNames, looks: list[int]) -> None:
+    """Also its copied parts; the outermost module names them, and a wrapper around it leaves no trace."""
+    model = Net()
+    expected = ["scale", "blocks.0.0.weight", "blocks.0.0.bias", "blocks.1.0.weight", "blocks.1.0.bias"]
+    assert called(names, torch.nn.ModuleDict({"module": model})) == expected
+    assert looks == []
+
+
+def test_a_bare_layer_is_its_own_model(names: ParameterNames, looks: list[int]) -> None:
+    """It is given parameters and no child."""
+    assert called(names, torch.nn.Linear(2, 1)) == ["weight", "bias"]
+    assert looks == []
+
+
+def test_one_built_before_or_copied_as_a_whole_is_looked_for(looks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch told nobody of them."""
+    monkeypatch.setattr(module_of_names, "SCAN_AFTER_S", 0.0)
+    model = Net()
+    names = ParameterNames(lambda: None)
+    names.built_modules.install(CircuitBreaker("gradients"))
+    try:
+        twin = copy.deepcopy(model)
+        assert called(names, twin)[0] == "scale"
+        assert looks == [1]
+    finally:
+        names.built_modules.remove()
+
+
+def test_what_was_built_may_go(names: ParameterNames, looks: list[int]) -> None:
+    """Nothing is kept alive, and another module at the same address is another."""
+    for _ in range(50):
+        Net()
+    gc.collect()
+    assert names.built_modules.modules() == []
+    assert called(names, Net())[0] == "scale"
+    assert looks == []
+
+
+NAMES = {
+    "module.0.weight": "0.weight",
+    "module.module.0.weight": "0.weight",
+    "_orig_mod.module.blocks.3._checkpoint_wrapped_module.mlp.weight": "blocks.3.mlp.weight",
+    "module._fsdp_wrapped_module.head.weight": "head.weight",
+    "encoder.module.weight": "encoder.module.weight",
+    "module": "module",
+    "linear.parametrizations.weight.original0": "linear.weight",
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), NAMES.items())
+def test_wrappers_leave_no_trace_in_a_name(name: str, expected: str) -> None:
+    """Only what wraps from outside is taken off: a module that the author called `module` keeps its name."""
+    assert clean(name) == expected
+
+
+def test_a_layer_is_the_module_of_a_parameter() -> None:
+    """A parameter of the outermost module is its own layer; of an endless name the end stays, for it tells most."""
+    assert [layer_of("a.b.weight"), layer_of("scale")] == ["a.b", "scale"]
+    assert layer_of("x" * 500 + ".end.weight").endswith("x.end")
+    assert len(layer_of("x" * 500 + ".end.weight")) == LONGEST
+
+
+def test_only_a_lasting_decline_is_a_verdict() -> None:
+    """Four small norms are none, the fifth in a row is; an ordinary one in between begins anew."""
+    low = 0
+    for number in range(1, LASTING + 3):
+        vanished, low = judge_low(1e-4, log(1.0), 0.01, 100, low)
+        assert vanished == (number >= LASTING)
+    assert judge_low(1.0, log(1.0), 0.01, 100, low) == (False, 0)
+    assert judge_low(1e-4, log(1.0), 0.01, 5, LASTING) == (False, 0)  # too little past
+    assert judge_low(1e-4, log(1.0), 4.0, 100, 0) == (False, 0)  # within six standard deviations
+    assert judge_low(0.0, 0.0, 0.0, 0, LASTING - 1) == (True, LASTING)  # zero needs no past
+
+
+class SpareHead(torch.nn.Module):
+    """Two heads, one of which takes no part in the loss; their weights may be one tensor, and the body frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.main, self.spare = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.main(self.body(x))
+        return out
+
+
+def raised(run: Recording, model: torch.nn.Module) -> dict[str, Any]:
+    """What is recorded of the error of a model's second forward pass, when it ends the program."""
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="did not receive grad") as caught:
+        model(torch.ones(1, 3))
+    sys.excepthook(RuntimeError, caught.value, caught.value.__traceback__)
+    (attributes,) = run.attributes(catalog.EVENT_EXCEPTION.name)
+    return attributes
+
+
+@pytest.mark.usefixtures("group")
+def test_parameters_without_a_gradient_are_named(flight_dir: Path) -> None:
+    """By the names in the model that DDP wraps."""
+    for run in recording(flight_dir):
+        found = raised(run, DistributedDataParallel(SpareHead()))
+        assert (found["unused"], found["unused_count"], found["unused_of"]) == (["spare.weight", "spare.bias"], 2, "Heads")
+
+
+@pytest.mark.usefixtures("group")
+def test_the_names_are_those_of_the_model_that_raised(flight_dir: Path) -> None:
+    """Another DDP model, frozen parameters before and tied ones shift the indices; what is frozen later does not."""
+    for run in recording(flight_dir):
+        other = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Linear(1, 1)))
+        inner = SpareHead()
+        inner.body.weight.requires_grad_(False)  # noqa: FBT003  # its one argument
+        inner.main.weight = inner.spare.weight
+        model = DistributedDataParallel(inner)
+        inner.body.weight.requires_grad_(True)  # noqa: FBT003  # its one argument
+        other(torch.ones(1, 3)).sum().backward()
+        assert raised(run, model)["unused"] == ["spare.bias"]
+
+
+STEPS = 12
+
+
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    """As torch will do by default in some later version."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """A step."""
+    inputs, targets = batch()
+    dtype = next(model.parameters()).dtype
+    nn.functional.mse_loss(model(inputs.to(dtype)), targets.to(dtype)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def convert_and_load(model: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters after a conversion there and back, and loading them."""
+    model.double()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    model.float()
+    return list(model.parameters())
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer with a state."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.usefixtures("swapping")
+@pytest.mark.parametrize("level", ["basic", "advanced", "extreme"])
+def test_a_model_under_watch_is_converted_and_loaded(flight_dir: Path, level: str) -> None:
+    """During training, and after the end of the recording: the same parameters, trained on."""
+    model = mlp()
+    with torchobs.init(flight_dir=flight_dir, level=level, grad_interval=1) as session:
+        torchobs.watch(model)
+        recording, optimizer = Recording(session), sgd(model)
+        before = list(model.parameters())
+        for _ in range(STEPS):
+            step(model, optimizer)
+        recording.whole_round()
+        after = convert_and_load(model)
+        assert all(one is other for one, other in zip(before, after, strict=True))
+        for _ in range(STEPS):
+            step(model, optimizer)
+        layers = {layer[0] for name, *layer in recording.look() if name == "torchobs.grad.layer.norm"}
+    assert len(convert_and_load(model)) == len(before)
+    assert layers == {"0", "2"}
+
+
+@pytest.mark.usefixtures("swapping")
+def test_a_compiled_model_under_watch_is_converted(flight_dir: Path) -> None:
+    """The inputs of its calls are noted, which are its parameters and the batch."""
+    model = mlp()
+    with torchobs.init(flight_dir=flight_dir, grad_interval=1):
+        compiled, optimizer = torch.compile(model, backend="aot_eager"), sgd(model)
+        for _ in range(STEPS):
+            step(compiled, optimizer)
+        convert_and_load(model)
+
+
+@pytest.mark.usefixtures("swapping")
+def test_references_of_others_are_still_refused(flight_dir: Path) -> None:
+    """What torch protects its users from."""
+    model = mlp()
+    with torchobs.init(flight_dir=flight_dir, grad_interval=1):
+        step(model, sgd(model))
+        known: Any = weakref.ref(next(model.parameters()))
+        with pytest.raises(RuntimeError, match="swap Linear"):
+            model.double()
+    assert known() is not None
+
+
+def backward(model: nn.Module) -> None:
+    """One pass over a batch."""
+    torch.autograd.backward(model(torch.randn(8, 8)).square().mean())
+
+
+class Heads(nn.Module):
+    """A body and two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Both heads."""
+        found: torch.Tensor = self.first(self.body(x)) + self.second(self.body(x))
+        return found
+
+
+def left_out(
+    run: Recording,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    each: Callable[[], object],
+    count: int = 5 * LASTING_STEPS,
+) -> list[Any]:
+    """Train with looks; what is told."""
+    for number in range(count):
+        model.zero_grad()
+        backward(model)
+        optimizer.step()
+        each()
+        if number % (LASTING_STEPS // 2) == 1:
+            run.look()
+    return [frame["attrs"]["parameters"] for frame in run.frames(catalog.EVENT_LEFT_OUT_PARAMETERS.name)]
+
+
+@pytest.mark.usefixtures("seeded")
+def test_a_head_that_no_optimizer_has(run: Recording) -> None:
+    """Told once, by name."""
+    model = Heads()
+    optimizer = torch.optim.SGD([*model.body.parameters(), *model.first.parameters()], lr=1e-3)
+    assert left_out(run, model, optimizer, lambda: None) == [["second.weight", "second.bias"]]
+
+
+@pytest.mark.usefixtures("seeded")
+def test_what_is_trained_by_other_means_or_later(run: Recording) -> None:
+    """Stepped by hand, frozen, or in an optimizer that has not stepped yet."""
+    model = Heads()
+    optimizer = torch.optim.SGD(model.body.parameters(), lr=1e-3)
+    later = torch.optim.SGD(model.first.parameters(), lr=1e-3)
+
+    def step() -> None:
+        for one in model.second.parameters():
+            assert one.grad is not None
+            one.data -= 1e-3 * one.grad
+
+    assert left_out(run, model, optimizer, step) == []
+    assert later.param_groups
+
+
+@pytest.mark.usefixtures("seeded")
+def test_an_optimizer_that_never_steps_beside_one_that_does(run: Recording) -> None:
+    """The step of the second one was forgotten: told when hundreds of steps have gone by, not as soon."""
+    model = Heads()
+    optimizer = torch.optim.SGD([*model.body.parameters(), *model.first.parameters()], lr=1e-3)
+    forgotten = torch.optim.AdamW(model.second.parameters(), lr=1e-3)
+    assert left_out(run, model, optimizer, lambda: None) == []
+    assert left_out(run, model, optimizer, lambda: None, 8 * LASTING_STEPS) == [["second.weight", "second.bias"]]
+    (frame,) = run.frames(catalog.EVENT_LEFT_OUT_PARAMETERS.name)
+    assert frame["attrs"]["optimizer"] == type(forgotten).__name__
+
+
+@pytest.mark.usefixtures("seeded")
+def test_an_optimizer_that_begins_to_step_late(run: Recording) -> None:
+    """What was told of it is taken back, one part after the other."""
+    model = Heads()
+    optimizer = torch.optim.SGD(model.body.parameters(), lr=1e-3)
+    late = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (model.first, model.second)]
+    left_out(run, model, optimizer, lambda: None, 13 * LASTING_STEPS)
+    left_out(run, model, optimizer, late[0].step, LASTING_STEPS)
+    told = left_out(run, model, optimizer, lambda: [one.step() for one in late], LASTING_STEPS)
+    assert told == [["first.weight", "first.bias", "second.weight", "second.bias"], ["second.weight", "second.bias"], []]
+
+
+@pytest.mark.usefixtures("seeded")
+def test_a_teacher_gets_gradients_for_nothing(run: Recording) -> None:
+    """Without ``no_grad``, in evaluation mode."""
+    model, teacher = nn.Linear(8, 1), nn.Linear(8, 1).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def distil() -> None:
+        torch.autograd.backward((teacher(torch.randn(8, 8)) - model(torch.randn(8, 8))).square().mean())
+
+    assert left_out(run, model, optimizer, distil) == []
+
+
+_GRADIENT: Any = torch.Tensor.grad
+
+
+class Watched(nn.Parameter):
+    """Notes the threads that ask for its gradient."""
+
+    readers: set[int] = set()  # noqa: RUF012  # of all of them
+
+    @property
+    def grad(self) -> Any:
+        """The gradient."""
+        self.readers.add(threading.get_ident())
+        return _GRADIENT.__get__(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _GRADIENT.__set__(self, value)
+
+
+@pytest.mark.usefixtures("seeded")
+def test_no_other_thread_reads_a_gradient(run: Recording) -> None:
+    """A backward pass replaces gradients without holding the GIL: whoever reads one meanwhile may crash the process."""
+    Watched.readers.clear()
+    model = Heads()
+    for module in (model.body, model.first, model.second):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, Watched(parameter.detach()))
+    optimizer = torch.optim.SGD([*model.body.parameters(), *model.first.parameters()], lr=1e-3)
+    for number in range(5 * LASTING_STEPS):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        if number % (LASTING_STEPS // 4) == 1:
+            other = threading.Thread(target=run.look)
+            other.start()
+            other.join()
+    assert run.frames(catalog.EVENT_LEFT_OUT_PARAMETERS.name), "it was looked at"
+    assert Watched.readers == {threading.get_ident()}
