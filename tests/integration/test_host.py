@@ -326,7 +326,7 @@ def pushed(metrics: Metrics, told: ScrapeInput, at_ns: int = NOW_NS) -> list[See
 
 def test_the_machine_is_a_resource_of_its_own_that_began_with_its_boot() -> None:
     """Named as the host; no rank, no exporter. A counter's zero was when the machine was booted, not when we looked first."""
-    seen = pushed(Metrics(series_limit=100, born_ns=BORN_NS), facts(12.5))
+    seen = pushed(Metrics(BORN_NS), facts(12.5))
     (cpu,) = [one for one in seen if one.metric.name == "system.cpu.time"]
     assert cpu.resource["host.name"] == cpu.resource["service.instance.id"] == socket.gethostname()
     assert cpu.resource["service.name"] == "torchobs-host"

@@ -408,19 +408,6 @@ def test_all_ranks_exemplars_of_a_step_lead_to_one_trace(exporter: Exporter, fli
     assert len({labels["span_id"] for labels in found}) == 2
 
 
-def test_too_many_series_of_one_rank_are_dropped_and_counted(flight_dir: Path, file: File) -> None:
-    """One rank cannot fill Prometheus; what every rank has is not lost to it."""
-    exporter = Exporter(flight_dir, limits=SeriesLimits(per_rank=100))
-    for index in range(150):
-        file.set(user("my.layers", Kind.GAUGE), index, USER, layer=str(index))
-    exporter.scan(1.0, file)
-    kept = len(exporter.samples("my_layers"))
-    assert 0 < kept < 100
-    assert f'reason="limit"}} {150 - kept}.0' in exporter.text()
-    assert exporter.samples("torchobs_steps_total")
-    exporter.close()
-
-
 def test_the_ranks_together_have_a_limit_too(flight_dir: Path, file: File) -> None:
     """Whoever comes last stays outside, is counted, and gets in as soon as another has gone."""
     other = File(flight_dir, seed=2, rank=1).save()
@@ -430,14 +417,14 @@ def test_the_ranks_together_have_a_limit_too(flight_dir: Path, file: File) -> No
     exporter.scan()
     exporter.text()
     exporter.close()
-    exporter = Exporter(flight_dir, limits=(nothing := SeriesLimits(per_rank=0)))
+    exporter = Exporter(flight_dir, limits=(nothing := SeriesLimits(total=0)))
     exporter.scan()
     exporter.text()
     exporter.close()
     exporter = Exporter(flight_dir, limits=(limits := SeriesLimits(total=both.taken // 2)))
     exporter.scan()
     assert [one.labels["rank"] for one in exporter.samples("torchobs_steps_total")] == ["0"]
-    assert limits.dropped["total_limit"] == nothing.dropped["limit"] // 2
+    assert limits.dropped["total_limit"] == nothing.dropped["total_limit"] // 2
     assert {one.labels["rank"] for one in exporter.samples("torchobs_rank_up")} == {"0", "1"}
     file.path.unlink()
     exporter.scan(2.0)

@@ -135,7 +135,7 @@ EXPORTER_DUPLICATES = counter("torchobs.exporter.duplicate_ranks", "{rank}").des
 EXPORTER_SERIES_DROPPED = counter(
     "torchobs.exporter.series_dropped",
     "{series}",
-    Attribute("reason", "why", ("limit", "total_limit", "conflict", "drop_list")),
+    Attribute("reason", "why", ("total_limit", "conflict", "drop_list")),
 ).described("Series not served, by reason.")
 EXPORTER_WRITE_ERRORS = counter(
     "torchobs.exporter.write_errors",

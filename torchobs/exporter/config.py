@@ -113,8 +113,6 @@ class ExporterConfig:
     hang_timeout_s: float | None = None
     """None: learned from each rank's own steps"""
     allow_foreign_owner: bool = False
-    series_limit: int = 20_000
-    """series of one rank"""
     series_limit_total: int | None = None
     """lines of all ranks; None: derived from the memory limit"""
     memory_limit: int | None = None
@@ -268,10 +266,6 @@ OPTIONS = tuple(map(with_exporter_variable, (
         "allow_foreign_owner", kinds.BOOLEAN,
         "Let an exporter that runs as root read the directory and the files of another user.",
         "false", flag="--allow-foreign-owner", metavar="true|false", bare="true",
-    ),
-    Option(
-        "series_limit", kinds.integer(1), "Most series of one rank that are served; a histogram is one.",
-        "20000", flag="--series-limit", metavar="NUMBER",
     ),
     Option(
         "series_limit_total", kinds.integer(1), "Most series of all ranks together, each bucket of a histogram being one.",

@@ -93,9 +93,9 @@ REASONS = catalog.EXPORTER_SERIES_DROPPED.attributes[0].values
 
 
 class SeriesLimits:
-    """Limits of one page: series of a rank (a histogram is one), and lines of all ranks."""
+    """The limit of one page: lines of all ranks. One rank has no more series than its file has room for."""
 
-    def __init__(self, per_rank: int = 20_000, total: int = MOST_SERIES, drop: Sequence[str] = ()) -> None:
+    def __init__(self, total: int = MOST_SERIES, drop: Sequence[str] = ()) -> None:
         """``total``: lines of all ranks; the last quarter is reserved for torchobs' own series.
 
         ``drop``: names of samples on the page, or prefixes of them followed by ``*``.
@@ -104,18 +104,16 @@ class SeriesLimits:
         """series not served, by reason"""
         self.taken = 0
         """lines on the page"""
-        self._per_rank, self._total = per_rank, total
+        self._total = total
         self._drop_names = frozenset(text for text in drop if not text.endswith("*"))
         self._drop_prefixes = tuple(text.removesuffix("*") for text in drop if text.endswith("*"))
         self._was_full = False
 
-    def refusal(self, family: Family, in_rank: int) -> str | None:
-        """Return the reason not to admit another series of a rank that has ``in_rank``; ``None`` to admit it."""
+    def refusal(self, family: Family) -> str | None:
+        """Return the reason not to admit another series; ``None`` to admit it."""
         name = sample_name(family)
         if name in self._drop_names or name.startswith(self._drop_prefixes):
             return "drop_list"
-        if in_rank >= self._per_rank:
-            return "limit"
         if self.taken >= self._total:
             self._was_full = True
             return "total_limit"
@@ -190,7 +188,7 @@ class RankSeries:
     def _place(self, series: Series) -> LabelledSeries | str:
         """Return the series with its labels, or the reason why it is not on the page."""
         family = family_of(series.name, series.kind, series.unit)
-        if (reason := self._limits.refusal(family, len(self._taken))) is not None:
+        if (reason := self._limits.refusal(family)) is not None:
             return reason
         if not self._names.claim(series, family):
             return "conflict"

@@ -157,7 +157,7 @@ class PageCache:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
         others = [sample.name for family in self._registry.collect() for sample in family.samples]
-        limits = SeriesLimits(config.series_limit, series_limit, config.drop_metrics)
+        limits = SeriesLimits(series_limit, config.drop_metrics)
         self._exposition = Exposition(others, limits=limits, host=bool(config.collect_host))
         self._thread = ThreadPoolExecutor(1, "render")
         self._scrape = ScrapeInput(EMPTY)

@@ -210,8 +210,7 @@ class Push:
             signal: Sender(signal, send.transport(signal, target), config.queue_bytes, self._clock)
             for signal, target in config.targets()
         }
-        born_ns = self._clock.wall_ns()
-        self._metrics = Metrics(series_limit=exporter.series_limit, born_ns=born_ns)
+        self._metrics = Metrics(self._clock.wall_ns())
         self._rings = Rings(exporter, spans="traces" in self._senders)
         self._spans: list[Item] = []
         """spans that wait for their time"""

@@ -367,8 +367,8 @@ class _Stream:
 class _Source:
     """The streams of one resource: a rank's incarnation, the host, or the exporter itself."""
 
-    def __init__(self, place: Place, identity: Mapping[str, str], born_ns: int, limit: int) -> None:
-        self._identity, self._born_ns, self._limit = identity, born_ns, limit
+    def __init__(self, place: Place, identity: Mapping[str, str], born_ns: int) -> None:
+        self._identity, self._born_ns = identity, born_ns
         self._streams: dict[Series, _Stream | None] = {}
         self._sampled: dict[tuple[str, tuple[tuple[str, str], ...]], Series] = {}
         self._places: dict[Scope | None, Place] = {None: place}
@@ -418,13 +418,13 @@ class _Source:
             yield series, int(value) if metric.integer else value
 
     def _open(self, series: Series) -> _Stream | None:
-        """Return a new stream; ``None`` beyond the limit, and for a series that repeats another's name.
+        """Return a new stream; ``None`` for a series that repeats another's name.
 
         OpenTelemetry's names of the machine's metrics are free for an application's as well; torchobs' own are not.
         """
         scope, is_sample = series.scope, series.block < 0  # the attributes of a sample are labels already
         is_ours = scope is not None and series.name in BY_NAME and not series.name.startswith("system.")
-        if len(self._taken) >= self._limit or is_ours:
+        if is_ours:
             return None
         labelled = dict(series.attributes) if is_sample else accepted_names(series.attributes)
         attributes = {**labelled, **self._identity}
@@ -446,13 +446,13 @@ def _is_quiet(series: Series, value: Value) -> bool:
 class Metrics:
     """The data points of all ranks, of the machine, and of the exporter itself."""
 
-    def __init__(self, *, series_limit: int, born_ns: int) -> None:
+    def __init__(self, born_ns: int) -> None:
         """``born_ns``: start of the exporter, Unix ns."""
-        self._limit, self._born_ns = series_limit, born_ns
+        self._born_ns = born_ns
         self._sources: dict[Key, _Source] = {}
         more = {"service.version": __version__, "process.pid": os.getpid()}
         place = _exporter_place("torchobs-exporter", str(uuid.uuid4()), more)
-        self._exporter = _Source(place, {}, born_ns, series_limit)
+        self._exporter = _Source(place, {}, born_ns)
         self._host: _Source | None = None
 
     def is_new(self, rank: Rank) -> bool:
@@ -482,7 +482,7 @@ class Metrics:
     def _of_host(self, host: HostFacts, at_ns: int) -> Iterator[Item]:
         if self._host is None:  # in Prometheus with a ``job`` of its own, and the host name as ``instance``
             place = _exporter_place("torchobs-host", socket.gethostname(), {"os.type": "linux"})
-            self._host = _Source(place, {}, host.booted_ns or self._born_ns, self._limit)  # it counts since boot
+            self._host = _Source(place, {}, host.booted_ns or self._born_ns)  # it counts since boot
         return self._host.collect((), host.said, at_ns)
 
     def _of_rank(self, rank: Rank, at_ns: int) -> Iterator[Item]:
@@ -490,7 +490,7 @@ class Metrics:
         if source is None:
             header = rank.view.header
             identity = dict(zip(labels.IDENTITY, (rank.job_name, rank.run_id, rank.rank), strict=True))
-            source = self._sources[_key(rank)] = _Source(place_of(header), identity, header.wall_ns, self._limit)
+            source = self._sources[_key(rank)] = _Source(place_of(header), identity, header.wall_ns)
         samples = exporter_metrics.of_rank(rank)
         return source.collect(rank.view.points, samples, at_ns, recent=rank.exemplars, up=rank.up)
 
