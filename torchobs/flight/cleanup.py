@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs.config.identity import boot_id
 from torchobs.flight import artifacts, files
 from torchobs.flight.files import LOCK_SUFFIX, SUFFIX, TEMPORARY, lock_name
-from torchobs.flight.layout import HEADER_SIZE, BadFlightFileError, Region, decode_header, decode_live
-from torchobs.flight.reader import is_name
+from torchobs.flight.layout import BadFlightFileError
+from torchobs.flight.reader import is_name, open_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,29 +87,32 @@ def _names(directory_fd: int, budget_s: float) -> Iterator[str]:
             yield name
 
 
+def _ours(directory_fd: int, name: str) -> os.stat_result | None:
+    """Return the status of a file; ``None`` when it is not our user's, or gone."""
+    with contextlib.suppress(OSError):
+        status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+        if files.is_plain(status, os.getuid()):
+            return status
+    return None
+
+
 def _flight_file(directory_fd: int, name: str, now: int) -> _File | None:
     """Return the flight file of that name; ``None`` when it is not our user's, or gone."""
-    try:
-        status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
-        if not _is_ours(status):
-            return None
-        held = files.is_locked(directory_fd, lock_name(name))
-        age_s = 0.0 if held else _age_s(directory_fd, name, now)
-    except OSError:
-        return None
-    return _File(age_s, name, status.st_ino, status.st_size)
+    status = _ours(directory_fd, name)
+    with contextlib.suppress(OSError):
+        if status is not None:
+            held = files.is_locked(directory_fd, lock_name(name))
+            return _File(0.0 if held else _age_s(directory_fd, name, status, now), name, status.st_ino, status.st_size)
+    return None
 
 
-def _age_s(directory_fd: int, name: str, now: int) -> float:
+def _age_s(directory_fd: int, name: str, status: os.stat_result, now: int) -> float:
     """Return the seconds since the last heartbeat, or since creation if the file cannot be parsed. Raises ``OSError``."""
-    with files.reading(directory_fd, name) as fd:
-        status = os.fstat(fd)
-        try:
-            header = decode_header(os.pread(fd, HEADER_SIZE, 0), status.st_size)
-        except BadFlightFileError:
-            return max(time.time() - status.st_mtime, 0.0)
-        span = header.regions[Region.LIVE]
-        beat = decode_live(os.pread(fd, span.length, span.offset)).heartbeat_ns or header.monotonic_ns
+    try:
+        with contextlib.closing(open_file(directory_fd, name)) as file:
+            header, beat = file.header, file.live().heartbeat_ns or file.header.monotonic_ns
+    except BadFlightFileError:
+        return max(time.time() - status.st_mtime, 0.0)
     if header.boot_id == boot_id() and beat <= now:
         return (now - beat) / 1e9
     return max(now / 1e9, time.time() - header.wall_s(beat))  # of another boot: at least as old as this one
@@ -117,26 +120,22 @@ def _age_s(directory_fd: int, name: str, now: int) -> float:
 
 def _remove(directory_fd: int, file: _File) -> bool:
     """Remove a dead file and its lock, unless another file has replaced it; return True if it was removed."""
-    try:
-        if files.is_locked(directory_fd, lock_name(file.name)) or files.inode(directory_fd, file.name) != file.inode:
-            return False
-        os.unlink(file.name, dir_fd=directory_fd)
-    except OSError:
-        return False
-    files.remove(directory_fd, lock_name(file.name))
-    return True
+    with contextlib.suppress(OSError):
+        if not files.is_locked(directory_fd, lock_name(file.name)) and files.inode(directory_fd, file.name) == file.inode:
+            os.unlink(file.name, dir_fd=directory_fd)
+            files.remove(directory_fd, lock_name(file.name))
+            return True
+    return False
 
 
 def _remove_stale(directory_fd: int, name: str) -> list[str]:
     """Remove a leftover that is old enough; return its name."""
-    try:
-        status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
-        if not _is_ours(status) or time.time() - status.st_mtime < STALE_S or not _is_leftover(directory_fd, name):
-            return []
-        os.unlink(name, dir_fd=directory_fd)
-    except OSError:
-        return []
-    return [name]
+    status = _ours(directory_fd, name)
+    with contextlib.suppress(OSError):
+        if status is not None and time.time() - status.st_mtime >= STALE_S and _is_leftover(directory_fd, name):
+            os.unlink(name, dir_fd=directory_fd)
+            return [name]
+    return []
 
 
 def _is_leftover(directory_fd: int, name: str) -> bool:
@@ -150,24 +149,12 @@ def _is_leftover(directory_fd: int, name: str) -> bool:
 
 
 def _size(directory_fd: int, names: list[str]) -> int:
-    total = 0
-    for name in names:
-        with contextlib.suppress(OSError):
-            status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
-            total += status.st_size if _is_ours(status) else 0
-    return total
+    return sum(status.st_size for name in names if (status := _ours(directory_fd, name)) is not None)
 
 
 def _remove_all(directory_fd: int, names: list[str]) -> list[str]:
     """Remove those of the files that belong to our user; return their names."""
-    removed = []
-    for name in names:
-        with contextlib.suppress(OSError):
-            if _is_ours(os.stat(name, dir_fd=directory_fd, follow_symlinks=False)):
-                os.unlink(name, dir_fd=directory_fd)
-                removed.append(name)
-    return removed
-
-
-def _is_ours(status: os.stat_result) -> bool:
-    return files.is_plain(status, os.getuid())
+    ours = [name for name in names if _ours(directory_fd, name) is not None]
+    for name in ours:
+        files.remove(directory_fd, name)
+    return ours
