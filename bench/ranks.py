@@ -25,7 +25,7 @@ from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import ScrapeInput
 from torchobs.exporter.exposition import Exposition
-from torchobs.exporter.text_format import Style
+from torchobs.exporter.text_format import TEXT
 from torchobs.flight.directory import open_place
 from torchobs.flight.layout import DEFAULT_SIZE, MAX_SIZE
 from torchobs.flight.value_blocks import LAYERS, Cell
@@ -89,7 +89,7 @@ def lines_without_layers() -> int:
     with flight_directory() as path:
         rank = Rank(path, 0, 0, 1)
         scanner = Scanner(ExporterConfig(flight_dir=str(path)))
-        families = Exposition().families(ScrapeInput(scanner.scan()), Style(openmetrics=False))
+        families = Exposition().families(ScrapeInput(scanner.scan()), TEXT)
         lines = "".join(families).splitlines()
         scanner.close()
         rank.close()

@@ -22,7 +22,7 @@ from torchobs.catalog import Kind, Metric, prometheus_label
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import ScrapeInput
 from torchobs.exporter.exposition import Exposition
-from torchobs.exporter.text_format import END, Style, pieces
+from torchobs.exporter.text_format import END, OPENMETRICS, TEXT, Format, pieces
 from torchobs.flight.series import Scope
 from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.snapshot import EMPTY
@@ -136,13 +136,13 @@ class Exporter:
 
     def openmetrics(self) -> str:
         """The page in OpenMetrics."""
-        return self.written(Style(openmetrics=True)).decode()
+        return self.written(OPENMETRICS).decode()
 
     def text(self) -> str:
         """The page in Prometheus' own format."""
-        return self.written(Style(openmetrics=False)).decode()
+        return self.written(TEXT).decode()
 
-    def written(self, style: Style) -> bytes:
+    def written(self, style: Format) -> bytes:
         """The page in any style."""
         foreign = END.encode() if style.openmetrics else b""
         return b"".join(pieces(style, foreign, self._exposition.families(self._scrape, style, self.acknowledged)))

@@ -34,7 +34,7 @@ from torchobs.exporter import daemon, text_format
 from torchobs.exporter.config import ExporterConfig, PushConfig
 from torchobs.exporter.exporter_metrics import ScrapeInput
 from torchobs.exporter.exposition import Exposition
-from torchobs.exporter.text_format import Style
+from torchobs.exporter.text_format import TEXT
 from torchobs.flight import reader
 from torchobs.flight.series import Scope
 from torchobs.flight.value_blocks import USER
@@ -229,7 +229,7 @@ def ranks(flight_dir: Path) -> Iterator[tuple[File, File]]:
 
 def samples(snapshot: Snapshot) -> dict[tuple[str, str], float]:
     """What a page of it says, by name and labels."""
-    style = Style(openmetrics=False)
+    style = TEXT
     page = b"".join(text_format.pieces(style, b"", Exposition().families(ScrapeInput(snapshot), style)))
     return {
         (sample.name, str(sorted(sample.labels.items()))): sample.value

@@ -29,7 +29,7 @@ from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.host import HostMetrics
 from torchobs.exporter.otlp import source
 from torchobs.exporter.otlp.source import Item, Metrics
-from torchobs.exporter.text_format import END, Style, pieces
+from torchobs.exporter.text_format import END, OPENMETRICS, pieces
 from torchobs.flight.series import Scope
 from torchobs.ranks.snapshot import EMPTY, Snapshot
 
@@ -75,7 +75,7 @@ class Machine:
 
     def page(self) -> str:
         """The page, in OpenMetrics; parsed, for what it does not admit is an error."""
-        style, facts = Style(openmetrics=True), ScrapeInput(EMPTY, host=self.facts)
+        style, facts = OPENMETRICS, ScrapeInput(EMPTY, host=self.facts)
         text = b"".join(pieces(style, END.encode(), Exposition(host=True).families(facts, style))).decode()
         assert list(openmetrics_parser.text_string_to_metric_families(text))  # type: ignore[no-untyped-call]
         return text

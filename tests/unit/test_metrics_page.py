@@ -21,10 +21,10 @@ from torchobs.exporter.exporter_metrics import ScrapeInput
 from torchobs.exporter.metrics_page import MetricsPage, Page, ScrapeTracker
 from torchobs.exporter.snapshot_cache import DEADLINE_S
 from torchobs.exporter.text_format import (
+    OPENMETRICS,
     PLAIN_FROM,
     BlockRenderer,
     QuietSeries,
-    Style,
     family_of,
     label,
     negotiate,
@@ -60,7 +60,7 @@ PROTOBUF = "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFam
 def test_openmetrics_is_sent_to_whoever_takes_it(accept: str, content_type: str) -> None:
     """As prometheus-client decides; the version is the one that is written."""
     found = negotiate(accept)
-    assert (found.content_type, found.style.openmetrics) == (content_type, content_type == OPENMETRICS_TYPE)
+    assert (found.content_type, found.openmetrics) == (content_type, content_type == OPENMETRICS_TYPE)
 
 
 @given(st.text(max_size=60) | st.lists(st.sampled_from([*";,=*/", "q", "version", "1.0.0", "text/plain", "nan"])).map("".join))
@@ -104,7 +104,7 @@ LINES = {
 def text_of() -> BlockRenderer:
     """The text of a block with all of them."""
     entries = [label(series, family_of(series.name, series.kind, ""), {}) for series in ALL]
-    return BlockRenderer([*enumerate(entries)], Style(openmetrics=True), QuietSeries(1))
+    return BlockRenderer([*enumerate(entries)], OPENMETRICS, QuietSeries(1))
 
 
 def lines(text: BlockRenderer, values: list[Value | None]) -> dict[str, list[str]]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from torchobs.exporter.exporter_metrics import ScrapeInput
-    from torchobs.exporter.text_format import FamilyLines, Style
+    from torchobs.exporter.text_format import FamilyLines, Format
     from torchobs.flight.series import Series
     from torchobs.ranks.snapshot import Rank
 
@@ -214,18 +214,18 @@ class Exposition:
         self._names = NameRegistry(others, host=host)
         self._limits = limits or SeriesLimits()
         self._ranks: dict[_Key, _RankLines] = {}
-        self._own: dict[Style, SampleRenderer] = {}
+        self._own: dict[Format, SampleRenderer] = {}
         self.is_holding = False
         """whether the last page shows a counter at 0 that has counted already (``QuietSeries``)"""
 
-    def families(self, scrape: ScrapeInput, style: Style, acknowledged: int = 0) -> Iterator[str]:
+    def families(self, scrape: ScrapeInput, form: Format, acknowledged: int = 0) -> Iterator[str]:
         """Yield the text of every family, each family once.
 
         ``acknowledged``: number of a snapshot; every expected scraper has received its page or a newer one.
         """
-        return _by_family(chain.from_iterable(self._lines(scrape, style, acknowledged)))
+        return _by_family(chain.from_iterable(self._lines(scrape, form, acknowledged)))
 
-    def _lines(self, scrape: ScrapeInput, style: Style, acknowledged: int) -> Iterator[Iterable[FamilyLines]]:
+    def _lines(self, scrape: ScrapeInput, form: Format, acknowledged: int) -> Iterator[Iterable[FamilyLines]]:
         """Yield the lines of each rank, then those of the exporter's and the machine's metrics."""
         number, ranks = scrape.snapshot.number, {(rank.opened, rank.rank): rank for rank in scrape.snapshot.ranks}
         self._forget_all_but(ranks)
@@ -236,13 +236,13 @@ class Exposition:
                 self._ranks[key] = _RankLines(series, QuietSeries(number))
             known = self._ranks[key]
             known.quiet.begin(number, acknowledged)
-            yield known.of_exporter(rank, style)
-            yield from known.of_blocks(rank, style, shared=key in sharing)
+            yield known.of_exporter(rank, form)
+            yield from known.of_blocks(rank, form, shared=key in sharing)
             self.is_holding |= known.is_holding
-        if style not in self._own:
-            self._own[style] = SampleRenderer(style, labels.of_catalog)
+        if form not in self._own:
+            self._own[form] = SampleRenderer(form, labels.of_catalog)
         machine = scrape.host.said if scrape.host else ()
-        yield self._own[style].lines([*exporter_metrics.of_exporter(scrape, self._limits.dropped), *machine])
+        yield self._own[form].lines([*exporter_metrics.of_exporter(scrape, self._limits.dropped), *machine])
 
     def _forget_all_but(self, served: Mapping[_Key, Rank]) -> None:
         gone = [self._ranks.pop(key) for key in self._ranks.keys() - served.keys()]
@@ -264,12 +264,12 @@ def _first_ranks(ranks: Mapping[_Key, Rank]) -> set[_Key]:
 
 
 class _RankLines:
-    """The lines of one rank, by its renderers for each style."""
+    """The lines of one rank, by its renderers for each format."""
 
     def __init__(self, series: RankSeries, quiet: QuietSeries) -> None:
         self.series, self.quiet = series, quiet
-        self._own: dict[Style, SampleRenderer] = {}
-        self._blocks: dict[tuple[Style, int], _Block] = {}
+        self._own: dict[Format, SampleRenderer] = {}
+        self._blocks: dict[tuple[Format, int], _Block] = {}
         self.is_holding = False
         """whether the last page shows a counter of the rank at 0 that has counted"""
 
@@ -278,21 +278,21 @@ class _RankLines:
         self.series.clear()
         self._blocks.clear()
 
-    def of_exporter(self, rank: Rank, style: Style) -> list[FamilyLines]:
+    def of_exporter(self, rank: Rank, form: Format) -> list[FamilyLines]:
         """Return the lines of the exporter's own metrics of the rank."""
-        if style not in self._own:
-            self._own[style] = SampleRenderer(style, lambda own: {**labels.of_catalog(own), **self.series.identity})
-        return self._own[style].lines([*exporter_metrics.of_rank(rank)])
+        if form not in self._own:
+            self._own[form] = SampleRenderer(form, lambda own: {**labels.of_catalog(own), **self.series.identity})
+        return self._own[form].lines([*exporter_metrics.of_rank(rank)])
 
-    def of_blocks(self, rank: Rank, style: Style, *, shared: bool) -> Iterator[list[FamilyLines]]:
+    def of_blocks(self, rank: Rank, form: Format, *, shared: bool) -> Iterator[list[FamilyLines]]:
         """Yield the lines of each value block; ``shared``: include metrics that ranks share."""
         self.is_holding = False
         for index, block in enumerate(rank.view.blocks):
-            known = self._blocks.get((style, index))
+            known = self._blocks.get((form, index))
             if known is None or known.series is not block.series or (known.up, known.shared) != (rank.up, shared):
                 shown = self.series.select(block.series, up=rank.up, shared=shared)
-                renderer = BlockRenderer(shown, style, self.quiet)
-                known = self._blocks[style, index] = _Block(block.series, rank.up, shared, renderer)
+                renderer = BlockRenderer(shown, form, self.quiet)
+                known = self._blocks[form, index] = _Block(block.series, rank.up, shared, renderer)
             yield known.renderer.lines(block, NO_EXEMPLARS if index else rank.exemplars)
             self.is_holding |= known.renderer.is_holding
 

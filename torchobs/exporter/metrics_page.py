@@ -182,8 +182,8 @@ class PageCache:
         self._thread.shutdown(wait=False)
 
     def _render(self, scrape: ScrapeInput, chosen: text_format.Format, *, compressed: bool, acknowledged: int) -> Page:
-        families = self._exposition.families(scrape, chosen.style, acknowledged)
-        pieces = text_format.pieces(chosen.style, chosen.foreign(self._registry), families)
+        families = self._exposition.families(scrape, chosen, acknowledged)
+        pieces = text_format.pieces(chosen, chosen.foreign(self._registry), families)
         body = gzipped(pieces) if compressed else b"".join(pieces)
         return Page(body, chosen.content_type, scrape.snapshot.number, not self._exposition.is_holding)
 

@@ -112,22 +112,16 @@ def label(series: Series, family: Family, identity: Mapping[str, str]) -> Labell
     )
 
 
-class Style(NamedTuple):
-    """Format of a page."""
+class Format(NamedTuple):
+    """Format of a page. ``foreign``: prometheus-client's encoder for it."""
 
     openmetrics: bool
-
-
-class Format(NamedTuple):
-    """The negotiated format. ``foreign``: prometheus-client's encoder for it."""
-
-    style: Style
     content_type: str
     foreign: Callable[[Collector], bytes]
 
 
-_TEXT = Format(Style(openmetrics=False), "text/plain; version=0.0.4; charset=utf-8", exposition.generate_latest)
-_OPEN = Format(Style(openmetrics=True), openmetrics.CONTENT_TYPE_LATEST, openmetrics.generate_latest)
+TEXT = Format(openmetrics=False, content_type="text/plain; version=0.0.4; charset=utf-8", foreign=exposition.generate_latest)
+OPENMETRICS = Format(openmetrics=True, content_type=openmetrics.CONTENT_TYPE_LATEST, foreign=openmetrics.generate_latest)
 
 
 @lru_cache(64)  # a scraper sends the same header every time
@@ -136,8 +130,8 @@ def negotiate(accept: str) -> Format:
     try:
         _, content_type = exposition.choose_encoder(accept)
     except ValueError:  # a version that is none
-        return _TEXT
-    return _OPEN if content_type.startswith("application/openmetrics-text") else _TEXT
+        return TEXT
+    return OPENMETRICS if content_type.startswith("application/openmetrics-text") else TEXT
 
 
 class Heading(NamedTuple):
@@ -148,10 +142,10 @@ class Heading(NamedTuple):
 
 
 @lru_cache(8192)  # ranks have the same families
-def heading(style: Style, family: Family, brief: str) -> Heading:
+def heading(form: Format, family: Family, brief: str) -> Heading:
     """Return a family's header."""
     name, kind, brief = family.name, _TYPES[family.kind], rank_labels.text(brief)
-    if not style.openmetrics:
+    if not form.openmetrics:
         documentation, sample = brief.replace("\\", r"\\").replace("\n", r"\n"), sample_name(family)
         return Heading(name, f"# HELP {sample} {documentation}\n# TYPE {sample} {kind}")
     unit = _UNITS.get(family.unit)
@@ -216,9 +210,9 @@ def _correct(texts: list[str], values: Sequence[float]) -> None:
             texts[index] = number(value)
 
 
-def pieces(style: Style, foreign: bytes, families: Iterable[str]) -> Iterator[bytes]:
+def pieces(form: Format, foreign: bytes, families: Iterable[str]) -> Iterator[bytes]:
     """Yield the page in pieces: prometheus-client's output, followed by the texts of our families."""
-    yield foreign.removesuffix(END.encode()) if style.openmetrics else foreign
+    yield foreign.removesuffix(END.encode()) if form.openmetrics else foreign
     waiting, size = list[str](), 0
     for text in families:
         waiting.append(text)
@@ -226,7 +220,7 @@ def pieces(style: Style, foreign: bytes, families: Iterable[str]) -> Iterator[by
         if size >= _PIECE:
             yield "".join(waiting).encode()
             waiting, size = [], 0
-    yield "".join([*waiting, END if style.openmetrics else ""]).encode()
+    yield "".join([*waiting, END if form.openmetrics else ""]).encode()
 
 
 class FamilyLines(NamedTuple):
@@ -256,11 +250,11 @@ class LineTemplate:
 
 
 class SampleRenderer:
-    """Renders samples that the exporter itself produces, in one style."""
+    """Renders samples that the exporter itself produces, in one format."""
 
-    def __init__(self, style: Style, labels_of: Callable[[Mapping[str, str]], Mapping[str, str]]) -> None:
+    def __init__(self, form: Format, labels_of: Callable[[Mapping[str, str]], Mapping[str, str]]) -> None:
         """``labels_of`` returns the labels for a sample's attributes."""
-        self._style, self._labels_of = style, labels_of
+        self._form, self._labels_of = form, labels_of
         self._series: list[tuple[Metric, Mapping[str, str]]] = []
         self._order: list[int] = []
         self._template = LineTemplate((), ())
@@ -281,13 +275,13 @@ class SampleRenderer:
         prefixes: list[str] = []
         for metric, attributes in (series[index] for index in self._order):
             family = family_of(metric.name, metric.kind, metric.unit)
-            headings.append(heading(self._style, family, metric.brief))
+            headings.append(heading(self._form, family, metric.brief))
             prefixes.append(prefix(sample_name(family), self._labels_of(attributes)))
         return LineTemplate(headings, prefixes)
 
 
 class SeriesLines:
-    """The lines of one series in one style. ``in_block``: its index in the block."""
+    """The lines of one series in one format. ``in_block``: its index in the block."""
 
     __slots__ = ("_prefixes", "entry", "heading", "in_block")
 
@@ -381,18 +375,18 @@ class QuietSeries:
 
 
 class BlockRenderer:
-    """Renders a value block in one style and one state of the rank; again only when the block has changed.
+    """Renders a value block in one format and one state of the rank; again only when the block has changed.
 
     Nearly every series is a gauge of floats; their values are picked from the block without a check of each. The other series
     are rows, with a line for each number of the value. The rows of quiet series are hidden at first, two of three in a plain
     training; they are not looked at one by one while all of their values stay the same.
     """
 
-    def __init__(self, entries: Sequence[tuple[int, LabelledSeries]], style: Style, quiet: QuietSeries) -> None:
+    def __init__(self, entries: Sequence[tuple[int, LabelledSeries]], form: Format, quiet: QuietSeries) -> None:
         """``entries``: the series to show, with their index."""
         self.is_holding = False
         """whether a counter is shown at 0 that has counted"""
-        self._quiet, self._openmetrics = quiet, style.openmetrics
+        self._quiet, self._openmetrics = quiet, form.openmetrics
         self._rendered: tuple[DecodedBlock, Shown, list[FamilyLines]] | None = None
         self._shape: tuple[Collection[int], Sequence[int]] | None = None
         self._exemplars: tuple[Shown, list[tuple[int, int, str]]] = (rank_labels.NO_EXEMPLARS, [])
@@ -401,7 +395,7 @@ class BlockRenderer:
         headings: dict[str, Heading] = {}
         for index, entry in entries:
             if entry.family.name not in headings:
-                headings[entry.family.name] = heading(style, entry.family, entry.brief)
+                headings[entry.family.name] = heading(form, entry.family, entry.brief)
                 self._positions[entry.family.name] = index
         in_order = sorted(entries, key=lambda one: self._positions[one[1].family.name])
         gauges = (Kind.GAUGE, ValueType.FLOAT)
@@ -448,7 +442,7 @@ class BlockRenderer:
         return plan.template.fill(texts)
 
     def _reveal(self, values: Sequence[Value | None]) -> None:
-        """Show the hidden rows that have, or in another style's page have had, another value than the default."""
+        """Show the hidden rows that have, or in another format's page have had, another value than the default."""
         self._hidden = [row for row in self._hidden if not self._numbers(row, values[row.in_block])]
         indices = [row.in_block for row in self._hidden]
         hidden = frozenset(indices)
