@@ -1,7 +1,7 @@
 """Options: their types, their names, and how they are read from flags, environment variables and arguments of ``init()``.
 
 The trainer's settings, the exporter, its OTLP push and the commands declare their options with :class:`Option` and read them
-with :func:`values_of`, so that precedence, limits and messages are the same everywhere: a flag or argument beats the
+with :func:`read`, so that precedence, limits and messages are the same everywhere: a flag or argument beats the
 variables, in their order; a source without a valid value is reported and skipped.
 """
 
@@ -309,6 +309,17 @@ def with_exporter_variable(option: Option) -> Option:
     """Return the option with a first variable derived from its flag: ``--web.file-sd`` becomes ``…_WEB_FILE_SD``."""
     own = EXPORTER_PREFIX + re.sub(r"[.-]+", "_", option.flag.lstrip("-")).upper()
     return option._replace(variables=(own, *option.variables))
+
+
+def read(
+    table: Iterable[Option], given: Mapping[str, Iterable[object]], environ: Mapping[str, str], problems: list[SettingsProblem]
+) -> dict[str, object]:
+    """Return the values of a table's options by name, of those that have one; adds to ``problems`` what is ignored.
+
+    ``given``: the values of flags or arguments by name. Of an option that may be given several times it is a tuple.
+    """
+    found = [(option, values_of(option, given.get(option.name, ()), environ, problems)) for option in table]
+    return {option.name: tuple(values) if option.several else values[-1] for option, values in found if values}
 
 
 def values_of(

@@ -21,7 +21,6 @@ from torchobs.config.options import (
     Option,
     SettingsProblem,
     unknown_variables,
-    values_of,
 )
 
 __all__ = ["OPTIONS", "PROBES", "Settings", "SettingsProblem", "environment", "named", "resolve"]
@@ -194,8 +193,6 @@ OPTIONS = (
 )  # fmt: skip
 """One option for every field of :class:`Settings`, which defines its type and default."""
 
-_DEFAULTS = Settings()
-
 
 def environment() -> Mapping[str, str]:
     """Return a copy of ``os.environ``, so that :func:`resolve` and ``identity.discover`` read the same values."""
@@ -214,11 +211,8 @@ def resolve(
         raise TypeError(f"{word!r} is an unknown setting{kinds.closest(word, [option.name for option in OPTIONS])}")
     environ = environment() if environ is None else environ
     problems = [*_unknown_variables(environ)]
-    chosen: dict[str, object] = {}
-    for option in OPTIONS:
-        argument = overrides.get(option.name)
-        found = values_of(option, [] if argument is None else [argument], environ, problems)
-        chosen[option.name] = found[-1] if found else getattr(_DEFAULTS, option.name)
+    given = {name: [value] for name, value in overrides.items() if value is not None}
+    chosen = kinds.read(OPTIONS, given, environ, problems)
     return Settings(**chosen), tuple(problems)  # type: ignore[arg-type]  # each value is of its own field's kind
 
 

@@ -396,25 +396,13 @@ def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str], mistak
     """
     complaints = [*mistakes, *unknown_variables(environ)]
     problems: list[SettingsProblem] = []
-    chosen: dict[str, object] = {}
-    unread: set[str] = set()
-    for option in OPTIONS:
-        texts = given.get(option.name, ())
-        before = len(problems)
-        values = values_of(option, texts, environ, problems)
-        if len(problems) > before:
-            unread.add(option.name)
-        if values:
-            chosen[option.name] = tuple(values) if option.several else values[-1]
-        elif option.name == "web_config_file" and (texts or any(environ.get(name, "").strip() for name in option.variables)):
-            chosen[option.name] = ""  # refuse all requests: the page was meant to be protected
-    if any(map(_PROTECTION.search, complaints)):
-        chosen.setdefault("web_config_file", "")  # as above
-    if (
-        "listen" not in chosen
-        and chosen.get("mode") != "node"
-        and (unread & {"listen", "mode"} or any(map(_ADDRESS.search, complaints)))
-    ):
+    chosen = options.read(OPTIONS, given, environ, problems)
+    ignored = {problem.name for problem in problems}
+    unread = {option.name for option in OPTIONS if ignored & {option.flag, *option.every_variable}}
+    if "web_config_file" in unread or any(map(_PROTECTION.search, complaints)):
+        chosen.setdefault("web_config_file", "")  # refuse all requests: the page was meant to be protected
+    is_hidden = bool(unread & {"listen", "mode"}) or any(map(_ADDRESS.search, complaints))
+    if is_hidden and "listen" not in chosen and chosen.get("mode") != "node":
         chosen["listen"] = (settings.EXPORTER_ADDRESS,)
     push, push_problems = parse_push(given, environ)
     found = dict.fromkeys([*complaints, *map(str, problems), *push_problems])
