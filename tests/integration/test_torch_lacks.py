@@ -24,7 +24,7 @@ from torchobs.flight import reader
 
 LACKING: dict[str, set[str]] = {
     "torch._C._ImperativeEngine": set(),
-    "torch._C._distributed_c10d._dump_fr_trace_json": set(),
+    "torch._C._distributed_c10d._dump_fr_trace": set(),
     "torch._C._distributed_c10d.ProcessGroup._get_sequence_number_for_group": set(),
     "torch._dynamo.callback.callback_handler": {"compile"},
     "torch._C._current_graph_task_id": set(),

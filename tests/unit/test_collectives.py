@@ -18,16 +18,14 @@ from torchobs.probes import collectives
 from torchobs.probes.collectives import (
     CollectivesProbe,
     GroupStatus,
-    RecordedCall,
     UnreadableError,
-    calls,
     decode,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-GLOO = (Path(__file__).parent / "golden" / "flight_recorder" / "gloo-2.10.json").read_bytes()
+GLOO: dict[str, Any] = json.loads((Path(__file__).parent / "golden" / "flight_recorder" / "gloo-2.10.json").read_text())
 """Recorded by rank 0 of two with torch 2.13 on a CPU: it waits in an all-reduce and a broadcast of the default group."""
 
 
@@ -57,7 +55,7 @@ NCCL: dict[str, Any] = {
 
 def test_what_waits_in_a_real_dump_of_gloo_is_found() -> None:
     """Its state stays at scheduled for ever: what has come back is retired."""
-    dump = decode(GLOO)
+    dump = decode(pickle.dumps(GLOO))
     assert dump.groups == {0: GroupStatus(4, 2), 1: GroupStatus(1, 1)}
     assert [(one.group_name, one.kind, one.pending, one.size) for one in dump.operations] == [
         ("0", "all_reduce", False, 4000),
@@ -73,7 +71,7 @@ def test_what_waits_in_a_real_dump_of_gloo_is_found() -> None:
 
 def test_a_dump_of_nccl_is_understood() -> None:
     """There the state counts."""
-    dump = decode(json.dumps(NCCL).encode())
+    dump = decode(pickle.dumps(NCCL))
     assert dump.groups == {0: GroupStatus(3, 2)}
     assert [(one.kind, one.pending, one.size) for one in dump.operations] == [
         ("all_reduce", False, 48), ("all_gather", False, 48), ("recv", True, 12),
@@ -81,43 +79,33 @@ def test_a_dump_of_nccl_is_understood() -> None:
     assert dump.operations[0].duration_s == 0.25e-3
 
 
-def pickled(**given: Any) -> bytes:
-    """A pickled dump of one collective and what is ``given`` of it."""
+def dump_of(entry: dict[str, Any]) -> bytes:
+    """A dump of one operation."""
+    return pickle.dumps({"version": "2.10", "pg_status": {}, "entries": [entry]})
+
+
+def test_operations_have_the_lines_that_called_them() -> None:
+    """Point-to-point operations have no number of their group's."""
     frames = [{"name": "barrier", "filename": "/torch/d.py", "line": 7}, {"name": "save", "filename": "a.py", "line": 3}]
-    return pickle.dumps({"version": "2.10", "entries": [nccl_entry(5, profiling_name="gloo:barrier", frames=frames, **given)]})
-
-
-def test_calls_have_the_lines_that_made_them() -> None:
-    """In the pickled form; point-to-point operations have no number of their group's."""
-    frames = (("/torch/d.py", 7, "barrier"), ("a.py", 3, "save"))
-    assert calls(pickled(), 8) == [RecordedCall("0", "default_pg", "gloo", "barrier", 5, frames)]
-    assert calls(pickled(is_p2p=True), 8) == []
-
-
-@pytest.mark.parametrize(
-    "dumped",
-    [b"", b"\x80", pickle.dumps([]), pickle.dumps({"version": "9.1", "entries": []}), pickle.dumps({"version": "2.10"}),
-     pickle.dumps({"version": "2.10", "entries": [Path()]}), b"cos\nsystem\n(S'true'\ntR."],
-)  # fmt: skip
-def test_a_pickle_is_plain_values_or_refused(dumped: bytes) -> None:
-    """No class is looked up for it."""
-    assert calls(dumped, 8) == []
+    (operation,) = decode(dump_of(nccl_entry(5, profiling_name="gloo:barrier", frames=frames))).operations
+    assert (operation.number, operation.kind) == (5, "barrier")
+    assert operation.frames == (("/torch/d.py", 7, "barrier"), ("a.py", 3, "save"))
+    assert decode(dump_of(nccl_entry(5, is_p2p=True))).operations[0].number is None
 
 
 @pytest.mark.parametrize(
     "dumped",
     [
-        b"",
-        GLOO[:-9],
-        b"[]",
-        b'{"version": "3.0", "pg_status": {}}',
-        b'{"version": "2.1"}',
-        b'{"version": "2.4", "pg_status": {}, "entries": {"a": 1}}',
-        GLOO.replace(b'"pg_id"', b'"pg"'),
+        b"", b"\x80", pickle.dumps([]), pickle.dumps(GLOO)[:-9], b"cos\nsystem\n(S'true'\ntR.",
+        pickle.dumps({"version": "3.0", "pg_status": {}}),
+        pickle.dumps({"version": "2.10"}),
+        pickle.dumps({"version": "2.10", "pg_status": {}, "entries": {"a": 1}}),
+        pickle.dumps({"version": "2.10", "pg_status": {}, "entries": [Path()]}),
+        dump_of({name: value for name, value in nccl_entry(1).items() if name != "pg_id"}),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_understood_is_refused(dumped: bytes) -> None:
-    """Other versions changed fields that are relied on."""
+    """Other versions changed fields that are relied on, and no class is looked up for a pickle."""
     with pytest.raises(UnreadableError, match="not as torch writes version 2"):
         decode(dumped)
 

@@ -1,9 +1,8 @@
 """Collectives by process group, from torch's own flight recorder: what was called, what came back, what waits.
 
 The format of its dumps is that of ``FlightRecorder.hpp`` and ``FlightRecorderDetail.hpp`` in ``torch/csrc/distributed/c10d``: a
-new field raises its minor version, a changed one its major. 2.4 is torch 2.5's, the first with JSON; 2.10 is torch 2.13's. In
-JSON all values of ``pg_status`` are text; the pickled form has the lines that called, too, of which plain values alone are
-taken.
+new field raises its minor version, a changed one its major. 2.4 is torch 2.5's, 2.10 is torch 2.13's. They are pickled, of
+which plain values alone are taken: in JSON they take six times as long, and lack the lines that called.
 
 Backends fill it in differently. NCCL reports ``state`` and, with TORCH_NCCL_ENABLE_TIMING=1, durations. gloo leaves ``state``
 at "scheduled" for ever, sets ``retired`` once an operation has come back, and records neither send nor recv.
@@ -27,7 +26,6 @@ TORCH_NCCL_TRACE_BUFFER_SIZE) turns it on, 0 off, before the first process group
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import sys
 import time
@@ -98,20 +96,10 @@ class Operation(NamedTuple):
     """consecutive number in the recorder"""
     duration_s: float | None
     """on the device; ``None``: not recorded"""
-
-
-class RecordedCall(NamedTuple):
-    """One recorded collective, and the lines that called it."""
-
-    group_name: str
-    description: str
-    backend: str
-    kind: str
-    """a value of ``catalog.COLLECTIVE_OPERATIONS``"""
-    number: int
-    """in its group, the same on all its ranks"""
+    number: int | None
+    """in its group, the same on all its ranks; ``None``: point to point"""
     frames: tuple[tuple[str, int, str], ...]
-    """file, line and function, the innermost first"""
+    """file, line and function that called it, the innermost first; empty: not asked for"""
 
 
 class Dump(NamedTuple):
@@ -123,31 +111,16 @@ class Dump(NamedTuple):
 
 
 def decode(dumped: bytes) -> Dump:
-    """Return the contents of a dump in JSON. Raises :class:`UnreadableError`."""
-    try:
-        dump = json.loads(dumped)
-        _check_version(dump)
-        groups = {int(key): _status(one) for key, one in dump["pg_status"].items()}
-        return Dump(groups, tuple(map(_operation, dump.get("entries") or ())))
-    except (LookupError, TypeError, ValueError, AttributeError) as problem:
-        reason = f"is not as torch writes version {MAJOR}"
-        raise UnreadableError(reason) from problem
-
-
-def calls(dumped: bytes, most: int) -> list[RecordedCall]:
-    """Return the last collectives in a pickled dump, oldest first; empty if it makes no sense."""
+    """Return the contents of a pickled dump. Raises :class:`UnreadableError`."""
     try:
         dump = _Plain(io.BytesIO(dumped)).load()
-        _check_version(dump)
-        found = [_call(entry) for entry in dump["entries"][-2 * most :] if not entry.get("is_p2p")]
-    except (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError):
-        return []
-    return found[-most:]
-
-
-def _check_version(dump: Any) -> None:
-    if str(dump["version"]).partition(".")[0] != str(MAJOR):
-        raise ValueError
+        if str(dump["version"]).partition(".")[0] != str(MAJOR):
+            raise ValueError  # noqa: TRY301  # refused as what cannot be read
+        groups = {int(key): _status(one) for key, one in dump["pg_status"].items()}
+        return Dump(groups, tuple(map(_operation, dump.get("entries") or ())))
+    except (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError) as problem:
+        reason = f"is not as torch writes version {MAJOR}"
+        raise UnreadableError(reason) from problem
 
 
 class _Plain(pickle.Unpickler):
@@ -157,12 +130,6 @@ class _Plain(pickle.Unpickler):
         """Refuse it."""
         reason = f"has a {module_name}.{global_name}"
         raise pickle.UnpicklingError(reason)
-
-
-def _call(entry: Mapping[str, Any]) -> RecordedCall:
-    (group, description), name = entry["process_group"], entry["profiling_name"]
-    lines = tuple((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames") or ())
-    return RecordedCall(group, description, name.partition(":")[0], operation(name), entry["collective_seq_id"], lines)
 
 
 def operation(name: str) -> str:
@@ -179,8 +146,11 @@ def _operation(entry: Mapping[str, Any]) -> Operation:
     (group, description), name, took_ms = entry["process_group"], entry["profiling_name"], entry.get("duration_ms")
     done = entry["retired"] is True or entry["state"] == "completed"
     backend, kind, size = name.partition(":")[0], operation(name), _size(entry["input_sizes"], entry["input_dtypes"])
-    number, at_ns, took_s = entry["pg_id"], entry["time_created_ns"], None if took_ms is None else took_ms / 1e3
-    return Operation(number, group, description, backend, kind, at_ns, size, not done, entry["record_id"], took_s)
+    frames = tuple((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames") or ())
+    return Operation(
+        entry["pg_id"], group, description, backend, kind, entry["time_created_ns"], size, not done, entry["record_id"],
+        None if took_ms is None else took_ms / 1e3, None if entry.get("is_p2p") else entry["collective_seq_id"], frames,
+    )  # fmt: skip
 
 
 def _size(shapes: Sequence[Sequence[int]], types: Sequence[str]) -> int | None:
@@ -195,10 +165,8 @@ def _status(one: Mapping[str, Any]) -> GroupStatus:
 ADVANCED = 2
 """The debug level from which sizes and durations are counted"""
 MOST_GROUPS = 8
-_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+_RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
 """The recorder that gloo and others fill (torch 2.8), and NCCL's own (torch 2.5, builds with NCCL)"""
-_PICKLED = ("_dump_fr_trace", "_dump_nccl_trace")
-"""The same with the lines that called; in this form alone"""
 _COUNTING = frozenset({"gloo", "nccl"})
 """Backends that number their collectives: a group of several backends counts those of one"""
 _ROUNDS = 10
@@ -249,7 +217,6 @@ class CollectivesProbe:
         bindings = torch._C._distributed_c10d
         self._dumps = {name: dump for name in _RECORDERS if (dump := getattr(bindings, name, None)) is not None}
         self._take = context.breaker(self.name).guard(self._read_in_training)
-        self._pickled = {name: dump for name in _PICKLED if (dump := getattr(bindings, name, None)) is not None}
         context.hooks.explain_error.register(context.breaker(self.name), self._explain_timeout)
         context.hooks.recent_collectives.register(context.breaker(self.name), self.recent)
         self._installed = True
@@ -319,11 +286,11 @@ class CollectivesProbe:
         else:
             self._remove_pending()
 
-    def _read(self, *, operations: bool, only_active: bool = False) -> dict[str, Dump]:
+    def _read(self, *, operations: bool, lines: bool = False, only_active: bool = False) -> dict[str, Dump]:
         read = {}
         for name, dump in self._dumps.items():
             try:
-                read[name] = decode(dump(includeCollectives=operations, onlyActive=only_active))
+                read[name] = decode(dump(includeCollectives=operations, includeStackTraces=lines, onlyActive=only_active))
             except UnreadableError as problem:
                 self._say(f"its dump {problem}")
         return read
@@ -349,9 +316,11 @@ class CollectivesProbe:
 
     def recent(self) -> dict[str, list[str]]:
         """Return the last collectives of all groups with the lines that called them, as an event's attribute."""
-        found = [call for dump in self._pickled.values() for call in calls(dump(onlyActive=False), _MOST_CALLS)]
+        calls = [one for dump in self._read(operations=True, lines=True).values() for one in dump.operations]
         texts = [
-            f"{_group(call).attributes['group']} ({call.backend}) #{call.number} {call.kind} at {_site(call)}" for call in found
+            f"{_group(call).attributes['group']} ({call.backend}) #{call.number} {call.kind} at {_site(call)}"
+            for call in calls[-2 * _MOST_CALLS :]
+            if call.number is not None
         ]
         return {"collectives": texts[-_MOST_CALLS:]} if texts else {}
 
@@ -463,7 +432,7 @@ class CollectivesProbe:
             self._context.event(catalog.EVENT_COLLECTIVES_UNKNOWN, {"reason": reason})
 
 
-def _group(one: Operation | RecordedCall) -> _Group:
+def _group(one: Operation) -> _Group:
     return _Group(one.group_name, _labels(one.group_name, one.description, one.backend))
 
 
@@ -477,7 +446,7 @@ def _labels(name: str, description: str, backend: str) -> dict[str, str]:
     return {"backend": backend if backend in catalog.PROCESS_GROUP_BACKEND.values else "other", "group": label}
 
 
-def _site(call: RecordedCall) -> str:
+def _site(call: Operation) -> str:
     """Return the innermost line of the user's own code that called it."""
     location, caller = places((file, f"{file}:{line} in {function}") for file, line, function in reversed(call.frames))
     return (caller or location)[-_LONGEST_SITE:]
