@@ -210,10 +210,11 @@ def clean(name: str) -> str:
 def layer_of(name: str) -> str:
     """Return the path of the parameter's module: a weight and its bias are one layer.
 
-    A parameter of the outermost module is a layer of its own. Overlong names are cut at the beginning.
+    Weights and biases of the outermost module, which has no path, are the layer ``model``; another parameter of its (a class
+    token) is a layer by its own name. Overlong names are cut at the beginning.
     """
     path, _, last = name.rpartition(".")
-    layer = path or last
+    layer = path or ("model" if "weight" in last or "bias" in last else last)
     return layer if len(layer) <= LONGEST else f"…{layer[1 - LONGEST :]}"
 
 
