@@ -126,8 +126,9 @@ def test_wrappers_leave_no_trace_in_a_name(name: str, expected: str) -> None:
 
 
 def test_a_layer_is_the_module_of_a_parameter() -> None:
-    """A parameter of the outermost module is its own layer; of an endless name the end stays, for it tells most."""
+    """The outermost module's weights and biases are one layer. Of an endless name the end stays, for it says most."""
     assert [layer_of("a.b.weight"), layer_of("scale")] == ["a.b", "scale"]
+    assert {layer_of("weight"), layer_of("bias"), layer_of("bias_hh_l0")} == {"model"}
     assert layer_of("x" * 500 + ".end.weight").endswith("x.end")
     assert len(layer_of("x" * 500 + ".end.weight")) == LONGEST
 

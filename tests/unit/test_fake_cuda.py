@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.slow_device import SlowDevice
-from torchobs.probes.gradient_norms import Measurement, count_on_device, device_norms, measure
+from torchobs.probes.gradient_norms import Measurement, count_nonfinite, device_norms, measure
 from torchobs.tensors.device_reads import Device, Devices
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def test_elements_that_are_not_finite_are_counted_without_a_copy(dtype: torch.dt
     """A byte for each of eight million elements at a time (and their float32 where the type has no comparison)."""
     tensor = of(dtype, 100, MILLION)
     with Allocations() as seen:
-        count = count_on_device(tensor)
+        count = count_nonfinite(tensor)
     assert (count.dtype, count.shape) == (torch.int64, ())
     assert seen.largest <= (4 if dtype.itemsize == 1 else 1) << 23
 
@@ -141,7 +141,7 @@ def test_a_measurement_arrives_when_all_devices_have_delivered() -> None:
     assert made.arrived()
     assert made.norms == pytest.approx([16.0, math.nan, 40.0, 24.0], nan_ok=True)
     assert made.weighted() == pytest.approx([2.0, math.nan, 5.0, 3.0], nan_ok=True)
-    assert [(fault.key, fault.nans, fault.infinities) for fault in made.faults] == [(1, 0, 3)]
+    assert [(fault.key, fault.elements) for fault in made.faults] == [(1, 3)]
 
 
 def test_pinned_memory_is_the_cpu_s_whatever_the_default_device_is() -> None:

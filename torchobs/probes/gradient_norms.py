@@ -171,8 +171,8 @@ def _in_parts(torch: Any, plain: Any) -> Any:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def count_on_device(tensor: Any) -> Any:
-    """Return the number of non-finite elements as a zero-dimensional tensor. Never waits.
+def count_nonfinite(tensor: Any) -> Any:
+    """Return the number of non-finite elements as a zero-dimensional tensor where the given one is. Never waits.
 
     ``isfinite`` copies the whole tensor (its absolute values); a comparison takes a byte for each element.
     """
@@ -182,17 +182,6 @@ def count_on_device(tensor: Any) -> Any:
     for part in _chunks(torch, _plain(torch, tensor), _DEVICE_CHUNK):
         counts += [found.sum() for found in (part != part, part == inf, part == -inf)]  # noqa: PLR0124  # a NaN equals nothing
     return torch.stack(counts).sum()
-
-
-def count_nonfinite(tensor: Any) -> tuple[int, int]:
-    """Return the numbers of NaN and of infinite elements of a tensor on the CPU."""
-    import torch  # torch is optional until training begins
-
-    nans = infinities = 0
-    for part in _chunks(torch, _plain(torch, tensor), _CHUNK):
-        nans += int(torch.isnan(part).sum())
-        infinities += int(torch.isinf(part).sum())
-    return nans, infinities
 
 
 def _norm(torch: Any, plain: Any) -> Any:
@@ -261,12 +250,11 @@ def _plain(torch: Any, tensor: Any) -> Any:
 
 
 class NonFiniteGradient(NamedTuple):
-    """A non-finite gradient. ``nans`` and ``infinities`` count elements; on a device only their sum is known."""
+    """A gradient that is not finite: its norm is NaN if any element is, else infinite. ``elements``: how many are not."""
 
     key: int
     norm: float
-    nans: int
-    infinities: int
+    elements: int
 
 
 class Arriving(NamedTuple):
@@ -326,7 +314,7 @@ class Measurement:
             for index in order:
                 norm = self.norms[index]
                 if not isfinite(norm):
-                    self.faults.append(NonFiniteGradient(self.keys[index], norm, 0, int(elements.get(index, 0))))
+                    self.faults.append(NonFiniteGradient(self.keys[index], norm, int(elements.get(index, 0))))
         self.arriving = []
 
 
@@ -381,7 +369,7 @@ def measure(
                 for index, tensor, norm in zip(indices, here, host_norms(here), strict=True):
                     made.norms[index] = norm
                     if not isfinite(norm):
-                        made.faults.append(NonFiniteGradient(keys[index], norm, *count_nonfinite(tensor)))
+                        made.faults.append(NonFiniteGradient(keys[index], norm, int(count_nonfinite(tensor))))
                 continue
             with devices.cuda.on(device):
                 if devices.cuda.capturing():
@@ -417,7 +405,7 @@ def _send(
     device = tensors[0].device
     begun = devices.events.record(device) if device.type == "cuda" else None
     vector, order = device_norms(tensors)
-    more = [count_on_device(tensor) for _, tensor in counted]
+    more = [count_nonfinite(tensor) for _, tensor in counted]
     if scale is not None:
         more.append(scale.to(vector.device, non_blocking=True))
     if more:

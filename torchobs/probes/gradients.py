@@ -211,14 +211,13 @@ class GradientProbe:
     def _report_faults(self, step: int, parts: list[Measurement]) -> None:
         """Count non-finite elements and report their layers: at once, then at most once a minute."""
         faults = [fault for part in parts for fault in part.faults]
-        elements = sum(fault.nans + fault.infinities for fault in faults)
+        elements = sum(fault.elements for fault in faults)
         self._context.count(catalog.GRAD_NONFINITE_ELEMENTS, elements)
         self._suspects, self._suspected = frozenset(fault.key for fault in faults), _SUSPECTED
         layers = [layer.name for part in parts for layer in self._layers.of_faults(part)]
         if not self._events.take(monotonic()):
             return
-        kinds = {"nan" if fault.nans or isnan(fault.norm) else "inf" for fault in faults}
-        kinds |= {"inf" for fault in faults if fault.infinities and not isnan(fault.norm)}
+        kinds = {"nan" if isnan(fault.norm) else "inf" for fault in faults}
         attributes = {
             "layers": layers[:_LAYERS_NAMED], "layers_affected": len(layers), "elements": elements, "kinds": sorted(kinds),
         }  # fmt: skip

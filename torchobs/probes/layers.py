@@ -119,25 +119,18 @@ class Layers:
 
     def show(self, measurements: Sequence[Measurement], *, now: bool = False) -> bool:
         """Publish one step's norms; return True if their layers were known."""
-        norms: dict[TrackedLayer, float] = {}
-        zeros = count = 0
-        for measurement in measurements:
-            layers = self.find(measurement, now=now)
-            if layers is None:
-                return False
-            values = measurement.weighted()
-            for layer, norm in zip(layers, values, strict=True):
-                norms[layer] = hypot(norms.get(layer, 0.0), norm)
-            zeros += values.count(0.0)
-            count += len(values)
+        norms = self.norms(measurements, now=now)
+        if norms is None:
+            return False
         self._choose()
         for layer in self.chosen:
-            if layer in norms:
-                self._show_norm(layer.name, norms.pop(layer))
+            if layer.name in norms:
+                self._show_norm(layer.name, norms.pop(layer.name))
         if norms:
             self._show_norm(OTHER, hypot(*norms.values()))
-        if self._zero is not None and count:
-            self._zero.set(zeros / count)
+        values = [norm for measurement in measurements for norm in measurement.norms]
+        if self._zero is not None and values:
+            self._zero.set(values.count(0.0) / len(values))
         return True
 
     def known(self, parameter: Any) -> str | None:
