@@ -243,7 +243,8 @@ def test_a_leak_leads_with_what_grew_how_much_and_where() -> None:
     def words(**rows: list[str]) -> str:
         return told(facts(steps(90), events=[fact(catalog.EVENT_MEMORY_LEAK, 6.0, 60, **attributes, **rows)]))["memory_leak"]
 
-    grew = "It grew by 195 MiB in 40 steps."
-    assert words(tensors=tensors, lines=lines) == f"Host memory leaks: {tensors[0]}, made at train.py:23. {grew}"
-    assert words(lines=lines) == f"Host memory leaks: train.py:23 2,000 more, 95 MiB. {grew}"
-    assert "no object of Python's became more, look at native code" in words()
+    grew = "it grew by 195 MiB in 40 steps."
+    made = f"{tensors[0]}, made at train.py:23, are never freed."
+    assert words(tensors=tensors, lines=lines) == f"{made} Host memory leaks: {grew}"
+    assert words(lines=lines) == f"What train.py:23 makes is never freed (2,000 more, 95 MiB). Host memory leaks: {grew}"
+    assert "no object of Python's became more (look at native code)" in words()

@@ -47,7 +47,9 @@ SAMPLE: dict[str, object] = {
     "since": 400, "highest": 1e-3, "streak": 40, "skipped": 40, "scale": 0.5, "device_type": "xla", "changes": 3,
     "optimizer": "AdamW", "backward_passes": 64, "parameters": ["head.weight", "head.bias"], "parameters_affected": 2,
     "scheduler": "StepLR", "units_dead": 60, "units": 64, "kind": "loss_spike", "compiled": 3, "evidence": "r0-12.layers",
-    "modules": ["decoder, 30 GiB"], "function": "get_batch", "holder": "The parameter fc.weight",
+    "activity": "Training", "alive": 7, "world": 64, "speed": "1.90 steps/s", "ranks": 8, "ran": 3600.0,
+    "amount": "2,000 more, 95 MiB", "modules": ["decoder, 30 GiB"], "function": "get_batch",
+    "holder": "The parameter fc.weight",
 }  # fmt: skip
 SAMPLE_OF: dict[str, dict[str, object]] = {
     "past_anomalies": {"what": "2 loss spikes"},
@@ -56,6 +58,8 @@ SAMPLE_OF: dict[str, dict[str, object]] = {
     "recompile_storm": {"remedy": RECOMPILE_REMEDIES["shape"]},
     "tiny_learning_rate": {"rate": 1e-9},
     "memory_leak": {"line": None, "native": False},
+    "progress": {"activity": "No step", "step": 812, "hanging": None},
+    "over": {"activity": "Interrupted by Ctrl-C", "unknown": None, "unwritten": None},
 }
 """What the sample would say oddly"""
 

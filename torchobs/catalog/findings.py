@@ -3,9 +3,9 @@
 A sentence is a template: ``{step:,}`` is a value. A part in brackets is left out where one of its values is absent; one that
 begins with ``name?`` is shown if that value is, with ``name!`` if it is not. ``{who}`` is the rank, or the ranks, it is about.
 
-Formats are ``,`` (a whole number), ``n`` (a measured number), ``size``, ``s`` (a duration), ``about`` (a rough one), ``%``,
-``fold``, ``named`` (a list, of which ``…_affected`` has the length), one of two words by the number (``{count:is|are}``), or a
-noun (``{count:step}`` is *1 step* or *3 steps*). Without a format a value is clean text.
+Formats are ``,`` (a whole number), ``n`` (a measured number), ``size``, ``s`` (a duration), ``span``, ``about`` (rough ones),
+``%``, ``fold``, ``named`` (a list, of which ``…_affected`` has the length), one of two words by the number
+(``{count:is|are}``), or a noun (``{count:step}`` is *1 step* or *3 steps*). Without a format a value is clean text.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MOST_NAMED = 3
 _LONGEST = 400
 _MOST = 1e18
 _FORMATS: Mapping[str, Callable[[float], str]] = {
-    ",": text.count, "n": text.number, "size": text.size, "s": text.duration, "about": text.about, "%": text.percent,
-    "fold": text.fold,
+    ",": text.count, "n": text.number, "size": text.size, "s": text.duration, "about": text.about, "span": text.span,
+    "%": text.percent, "fold": text.fold,
 }  # fmt: skip
 ORIGIN = "nonfinite_origin"
 """The kinds on where a NaN or an infinity was born begin so"""
@@ -200,6 +200,24 @@ CALLED_DIFFERENTLY = "Of group {group} ranks called different numbers of collect
 WAITED_TOGETHER = "All of them waited {place}: which rank did not come is not known."
 WAITED_APART = "They waited for each other: {places}."
 NOT_HERE = "{who} did not come, and {count:is|are} not among the files here."
+BADGES = {Severity.INFO: "All well", Severity.WARNING: "Worth a look", Severity.ERROR: "Trouble"}
+NO_STEPS, ENDED = "No steps now", "Ended"
+"""Badges of a run without findings that does not train, and of one that has not finished in order"""
+AT_WORK = {
+    "evaluation": "Evaluating",
+    "checkpoint": "Saving a checkpoint",
+    "compile": "Compiling",
+    "idle": "Idle",
+    "training": "Training",
+    "starting": "Starting",
+    "hanging": "Hanging",
+    "unrecorded": "Not recorded",
+    "unresponsive": "Not responding",
+    "finished": "Finished",
+    "ended": "Ended",
+}
+INTERRUPTED, NO_STEP = "Interrupted by Ctrl-C", "No step[ on {who}]"
+"""What a run's headline begins with"""
 PAST = {
     "nonfinite_loss": ("loss that was not finite", "losses that were not finite"),
     "nonfinite_gradient": ("gradient that was not finite", "gradients that were not finite"),
@@ -304,6 +322,15 @@ dropped info alert=TorchobsFlightDropped
     short: Did not fit the flight file: {items}.
 verdict info
     short: {badge}. {headline}
+progress info
+    short: {activity}, {alive:,} of {expected:rank} alive[ on this node, {world:,} in all].
+    long: {activity}[hanging?, no step][ for {quiet:span}][ (usual: {usual:s}][habitual?; it paused as long before][usual?)]:
+      {alive:,} of {expected:rank} alive[ on this node, {world:,} in all][step?, step {step:,}][step!, no step yet][, loss
+      {loss:n}][, {speed}].
+over info
+    short: {activity}.
+    long: {activity}[ after {ran:span}]: {ranks:rank}[unknown!, {steps:step}][unwritten? at least][unknown?, no step written][,
+      last loss {loss:n}].
 == time ==
 stalled warning
     short: {who} {count:makes|make} no step.
@@ -363,10 +390,11 @@ memory_growth warning alert=TorchobsMemoryGrowth source=torchobs.memory.growth
     short: {memory} memory grows[ by {per_step:size} a step][ on {where}][, and is full in about {left:about}].
     long: {memory} memory grew by {per_step:size} a step, and would have been full after {time_to_limit:s} more.
 memory_leak warning source=torchobs.memory.leak
-    short: {memory} memory leaks[: {tensor}][, made at {place}][: {line}][native?: no object of Python's became more, look at
-      native code].
-    long: {memory} memory leaks[: {tensor}][, made at {place}][: {line}][native?: no object of Python's became more, look at
-      native code]. It grew by {grown:size} in {steps:step}.[ Also more: {objects}.]
+    short: [{tensor}][, made at {place}][tensor?, are never freed. ][What {line} makes is never freed ({amount}). ]{memory}
+      memory leaks[native?, but no object of Python's became more: look at native code].
+    long: [{tensor}][, made at {place}][tensor?, are never freed. ][What {line} makes is never freed ({amount}). ]{memory}
+      memory leaks[native?, but no object of Python's became more (look at native code)]: it grew by {grown:size} in
+      {steps:step}.[ Also more: {objects}.]
 == compile ==
 recompile_storm warning alert=TorchobsRecompileStorm source=torchobs.compile.recompile_storm
     short: torch.compile compiles {location} again and again: its guard on {guard} fails ({expression}).

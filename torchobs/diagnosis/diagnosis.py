@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from torchobs.catalog.findings import Finding, finding
+from torchobs.catalog.findings import BADGES, Finding, finding
 from torchobs.diagnosis import endings, from_events, hangs
 from torchobs.diagnosis.endings import compare, ending, first_failed, launcher_ending, stalled_together
-from torchobs.diagnosis.health import BADGES, ERROR, INFO, LEVELS, WARNING, Health, health, standing_still
+from torchobs.diagnosis.health import ERROR, INFO, LEVELS, WARNING, Health, health, standing_still
 from torchobs.diagnosis.numerics import numerics
 from torchobs.diagnosis.performance import pace
 from torchobs.ranks import labels

@@ -98,8 +98,8 @@ def values_of(event: Fact) -> dict[str, object]:
     if event.name == catalog.EVENT_MEMORY_LEAK.name:
         tensors, lines = event.texts("tensors", 1, 200), event.texts("lines", 1, 200)
         values["tensor"] = tensors[0] if tensors else None
-        values["line"] = lines[0] if lines and not tensors else None
-        values["place"] = lines[0].partition(" ")[0] if lines and tensors else None
+        place, _, amount = lines[0].partition(" ") if lines else ("", "", "")
+        values |= {"place": place if tensors else None, "line": None if tensors else place, "amount": amount}
         values["native"] = not (tensors or lines)
     if event.name == catalog.EVENT_ACTIVATIONS.name:
         values["compiled"] = event.count("compiled") or None

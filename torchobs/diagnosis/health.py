@@ -12,7 +12,19 @@ from typing import Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import PHASES, Severity
-from torchobs.catalog.findings import ORIGIN, PAST, Finding, finding
+from torchobs.catalog.findings import (
+    AT_WORK,
+    BADGES,
+    ENDED,
+    INTERRUPTED,
+    NO_STEP,
+    NO_STEPS,
+    ORIGIN,
+    PAST,
+    Finding,
+    finding,
+    sentence,
+)
 from torchobs.detect.disagreement import differing, drifted, same_batches
 from torchobs.detect.growth import NEAR_S
 from torchobs.detect.hangs import PATIENT_PHASES
@@ -25,13 +37,8 @@ from torchobs.ranks.events import WORKER_DIED
 from torchobs.ranks.rank_view import RankView, RunView
 from torchobs.support import text
 
-AT_WORK = {"evaluation": "Evaluating", "checkpoint": "Saving a checkpoint", "compile": "Compiling", "idle": "Idle"}
 ERROR, WARNING, INFO = "error", "warning", "info"
 LEVELS = {INFO: Severity.INFO, WARNING: Severity.WARNING, ERROR: Severity.ERROR}
-BADGES = {Severity.INFO: "All well", Severity.WARNING: "Worth a look", Severity.ERROR: "Trouble"}
-NO_STEPS, ENDED = "No steps now", "Ended"
-"""Badges of a run without findings that does not train, and of one that has not finished in order"""
-
 _MOST_NAMED = 4
 _NOW_S = 1.5
 """Page and terminal are updated every second"""
@@ -51,24 +58,13 @@ class Health(NamedTuple):
     badge: str = BADGES[Severity.INFO]
 
 
-class Headline(NamedTuple):
-    """A run's progress, that it makes none, or how it ended."""
-
-    severity: str
-    long: str
-    short: str
-    """without figures that change all the time"""
-    badge: str
-    """of a run without findings"""
-
-
 def health(run: RunView) -> Health:
     """Return the health of a run. It is all well only if all of its ranks train, or have finished."""
     head, found = headline(run), findings(run)
     levels = [LEVELS[head.severity], *(LEVELS[one.severity] for one in found)]
     level = max(levels, key=lambda level: level.value)
     words = " ".join(one.short for one in found)
-    badge = head.badge if level is Severity.INFO else BADGES[level]
+    badge = str(head.values["badge"]) if level is Severity.INFO else BADGES[level]
     return Health(level, f"{head.long} {words}".rstrip(), f"{head.short} {words}".rstrip(), head.long, badge)
 
 
@@ -77,35 +73,50 @@ def findings(run: RunView) -> list[Finding]:
     return sorted(_findings(run.ranks, run.expected), key=lambda one: -LEVELS[one.severity].value)
 
 
-def headline(run: RunView) -> Headline:
+def headline(run: RunView) -> Finding:
     """Return the run's progress, that it makes none, or how it ended: ranks, step, loss, speed."""
-    up = [rank for rank in run.ranks if rank.up]
-    if not up:
-        word, ranks = _end(run.ranks), text.plural(len(run.ranks), "rank")
-        known = ", ".join(filter(None, [ranks, _steps_done(run), _loss(run, "last loss")]))
-        return Headline(INFO, f"{word}: {known}.", f"{word}.", BADGES[Severity.INFO] if word == "Finished" else ENDED)
-    alive = [rank for rank in up if rank.state != "unresponsive"]
-    still = standing_still(run)
-    word = _activity(run, alive) if any(rank.recorded for rank in alive) else "Not recorded" if alive else "Not responding"
-    badge = BADGES[Severity.INFO] if word == "Training" and not still else NO_STEPS
-    word, gist, severity = _no_step(still, alive) if still and word != "Hanging" else (word, word, INFO)
-    if word == "Hanging":
-        word = f"{word}, no step for {text.span(max(rank.progress_age_s or 0.0 for rank in alive))}"
-    here = "" if run.world_size <= run.expected else f" on this node, {run.world_size:,} in all"
-    ranks = f"{len(alive):,} of {text.plural(run.expected, 'rank')} alive{here}"
+    loss = next((rank.loss for rank in run.ranks if rank.loss is not None), None)
+    alive = [rank for rank in run.ranks if rank.up and rank.state != "unresponsive"]
+    if not any(rank.up for rank in run.ranks):
+        return _over(run, loss)
+    still, activity = standing_still(run), _activity(run, alive)
+    values: dict[str, Any] = {"activity": AT_WORK[activity], "hanging": activity == "hanging"}
+    if values["hanging"]:
+        values["quiet"] = max(rank.progress_age_s or 0.0 for rank in alive)
+    elif still:
+        longest = max((rank.standstill for rank in still if rank.standstill), key=lambda found: found.seconds)
+        values |= {"quiet": longest.seconds, "usual": longest.usual_step, "habitual": longest.habitual}
+        values["activity"] = sentence(NO_STEP, {"who": None if len(still) == len(alive) else _named(still)})
     speeds = [rank.speed.per_s for rank in alive if rank.speed and rank.speed.per_s]
-    speed = text.rate(min(speeds), "steps") if speeds and run.steps and not still else ""
-    step = f"step {run.steps:,}" if run.steps else "no step yet"
-    known = ", ".join(filter(None, [ranks, step, _loss(run, "loss"), speed]))
-    return Headline(severity, f"{word}: {known}.", f"{gist}, {ranks}.", badge)
+    return finding(
+        "progress",
+        severity=Severity.WARNING if "usual" in values and not values["habitual"] else Severity.INFO,
+        badge=BADGES[Severity.INFO] if activity == "training" and not still else NO_STEPS,
+        alive=len(alive),
+        expected=run.expected,
+        world=run.world_size if run.world_size > run.expected else None,
+        step=run.steps,
+        loss=loss,
+        speed=text.rate(min(speeds), "steps") if speeds and run.steps and not still else None,
+        **values,
+    )
 
 
-def _end(ranks: Sequence[RankView]) -> str:
-    if all(rank.state == "finished" for rank in ranks):
-        return "Finished"
-    if _request(ranks) == "interrupted":
-        return f"Interrupted by Ctrl-C after {text.span(max(rank.ran_s for rank in ranks))}"
-    return "Ended"
+def _over(run: RunView, loss: float | None) -> Finding:
+    """Return how a run ended of which no rank lives."""
+    finished, interrupted = all(rank.state == "finished" for rank in run.ranks), _request(run.ranks) == "interrupted"
+    exact = any(rank.done == run.steps and not rank.unwritten for rank in run.ranks)
+    return finding(
+        "over",
+        activity=AT_WORK["finished"] if finished else INTERRUPTED if interrupted else AT_WORK["ended"],
+        badge=BADGES[Severity.INFO] if finished else ENDED,
+        ran=max(rank.ran_s for rank in run.ranks) if interrupted and not finished else None,
+        ranks=len(run.ranks),
+        steps=run.steps,
+        unwritten=run.steps and not exact,
+        unknown=not run.steps and not exact,
+        loss=loss,
+    )
 
 
 def _request(ranks: Iterable[RankView]) -> str:
@@ -121,15 +132,6 @@ def standing_still(run: RunView) -> list[RankView]:
     return [rank for team in patient for rank in team if rank.standstill]
 
 
-def _no_step(still: Sequence[RankView], alive: Sequence[RankView]) -> tuple[str, str, str]:
-    """Return that no step ends, the same without figures, and its severity."""
-    longest = max((rank.standstill for rank in still if rank.standstill), key=lambda found: found.seconds)
-    gist = "No step" if len(still) == len(alive) else f"No step on {_named(still)}"
-    before = "" if not longest.habitual else "; it paused as long before"
-    usual = f"usual: {text.duration(longest.usual_step)}{before}"
-    return f"{gist} for {text.span(longest.seconds)} ({usual})", gist, INFO if longest.habitual else WARNING
-
-
 def last_step(status: RankView) -> str:
     """Return when a rank's last step ended, or the rank."""
     if not status.up:
@@ -141,24 +143,15 @@ def last_step(status: RankView) -> str:
     return "now" if status.progress_age_s < _NOW_S else f"{text.span(status.progress_age_s)} ago"
 
 
-def _steps_done(run: RunView) -> str:
-    exact = any(rank.done == run.steps and not rank.unwritten for rank in run.ranks)
-    at_least = "" if exact else " at least"
-    return text.plural(run.steps, "step") + at_least if run.steps or exact else "no step written"
-
-
 def _activity(run: RunView, alive: Sequence[RankView]) -> str:
+    if not any(rank.recorded for rank in alive):
+        return "unrecorded" if alive else "unresponsive"
     if all(rank.state == "hung" for rank in alive):
-        return "Hanging"
+        return "hanging"
     still = [rank for rank in alive if rank.standstill]
     waited_for = [rank for rank in alive if rank.phase in PATIENT_PHASES] if still else []
     phase, _ = Counter(rank.phase for rank in waited_for or alive).most_common(1)[0]
-    return AT_WORK.get(phase or "", "Training" if run.steps else "Starting")
-
-
-def _loss(run: RunView, word: str) -> str:
-    told = next((rank.loss for rank in run.ranks if rank.loss is not None), None)
-    return "" if told is None else f"{word} {text.number(told)}"
+    return phase if phase in AT_WORK else "training" if run.steps else "starting"
 
 
 def _findings(ranks: Sequence[RankView], expected: int) -> Iterator[Finding]:

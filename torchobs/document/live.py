@@ -16,8 +16,9 @@ from urllib.parse import parse_qs, urlencode
 from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.catalog import PHASES, Severity
+from torchobs.catalog.findings import BADGES
 from torchobs.detect.hangs import PATIENT_PHASES
-from torchobs.diagnosis.health import BADGES, Health, health, last_step
+from torchobs.diagnosis.health import Health, health, last_step
 from torchobs.document import charts, sections
 from torchobs.document.event_log import EventGroup, log_of, rows_of
 from torchobs.document.markup import EMPTY, Html, definitions, exact, heading_cell, joined, named, number_cell, table, tag, text
