@@ -16,7 +16,7 @@ from torchobs.exporter import daemon, page
 from torchobs.flight.layout import DEFAULT_SIZE, Header, plan
 from torchobs.flight.reader import Distribution
 from torchobs.flight.throughput import Throughput
-from torchobs.ranks import live
+from torchobs.ranks import labels, live
 from torchobs.ranks.events import Events, Fact
 from torchobs.ranks.rank_view import RankView, RunView, Step
 from torchobs.ranks.snapshot import Readings
@@ -80,8 +80,10 @@ def facts(
         "source": "r0.flight", "up": False, "last_s": last_s, "phase": "forward", "phase_begun_s": last_s,
         "progress_age_s": since_s,
     }  # fmt: skip
+    job_name, run_id, rank = labels.identity(header.resource)
     return RankView(
-        header=header, state=state, reason=reason, steps=tuple(history), events=Events(tuple(events)),
+        header=header, job_name=job_name, run_id=run_id, rank=rank, state=state, reason=reason, steps=tuple(history),
+        events=Events(tuple(events)),
         readings=Readings(known, distributions), **{**fields, **given},
     )  # fmt: skip
 
@@ -133,7 +135,8 @@ def row(  # noqa: PLR0913  # each is what some test is about
     header = Header(DEFAULT_SIZE, rank.to_bytes(16, "big"), BOOT, BORN_NS, BORN_WALL_NS, 1, 0, plan(DEFAULT_SIZE), resource)
     made = [fact(EVENT_LOOP_MISTAKE, 0.0, 3, kind=kind) for kind in mistakes]
     view = RankView(
-        header=header, state=state, reason=reason, up=not reason, phase=phase, recorded=recorded, beat_age_s=age_s,
+        header=header, job_name="gpt", run_id=run_id, rank=str(rank), state=state, reason=reason,
+        up=not reason, phase=phase, recorded=recorded, beat_age_s=age_s,
         readings=Readings({**known, "torchobs.anomaly.active": {(kind,): 1.0 for kind in anomalies}, **(values or {})}),
         last_s=START_S + ran_s, progress_age_s=None if reason else age_s, standstill=still, slowness=slow,
         pace=None if reason else PACE, events=Events((*made, *events)),

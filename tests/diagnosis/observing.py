@@ -25,7 +25,7 @@ from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.health import INFO
 from torchobs.ranks.events import Fact
 from torchobs.ranks.rank_view import RankView
-from torchobs.ranks.runs import load_reports
+from torchobs.ranks.runs import load
 
 ROUND = 10
 _CLOCKS = ("monotonic", "monotonic_ns")
@@ -172,7 +172,7 @@ def observe(train: Callable[[Look], None], *, fed: bool = False, **settings: obj
 
 def read(directory: Path, errors: list[str] | None = None) -> Observed:
     """Return what is said of the run in a directory."""
-    reports, bad = load_reports(sorted(directory.glob("*.flight")))
+    reports, bad = load(sorted(directory.glob("*.flight")))
     assert not bad, bad
     reports.sort(key=lambda report: int(report.rank))
     return Observed(reports, diagnose_run(reports), errors or [])

@@ -15,7 +15,7 @@ import torchobs
 from tests.diagnosis.observing import Look, Observed, observe, read
 from torchobs import catalog
 from torchobs.diagnosis.diagnosis import diagnose
-from torchobs.ranks.runs import load_reports
+from torchobs.ranks.runs import load
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,7 +114,7 @@ def test_an_overflow_is_told_with_its_step(kind: type[Half], make: Any, interval
     assert [(each.attributes["origin"], each.attributes["parameter"], each.step) for each in told] == [
         ("overflow", "0.weight", AT)
     ]
-    (report,), _ = load_reports(list(tmp_path.glob("*.flight")))
+    (report,), _ = load(list(tmp_path.glob("*.flight")))
     text = next(finding.long for finding in diagnose(report) if finding.kind.startswith("nonfinite_origin"))
     assert text.startswith(
         f"The NaN or infinity of step {AT} is most likely gradients that overflowed in float16, in 0.weight and 5 more"

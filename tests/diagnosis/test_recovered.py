@@ -19,7 +19,7 @@ from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
 from torchobs.ranks.live import DetailsReader, RunsReader
 from torchobs.ranks.rank_view import run_at_end
-from torchobs.ranks.runs import load_reports
+from torchobs.ranks.runs import load
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def test_page_top_and_inspect_agree_while_it_trains(run: Recording, flight_dir: 
         snapshot = scanner.scan()
         (shown,) = RunsReader().runs(snapshot, DetailsReader().gather(scanner, snapshot, ()))
         runs, _ = Watch(scanner).look()
-    reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
+    reports, _ = load(sorted(flight_dir.glob("*.flight")))
     inspected = health(run_at_end(reports))
     lines = "\n".join(screen(runs, TerminalStyle(200), 50).lines)
     is_past = level is Severity.INFO

@@ -23,7 +23,7 @@ from tests.training import Extreme, by_hand, hooks, loss_of, outputs_of, percept
 from torchobs import catalog
 from torchobs.detect.learning import LASTING_STEPS
 from torchobs.diagnosis.numerics import numerics
-from torchobs.ranks.runs import load_reports
+from torchobs.ranks.runs import load
 from torchobs.tensors.statistics import ActivationStats, combine, numbers
 
 if TYPE_CHECKING:
@@ -475,6 +475,6 @@ def test_inspect_says_what_was_not_looked_at(extreme: Extreme) -> None:
     extreme.run.look()
     writer = extreme.run.session.writer
     assert writer is not None
-    (report,), _ = load_reports([Path(writer.path)])
+    (report,), _ = load([Path(writer.path)])
     found = {one.kind: one.long for one in numerics(report)}
     assert "The outputs of 3 layers are not measured" in found["activations_unread"]

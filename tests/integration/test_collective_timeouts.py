@@ -10,7 +10,7 @@ import pytest
 
 from tests import support
 from torchobs.diagnosis.diagnosis import diagnose_run
-from torchobs.ranks.runs import load_reports
+from torchobs.ranks.runs import load
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,7 +78,7 @@ def ended(start: Any, flight_dir: Path, tmp_path: Path, place: str) -> list[str]
     assert ranks[0].wait(timeout=120) == 1
     ranks[1].terminate()
     ranks[1].wait(timeout=30)
-    reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
+    reports, _ = load(sorted(flight_dir.glob("*.flight")))
     diagnosis = diagnose_run(reports)
     assert reports[diagnosis.principal].rank == "1"
     (of_rank_0,) = (found for report, found in zip(reports, diagnosis.by_rank, strict=True) if report.rank == "0")

@@ -18,7 +18,7 @@ from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight import endings
 from torchobs.flight.native import compiled
-from torchobs.ranks.runs import load_reports
+from torchobs.ranks.runs import load
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ def crash_in(flight_dir: Path, body: str, more: Mapping[str, str] | None = None)
 
 def said(flight_dir: Path) -> list[str]:
     """What is said of the one rank."""
-    (report,), _ = load_reports(list(flight_dir.glob("*.flight")))
+    (report,), _ = load(list(flight_dir.glob("*.flight")))
     return [finding.long for finding in diagnose(report)]
 
 

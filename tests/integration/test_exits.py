@@ -16,7 +16,7 @@ from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.flight import reader
 from torchobs.flight.layout import Exit
 from torchobs.probes.exits import Ending
-from torchobs.ranks.runs import load_reports
+from torchobs.ranks.runs import load
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -384,7 +384,7 @@ def run_handling(tmp_path: Path, flight_dir: Path, body: str) -> tuple[int, str,
     environment = {**support.clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(support.ROOT)}
     argv = (sys.executable, "-m", "torchobs", "run", "--no-exporter", "train.py")
     child = fork_server.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    reports, _ = load_reports(list(flight_dir.glob("*.flight")))
+    reports, _ = load(list(flight_dir.glob("*.flight")))
     return child.returncode, child.stderr, reports[0]
 
 
@@ -453,6 +453,6 @@ raise ConnectionResetError("by a worker")
         (sys.executable, "train.py"), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 1
-    (report,), _ = load_reports(list(flight_dir.glob("*.flight")))
+    (report,), _ = load(list(flight_dir.glob("*.flight")))
     (text, *_) = [finding.long for finding in diagnose(report)]
     assert 'ended by ConnectionResetError "by a worker" at' in text

@@ -25,7 +25,7 @@ from torchobs.detect.spikes import BlownLayer
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.flight.control import LEVELS
 from torchobs.probes.layers import MOST_LAYERS, SHOWN_S, GrownLayers
-from torchobs.ranks.runs import load_reports
+from torchobs.ranks.runs import load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -758,7 +758,7 @@ def test_the_layer_of_an_explosion_is_named(run: Recording, flight_dir: Path, la
     assert attributes["layer_norm"] > 100 * attributes["layer_usual"] > 0
     grown = {key[1]: value for key, value in run.values().items() if key[0] == catalog.GRAD_LAYER_GROWTH.name}
     assert grown[layer] == pytest.approx(attributes["layer_norm"] / attributes["layer_usual"], rel=1e-6)
-    (report,), _ = load_reports(list(flight_dir.glob("*.flight")))
+    (report,), _ = load(list(flight_dir.glob("*.flight")))
     assert any(f"The gradient of layer {layer} grew most" in finding.long for finding in diagnose(report))
 
 

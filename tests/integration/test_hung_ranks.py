@@ -18,7 +18,7 @@ from torchobs.exporter.commands import ArtifactStore, CommandService
 from torchobs.exporter.config import ExporterConfig
 from torchobs.ranks import state
 from torchobs.ranks.live import RunsReader
-from torchobs.ranks.runs import load_reports
+from torchobs.ranks.runs import load
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
@@ -85,13 +85,13 @@ def test_the_rank_that_sleeps_is_named(
         (run,) = RunsReader().runs(snapshot, {})
         assert told in health(run).text
     support.wait_until(lambda: any(text.startswith(told) for text in findings(flight_dir)), 30.0, 0.5)
-    reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
+    reports, _ = load(sorted(flight_dir.glob("*.flight")))
     assert reports[diagnose_run(reports).principal].rank == "1"
 
 
 def findings(flight_dir: Path) -> list[str]:
     """What `torchobs inspect` finds of the ranks together."""
-    reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
+    reports, _ = load(sorted(flight_dir.glob("*.flight")))
     return [one.long for one in diagnose_run(reports).together]
 
 
@@ -139,7 +139,7 @@ def test_a_recorder_that_is_off_is_said_once_and_leaves_counts_alone(start: Any,
     train(start, flight_dir, "hook", "0.3", TORCH_FR_BUFFER_SIZE="0")
 
     def told() -> list[list[str]]:
-        reports, _ = load_reports(sorted(flight_dir.glob("*.flight")))
+        reports, _ = load(sorted(flight_dir.glob("*.flight")))
         reasons = [[fact.text("reason") for fact in one.events_named(catalog.EVENT_COLLECTIVES_UNKNOWN)] for one in reports]
         counted = [metric for metric in catalog.METRICS if metric.name.startswith("torchobs.collective.")]
         assert {metric for one in reports for metric in counted if one.of(metric)} <= {catalog.COLLECTIVE_ENQUEUED}

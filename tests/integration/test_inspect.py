@@ -98,7 +98,7 @@ def test_how_far_a_rank_came_that_was_killed(
     """
     monkeypatch.setattr(load, "in_memory", lambda _: memory is not known)
     dead(tmp_path, in_memory=memory if known else None).save()
-    (report,), _ = load.load_reports(sorted(tmp_path.glob("*.flight")))
+    (report,), _ = load.load(sorted(tmp_path.glob("*.flight")))
     assert report.unwritten is not memory
     text = inspected(capsys, tmp_path)[1]
     assert ("after step 50 at least" in text, "50 steps at least" in text) == (not memory, not memory)

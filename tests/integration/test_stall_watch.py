@@ -14,7 +14,7 @@ from tests import support
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs.detect import hangs
 from torchobs.diagnosis.diagnosis import diagnose_run
-from torchobs.ranks.runs import load_reports
+from torchobs.ranks.runs import load
 from torchobs.runtime import stacks
 
 if TYPE_CHECKING:
@@ -132,6 +132,6 @@ def test_a_run_that_is_killed_in_a_stall_shows_where_it_stood(start: Any, flight
     support.wait_until(lambda: any(" in load" in path.read_text() for path in flight_dir.glob("*.stacks-*")), 60.0)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    (report,), _ = load_reports(list(flight_dir.glob("*.flight")))
+    (report,), _ = load(list(flight_dir.glob("*.flight")))
     texts = [finding.long for finding in diagnose_run([report]).by_rank[0]]
     assert any(f"main thread was at {script}:6 in load" in text for text in texts), texts

@@ -314,8 +314,7 @@ def test_calls_that_do_not_align_show_nothing() -> None:
 
 def hung(name: str, progress: GroupProgress) -> RankView:
     """A rank in backward of step 11, with its progress in a process group."""
-    number, _, suffix = name.partition("-")
-    view = replace(row(int(number), "hung"), suffix=f"-{suffix}")
+    view = replace(row(0, "hung"), rank=name)
     vars(view).update(collectives={"x": progress}, called={"x": progress.enqueued})
     return view
 
@@ -430,7 +429,7 @@ def test_ranks_in_one_place_are_told_apart_by_their_counts_alone() -> None:
         "Rank 0 called 2 collectives more than rank 1 (9 and 7 of group default (gloo))."
     )
     assert set(endings.awaited_at_timeout([counted(waits, 9), counted(other, 7)])) == {"1"}
-    apart = [counted(replace(waits, suffix="-g0"), 9), counted(replace(other, suffix="-g1"), 7)]  # default groups of their own
+    apart = [counted(replace(waits, rank="0-g0"), 9), counted(replace(other, rank="1-g1"), 7)]  # default groups of their own
     assert not endings.awaited_at_timeout(apart)
     assert "more than" not in told(*apart)
 

@@ -35,7 +35,7 @@ from torchobs.exporter import config
 from torchobs.flight import directory as location
 from torchobs.flight import files
 from torchobs.node import election
-from torchobs.ranks import runs as load
+from torchobs.ranks import runs
 from torchobs.ranks.rank_view import RankView
 from torchobs.support import text as text_format
 
@@ -371,7 +371,7 @@ def selftest(parents: Sequence[str | None]) -> Iterator[Check]:
         except subprocess.TimeoutExpired:
             yield Check("probes", FAIL, f"five steps took more than {_LIMIT_S} s", "is the machine overloaded? try again")
             return
-        reports, _ = load.load_reports([item.path for item in load.listing(Path(home)).found])
+        reports, _ = runs.load(sorted(Path(home).glob("*.flight")))
         yield from evaluate(reports[0] if reports else None, ran.returncode, ran.stderr, ran.stdout)
 
 

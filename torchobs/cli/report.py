@@ -75,7 +75,7 @@ def main(given: Sequence[str]) -> int:
     lines = [_plots(chosen, options.plots, options.format)] if options.plots is not None else []
     if output is not None:
         _write(output, files.report_text(chosen, output.suffix))
-        job_name, run_id, _ = chosen.ranks[0].identity
+        job_name, run_id = chosen.ranks[0].names
         run = f"{job_name} {run_id} ({text_format.plural(len(chosen.ranks), 'rank')})"
         lines.append(f"report of {run} in {text_format.clean(output)}")
     sys.stdout.write("".join(f"{line}\n" for line in (*lines, *map(text_format.clean, chosen.notes))))
@@ -201,9 +201,8 @@ def list_runs(directory: Path) -> RunList:
     listed = load.listing(directory)
     bad = list(listed.bad)
     found = []
-    for run in load.runs_of(listed.found):
-        newest, _ = load.newest(run.files)
-        reports, worse = load.load_reports([item.path for item in newest], _RECORDS, evidence=False)
+    for run in listed.runs:
+        reports, worse = load.load(run.newest()[0], _RECORDS, evidence=False)
         bad += worse
         if reports:
             found.append(_summary(run, reports))
@@ -213,10 +212,10 @@ def list_runs(directory: Path) -> RunList:
 def _summary(run: RunFiles, reports: Sequence[RankView]) -> RunSummary:
     worst = min(reports, key=lambda report: _WORST_FIRST.index(report.state) if report.state in _WORST_FIRST else 0)
     world = worst.header.resource.get("world_size")
-    job_name, run_id, _ = worst.identity
     first = min(run.files, key=lambda item: item.header.wall_ns)
     return RunSummary(
-        job_name=job_name, run_id=run_id, ranks=len(reports), world_size=world if isinstance(world, int) else None,
+        job_name=worst.names[0], run_id=worst.names[1], ranks=len(reports),
+        world_size=world if isinstance(world, int) else None,
         attempt=max(report.restart for report in reports) + 1, state=worst.state, ended_by=worst.reason,
         started=first.header.begun_s, last_seen=max(report.last_s for report in reports),
         steps=max(report.last_step for report in reports),

@@ -92,7 +92,7 @@ def _read() -> Chosen:
         raise RuntimeError("this session has recorded nothing")
     if session.writer is not None:
         session.writer.publish()
-    ranks, bad = load.load_reports([Path(session.recorded_in)])
+    ranks, bad = load.load([Path(session.recorded_in)])
     if not ranks:
         raise RuntimeError(f"the flight file cannot be read: {'; '.join(why for _, why in bad)}")
     return Chosen(ranks, bad, [], [])

@@ -56,9 +56,12 @@ class Comparison(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data. Times in seconds, memory in bytes; a non-finite number is its name."""
         runs = [
-            {"job_name": job, "run_id": run, "rank": rank, "state": one.state, "steps": one.last_step, "started": one.begun_s}
+            {
+                **{name: getattr(one, name) for name in ("job_name", "run_id", "rank", "state")},
+                "steps": one.last_step,
+                "started": one.begun_s,
+            }
             for one in (self.first, self.second)
-            for job, run, rank in [one.identity]
         ]
         parts = {
             "differences": [one._asdict() for one in self.differences],
@@ -172,8 +175,8 @@ def _curves(first: RankView, second: RankView) -> Iterator[Compared]:
 def comparison_document(found: Comparison) -> Document:
     """Return the comparison as a document."""
     reports = (found.first, found.second)
-    names = [f"{name}: {report.identity[0]} {report.identity[1]}" for name, report in zip(_NAMES, reports, strict=True)]
-    jobs = list(dict.fromkeys(report.identity[0] for report in reports))
+    names = [f"{name}: {' '.join(report.names)}" for name, report in zip(_NAMES, reports, strict=True)]
+    jobs = list(dict.fromkeys(report.names[0] for report in reports))
     return Document(
         title=f"Two runs of {jobs[0]} compared" if len(jobs) == 1 else f"{jobs[0]} and {jobs[1]} compared",
         subtitle=" · ".join(names),

@@ -83,7 +83,6 @@ def run_document(chosen: Chosen, options: Options = DEFAULT) -> Document:
     """Return the report on a run; ``chosen`` has one rank or more."""
     known = diagnose_run(chosen.ranks, chosen.launchers)
     first = chosen.ranks[known.principal]
-    job_name, run_id, _ = first.identity
     sections = [one for one in _sections(chosen.ranks, known, options) if one.blocks]
     names = {one.name for one in sections}
     happened = section(
@@ -91,8 +90,8 @@ def run_document(chosen: Chosen, options: Options = DEFAULT) -> Document:
     )
     unread = (f"Not read: {text_format.clean(name)}: {why}" for name, why in chosen.bad[:8])
     return Document(
-        title=job_name,
-        subtitle=_subtitle(run_id, chosen.ranks),
+        title=first.names[0],
+        subtitle=_subtitle(first.names[1], chosen.ranks),
         badge=(known.verdict.severity, str(known.verdict.values["badge"])),
         headline=known.health.headline,
         sections=(happened, *sections),
@@ -325,12 +324,11 @@ def _process(report: RankView, options: Options) -> dict[str, Any]:
 
 def _rank(report: RankView, findings: Sequence[Finding], options: Options) -> dict[str, Any]:
     """Return the report of one rank."""
-    job_name, run_id, rank = report.identity
     return {
         **_process(report, options),
-        "job_name": job_name,
-        "run_id": run_id,
-        "rank": rank,
+        "job_name": report.names[0],
+        "run_id": report.names[1],
+        "rank": report.rank,
         "restart": report.restart,
         "phase": report.phase,
         "last_step": report.last_step,

@@ -149,14 +149,6 @@ class Now(NamedTuple):
     boot_id: bytes
 
 
-class Look(NamedTuple):
-    """What a flight file's header, live words and lock say, without its values."""
-
-    candidate: RankCandidate
-    lock_held: bool
-    beat_age_s: float
-
-
 class RankFile:
     """An open flight file and its observed state. Not thread-safe."""
 
@@ -419,15 +411,14 @@ def beat_ns(header: Header, live: LiveWords, now: Now) -> int:
     return now.monotonic_ns - max(0, ago_ns)
 
 
-def look_at(file: FlightFile, directory_fd: int, name: str, now: Now) -> Look:
-    """Read the live words and the lock of an open file."""
+def look_at(file: FlightFile, directory_fd: int, name: str, now: Now) -> RankCandidate:
+    """Return what an open file claims, by its header, live words and lock, without its values."""
     header, same_boot = file.header, file.header.boot_id == now.boot_id
     locked = same_boot and is_held(directory_fd, lock_name(name))
     live = file.live()  # after the lock: if that is free, these are the final ones
     age_s = (now.monotonic_ns - beat_ns(header, live, now)) / 1e9
     beats = locked and age_s <= state.UNRESPONSIVE_AFTER_S and live.exit_reason is None
-    candidate = candidate_of(header, live, same_boot=same_boot)._replace(alive_ns=NOW_NS * beats, trains=file.has_steps())
-    return Look(candidate, locked, age_s)
+    return candidate_of(header, live, same_boot=same_boot)._replace(alive_ns=NOW_NS * beats, trains=file.has_steps())
 
 
 def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now) -> RankFile:

@@ -87,6 +87,10 @@ class RankView:
     """One rank. Times are Unix seconds, ages seconds."""
 
     header: Header
+    job_name: str
+    run_id: str
+    rank: str
+    """these three as on the metrics page, whatever they hold"""
     state: str
     """one of ``catalog.RANK_STATES``"""
     reason: str
@@ -95,8 +99,6 @@ class RankView:
     readings: Readings
     last_s: float
     """time of the last sign of life"""
-    suffix: str = ""
-    """what is appended to the rank, if another living process has that"""
     phase: str | None = None
     """the present phase, or that of its end"""
     phase_begun_s: float | None = None
@@ -146,25 +148,9 @@ class RankView:
     # -- who it is -----------------------------------------------------------------------------------------------------------
 
     @property
-    def identity(self) -> tuple[str, str, str]:
-        """job_name, run_id and rank."""
-        job_name, run_id, rank = labels.identity(self.header.resource)
-        return text.clean(job_name), text.clean(run_id), rank + self.suffix
-
-    @property
-    def rank(self) -> str:
-        """The rank, as on the metrics page."""
-        return labels.identity(self.header.resource)[2] + self.suffix
-
-    @property
-    def job_name(self) -> str:
-        """As on the metrics page."""
-        return labels.identity(self.header.resource)[0]
-
-    @property
-    def run_id(self) -> str:
-        """As on the metrics page."""
-        return labels.identity(self.header.resource)[1]
+    def names(self) -> tuple[str, str]:
+        """job_name and run_id, for people."""
+        return text.clean(self.job_name), text.clean(self.run_id)
 
     @property
     def incarnation(self) -> str:
@@ -499,12 +485,14 @@ def view_of(rank: Rank, readings: Readings, recorded: Recorded = NOT_READ) -> Ra
     records = not up or live.steps_since_ns is not None
     return RankView(
         header=header,
+        job_name=rank.job_name,
+        run_id=rank.run_id,
+        rank=rank.rank,
         state=rank.state,
         reason=rank.reason,
         up=up,
         readings=readings,
         last_s=header.wall_s(live.heartbeat_ns or rank.view.last_step_ns or header.monotonic_ns),
-        suffix=rank.rank.removeprefix(labels.identity(header.resource)[2]),
         phase=None if stale else live.phase,
         phase_begun_s=None if stale else begun_s,
         beat_age_s=rank.beat_age_s,

@@ -6,10 +6,9 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from itertools import groupby
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
@@ -49,23 +48,46 @@ _STACK = "Stack (most recent call first):\n"
 _MOST = 64
 
 
-class LoadedFlight(NamedTuple):
-    """A readable flight file and the run it belongs to."""
+class FoundFile(NamedTuple):
+    """A readable flight file and the rank that it claims to be."""
 
     path: Path
     header: Header
     claim: RankCandidate
-    last_ns: int
-    """its last sign of life, Unix time in ns"""
-    suffix: str = ""
-    """what is appended to its rank, if another living process has that"""
+    last_s: float
+    """its last sign of life, Unix time"""
+
+
+class RunFiles(NamedTuple):
+    """The readable flight files of one run."""
+
+    job_name: str
+    run_id: str
+    files: list[FoundFile]
+
+    @property
+    def last_s(self) -> float:
+        """Its last sign of life, Unix time."""
+        return max(file.last_s for file in self.files)
+
+    def newest(self, apart: Collection[str] = ()) -> tuple[dict[Path, str], list[Path]]:
+        """Return each rank's newest incarnation by rank, with what is appended to the rank, and the earlier ones, oldest first.
+
+        ``apart``: incarnations to leave out.
+        """
+        files = [file for file in self.files if file.claim.incarnation not in apart]
+        last = resolve(file.claim for file in files)
+        others = sorted((file for file in files if file.claim.incarnation not in last), key=lambda file: file.header.wall_ns)
+        chosen = [(file, last[file.claim.incarnation]) for file in files if file.claim.incarnation in last]
+        chosen.sort(key=lambda pair: (len(pair[0].claim.rank[2]), pair[0].claim.rank[2], pair[1]))
+        return {file.path: suffix for file, suffix in chosen}, [file.path for file in others]
 
 
 class Listing(NamedTuple):
-    """Contents of a directory: readable files, the others with the reason, and how many more are not read."""
+    """Contents of a directory: its runs, the latest first, the unreadable files with reasons, how many more are not read."""
 
-    found: tuple[LoadedFlight, ...]
-    bad: tuple[tuple[str, str], ...]
+    runs: list[RunFiles]
+    bad: list[tuple[str, str]]
     left_out: int = 0
 
     @property
@@ -79,89 +101,65 @@ class Listing(NamedTuple):
 
 def listing(directory: Path) -> Listing:
     """Read the headers of all flight files in a directory. Raises ``OSError`` when it cannot be read."""
-    found, bad = [], []
+    runs: dict[tuple[str, ...], RunFiles] = {}
+    bad = []
     now = system_clock()
     with opened(directory, link=True) as fd:
         names, left_out = reader.list_names(fd)
         for name in names:
             try:
                 with closing(reader.open_file(fd, name)) as file:
-                    found.append(_found(directory / name, file, fd, now))
+                    header, claim = file.header, look_at(file, fd, name, now)
             except READ_ERRORS as problem:
                 bad.append((name, reason(problem)))
-    return Listing(tuple(found), tuple(bad), left_out)
+                continue
+            last_s = header.wall_s(claim.heartbeat_ns or header.monotonic_ns)
+            run = runs.setdefault(claim.rank[:2], RunFiles(*claim.rank[:2], []))
+            run.files.append(FoundFile(directory / name, header, claim, last_s))
+    return Listing(sorted(runs.values(), key=lambda run: -run.last_s), bad, left_out)
 
 
-def newest(found: Iterable[LoadedFlight]) -> tuple[list[LoadedFlight], list[LoadedFlight]]:
-    """Return each rank's newest incarnation, by rank, and the earlier ones, oldest first. ``found``: files of one run."""
-    every = list(found)
-    last = resolve(item.claim for item in every)
-    chosen = [item._replace(suffix=last[item.claim.incarnation]) for item in every if item.claim.incarnation in last]
-    others = [item for item in every if item.claim.incarnation not in last]
-    by_rank = sorted(chosen, key=lambda item: (len(item.claim.rank[2]), item.claim.rank[2], item.suffix))
-    return by_rank, sorted(others, key=lambda item: item.header.wall_ns)
-
-
-def load_reports(
-    paths: Sequence[Path], limit: int | None = None, *, evidence: bool = True
+def load(
+    paths: Iterable[Path], limit: int | None = None, *, evidence: bool = True
 ) -> tuple[list[RankView], list[tuple[str, str]]]:
     """Read flight files; ``limit``: most step records per file, ``evidence``: with their artifacts.
 
-    Returns the reports, and the unreadable files with reasons. Ranks that may just have died are read again together, half a
+    Returns the ranks, and the unreadable files with reasons. Ranks that may just have died are read again together, half a
     second later, when their death is certain.
     """
-    left = {directory: _left(directory) for directory in {path.parent for path in paths if evidence}}
-    found = [_look(path, limit) for path in paths]
-    if any(isinstance(one, _Look) and one.fading for one in found):
+    found = {path: _look(path, limit) for path in paths}
+    fading = [path for path, look in found.items() if look[1] is True]
+    if fading:
         time.sleep(rank_state.FADED_AFTER_S)
-        found = [
-            _look(path, limit) if isinstance(one, _Look) and one.fading else one for path, one in zip(paths, found, strict=True)
-        ]
-    told = list(zip(paths, found, strict=True))
-    looks = [(path.parent, one.report) for path, one in told if isinstance(one, _Look)]
-    reports = [_with(report, directory, left[directory]) if evidence else report for directory, report in looks]
-    return rank_state.with_patience(reports, lambda view: view.phase), [
-        (path.name, one) for path, one in told if isinstance(one, str)
-    ]
+        found |= {path: _look(path, limit) for path in fading}
+    views = {path: view for path, (view, _) in found.items() if view is not None}
+    if evidence:
+        left = {directory: _left(directory) for directory in {path.parent for path in views}}
+        views = {path: _with(view, path.parent, left[path.parent]) for path, view in views.items()}
+    bad = [(path.name, why) for path, (_, why) in found.items() if isinstance(why, str)]
+    return rank_state.with_patience([*views.values()], lambda view: view.phase), bad
 
 
-def limit_of(count: int) -> int | None:
-    """Return how many step records to read per file: the last thousand if there are more than 16 files."""
-    return _STEPS_OF_MANY if count > _FEW else None
-
-
-class _Look(NamedTuple):
-    report: RankView
-    fading: bool
-    """True if probably dead, to be confirmed by another read"""
-
-
-def _look(path: Path, limit: int | None) -> _Look | str:
-    """Return the file's report, or why it is unreadable."""
-    try:
-        return _look_at(path, limit)
-    except READ_ERRORS as problem:
-        return reason(problem)
-
-
-def _look_at(path: Path, limit: int | None) -> _Look:
-    """Read one flight file alone.
+def _look(path: Path, limit: int | None) -> tuple[RankView | None, bool | str]:
+    """Return the view of a file, and whether its rank is probably dead, to be confirmed by another read; or why there is none.
 
     A copy, a truncated file or one behind a link is read as far as possible, and ``problems`` lists what is missing.
-    Raises ``OSError`` or ``layout.BadFlightFileError`` when nothing is readable.
     """
     now = system_clock()
-    with opened(path.parent, link=True) as fd:
-        try:
-            tracked = open_tracked(fd, path.name, None, now)
-        except READ_ERRORS:
-            return _Look(_salvage(path, limit, now), fading=False)
-        with closing(tracked.file):
-            tracked.observe(fd, now, None)
-            report = _view(tracked, path.name, limit, now)
-            if report.same_boot and not path.with_name(lock_name(path.name)).exists():  # of `cp`, which keeps its name
-                report = replace(report, copied=True)
-            return _Look(report, tracked.fading)
+    try:
+        with opened(path.parent, link=True) as fd:
+            try:
+                tracked = open_tracked(fd, path.name, None, now)
+            except READ_ERRORS:
+                return _salvage(path, limit, now), False
+            with closing(tracked.file):
+                tracked.observe(fd, now, None)
+                view = _view(tracked, path.name, limit, now)
+                if view.same_boot and not path.with_name(lock_name(path.name)).exists():  # of `cp`, which keeps its name
+                    view = replace(view, copied=True)
+                return view, tracked.fading
+    except READ_ERRORS as problem:
+        return None, reason(problem)
 
 
 def reason(problem: BaseException) -> str:
@@ -258,19 +256,14 @@ def _left(directory: Path) -> dict[str, list[ArtifactName]]:
 
 def _with(report: RankView, directory: Path, left: Mapping[str, Sequence[ArtifactName]]) -> RankView:
     own = sorted(left.get(file_name(report.header), ()), key=lambda one: (one.kind, one.number))
-    dump, crashed = _stacks(directory, own, report), _crash(directory, report)
+    dump, crash = _stacks(directory, own, report), ""
+    if report.reason == "crashed":
+        with suppress(OSError), opened(directory, link=True) as fd:  # it is gone by now
+            crash = endings.crash_stack(fd, lock_name(file_name(report.header)))
     silent = report.reason in _SILENT and not report.events_named(catalog.EVENT_RUN_END)
     # where the file lies now, perhaps a copy, tells only if its header does not
     unwritten = silent and not (in_memory(directory) if report.header.in_memory is None else report.header.in_memory)
-    return replace(report, left=tuple(own), frames=main_frames(dump), crash=crashed, unwritten=unwritten)
-
-
-def _crash(directory: Path, report: RankView) -> tuple[str, ...]:
-    """Return the frames in which a rank crashed."""
-    if report.reason == "crashed":
-        with suppress(OSError), opened(directory, link=True) as fd:  # it is gone by now
-            return crash_frames(endings.crash_stack(fd, lock_name(file_name(report.header))))
-    return ()
+    return replace(report, left=tuple(own), frames=main_frames(dump), crash=crash_frames(crash), unwritten=unwritten)
 
 
 def _stacks(directory: Path, left: Sequence[ArtifactName], report: RankView) -> str:
@@ -287,12 +280,6 @@ def _stacks(directory: Path, left: Sequence[ArtifactName], report: RankView) -> 
     return ""
 
 
-def _found(path: Path, file: FlightFile, directory_fd: int, now: Now) -> LoadedFlight:
-    header, claim = file.header, look_at(file, directory_fd, path.name, now).candidate
-    last_ns = header.wall_ns + (claim.heartbeat_ns or header.monotonic_ns) - header.monotonic_ns
-    return LoadedFlight(path, header, claim, last_ns)
-
-
 class NoRunError(ValueError):
     """There is no such run; the message says what there is."""
 
@@ -307,36 +294,13 @@ class Chosen(NamedTuple):
     """processes that only started the ranks"""
 
 
-class RunFiles(NamedTuple):
-    """Readable flight files of one run, of all its ranks and attempts."""
-
-    job_name: str
-    run_id: str
-    files: tuple[LoadedFlight, ...]
-
-    @property
-    def last_ns(self) -> int:
-        """Its last sign of life, Unix time in ns."""
-        return max(item.last_ns for item in self.files)
-
-
-def runs_of(found: Iterable[LoadedFlight]) -> list[RunFiles]:
-    """Group the files by run, the latest first."""
-    ordered = sorted(found, key=lambda item: item.claim.rank[:2])
-    made = [
-        RunFiles(job_name, run_id, tuple(items))
-        for (job_name, run_id), items in groupby(ordered, key=lambda item: item.claim.rank[:2])
-    ]
-    return sorted(made, key=lambda run: -run.last_ns)
-
-
 def choose(paths: Sequence[Path], run: str | None) -> Chosen:
     """Read the files; of a directory with several runs the requested one, by default the latest.
 
     ``run``: a run_id, a job's name, or the beginning of a run_id; of several that match the latest is read.
     Raises :class:`NoRunError`, or ``OSError`` for a directory that cannot be read.
     """
-    ranks, bad = load_reports([path for path in paths if not path.is_dir()])
+    ranks, bad = load(path for path in paths if not path.is_dir())
     notes: list[str] = []
     launchers: list[RankView] = []
     others: list[RunFiles] = []
@@ -344,28 +308,34 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
         if path.is_dir():
             listed = listing(path)
             bad += listed.bad
-            every = runs_of(listed.found)
-            wanted = next(iter(every if run is None else _named(every, run)), None)
-            others = [one for one in reversed(every) if one is not wanted]
-            more = read(wanted.files if wanted else ())
-            ranks, bad, launchers = ranks + more.ranks, bad + more.bad, launchers + more.launchers
-            names = ", ".join(text_format.clean(other.run_id, 60) for other in others[-3:])
-            aside = [f"{text_format.plural(len(others), 'other run')} in this directory: --run {names}"] if others else []
-            notes += [*more.notes, *aside, *listed.notes]
+            wanted = next(iter(listed.runs if run is None else _named(listed.runs, run)), None)
+            others = [one for one in listed.runs if one is not wanted]
+            if wanted is not None:
+                more = _read(wanted)
+                ranks, bad, launchers, notes = (
+                    ranks + more.ranks,
+                    bad + more.bad,
+                    launchers + more.launchers,
+                    notes + more.notes,
+                )
+            names = ", ".join(text_format.clean(other.run_id, 60) for other in others[2::-1])
+            notes += [f"{text_format.plural(len(others), 'other run')} in this directory: --run {names}"] if others else []
+            notes += listed.notes
     if not ranks:
         raise NoRunError(_nothing(paths, bad, run, others))
     return Chosen(ranks, bad, notes, launchers)
 
 
-def read(found: Sequence[LoadedFlight]) -> Chosen:
-    """Read the newest attempt of a run's ranks."""
-    launchers = _launchers(found)
-    apart = {report.header.incarnation for report in launchers}
-    chosen, earlier = newest(item for item in found if item.header.incarnation not in apart)
-    ranks, bad = load_reports([item.path for item in chosen], limit_of(len(chosen)))
-    suffixes = {item.header.incarnation: item.suffix for item in chosen}
-    ranks = [replace(report, suffix=suffixes.get(report.header.incarnation, "")) for report in ranks]
-    names = ", ".join(item.path.name for item in earlier[-3:])
+def _read(run: RunFiles) -> Chosen:
+    """Read the newest attempt of a run's ranks, and the processes that started ranks and made no step themselves."""
+    starters = {file.header.resource.get(LAUNCHED_BY) for file in run.files}
+    read, _ = load(file.path for file in run.files if file.claim.incarnation in starters)
+    launchers = [one for one in read if not one.last_step and not one.partial]
+    suffixes, earlier = run.newest({one.incarnation for one in launchers})
+    ranks, bad = load(suffixes, _STEPS_OF_MANY if len(suffixes) > _FEW else None)
+    by_name = {path.name: suffix for path, suffix in suffixes.items()}
+    ranks = [replace(view, rank=view.rank + by_name.get(view.source, "")) for view in ranks]
+    names = ", ".join(path.name for path in earlier[-3:])
     notes = [f"{text_format.plural(len(earlier), 'earlier attempt')} of these ranks: inspect {names}"] if earlier else []
     return Chosen(ranks, bad, notes, launchers)
 
@@ -383,26 +353,14 @@ def find(wanted: str | None, directory: Path | None = None) -> Chosen:
     return choose([directory or default_directory()], wanted)
 
 
-def _named(every: Sequence[RunFiles], wanted: str) -> list[RunFiles]:
+def _named(runs: Sequence[RunFiles], wanted: str) -> list[RunFiles]:
     """Return the runs of that id, or else of a job of that name, or else those whose ids begin so."""
     tests = (
-        [run for run in every if run.run_id == wanted],
-        [run for run in every if run.job_name == wanted],
-        [run for run in every if run.run_id.startswith(wanted)],
+        [run for run in runs if run.run_id == wanted],
+        [run for run in runs if run.job_name == wanted],
+        [run for run in runs if run.run_id.startswith(wanted)],
     )
     return next((some for some in tests if some), [])
-
-
-def _listed(runs: Sequence[RunFiles]) -> str:
-    lines = [
-        "  ".join(
-            ("", *map(text_format.clean, (run.run_id, run.job_name)), f"last seen {text_format.moment(run.last_ns / 1e9)}")
-        )
-        for run in runs[:_MOST_LISTED]
-    ]
-    return "\n".join(
-        [*lines, *([f"  and {len(runs) - _MOST_LISTED:,} more: torchobs runs"] if len(runs) > _MOST_LISTED else [])]
-    )
 
 
 def default_directory() -> Path:
@@ -414,21 +372,19 @@ def default_directory() -> Path:
     return Path(path)
 
 
-def _launchers(found: Sequence[LoadedFlight]) -> list[RankView]:
-    """Return the reports of processes that started ranks of this run and made no step themselves."""
-    incarnations = {item.header.resource.get(LAUNCHED_BY) for item in found}
-    reports, _ = load_reports([item.path for item in found if item.header.incarnation.hex() in incarnations])
-    return [one for one in reports if not one.last_step and not one.partial]
-
-
-def _nothing(paths: Sequence[Path], bad: Sequence[tuple[str, str]], run: str | None, others: Sequence[RunFiles]) -> str:
+def _nothing(paths: Sequence[Path], bad: Sequence[tuple[str, str]], wanted: str | None, runs: Sequence[RunFiles]) -> str:
     if bad:
         return f"nothing readable: {'; '.join(f'{text_format.clean(name)}: {why}' for name, why in bad[:5])}"
     where = text_format.joined([text_format.clean(path) for path in paths])
-    if run is not None:
-        there = f"; these are there:\n{_listed(others[::-1])}" if others else ""
-        return f"no run {text_format.clean(run)!r} in {where}{there}"
-    return f"no flight files in {where}: a training writes them with torchobs.init() or `torchobs run train.py`"
+    if wanted is None:
+        return f"no flight files in {where}: a training writes them with torchobs.init() or `torchobs run train.py`"
+    lines = [
+        f"  {text_format.clean(run.run_id)}  {text_format.clean(run.job_name)}  last seen {text_format.moment(run.last_s)}"
+        for run in runs[:_MOST_LISTED]
+    ]
+    lines += [f"  and {len(runs) - _MOST_LISTED:,} more: torchobs runs"] if len(runs) > _MOST_LISTED else []
+    there = "; these are there:\n" + "\n".join(lines) if runs else ""
+    return f"no run {text_format.clean(wanted)!r} in {where}{there}"
 
 
 def main_frames(dump: str) -> tuple[str, ...]:
