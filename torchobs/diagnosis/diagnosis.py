@@ -10,14 +10,13 @@ from typing import NamedTuple
 from torchobs.catalog.findings import BADGES, Finding, finding
 from torchobs.diagnosis import endings, from_events, hangs
 from torchobs.diagnosis.endings import compare, ending, first_failed, launcher_ending, stalled_together
-from torchobs.diagnosis.health import ERROR, INFO, LEVELS, WARNING, Health, health, standing_still
+from torchobs.diagnosis.health import LEVELS, Health, health, standing_still
 from torchobs.diagnosis.numerics import numerics
 from torchobs.diagnosis.performance import pace
 from torchobs.ranks import labels
 from torchobs.ranks.rank_view import RankView, run_at_end
 
 _RULES = (ending, numerics, pace)
-_ORDER = (ERROR, WARNING, INFO)
 
 
 class RunDiagnosis(NamedTuple):
@@ -36,8 +35,8 @@ class RunDiagnosis(NamedTuple):
     @property
     def verdict(self) -> Finding:
         """The health's headline, with the worst severity of all findings."""
-        found = worst(chain(self.together, *self.by_rank))
-        level = max(self.health.level, LEVELS[found], key=lambda level: level.value)
+        found = (LEVELS[one.severity] for one in chain(self.together, *self.by_rank))
+        level = max(self.health.level, *found, key=lambda level: level.value)
         badge = self.health.badge if level is self.health.level else BADGES[level]
         return finding("verdict", severity=level, badge=badge, headline=self.health.headline)
 
@@ -60,15 +59,4 @@ def diagnose_run(ranks: Sequence[RankView], launchers: Iterable[RankView] = ()) 
 def diagnose(report: RankView) -> list[Finding]:
     """Return the findings on a rank: first how it ended, then the others, the worst first."""
     first, *rest = (found._replace(rank=report.rank) for rule in _RULES for found in rule(report))
-    return [first, *sorted(rest, key=lambda found: _ORDER.index(found.severity))]
-
-
-def worst(findings: Iterable[Finding]) -> str:
-    """Return the worst severity among them."""
-    return min((found.severity for found in findings), key=_ORDER.index, default=INFO)
-
-
-def findings(ranks: Sequence[RankView], launchers: Iterable[RankView] = ()) -> list[Finding]:
-    """Return all findings on a run of one rank or more: on its ranks together, then on each."""
-    found = diagnose_run(ranks, launchers)
-    return [*found.together, *chain.from_iterable(found.by_rank)]
+    return [first, *sorted(rest, key=lambda found: -LEVELS[found.severity].value)]

@@ -38,8 +38,6 @@ class EventRow(NamedTuple):
     severity: Severity
     title: str
     text: str
-    anomaly: str = ""
-    """the kind of anomaly; empty for other events"""
     number: int = 1
     """number of events that it stands for, including those the rank left out before it"""
 
@@ -65,9 +63,9 @@ def log_of(ranks: Iterable[Sequence[EventRow]]) -> EventLog:
     """Merge the events of several ranks: equal events of several ranks become one line, and so do many of a kind."""
     every = list(ranks)
     most = max(8, MOST_MERGED // max(1, len(every)))
-    kinds: dict[tuple[str, str], list[EventRow]] = {}
+    kinds: dict[str, list[EventRow]] = {}
     for row in chain.from_iterable(rows[-most:] for rows in every):
-        kinds.setdefault((row.title, row.anomaly), []).append(row)
+        kinds.setdefault(row.title, []).append(row)
     lines, serious = list[EventGroup](), list[EventRow]()
     for rows in kinds.values():
         counts = Counter[str]()
@@ -114,10 +112,12 @@ def rows_of(rank: str, events: Events) -> list[EventRow]:
 
 
 def _event(rank: str, fact: Fact) -> EventRow:
+    """Return an event by its name, or an anomaly by its kind."""
     kind, is_ours = fact.attributes.get("kind"), fact.name in catalog.EVENT_BY_NAME
     is_anomaly = fact.name == catalog.EVENT_ANOMALY.name and kind in catalog.ANOMALY_KINDS
     severity = catalog.event_severity(fact.name, fact.attributes)
-    title = text_format.capital(title_of(fact.name)) if is_ours else text_format.clean(fact.name, MOST_TEXT)
-    words = " · ".join(filter(None, [fact.text("kind").replace("_", " "), words_of(fact)]))
+    title = title_of(str(kind) if is_anomaly else fact.name) if is_ours else text_format.clean(fact.name, MOST_TEXT)
+    words = [] if is_anomaly else [fact.text("kind").replace("_", " ")]
+    text = " · ".join(filter(None, [*words, words_of(fact)]))
     number = 1 + fact.count("left_out") if is_anomaly else 1
-    return EventRow(fact.time_s, (rank,), fact.step, severity, title, words, str(kind) if is_anomaly else "", number)
+    return EventRow(fact.time_s, (rank,), fact.step, severity, text_format.capital(title) if is_ours else title, text, number)

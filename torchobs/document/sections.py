@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import groupby
 from math import isfinite
 from statistics import median, quantiles
 
@@ -25,7 +23,8 @@ from torchobs.document.blocks import (
     Text,
     section,
 )
-from torchobs.ranks.events import Fact, attribute_text, title_of, words_of
+from torchobs.document.event_log import log_of, rows_of
+from torchobs.ranks.events import Fact, attribute_text, title_of
 from torchobs.ranks.rank_view import WHOLES, RankView, Step
 from torchobs.support import text as text_format
 
@@ -59,7 +58,7 @@ _HOST_MEMORY: tuple[tuple[str, catalog.Metric, catalog.Metric | None], ...] = (
     ("shared memory", catalog.MEMORY_SHARED_USED, catalog.MEMORY_SHARED_SIZE),
 )  # fmt: skip
 """Name, metric and that of what it is a part of"""
-_MOST_ALIKE, _MOST_FRAMES = 3, 12
+_MOST_FRAMES = 12
 _MOST_RANKS = 1e7
 """A damaged file may hold any number"""
 
@@ -385,9 +384,8 @@ def _reasons(report: RankView) -> Table | None:
         for event in events
         for fact in report.events_named(event)[-8:]
     ]
-    return (
-        Table("Reasons, the last of each kind", ("Event", "Step", "Reason"), tuple(rows), frozenset({0, 2})) if rows else None
-    )
+    table = Table("Reasons, the last of each kind", ("Event", "Step", "Reason"), tuple(rows), frozenset({0, 2}))
+    return table if rows else None
 
 
 _STEP_HEAD = ("Step", "Loss", "Grad norm", "Took", "Learning rate", "", "Ended", *catalog.PHASES)
@@ -423,34 +421,15 @@ def stack(report: RankView, of: str) -> Section:
 
 
 def events(report: RankView, of: str, most: int) -> Section:
-    """Return the last events that the file holds, many of a kind in a row as one."""
-    rows = tuple(
-        (text_format.moment(fact.time_s, "%H:%M:%S"), steps, name, words)
-        for fact, steps, name, words in list(_joined(report.events))[-most:]
+    """Return the last events that the file holds, in their order, many of a kind as one."""
+    rows = []
+    for line in reversed(log_of([rows_of(report.rank, report.events)]).lines[:most]):
+        step, title = text_format.count(line.last.step) if line.last.step is not None else "", line.last.title
+        if line.number > 1:
+            title, since = f"{title} ×{line.number:,}", line.first.step
+            step = step if since is None else f"{since:,} to {step}"
+        rows.append((text_format.moment(line.last.at_s, "%H:%M:%S"), step, title, line.last.text))
+    table = Table(
+        "Those that the flight file still holds", ("Time", "Step", "Event", "What"), tuple(rows), frozenset({0, 2, 3})
     )
-    table = Table("Those that the flight file still holds", ("Time", "Step", "Event", "What"), rows, frozenset({0, 2, 3}))
-    return section("events", f"Events{of}", table if rows and most else None, wide=True)
-
-
-def _joined(events: Iterable[Fact]) -> Iterator[tuple[Fact, str, str, str]]:
-    """Yield the last of each row of like events, with steps, name and words; anomalies of any kind are alike."""
-    for name, group in groupby(events, key=lambda fact: fact.name):
-        same = list(group)
-        steps = [fact.step for fact in same if fact.step is not None]
-        if name == catalog.EVENT_ANOMALY.name and len(same) > 1:
-            kinds = Counter[str]()
-            for fact in same:
-                kinds[_kind(fact)] += 1 + fact.count("left_out")
-            first, usual = (text_format.number(same[0].number(name)) for name in ("value", "baseline"))
-            words = " · ".join([f"{kind} ×{count:,}" for kind, count in kinds.items()])
-            yield (
-                same[-1],
-                f"{min(steps):,} to {max(steps):,}" if steps else "",
-                "anomalies",
-                f"{words} · first: {first}, usual {usual}",
-            )
-        else:
-            alone = same if len(same) <= _MOST_ALIKE else same[-1:]
-            for fact in alone:
-                more = f" (the last of {len(same):,} on end)" if len(alone) < len(same) else ""
-                yield fact, "" if fact.step is None else f"{fact.step:,}", _kind(fact), words_of(fact) + more
+    return section("events", f"Events{of}", table if rows else None, wide=True)

@@ -27,6 +27,7 @@ _FAR = 1 << 62
 _NAMES = ("NaN", "Infinity", "-Infinity")
 _OF = {one.name: one.attributes for one in catalog.EVENTS} | {one.name: one.attributes for one in catalog.SPANS}
 _UNITS = {(name, one.name): one.unit for name, attributes in _OF.items() for one in attributes if one.unit}
+_UNITS |= {(catalog.SPAN_CHECKPOINT.name, one.name): one.unit for one in catalog.EVENT_CHECKPOINT_FAILED.attributes if one.unit}
 _MOST = 1e18
 """A flight file may hold anything"""
 _FORMATS = {"By": text_format.size, "s": text_format.duration}

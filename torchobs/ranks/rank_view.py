@@ -82,7 +82,7 @@ class Recorded(NamedTuple):
 NOT_READ = Recorded()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankView:
     """One rank. Times are Unix seconds, ages seconds."""
 
@@ -434,7 +434,7 @@ class RankView:
         return round(by_state + 3.0 * bool(self.standstill) + 2.0 * bool(self.anomalies) + min(slow, 1.0), 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunView:
     """The ranks of one run, in the order of their numbers."""
 
