@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -317,6 +318,22 @@ def test_gradients_that_come_again_take_it_back(run: Recording) -> None:
     assert ill.stop < step < ill.stop + APART
     assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] == 0.0
 
+
+
+def test_the_optimizer_of_the_next_model_is_looked_at_as_closely_as_the_first_one(flight_dir: Path) -> None:
+    """A fast training is measured every hundredth step by then; the next model's steps are 1 ms, and there are 100 of them."""
+    with contextmanager(recording)(flight_dir, grad_interval="auto") as run:
+        first, other = net(), net()
+        optimizer = torch.optim.Adam(first.parameters())
+        for _ in range(100):
+            sound(first, optimizer)
+            optimizer.step()
+        optimizer = torch.optim.Adam(other.parameters())
+        for _ in range(100):
+            sound(first, optimizer)
+            optimizer.step()
+        ((since, layers),) = without(run)
+        assert (since, len(layers)) == (101, len(NET))
 
 @pytest.mark.parametrize("interval", [1, 16])
 def test_an_optimizer_that_steps_in_each_of_many_micro_batches(flight_dir: Path, interval: int) -> None:

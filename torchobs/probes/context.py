@@ -304,6 +304,10 @@ class SamplingInterval:
         """Return what :meth:`is_due` would return, without a change of state."""
         return step >= self.due_at or step == self.step
 
+    def begin(self, step: int) -> None:
+        """Measure this step, and the next ones as closely as those of a first model: another one begins."""
+        self.interval, self.due_at = self.fixed or 1, step
+
     def rest(self, steps: int) -> None:
         """Be due again only after so many steps: this one, which is due, needed no measurement."""
         if self.fixed is None:

@@ -74,6 +74,8 @@ class GradientProbe:
         self._pace = SamplingInterval(context.settings.overhead_budget / 2, fixed if isinstance(fixed, int) else None)
         self._layers = Layers(context.writer.table, 0, context.yield_gil)
         self._stuck_layers, self._model = StuckLayersWatch(context, self._layers), context.recorder.models.changes
+        self._paced = self._model
+        """The changes of model after which the training thread last began to measure each step"""
         self._suspects: frozenset[int] = frozenset()
         """Parameters with a non-finite gradient lately; their elements are counted on a device"""
         self._suspected = 0
@@ -245,7 +247,10 @@ class GradientProbe:
             self._clip.forget()
             return
         context, pace, begun_ns = self._context, self._pace, monotonic_ns()
-        step = context.recorder.step
+        step, changes = context.recorder.step, context.recorder.models.changes
+        if changes != self._paced:
+            self._paced = changes
+            pace.begin(step)
         clipping = self._clip.take(optimizer, self._grads_of)
         pace.spend_later(self._devices.take_ns())
         due = pace.is_due(step)

@@ -77,13 +77,11 @@ class _Container:
 class RateSource:
     """Where the step hook reads the learning rate of a step's record. Written by the optimizer probe."""
 
-    __slots__ = ("key", "wanted")
+    __slots__ = ("key",)
 
     def __init__(self) -> None:
         self.key = 0
         """id of the optimizer, 0 if none"""
-        self.wanted = False
-        """Whether the optimizer probe is on: then it is called before an optimizer's first step"""
 
 
 class OptimizerProbe:
@@ -104,7 +102,6 @@ class OptimizerProbe:
         self._arrived: dict[int, float] = {}
         self._device_due_ns = 0
         self._containers: dict[int, _Container] = {}
-        self._rates.wanted = True
         breaker, self._step_hook = context.breaker(self.name), context.hooks.before_step
         context.hooks.steps_within.register(breaker, self._note_within)
         self._step_hook.register(breaker, self._take)
@@ -112,7 +109,7 @@ class OptimizerProbe:
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
-        self._rates.wanted, self._rates.key = False, 0
+        self._rates.key = 0
 
     def _take(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
         del closure

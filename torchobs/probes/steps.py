@@ -249,7 +249,7 @@ class StepProbe:
             training.loop.note()
             self._context.record_overhead(self.name, monotonic_ns() - now_ns)
         hook, step = self._before_step, recorder.step
-        if step >= hook.due_at or step == hook.last or evaluates or (fresh and self._rates.wanted):
+        if step >= hook.due_at or step == hook.last or evaluates or fresh:
             hook.notify(optimizer, evaluates)
         return self._watched(optimizer, args, kwargs) if evaluates and self._given else None
 
