@@ -319,7 +319,6 @@ def test_gradients_that_come_again_take_it_back(run: Recording) -> None:
     assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] == 0.0
 
 
-
 def test_the_optimizer_of_the_next_model_is_looked_at_as_closely_as_the_first_one(flight_dir: Path) -> None:
     """A fast training is measured every hundredth step by then; the next model's steps are 1 ms, and there are 100 of them."""
     with contextmanager(recording)(flight_dir, grad_interval="auto") as run:
@@ -334,6 +333,7 @@ def test_the_optimizer_of_the_next_model_is_looked_at_as_closely_as_the_first_on
             optimizer.step()
         ((since, layers),) = without(run)
         assert (since, len(layers)) == (101, len(NET))
+
 
 @pytest.mark.parametrize("interval", [1, 16])
 def test_an_optimizer_that_steps_in_each_of_many_micro_batches(flight_dir: Path, interval: int) -> None:
