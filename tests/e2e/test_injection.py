@@ -62,11 +62,13 @@ def introduce(namespace: Namespace) -> None:
 
 
 def automatic() -> dict[str, Any]:
-    """An image without torchobs, and a script that does not know it."""
-    return job(
-        "automatic",
-        pod_template("auto", ["python3", "-c", NO_TORCHOBS, "/script/plain_training.py", str(STEPS)], level="advanced"),
-    )
+    """An image without torchobs, and a script that does not know it; afterwards `torchobs doctor`."""
+    doctor = "PYTHONPATH=/opt/torch exec python3 /var/run/torchobs/site/torchobs doctor"
+    command = ["sh", "-c", f'python3 -c "$0" /script/plain_training.py {STEPS} && {doctor}', NO_TORCHOBS]
+    template = pod_template("auto", command, level="advanced")
+    template["spec"]["containers"][0]["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
+    template["spec"]["volumes"].append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+    return job("automatic", template)
 
 
 def own() -> dict[str, Any]:
@@ -177,11 +179,15 @@ def in_order(pods: list[Pod]) -> list[Pod]:
 
 
 def test_an_image_without_torchobs_is_watched_and_trains_to_its_end(namespace: Namespace, pages: Pages) -> None:
-    """A script that does not know torchobs, in an image that has none; the log is what it is without."""
+    """A script that does not know torchobs, in an image that has none; the log is what it is without. Doctor finds all well."""
     (found,) = completed(namespace, "automatic")
     assert value_on(pages[found], "torchobs_steps_total", job_name="automatic", run_id=uid_of(namespace, "automatic")) == STEPS
     assert printed(namespace, found) == [str(step) for step in range(1, STEPS + 1)]
-    assert "torchobs" not in namespace.logs(found, "main")
+    said, doctor, checks = namespace.logs(found, "main").partition("ok    torchobs: ")
+    assert "torchobs" not in said
+    assert doctor, said
+    assert "ok    injection: " in checks
+    assert checks.endswith("\nAll is well.\n"), checks
     assert namespace.logs(found, "torchobs-copy") == ""
 
 

@@ -209,6 +209,8 @@ def test_commands_and_the_page_reach_the_pod_only_from_inside(stage: Stage) -> N
     command = ["torchobs", "stacks", "0", "--socket", "/run/exporter/api.sock"]
     said = stage.namespace.kubectl("exec", pod.name, "-c", "torchobs", "--", *command)
     assert re.search(r'"/script/pod.py", line \d+ in <module>', said)
+    checked = stage.namespace.kubectl("exec", pod.name, "-c", "torchobs", "--", "torchobs", "doctor")
+    assert checked.endswith("\nAll is well.\n"), checked
     assert pod.content["spec"]["securityContext"].get("runAsUser") is None
 
 

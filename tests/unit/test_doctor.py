@@ -33,6 +33,8 @@ from torchobs.flight.layout import DEFAULT_SIZE
         (doctor.shared_memory("/nowhere"), WARN),
         (doctor.devices("None", "0"), WARN if list(Path("/dev").glob("nvidia[0-9]*")) else OK),
         (doctor.devices("12.6", "2"), OK),
+        (doctor.injection(), WARN),
+        (doctor.served("/nowhere"), FAIL),
     ],
 )
 def test_what_is_not_in_order_has_a_remedy(check: Check, status: str) -> None:
@@ -103,6 +105,14 @@ def test_a_pod_s_volumes(tmp_path: Path) -> None:
     assert [
         bool(re.search(words, text)) for words, text in zip(["emptyDir", "fsGroup", "second", "^$"], remedies, strict=True)
     ] == [True] * 4
+
+
+def test_a_sidecar_reads_what_the_ranks_write(flight_dir: Path) -> None:
+    """Promise: it is said whether ranks have written anything, and which file cannot be read."""
+    assert doctor.served(str(flight_dir)).status == WARN
+    (flight_dir / f"r0-{0:032x}.flight").write_bytes(b"no header")
+    check = doctor.served(str(flight_dir))
+    assert (check.status, "r0-0" in check.text, "fsGroup" in check.remedy) == (FAIL, True, True)
 
 
 def test_an_exporter_that_answers_is_ready(flight_dir: Path) -> None:

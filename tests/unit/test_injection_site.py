@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests import support
+from torchobs._version import __version__
 from torchobs.flight import reader
 from torchobs.injection.copy_site import copy_site, fit_of, main
 from torchobs.injection.sitecustomize import misfit
@@ -104,6 +105,7 @@ def test_the_volume_has_torchobs_and_what_it_requires_and_hides_nothing(site: Pa
     program = "import psutil, pynvml, opentelemetry.metrics, torchobs; print(torchobs.__file__)"
     lines, errors, status = run([packages], "-c", program)
     assert (lines, errors, status) == ([str(packages / "torchobs" / "__init__.py")], "", 0)
+    assert run([], str(site / "torchobs"), "--version")[0] == [f"torchobs {__version__}"]
 
 
 def test_a_volume_that_cannot_be_written_does_not_stop_the_pod(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,7 @@ _EXAMPLES = """\
 examples:
   torchobs doctor                                  with the Python that trains
   kubectl exec pod -c trainer -- torchobs doctor   in a pod: volumes, modes and fsGroup
+  kubectl exec pod -c torchobs -- torchobs doctor  in its sidecar: whether it serves what the ranks write
   TORCHOBS_DIR=/data/flight torchobs doctor        would this directory do?
   torchobs doctor --no-training --json | jq '.checks[] | select(.status != "ok")'
 
@@ -59,10 +60,14 @@ VERSION = 1
 LEAST_TORCH = (2, 4)
 """Minimum version of torch, as stated in README.md."""
 _LEAST_SHM = 1 << 30
+_GROUP = "securityContext.fsGroup of the pod lets the sidecar read what the trainer writes"
 _OWN_DIRECTORY = "set TORCHOBS_DIR to a local directory of your own"
 _WANTS_CERTIFICATE = "it closes connections without a client certificate"
 _STEPS, _LIMIT_S = 5, 120
+_PACKAGES = Path(__file__).parents[2]
 _TRAINING = f"""
+import sys
+sys.path.append(sys.argv[1])  # where torchobs is, be it a pod's volume
 import torch, torchobs
 torchobs.init(grad_interval=1, exporter=False)
 model = torch.nn.Linear(4, 1)
@@ -119,6 +124,12 @@ def examine(*, training: bool) -> Iterator[Check]:
     flight_dir, runtime_dir = str(chosen.flight_dir) if chosen.flight_dir else None, environ.get("XDG_RUNTIME_DIR")
     version = torch_version()
     yield system()
+    if "KUBERNETES_SERVICE_HOST" in environ and is_read_only(location.KUBERNETES_MOUNT):
+        yield from variables(environ)
+        yield served(location.KUBERNETES_MOUNT)
+        yield exporter(None, str(config.parse({}, environ).addresses[0]))
+        yield from otlp_endpoint(environ)
+        return
     yield torch(version)
     if not chosen.enabled:
         yield Check("torchobs", WARN, "switched off by the environment", "unset TORCHOBS_ENABLED and OTEL_SDK_DISABLED")
@@ -272,6 +283,38 @@ def kubernetes(
         yield Check("kubernetes", WARN, f"{control} is no volume", "mount the second emptyDir there: commands come by it")
     else:
         yield Check("kubernetes", OK, f"{mount} is a volume with an fsGroup")
+    if _PACKAGES == Path(mount).parent / "site" / "packages":
+        yield injection()
+
+
+def injection() -> Check:
+    """Check that this Python begins torchobs, which a volume of the pod has, when it imports torch."""
+    if {"torchobs_start", "sitecustomize"} & {type(finder).__module__ for finder in sys.meta_path}:
+        return Check("injection", OK, "this Python begins torchobs when it imports torch")
+    remedy = "the pod's annotation torchobs.io/pythonpath: what the image sets as PYTHONPATH, or an empty text"
+    return Check("injection", WARN, "this Python ignores PYTHONUSERBASE (a virtual environment?) and trains unobserved", remedy)
+
+
+def is_read_only(path: str) -> bool:
+    """Return whether a directory is mounted read-only, as a sidecar has the flight files."""
+    try:
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    except OSError:
+        return False
+
+
+def served(path: str) -> Check:
+    """Check that a sidecar may read what the ranks write."""
+    try:
+        listed = load.listing(Path(path))
+    except OSError as problem:
+        return Check("flight files", FAIL, f"{path} cannot be read: {text_format.clean(problem.strerror)}", _GROUP)
+    if listed.bad:
+        name, reason = listed.bad[0]
+        return Check("flight files", FAIL, f"{name} in {path} cannot be read: {text_format.clean(reason)}", _GROUP)
+    if not listed.found:
+        return Check("flight files", WARN, f"{path} has none: no rank has appeared", "run doctor in the training's container")
+    return Check("flight files", OK, f"{path} has {text_format.plural(len(listed.found), 'readable flight file')}")
 
 
 def shared_memory(path: str = "/dev/shm") -> Check:  # noqa: S108  # only its size is read
@@ -322,6 +365,8 @@ def exporter(path: str | None, address: str) -> Check:
         text = f"{text_format.clean(announced.url)} was announced and does not answer ({answers[announced.url]})"
         return Check("exporter", FAIL, text, f"see {path}/exporter.log")
     remedy = "`torchobs run` starts one, `torchobs exporter` another; `torchobs top` and `inspect` need none"
+    if path == location.KUBERNETES_MOUNT:
+        remedy = "in a pod it is the sidecar: `kubectl logs POD -c torchobs`, unless torchobs.io/port gives it another port"
     return Check("exporter", WARN, "none runs for this directory", remedy)
 
 
@@ -366,7 +411,7 @@ def selftest(parents: Sequence[str | None]) -> Iterator[Check]:
     with trial as home:
         environ = {**settings.environment(), "TORCHOBS_DIR": home, "TORCHOBS_CONTROL_DIR": home, "TORCHOBS_ENABLED": "1"}
         try:
-            argv = [sys.executable, "-c", _TRAINING]
+            argv = [sys.executable, "-c", _TRAINING, str(_PACKAGES)]
             ran = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
         except subprocess.TimeoutExpired:
             yield Check("probes", FAIL, f"five steps took more than {_LIMIT_S} s", "is the machine overloaded? try again")

@@ -1,8 +1,8 @@
 """Copy torchobs and what it requires onto a volume: ``python -m torchobs.injection.copy_site DIR``, in an init container.
 
 ``DIR/user`` is for ``PYTHONUSERBASE`` and ``DIR/start`` for ``PYTHONPATH``. Both have nothing but
-:mod:`torchobs.injection.sitecustomize`, so that no module of the image is hidden; ``DIR/packages`` has the packages, and
-``DIR/fit.json`` says what they need of the image's Python and libc. Whatever goes wrong is printed, and the exit status is 0:
+:mod:`torchobs.injection.sitecustomize`, so that no module of the image is hidden; ``DIR/packages`` has the packages,
+``DIR/fit.json`` says what they need of the image's Python and libc, and ``DIR/torchobs`` is the command. Whatever goes wrong is printed, and the exit status is 0:
 an init container that fails keeps the training from starting.
 """
 
@@ -25,6 +25,12 @@ _TAG = re.compile(r"Tag: cp(\d)(\d+)-(\w+)-(?:many)?linux(?:_(\d+)_(\d+)|(1|2010
 # PEP 600: the glibc of the older names.
 _OLD_NAMES = {"1": (2, 5), "2010": (2, 12), "2014": (2, 17)}
 _MINIMUM_PYTHON = [3, 10]
+_COMMAND = """\
+import sys
+sys.path.append(sys.path.pop(0) + "/packages")  # last: the image's packages win
+from torchobs.cli.__main__ import main
+sys.exit(main())
+"""
 _MINORS = range(10, 20)
 """Minor versions of Python that find the module: those that there are, and those of the next years"""
 
@@ -46,6 +52,7 @@ def copy_site(target: Path) -> None:
         user.mkdir(parents=True, exist_ok=True)
         shutil.copy2(module, user / "torchobs_start.py")
         (user / "torchobs.pth").write_text("import torchobs_start\n")
+    (target / "torchobs").write_text(_COMMAND)
     start = target / "start"
     start.mkdir(exist_ok=True)
     shutil.copy2(module, start / "sitecustomize.py")
