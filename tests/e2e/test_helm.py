@@ -58,9 +58,6 @@ def namespace() -> Iterator[Namespace]:
             made.kubectl("create", "-f", "-", given=json.dumps(crd.definition()))
         for crd in CRDS:
             made.kubectl("wait", "--for=condition=Established", "--timeout=30s", f"customresourcedefinition/{crd.name}")
-        if version := injection.served_version():
-            with injection.one_at_a_time():
-                injection.warm_up(injection.rendered(injection__apiVersion=version))
         yield made
         for crd in ours:
             made.kubectl("delete", "customresourcedefinition", crd.name, "--wait=false")

@@ -26,13 +26,8 @@ _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
 def admitted(policy: Mapping[str, Any], pod: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the pod as the policy changes it, or as it is where a condition of the policy is false.
-
-    Label selectors and namespaces are not looked at.
-    """
+    """Return the pod as the policy changes it. Label selectors and namespaces are not looked at."""
     scope = _Scope(pod)
-    if not all(scope.evaluated(one["expression"]) for one in policy["spec"]["matchConditions"]):
-        return copy.deepcopy(dict(pod))
     for one in policy["spec"]["variables"]:
         scope.define(one["name"], one["expression"])
     changed = copy.deepcopy(dict(pod))

@@ -168,16 +168,6 @@ def one_at_a_time() -> Iterator[None]:
         yield
 
 
-def warm_up(policy: Policy) -> None:
-    """Show the API server a policy once: the first with variables after its start is refused by 1.33, where they are alpha.
-
-    It says `unexpected failed resolution of 'kubernetes.variables'`, and takes the same policy from then on.
-    """
-    given = json.dumps({"apiVersion": "v1", "kind": "List", "items": policy})
-    command = ["kubectl", "create", "--dry-run=server", "-f", "-"]
-    subprocess.run(command, input=given, capture_output=True, text=True, check=False)
-
-
 def has_sidecar(pod: Mapping[str, Any]) -> bool:
     """Whether the policy has changed it."""
     return "initContainers" in pod["spec"]
@@ -204,7 +194,6 @@ def injection(
         image__tag=tag,
     )
     with one_at_a_time():
-        warm_up(policy)
         change(policy)
         namespace.apply(*policy)
         if changed is None:

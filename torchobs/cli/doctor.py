@@ -283,7 +283,7 @@ def kubernetes(
         yield Check("kubernetes", WARN, f"{control} is no volume", "mount the second emptyDir there: commands come by it")
     else:
         yield Check("kubernetes", OK, f"{mount} is a volume with an fsGroup")
-    if _PACKAGES == Path(mount).parent / "site" / "packages":
+    if Path(mount).parent / "site" / "packages" == _PACKAGES:
         yield injection()
 
 

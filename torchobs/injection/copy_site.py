@@ -2,8 +2,8 @@
 
 ``DIR/user`` is for ``PYTHONUSERBASE`` and ``DIR/start`` for ``PYTHONPATH``. Both have nothing but
 :mod:`torchobs.injection.sitecustomize`, so that no module of the image is hidden; ``DIR/packages`` has the packages,
-``DIR/fit.json`` says what they need of the image's Python and libc, and ``DIR/torchobs`` is the command. Whatever goes wrong is printed, and the exit status is 0:
-an init container that fails keeps the training from starting.
+``DIR/fit.json`` says what they need of the image's Python and libc, and ``DIR/torchobs`` is the command. Whatever goes wrong is
+printed, and the exit status is 0: an init container that fails keeps the training from starting.
 """
 
 from __future__ import annotations

@@ -57,21 +57,19 @@ matchConstraints:
       {{- with $injection.namespaceSelector.matchExpressions }}
       {{- toYaml . | nindent 6 }}
       {{- end }}
-matchConditions:
-  {{- if hasPrefix "REGISTRY/" (include "torchobs.image" .) }}
-  - name: image-is-set  # an image that cannot be pulled would keep every labelled pod from starting
-    expression: "!'{{ include "torchobs.image" . }}'.startsWith('REG' + 'ISTRY/')"
-  {{- end }}
-  - name: no-sidecar-yet  # so it may be called again after other mutations
-    expression: >-
-      !(has(object.spec.initContainers) && object.spec.initContainers.exists(c, c.name in ['torchobs', 'torchobs-copy']))
-      && !object.spec.containers.exists(c, c.name in ['torchobs', 'torchobs-copy'])
-  # What would be refused after the change, which failurePolicy does not cover
-  - name: no-volume-of-ours
-    expression: "!has(object.spec.volumes) || !object.spec.volumes.exists(v, v.name.startsWith('torchobs-'))"
-  - name: not-windows
-    expression: "!has(object.spec.os) || object.spec.os.name != 'windows'"
 variables:
+  # No matchConditions: Kubernetes 1.33 refuses the first policy that has them and uses variables in its mutation.
+  # A pod with a sidecar is left alone, for it may be asked again after other mutations, and one that would be refused after the change,
+  # which failurePolicy does not cover: names twice, Windows.
+  - name: leftAlone
+    expression: >-
+      (object.spec.containers + (has(object.spec.initContainers) ? object.spec.initContainers : [])).exists(c,
+      c.name in ['torchobs', 'torchobs-copy'])
+      || (has(object.spec.volumes) && object.spec.volumes.exists(v, v.name.startsWith('torchobs-')))
+      || (has(object.spec.os) && object.spec.os.name == 'windows')
+      {{- if hasPrefix "REGISTRY/" (include "torchobs.image" .) }}
+      || '{{ include "torchobs.image" . }}'.startsWith('REG' + 'ISTRY/')
+      {{- end }}
   - name: labels
     expression: object.metadata.labels
   - name: annotations
@@ -182,7 +180,7 @@ mutations:
   - patchType: JSONPatch
     jsonPatch:
       expression: >-
-        [
+        variables.leftAlone ? [] : [
         JSONPatch{op: 'add', path: '/metadata/labels/torchobs', value: 'sidecar'},
         JSONPatch{op: 'add', path: '/metadata/annotations', value: variables.annotations},
         JSONPatch{op: 'add', path: '/metadata/annotations/torchobs.io~1injected',
