@@ -26,7 +26,7 @@ CHART = support.ROOT / "helm" / "torchobs"
 VERSION = "1.36"
 
 # What else the chart makes.
-OTHERS = ("podMonitor.enabled", "prometheusRule.enabled", "dashboards.enabled", "serviceAccount.create", "test.enabled")
+OTHERS = ("podMonitor.enabled", "prometheusRule.enabled", "dashboards.enabled", "test.enabled")
 
 IMAGE = "registry.example.org/torchobs-exporter"
 PARENT = """

@@ -315,7 +315,7 @@ def test_names_of_namespaces_are_a_choice() -> None:
 def test_every_object_has_the_labels_and_the_name_of_the_release(name: str) -> None:
     """The injection's, too: `additionalLabels` and `fullnameOverride` hold for all, whatever else is set."""
     values = POLICY if name == "policy" else ("-f", values_of(name))
-    for one in objects(rendered(*values, "--set", "fullnameOverride=own-name,serviceAccount.name=own-name",
+    for one in objects(rendered(*values, "--set", "fullnameOverride=own-name",
                                 "--set", "additionalLabels.cost-center=ml", version=NEWEST)):  # fmt: skip
         labels = one["metadata"]["labels"]
         assert (labels["cost-center"], labels["app.kubernetes.io/instance"]) == ("ml", "torchobs"), one["kind"]
@@ -355,22 +355,10 @@ def scraped(*settings: str, more: tuple[str, ...] = ()) -> tuple[dict[str, Any],
 
 
 def test_only_pods_with_the_sidecars_label_are_asked_for() -> None:
-    """Not every pod of the cluster that happens to have a port of that name; with `null` it is."""
+    """Not every pod of the cluster that happens to have a port of that name."""
     monitor, job = scraped()
     assert monitor["selector"] == {"matchLabels": {"torchobs": "sidecar"}}
     assert job["kubernetes_sd_configs"] == [{"role": "pod", "selectors": [{"role": "pod", "label": "torchobs=sidecar"}]}]
-    monitor, job = scraped("podMonitor.selector.matchLabels.torchobs=null")
-    assert not monitor["selector"].get("matchLabels")
-    assert job["kubernetes_sd_configs"] == [{"role": "pod"}]
-
-
-def test_the_name_of_the_port_is_one_value() -> None:
-    """What the sidecar claims is what PodMonitor and scrape configuration look for."""
-    monitor, job = scraped("podMonitor.port=obs")
-    assert monitor["podMetricsEndpoints"][0]["port"] == "obs"
-    assert job["relabel_configs"][0]["regex"].startswith("obs;")
-    (test,) = of_kind(objects(rendered("--set", "podMonitor.port=obs,injection.engine=none")), "Pod")
-    assert test["spec"]["initContainers"][0]["ports"] == [{"name": "obs", "containerPort": 10960}]
 
 
 def ports(*settings: str) -> list[dict[str, Any]]:

@@ -38,27 +38,8 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- with $secrets }}{{ toYaml . }}{{ end -}}
 {{- end -}}
 
-{{- define "torchobs.serviceAccountName" -}}
-{{- default (ternary (include "torchobs.fullname" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name -}}
-{{- end -}}
-
 {{- define "torchobs.namespace.podMonitor" -}}
 {{- default .Release.Namespace .Values.podMonitor.namespace -}}
-{{- end -}}
-
-{{/* A label selector as text: `a=b,c in (d,e),!f`. */}}
-{{- define "torchobs.selectorText" -}}
-{{- $said := list -}}
-{{- range $key, $value := .matchLabels }}{{ $said = append $said (printf "%s=%s" $key $value) }}{{ end -}}
-{{- range .matchExpressions -}}
-{{- $values := .values | default list | join "," -}}
-{{- $forms := dict "In" (printf "%s in (%s)" .key $values) "NotIn" (printf "%s notin (%s)" .key $values) "Exists" .key "DoesNotExist" (print "!" .key) -}}
-{{- if not (hasKey $forms .operator) -}}
-{{- fail (printf "podMonitor.selector: operator is %q, and must be one of %s" .operator (keys $forms | sortAlpha | join ", ")) -}}
-{{- end -}}
-{{- $said = append $said (get $forms .operator) -}}
-{{- end -}}
-{{- join "," $said -}}
 {{- end -}}
 
 {{/* A duration in whole seconds. */}}
@@ -98,12 +79,8 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- fail (printf "injection.resources.requests.%s is %v, above limits.%s, %v: Kubernetes would refuse every pod with a sidecar" $name $request $name $limit) -}}
 {{- end -}}
 {{- end -}}
-{{- if eq .resourcesPreset "guaranteed" -}}
-{{ include "torchobs.guaranteedResources" $ }}
-{{- else -}}
 requests: {{ .resources.requests | toJson }}
 limits: {{ .resources.limits | toJson }}
-{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -127,7 +104,7 @@ limits: {{ toJson $limits }}
 {{- if .endpoint -}}
 - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ .endpoint | quote }}}
 - {name: OTEL_EXPORTER_OTLP_PROTOCOL, value: {{ .protocol }}}
-- {name: OTEL_EXPORTER_OTLP_COMPRESSION, value: {{ .compression }}}
+- {name: OTEL_EXPORTER_OTLP_COMPRESSION, value: gzip}
 - {name: OTEL_METRICS_EXPORTER, value: {{ ternary "otlp" "none" .metrics }}}
 - {name: OTEL_TRACES_EXPORTER, value: {{ ternary "otlp" "none" .traces }}}
 - {name: OTEL_LOGS_EXPORTER, value: {{ ternary "otlp" "none" .logs }}}

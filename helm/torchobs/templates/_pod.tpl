@@ -30,7 +30,7 @@ volumeMounts:
 {{- end }}
 
 {{- define "torchobs.ports" -}}
-- {name: {{ .Values.podMonitor.port }}, containerPort: {{ .Values.injection.port }}}
+- {name: torchobs, containerPort: {{ .Values.injection.port }}}
 {{- end }}
 
 {{/* Kubernetes mounts the service account's token into each container that has nothing at this path. */}}

@@ -194,7 +194,7 @@ mutations:
         + (has(object.spec.initContainers) ? object.spec.initContainers : [])}
         ]
         + (variables.hostNetwork ? [] : [JSONPatch{op: 'add', path: '/spec/initContainers/0/ports',
-        value: [{'name': dyn('{{ .Values.podMonitor.port }}'), 'containerPort': dyn(variables.port)}]}])
+        value: [{'name': dyn('torchobs'), 'containerPort': dyn(variables.port)}]}])
         {{- if not (include "torchobs.hasOwnDrainTimeout" .) }}
         + [JSONPatch{op: 'add', path: '/spec/initContainers/0/env/-',
         value: {'name': 'TORCHOBS_EXPORTER_DRAIN_TIMEOUT', 'value': string(variables.grace > 5 ? variables.grace - 5 : 0) + 's'}}]
