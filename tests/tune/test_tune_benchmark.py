@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.tune.models import SlowUnlessAutocast, blocks
 from torchobs import tune
-from torchobs.tune.comparison import ModeResult, Quartiles, quartiles, recommend
+from torchobs.tune.comparison import ModeResult, Quartiles, recommend
 
 
 def mode(name: str, speedup: tuple[float, float, float], *, accepted: bool = True) -> ModeResult:
@@ -110,12 +110,6 @@ def test_recommendations() -> None:
     assert recommend([none, good, best])[0] == "full"
     assert recommend([none, mode("amp", (2, 1.9, 2.1), accepted=False)])[1].startswith("amp: faster, but with outputs")
     assert recommend([none, mode("amp", (0.5, 0.4, 0.6))]) == ("none", "no other mode is faster")
-
-
-def test_quartiles_lie_between_the_values() -> None:
-    """Promise: of five values the second, third and fourth, and between two values in proportion."""
-    assert quartiles([5.0, 1.0, 4.0, 2.0, 3.0]) == Quartiles(3.0, 2.0, 4.0)
-    assert quartiles([1.0, 2.0]) == Quartiles(1.5, 1.25, 1.75)
 
 
 @pytest.mark.parametrize(

@@ -145,18 +145,6 @@ def test_v2_on_a_host_the_least_room_of_the_nested_groups_counts(tmp_path: Path)
     assert cpu.limit == 1.0
 
 
-def test_v2_without_any_limit_is_the_innermost_group(tmp_path: Path) -> None:
-    """A working set, and no limit; no quota, so nothing to throttle."""
-    root = plant(tmp_path, {**v2_group("/a.slice"), **v2_group("/a.slice/b.scope", usage=2 * GIB)})
-    groups = hierarchy("0::/a.slice/b.scope\n", V2_MOUNT.format(root="/"), "memory", root)
-    assert groups is not None
-    found = tightest(groups, root)
-    assert found is not None
-    assert found[0] == "/sys/fs/cgroup/a.slice/b.scope"
-    assert (found[1].limit, found[1].left) == (None, None)
-    assert cpu_of(groups, root) is None
-
-
 def test_v1_in_a_container_without_a_namespace(tmp_path: Path) -> None:
     """The path is the host's; what is mounted is the container's group, and its name stands in mountinfo."""
     path = "/kubepods/burstable/pod1234/abcd"

@@ -32,7 +32,6 @@ from torchobs.detect.hangs import (
     parse_timeout,
     standstill,
     surplus,
-    waits,
 )
 from torchobs.diagnosis import endings, health
 from torchobs.diagnosis import hangs as collectives
@@ -83,15 +82,6 @@ def test_the_rank_that_is_not_in_the_collective_is_named(count: int, odd: Positi
 def test_the_minority_is_named_where_collectives_are_in_forward() -> None:
     """FSDP gathers weights there: 63 ranks wait for the one that is still in its backward."""
     assert set(blamed(among(at(10, "forward"), 64, r5=at(9, "backward")))) == {"5"}
-
-
-def test_stacks_distinguish_ranks_in_the_same_phase() -> None:
-    """A hook of backward sleeps on rank 6: all are in backward of the same step."""
-    ranks = among(at(10, "backward", frames=WAITS), 8, r6=at(10, "backward", frames=SLEEPS))
-    assert {name: one.why for name, one in blamed(ranks).items()} == {"6": hangs.NOT_IN_COLLECTIVE}
-    assert waits(("/x/torch/distributed/c10d_logger.py:83 in wrapper", "/home/me/train.py:1 in main"))
-    assert not waits(SLEEPS)
-    assert not waits(())
 
 
 @pytest.mark.parametrize(
@@ -272,18 +262,6 @@ def test_who_waits_in_another_operation(
     assert all((one.group, one.number) == ("default", 413) for one in found)
 
 
-def calling(one: GroupProgress | None, state: str = "hung", phase: str = "backward", frames: tuple[str, ...] = ()) -> Position:
-    """A rank in step 11."""
-    return Position(state, 10, phase, frames, {} if one is None else {"default": one})
-
-
-def test_ranks_in_one_phase_are_told_apart() -> None:
-    """All are in backward of the same step, and there are no stacks."""
-    found = blamed({"0": calling(WAITING), "1": calling(AWAY), "2": calling(WAITING)})
-    assert {name: one.why for name, one in found.items()} == {"1": hangs.NOT_ARRIVED}
-    assert blamed({"0": calling(None), "1": calling(None)}) == {}
-
-
 def test_ranks_that_called_different_numbers_are_told_apart_by_group() -> None:
     """The most calls first; a group in which all called the same, or of one rank here, has no difference."""
     called = {"0": {"default": 207, "tp:1": 9}, "1": {"default": 206, "tp:1": 9}, "2": {"default": 207, "dp:2": 4}, "3": {}}
@@ -438,11 +416,3 @@ def timeout_elsewhere() -> Any:
     """A timeout that was raised outside of backward."""
     at = {"exception__type": "builtins.RuntimeError", "location": "torch/distributed/distributed_c10d.py:4 in barrier"}
     return fact(catalog.EVENT_EXCEPTION, END_S, 201, timeout="collective", timeout_s=4.0, **at)
-
-
-def test_a_rank_that_failed_before_is_the_cause() -> None:
-    """By an exception of its own, minutes before the others gave up."""
-    own = fact(catalog.EVENT_EXCEPTION, 21.0, 201, exception__type="builtins.KeyError", location="/home/me/train.py:3 in load")
-    ranks = rank(0, gave_up=True), rank(1, seconds=21.0, reason="exception", events=[own])
-    assert told(*ranks).startswith("Rank 1 failed first, 3 s before rank 0")
-    assert not endings.awaited_at_timeout(ranks)

@@ -47,11 +47,6 @@ def test_what_is_lost_or_unfed_is_told_with_the_layers_before_it() -> None:
     assert found.all == ("a", "c", "b", "d")
 
 
-def test_gradients_of_zero_alone_are_no_finding() -> None:
-    """A part that is not used."""
-    assert judged(lambda _: {"a": ZERO, "b": USUAL, "c": ZERO}) == NOTHING
-
-
 @pytest.mark.parametrize("seen", [LOST, UNFED])
 def test_it_has_to_last(seen: LayerSample) -> None:
     """Three looks and a hundred steps, without one between them in which the layer moves."""

@@ -171,12 +171,6 @@ def test_a_rank_for_which_nobody_waits_is_not_slow() -> None:
     assert {one.factor for one in found.values()} == {1.0}
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_nobody_is_slow_alone(count: int) -> None:
-    """There is nothing to compare with."""
-    assert compare(fleet(count)) == {}
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("waiting", range(5))
 def test_who_waits_for_a_peer_s_evaluation_is_not_slow(waiting: int, ranks: int) -> None:

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_bytes
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests import flights
-from tests.unit.test_cgroup import V1_MOUNTS, V2_MOUNT, plant
+from tests.unit.test_cgroup import GIB, V2_MOUNT, plant, v2_group
 from torchobs.flight import artifacts, control, directory, files
 from torchobs.flight.artifacts import LIMITS, STACKS, named, parse
 from torchobs.flight.cleanup import SETTLED_S, STALE_S, clean
@@ -24,10 +23,6 @@ from torchobs.flight.directory import NoPlaceError, candidates, filesystem_type,
 from torchobs.flight.files import cgroup_headroom, file_name, lock_name
 from torchobs.flight.layout import MIN_SIZE, Header, Live, Region, encode_header
 from torchobs.flight.writer import open_writer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 ME = os.getuid()
 
@@ -218,48 +213,14 @@ def test_files_of_a_shared_place_are_for_the_group(flight_dir: Path) -> None:
             path.unlink()
 
 
-MIB = 1 << 20
-
-
-def v2(**groups: tuple[str, int, int]) -> dict[str, str]:
-    """Files of a v2 tree: limit, usage and inactive file pages by path (`_` for `/`)."""
-    files = {"proc/self/mountinfo": V2_MOUNT.format(root="/")}
-    for path, (limit, usage, inactive) in groups.items():
-        directory = "sys/fs/cgroup" + ("/" + path.replace("_", "/")).rstrip("/")
-        files[f"{directory}/memory.max"] = f"{limit}\n"
-        files[f"{directory}/memory.current"] = f"{usage}\n"
-        files[f"{directory}/memory.stat"] = f"anon 1\nfile 2\ninactive_anon 9\ninactive_file {inactive}\nactive_file 4\n"
-    return files
-
-
-def v1(**groups: tuple[str, int, int]) -> dict[str, str]:
-    """The same for the v1 memory controller."""
-    files = {"proc/self/mountinfo": V1_MOUNTS.format(root="/")}
-    for path, (limit, usage, inactive) in groups.items():
-        directory = "sys/fs/cgroup/memory" + ("/" + path.replace("_", "/")).rstrip("/")
-        files[f"{directory}/memory.limit_in_bytes"] = f"{limit}\n"
-        files[f"{directory}/memory.usage_in_bytes"] = f"{usage}\n"
-        files[f"{directory}/memory.stat"] = f"cache 1\ninactive_file 7\ntotal_inactive_file {inactive}\n"
-    return files
-
-
-@pytest.mark.parametrize(
-    ("membership", "files", "expected"),
-    [
-        pytest.param("", {}, None, id="no cgroups"),
-        pytest.param("0::/a\n", v2(a=("max", 9 * MIB, 0)), None, id="no limit"),
-        pytest.param("0::/a\n", v2(a=(str(64 * MIB), 60 * MIB, 0)), 4 * MIB, id="a limit"),
-        pytest.param("0::/a\n", v2(a=(str(64 * MIB), 64 * MIB, 50 * MIB)), 50 * MIB, id="full of page cache"),
-        pytest.param("0::/a/b\n", v2(a=(str(8 * MIB), MIB, 0), a_b=(str(4 * MIB), MIB, 0)), 3 * MIB, id="the inner is tighter"),
-        pytest.param("0::/a/b\n", v2(a=(str(8 * MIB), 6 * MIB, 0), a_b=("max", MIB, 0)), 2 * MIB, id="the outer is tighter"),
-        pytest.param("5:cpu:/x\n4:memory:/d/c\n", v1(d_c=(str(32 * MIB), 30 * MIB, 0)), 2 * MIB, id="v1"),
-    ],
-)
-def test_headroom_is_what_the_tightest_cgroup_has_left(
-    tmp_path: Path, membership: str, files: Mapping[str, str], expected: int | None
-) -> None:
-    """v1 and v2, nested, in containers, and page cache that the kernel would give back is not taken."""
-    assert cgroup_headroom(plant(tmp_path, {"proc/self/cgroup": membership, **files})) == expected
+def test_headroom_is_what_the_tightest_cgroup_has_left(tmp_path: Path) -> None:
+    """Page cache that the kernel would give back is not taken; which group is the tightest, test_cgroup has of v1 and v2."""
+    root = plant(tmp_path, {"proc/self/cgroup": "", "proc/self/mountinfo": V2_MOUNT.format(root="/")})
+    assert cgroup_headroom(root) is None
+    plant(tmp_path, {"proc/self/cgroup": "0::/a/b\n", **v2_group("/a/b")})
+    assert cgroup_headroom(root) is None, "no limit"
+    plant(tmp_path, v2_group("/a", limit=str(4 * GIB)))
+    assert cgroup_headroom(root) == 4 * GIB - 3 * GIB + GIB  # of 3 GiB that are used one is inactive file pages
 
 
 HOUR_NS = 3600 * 1_000_000_000
@@ -379,15 +340,6 @@ def test_what_a_birth_that_was_killed_left_goes_after_an_hour(directory_fd: int,
     assert list(flight_dir.iterdir()) == []
 
 
-def test_a_lock_that_is_held_stays_without_its_file(directory_fd: int, flight_dir: Path) -> None:
-    """Its rank is about to make the file anew."""
-    writer = open_writer(flights.place(flight_dir), {"rank": 0}, MIN_SIZE)
-    (flight_dir / writer.name).unlink()
-    age(flight_dir / lock_name(writer.name), STALE_S * 2)
-    assert clean(directory_fd, now=NOW) == []
-    writer.close()
-
-
 def test_a_file_of_another_user_stays(directory_fd: int, flight_dir: Path, make: Make) -> None:
     """Root may remove it, and does not."""
     name = make(100)
@@ -491,20 +443,6 @@ def test_a_command_is_read_once(directory_fd: int, reader: ControlReader) -> Non
     seq = write_command(directory_fd, TARGET, Command(level=2, profile_steps=5, stacks=True))
     assert reader.poll() == Command(2, 5, stacks=True, seq=seq, profile_seq=seq, stacks_seq=seq)
     assert reader.poll() is None
-
-
-def test_a_level_stays_until_the_next_one_and_requests_do_not(directory_fd: int, reader: ControlReader) -> None:
-    """A level is a state, a profile and a dump are requests."""
-    write_command(directory_fd, TARGET, Command(stacks=True))
-    first = reader.poll()
-    assert first
-    assert (first.level, first.stacks) == (None, True)
-    write_command(directory_fd, TARGET, Command(level=3))
-    write_command(directory_fd, TARGET, Command(profile_steps=7))
-    second = reader.poll()
-    assert second
-    assert (second.level, second.profile_steps, second.stacks) == (3, 7, False)
-    assert second.seq > first.seq
 
 
 def test_an_exporter_that_restarts_goes_on_counting(directory_fd: int, reader: ControlReader, flight_dir: Path) -> None:

@@ -152,13 +152,6 @@ def test_a_non_finite_loss_is_counted_and_never_shown_as_a_value() -> None:
     assert isnan(found[0].value)
 
 
-def test_an_anomaly_is_over_with_the_next_ordinary_step() -> None:
-    """The flag tells of the last measured step, whichever batch it came in."""
-    made = [flights.step_record(HEADER, number, loss=loss) for number, loss in enumerate([2.0, nan, 2.0], 1)]
-    key = catalog.ANOMALY_ACTIVE.name, (("kind", "nonfinite_loss"),)
-    assert [state[key] for state in flights.folded_states(HEADER, made)] == [0.0, 0.0, 1.0, 0.0]
-
-
 def test_a_step_without_a_loss_does_not_end_an_anomaly() -> None:
     """Where norms are measured every tenth step, nine steps that measured nothing say nothing."""
     points, _ = fold_steps({"grad_norm": nan}, {"flags": StepFlag.LOSS})
@@ -182,15 +175,6 @@ def test_a_late_nan_is_counted_all_the_same() -> None:
     assert points[catalog.ANOMALY_ACTIVE.name, (("kind", "nonfinite_loss"),)] == 0.0
     assert points[catalog.ANOMALY_ACTIVE.name, (("kind", "nonfinite_gradient"),)] == 0.0
     assert {(one.kind, one.step) for one in found} == {("nonfinite_loss", 1), ("nonfinite_gradient", 1)}
-
-
-def test_a_late_record_is_no_step() -> None:
-    """Norms that come a step later belong to their step; steps, times and durations are counted once."""
-    late = {"step": 1, "kind": RecordKind.LATE, "flags": StepFlag.GRAD_NORM, "grad_norm": 7.0}
-    points, _ = fold_steps({"flags": 0}, late)
-    assert points[catalog.STEPS.name, ()] == 1
-    assert sum(points[catalog.STEP_DURATION.name, ()].counts) == 1
-    assert points[catalog.GRAD_NORM.name, ()] == 7.0
 
 
 def test_skipped_steps_are_steps_whose_time_is_not_productive() -> None:

@@ -11,7 +11,7 @@ from tests import flights
 from torchobs import catalog
 from torchobs.flight import files, reader, storage
 from torchobs.flight.files import CreatedFile, create_flight_file
-from torchobs.flight.layout import HEADER_SIZE, MIN_SIZE, Region
+from torchobs.flight.layout import MIN_SIZE, Region
 from torchobs.flight.storage import DeferredStorage
 from torchobs.flight.value_blocks import USER
 from torchobs.flight.writer import FlightWriter, open_writer
@@ -26,41 +26,6 @@ def born(flight_dir: Path) -> Iterator[CreatedFile]:
     yield made
     files.unlock(made.lock)
     made.place.directory.close()
-
-
-def on_disk(born: CreatedFile) -> bytes:
-    """What the file holds."""
-    return (Path(born.place.path) / born.name).read_bytes()
-
-
-def test_stores_side_by_side_are_written_together(born: CreatedFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every write lets the GIL go, and a busy thread keeps it for 5 ms: a hundred step records are one write."""
-    deferred, writes = DeferredStorage(born), Interrupted(10_000)
-    steps = born.header.regions[Region.STEPS].offset
-    for number in range(100):
-        deferred.store(steps + number * 128, bytes([number]) * 128)
-    deferred.store(HEADER_SIZE + 4096, b"elsewhere")
-    monkeypatch.setattr(storage, "os", _Os(writes))
-    deferred.flush()
-    assert writes.offsets == [HEADER_SIZE + 4096, steps]
-    assert deferred.snapshot() == on_disk(born)
-    deferred.detach()
-
-
-def test_a_deferred_store_waits_for_the_flush(born: CreatedFile) -> None:
-    """The training thread touches no page of the file; the newest bytes of every place arrive, each once."""
-    before = on_disk(born)
-    deferred = DeferredStorage(born)
-    for number in range(5):
-        deferred.store(8192, bytes([number]) * 3)
-        deferred.word(HEADER_SIZE // 8, number)
-    assert on_disk(born) == before
-    assert deferred.snapshot()[8192:8195] == b"\x04\x04\x04"
-    deferred.flush()
-    assert on_disk(born)[8192:8195] == b"\x04\x04\x04"
-    assert on_disk(born)[HEADER_SIZE] == 4
-    assert deferred.snapshot() == on_disk(born)
-    deferred.detach()
 
 
 def test_what_waits_is_bounded_however_long_nobody_flushes(born: CreatedFile) -> None:

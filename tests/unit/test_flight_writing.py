@@ -20,7 +20,7 @@ from torchobs import catalog
 from torchobs.catalog import Kind
 from torchobs.flight import files, reader, writer
 from torchobs.flight.files import create_flight_file, lock_name
-from torchobs.flight.layout import BLOCK_WORDS, DEFAULT_SIZE, MAX_SIZE, MIN_SIZE, Exit, Region
+from torchobs.flight.layout import BLOCK_WORDS, MIN_SIZE, Exit, Region
 from torchobs.flight.reader import Distribution
 from torchobs.flight.value_blocks import LAYERS, Cell
 from torchobs.flight.writer import FlightWriter, open_writer
@@ -312,18 +312,6 @@ def test_a_signal_handler_may_write_too(flight_dir: Path, bell: Bell) -> None:
     assert flights.value(file.read(), METRIC) == sum(counts.values())
     file.close()
     image.close()
-
-
-@pytest.mark.parametrize("size", [MIN_SIZE, MIN_SIZE + 1, 300_001, 555_555, DEFAULT_SIZE, DEFAULT_SIZE + 63, MAX_SIZE])
-def test_every_size_that_a_user_may_ask_for_gives_a_file(flight_dir: Path, size: int) -> None:
-    """Rounded down to whole pages, and readable."""
-    made = open_writer(flights.place(flight_dir), {"rank": 3}, size)
-    assert (flight_dir / made.name).stat().st_size == size - size % 4096
-    flights.step(made, 1)
-    file = reader.open_path(made.path)
-    assert flights.value(file.read(), catalog.STEPS) == 1
-    file.close()
-    made.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file of /proc that was just being read

@@ -103,13 +103,6 @@ def test_wrong_arguments() -> None:
         guard.check_outputs(torch.ones(4, 2), contract="b 2")  # type: ignore[arg-type]
 
 
-def test_healthy_outputs_pass() -> None:
-    """Promise: a model that answers differently for each sample, as before, has no problem."""
-    torch.manual_seed(0)
-    report = guard.check_outputs(torch.randn(64, 10), classes=1)
-    assert report.ok, report
-
-
 @pytest.mark.parametrize(
     ("outputs", "problem"),
     [

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import mmap
 import subprocess
 import sys
 import time
@@ -16,7 +14,7 @@ from tests.rank_files import File
 from tests.unit.test_cgroup import GIB, V2_MOUNT, plant, v2_group
 from torchobs import catalog
 from torchobs.flight.reader import open_path
-from torchobs.probes.process_memory import Machine, MemoryLimits, ProcessStats, parse_machine
+from torchobs.probes.process_memory import Machine, MemoryLimits, parse_machine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,27 +50,6 @@ print(flush=True)
 input()
 child.communicate(b"\\n")
 """
-
-
-@pytest.fixture
-def process() -> ProcessStats:
-    """This process, by the means of this system."""
-    return ProcessStats()
-
-
-def test_memory_that_is_touched_is_resident_and_anonymous(process: ProcessStats) -> None:
-    """And no longer when it was given back."""
-    gc.collect()  # lest anything else is given back meanwhile
-    before = process.resident()
-    held = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for page in range(0, 64 * MIB, mmap.PAGESIZE):
-        held[page] = 1
-    after = process.resident()
-    assert after.all - before.all == pytest.approx(64 * MIB, abs=4 * MIB)
-    assert after.anonymous - before.anonymous == pytest.approx(64 * MIB, abs=4 * MIB)
-    assert 0 < after.anonymous <= after.all
-    held.close()
-    assert process.resident().all < after.all - 32 * MIB
 
 
 def test_children_of_children_are_found() -> None:

@@ -153,11 +153,6 @@ def git(program: Callable[[str], str], tmp_path: Path) -> Git:
     return run
 
 
-def test_a_clean_checkout(git: Git, tmp_path: Path) -> None:
-    """From a folder within it."""
-    assert checkout(tmp_path / "sub") == Checkout(git("rev-parse", "HEAD"), "trunk")
-
-
 def test_packed_references_detached_heads_and_worktrees(git: Git, tmp_path: Path) -> None:
     """After `git gc`, at a commit without a branch, and in a worktree, whose files are elsewhere."""
     git("pack-refs", "--all")

@@ -34,15 +34,6 @@ def test_a_burst_and_then_one_every_so_often() -> None:
     assert taken == [0, 1, 2, *range(10, 100, 10)]
 
 
-def test_what_was_not_used_is_there_later_but_no_more_than_the_burst() -> None:
-    """A quiet hour does not save up for a flood."""
-    limiter = RateLimiter(10 * S, 3)
-    for _ in range(3):
-        assert limiter.take(0)
-    assert not limiter.take(0)
-    assert [limiter.take(3600 * S) for _ in range(5)] == [True, True, True, False, False]
-
-
 def test_each_key_has_its_own_and_knows_what_was_held_back() -> None:
     """One cause's flood takes nothing from another."""
     limiter = RateLimiter(60.0)
@@ -131,11 +122,6 @@ def test_html_is_escaped() -> None:
     assert "&lt;b&gt;" in html
     assert "<b>Found</b>" in html
     assert html.count("<td>longer</td>") == 1
-
-
-def test_absent_values_and_empty_tuples() -> None:
-    """Promise: what is absent is a dash."""
-    assert "worst   -" in str(Found("t", None, ()))
 
 
 def test_a_module_is_imported_once_its_import_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
