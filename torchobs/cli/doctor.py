@@ -306,15 +306,15 @@ def is_read_only(path: str) -> bool:
 def served(path: str) -> Check:
     """Check that a sidecar may read what the ranks write."""
     try:
-        listed = load.listing(Path(path))
+        listed = runs.listing(Path(path))
     except OSError as problem:
         return Check("flight files", FAIL, f"{path} cannot be read: {text_format.clean(problem.strerror)}", _GROUP)
     if listed.bad:
         name, reason = listed.bad[0]
         return Check("flight files", FAIL, f"{name} in {path} cannot be read: {text_format.clean(reason)}", _GROUP)
-    if not listed.found:
+    if not (readable := sum(len(run.files) for run in listed.runs)):
         return Check("flight files", WARN, f"{path} has none: no rank has appeared", "run doctor in the training's container")
-    return Check("flight files", OK, f"{path} has {text_format.plural(len(listed.found), 'readable flight file')}")
+    return Check("flight files", OK, f"{path} has {text_format.plural(readable, 'readable flight file')}")
 
 
 def shared_memory(path: str = "/dev/shm") -> Check:  # noqa: S108  # only its size is read
