@@ -1,25 +1,30 @@
-"""Loaders of every kind: what training waited for, their workers, and what a dead one leaves."""
+"""Loaders of every kind: what training waited for, their workers; and epochs, evaluations and the start of a run."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from tests import support
-from tests.training import Recording, mlp
+import torchobs
+from tests import flights, support
+from tests.training import Recording, mlp, recording
+from torchobs.flight import reader
 from torchobs.flight.layout import PHASE_NAMES
 from torchobs.probes.data import BatchWatch, StarvationWatch
 from torchobs.probes.timeline import LONG_TRACE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
 
 FETCH_S = 0.02
 SAMPLES = 12
@@ -199,3 +204,286 @@ def test_batches_without_end_after_training_take_no_memory(run: Recording, gradi
     last = run.steps()[-1]
     assert sum(last.phase_s) >= served, "no time is lost"
     assert (last.phase_s[PHASE_NAMES.index("evaluation")] > 0.9 * served) is not gradients
+
+
+NAP_S = 0.12
+BATCHES = 3
+
+
+def three_batches() -> Any:
+    """Three batches."""
+    return DataLoader(torch.ones(BATCHES * 2, 8), batch_size=2)  # type: ignore[arg-type]
+
+
+class Loop:
+    """A training loop's parts."""
+
+    def __init__(self) -> None:
+        self.model = mlp()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+    def step(self, batch: torch.Tensor) -> None:
+        self.model(batch).sum().backward()
+        self.optimizer.step()
+
+    def train(self, batches: Any, after: Callable[[], object] = lambda: None) -> None:
+        for batch in batches:
+            self.step(batch)
+            after()
+
+    def evaluate(self, batches: Any, nap_s: float = 0.0) -> float:
+        """Return the seconds from the first batch to the end of the last nap."""
+        begun = ended = 0.0
+        with torch.no_grad():
+            for batch in batches:
+                begun = begun or time.perf_counter()
+                self.model(batch)
+                time.sleep(nap_s)
+                ended = time.perf_counter()
+        return ended - begun
+
+
+def epochs(run: Recording) -> int:
+    """The counter, after a whole round of the sampler's that began after the last step."""
+    run.whole_round()
+    count: int = run.values()[("torchobs.epochs",)]
+    return count
+
+
+def test_epochs_are_the_training_loader_s(run: Recording) -> None:
+    """Evaluation before, amid and after them is none, with a loader that is used again."""
+    loop, training, validation = Loop(), three_batches(), three_batches()
+    loop.evaluate(validation)
+    assert epochs(run) == 0
+    for _ in range(3):
+        loop.train(training, after=lambda: loop.evaluate(validation))
+        loop.evaluate(validation)
+    assert epochs(run) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_evaluation_before_a_loop_s_first_step_is_no_epoch(run: Recording, workers: int) -> None:
+    """At each batch, also the first, where nothing has been trained on yet; and before the loop, with workers that stay."""
+    loop, training = Loop(), three_batches()
+    validation: Any = DataLoader(
+        torch.ones(BATCHES * 2, 8),  # type: ignore[arg-type]
+        batch_size=2, num_workers=workers, persistent_workers=workers > 0,
+    )  # fmt: skip
+    loop.evaluate(validation)
+    for _ in range(3):
+        for batch in training:
+            loop.evaluate(validation)
+            loop.step(batch)
+    assert epochs(run) == 3
+
+
+def test_a_new_loader_for_every_epoch(run: Recording) -> None:
+    """What the last one's iterator is gone for; the evaluation's are new, too."""
+    loop, kept = Loop(), []
+    for _ in range(3):
+        kept.append(three_batches())
+        loop.train(kept[-1], after=lambda: loop.evaluate(three_batches()))
+        loop.evaluate(three_batches())
+    assert epochs(run) == 3
+
+
+def test_a_batch_for_a_look_is_no_epoch(run: Recording) -> None:
+    """``next(iter(loader))`` to see the shape, then two epochs."""
+    loop, training = Loop(), three_batches()
+    next(iter(training))
+    for _ in range(2):
+        loop.train(training)
+    assert epochs(run) == 2
+
+
+def test_an_epoch_is_a_span_with_its_steps(flight_dir: Path) -> None:
+    """From its beginning to the next one's, the last one to the run's end."""
+    path = ""
+    for run in recording(flight_dir):
+        assert run.session.writer is not None
+        path = run.session.writer.path
+        loop, training = Loop(), three_batches()
+        for _ in range(2):
+            loop.train(training)
+            time.sleep(NAP_S)
+    spans = [frame for frame in flights.frames(reader.open_path(path)) if frame["name"] == "torchobs.epoch"]
+    assert [span["attrs"] for span in spans] == [{"epoch": 1, "steps": BATCHES}, {"epoch": 2, "steps": BATCHES}]
+    assert spans[0]["t1"] == spans[1]["t0"]
+    assert all(span["t1"] - span["t0"] >= NAP_S * 1e9 for span in spans)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_an_evaluation_is_a_span(run: Recording, *, announced: bool) -> None:
+    """With ``eval()`` and ``train()``, or with gradients disabled alone: as long as it was."""
+    loop, training = Loop(), three_batches()
+    loop.train(training)
+    begun = time.perf_counter()
+    if announced:
+        loop.model.eval()
+    least = loop.evaluate(three_batches(), NAP_S)
+    if announced:
+        loop.model.train()
+    most = time.perf_counter() - begun
+    loop.train(training)
+    values = run.look()
+    (span,) = run.frames("torchobs.evaluation")
+    assert least - 1e-6 <= (span["t1"] - span["t0"]) / 1e9 <= most + 1e-6
+    assert least - 1e-6 <= values[("torchobs.goodput.time", "evaluation")] <= most + 1e-6
+
+
+def total(run: Recording) -> float | None:
+    """How long the run says it is."""
+    found: float | None = run.look().get(("torchobs.steps.planned",))
+    return found
+
+
+def test_the_length_of_the_run_is_what_it_was_told(flight_dir: Path) -> None:
+    """By a setting, or by ``log()``; else there is no such series."""
+    for run in recording(flight_dir):
+        assert total(run) is None
+        torchobs.log(total_steps=500)
+        assert total(run) == 500
+        assert ("torchobs.scalar", "total_steps") not in run.values()
+    for run in recording(flight_dir, total_steps=1000):
+        assert total(run) == 1000
+
+
+STARTUP = """
+import sys, time
+begun = time.time()
+time.sleep(0.3)
+import torch, torchobs
+torchobs.init(flight_dir=sys.argv[1])
+model = torch.nn.Linear(8, 1)
+model.train()
+time.sleep(1.5)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+batches = torch.utils.data.DataLoader(torch.ones(6, 8), batch_size=2)
+stepping = time.time()
+for batch in batches:
+    time.sleep(0.2)
+    model(batch).sum().backward()
+    optimizer.step()
+time.sleep(0.3)
+print(stepping - begun)
+"""
+
+
+def test_the_time_before_the_first_step_is_startup(flight_dir: Path) -> None:
+    """From the process's start: what a restart costs again, imports included."""
+    begun = time.time()
+    argv = [sys.executable, "-c", STARTUP, str(flight_dir)]
+    ended = subprocess.run(argv, capture_output=True, text=True, check=True)
+    lasted = time.time() - begun
+    (path,) = flight_dir.glob("*.flight")
+    values = {
+        tuple(str(value) for _, value in point.series.attributes): float(point.value)  # type: ignore[arg-type]  # no histogram
+        for point in reader.open_path(str(path)).read().points
+        if point.series.name == "torchobs.goodput.time"
+    }
+    least = float(ended.stdout)  # the interpreter's own start comes on top
+    assert least <= values[("startup",)] <= lasted - 0.6
+    assert sum(values.values()) <= lasted
+
+
+def goodput(run: Recording) -> dict[str, float]:
+    """Seconds by what they went into, as of now."""
+    return {key[1]: value for key, value in run.look().items() if key[0] == "torchobs.goodput.time"}
+
+
+def trained(states: dict[str, float]) -> float:
+    """Seconds since the start was over."""
+    return sum(states.values()) - states["startup"]
+
+
+def test_goodput_is_current_within_a_long_evaluation_and_adds_up_to_the_life(flight_dir: Path) -> None:
+    """Within a per cent: amid an evaluation that goes on, and at the end, idle time after the last step included."""
+    path, life_s, born_s, least, asked, before = "", 0.0, 0.0, 0.0, list[float](), 0.0
+    for run in recording(flight_dir):
+        assert run.session.writer is not None
+        path = run.session.writer.path
+        loop, training = Loop(), three_batches()
+        loop.train(training, after=lambda: asked.append(time.monotonic()))
+        before = trained(goodput(run))  # up to the end of the last step, before which there is the last but one
+        loop.model.eval()
+        begun = time.monotonic()
+        for batch in three_batches():
+            loop.model(batch)
+            time.sleep(0.7)
+            break
+        least = time.monotonic() - begun
+        states = goodput(run)
+        most = time.monotonic() - asked[-2]
+        assert 0.99 * least <= trained(states) - before <= 1.01 * most
+        assert states["evaluation"] >= 0.7
+        loop.model.train()
+        loop.train(training)
+        time.sleep(0.3)
+        born_s = run.session.writer.header.begun_s
+        life_s = time.time() - born_s
+        least = time.monotonic() - begun
+    most = time.monotonic() - asked[-2]
+    longest_s = time.time() - born_s
+    points = reader.open_path(path).read(final=True).points
+    values = {
+        str(point.series.attributes[0][1]): float(point.value)  # type: ignore[arg-type]  # no histogram
+        for point in points
+        if point.series.name == "torchobs.goodput.time"
+    }
+    assert values["idle"] >= 0.3
+    assert 0.99 * least <= trained(values) - before <= 1.01 * most
+    assert 0.99 * life_s <= sum(values.values()) <= 1.01 * longest_s
+
+
+class OwnOrder(DistributedSampler[Any]):
+    """Draws in its own way."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(len(self.dataset)).tolist()[self.rank :: self.num_replicas])  # type: ignore[arg-type]
+
+
+class Grouped(OwnOrder):
+    """Nor has it what its parent makes."""
+
+    def __init__(self, samples: Any) -> None:
+        self.dataset, self.num_replicas, self.rank, self.num_samples = samples, 2, 0, len(samples) // 2
+
+
+def mistaken_orders(run: Recording) -> list[tuple[int, bool]]:
+    """Step of each word on it, and whether it takes it back."""
+    told = [event for event in run.frames("torchobs.loop.mistake") if event["attrs"]["kind"] == "same_order"]
+    return [(event["step"], "parameters_affected" in event["attrs"]) for event in told]
+
+
+@pytest.mark.parametrize("how", ["forgotten", "called", "in order", "one rank", "few steps", "own order", "grouped"])
+def test_a_sampler_that_is_not_given_the_epoch_is_told_once(run: Recording, how: str) -> None:
+    """Promise: where a ``DistributedSampler`` of several ranks shuffles each of some epochs alike, and nowhere else."""
+    loop, samples = Loop(), torch.ones(16 if how == "few steps" else 40, 8)
+    replicas = 1 if how == "one rank" else 2
+    kind: Any = {"own order": OwnOrder, "grouped": Grouped}.get(how, DistributedSampler)
+    sampler = kind(samples) if how == "grouped" else kind(samples, replicas, 0, shuffle=how != "in order")
+    batches: Any = DataLoader(samples, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    for epoch in range(4):
+        if how == "called":
+            sampler.set_epoch(epoch)
+        loop.train(batches)
+    assert run.errors() == []
+    assert epochs(run) == 4
+    assert mistaken_orders(run) == ([(20, False)] if how == "forgotten" else [])
+
+
+@pytest.mark.parametrize("how", ["trial before", "set after iter", "two passes", "four passes"])
+def test_a_sampler_that_is_given_the_epoch_in_its_own_way_is_none(run: Recording, how: str) -> None:
+    """Neither a trial before the first epoch, nor an epoch set late, nor passes of one epoch; at worst it is taken back."""
+    loop, samples = Loop(), torch.ones(40, 8)
+    sampler: Any = DistributedSampler(samples, 2, 0)  # type: ignore[arg-type]
+    batches: Any = DataLoader(samples, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    if how == "trial before":
+        loop.train(batches)
+    for epoch in range(4):
+        iterator = iter(batches) if how == "set after iter" else batches
+        sampler.set_epoch(epoch)
+        for _ in range({"two passes": 2, "four passes": 4}.get(how, 1)):
+            loop.train(iterator)
+    epochs(run)
+    assert mistaken_orders(run) == ([(20, False), (40, True)] if how == "four passes" else [])

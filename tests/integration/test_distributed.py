@@ -1,11 +1,13 @@
-"""Distributed training, in real process groups of two ranks: what is recognised, what DDP says, and no word of ours."""
+"""Distributed training, in real process groups of two ranks: what is recognised, what DDP says, and whether ranks agree."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
+from contextlib import closing
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,9 +15,20 @@ import pytest
 import torch
 
 from tests import flights, support
+from tests.diagnosis.observing import read
 from tests.training import Recording, recording
+from torchobs import catalog
+from torchobs.cli.top import Watch, screen
+from torchobs.detect.disagreement import LOOKED_BATCHES, drifted, same_batches
+from torchobs.diagnosis.health import health
+from torchobs.document.text import TerminalStyle
+from torchobs.exporter.config import ExporterConfig
 from torchobs.flight import reader
 from torchobs.probes.distributed import AXES, Parallelism, Place, by_axis, of_frameworks, recognise, root_dimensions
+from torchobs.probes.replica_batches import number_of
+from torchobs.probes.replica_weights import sums_of
+from torchobs.ranks.live import DetailsReader, RunsReader
+from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -245,3 +258,183 @@ def test_ddp_is_left_as_it_was_found(flight_dir: Path) -> None:
         assert vars(DistributedDataParallel)["__init__"] is not before
         assert inspect.signature(DistributedDataParallel) == signature
     assert vars(DistributedDataParallel)["__init__"] is before
+
+
+_SCRIPT = """
+import torch, torch.distributed as dist, torchobs
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+torchobs.init()
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+rank = dist.get_rank()
+data = TensorDataset(torch.randn(256, 8), torch.randn(256, 1))
+torch.manual_seed({seed})
+loader = DataLoader({data}, batch_size=8, {loader})
+
+def step(x, y):
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+for epoch in range(2):
+    if isinstance(loader.sampler, DistributedSampler):
+        loader.sampler.set_epoch(epoch)
+    for x, y in loader:
+        {step}
+dist.destroy_process_group()
+torchobs.shutdown()
+print("{{}}")
+"""
+_EVALUATED = """\
+step(torch.randn(8, 8) + rank, torch.randn(8, 1))
+        for u, v in DataLoader(data, batch_size=8):
+            model.module(u)
+"""
+
+
+def script(*, data: str = "data", loader: str = "shuffle=True", seed: str = "0", step: str = "step(x, y)") -> str:
+    """A training with a data loader."""
+    return _SCRIPT.format(data=data, loader=loader, seed=seed, step=step)
+
+
+def said_live(flight_dir: Path) -> tuple[str, str]:
+    """What the live page and `torchobs top` say of the run."""
+    with closing(Scanner(ExporterConfig(flight_dir=str(flight_dir)))) as scanner:
+        snapshot = scanner.scan()
+        (shown,) = RunsReader().runs(snapshot, DetailsReader().gather(scanner, snapshot, ()))
+        runs, _ = Watch(scanner).look()
+    return health(shown).text, "\n".join(screen(runs, TerminalStyle(1000), 100).lines)
+
+
+@pytest.mark.parametrize("loader", ["shuffle=True", "shuffle=False, num_workers=1"])
+def test_a_sampler_that_is_missing(start: Any, flight_dir: Path, loader: str) -> None:
+    """All ranks read all data, in one order; the remedy is named."""
+    train(start, flight_dir, "-c", script(loader=loader))
+    observed = read(flight_dir)
+    assert "same_batches" in observed.kinds()
+    assert "DistributedSampler" in observed.text("same_batches")
+    assert all("DistributedSampler" in text for text in said_live(flight_dir))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"loader": "sampler=DistributedSampler(data)"},
+        {"seed": "rank"},
+        {"step": "step(x[rank::2], y[rank::2])"},
+        {"data": "torch.utils.data.Subset(data, [0] * 256)"},
+        {"step": _EVALUATED, "loader": "sampler=DistributedSampler(data)"},
+    ],
+    ids=["sampler", "orders", "parts of a batch", "one sample", "an evaluation"],
+)
+def test_ranks_with_data_of_their_own(start: Any, flight_dir: Path, given: dict[str, str]) -> None:
+    """Nothing is said."""
+    train(start, flight_dir, "-c", script(**given))
+    assert read(flight_dir).said() == []
+    assert not any("same data" in text for text in said_live(flight_dir))
+
+
+def test_what_is_compared_is_written_down(start: Any, flight_dir: Path) -> None:
+    """For each of the first iterations, on every rank."""
+    train(start, flight_dir, "-c", script(loader="sampler=DistributedSampler(data)"))
+    told = read(flight_dir).events(catalog.EVENT_REPLICA_BATCHES)
+    assert [fact.step for fact in told] == [1, 17, 1, 17]
+
+
+def test_batches_are_told_apart() -> None:
+    """By values and by their order; nested, of any type."""
+    x = torch.arange(12.0).view(3, 4)
+    batches: list[Any] = [x, x.flip(0), [x, x], {"ids": x.long(), "mask": x > 2}]
+    assert len({number_of(each) for each in batches}) == len(batches)
+    assert number_of((x, [x.half()])) == number_of([x, x])
+    assert number_of({"text": "a", "n": 3}) is None
+    assert number_of([x, torch.full((2,), torch.nan)]) is None
+
+
+def test_the_verdict_needs_batches_and_losses() -> None:
+    """Eight batches that differ from each other, and losses equal to the bit."""
+    batches = [float(number) for number in range(LOOKED_BATCHES)]
+    losses = {step: 1.0 / (1 + step) for step in range(1, 20)}
+    other = losses | {19: losses[19] * (1 + 2**-50)}
+    assert same_batches({"0": {1: batches}, "1": {1: batches}}, {"0": losses, "1": losses}) == 1
+    assert same_batches({"0": {1: batches}, "1": {1: batches}}, {"0": losses, "1": other}) is None
+    assert same_batches({"0": {1: batches}, "1": {1: batches[::-1]}}, {"0": losses, "1": losses}) is None
+    assert same_batches({"0": {1: [1.0] * 8}, "1": {1: [1.0] * 8}}, {"0": losses, "1": losses}) is None
+    assert same_batches({"0": {1: batches}, "1": {}}, {"0": losses, "1": losses}) is None
+    assert same_batches({"0": {1: batches}}, {"0": losses}) is None
+    assert same_batches({}, {}) is None
+
+
+_WEIGHTS = """
+import torch, torch.distributed as dist, torchobs
+
+torchobs.init()
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.{optimizer}
+rank = dist.get_rank()
+torch.manual_seed(rank)
+for number in range(1, 40):
+    if rank == 1 and number == 20:
+        {fault}
+    {step}
+dist.destroy_process_group()
+torchobs.shutdown()
+print("{{}}")
+"""
+_PLAIN = "optimizer.zero_grad(); model(torch.randn(4, 8)).square().mean().backward(); optimizer.step()"
+_CLOSURE = (
+    "optimizer.step(lambda: (optimizer.zero_grad(), (loss := model(torch.randn(4, 8)).square().mean()).backward(), loss)[2])"
+)
+
+
+@pytest.mark.parametrize("step", [_PLAIN, _CLOSURE])
+def test_weights_changed_on_one_rank(start: Any, flight_dir: Path, step: str) -> None:
+    """As by a checkpoint that is loaded on one rank alone, after the model was wrapped."""
+    fault = "torch.nn.init.normal_(model.module[0].weight)"
+    train(start, flight_dir, "-c", _WEIGHTS.format(optimizer="SGD(model.parameters(), lr=0.01)", fault=fault, step=step))
+    observed = read(flight_dir)
+    assert "weights_differ" in observed.kinds()
+    assert "in step 32 the weights of ranks 0 and 1 are not the same (in step 16 they were)" in observed.text("weights_differ")
+
+
+def test_ranks_that_train_one_model(start: Any, flight_dir: Path) -> None:
+    """Each with data of its own: nothing is said, and what is compared was written down."""
+    train(start, flight_dir, "-c", _WEIGHTS.format(optimizer="AdamW(model.parameters(), lr=0.01)", fault="pass", step=_PLAIN))
+    observed = read(flight_dir)
+    assert observed.said() == []
+    assert [fact.step for fact in observed.events(catalog.EVENT_REPLICA_WEIGHTS)] == [16, 32, 16, 32]
+
+
+def weights(ranks: int, odd: dict[str, float]) -> dict[str, dict[int, list[float]]]:
+    """What ranks write down in three steps; those that are odd have noise of that part of the weights' size in the last two."""
+    chance = random.Random(0)
+    found: dict[str, dict[int, list[float]]] = {}
+    for step in (16, 32, 64):
+        same = [chance.gauss(0, 1) for _ in range(128)]
+        for rank in map(str, range(ranks)):
+            noise = odd.get(rank, 0.0) if step > 16 else 0.0
+            found.setdefault(rank, {})[step] = sums_of([value + noise * chance.gauss(0, 1) for value in same])
+    return found
+
+
+def test_the_odd_rank_is_named() -> None:
+    """Since when, when they last were alike, and who; of two ranks, and of two halves, nobody is the odd one."""
+    assert drifted(weights(4, {"2": 0.1})) == (32, 16, ("2",))
+    assert drifted(weights(2, {"1": 0.1})) == (32, 16, ("0", "1"))
+    assert drifted(weights(4, {"1": 0.1, "3": 0.5})) == (32, 16, ("0", "1", "2", "3"))
+
+
+def test_ranks_that_agree_or_say_nothing() -> None:
+    """Rounding is no drift, a rank alone has no peer, and without a common step nothing is known."""
+    assert drifted(weights(8, dict.fromkeys("0123", 1e-4))) is None
+    assert drifted(weights(1, {})) is None
+    assert drifted({}) is None
+    assert drifted({"0": {16: [1.0, 2.0]}, "1": {32: [5.0, 6.0]}}) is None
+    assert drifted({"0": {16: [1.0, float("nan")]}, "1": {16: [1.0, 3.0]}}) is None

@@ -1,14 +1,30 @@
-"""The guard beside a training that is recorded: findings are in the flight file."""
+"""The guard beside a training: what it says outside, recovery around a step, and batches that are made again."""
+
+from __future__ import annotations
 
 import argparse
-from math import nan
-from pathlib import Path
+import copy
+from collections import namedtuple
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite, nan
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from tests.training import Recording
+from tests import distributed_rank, fork_server
 from torchobs import catalog, guard
+from torchobs.guard.recovery import on_cpu, split
+from torchobs.tensors.batches import rebuilt
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.training import Recording
 
 
 def test_violations_are_events_and_metrics(run: Recording) -> None:
@@ -59,3 +75,570 @@ def test_every_finding_has_a_category_and_a_severity(run: Recording, tmp_path: P
         assert values["torchobs.guard.findings", by, category, severity] == 1
     assert values["torchobs.guard.exceeded", "resources", "memory", "warning"] == 1
     assert values["torchobs.guard.recoveries", "return", "numerics", "error"] == 1
+
+
+Batch = dict[str, torch.Tensor]
+
+
+def model(seed: int = 0) -> torch.nn.Module:
+    """A small network with buffers that a skipped step must not leave changed."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+
+def with_buffers(seed: int = 0) -> torch.nn.Module:
+    """The same with batch norm."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
+
+
+def batches(number: int, seed: int = 0) -> list[Batch]:
+    """Batches of eight samples, of a problem that can be learned."""
+    source = torch.Generator().manual_seed(seed)
+    inputs = [torch.randn(8, 8, generator=source) for _ in range(number)]
+    return [{"x": x, "y": x.sum(1, keepdim=True)} for x in inputs]
+
+
+class Trained:
+    """A network, its optimizer and a recovery around its steps."""
+
+    def __init__(self, network: torch.nn.Module, **policy: Any) -> None:
+        self.network = network
+        self.optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
+        self.recovery = guard.Recovery(network, self.optimizer, guard.RecoveryPolicy(**policy))
+        self.largest = 10**9
+        """samples that fit"""
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """The mean loss; raises what a device raises whose memory is too small."""
+        if len(batch["x"]) > self.largest:
+            raise torch.OutOfMemoryError("too many samples")
+        return torch.nn.functional.mse_loss(self.network(batch["x"]), batch["y"])
+
+    def step(self, batch: Batch) -> guard.StepOutcome:
+        """One step."""
+        return self.recovery.step(batch, self.loss)
+
+
+def weights(network: torch.nn.Module) -> list[torch.Tensor]:
+    """All parameters and buffers, copied."""
+    return [value.detach().clone() for value in network.state_dict().values()]
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    """True if all are equal to the bit."""
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_a_healthy_training_is_the_same_to_the_bit() -> None:
+    """Promise: where nothing happens, the weights are those of a hand-written loop."""
+    plain, guarded = with_buffers(), Trained(with_buffers())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
+    for batch in batches(30):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(plain(batch["x"]), batch["y"]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert guarded.step(batch).stepped
+    assert same(weights(plain), weights(guarded.network))
+    assert not guarded.recovery.counts
+
+
+def test_a_bad_batch_is_skipped_and_kept() -> None:
+    """Promise: weights, buffers and the optimizer's state are as if the batch had not been; it is kept to look at."""
+    trained, spared = Trained(with_buffers()), Trained(with_buffers())
+    for index, batch in enumerate(batches(20)):
+        if index == 7:
+            bad = {**batch, "x": batch["x"].clone()}
+            bad["x"][3, 2] = nan
+            outcome = trained.step(bad)
+            assert (outcome.stepped, outcome.action) == (False, "skip")
+            assert outcome.reason == "the loss is nan"
+        assert trained.step(batch).stepped
+        assert spared.step(batch).stepped
+    assert same(weights(trained.network), weights(spared.network))
+    (kept,) = trained.recovery.evidence
+    assert (kept.step, bool(torch.isnan(kept.batch["x"][3, 2]))) == (8, True)
+
+
+@pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", enabled=False)])
+def test_a_gradient_that_is_not_finite_is_skipped_too(scaler: Any) -> None:
+    """Promise: a loss may be finite where its gradient is not: a root at 0; with a scaler that is off, as for bfloat16, too."""
+    trained = Trained(model())
+    trained.recovery.scaler = scaler
+    before = weights(trained.network)
+    zeros = {"x": torch.zeros(4, 8), "y": torch.zeros(4, 1)}
+    outcome = trained.recovery.step(zeros, lambda batch: (trained.network(batch["x"]) * 0).abs().sqrt().mean())
+    assert (outcome.action, outcome.reason) == ("skip", "a gradient is not finite")
+    assert same(before, weights(trained.network))
+
+
+def test_a_budget_ends_in_the_original_error() -> None:
+    """Promise: what goes on for ever is an error in the end."""
+    trained = Trained(model(), nonfinite=2)
+    bad = {"x": torch.full((4, 8), nan), "y": torch.zeros(4, 1)}
+    assert [trained.step(bad).action for _ in range(2)] == ["skip", "skip"]
+    with pytest.raises(guard.NonFiniteLossError, match="the loss is nan"):
+        trained.step(bad)
+    none = Trained(model(), oom=0)
+    none.largest = 4
+    with pytest.raises(torch.OutOfMemoryError):
+        none.step(sized(8))
+    none.largest = 8
+    assert none.step(sized(8)).parts == 1
+
+
+@pytest.mark.parametrize("largest", [1, 3, 4, 7])
+def test_a_batch_that_does_not_fit_is_split(largest: int) -> None:
+    """Promise: the gradients are those of the whole batch, whatever part of it fits; the next batch is split at once."""
+    trained, whole = Trained(model()), Trained(model())
+    trained.largest = largest
+    calls: list[int] = []
+
+    def compute(part: Batch) -> torch.Tensor:
+        calls.append(len(part["x"]))
+        return trained.loss(part)
+
+    for batch in batches(5):
+        outcome = trained.recovery.step(batch, compute)
+        assert (outcome.stepped, outcome.action) == (True, "split")
+        assert outcome.loss == pytest.approx(whole.step(batch).loss, rel=1e-5)
+    for ours, theirs in zip(weights(trained.network), weights(whole.network), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert sum(size > largest for size in calls) == trained.recovery.counts["memory.split"] <= 3
+
+
+def sized(number: int) -> Batch:
+    """A batch of so many samples."""
+    return {"x": torch.randn(number, 8), "y": torch.randn(number, 1)}
+
+
+def test_other_errors_are_the_user_s() -> None:
+    """Promise: an error that is none of these is raised at once, a RuntimeError with fitting words too."""
+    trained = Trained(model())
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trained.recovery.step(batches(1)[0], lambda _: (_ for _ in ()).throw(RuntimeError("CUDA out of memory, it says")))
+
+
+def test_a_loss_that_jumps_goes_back_to_the_snapshot() -> None:
+    """Promise: weights and momentum are those of the last snapshot; training then goes on and learns."""
+    trained = Trained(model(), snapshot_every=10)
+    good = batches(60)
+    for batch in good[:40]:
+        trained.step(batch)
+    at_snapshot = None
+    for batch in good[40:45]:
+        if trained.recovery.steps == 40:
+            at_snapshot = weights(trained.network), copy.deepcopy(trained.optimizer.state_dict())
+        trained.step(batch)
+    outcome = trained.step({"x": good[0]["x"], "y": good[0]["y"] + 1e4})
+    assert outcome.action == "restore"
+    assert "back to step 41" in outcome.reason
+    assert at_snapshot is not None
+    assert same(at_snapshot[0], weights(trained.network))
+    assert str(trained.optimizer.state_dict()) == str(at_snapshot[1])
+    assert all(trained.step(batch).stepped for batch in good[45:])
+
+
+def test_jumps_that_a_training_always_makes_undo_nothing_more() -> None:
+    """Promise: where the loss is high once in thirty steps, as when an episode ends, two are undone and the run goes on."""
+    trained, extra = Trained(model(), snapshot_every=10), 0.0
+
+    def loss(part: Batch) -> torch.Tensor:
+        return trained.loss(part) + extra
+
+    done = []
+    for index, batch in enumerate(batches(600)):
+        extra = 300.0 if index >= 50 and index % 30 == 0 else 0.0
+        done.append(trained.recovery.step(batch, loss).action)
+    assert done.count("restore") == 2
+
+
+class Readable(Dataset[int]):
+    """Samples, of which some cannot be read."""
+
+    def __init__(self, size: int, bad: dict[int, Exception]) -> None:
+        self._size, self._bad = size, bad
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> int:
+        if index in self._bad:
+            raise self._bad[index]
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_that_cannot_be_read_is_skipped(workers: int) -> None:
+    """Promise: the other batches come, with workers and without; the last one may be a bad one."""
+    recovery = Trained(model()).recovery
+    data = Readable(6, {1: ValueError("truncated"), 3: ConnectionError("reset"), 5: KeyError("label")})
+    assert [int(batch) for batch in recovery.batches(DataLoader(data, batch_size=1, num_workers=workers))] == [0, 2, 4]
+    assert recovery.counts == {"data.skip": 3}
+
+
+def test_transient_errors_are_repeated() -> None:
+    """Promise: what fails for a moment works in the end; what lasts is raised."""
+    recovery = Trained(model(), backoff_s=0.0, io=3).recovery
+    failures = [OSError(5, "I/O error"), TimeoutError()]
+
+    def save() -> str:
+        if failures:
+            raise failures.pop()
+        return "saved"
+
+    assert recovery.retry(save) == "saved"
+    assert recovery.counts == {"io.retry": 2}
+    with pytest.raises(PermissionError):
+        recovery.retry(lambda: (_ for _ in ()).throw(PermissionError(13, "denied")))
+
+
+def test_what_was_done_is_recorded(run: Recording) -> None:
+    """Promise: counts by category and action, and events with a severity."""
+    trained = Trained(model(), nonfinite=1)
+    bad = {"x": torch.full((4, 8), nan), "y": torch.zeros(4, 1)}
+    trained.step(bad)
+    with pytest.raises(guard.NonFiniteLossError):
+        trained.step(bad)
+    run.whole_round()
+    values = run.values()
+    assert values["torchobs.guard.recoveries", "skip", "numerics", "warning"] == 1
+    assert values["torchobs.guard.recoveries", "raise", "numerics", "error"] == 1
+    assert [frame["attrs"]["severity"] for frame in run.frames("torchobs.guard.recovery")] == ["warning", "error"]
+
+
+def micro_batches(batch: Batch, *lengths: int) -> list[Batch]:
+    """A batch in parts of these lengths."""
+    parts = {name: torch.split(value, list(lengths)) for name, value in batch.items()}
+    return [{name: parts[name][index] for name in parts} for index in range(len(lengths))]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("lengths", [(4, 4), (5, 2, 1)])
+def test_micro_batches_make_the_step_of_the_whole_batch(lengths: tuple[int, ...], scaled: bool) -> None:  # noqa: FBT001
+    """Promise: gradients, clipping and loss are those of one large batch, scaled or not, for unequal parts too."""
+    ours, theirs = model(), model()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (ours, theirs)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if scaled else None
+    recovery = guard.Recovery(ours, optimizers[0], scaler=scaler, max_grad_norm=0.1)
+    for batch in batches(3):
+        outcome = recovery.step(
+            micro_batches(batch, *lengths),
+            lambda part: torch.nn.functional.mse_loss(ours(part["x"]), part["y"]),
+            accumulate=True,
+        )
+        assert (outcome.action, outcome.parts, outcome.stepped) == ("none", len(lengths), True)
+        optimizers[1].zero_grad()
+        loss = torch.nn.functional.mse_loss(theirs(batch["x"]), batch["y"])
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert float(torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)) > 0.1
+        optimizers[1].step()
+        assert outcome.loss == pytest.approx(loss.item(), rel=1e-5)
+    for mine, whole in zip(weights(ours), weights(theirs), strict=True):
+        torch.testing.assert_close(mine, whole)
+
+
+def test_a_step_of_micro_batches_is_skipped_as_a_whole() -> None:
+    """Promise: one NaN costs one step and one use of the budget; the micro-batch that had it is kept, and no other."""
+    trained = Trained(with_buffers(), nonfinite=1)
+    before = weights(trained.network)
+    parts = micro_batches(batches(1)[0], 4, 4)
+    parts[0]["x"][1, 1] = nan
+    outcome = trained.recovery.step(parts, trained.loss, accumulate=True)
+    assert (outcome.action, trained.recovery.counts) == ("skip", {"numerics.skip": 1})
+    assert same(before, weights(trained.network))
+    (kept,) = trained.recovery.evidence
+    assert (len(kept.batch["x"]), bool(torch.isnan(kept.batch["x"][1, 1]))) == (4, True)
+
+
+def test_micro_batches_that_do_not_fit_are_split() -> None:
+    """Promise: the whole step is done again in smaller parts, with the same gradients."""
+    trained, whole = Trained(model()), Trained(model())
+    trained.largest = 2
+    (batch,) = batches(1)
+    outcome = trained.recovery.step(micro_batches(batch, 5, 3), trained.loss, accumulate=True)
+    assert (outcome.action, outcome.parts) == ("split", 5)
+    whole.step(batch)
+    for ours, theirs in zip(weights(trained.network), weights(whole.network), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_with_a_scaler_gradients_are_the_scaler_s_affair() -> None:
+    """Promise: an overflow of scaled gradients is skipped by the scaler, which lowers its scale, not by us."""
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    recovery = guard.Recovery(network, optimizer, scaler=scaler)
+    batch = batches(1)[0]
+    before = weights(network)
+    outcome = recovery.step(batch, lambda part: (network(part["x"]) * 1e3).square().mean())
+    assert (outcome.action, outcome.stepped) == ("none", False)
+    assert isfinite(outcome.loss)
+    assert same(before, weights(network))
+    assert scaler.get_scale() == 2.0**119
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({"io": -1}, "a budget is 0 or more"),
+        ({"nonfinite": nan}, "a whole number"),
+        ({"snapshot_every": 0}, "snapshot_every at least 1"),
+        ({"backoff_s": nan}, "backoff_s is nan"),
+        ({"least_excess": -1.0}, "a number, 0 or more"),
+        ({"data_errors": ValueError}, "a tuple of exception classes"),
+        ({"agree": "yes"}, "agree is 'yes': True or False"),
+    ],
+)
+def test_a_policy_of_nonsense_is_refused(policy: dict[str, Any], message: str) -> None:
+    """Promise: a budget that is none is an error where it is written."""
+    with pytest.raises(ValueError, match=message):
+        guard.RecoveryPolicy(**policy)
+
+
+def test_a_failed_attempt_leaves_no_statistics() -> None:
+    """Promise: batch norm has seen the parts of the batch that were trained, and not the attempt that did not fit."""
+    trained = Trained(with_buffers())
+    attempts = iter([True, False, False])
+
+    def compute(part: Batch) -> torch.Tensor:
+        loss = torch.nn.functional.mse_loss(trained.network(part["x"]), part["y"])
+        if next(attempts):
+            raise torch.OutOfMemoryError("in the backward, say")
+        return loss
+
+    assert trained.recovery.step(batches(1)[0], compute).parts == 2
+    assert int(trained.network[1].num_batches_tracked) == 2  # type: ignore[index]
+
+
+class Counted:
+    """State that is no tensor: lists and dictionaries that go on changing."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"history": [], "best": {"loss": 9.0}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state itself, as careless code returns it."""
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the state itself."""
+        self.state = state
+
+
+def test_a_snapshot_shares_nothing_with_what_it_was_taken_of() -> None:
+    """Promise: lists and dictionaries of the extra objects are those of the snapshot's time, at every restoration."""
+    counted, network = Counted(), model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    recovery = guard.Recovery(network, optimizer, guard.RecoveryPolicy(snapshot_every=1000), extra=[counted])
+
+    def compute(batch: Batch) -> torch.Tensor:
+        counted.state["history"].append(1)
+        counted.state["best"]["loss"] -= 1.0
+        return torch.nn.functional.mse_loss(network(batch["x"]), batch["y"])
+
+    for batch in batches(30):
+        recovery.step(batch, compute)
+    for _ in range(2):
+        assert recovery.step({"x": batches(1)[0]["x"], "y": torch.full((8, 1), 1e4)}, compute).action == "restore"
+        assert counted.state == {"history": [], "best": {"loss": 9.0}}
+
+
+def test_a_batch_that_cannot_be_split_is_the_original_error() -> None:
+    """Promise: tensors of different lengths are no reason for another error; and what fits is not split for it."""
+    trained = Trained(model())
+    trained.largest = 4
+    odd = {"x": torch.randn(8, 8), "y": torch.randn(8, 1), "mask": torch.ones(3)}
+    with pytest.raises(torch.OutOfMemoryError):
+        trained.step(odd)
+    trained.step(batches(1)[0])
+    assert trained.step({"x": torch.randn(2, 8), "y": torch.randn(2, 1), "mask": torch.ones(3)}).stepped
+
+
+def test_a_lasting_error_of_data_is_raised() -> None:
+    """Promise: a missing disk is no bad sample, and a generator that ended early is no end of the data."""
+    recovery = Trained(model()).recovery
+    with pytest.raises(FileNotFoundError):
+        list(recovery.batches(DataLoader(Readable(3, {1: FileNotFoundError(2, "gone")}), batch_size=None)))
+
+    def ends_early() -> Iterator[int]:
+        yield 1
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        list(recovery.batches(ends_early()))
+    with pytest.raises(ValueError, match="all bad"):
+        list(Trained(model(), data=2).recovery.batches(DataLoader(Readable(9, dict.fromkeys(range(9), ValueError("all bad"))))))
+
+
+NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
+    "model": ({"model": "resnet"}, "model is str, and a Module is needed"),
+    "optimizer": ({"optimizer": 0.1}, "optimizer is float, and a Optimizer is needed"),
+    "policy": ({"policy": {"oom": 1}}, "policy is dict, and a RecoveryPolicy is needed"),
+    "scaler": ({"scaler": 128.0}, "scaler is float"),
+    "extra": ({"extra": ["ema"]}, "extra is a list of objects that have"),
+    "norm": ({"max_grad_norm": nan}, "max_grad_norm is nan; it is a number above 0"),
+    "another's": ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "none of the model's parameters"),
+    "closure": ({"optimizer": torch.optim.LBFGS([torch.zeros(1)])}, "LBFGS calls a closure"),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_arguments_of_nonsense_are_refused(name: str) -> None:
+    """Promise: a wrong argument is an error where it is written, which says what is needed."""
+    given, message = NONSENSE[name]
+    network = model()
+    arguments = {"model": network, "optimizer": torch.optim.SGD(network.parameters(), lr=0.1), **given}
+    with pytest.raises((TypeError, ValueError), match=message):
+        guard.Recovery(**arguments)
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank says of each scenario: one job for all of them."""
+    return fork_server.said_by_ranks(distributed_rank.recover, tmp_path_factory.mktemp("ranks"))
+
+
+def test_ranks_skip_together_if_they_may(said: list[dict[str, Any]]) -> None:
+    """Promise: of two ranks both skip the step in which one has a bad batch, and their weights stay the same."""
+    for scenario in ("agree", "micro_batches"):
+        first, second = (one[scenario] for one in said)
+        assert first["actions"] == second["actions"] == ["none", "none", "none", "skip", "none", "none"]
+        assert first["weights"] == second["weights"]
+        assert all(isfinite(weight) for weight in first["weights"])
+
+
+def test_a_rank_alone_does_not_skip(said: list[dict[str, Any]]) -> None:
+    """Promise: without ``agree`` it is an error on both ranks: the gradients of the bad batch have reached the other, too."""
+    assert [one["alone"]["actions"] for one in said] == [["none", "none", "none", "raise"]] * 2
+
+
+def test_ranks_go_back_together(said: list[dict[str, Any]]) -> None:
+    """Promise: a loss that jumps on one rank puts both back to their snapshots, of the same step."""
+    first, second = (one["spike"] for one in said)
+    assert first["actions"] == second["actions"]
+    assert first["actions"].count("restore") == 1
+    assert first["actions"][30] == "restore"
+    assert first["weights"] == second["weights"]
+
+
+def test_gradients_are_averaged_once_for_a_step(said: list[dict[str, Any]]) -> None:
+    """Promise: micro-batches of all ranks make the step of all samples in one batch, with one exchange of gradients."""
+    for one in said:
+        assert one["averaged_once"]["collectives"] == 1
+        assert one["averaged_once"]["weights"] == pytest.approx(one["averaged_once"]["expected"], rel=1e-5)
+
+
+def test_a_rank_without_memory_ends_both(said: list[dict[str, Any]]) -> None:
+    """Promise: the error is the original one where it happened, and an error, no endless wait, where it did not."""
+    assert [one["out_of_memory"]["error"] for one in said] == ["RuntimeError", "OutOfMemoryError"]
+
+
+def test_steps_are_held_back_together_if_ranks_agree(said: list[dict[str, Any]]) -> None:
+    """Promise: where each rank has gradients of its own, ``agree`` holds a step back on both; without it one goes on alone."""
+    together, alone = ([one[scenario] for one in said] for scenario in ("held", "held_alone"))
+    assert [one["held"] for one in together] == [1, 1]
+    assert together[0]["weights"] == together[1]["weights"]
+    assert [one["held"] for one in alone] == [0, 1]
+    assert alone[0]["weights"] != alone[1]["weights"]
+
+
+class Held(MutableMapping[str, Any]):
+    """Keeps its items in an attribute, which a shallow copy shares."""
+
+    def __init__(self, **items: Any) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Pair(namedtuple("Pair", ["x", "y"])):  # noqa: PYI024  # its own __new__ is what matters
+    """Takes one argument, and has two parts."""
+
+    __slots__ = ()
+
+    def __new__(cls, both: Any) -> Pair:  # noqa: PYI034  # Self is not in all versions of Python
+        return super().__new__(cls, both, both)
+
+
+class Named(list[Any]):
+    """Takes a name before its parts."""
+
+    def __init__(self, name: str, parts: Any) -> None:
+        super().__init__(parts)
+        self.name = name
+
+
+@dataclass
+class Cached:
+    """Keeps what it has computed."""
+
+    x: Tensor
+
+    @cached_property
+    def total(self) -> float:
+        return float(self.x.sum())
+
+
+def test_a_mapping_that_keeps_its_items_in_an_attribute_is_not_written_to() -> None:
+    """Promise: a batch of any class is the same after parts of it have been made."""
+    batch = Held(x=torch.ones(8), name="a")
+    part = rebuilt(batch, _first)
+    assert part["x"].shape == (1,)
+    assert part["name"] == "a"
+    assert batch["x"].shape == (8,)
+
+
+def test_structures_are_made_again_without_their_constructors() -> None:
+    """Promise: classes whose constructors take other arguments keep their class, and no value computed of other parts."""
+    pair = rebuilt(Pair(torch.ones(8)), _first)
+    assert type(pair) is Pair
+    assert pair.y.shape == (1,)
+    named = rebuilt(Named("a", [torch.ones(8), 3]), _first)
+    assert type(named) is Named
+    assert (named.name, named[0].shape, named[1]) == ("a", (1,), 3)
+    cached = Cached(torch.ones(8))
+    assert cached.total == 8
+    assert rebuilt(cached, _first).total == 1
+    assert cached.total == 8
+    assert rebuilt(torch.max(torch.ones(8, 2), 0), _first).values.shape == (1,)
+
+
+def _first(part: Any) -> Any:
+    return part[:1] if isinstance(part, Tensor) else part
+
+
+class Opaque(Tensor):
+    """Does not let itself be cut."""
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self
+
+
+def test_a_batch_that_cannot_be_cut_is_refused() -> None:
+    """Promise: nothing goes through the model twice in the belief that it is a part."""
+    with pytest.raises(ValueError, match="cannot be split"):
+        split([torch.ones(8).as_subclass(Opaque)], 4)
+
+
+def test_evidence_shares_no_containers() -> None:
+    """Promise: a copy on the CPU does not change with the batch, whose lists and mappings without tensors are copied, too."""
+    batch = {"x": torch.ones(2), "ids": [1, 2], "more": {"a": [3]}}
+    kept = on_cpu(batch)
+    batch["ids"].append(3)  # type: ignore[attr-defined]
+    batch["more"]["a"].append(4)  # type: ignore[index]
+    assert kept["ids"] == [1, 2]
+    assert kept["more"] == {"a": [3]}

@@ -1,37 +1,47 @@
-"""The real Collector and a real Prometheus: what is pushed is what the files hold, and what is scraped."""
+"""The real Collector and a real Prometheus: what is pushed is what the files hold, what is scraped, and has our names."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.sdk.metrics import export
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from tests import flights
 from tests.exporters import Service, start_program
 from tests.otlp import Collector, pairs_of_json
+from tests.page import page
 from tests.prometheus_server import PrometheusServer, Series, newest_prometheus
 from tests.rank_files import begin_run, live_rank, live_span, train
 from tests.support import NEEDS_PROGRAM, free_port, wait_until
 from torchobs import catalog
-from torchobs.catalog import BY_NAME
+from torchobs.catalog import BY_NAME, Kind, prometheus_label, prometheus_name
 from torchobs.exporter.config import ExporterConfig, PushConfig, PushTarget, address_of
 from torchobs.flight.events import SpanIds, trace_id
 from torchobs.flight.layout import Exit
 from torchobs.flight.reader import Distribution, FlightFile, open_path
-from torchobs.flight.writer import FlightWriter
 from torchobs.otel import FlightMeterProvider, FlightTracerProvider
 from torchobs.ranks import state
 from torchobs.ranks.labels import pushed_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torchobs.flight.writer import FlightWriter
 
 IDENTITY = {"job_name": "gpt", "run_id": "run-1", "rank": "0"}
 DATA = ("sum", "gauge", "histogram")
@@ -326,3 +336,143 @@ def test_what_is_pushed_is_what_is_scraped(
         assert not server.query(f'my_share_ratio{{instance="{incarnation}"}}')
         rest = f'{{job="gpt", instance="{incarnation}", __name__!="target_info"}}'
         wait_until(lambda: not server.query(rest), timeout_s=20)
+
+
+MARK = "mark"
+"""An attribute that tells which instrument a series came from."""
+
+NAMES = (
+    *("a.b-c", "a..b", "__a__b", "1st", "9.9", "naïve.größe", "a²b", "a٣b", ":a:b:", "a:b.c", "a/b c", "Total"),
+    *("foo_total", "foo.total.bar", "total", "foo.ratio", "foo.ratio.bar", "ratio", "foo_total.ratio"),
+    *("a.seconds", "a.seconds.b", "a.per_second", "a.per.second", "bytes.per.second", "x.bytes.total", "requests"),
+)
+UNITS = (
+    *("", "1", "s", "ms", "us", "ns", "min", "h", "d", " s ", "By", "KiBy", "MBy", "Cel", "Hz", "%", "m", "g", "W"),
+    *("By/s", "MiBy/min", "1/s", "1/m", "1/mo", "/s", "s/", "1/1", "{request}", "{request}/s", "By/{thing}", "{a}s", "x}"),
+    *("foo", "foo/bar/baz", "packets/second", "total", "ratio", "a-b", "a_b", "_s_", "_", "s/_", "µs", "°C", "m²", "m²/s²"),
+    "requests",
+)
+ATTRIBUTES = (
+    *("a.b", "a..b", "a-b c", "A", "1st", "9.9", "_x", "__x", "___x", "_1", "_", "_a_", "a.", "a:b", "..a", "naïve", "ä", "é1"),
+    "le",
+)
+
+
+@pytest.fixture(scope="module")
+def otlp_prometheus() -> Iterator[PrometheusServer]:
+    """A Prometheus 3 that takes OTLP."""
+    program = newest_prometheus(major=3)
+    if program is None:
+        pytest.skip(f"{NEEDS_PROGRAM}: Prometheus 3 (prometheus or prometheus3), on PATH")
+    with PrometheusServer(program, arguments=["--web.enable-otlp-receiver"]) as server:
+        yield server
+
+
+def point(name: str, unit: str, kind: Kind, attributes: dict[str, str], bounds: Sequence[float] = ()) -> export.Metric:
+    """One instrument with one point, as the SDK's reader hands it to an exporter (its API would refuse the odd names)."""
+    now = time.time_ns()
+    number = export.NumberDataPoint(attributes, now - 1, now, 1.0)
+    data: export.Gauge | export.Sum | export.Histogram = export.Gauge([number])
+    if kind in (Kind.COUNTER, Kind.UPDOWN):
+        data = export.Sum([number], export.AggregationTemporality.CUMULATIVE, is_monotonic=kind is Kind.COUNTER)
+    if kind is Kind.HISTOGRAM:
+        counts = [1] + [0] * len(bounds)
+        histogram = export.HistogramDataPoint(attributes, now - 1, now, 1, 1.0, counts, list(bounds), 1.0, 1.0)
+        data = export.Histogram([histogram], export.AggregationTemporality.CUMULATIVE)
+    return export.Metric(name, "", unit, data)
+
+
+def send(otlp_prometheus: PrometheusServer, points: Sequence[export.Metric]) -> bool:
+    """Push them; whether Prometheus took them all."""
+    scope = export.ScopeMetrics(InstrumentationScope("test"), points, "")
+    exporter = OTLPMetricExporter(f"{otlp_prometheus.url}/api/v1/otlp/v1/metrics")
+    result = exporter.export(export.MetricsData([export.ResourceMetrics(Resource({}), [scope], "")]))
+    exporter.shutdown()
+    return result is export.MetricExportResult.SUCCESS
+
+
+def received(otlp_prometheus: PrometheusServer, selector: str) -> dict[str, set[str]]:
+    """The names of the series by their mark."""
+    found = defaultdict(set)
+    for series in otlp_prometheus.get("/api/v1/series", **{"match[]": selector}):
+        found[series[MARK]].add(series["__name__"])
+    return found
+
+
+def expected_names(name: str, kind: Kind) -> set[str]:
+    """The names of the samples of the family `name`."""
+    return {f"{name}_bucket", f"{name}_count", f"{name}_sum"} if kind is Kind.HISTOGRAM else {name}
+
+
+def test_prometheus_names_the_catalog_as_we_do(otlp_prometheus: PrometheusServer) -> None:
+    """Every metric and label has one name, whether it is scraped from the page or pushed over OTLP."""
+    points = [
+        point(
+            one.name, one.unit, one.kind, {MARK: one.name, **{attribute.name: "x" for attribute in one.attributes}}, one.bounds
+        )
+        for one in catalog.METRICS
+    ]
+    assert send(otlp_prometheus, points)
+    names = received(otlp_prometheus, '{mark=~"(torchobs|hw|system)[.].+"}')
+    assert names == {metric.name: expected_names(metric.prometheus, metric.kind) for metric in catalog.METRICS}
+    assert labels_in(otlp_prometheus) == {
+        prometheus_label(attribute.name) for one in catalog.METRICS for attribute in one.attributes
+    }
+
+
+def labels_in(otlp_prometheus: PrometheusServer) -> set[str]:
+    """The labels that the catalog's series have, the mark and what Prometheus needs itself left out."""
+    series = otlp_prometheus.get("/api/v1/series", **{"match[]": '{mark=~"(torchobs|hw|system)[.].+"}'})
+    return {label for one in series for label in one} - {MARK, "__name__", "le"}
+
+
+def test_prometheus_names_a_user_s_instruments_as_we_do(otlp_prometheus: PrometheusServer) -> None:
+    """Whatever a user calls an instrument, in whatever unit."""
+    cases = [(f"{number}", *case) for number, case in enumerate(itertools.product(NAMES, UNITS, Kind))]
+    assert send(otlp_prometheus, [point(name, unit, kind, {MARK: mark}) for mark, name, unit, kind in cases])
+    names = received(otlp_prometheus, '{mark=~"[0-9]+"}')
+    differ = {
+        (name, unit, kind): names[mark]
+        for mark, name, unit, kind in cases
+        if names[mark] != expected_names(prometheus_name(name, unit, kind), kind)
+    }
+    assert differ == {}
+
+
+def test_prometheus_names_a_user_s_attributes_as_we_do(otlp_prometheus: PrometheusServer) -> None:
+    """Whatever a user calls an attribute."""
+    points = [point("labels", "", Kind.GAUGE, {MARK: f"label {number}", name: "x"}) for number, name in enumerate(ATTRIBUTES)]
+    assert send(otlp_prometheus, points)
+    series = otlp_prometheus.get("/api/v1/series", **{"match[]": "labels"})
+    found = {one[MARK]: one.keys() - {MARK, "__name__"} for one in series}
+    assert found == {f"label {number}": {prometheus_label(name)} for number, name in enumerate(ATTRIBUTES)}
+
+
+@pytest.mark.parametrize("name", ["日本", "_", "..."])
+def test_prometheus_refuses_a_name_of_which_nothing_is_left(otlp_prometheus: PrometheusServer, name: str) -> None:
+    """It gets another name on the page and in the push."""
+    assert not send(otlp_prometheus, [point(name, "", Kind.GAUGE, {})])
+    assert prometheus_name(name, "", Kind.GAUGE) == "unnamed"
+
+
+@pytest.mark.parametrize("name", ["", "日本", "__"])
+def test_prometheus_refuses_a_label_of_which_nothing_is_left(otlp_prometheus: PrometheusServer, name: str) -> None:
+    """The same for labels."""
+    assert not send(otlp_prometheus, [point("refused", "", Kind.GAUGE, {name: "x"})])
+    assert prometheus_label(name).startswith("key")
+
+
+def test_prometheus_lets_no_attribute_rename_a_series(otlp_prometheus: PrometheusServer) -> None:
+    """Over OTLP `__name__` is dropped. On a page it would be a forged name, hence the only label that we name otherwise."""
+    assert send(otlp_prometheus, [point("renamed", "", Kind.GAUGE, {MARK: "renamed", "__name__": "torchobs_rank_up"})])
+    assert received(otlp_prometheus, '{mark="renamed"}') == {"renamed": {"renamed"}}
+    assert prometheus_label("__name__") == "key__name__"
+
+
+@pytest.mark.parametrize("name", ["promtool", "promtool3"])
+def test_promtool_has_no_complaint_about_the_page(name: str, program: Callable[[str], str]) -> None:
+    """`promtool check metrics` on a page of everything."""
+    text = page(catalog.METRICS)
+    checked = subprocess.run([program(name), "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+    assert all(f"# TYPE {metric.prometheus} " in text for metric in catalog.METRICS)

@@ -1,18 +1,25 @@
-"""Other tools replace and restore what we have replaced: nothing is lost without a word, and nothing piles up."""
+"""Other tools replace and restore what we have replaced, or watch every call: nothing is lost, and none of ours is seen."""
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 import torchobs
-from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
+from tests.training import Recording, StepFlag, batch, has, loss_of, mlp, recording
 from torchobs import catalog
+from torchobs.debug.memory import resized
+from torchobs.guard import Contract, check_outputs
+from torchobs.probes.replica_batches import number_of
 from torchobs.taps import patch
 
 if TYPE_CHECKING:
@@ -207,3 +214,86 @@ def test_a_function_that_could_not_be_taken_out_does_nothing(flight_dir: Path) -
         trainer()(1)
         assert losses(run) == [True]
     assert torch.autograd.backward is before
+
+
+STEPS, BAD = 40, 30
+CPU = torch.device("cpu")
+
+
+class Calls(TorchFunctionMode):
+    """Counts what is called."""
+
+    def __init__(self) -> None:
+        """Make it."""
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count it."""
+        del types
+        self.names[getattr(func, "__name__", str(func))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def train_on_cpu() -> list[torch.Tensor]:
+    """Some steps, of which one has a NaN; return the parameters."""
+    with CPU:
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for number in range(STEPS):
+            inputs, targets = batch(number)
+            if number == BAD:
+                inputs = inputs / 0.0 * 0.0
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            if number % 2:
+                clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("level", ["basic", "extreme"])
+def test_a_mode_sees_what_the_training_calls_alone(flight_dir: Path, level: str) -> None:
+    """At most the value of each clipping's norm is read in its sight, where that is the compiled part's."""
+    with Calls() as plain:
+        train_on_cpu()
+    with torchobs.init(flight_dir=flight_dir, level=level, grad_interval=2) as session, Calls() as seen:
+        train_on_cpu()
+        assert Recording(session).errors() == []
+    more = seen.names - plain.names
+    assert not plain.names - seen.names
+    assert more.keys() <= {"item", "__get__"}
+    assert more.total() <= 2 * (STEPS // 2)
+
+
+@pytest.fixture
+def default_device() -> Iterator[None]:
+    """Another than the CPU, which any machine has: what is made on it has no values."""
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("default_device")
+def test_a_training_on_another_default_device_is_recorded(flight_dir: Path) -> None:
+    """With norms, and what is done about a NaN."""
+    with torchobs.init(flight_dir=flight_dir, level="extreme", grad_interval=2) as session:
+        train_on_cpu()
+        recording = Recording(session)
+        recording.look()
+        assert recording.errors() == []
+        steps = recording.steps()
+    assert len(steps) == STEPS
+    assert sum(has(step, StepFlag.GRAD_NORM) for step in steps) >= STEPS // 2
+
+
+@pytest.mark.usefixtures("default_device")
+def test_tools_compute_where_the_values_are() -> None:
+    """On another device they would compute nothing, and on a GPU they would fail or wait for it."""
+    with CPU:
+        inputs, _ = batch(size=64)
+    assert number_of((inputs,)) == number_of((inputs.clone(),))
+    packed = pack_padded_sequence(inputs.reshape(4, 16, 8), torch.tensor([16, 8, 4, 2], device="cpu"), batch_first=True)
+    assert resized(packed, 4, 8).data.device == CPU
+    Contract(max=0.1).check(torch.full((4,), 0.1, device=CPU))
+    assert check_outputs(inputs).ok

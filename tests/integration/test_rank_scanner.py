@@ -1,22 +1,34 @@
-"""The scan over real files, with clocks that a test moves: what is served, what is counted as bad, and when."""
+"""The scan over real files, with clocks that a test moves: what is served, what is bad, and what is said of ranks together."""
 
+from __future__ import annotations
+
+import gc
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.rank_files import BOOT, BORN_NS, BORN_WALL_NS, Clock, File, S, scanner_of, states, steps
+from torchobs import catalog
+from torchobs.catalog import PHASES
+from torchobs.cli import inspect, report
 from torchobs.detect.hangs import Standstill
 from torchobs.exporter import api
 from torchobs.exporter.config import ExporterConfig
+from torchobs.flight import reader
 from torchobs.flight.directory import KUBERNETES_MOUNT
 from torchobs.flight.layout import LIVE_PHASES, Exit
+from torchobs.flight.reader import FlightFile
+from torchobs.flight.step_record import RecordKind, StepFlag
+from torchobs.ranks.comparison import whole_norm
 from torchobs.ranks.scanner import Directory, ForeignDirectoryError, Scanner, accepted_owner
-from torchobs.ranks.snapshot import Snapshot
+from torchobs.ranks.snapshot import RunSummary, Snapshot
 
 
 @pytest.fixture
@@ -452,3 +464,288 @@ def test_root_refuses_another_user_s_directory(flight_dir: Path) -> None:
     allowed = Directory(ExporterConfig(flight_dir=str(flight_dir), allow_foreign_owner=True), uid=0)
     assert allowed.names() == []
     allowed.close()
+
+
+DEAD = 30
+LATER_S = 1000.0
+"""When the grace of what ended at the birth of the files is long over."""
+
+
+@pytest.fixture
+def late_clock(clock: Clock) -> Clock:
+    """Long after the files' birth."""
+    clock.seconds = LATER_S
+    return clock
+
+
+@pytest.fixture
+def living(flight_dir: Path) -> Iterator[File]:
+    """A living rank, the last by its name."""
+    made = File(flight_dir, seed=900, rank=9).hold()
+    made.beat(LATER_S)
+    yield made.save()
+    made.release()
+
+
+def open_files() -> int:
+    """The flight files that somebody keeps in memory."""
+    gc.collect()
+    return sum(isinstance(one, FlightFile) for one in gc.get_objects())
+
+
+def test_the_long_dead_are_not_kept_in_memory(scanner: Scanner, flight_dir: Path, living: File, late_clock: Clock) -> None:
+    """Neither those that were dead at the first scan nor one whose grace ends later; all are counted, scan after scan."""
+    for seed in range(1, DEAD + 1):
+        File(flight_dir, seed=seed, run_id=f"run-{seed}").save()
+    before = open_files()
+    for _ in range(2):
+        snapshot = scanner.scan()
+        assert (states(snapshot), snapshot.files["expired"], snapshot.files["served"]) == ({"9": "alive"}, DEAD, 1)
+        del snapshot
+    assert open_files() == before + 1
+    living.release()
+    late_clock.seconds += 1.0
+    assert states(scanner.scan()) == {"9": "lost"}
+    late_clock.seconds += 400.0
+    assert scanner.scan().files["expired"] == DEAD + 1
+    assert open_files() == before
+
+
+def test_a_long_dead_restart_lets_no_older_one_be_served(scanner: Scanner, flight_dir: Path, late_clock: Clock) -> None:
+    """What ended last of a rank stands for it, also when nothing but its name is kept."""
+    late_clock.seconds = 400.0
+    File(flight_dir, seed=1).save()
+    newest = File(flight_dir, seed=2, born_s=10.0)
+    newest.beat(20.0)
+    newest.save()
+    snapshot = scanner.scan()
+    assert (snapshot.ranks, snapshot.files["expired"], snapshot.files["superseded"]) == ((), 1, 1)
+
+
+def test_the_living_are_served_before_all_that_ended_lately(
+    flight_dir: Path, living: File, late_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a loop of crashes, say: a scan that may open one file more opens that of the living rank."""
+    for seed in range(1, DEAD + 1):
+        File(flight_dir, seed=seed, born_s=LATER_S - 20.0, run_id=f"run-{seed}").save()
+    monkeypatch.setattr("torchobs.ranks.scanner.OPENING_S", 1.0)
+    with_scanner = scanner_of(flight_dir, late_clock)
+    opened: list[str] = []
+
+    def note(name: str, *_: object) -> int:
+        opened.append(name)
+        return 0
+
+    monkeypatch.setattr(with_scanner, "_open", note)
+    with_scanner.scan()
+    with_scanner.close()
+    assert opened[0] == living.path.name
+    assert len(opened) == DEAD + 1
+
+
+def test_what_is_left_out_is_counted_and_logged_once(
+    flight_dir: Path, living: File, late_clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beyond the most files that are read; the living rank is never among them."""
+    for seed in range(1, DEAD + 1):
+        File(flight_dir, seed=seed, run_id=f"run-{seed}").save()
+    os.utime(living.path, (0, 0))
+    monkeypatch.setattr(reader, "MAX_FILES", 10)
+    with_scanner = scanner_of(flight_dir, late_clock)
+    for _ in range(3):
+        snapshot = with_scanner.scan()
+        assert states(snapshot) == {"9": "alive"}
+        assert (snapshot.files["expired"], snapshot.files["left_out"]) == (9, DEAD + 1 - 10)
+    with_scanner.close()
+    assert caplog.text.count("21 flight files are left out") == 1
+
+
+def test_commands_say_what_they_leave_out(
+    flight_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`runs`, its JSON and `inspect`."""
+    for seed in range(1, 6):
+        File(flight_dir, seed=seed, run_id=f"run-{seed}").save()
+    monkeypatch.setattr(reader, "MAX_FILES", 3)
+    assert report.runs(["--dir", str(flight_dir)]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("2 more flight files in this directory: 3 are read")
+    assert report.runs(["--dir", str(flight_dir), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (len(found["runs"]), found["left_out"]) == (3, 2)
+    inspect.main([str(flight_dir)])
+    assert "2 more flight files in this directory: 3 are read" in capsys.readouterr().out
+
+
+FAST = (0.01, 0.02, 0.05, 0.01, 0.01)
+LATE_DATA = (0.04, 0.02, 0.02, 0.01, 0.01)
+"""As long as the others' in all: they wait for it within backward."""
+
+
+class Node:
+    """Ranks of one run on one machine, and an exporter."""
+
+    def __init__(self, directory: Path, ranks: int, groups: int = 0, local_world_size: int = 0, world_size: int = 0) -> None:
+        """``groups``: replica groups of so many ranks each; 0: none, all ranks train together."""
+        here, everywhere = local_world_size or ranks, world_size or ranks
+        sizes: dict[str, Any] = {"local_world_size": here, "world_size": everywhere}
+        places = [{"rank": rank, **sizes} for rank in range(ranks)]
+        if groups:
+            places = [{"replica_group": group, **place} for group in range(groups) for place in places]
+        self.files = [File(directory, seed=seed, **place).hold() for seed, place in enumerate(places, 1)]
+        self.clock = Clock()
+        self.steps = [0] * len(self.files)
+        self.scanner = scanner_of(directory, self.clock)
+
+    def train(self, times: Sequence[Sequence[float]], steps: int, norms: Sequence[float] | None = None) -> Snapshot:
+        """Let every rank take steps of such phases within ten seconds, and look."""
+        self.clock.seconds += 10.0
+        now_ns = BORN_NS + round(self.clock.seconds * S)
+        for rank, (file, phases) in enumerate(zip(self.files, times, strict=True)):
+            padded, own_s = (*phases, *[0.0] * (9 - len(phases))), sum(phases[:5])
+            norm = 1.0 if norms is None else norms[rank]
+            for step in range(self.steps[rank], self.steps[rank] + steps):
+                flags = StepFlag.LOSS | StepFlag.GRAD_NORM
+                file.writer.append(step + 1, now_ns - S, RecordKind.STEP, flags, 1, own_s, 2.0, norm, 1e-3, padded, 0, 0)
+            self.steps[rank] += steps
+            file.beat(self.clock.seconds)
+            file.writer.fold()
+            file.save()
+        return self.scanner.scan()
+
+    def close(self) -> None:
+        for file in self.files:
+            file.release()
+        self.scanner.close()
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[Node]]:
+    """Closed at the end."""
+    made: list[Node] = []
+    yield made
+    for node in made:
+        node.close()
+
+
+def of(nodes: list[Node], directory: Path, ranks: int, **resource: int) -> Node:
+    """A node of so many ranks, closed at the end."""
+    nodes.append(Node(directory, ranks, **resource))
+    return nodes[-1]
+
+
+def test_the_slow_rank_is_found_though_all_take_the_same_time(flight_dir: Path, nodes: list[Node]) -> None:
+    """DDP's others wait within backward for the one whose data is late: 0.1 s each, of which they work 0.07 s."""
+    node = of(nodes, flight_dir, 4)
+    times = [FAST, FAST, LATE_DATA, FAST]
+    node.train(times, 1)
+    snapshot = node.train(times, 20)
+    standings = [rank.standing for rank in snapshot.ranks]
+    assert [one.slowdown if one else None for one in standings] == pytest.approx([1.0, 1.0, 0.1 / 0.07, 1.0])
+    late = standings[2]
+    assert late is not None
+    assert late.excess_s == pytest.approx({"data": 0.03, "optimizer": 0.0, "other": 0.0, "between": 0.0})
+    assert max(
+        (value, rank.rank, phase) for rank in snapshot.ranks if rank.standing for phase, value in rank.standing.excess_s.items()
+    )[1:] == ("2", "data")
+
+
+@pytest.mark.parametrize("waiting", ["forward", "backward", "optimizer", "other"])
+def test_who_waits_while_another_evaluates_alone_is_not_slow(flight_dir: Path, nodes: list[Node], waiting: str) -> None:
+    """Wherever in its step it waits, and also while only one of the ranks has ended the step of the evaluation."""
+    node = of(nodes, flight_dir, 2)
+    waits = tuple(own_s + 60.0 * (phase == waiting) for phase, own_s in zip(PHASES[:5], FAST, strict=True))
+    node.train([FAST, FAST], 1)
+    node.train([FAST, FAST], 40)
+    node.train([(*FAST, 60.0), FAST], 1)
+    snapshots = [node.train([FAST, waits], 1), *(node.train([FAST, FAST], 20) for _ in range(6))]
+    for snapshot in snapshots:
+        standings = [rank.standing for rank in snapshot.ranks if rank.standing]
+        assert [one.slowdown for one in standings] == pytest.approx([1.0, 1.0])
+        assert [max(one.excess_s.values()) for one in standings] == pytest.approx([0.0, 0.0])
+
+
+def test_what_is_long_ago_does_not_count(flight_dir: Path, nodes: list[Node]) -> None:
+    """A rank that was slow in its first minutes is not slow for the rest of the day."""
+    node = of(nodes, flight_dir, 2)
+    node.train([FAST, LATE_DATA], 1)
+    node.train([FAST, LATE_DATA], 100)
+    snapshot = [node.train([FAST, FAST], 20) for _ in range(4)][-1]
+    assert [rank.standing.slowdown for rank in snapshot.ranks if rank.standing] == pytest.approx([1.0, 1.0])
+
+
+def test_few_steps_and_a_single_rank_say_nothing(flight_dir: Path, nodes: list[Node]) -> None:
+    """There is no slowdown before sixteen steps, and none without peers."""
+    node = of(nodes, flight_dir, 2)
+    node.train([FAST, LATE_DATA], 1)
+    snapshot = node.train([FAST, LATE_DATA], 10)
+    assert [(rank.standing.slowdown, rank.standing.excess_s) for rank in snapshot.ranks if rank.standing] == [(None, {})] * 2
+    node.files[1].release()
+    node.files[1].path.unlink()
+    node.files[0].beat(node.clock.seconds)
+    assert [rank.standing for rank in node.scanner.scan().ranks] == [None]
+
+
+def test_who_is_behind_and_who_is_missing(flight_dir: Path, nodes: list[Node]) -> None:
+    """Of eight that the launcher started here two have a file, and one of them has done five steps less."""
+    node = of(nodes, flight_dir, 2, local_world_size=8, world_size=16)
+    node.train([FAST, FAST], 3)
+    file = node.files[0]
+    for step in range(4, 9):
+        file.step(step, node.clock.seconds - 0.5)
+    file.save()
+    snapshot = node.scanner.scan()
+    assert [rank.standing.behind for rank in snapshot.ranks if rank.standing] == [0, 5]
+    assert snapshot.runs == (RunSummary("gpt", "run-1", here=2, missing=6, step_spread=5, grad_norm=None),)
+
+
+def test_a_replica_group_is_compared_with_no_other(flight_dir: Path, nodes: list[Node]) -> None:
+    """A group with slower data and fewer steps is neither slow nor behind; within a group a rank is, in the same way."""
+    node = of(nodes, flight_dir, 2, groups=2)
+    times = [FAST, FAST, LATE_DATA, LATE_DATA]
+    node.train(times, 1)
+    for file in node.files[:2]:
+        file.step(2, node.clock.seconds - 0.5)
+    node.steps[:2] = [2, 2]
+    snapshot = node.train(times, 20)
+    standings = {rank.rank: rank.standing for rank in snapshot.ranks if rank.standing}
+    assert [one.behind for one in standings.values()] == [0] * 4
+    assert {rank: one.slowdown for rank, one in standings.items()} == pytest.approx(
+        dict.fromkeys(("0-g0", "0-g1", "1-g0", "1-g1"), 1.0)
+    )
+    assert snapshot.runs[0].step_spread == 0
+    other = flight_dir / "other"
+    other.mkdir(mode=0o700)
+    slow = of(nodes, other, 2, groups=2)
+    times = [FAST, FAST, FAST, LATE_DATA]
+    slow.train(times, 1)
+    snapshot = slow.train(times, 20)
+    factors = [rank.standing.slowdown for rank in snapshot.ranks if rank.standing]
+    assert factors == pytest.approx([1.0, 1.0, 1.0, 0.1 / 0.07])
+
+
+def test_shards_make_a_whole(flight_dir: Path, nodes: list[Node]) -> None:
+    """Two ranks with a shard each: the root of the sum of squares."""
+    node = of(nodes, flight_dir, 2)
+    for file in node.files:
+        file.set(catalog.GRAD_NORM_RANKS, 2.0)
+    snapshot = node.train([FAST, FAST], 2, norms=[3.0, 4.0])
+    assert snapshot.runs[0].grad_norm == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "world_size", "norm"),
+    [
+        ([(2.0, 1.0), (2.0, 1.0)], 2, 2.0),
+        ([(2.0, None)], 1, 2.0),
+        ([(3.0, 2.0), (4.0, 2.0), (3.0, 2.0), (4.0, 2.0)], 4, 5.0),
+        ([(1.0, 4.0), (1.0, 4.0), (1.0, 4.0), (1.0, 4.0)], 4, 2.0),
+        ([(3.0, 2.0), (4.0, 2.0)], 4, None),
+        ([(3.0, 2.0), (None, 2.0)], 2, None),
+        ([], 0, None),
+    ],
+)
+def test_the_whole_s_norm(parts: list[tuple[float | None, float | None]], world_size: int, norm: float | None) -> None:
+    """Replicas, shards, replicas of shards; nothing where a part is elsewhere or not measured."""
+    found = whole_norm(parts, world_size)
+    assert found == (norm if norm is None else pytest.approx(norm))

@@ -1,16 +1,25 @@
-"""Every way to train is counted right: steps, losses, norms, and what is no step at all."""
+"""Every way to train is counted right: steps, replays, threads, several models, and what is no step at all."""
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import torchobs
+from tests import support
 from tests.training import Recording, StepFlag, has, loss_of, mlp, norm_of, recording
+from torchobs import catalog
+from torchobs.probes.step_recorder import LEAST_STEPS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -163,3 +172,388 @@ def test_log_after_the_step_belongs_to_that_step(run: Recording) -> None:
     assert values[("torchobs.tokens",)] == 60
     assert values[("torchobs.samples",)] == 10
     assert values[("torchobs.loss",)] == 4.0
+
+
+def nap(seconds: float) -> float:
+    """Sleep, and return how long it was."""
+    begun = time.perf_counter()
+    time.sleep(seconds)
+    return time.perf_counter() - begun
+
+
+@pytest.mark.parametrize("how", ["eval and no_grad", "no_grad", "only another loader"])
+def test_evaluation_between_steps_is_neither_a_step_nor_a_slow_step(run: Recording, how: str) -> None:
+    """An evaluation of 0.2 s between steps of some ms: it is counted as evaluation, and no step got slower."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    data = TensorDataset(torch.randn(40, 8), torch.randn(40, 1))
+    training, validation = DataLoader(data, batch_size=8), DataLoader(data, batch_size=8)
+    napped_s, ending = list[float](), list[float]()
+
+    def evaluate() -> None:
+        if how == "only another loader":
+            for inputs, _ in validation:
+                napped_s.append(nap(0.04))
+                model(inputs)
+            return
+        if how == "eval and no_grad":
+            model.eval()
+        with torch.no_grad():
+            for inputs, _ in validation:
+                napped_s.append(nap(0.04))
+                model(inputs)
+        if how == "eval and no_grad":
+            model.train()
+
+    for epoch in range(3):
+        for inputs, targets in training:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            ending.append(time.perf_counter())
+            optimizer.step()
+        if epoch < 2:
+            evaluate()
+    took_s, steps = time.perf_counter() - ending[4], run.steps()
+    assert len(steps) == 15
+    evaluation_s = sum(record.phase_s[5] for record in steps)
+    assert sum(napped_s) * (1 - 1e-6) <= evaluation_s <= took_s - sum(record.duration_s for record in steps[5:])
+
+
+@pytest.mark.parametrize("how", ["eval and a loader", "eval", "no_grad"])
+def test_an_evaluation_is_what_the_rank_is_said_to_do(run: Recording, how: str) -> None:
+    """While it lasts: the exporter is patient in it, however long that is. Training says what it is at, again, after it."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    validation = DataLoader(TensorDataset(torch.randn(8, 8), torch.randn(8, 1)), batch_size=8)
+    seen = []
+    for index in range(2):
+        optimizer.zero_grad()
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    model.train(how == "no_grad")
+    with torch.no_grad():
+        for inputs, _ in validation if how != "eval" else [(torch.ones(1, 8), None)]:
+            model(inputs)
+            seen.append(support.wait_until(lambda: run.view().live.phase == "evaluation"))
+    model.train()
+    optimizer.zero_grad()
+    loss_of(model).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    support.wait_until(lambda: run.view().live.phase == "other")
+    assert seen == [True]
+
+
+class Graph:
+    """As ``torch.cuda.CUDAGraph`` looks to its user: between begin and end Python runs, at a replay it does not."""
+
+    def __init__(self, kernels: Callable[[], None]) -> None:
+        self.kernels = kernels
+
+    def capture_begin(self, pool: object = None) -> None:
+        del pool
+
+    def capture_end(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        self.kernels()
+
+
+@pytest.fixture
+def with_graphs(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
+    """A recording on a machine that has graphs."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    yield from recording(flight_dir)
+
+
+def test_the_sampler_rests_while_a_graph_is_captured(with_graphs: Recording) -> None:
+    """It keeps the heartbeat, without a garbage collection, which might destroy a graph of the user's; then it goes on."""
+    rounds = list[bool]()
+    with_graphs.session._samples.append(("counting", lambda: rounds.append(True)))
+    graph = Graph(lambda: None)
+    graph.capture_begin()
+    captured = len(rounds)
+    with_graphs.whole_round()  # two heartbeats
+    assert len(rounds) == captured
+    assert gc.isenabled()
+    graph.capture_end()
+    with_graphs.whole_round()
+    assert len(rounds) > captured
+
+
+def test_each_replay_of_a_captured_step_is_a_step_with_its_loss(with_graphs: Recording) -> None:
+    """Warm-up, capture, replays: the capture itself computes nothing, and is none."""
+    model = mlp()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.01), list[float]()
+
+    def step(number: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, number)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss
+
+    for number in range(3):
+        losses.append(step(number).item())
+    graph = Graph(lambda: None)
+    graph.capture_begin()
+    static = step(0)
+    graph.capture_end()
+
+    def kernels() -> None:
+        static.data.fill_(losses[-1])
+
+    graph.kernels = kernels
+    for number in range(20):
+        losses.append(float(number))
+        graph.replay()
+    losses.append(step(1).item())  # the rest of an epoch, of another size
+    steps = with_graphs.steps()
+    assert [record.loss for record in steps] == losses
+    assert all(record.learning_rate == 0.01 for record in steps[1:])
+
+
+def test_a_graph_without_the_optimizer_leaves_the_steps_to_it(with_graphs: Recording) -> None:
+    """Forward and backward are replayed, the optimizer steps as ever: each of its steps is one."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loss_of(model).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    graph = Graph(lambda: None)
+    graph.capture_begin()
+    static = loss_of(model)
+    static.backward()  # type: ignore[no-untyped-call]
+    graph.capture_end()
+    for _ in range(10):
+        graph.replay()
+        optimizer.step()
+    assert len(with_graphs.steps()) == 11
+
+
+def test_a_graph_of_something_else_is_nothing(with_graphs: Recording) -> None:
+    """Inference, or what a compiler captures."""
+    graph = Graph(lambda: None)
+    graph.capture_begin()
+    mlp()(torch.zeros(1, 8))
+    graph.capture_end()
+    for _ in range(5):
+        graph.replay()
+    assert with_graphs.steps() == []
+
+
+def test_the_graphs_are_left_as_they_were(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind shutdown nothing of ours is there."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    before = dict(vars(Graph))
+    torchobs.init(flight_dir=flight_dir)
+    assert vars(Graph)["replay"] is not before["replay"]
+    torchobs.shutdown()
+    assert dict(vars(Graph)) == before
+
+
+def train_alone(seed: int, steps: int) -> list[float]:
+    """A training of its own; return the losses."""
+    model, losses = mlp(seed), list[float]()
+    optimizer = torch.optim.Adam(model.parameters())
+    for index in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, index)
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        optimizer.step()
+    return losses
+
+
+def test_of_two_threads_that_train_at_once_one_is_recorded(run: Recording, caplog: pytest.LogCaptureFixture) -> None:
+    """All of its steps and none of the other's, which is said once."""
+    losses, beside, model = list[float](), threading.Event(), mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def other() -> None:
+        for seed in range(3):
+            train_alone(seed, 40)
+        beside.set()
+
+    thread = threading.Thread(target=other, name="second")
+    index = 0
+    while not beside.is_set() or index < 50:
+        optimizer.zero_grad()
+        loss = loss_of(model, index)
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        optimizer.step()
+        index += 1
+        if index == 3:
+            thread.start()
+    thread.join()
+    assert [record.loss for record in run.steps()] == losses
+    run.look()
+    assert run.attributes(catalog.EVENT_OTHER_THREAD.name) == [{"thread": "second"}]
+    assert "second" in caplog.text
+
+
+def test_threads_that_train_one_after_the_other_are_all_recorded(run: Recording) -> None:
+    """Each has ended when the next one begins."""
+    expected = list[float]()
+    for seed in range(3):
+        thread = threading.Thread(target=lambda seed=seed: expected.extend(train_alone(seed, 20)))
+        thread.start()
+        thread.join()
+    steps = run.steps()
+    assert len(steps) == 60
+    seen = [(record.loss, loss) for record, loss in zip(steps, expected, strict=True) if record.flags & StepFlag.LOSS]
+    assert len(seen) >= 57  # a thread's first backward comes before it is known as the one that trains
+    assert all(found == loss for found, loss in seen)
+    assert run.frames(catalog.EVENT_OTHER_THREAD.name) == []
+
+
+@pytest.mark.parametrize("stepping", ["backward", "step"])
+def test_a_backward_pass_in_another_thread_than_the_step_is_the_steps(run: Recording, stepping: str) -> None:
+    """Promise: each is a step, whichever of the two a pool's thread does."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with ThreadPoolExecutor(1) as pool:
+        for index in range(40):
+            optimizer.zero_grad()
+            loss = loss_of(model, index)
+            if stepping == "backward":
+                pool.submit(loss.backward).result()
+                optimizer.step()
+            else:
+                loss.backward()  # type: ignore[no-untyped-call]
+                pool.submit(optimizer.step).result()
+    assert len(run.steps()) >= 39, "the first may have been in a thread that had not trained yet"
+
+
+STEPS = 150
+
+
+def fit(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> float:
+    """Learn a line from noisy samples; return the last loss, which begins at 70 and ends near 0.25."""
+    loss = torch.zeros(())
+    for _ in range(steps):
+        inputs = torch.randn(64, 8)
+        targets = 3 * inputs.sum(1, keepdim=True) + 0.5 * torch.randn(64, 1)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        torch.autograd.backward(loss)
+        optimizer.step()
+    return loss.item()
+
+
+def new(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model that learns it within some tens of steps, and its optimizer."""
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(8, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def begun(run: Recording) -> list[int]:
+    """The steps that are the first of another model."""
+    return [record.step for record in run.steps() if has(record, StepFlag.NEW_MODEL)]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_each_fold_is_judged_by_its_own_past(run: Recording, *, keeps: bool) -> None:
+    """Three folds, whose losses begin at 70 and end near 0.25: no spike, whether or not the former models are kept."""
+    kept = []
+    for fold in range(3):
+        model, optimizer = new(fold)
+        assert fit(model, optimizer) < 1.0
+        kept += [(model, optimizer)] * keeps
+    values = run.look()
+    assert begun(run) == [STEPS + 1, 2 * STEPS + 1]
+    assert [values[catalog.ANOMALIES.name, kind] for kind in catalog.ANOMALY_KINDS] == [0] * len(catalog.ANOMALY_KINDS)
+    assert values[catalog.MODEL_CHANGES.name,] == 2
+    assert run.frames(catalog.EVENT_MODEL_CHANGE.name)[-1]["step"] == 2 * STEPS + 1
+
+
+def test_folds_just_worth_a_baseline_are_each_another(run: Recording) -> None:
+    """The shortest there are."""
+    for fold in range(4):
+        fit(*new(fold), steps=LEAST_STEPS)
+    run.look()
+    assert begun(run) == [fold * LEAST_STEPS + 1 for fold in (1, 2, 3)]
+
+
+def test_what_is_unusual_among_models_of_few_steps_is_found(run: Recording) -> None:
+    """Their losses are one training's, and one of them is far from all the others."""
+    for task in range(100):
+        model, optimizer = new(0)
+        fit(model, optimizer, 5)
+        if task == 80:
+            torch.nn.init.constant_(model.weight, 1e3)  # type: ignore[arg-type]
+            fit(model, optimizer, 1)
+    values = run.look()
+    assert values[catalog.ANOMALIES.name, "loss_spike"] > 0
+
+
+def test_what_is_unusual_within_a_later_fold_is_still_found(run: Recording) -> None:
+    """The second fold's learning rate goes up sixtyfold."""
+    fit(*new(0))
+    model, optimizer = new(1)
+    fit(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 3.0
+    fit(model, optimizer, 10)
+    values = run.look()
+    assert values[catalog.ANOMALIES.name, "loss_spike"] > 0
+
+
+def two_networks() -> None:
+    """A GAN's optimizers, one of which does ten steps alone before."""
+    (one, first), (two, second) = new(0), new(1)
+    fit(one, first, LEAST_STEPS // 2)
+    for _ in range(STEPS):
+        fit(one, first, 1)
+        fit(two, second, 1)
+
+
+def another_optimizer() -> None:
+    """The same model goes on with another optimizer, and then with a layer more."""
+    model, optimizer = new(0)
+    fit(model, optimizer)
+    fit(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+    added = torch.nn.Linear(1, 1)
+    fit(torch.nn.Sequential(model, added), torch.optim.Adam([*model.parameters(), *added.parameters()], lr=1e-3))
+
+
+def one_each_few_steps() -> None:
+    """A new model every five steps, none of which is worth a baseline: Reptile's."""
+    for task in range(3 * LEAST_STEPS // 5):
+        fit(*new(task), steps=5)
+
+
+def late_part() -> None:
+    """An actor whose optimizer begins to step late, with the gradients of the critic's backward pass."""
+    torch.manual_seed(0)
+    critic, actor = torch.nn.Linear(8, 1), torch.nn.Linear(8, 4)
+    first, second = torch.optim.SGD(critic.parameters(), lr=0.01), torch.optim.SGD(actor.parameters(), lr=0.01)
+    for number in range(STEPS):
+        inputs = torch.randn(16, 8)
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        torch.autograd.backward((critic(inputs) - inputs[:, :1]).square().mean() + actor(inputs).square().mean())
+        first.step()
+        if number >= 2 * LEAST_STEPS:
+            second.step()
+
+
+@pytest.mark.parametrize("train", [two_networks, another_optimizer, one_each_few_steps, late_part])
+def test_one_training_of_several_optimizers_is_one(run: Recording, train: Callable[[], None]) -> None:
+    """Nothing begins anew."""
+    train()
+    run.look()
+    assert begun(run) == []
+
+
+def test_boundaries_of_the_user_s_own_change_nothing(run: Recording) -> None:
+    """With ``torchobs.step()``, too, the first step of the second model is flagged, and none after it."""
+    from torchobs import step  # as a user has it
+
+    for fold in range(2):
+        model, optimizer = new(fold)
+        for _ in range(STEPS // 2):
+            fit(model, optimizer, 1)
+            step()
+    run.look()
+    assert begun(run) == [STEPS // 2 + 1]
