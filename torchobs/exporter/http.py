@@ -174,12 +174,15 @@ class Server(uvicorn.Server):
 
     async def accept(self, context: ssl.SSLContext | None) -> None:
         """Accept connections with that context of TLS from now on; the others end, after a response that is under way."""
-        for server in self.servers:
+        loop, before = asyncio.get_running_loop(), self.servers
+        for listening in (one for server in before for one in server.sockets):
+            loop.remove_reader(listening)
+        await asyncio.sleep(0)  # a server that is closed drops what it has accepted in this turn of the loop
+        for server in before:
             server.close()  # which has a duplicate of the socket: who is in its queue waits
-        make, bound = partial(HttpProtocol, self), self._bound.dup()
         limit_s = None if context is None else HEAD_S
-        serving = asyncio.get_running_loop().create_server(
-            make, sock=bound, backlog=_BACKLOG, ssl=context, ssl_handshake_timeout=limit_s
+        serving = loop.create_server(
+            partial(HttpProtocol, self), sock=self._bound.dup(), backlog=_BACKLOG, ssl=context, ssl_handshake_timeout=limit_s
         )
         self.servers = [await serving]
         for connection in list(self.recent):
