@@ -14,8 +14,8 @@ from typing import cast
 import pytest
 
 from torchobs.config.options import Address
-from torchobs.exporter import log_format
 from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.daemon import LogFormatter
 from torchobs.exporter.file_sd import ScrapeTarget, TargetFile
 from torchobs.exporter.http import UnixSocket, bind_unix
 from torchobs.exporter.metrics_page import ScrapeTracker
@@ -150,10 +150,10 @@ def record(message: str, *arguments: object, level: int = logging.WARNING) -> lo
 
 def test_a_line_of_logfmt() -> None:
     """Time in UTC, level, source, message; quoted where it has to be."""
-    line = log_format.Formatter("logfmt").format(record("cannot listen on %s", ":80"))
+    line = LogFormatter("logfmt").format(record("cannot listen on %s", ":80"))
     assert line == 'time=2023-11-14T22:13:20.250Z level=warn source=torchobs.ranks.scanner msg="cannot listen on :80"'
     assert (
-        log_format.Formatter("logfmt")
+        LogFormatter("logfmt")
         .format(record("ready", level=logging.INFO))
         .endswith("level=info source=torchobs.ranks.scanner msg=ready")
     )
@@ -162,10 +162,10 @@ def test_a_line_of_logfmt() -> None:
 @pytest.mark.parametrize("text", ['a"b', "a\nb level=error", "a=b", "\x1b[31m", ""])
 def test_nothing_in_a_message_makes_a_second_line_or_field(text: str) -> None:
     """File names are whatever somebody chose."""
-    line = log_format.Formatter("logfmt").format(record("%s", text))
+    line = LogFormatter("logfmt").format(record("%s", text))
     assert len(line.splitlines()) == 1
     assert line.endswith(f"msg={json.dumps(text)}")
-    assert json.loads(log_format.Formatter("json").format(record("%s", text)))["msg"] == text
+    assert json.loads(LogFormatter("json").format(record("%s", text)))["msg"] == text
 
 
 def test_json_has_the_trace_of_an_exception() -> None:
@@ -175,8 +175,8 @@ def test_json_has_the_trace_of_an_exception() -> None:
         int("why")
     except ValueError:
         problem.exc_info = sys.exc_info()
-    assert "ValueError: invalid literal" in json.loads(log_format.Formatter("json").format(problem))["trace"]
-    assert len(log_format.Formatter("logfmt").format(problem).splitlines()) == 1
+    assert "ValueError: invalid literal" in json.loads(LogFormatter("json").format(problem))["trace"]
+    assert len(LogFormatter("logfmt").format(problem).splitlines()) == 1
 
 
 WITH_RANK = replace(EMPTY, ranks=(cast("Rank", object()),))

@@ -273,7 +273,7 @@ def test_no_mistake_on_the_command_line_ends_a_sidecar(word: str, monkeypatch: p
         return 0
 
     monkeypatch.setattr("torchobs.exporter.daemon.serve", serve)
-    monkeypatch.setattr("torchobs.exporter.log_format.configure", lambda *_: None)
+    monkeypatch.setattr("torchobs.exporter.daemon.configure_log", lambda _: None)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     assert exporter.main([word, "--web.config.file", "web.yml", "--grace"]) == 0
     (chosen,) = served

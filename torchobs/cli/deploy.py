@@ -1,8 +1,6 @@
 """``torchobs dashboards`` and ``torchobs rules``: what belongs to the installed version, as files for Grafana and Prometheus.
 
-They are rendered when torchobs is built, so that neither Grafana's SDK nor a checkout is needed.
-
-They are rendered when the command runs, from the catalog, so that neither a checkout nor Grafana's SDK is needed.
+Dashboards were rendered when torchobs was built, rules are when the command runs: Grafana's SDK is not needed.
 """
 
 from __future__ import annotations

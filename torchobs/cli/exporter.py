@@ -11,7 +11,7 @@ from torchobs.cli import arguments
 from torchobs.cli.arguments import CommandError
 from torchobs.config import settings
 from torchobs.config.options import closest
-from torchobs.exporter import config, log_format
+from torchobs.exporter import config
 from torchobs.node import launch
 
 _DESCRIPTION = """\
@@ -94,7 +94,7 @@ def main(given: Sequence[str]) -> int:
     chosen = config.parse(found, settings.environment(), mistakes)
     if chosen.problems and not launch.in_kubernetes(settings.environment()):
         raise CommandError(f"{'; '.join(chosen.problems)}; `torchobs exporter --help` has all options and variables", 2)
-    from torchobs.exporter.daemon import serve
+    from torchobs.exporter.daemon import configure_log, serve
 
-    log_format.configure(chosen.log_level, chosen.log_format)
+    configure_log(chosen)
     return serve(chosen)

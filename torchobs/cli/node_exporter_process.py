@@ -39,8 +39,8 @@ def serve_if_elected(flight_dir: str, address: str, grace_s: float, load: Callab
 
 def _exporter() -> Serve:
     from torchobs.config import settings
-    from torchobs.exporter import config, log_format
-    from torchobs.exporter.daemon import serve
+    from torchobs.exporter import config
+    from torchobs.exporter.daemon import configure_log, serve
 
     environ = settings.environment()
 
@@ -50,7 +50,7 @@ def _exporter() -> Serve:
         given: dict[str, tuple[str, ...]] = {"mode": ("node",), "flight_dir": (flight_dir,)}
         given |= {"listen": (address,)} if address else {}
         chosen = config.parse(given, environ)
-        log_format.configure(chosen.log_level, chosen.log_format)
+        configure_log(chosen)
         serve(chosen, announce=announce, finished=finished)
 
     return run

@@ -25,7 +25,6 @@ from torchobs.config.options import (
     values_of,
     with_exporter_variable,
 )
-from torchobs.exporter import log_format
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -315,8 +314,8 @@ OPTIONS = tuple(map(with_exporter_variable, (
     ),
     Option("procfs", _PATH, "Where the machine's /proc is mounted.", "/proc", flag="--path.procfs", metavar="DIR"),
     Option("sysfs", _PATH, "Where the machine's /sys is mounted.", "/sys", flag="--path.sysfs", metavar="DIR"),
-    Option("log_level", kinds.one_of(*log_format.LEVELS), "The least severe lines to log.", "info", flag="--log.level"),
-    Option("log_format", kinds.one_of(*log_format.FORMATS), "How to write them.", "logfmt", flag="--log.format"),
+    Option("log_level", kinds.one_of("debug", "info", "warn", "error"), "The least severe lines.", "info", flag="--log.level"),
+    Option("log_format", kinds.one_of("logfmt", "json"), "How to write them.", "logfmt", flag="--log.format"),
 )))  # fmt: skip
 
 _URL = ValueKind("a URL such as http://collector:4318, without user and password", _url)

@@ -10,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import math
+import re
 import signal
 import threading
 import time
 from functools import partial
 from pathlib import Path
 from socket import gethostname
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from torchobs import catalog
-from torchobs.exporter import access, file_sd, log_format
+from torchobs.exporter import access, file_sd
 from torchobs.exporter.api import Api
 from torchobs.exporter.app import Site
 from torchobs.exporter.http import Endpoint, Listeners, UnixSocket, allow_files, bind_unix
@@ -29,7 +31,7 @@ from torchobs.exporter.metrics_page import PageCache, ScrapeTracker
 from torchobs.exporter.pod_advice import PodAdvice
 from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.exporter.web_config import WebConfigMiddleware
-from torchobs.node.lifetime import ServiceStatus
+from torchobs.node.lifetime import OncePerMinute, ServiceStatus
 from torchobs.ranks import snapshot
 from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.state import FADED_AFTER_S
@@ -57,7 +59,59 @@ _FULL = 2
 
 _FAILURES = frozenset(catalog.EXIT_REASONS) - {"finished", "interrupted", "terminated"}
 
+_PLAIN = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+")
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
+_QUIET_LIBRARIES = ("uvicorn", "asyncio", "urllib3")
 _log = logging.getLogger(__name__)
+
+
+class LogHandler(logging.StreamHandler[TextIO]):
+    """Writes to standard error, and counts the lines that could not be written (full disk, closed pipe)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost = 0
+
+    def handleError(self, _: logging.LogRecord) -> None:  # noqa: N802  # logging's own name
+        """See :class:`logging.Handler`. Only counts: there is nowhere else to report it."""
+        self.lost += 1
+
+
+class LogFormatter(logging.Formatter):
+    """Formats lines as Prometheus does: time, level, source, message."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self._json = form == "json"
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See :class:`logging.Formatter`."""
+        fields = {
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
+            "level": next((name for name, level in reversed(_LEVELS.items()) if record.levelno >= level), "debug"),
+            "source": record.name,
+            "msg": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["trace"] = self.formatException(record.exc_info)
+        if self._json:
+            return json.dumps(fields)
+        return " ".join(f"{key}={value if _PLAIN.fullmatch(value) else json.dumps(value)}" for key, value in fields.items())
+
+
+def configure_log(config: ExporterConfig) -> None:
+    """Log to standard error, each line at most once a minute; of libraries only warnings and errors."""
+    handler = LogHandler()
+    handler.addFilter(OncePerMinute())
+    handler.setFormatter(LogFormatter(config.log_format))
+    logging.basicConfig(level=_LEVELS[config.log_level], handlers=[handler], force=True)
+    for name in _QUIET_LIBRARIES:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def lost_lines() -> int:
+    """Return the number of lines that could not be written."""
+    return sum(handler.lost for handler in logging.getLogger().handlers if isinstance(handler, LogHandler))
 
 
 def serve(
@@ -195,7 +249,7 @@ class _Service:
 
     def _count_losses(self) -> None:
         targets = self._targets.failures if self._targets is not None else 0
-        lost, failures = log_format.lost(), self._api.commands.failures
+        lost, failures = lost_lines(), self._api.commands.failures
         announced = self._listeners.unannounced
         self._site.failed_writes = {"log": lost, "file_sd": targets, "announcement": announced, "control": failures}
 
