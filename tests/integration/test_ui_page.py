@@ -22,7 +22,7 @@ from tests.rank_files import Clock, File, live_rank, train
 from tests.support import clean_environment, free_port, wait_until
 from torchobs import catalog
 from torchobs.document import live
-from torchobs.document.live import PARTS, Choice, Model, focused, heading, judged, model, rendered
+from torchobs.document.live import PARTS, Choice, Model, focused, heading, model, rendered
 from torchobs.exporter import access, page
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.page import Feed
@@ -303,7 +303,7 @@ def served(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
 def shown(snapshot: Snapshot, choice: Choice) -> Model:
     """What the page is of for that choice."""
-    return model(judged(RunsReader().runs(snapshot, {}, {choice.run})), choice, (), 0.0)
+    return model(RunsReader().runs(snapshot, {}, {choice.run}), choice, (), 0.0)
 
 
 def order(snapshot: Snapshot) -> list[str]:

@@ -19,7 +19,7 @@ from torchobs.detect.learning import ZeroRate
 from torchobs.detect.speed import SLOW, Slowness
 from torchobs.diagnosis.from_events import from_events
 from torchobs.diagnosis.health import health
-from torchobs.document.live import health_beside, judged
+from torchobs.document.live import health_beside
 from torchobs.document.text import TerminalStyle
 from torchobs.ranks.events import Events, Fact
 from torchobs.ranks.live import METRICS
@@ -308,11 +308,10 @@ def test_a_run_that_failed_beside_this_one_is_worth_a_look() -> None:
     """The headline is what a tab in the background shows."""
     well = run(row(0))
     failed = run(row(0, "failed", reason="exception", run_id="run-2"))
-    runs = judged([well, failed])
-    found = health_beside(runs[0], runs)
+    found = health_beside(well, [well, failed])
     assert found.text.endswith("Another run here is in trouble: gpt run-2.")
     assert found.level is Severity.WARNING
-    assert health_beside(runs[0], runs[:1]).level is Severity.INFO
+    assert health_beside(well, [well]).level is Severity.INFO
 
 
 def test_ranks_whose_averaged_gradient_differs_are_told_at_once() -> None:

@@ -16,7 +16,7 @@ from torchobs.document.blocks import Table
 from torchobs.document.text import render, style_for, table
 from torchobs.flight.events import plain
 from torchobs.ranks import runs as load
-from torchobs.ranks.rank_view import RankView, last_known
+from torchobs.ranks.rank_view import RankView
 from torchobs.ranks.runs import Chosen, RunFiles
 from torchobs.support import text as text_format
 
@@ -219,7 +219,7 @@ def _summary(run: RunFiles, reports: Sequence[RankView]) -> RunSummary:
         attempt=max(report.restart for report in reports) + 1, state=worst.state, ended_by=worst.reason,
         started=first.header.begun_s, last_seen=max(report.last_s for report in reports),
         steps=max(report.last_step for report in reports),
-        loss=last_known([step.loss for step in reports[0].steps]),
+        loss=next(reversed([*reports[0].losses.values()]), None),
     )  # fmt: skip
 
 

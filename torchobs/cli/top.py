@@ -151,12 +151,12 @@ def _heading(run: RunView, style: TerminalStyle, now: str) -> str:
 
 def _verdict(run: RunView, style: TerminalStyle) -> list[str]:
     """Return the findings in the live page's words, after its headline if that is one; none if all is well."""
-    head, whole = health.headline(run), health.health(run)
+    whole = health.health(run)
     if whole.level is Severity.INFO:
-        found = (one for one in health.findings(run) if one.kind == "between")
+        found = (one for one in whole.findings if one.kind == "between")
         return [style("dim", text_format.cut(text_format.clean(one.long, style.width), style.width)) for one in found]
-    words = [*([head.long] if head.severity != health.INFO else []), *(one.short for one in health.findings(run))]
-    line = f"{whole.badge}: {text_format.clean(' '.join(words), style.width)}"
+    words = " ".join(one.long if one.kind == "progress" else one.short for one in whole.findings)
+    line = f"{whole.badge}: {text_format.clean(words, style.width)}"
     return [style("red" if whole.level is Severity.ERROR else "yellow", text_format.cut(line, style.width))]
 
 

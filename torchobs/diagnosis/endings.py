@@ -214,16 +214,11 @@ def compare(ranks: Sequence[RankView]) -> list[Finding]:
     if len(ranks) < 2:  # noqa: PLR2004  # a single rank has no peers
         return []
     together, timed_out = stalled_together(ranks), list(timeouts(ranks))
-    teams = labels.teams(together)
     waited_for = [one for one in health.waited_for(together) if not timed_out or one.kind != "waited_for"]
     return [
         *(timed_out or _first_to_fail(ranks)),
         *waited_for,
-        *chain.from_iterable(map(health.disagreeing, teams)),
-        *chain.from_iterable(map(health.weights_apart, teams)),
-        *chain.from_iterable(map(health.batches_alike, teams)),
-        *_missing(ranks),
-        *health.slowest(ranks),
+        *health.beside_each_other(together, started_here(ranks)),
     ]
 
 
@@ -426,9 +421,3 @@ def _failed(ranks: Sequence[RankView]) -> list[RankView]:
 def _end_s(report: RankView) -> float:
     raised = report.main_exceptions
     return raised[-1].time_s if raised and report.reason == "exception" else report.last_s
-
-
-def _missing(ranks: Sequence[RankView]) -> Iterator[Finding]:
-    expected = started_here(ranks)
-    if len(ranks) < expected:
-        yield finding("ranks_missing", missing=expected - len(ranks), here=len(ranks), expected=expected)

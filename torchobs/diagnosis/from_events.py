@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from torchobs import catalog
@@ -37,22 +39,30 @@ _SELECTING = ("kind", "cause")
 _IN_PARAMETERS = frozenset({"parameter", "overflow"})
 """Origins of NaN and infinity that are in parameters"""
 
-_MADE: WeakKeyDictionary[Events, Mapping[str, Finding]] = WeakKeyDictionary()
-"""Of events that were looked at already: the page asks each second"""
+K = TypeVar("K")
+V = TypeVar("V")
 
 
+def remembered(function: Callable[[K], V]) -> Callable[[K], V]:
+    """Return the function with a memory of what it returned, as long as the argument lives: the page asks each second."""
+    known: WeakKeyDictionary[K, V] = WeakKeyDictionary()
+
+    @wraps(function)
+    def remembering(argument: K) -> V:
+        if argument not in known:
+            known[argument] = function(argument)
+        return known[argument]
+
+    return remembering
+
+
+@remembered
 def from_events(events: Events) -> Mapping[str, Finding]:
     """Return the findings that events make, by kind.
 
     The newest event counts, and one about no parameter or layer takes its kind back. Of origins of NaN and infinity the first
     counts, until the values come from elsewhere than from weights that have them.
     """
-    if events not in _MADE:
-        _MADE[events] = _made(events)
-    return _MADE[events]
-
-
-def _made(events: Events) -> dict[str, Finding]:
     found: dict[str, Finding] = {}
     for event in events:
         for kind in _BY_EVENT.get(event.name, ()):

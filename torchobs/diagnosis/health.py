@@ -30,7 +30,7 @@ from torchobs.detect.growth import NEAR_S
 from torchobs.detect.hangs import PATIENT_PHASES
 from torchobs.detect.learning import is_stuck
 from torchobs.diagnosis import hangs
-from torchobs.diagnosis.from_events import GATED, SPOILED, UNTIL_A_STEP, from_events
+from torchobs.diagnosis.from_events import GATED, SPOILED, UNTIL_A_STEP, from_events, remembered
 from torchobs.diagnosis.numerics import LEAST_NOTABLE, zero_learning_rate
 from torchobs.ranks import labels
 from torchobs.ranks.events import WORKER_DIED
@@ -53,24 +53,22 @@ class Health(NamedTuple):
     text: str
     gist: str
     """the same without figures that change all the time, for screen readers to announce"""
+    badge: str = BADGES[Severity.INFO]
     headline: str = ""
     """the first sentence"""
-    badge: str = BADGES[Severity.INFO]
+    findings: tuple[Finding, ...] = ()
+    """the worst first; the headline is the first of them if it is worth a look"""
 
 
+@remembered
 def health(run: RunView) -> Health:
     """Return the health of a run. It is all well only if all of its ranks train, or have finished."""
-    head, found = headline(run), findings(run)
-    levels = [LEVELS[head.severity], *(LEVELS[one.severity] for one in found)]
-    level = max(levels, key=lambda level: level.value)
-    words = " ".join(one.short for one in found)
+    head = headline(run)
+    found = sorted(_findings(run.ranks, run.expected), key=lambda one: -LEVELS[one.severity].value)
+    level = max((LEVELS[one.severity] for one in (head, *found)), key=lambda level: level.value)
     badge = str(head.values["badge"]) if level is Severity.INFO else BADGES[level]
-    return Health(level, f"{head.long} {words}".rstrip(), f"{head.short} {words}".rstrip(), head.long, badge)
-
-
-def findings(run: RunView) -> list[Finding]:
-    """Return the findings on a run, the worst first."""
-    return sorted(_findings(run.ranks, run.expected), key=lambda one: -LEVELS[one.severity].value)
+    long, gist = (" ".join([first, *(one.short for one in found)]) for first in (head.long, head.short))
+    return Health(level, long, gist, badge, head.long, ((head,) if head.severity != INFO else ()) + tuple(found))
 
 
 def headline(run: RunView) -> Finding:
@@ -160,13 +158,7 @@ def _findings(ranks: Sequence[RankView], expected: int) -> Iterator[Finding]:
     off = [rank for rank in ranks if rank.up and not rank.recorded]
     if off:
         yield finding("unrecorded", **_who(off))
-    missing = expected - len(ranks)
-    if missing > 0:
-        yield finding("ranks_missing", missing=missing, here=len(ranks), expected=expected)
-    for team in labels.teams(ranks):
-        yield from disagreeing(team)
-        yield from weights_apart(team)
-        yield from batches_alike(team)
+    yield from beside_each_other(ranks, expected)
     yield from _anomalies(ranks)
     yield from _past(ranks)
     yield from _skips(ranks)
@@ -176,9 +168,19 @@ def _findings(ranks: Sequence[RankView], expected: int) -> Iterator[Finding]:
     yield from _growing(ranks)
     yield from broken(ranks)
     yield from waiting(ranks)
-    yield from slowest(ranks)
     yield from between(ranks)
     yield from probes_off(ranks)
+
+
+def beside_each_other(ranks: Sequence[RankView], expected: int) -> Iterator[Finding]:
+    """Yield what ranks show that are compared with each other, and how many are missing of so many on this machine."""
+    for team in labels.teams(ranks):
+        yield from _disagreeing(team)
+        yield from _weights_apart(team)
+        yield from _batches_alike(team)
+    if len(ranks) < expected:
+        yield finding("ranks_missing", missing=expected - len(ranks), here=len(ranks), expected=expected)
+    yield from _slowest(ranks)
 
 
 def _who(ranks: Sequence[RankView]) -> dict[str, Any]:
@@ -223,7 +225,7 @@ def waited_for(ranks: Sequence[RankView]) -> Iterator[Finding]:
     yield from hangs.mismatches(ranks)
 
 
-def disagreeing(ranks: Sequence[RankView]) -> Iterator[Finding]:
+def _disagreeing(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield the ranks whose gradient differs though DistributedDataParallel makes it the same on all."""
     norms = {rank.rank: rank.alike_norms for rank in ranks}
     odd = differing(norms) if all(norms.values()) else ()
@@ -235,7 +237,7 @@ def disagreeing(ranks: Sequence[RankView]) -> Iterator[Finding]:
         yield finding("ranks_disagree", step=step, odd=text.ranks(odd, _MOST_NAMED), norms=named, usual=usual)
 
 
-def weights_apart(ranks: Sequence[RankView]) -> Iterator[Finding]:
+def _weights_apart(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield the ranks whose weights differ though DistributedDataParallel trains one model."""
     found = drifted({rank.rank: rank.weights for rank in ranks})
     if found is not None:
@@ -244,7 +246,7 @@ def weights_apart(ranks: Sequence[RankView]) -> Iterator[Finding]:
         yield finding("weights_differ", step=since, odd=named, all=everything, alike=alike or None)
 
 
-def batches_alike(ranks: Sequence[RankView]) -> Iterator[Finding]:
+def _batches_alike(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield that all ranks are given the same data."""
     batches = {rank.rank: rank.batches for rank in ranks}
     since = same_batches(batches, {rank.rank: rank.last_losses for rank in ranks})
@@ -386,7 +388,7 @@ def waiting(ranks: Sequence[RankView]) -> Iterator[Finding]:
         yield finding("data", up=starved[0].up, where=_where(starved, there), share=share or None)
 
 
-def slowest(ranks: Sequence[RankView]) -> Iterator[Finding]:
+def _slowest(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield the rank that the others wait for."""
     there = [rank for rank in ranks if rank.up] or ranks
     slow = [(rank, rank.slowness) for rank in there if rank.slowness and rank.slowness.is_slow]

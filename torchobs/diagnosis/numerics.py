@@ -48,11 +48,6 @@ class Rise(NamedTuple):
     usual: float
     value: float
 
-    @property
-    def factor(self) -> float:
-        """New value divided by the baseline."""
-        return self.value / self.usual
-
 
 def numerics(report: RankView) -> Iterator[Finding]:
     """Yield numerical problems, the loss first; then what events alone make."""
@@ -115,7 +110,7 @@ def _cause(steps: Sequence[Step], onset: int) -> dict[str, Any]:
     if rise is None:
         return {}
     later = step.step - rise.step
-    found = {"rise": rise.factor, "rise_usual": rise.usual, "rise_value": rise.value}
+    found = {"rise": rise.value / rise.usual, "rise_usual": rise.usual, "rise_value": rise.value}
     return {**found, "rise_ago": later} if later else {**found, "rise_with": True}
 
 
@@ -156,7 +151,7 @@ def _rate(steps: Sequence[Step], end: int) -> dict[str, Any]:
     rise = rate_rise(steps, end)
     if rise is None:
         return {}
-    return {"rate": rise.factor, "rate_usual": rise.usual, "rate_value": rise.value, "rate_step": rise.step}
+    return {"rate": rise.value / rise.usual, "rate_usual": rise.usual, "rate_value": rise.value, "rate_step": rise.step}
 
 
 def _spikes(report: RankView, past: Mapping[str, int]) -> Iterator[Finding]:

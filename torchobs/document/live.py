@@ -116,24 +116,12 @@ def _chosen(runs: Mapping[str, T], choice: Choice) -> T | None:
     return runs.get(choice.run) if choice.run else next(iter(runs.values()), None)
 
 
-class JudgedRun(NamedTuple):
-    """A run, and how it is."""
-
-    run: RunView
-    health: Health
-
-
-def judged(runs: Iterable[RunView]) -> tuple[JudgedRun, ...]:
-    """Return how each of these runs is."""
-    return tuple(JudgedRun(run, health(run)) for run in runs)
-
-
 @dataclass(frozen=True, slots=True)
 class Model:
     """The content of the page for one choice."""
 
     choice: Choice
-    runs: tuple[JudgedRun, ...]
+    runs: tuple[RunView, ...]
     run: RunView | None
     """``None``: there is no run, or not the chosen one"""
     health: Health
@@ -148,10 +136,9 @@ class Model:
     """Unix time"""
 
 
-def model(runs: tuple[JudgedRun, ...], choice: Choice, evidence: Iterable[Mapping[str, Any]], now_s: float) -> Model:
+def model(runs: tuple[RunView, ...], choice: Choice, evidence: Iterable[Mapping[str, Any]], now_s: float) -> Model:
     """Return the model for one viewer. ``evidence``: the API's list of artifacts, newest first; ``now_s``: Unix time."""
-    chosen = _chosen({one.run.key: one for one in runs}, choice)
-    run = chosen.run if chosen else None
+    run = _chosen({one.key: one for one in runs}, choice)
     ranks = run.ranks if run else ()
     focus = next((rank for rank in ranks if rank.rank == choice.rank), ranks[0] if ranks else None)
     pages = max(1, -(-len(ranks) // PER_PAGE))
@@ -168,7 +155,7 @@ def model(runs: tuple[JudgedRun, ...], choice: Choice, evidence: Iterable[Mappin
         choice=choice,
         runs=runs,
         run=run,
-        health=health_beside(chosen, runs) if chosen else MISSING if choice.run else NO_RANK,
+        health=health_beside(run, runs) if run else MISSING if choice.run else NO_RANK,
         focus=focus,
         ranks=tuple(ordered(ranks, choice.sort)[first : first + PER_PAGE]),
         pages=pages,
@@ -177,15 +164,15 @@ def model(runs: tuple[JudgedRun, ...], choice: Choice, evidence: Iterable[Mappin
     )
 
 
-def health_beside(run: JudgedRun, runs: Iterable[JudgedRun]) -> Health:
+def health_beside(run: RunView, runs: Iterable[RunView]) -> Health:
     """Return the health of a run among others: failed ones are mentioned, too."""
-    failed = [other.run for other in runs if other is not run and other.health.level is Severity.ERROR]
+    own, failed = health(run), [other for other in runs if other is not run and health(other).level is Severity.ERROR]
     if not failed:
-        return run.health
+        return own
     names = f"{failed[0].job_name[:80]} {failed[0].run_id[:80]}" + (f" and {len(failed) - 1:,} more" * (len(failed) > 1))
     words = f"Another run here is in trouble: {names}."
-    level = max(run.health.level, Severity.WARNING, key=lambda level: level.value)
-    return Health(level, f"{run.health.text} {words}", f"{run.health.gist} {words}")
+    level = max(own.level, Severity.WARNING, key=lambda level: level.value)
+    return Health(level, f"{own.text} {words}", f"{own.gist} {words}")
 
 
 def _evidence_of(run: RunView | None, evidence: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -259,14 +246,14 @@ def _health(model: Model) -> Html:
 
 def _runs(model: Model) -> Html:
     """Return the list of runs to choose from, if there is another than the one shown."""
-    if all(one.run is model.run for one in model.runs):
+    if all(run is model.run for run in model.runs):
         return EMPTY
-    return joined([tag("h2", "Runs"), tag("ul", *(_run(one, chosen=one.run is model.run) for one in model.runs))])
+    return joined([tag("h2", "Runs"), tag("ul", *(_run(run, chosen=run is model.run) for run in model.runs))])
 
 
-def _run(one: JudgedRun, *, chosen: bool) -> Html:
+def _run(run: RunView, *, chosen: bool) -> Html:
     """Return a line of the list of runs, which begins with how the run is."""
-    run, how = one
+    how = health(run)
     class_, symbol = LEVELS[how.level]
     sign = tag("span", symbol, class_="sign", role="img", aria_label=f"{BADGES[how.level]}:")
     name = _link(Choice(run=run.key), run.job_name, "health", current=chosen)

@@ -37,7 +37,7 @@ from torchobs.flight.events import plain
 from torchobs.flight.layout import Region
 from torchobs.flight.throughput import speed
 from torchobs.ranks.events import Fact, units
-from torchobs.ranks.rank_view import RankView, Step, last_known
+from torchobs.ranks.rank_view import RankView, Step
 from torchobs.ranks.runs import Chosen
 from torchobs.support import text as text_format
 
@@ -140,7 +140,7 @@ def _findings(every: Sequence[RankView], known: RunDiagnosis, names: set[str]) -
 
 
 def _figures(report: RankView, every: Sequence[RankView]) -> Block:
-    loss = last_known([step.loss for step in report.steps])
+    loss = next(reversed([*report.losses.values()]), None)
     phases = sum(typical_phases(report.steps).values())
     goodput = report.by_attribute(catalog.GOODPUT_TIME)
     whole, since = sum(goodput.values()), f"of the time since {report.since}"
@@ -205,7 +205,7 @@ def _rank_row(report: RankView) -> tuple[str, ...]:
     return (
         report.rank, report.state, report.reason if report.reason != report.state else "", f"{report.last_step}",
         text_format.number(last.loss if last else None),
-        text_format.number(last_known([step.grad_norm for step in report.steps])),
+        text_format.number(next(reversed([*report.norms.values()]), None)),
         text_format.duration(sum(phases.values()) or None),
         *(text_format.duration(phases.get(name)) for name in catalog.PHASES),
         text_format.moment(report.last_s, "%H:%M:%S"), report.described("host"),

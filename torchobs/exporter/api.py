@@ -32,7 +32,7 @@ from torchobs.flight.step_record import StepFlag
 from torchobs.flight.throughput import RECORDS, pace, speed
 from torchobs.ranks.events import curves, units
 from torchobs.ranks.rank_file import READ_ERRORS
-from torchobs.ranks.rank_view import last_grad_norm, last_loss, with_late
+from torchobs.ranks.rank_view import view_of, with_late
 from torchobs.ranks.snapshot import Readings, readings_of
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def rank_state(rank: Rank) -> dict[str, Any]:
     """Return a rank's identity, state and progress."""
     readings, header, live = readings_of(rank), rank.view.header, rank.view.live
     last_ns, rates = rank.view.last_step_ns, readings.of(catalog.LEARNING_RATE)
+    view = view_of(rank, readings)
     return {
         **named(rank),
         "state": rank.state,
@@ -80,8 +81,8 @@ def rank_state(rank: Rank) -> dict[str, Any]:
         "tokens": readings.get(catalog.TOKENS),
         "samples": readings.get(catalog.SAMPLES),
         "total_steps": readings.get(catalog.STEPS_PLANNED),
-        "loss": last_loss(readings.get),
-        "gradient_norm": last_grad_norm(readings.get),
+        "loss": view.loss,
+        "gradient_norm": view.grad_norm,
     }
 
 

@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from torchobs.document import live
-from torchobs.document.live import SCRIPT_PATH, STREAM_PATH, STYLE_PATH, choice_of, focused, judged, model, page, stream_of
+from torchobs.document.live import SCRIPT_PATH, STREAM_PATH, STYLE_PATH, choice_of, focused, model, page, stream_of
 from torchobs.document.markup import style_sheet
 from torchobs.exporter import access
 from torchobs.exporter.snapshot_cache import DEADLINE_S, FRESH_S
@@ -144,7 +144,7 @@ class Feed:
         evidence = await _in_time(self._evidence(), ())
 
         def models() -> dict[Choice, Model]:
-            runs = judged(self._runs.runs(snapshot, details, {choice.run for choice in choices}))
+            runs = self._runs.runs(snapshot, details, {choice.run for choice in choices})
             return {choice: model(runs, choice, evidence, time.time()) for choice in choices}
 
         return await self._in_thread(models)

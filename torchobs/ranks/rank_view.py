@@ -6,11 +6,11 @@ a property of it, and computed once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, isfinite, isnan, nan
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import Metric
@@ -43,13 +43,6 @@ _CLOCKS_DIFFER_S = 0.001
 _SETTLED_S = 2.0
 """Time without a step after which what is published once a second is no more of a step"""
 _ENDED_BY_ITSELF = frozenset({"finished", "exception", "exit_code"})
-
-
-class Get(Protocol):
-    """Looks up a value of a rank."""
-
-    def __call__(self, metric: Metric, /, *attributes: str) -> float | None:
-        """Return the value of a series; ``None`` if absent."""
 
 
 class Step(NamedTuple):
@@ -268,13 +261,19 @@ class RankView:
 
     @property
     def loss(self) -> float | None:
-        """The last one, finite or not."""
-        return last_loss(self.value, next(reversed([*self.losses.values()]), None))
+        """The last one, finite or not: NaN while that is an anomaly, as the metric holds the last finite one."""
+        return self._last(catalog.LOSS, "nonfinite_loss", self.losses)
 
     @property
     def grad_norm(self) -> float | None:
-        """The last one that was measured, finite or not."""
-        return last_grad_norm(self.value, next(reversed([*self.norms.values()]), None))
+        """The last one that was measured, likewise."""
+        return self._last(catalog.GRAD_NORM, "nonfinite_gradient", self.norms)
+
+    def _last(self, metric: Metric, anomaly: str, known: Mapping[int, float]) -> float | None:
+        newest = [*known.values()][-1:]  # from the records: it distinguishes NaN from infinity
+        if newest and not isfinite(newest[0]):
+            return newest[0]
+        return nan if not newest and self.value(catalog.ANOMALY_ACTIVE, anomaly) else self.value(metric)
 
     @property
     def measured_norms(self) -> int:
@@ -541,25 +540,6 @@ def started_here(ranks: Sequence[RankView]) -> int:
     return size if isinstance(size, int) else 0
 
 
-def last_loss(get: Get, known: float | None = None) -> float | None:
-    """Return the last loss, NaN if an anomaly is active: the metric holds the last finite one (``flight.fold``).
-
-    ``known``: the newest one in the records, if these were read; it distinguishes NaN from infinity.
-    """
-    return _last(get, catalog.LOSS, "nonfinite_loss", known)
-
-
-def last_grad_norm(get: Get, known: float | None = None) -> float | None:
-    """Return the last measured gradient norm, likewise."""
-    return _last(get, catalog.GRAD_NORM, "nonfinite_gradient", known)
-
-
-def _last(get: Get, metric: Metric, anomaly: str, known: float | None) -> float | None:
-    if known is not None and not isfinite(known):
-        return known
-    return nan if known is None and get(catalog.ANOMALY_ACTIVE, anomaly) else get(metric)
-
-
 def ordered(ranks: Sequence[RankView], sort: str) -> list[RankView]:
     """Return the ranks sorted by one of :data:`SORTS`; where values are equal or missing, by rank number."""
     keys: dict[str, Callable[[RankView], float]] = {
@@ -634,8 +614,3 @@ def missing_records(records: Sequence[StepRecord], room: int, readings: Readings
 def model_begins(steps: Sequence[Step], end: int) -> int:
     """Return the index of the first available step of the model that was trained in ``steps[end]``."""
     return next((index for index in range(min(end, len(steps) - 1), 0, -1) if steps[index].new_model), 0)
-
-
-def last_known(values: Iterable[float | None]) -> float | None:
-    """Return the last value that is not ``None``, if there is one."""
-    return next((value for value in reversed([*values]) if value is not None), None)
