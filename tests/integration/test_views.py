@@ -161,7 +161,7 @@ def test_everybody_who_shows_a_speed_shows_the_same(
     assert afterwards == told
     assert [one.pace.per_s for one in run.ranks if one.pace] == [told["steps_per_s"]]
     assert f'<data value="{told["steps_per_s"]}">{text_format.rate(told["steps_per_s"], "steps")}</data>' in page
-    assert "<span>4 min</span>" in page  # of 960 steps
+    assert "<dt>Time left</dt><dd>4 min</dd>" in page  # of 960 steps
     shown = screen([run], TerminalStyle(120), 40).lines
     assert "4 min left" in shown[0]
     assert f" {text_format.rate(told['steps_per_s'])} " in shown[-1]

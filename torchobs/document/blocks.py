@@ -40,6 +40,8 @@ class Figure(NamedTuple):
     name: str
     value: str
     more: str = ""
+    exact: float | None = None
+    """the number that was rounded for the eye"""
 
 
 class Figures(NamedTuple):

@@ -9,7 +9,7 @@ from math import isfinite, log10
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.catalog import PHASES
-from torchobs.document.markup import EMPTY, Html, joined, tag, unseen
+from torchobs.document.markup import Html, joined, tag, unseen
 from torchobs.support import text as text_format
 
 if TYPE_CHECKING:
@@ -179,11 +179,6 @@ def stacked(parts: Iterable[tuple[str, float]]) -> Html:
             )
         at += width
     return tag("svg", *drawn, viewBox="0 0 100 8", preserveAspectRatio="none", aria_hidden="true", class_="bar")
-
-
-def meter(part: float | None) -> Html:
-    """Return a bar of a fraction in use; the surrounding text gives the number."""
-    return EMPTY if part is None else stacked([("full" if part >= 0.9 else "taken", part)])  # noqa: PLR2004
 
 
 def line_path(row: Points) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torchobs.document import blocks, charts
 from torchobs.document.charts import Curve, curve_of, described, spreads, stacked
-from torchobs.document.markup import EMPTY, Html, heading_cell, joined, named, number_cell, style_sheet, table, tag
+from torchobs.document.markup import EMPTY, Html, exact, heading_cell, joined, named, number_cell, style_sheet, table, tag
 from torchobs.support import text as text_format
 
 WIDTH, HEIGHT = 600.0, 180.0
@@ -298,14 +298,19 @@ def _block(block: blocks.Block) -> Html:  # one return for each kind
     if isinstance(block, blocks.Items):
         return tag("ul", *map(_item, block.items), class_="findings")
     if isinstance(block, blocks.Figures):
-        parts = [
-            tag("div", tag("dt", one.name), tag("dd", one.value), tag("dd", one.more, class_="more") if one.more else EMPTY)
-            for one in block.figures
-        ]
-        return tag("dl", *parts, class_="figures")
+        return figures(block)
     if isinstance(block, blocks.Table):
         return _table(block)
     return _shares(block) if isinstance(block, blocks.Shares) else drawn(block)
+
+
+def figures(block: blocks.Figures) -> Html:
+    """Return key figures side by side."""
+    parts = (
+        [tag("dt", one.name), tag("dd", exact(one.value, one.exact)), tag("dd", one.more, class_="more") if one.more else EMPTY]
+        for one in block.figures
+    )
+    return tag("dl", *(tag("div", *part) for part in parts), class_="figures")
 
 
 def _item(one: blocks.Item) -> Html:

@@ -19,9 +19,10 @@ from torchobs.catalog import PHASES, Severity
 from torchobs.catalog.findings import BADGES
 from torchobs.detect.hangs import PATIENT_PHASES
 from torchobs.diagnosis.health import Health, health, last_step
-from torchobs.document import charts, sections
+from torchobs.document import charts, html, sections
 from torchobs.document.event_log import EventGroup, log_of, rows_of
 from torchobs.document.markup import EMPTY, Html, definitions, exact, heading_cell, joined, named, number_cell, table, tag, text
+from torchobs.document.run import figures
 from torchobs.ranks.live import LAYERS, key_of
 from torchobs.ranks.rank_file import DIGITS
 from torchobs.ranks.rank_view import SORTS, descending, ordered
@@ -261,42 +262,7 @@ def _run(run: RunView, *, chosen: bool) -> Html:
 
 
 def _figures(model: Model) -> Html:
-    """Return the row of key figures."""
-    if model.run is None or model.focus is None:
-        return EMPTY
-    figures = [
-        tag("div", tag("dt", name), tag("dd", value), tag("dd", more, class_="more") if more else EMPTY)
-        for name, value, more in _key_lines(model.run, model.focus)
-    ]
-    return tag("dl", *figures, class_="figures")
-
-
-def _key_lines(run: RunView, focus: RankView) -> Iterator[tuple[str, Html, Html]]:
-    total, steps, pace, still = run.total_steps, run.steps, focus.speed, focus.standstill
-    done = f"{text_format.percent(min(steps / total, 1.0))} of {total:,}" if total else ""
-    yield "Step", exact(f"{steps:,}", steps), joined([charts.meter(steps / total), done]) if total else EMPTY
-    if run.left_s is not None:
-        yield "Time left", tag("span", text_format.span(run.left_s)), tag("span", "at the present speed")
-    if still is not None:
-        yield "Speed", text("–"), tag("span", f"no step for {text_format.span(still.seconds)}")
-    if pace is not None:
-        work = ((pace.tokens_per_s, "tokens"), (pace.samples_per_s, "samples"))
-        rates = [
-            joined([exact(text_format.rate(value, what), value), " on this rank, over its "]) for value, what in work if value
-        ]
-        over = f"{'' if rates else 'over its '}last {pace.steps:,} steps ({text_format.duration(pace.window_s)})"
-        yield "Speed", exact(text_format.rate(pace.per_s, "steps"), pace.per_s), joined([*rates[:1], tag("span", over)])
-    goodput = focus.of(catalog.GOODPUT_TIME)
-    if sum(goodput.values()):
-        productive = goodput.get(("productive",), 0.0) / sum(goodput.values())
-        yield "Goodput", exact(text_format.percent(productive), productive), tag("span", "of the time since the start")
-    if rates_by_group := focus.of(catalog.LEARNING_RATE):
-        first = rates_by_group.get(("0",), next(iter(rates_by_group.values())))
-        groups = f"first of {len(rates_by_group)} groups" if len(rates_by_group) > 1 else ""
-        yield "Learning rate", exact(text_format.number(first), first), tag("span", groups)
-    share = focus.value(catalog.MFU)
-    if share is not None and still is None:
-        yield "MFU", exact(text_format.percent(share), share), tag("span", "of the devices' peak, by the model's operations")
+    return EMPTY if model.run is None or model.focus is None else html.figures(figures(model.focus, model.run))
 
 
 def _curves(model: Model) -> Html:
