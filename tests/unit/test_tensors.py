@@ -139,7 +139,7 @@ OPTIMIZER = torch.optim.SGD(Layer(2, 2).parameters(), lr=0.1)
     [
         pytest.param(lambda: living(torch.nn.Module), id="modules"),
         pytest.param(living_optimizers, id="optimizers"),
-        pytest.param(lambda: count_objects(torch), id="objects that grow"),
+        pytest.param(count_objects, id="objects that grow"),
         pytest.param(lambda: model_of(OPTIMIZER), id="model of an optimizer"),
         pytest.param(lambda: debug.profile_memory("here"), id="memory at a point"),
     ],

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import builtins
 import multiprocessing
-import os
 import re
 import signal
 import sys
-import sysconfig
 import threading
 import traceback
 from threading import RLock
@@ -28,10 +26,10 @@ from torchobs.config.provenance import redacted_text
 from torchobs.detect import hangs
 from torchobs.flight.layout import Exit
 from torchobs.probes.device_memory import host_shortage
-from torchobs.probes.source_lines import is_installed
 from torchobs.support import error_guard
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import call, settle
+from torchobs.support.source_lines import is_ours, is_users
 from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
@@ -153,16 +151,12 @@ def _parse_one(text: str) -> Raised | None:
         elif line and not line.startswith("  "):
             kind = _KIND.match(line)
             message = line[kind.end() :].removeprefix(": ") if kind else ""
-            return Raised(_qualified(kind[0]), tuple(frames), message) if kind and frames else None
+            name = f"builtins.{kind[0]}" if kind and hasattr(builtins, kind[0]) else kind[0] if kind else ""
+            return Raised(name, tuple(frames), message) if name and frames else None
     return None
 
 
-def _qualified(kind: str) -> str:
-    return f"builtins.{kind}" if hasattr(builtins, kind) else kind
-
-
 _MAX_CHAIN = 100
-_OWN = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120  # compared with code's file names, which are text
 
 
 def describe(error: BaseException, *, messages: bool = True) -> dict[str, Any]:
@@ -242,20 +236,15 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[str, str]]:
 def places(frames: Iterable[tuple[str, str]]) -> tuple[str, str]:
     """Return where it was raised, and the nearest line of user code. ``frames``: files and places, the deepest last."""
     location, caller = "unknown", ""
-    libraries = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), _OWN, "<frozen"})
     for file, place in frames:
-        if file.startswith(_OWN) and location != "unknown":
+        if is_ours(file) and location != "unknown":
             continue  # a wrapper of ours around what raised
         location = place
-        if not file.startswith(libraries) and not is_installed(file):
+        if is_users(file):
             caller = location
     return location, caller
 
 
-_REASONS = {
-    Exit.FINISHED: "finished", Exit.EXCEPTION: "exception", Exit.EXIT_CODE: "exit_code", Exit.INTERRUPTED: "interrupted",
-    Exit.TERMINATED: "terminated",
-}  # fmt: skip
 INTERRUPTED = 130
 """Shell's exit status of a process ended by SIGINT"""
 
@@ -302,7 +291,7 @@ class Ending(NamedTuple):
     @property
     def attributes(self) -> dict[str, object]:
         """Those of the event."""
-        return {"reason": _REASONS[self.reason], "code": self.code, **_signal(self.signal)}
+        return {"reason": catalog.EXIT_REASONS[self.reason - Exit.FINISHED], "code": self.code, **_signal(self.signal)}
 
 
 class ExitProbe:

@@ -19,13 +19,15 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
+import torch
+
 from torchobs import catalog
 from torchobs.flight import artifacts
 from torchobs.probes.process_memory import ProcessStats
-from torchobs.probes.source_lines import innermost
 from torchobs.support import text
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.rate_limit import RateLimiter
+from torchobs.support.source_lines import innermost
 from torchobs.taps.taps import subclasses
 from torchobs.tensors.references import collections_paused, objects_of, types_of_objects
 
@@ -61,14 +63,14 @@ class LiveObjects:
     """Their bytes, by kind"""
 
 
-def count_objects(torch: Any) -> LiveObjects:
+def count_objects() -> LiveObjects:
     """Count all objects that the garbage collector tracks, and the dense tensors among them."""
     with collections_paused():
         found = LiveObjects(Counter(map(id, types_of_objects())))
     storages: set[int] = set()
     with torch._C.DisableTorchFunction():  # no mode of the user's sees this
-        for known in _tensors(torch)[-MOST_TENSORS:]:
-            _add(found, known, storages, torch)
+        for known in _tensors()[-MOST_TENSORS:]:
+            _add(found, known, storages)
     return found
 
 
@@ -90,14 +92,14 @@ def grown_kinds(before: LiveObjects, after: LiveObjects) -> list[tuple[str, Amou
     return sorted(rows, key=lambda row: (-row[1].size, -row[1].number))
 
 
-def _tensors(torch: Any) -> list[ref[Any]]:
+def _tensors() -> list[ref[Any]]:
     """Return weak references to all tensors and parameters."""
     classes = {id(torch.Tensor), id(torch.nn.Parameter)}
     with collections_paused():
         return list(map(ref, objects_of(classes)))
 
 
-def _add(found: LiveObjects, known: ref[Any], storages: set[int], torch: Any) -> None:
+def _add(found: LiveObjects, known: ref[Any], storages: set[int]) -> None:
     x = known()
     if x is None or x.layout is not torch.strided or x.is_nested or x.device.type == "meta":
         return
@@ -182,9 +184,7 @@ class HostTrace:
     """One trace: count, trace, snapshot, snapshot, count. For the sampler thread, which calls :meth:`proceed`."""
 
     def __init__(self, context: ProbeContext, clock: Callable[[], float]) -> None:
-        import torch  # torch is optional until training begins
-
-        self._context, self._clock, self._torch = context, clock, torch
+        self._context, self._clock = context, clock
         self._counts: list[LiveObjects] = []
         self._snapshots: list[tracemalloc.Snapshot] = []
         self._resident: list[int] = []
@@ -210,7 +210,7 @@ class HostTrace:
 
         def count() -> None:
             if len(counts) < wanted:
-                counts.append(count_objects(self._torch))
+                counts.append(count_objects())
 
         self._wanted = wanted
         self._context.at_backward(breaker.guard(count))

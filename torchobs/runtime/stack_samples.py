@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
 from torchobs.detect.speed import LEAST_OF_LINE, LEAST_SAMPLES
-from torchobs.probes.source_lines import is_installed, is_ours, is_standard
 from torchobs.probes.timeline import OTHER
 from torchobs.support.rate_limit import RateLimiter
+from torchobs.support.source_lines import is_users
 from torchobs.taps.taps import ThreadFrames
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def innermost(frame: FrameType | None) -> Place | None:
         file = code.co_filename
         if code.co_name == _MODULE_CALL and file.endswith(_MODULE_FILE):
             return None
-        if found is None and not (is_installed(file) or is_standard(file) or is_ours(file)):
+        if found is None and is_users(file):
             found = Place(f"{file}:{frame.f_lineno}", code.co_name)
         frame, depth = frame.f_back, depth + 1
     return found

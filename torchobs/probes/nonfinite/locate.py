@@ -15,7 +15,9 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.probes.source_lines import is_installed
+import torch
+
+from torchobs.support.source_lines import is_installed, is_ours
 from torchobs.tensors.graph import OPAQUE
 from torchobs.tensors.names import all_modules, clean, roots
 
@@ -47,7 +49,6 @@ _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", 
 _REWRITTEN = "@py_builtins"
 """In functions whose assertions pytest has rewritten: it is these that name ``locals``"""
 _HIDDEN_LOCALS = frozenset({"locals", "vars"})
-_OURS = f"{Path(__file__).parents[2]}{os.sep}"
 
 
 class Place(NamedTuple):
@@ -70,7 +71,7 @@ class ModuleNames:
         found = self._holding(known, wanted)
         missing = wanted - {id(p) for root in found for p in (*root.parameters(), *(whole for _, whole in gathered(root)))}
         # a look through all objects for what is a module's alone: not for an input, a received activation, a loose tensor
-        if any(id(parameter) in missing and _is_parameter(parameter) for parameter in parameters):
+        if any(id(parameter) in missing and isinstance(parameter, torch.nn.Parameter) for parameter in parameters):
             found = self._holding(roots(all_modules(lambda: None)), wanted)
         for root in found:
             self._add(root, f"{type(root).__name__}." if len(found) > 1 else "")
@@ -122,12 +123,6 @@ def gathered(root: Any) -> Iterator[tuple[Any, Any]]:
                 shard, whole = getattr(one, "sharded_param", None), getattr(one, "_unsharded_param", None)
                 if shard is not None and whole is not None:
                     yield shard, whole
-
-
-def _is_parameter(tensor: Any) -> bool:
-    import torch  # torch is optional until training begins
-
-    return isinstance(tensor, torch.nn.Parameter)
 
 
 def memory_of(tensor: Any) -> int:
@@ -452,11 +447,9 @@ def is_users(code: CodeType) -> bool:
 
 def is_users_file(file: str) -> bool:
     """Return True if the code in a file of that name is."""
-    return not file.startswith(("<frozen", _OURS, _torch()))
+    return not (file.startswith(("<frozen", _torch())) or is_ours(file))
 
 
 @lru_cache(maxsize=1)
 def _torch() -> str:
-    import torch  # torch is optional until training begins
-
     return str(Path(torch.__file__).parent) + os.sep

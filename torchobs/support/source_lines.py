@@ -1,4 +1,4 @@
-"""Which line of a traceback is named: the innermost one that is neither torch's, numpy's, Python's nor ours."""
+"""Which line of a stack is named: the innermost of the user's own code, which is no package's, not Python's and not ours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tracemalloc import Traceback
 
-_OURS = f"{Path(__file__).resolve().parents[2]}/"
+_OURS = f"{Path(__file__).resolve().parents[1]}/"
 _LIBRARIES = ("torch", "numpy")
 
 
@@ -31,6 +31,11 @@ def innermost(made: Traceback) -> str | None:
         elif not is_standard(file):
             return f"{file}:{frame.lineno}"
     return f"{frames[0].filename}:{frames[0].lineno}"
+
+
+def is_users(file: str) -> bool:
+    """Return True for a file of the user's own."""
+    return not (is_installed(file) or is_standard(file) or is_ours(file))
 
 
 @lru_cache(maxsize=4096)
