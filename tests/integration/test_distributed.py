@@ -25,8 +25,7 @@ from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight import reader
 from torchobs.probes.distributed import AXES, Parallelism, Place, by_axis, of_frameworks, recognise, root_dimensions
-from torchobs.probes.replica_batches import number_of
-from torchobs.probes.replica_weights import sums_of
+from torchobs.probes.replicas import number_of, sums_of
 from torchobs.ranks.live import DetailsReader, RunsReader
 from torchobs.ranks.scanner import Scanner
 

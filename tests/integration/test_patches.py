@@ -19,7 +19,7 @@ from tests.training import Recording, StepFlag, batch, has, loss_of, mlp, record
 from torchobs import catalog
 from torchobs.debug.memory import resized
 from torchobs.guard import Contract, check_outputs
-from torchobs.probes.replica_batches import number_of
+from torchobs.probes.replicas import number_of
 from torchobs.taps import patch
 
 if TYPE_CHECKING:

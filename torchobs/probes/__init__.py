@@ -29,7 +29,7 @@ from torchobs.probes.nonfinite.probe import NonfiniteProbe
 from torchobs.probes.optimizer import OptimizerProbe, RateSource, ResumeProbe
 from torchobs.probes.phases import PhaseProbe
 from torchobs.probes.process_memory import CgroupProbe, MemoryProbe
-from torchobs.probes.replica_weights import Replicas
+from torchobs.probes.replicas import Replicas
 from torchobs.probes.schedulers import SchedulerProbe
 from torchobs.probes.steps import StepProbe
 

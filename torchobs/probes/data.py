@@ -24,8 +24,7 @@ from torchobs import catalog
 from torchobs.detect.speed import DataCounters, Starvation
 from torchobs.flight.native import ELSEWHERE, make_hook
 from torchobs.flight.totals import Word
-from torchobs.probes.replica_batches import ReplicaBatches
-from torchobs.probes.replica_weights import Replicas
+from torchobs.probes.replicas import ReplicaBatches, Replicas
 from torchobs.probes.timeline import EXHAUSTED, FETCH, FETCHED, LOADER_STARTS, LONG_TRACE, STEP_ENDS
 from torchobs.support import error_guard
 from torchobs.support.after_fork import renew_in_child

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torchobs.catalog import Metric
     from torchobs.probes.context import ProbeContext
-    from torchobs.probes.replica_weights import Replicas
+    from torchobs.probes.replicas import Replicas
 
 
 _INDICES = re.compile(r"^Parameter indices which did not receive grad for rank \d+: (\d[\d ]*?)( \.\.\.)?$", re.MULTILINE)
@@ -418,7 +418,7 @@ class DistributedProbe:
             return
         if not any(one.get("iteration", 0) for one in data):
             self._context.at_backward(self._read)  # the first backward: DDP has timed nothing yet, and the next asking is far
-        buckets = [int(size) for one in data for size in _list(one.get("bucket_sizes", ""))]
+        buckets = [int(size) for one in data for size in re.findall(r"\d+", one.get("bucket_sizes", ""))]
         if buckets:
             self._context.set_gauge(catalog.DDP_BUCKETS, len(buckets))
             self._context.set_gauge(catalog.DDP_BUCKET_SIZE, max(buckets))
@@ -440,7 +440,3 @@ def _setup(data: Mapping[str, Any]) -> dict[str, str]:
     switches = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
     chosen = {name: "true" if data.get(name) else "false" for name in switches}
     return chosen | {"comm_hook": str(data.get("comm_hook", ""))}
-
-
-def _list(text: str) -> list[str]:
-    return [word for word in text.replace(",", " ").split() if word.isdigit()]

@@ -24,7 +24,7 @@ from torchobs.probes.context import SamplingInterval
 from torchobs.probes.gradient_norms import PendingNorms, measure, scaled
 from torchobs.probes.layers import WIDER, Layers, UpdateWatch
 from torchobs.probes.lints import Lints, Measured
-from torchobs.probes.replica_weights import Replicas, ReplicaWeights
+from torchobs.probes.replicas import Replicas, ReplicaWeights
 from torchobs.probes.stuck_layers import NoGradients, StuckLayersWatch
 from torchobs.support.process_group import rank_and_size
 from torchobs.support.rate_limit import RateLimiter

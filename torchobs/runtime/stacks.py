@@ -37,7 +37,6 @@ from torchobs.flight.artifacts import END, LIMITS, STACKS, STUCK, named
 from torchobs.flight.files import shortage
 from torchobs.flight.layout import LIVE_PHASES
 from torchobs.flight.totals import DURATION_SUM, Word
-from torchobs.probes.data import state_of
 from torchobs.probes.timeline import CHECKPOINT, COMPILE, DATA, EVALUATION, FORWARD, OTHER
 from torchobs.support.descriptors import Descriptor
 
@@ -65,6 +64,8 @@ def write_stacks(
     writer, place = context.writer, context.writer.place
     if place is None:
         return
+    from torchobs.probes.data import state_of  # which imports torch
+
     evidence = named(writer.name, STACKS, number)
     workers = [worker for workers in context.hooks.loader_workers.ask() for worker in workers][:_MAX_WORKERS]
     states = [f"{worker.name}: {state_of(worker.pid)}" for worker in workers]
@@ -153,15 +154,12 @@ class StallWatch:
         quiet_s = (now_ns - max(since_ns, self._resumed_ns)) / 1e9
         if quiet_s < stall.LEAST_S or self._written_ns or phase in _PATIENT or self._may_never_train(phase):
             return
-        if quiet_s >= self._limit_s():
+        if quiet_s >= stall.early_limit_s(*durations(self._context), self._survived):
             self._written_ns = now_ns
             more: dict[str, object] = {"phase": LIVE_PHASES[phase], "quiet_s": round(quiet_s, 3)}
             for collectives in self._context.hooks.recent_collectives.ask():
                 more |= collectives
             write_stacks(self._context, time.time_ns() // 1_000_000, "stalled", more)
-
-    def _limit_s(self) -> float:
-        return stall.early_limit_s(*durations(self._context), self._survived)
 
     def _may_never_train(self, phase: int) -> bool:
         """Return True before the first batch and backward pass of a lone rank: it may serve, evaluate, or be a notebook."""

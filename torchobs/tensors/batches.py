@@ -16,6 +16,9 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -39,15 +42,11 @@ def is_mapping(values: Any) -> bool:
 
 def is_sequence(batch: Any) -> bool:
     """Return True for a tuple or list of several things; a packed sequence is one, though torch has made it a tuple."""
-    from torch.nn.utils.rnn import PackedSequence
-
     return isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence)
 
 
 def walk(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the tensors of any nesting of tuples, lists, mappings and dataclasses, each with its path."""
-    import torch
-
     if isinstance(values, torch.Tensor):
         yield name, values
     elif hasattr(values, "items") and not isinstance(values, type):  # also of what cannot be made again: that is to be refused
@@ -220,11 +219,8 @@ def _uncollated(batch: Any, leaves: list[_Leaf]) -> int:
 
 def _is_list_of_samples(parts: list[Any]) -> bool:
     """Return True for samples side by side, each with parts of several kinds (image and label); one kind is a column."""
-    return any(len({_sort(item) for item in islice(part, MOST_TENSORS)}) > 1 for part in parts)
-
-
-def _sort(item: Any) -> object:
-    return item.dim() if hasattr(item, "dim") else type(item)
+    looked_at = (islice(part, MOST_TENSORS) for part in parts)
+    return any(len({item.dim() if hasattr(item, "dim") else type(item) for item in part}) > 1 for part in looked_at)
 
 
 def _tokens(leaves: list[_Leaf]) -> int:
