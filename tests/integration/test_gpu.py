@@ -70,8 +70,8 @@ def bench(run: Recording, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
     library = nvml.installed(made.pop("gpus", [nvml.h100()]), monkeypatch)
     place = made.pop("local_rank", 0), made.pop("visible", None)
     devices = made.pop("used", None)
-    assert run.session.writer is not None
-    fleet = GpuMonitor(run.session.writer, *place, lambda: devices)
+    assert run.session.context is not None
+    fleet = GpuMonitor(run.session.context, *place, lambda: devices)
     yield Bench(run, library, fleet)
     fleet.close()
     assert library.initialised == 0, "what was initialised is given back"

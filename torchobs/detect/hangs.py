@@ -23,7 +23,7 @@ import re
 import sys
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from math import inf
 from types import CodeType, MappingProxyType
@@ -321,31 +321,15 @@ def waits(frames: Sequence[str]) -> bool:
     return any(sign in frames[0] for sign in _WAITS) or any(_COLLECTIVES in frame for frame in frames)
 
 
-def _ended(ranks: Mapping[str, Position]) -> set[str]:
-    return {name for name, one in ranks.items() if one.state in {"finished", "failed", "lost"}}
-
-
-def _silent(ranks: Mapping[str, Position]) -> set[str]:
-    return {name for name, one in ranks.items() if one.state == "unresponsive"}
-
-
 def _not_arrived(ranks: Mapping[str, Position]) -> set[str]:
     """Return those that did not come; but for what waits in an operation that is not recorded, by its stack."""
     found = absent({name: one.collectives for name, one in ranks.items()})
     return {name for name in found if not waits(ranks[name].frames)}
 
 
-def _aside(ranks: Mapping[str, Position]) -> set[str]:
-    return {name for name, one in ranks.items() if one.phase in ASIDE}
-
-
 def _out_of_collective(ranks: Mapping[str, Position]) -> set[str]:
     known = all(one.frames for one in ranks.values())
     return {name for name, one in ranks.items() if not waits(one.frames)} if known else set()
-
-
-def _fetching(ranks: Mapping[str, Position]) -> set[str]:
-    return {name for name, one in ranks.items() if one.phase == "data"}
 
 
 def _elsewhere(ranks: Mapping[str, Position]) -> set[str]:
@@ -364,10 +348,19 @@ def _not_exchanging(ranks: Mapping[str, Position]) -> set[str]:
     return others if len(others) < len(ranks) else set()
 
 
+def _where(holds: Callable[[Position], bool]) -> Callable[[Mapping[str, Position]], set[str]]:
+    return lambda ranks: {name for name, one in ranks.items() if holds(one)}
+
+
 _RULES = (
-    (ENDED, _ended), (SILENT, _silent), (NOT_ARRIVED, _not_arrived), (ASIDE_OF_TRAINING, _aside),
-    (NOT_IN_COLLECTIVE, _out_of_collective), (FETCHING, _fetching), (ELSEWHERE, _elsewhere),
-)  # fmt: skip
+    (ENDED, _where(lambda one: one.state in {"finished", "failed", "lost"})),
+    (SILENT, _where(lambda one: one.state == "unresponsive")),
+    (NOT_ARRIVED, _not_arrived),
+    (ASIDE_OF_TRAINING, _where(lambda one: one.phase in ASIDE)),
+    (NOT_IN_COLLECTIVE, _out_of_collective),
+    (FETCHING, _where(lambda one: one.phase == "data")),
+    (ELSEWHERE, _elsewhere),
+)
 
 
 LEAST_IDLE_S = 10.0

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import re
+import sys
 import time
 from collections import deque
 from math import nan
@@ -40,11 +42,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from importlib.abc import MetaPathFinder
 
-    from torchobs.flight.value_blocks import Cell
+    from torchobs.catalog import Metric
     from torchobs.probes.context import ProbeContext
     from torchobs.support.error_guard import CircuitBreaker
 
 
+_RULES = "torch._dynamo.trace_rules"
 SKIPPED = (
     "torchobs.probes",
     "torchobs.taps",
@@ -74,7 +77,7 @@ class DynamoRules:
         """Remove the entries. Idempotent."""
         cancel(self._handle)
         if self._added:
-            rules = _trace_rules()
+            rules: Any = sys.modules[_RULES]
             for entry in self._added:
                 if entry in rules.SKIP_DIRS:
                     rules.SKIP_DIRS.remove(entry)
@@ -82,17 +85,11 @@ class DynamoRules:
             self._added = []
 
     def _add(self) -> None:
-        rules = _trace_rules()
+        rules: Any = importlib.import_module(_RULES)
         before = list(rules.SKIP_DIRS)
         for name in SKIPPED:
             rules.add(name)
         self._added = [entry for entry in rules.SKIP_DIRS if entry not in before]
-
-
-def _trace_rules() -> Any:
-    from torch._dynamo import trace_rules  # imported by now
-
-    return trace_rules
 
 
 MAX_LENGTH = 200
@@ -252,39 +249,31 @@ class CompileRecords:
 
     def __init__(self, context: ProbeContext, lookups: Callable[[], Lookups], before: Lookups) -> None:
         self._context, self._lookups, self._seen = context, lookups, before
-        self._cells: dict[tuple[str, ...], Cell | None] = {}
         for metric in (
             catalog.COMPILE_TIME, catalog.COMPILE_COMPILATIONS, catalog.COMPILE_RECOMPILES, catalog.COMPILE_FAILURES,
             catalog.COMPILE_GRAPH_BREAKS,
         ):  # fmt: skip
-            (attribute,) = metric.attributes
-            for value in attribute.values:
-                self._cells[metric.name, value] = context.writer.table.cell(metric, {attribute.name: value})
+            for value in metric.attributes[0].values:
+                self._count(metric, value, 0)
         for cache, result in before:
-            attributes = {"cache": cache, "result": result}
-            self._cells[cache, result] = context.writer.table.cell(catalog.COMPILE_CACHE_LOOKUPS, attributes)
-        self._in_progress = context.writer.table.cell(catalog.COMPILE_IN_PROGRESS, {})
+            context.count(catalog.COMPILE_CACHE_LOOKUPS, 0, {"cache": cache, "result": result})
         self._functions: dict[str, tuple[str, str]] = {}
         self._reported_breaks: set[tuple[str, str]] = set()
         self._recompiles = Recompiles()
         self._warnings = RateLimiter(QUIET_S)
 
-    def show_progress(self, at_work: float) -> None:
-        """Publish whether the compiler is running, 1 or 0; NaN removes the series."""
-        if self._in_progress is not None:
-            self._in_progress.set(at_work)
-
     def count_lookups(self) -> None:
         """Count cache lookups since the last call; a counter that fell was cleared by somebody else."""
         seen, self._seen = self._seen, self._lookups()
-        for key, total in self._seen.items():
-            self._add(key, total - seen[key] if total >= seen[key] else total)
+        for (cache, result), total in self._seen.items():
+            more = total - seen[cache, result] if total >= seen[cache, result] else total
+            self._context.count(catalog.COMPILE_CACHE_LOOKUPS, more, {"cache": cache, "result": result})
 
     def note_record(self, record: Any, step: int) -> None:
         """Count one ``CompilationMetrics`` record. ``step``: the number of steps that had ended by then."""
         fields = {name: getattr(record, name, None) for name in FIELDS}
         for stage, seconds in stage_seconds(fields).items():
-            self._add((catalog.COMPILE_TIME.name, stage), seconds)
+            self._count(catalog.COMPILE_TIME, stage, seconds)
         if fields["is_runtime"]:
             return
         function, location = self._place(fields)
@@ -292,7 +281,7 @@ class CompileRecords:
         if fields["fail_type"] is not None:
             self._note_failure(fields, location, guard)
         elif fields["is_forward"] is not False:
-            self._add((catalog.COMPILE_COMPILATIONS.name, "recompile" if guard else "first"), 1)
+            self._count(catalog.COMPILE_COMPILATIONS, "recompile" if guard else "first")
             if guard:
                 self._note_recompile(location, guard, step)
         self._write_span(fields, function, location, guard)
@@ -303,7 +292,7 @@ class CompileRecords:
         if _OWN_FILES in text:
             return  # a compiled optimizer step breaks at our own hook, which is no break in user code
         kind, message = read_break(text)
-        self._add((catalog.COMPILE_GRAPH_BREAKS.name, kind), 1)
+        self._count(catalog.COMPILE_GRAPH_BREAKS, kind)
         stack = getattr(reason, "user_stack", None) or ()
         location = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown"
         if (location, message) not in self._reported_breaks and len(self._reported_breaks) < _MAX_LOCATIONS:
@@ -320,7 +309,7 @@ class CompileRecords:
         return self._functions.get(frame, ("unknown", "unknown"))
 
     def _note_recompile(self, location: str, guard: Guard, step: int) -> None:
-        self._add((catalog.COMPILE_RECOMPILES.name, guard.kind), 1)
+        self._count(catalog.COMPILE_RECOMPILES, guard.kind)
         attributes: dict[str, object] = {"location": location, "guard": guard.kind, "expression": guard.expression}
         self._context.writer.event(catalog.EVENT_RECOMPILE.name, attributes, step + 1)
         times = self._recompiles.note(location, time.monotonic(), step)
@@ -334,7 +323,7 @@ class CompileRecords:
         if _OWN_FILES in reason:
             return  # as above
         kind = read_failure(str(fields["fail_type"]), reason)
-        self._add((catalog.COMPILE_FAILURES.name, kind), 1)
+        self._count(catalog.COMPILE_FAILURES, kind)
         attributes = {"location": location, "reason": kind, "exception.type": str(fields["fail_type"])}
         self._context.event(catalog.EVENT_COMPILE_FAILED, attributes)
         if kind == "recompile_limit" and guard is not None:
@@ -355,10 +344,9 @@ class CompileRecords:
             catalog.SPAN_COMPILE.name, begun_ns, ended_ns, attributes, failed=fields["fail_type"] is not None
         )
 
-    def _add(self, key: tuple[str, ...], amount: float) -> None:
-        cell = self._cells[key]
-        if cell is not None and amount:
-            cell.add(amount)
+    def _count(self, metric: Metric, value: str, amount: float = 1) -> None:
+        """Count by the metric's only attribute."""
+        self._context.count(metric, amount, {metric.attributes[0].name: value})
 
     def _warn_limited(self, words: str) -> None:
         """Log at most once a minute; the events have every occurrence."""
@@ -402,8 +390,7 @@ class CompileProbe:
     def __init__(self) -> None:
         self._handle: MetaPathFinder | None = None
         self._patch: Patch | None = None
-        self._records: ListReader | None = None
-        self._breaks: ListReader | None = None
+        self._records = self._breaks = ListReader(list)
         self._waiting: deque[tuple[Any, int | None]] = deque(maxlen=_MAX_WAITING)
         self._gather_lock = Lock()
         self._show_lock = Lock()
@@ -431,7 +418,7 @@ class CompileProbe:
             self._patch.undo()
         self._show(timeout_s=0.5)
         if self._compile_records is not None:
-            self._compile_records.show_progress(nan)
+            self._context.set_gauge(catalog.COMPILE_IN_PROGRESS, nan)
 
     def sample(self) -> None:
         """Publish new compilations; nearly free without any."""
@@ -457,10 +444,11 @@ class CompileProbe:
             else:
                 self._compile_records.note_record(item, step)
         self._compile_records.count_lookups()
-        self._compile_records.show_progress(at_work)
+        self._context.set_gauge(catalog.COMPILE_IN_PROGRESS, at_work)
 
     def _attach(self) -> None:
-        callback, utils = _modules()
+        from torch._dynamo import callback, utils  # imported by now
+
         if missing := set(NEEDED) - set(utils.CompilationMetrics.__dataclass_fields__):
             raise AttributeError(*sorted(missing))
         breaks, counters = utils.graph_break_reasons, utils.counters
@@ -531,15 +519,7 @@ class CompileProbe:
                 self._gather_lock.release()
 
     def _collect(self) -> None:
-        if self._records is None or self._breaks is None:
-            return
         step, breaks, records = self._context.recorder.step, self._breaks.fresh(), self._records.fresh()
         if not self._on_trial:
             self._waiting.extend((reason, None) for reason in breaks)
             self._waiting.extend((record, step) for record in records)
-
-
-def _modules() -> tuple[Any, Any]:
-    from torch._dynamo import callback, utils  # imported by now
-
-    return callback, utils

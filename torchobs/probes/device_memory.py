@@ -32,11 +32,11 @@ from torchobs.probes.memory_growth import Floor, GrowthGauges, GrowthVerdict
 from torchobs.support import text
 from torchobs.support.error_guard import call
 from torchobs.tensors.names import all_modules, clean, layer_of, roots
-from torchobs.tensors.values import stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from torchobs.catalog import Metric
     from torchobs.detect.growth import Growth
     from torchobs.probes.context import ProbeContext
 
@@ -57,7 +57,7 @@ class DeviceMemory(NamedTuple):
 
 def used_devices(torch: Any) -> list[DeviceMemory]:
     """Return the devices that this process uses. ``torch`` is the imported module."""
-    return [*_cuda_devices(torch), *_xpu_devices(torch), *_mps_devices(torch)]
+    return [*_devices_of(torch, "cuda"), *_devices_of(torch, "xpu"), *_mps_devices(torch)]
 
 
 def of_stats(device: str, stats: Mapping[str, Any], limit: int | None) -> DeviceMemory | None:
@@ -89,19 +89,10 @@ def _bytes(stats: Mapping[str, Any], name: str, which: str) -> int | None:
     return None if value is None else int(value)
 
 
-def _cuda_devices(torch: Any) -> Iterator[DeviceMemory]:
-    if torch.cuda.is_initialized() and has_statistics(torch):
-        yield from _devices_of(torch, "cuda")
-
-
-def _xpu_devices(torch: Any) -> Iterator[DeviceMemory]:
-    xpu = getattr(torch, "xpu", None)  # in torch since 2.3
-    if xpu is not None and xpu.is_initialized():
-        yield from _devices_of(torch, "xpu")
-
-
 def _devices_of(torch: Any, kind: str) -> Iterator[DeviceMemory]:
-    there = getattr(torch, kind)
+    there = getattr(torch, kind, None)  # torch.xpu: since 2.3
+    if there is None or not there.is_initialized() or (kind == "cuda" and not has_statistics(torch)):
+        return
     for index in range(there.device_count()):
         found = of_stats(f"{kind}:{index}", there.memory_stats_as_nested_dict(index), None)
         if found is not None:
@@ -137,9 +128,11 @@ class Components(NamedTuple):
 
 def components(context: ProbeContext, device: str) -> Components:
     """Count what is on that device (``cpu``, ``cuda:0``)."""
+    from torchobs.tensors.values import stored  # which imports torch: there is a model by now
+
     optimizers, models = context.recorder.optimizers(), roots(all_modules(_dont_wait))
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    named = {id(tensor): (tensor, name) for name, tensor in _named_parameters(models)}
+    named = {id(tensor): (tensor, name) for model in models for name, tensor in model.named_parameters()}
     trained = (parameter for group in groups for parameter in group["params"])
     parameters = {id(one): one for one in trained} | {key: tensor for key, (tensor, _) in named.items()}
     state: dict[int, list[Any]] = {}
@@ -168,11 +161,6 @@ def components(context: ProbeContext, device: str) -> Components:
         add("buffers", tensor, layer)
     rows = [f"{layer}, {text.size(size)}" for layer, size in layers.most_common(MOST_MODULES) if layer != "unknown"]
     return Components({name: sizes[name] for name in ("parameters", "gradients", "optimizer_state", "buffers")}, rows)
-
-
-def _named_parameters(models: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    for model in models:
-        yield from model.named_parameters()
 
 
 def _dont_wait() -> None:
@@ -411,15 +399,13 @@ class _Device:
     """Series of one device. ``before``: its statistics before ``init()``."""
 
     def __init__(self, context: ProbeContext, memory: DeviceMemory, before: DeviceMemory | None = None) -> None:
-        table, device = context.writer.table, {"device": memory.device}
-        self._context, self._attributes, self._memory = context, device, memory
+        self._context, self._attributes, self._memory = context, {"device": memory.device}, memory
         self._floor, self._fast = Floor(), FastWindow()
         self._trends: tuple[Growth | None, Growth | None] = (None, None)
         self._peak, self._seen_peak = memory.allocated, before.peak if before else None
-        self._counters = [
-            (table.cell(catalog.MEMORY_ALLOC_RETRIES, device), _Counter(before.retries if before else 0)),
-            (table.cell(catalog.MEMORY_OOMS, device), _Counter(before.ooms if before else 0)),
-        ]
+        self._retries, self._ooms = (before.retries or 0, before.ooms or 0) if before else (0, 0)
+        for metric in (catalog.MEMORY_ALLOC_RETRIES, catalog.MEMORY_OOMS):
+            context.count(metric, 0, self._attributes)
 
     def begin(self) -> None:
         """Restart the history: another model is trained from here on."""
@@ -462,18 +448,12 @@ class _Device:
             (catalog.MEMORY_DEVICE_LIMIT, memory.limit),
         ):
             self._context.set_gauge(metric, value, self._attributes)
-        for (counter, total), now in zip(self._counters, (memory.retries, memory.ooms), strict=True):
-            if counter is not None and now is not None:
-                counter.add(total.increase(now))
+        self._retries = self._count(catalog.MEMORY_ALLOC_RETRIES, self._retries, memory.retries)
+        self._ooms = self._count(catalog.MEMORY_OOMS, self._ooms, memory.ooms)
 
-
-class _Counter:
-    """An allocator counter, which the user may reset (``reset_accumulated_memory_stats``)."""
-
-    def __init__(self, value: int | None) -> None:
-        self._value = value or 0
-
-    def increase(self, value: int) -> int:
-        """Return its growth since the last reading."""
-        increase, self._value = value - (self._value if value >= self._value else 0), value
-        return increase
+    def _count(self, metric: Metric, before: int, now: int | None) -> int:
+        """Count the growth of an allocator's counter, which the user may reset (``reset_accumulated_memory_stats``)."""
+        if now is None:
+            return before
+        self._context.count(metric, now - before if now >= before else now, self._attributes)
+        return now

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from torchobs.catalog import Metric
-    from torchobs.flight.value_blocks import Cell, Table
-    from torchobs.flight.writer import FlightWriter
     from torchobs.probes.context import ProbeContext
     from torchobs.probes.gpu_sensors import Reading
 
@@ -50,15 +48,15 @@ if TYPE_CHECKING:
 
 
 _STATES = ("ok", "degraded", "failed")
+_GPU = ("hw.type", "gpu")
 
 
 class GpuSeries:
-    """Writes readings to cells. Counters start at the first reading; a gauge without a reading is absent."""
+    """Publishes one GPU's readings. Counters start at the first reading; a gauge without a reading is absent."""
 
-    def __init__(self, table: Table, uuid: str) -> None:
-        self.uuid = uuid
-        self._table = table
-        self._cells: dict[Key, Cell] = {}
+    def __init__(self, context: ProbeContext, uuid: str) -> None:
+        self._context, self._uuid = context, uuid
+        self._gauges: set[Key] = set()
         self._totals: dict[Key, float] = {}
         self._state = ""
 
@@ -66,48 +64,31 @@ class GpuSeries:
         """Publish these readings; gauges without one become absent."""
         fresh = set()
         for metric, value, attributes in readings:
-            key = (metric, attributes)
-            fresh.add(key)
-            cell = self._cell(metric, attributes)
-            if cell is not None and metric.kind is Kind.COUNTER:
-                self._count(cell, key, value)
-            elif cell is not None:
-                cell.set(float(value))
-        for key in self._cells.keys() - fresh:
-            if key[0].kind is not Kind.COUNTER:
-                self._cells[key].set(nan)
+            key = metric, attributes
+            if metric.kind is Kind.COUNTER:
+                grown = max(0.0, value - self._totals.get(key, value))  # a total that fell (driver reload) restarts the count
+                self._totals[key] = value
+                self.count(metric, attributes, int(grown) if metric.integer else grown)
+            else:
+                fresh.add(key)
+                self._set(metric, attributes, value)
+        for metric, attributes in self._gauges - fresh:
+            self._set(metric, attributes, nan)
+        self._gauges = fresh
 
-    def add(self, metric: Metric, attributes: tuple[tuple[str, str], ...], amount: int) -> None:
+    def count(self, metric: Metric, attributes: tuple[tuple[str, str], ...], amount: float) -> None:
         """Add to a counter; 0 creates it."""
-        cell = self._cell(metric, attributes)
-        if cell is not None:
-            cell.add(amount)
+        self._context.count(metric, amount, {"hw.id": self._uuid, **dict(attributes)})
 
     def state(self, state: str) -> bool:
         """Publish the device's state; return True if it has changed."""
         for name in _STATES:
-            attributes = {"hw.id": self.uuid, "hw.type": "gpu", "hw.state": name}
-            cell = self._table.cell(catalog.HW_STATUS, attributes)
-            if cell is not None:
-                cell.set(float(name == state))
+            self._set(catalog.HW_STATUS, (_GPU, ("hw.state", name)), name == state)
         before, self._state = self._state, state
         return state != before
 
-    def _cell(self, metric: Metric, attributes: tuple[tuple[str, str], ...]) -> Cell | None:
-        key = (metric, attributes)
-        if key not in self._cells:
-            cell = self._table.cell(metric, {"hw.id": self.uuid, **dict(attributes)})
-            if cell is None:
-                return None
-            self._cells[key] = cell
-        return self._cells[key]
-
-    def _count(self, cell: Cell, key: Key, total: float) -> None:
-        """Add the growth since the last reading; a total that fell (driver reload) restarts the count."""
-        grown = total - self._totals.get(key, total)
-        self._totals[key] = total
-        if grown > 0:
-            cell.add(int(grown) if key[0].integer else grown)
+    def _set(self, metric: Metric, attributes: tuple[tuple[str, str], ...], value: float) -> None:
+        self._context.set_gauge(metric, value, {"hw.id": self._uuid, **dict(attributes)})
 
 
 IDLE_GPUS_AFTER_S = 60.0
@@ -129,13 +110,13 @@ class GpuMonitor:
 
     def __init__(
         self,
-        writer: FlightWriter,
+        context: ProbeContext,
         local_rank: int,
         visible_devices: str | None,
         find_used: Callable[[], list[Used] | None] = used,
     ) -> None:
         """``visible_devices``: ``CUDA_VISIBLE_DEVICES``, which counts as long as torch does not say what it uses."""
-        self._writer, self._find_used = writer, find_used
+        self._context, self._find_used = context, find_used
         self._local_rank, self._visible_devices = local_rank, visible_devices
         self._library: Library | None = None
         self._xids: Xids | None = None
@@ -162,7 +143,7 @@ class GpuMonitor:
         """Clear all GPU series until a GPU answers again. Called by another thread than the blocked one."""
         for member in list(self._members.values()):
             member.series.show([])
-            self._writer.event(catalog.EVENT_GPU_LOST.name, {"hw.id": member.gpu.uuid, "reason": "silent"})
+            self._context.writer.event(catalog.EVENT_GPU_LOST.name, {"hw.id": member.gpu.uuid, "reason": "silent"})
         self._warn_limited("silent", f"{why}; GPU metrics are absent until it does")
 
     def close(self) -> None:
@@ -202,7 +183,7 @@ class GpuMonitor:
         for gpu, idle in self._selected(library):
             member = self._members.get(gpu.uuid)
             if member is None:
-                series = GpuSeries(self._writer.table, gpu.uuid)
+                series = GpuSeries(self._context, gpu.uuid)
                 self._members[gpu.uuid] = _Member(gpu, Sensors(gpu, idle=idle), series, idle)
             elif member.idle and not idle:
                 member.idle, member.fresh = False, True
@@ -232,17 +213,14 @@ class GpuMonitor:
         return found
 
     def _describe(self, gpu: Gpu, one: Used) -> None:
-        if not one.in_use:
-            return
-        attributes = {"hw.id": gpu.uuid, "UUID": gpu.uuid, "device": one.device, "hw.model": gpu.model}
-        cell = self._writer.table.cell(catalog.RANK_GPU_INFO, attributes)
-        if cell is not None:
-            cell.set(1.0)
+        if one.in_use:
+            attributes = {"hw.id": gpu.uuid, "UUID": gpu.uuid, "device": one.device, "hw.model": gpu.model}
+            self._context.set_gauge(catalog.RANK_GPU_INFO, 1.0, attributes)
 
     def _watch_xids(self, member: _Member) -> None:
         if member.sensors.has_state and self._xids is not None and self._xids.watch(member.gpu):
             for error in catalog.XID_ERRORS:
-                member.series.add(catalog.HW_ERRORS, (_GPU, ("error.type", error)), 0)
+                member.series.count(catalog.HW_ERRORS, (_GPU, ("error.type", error)), 0)
 
     def _sample(self, library: Library, member: _Member) -> None:
         try:
@@ -270,24 +248,23 @@ class GpuMonitor:
         member.series.show([])
         if member.series.state("failed"):
             reason = "reset_required" if getattr(error, "value", 0) == RESET_REQUIRED else "lost"
-            self._writer.event(catalog.EVENT_GPU_LOST.name, {"hw.id": member.gpu.uuid, "reason": reason})
+            self._context.writer.event(catalog.EVENT_GPU_LOST.name, {"hw.id": member.gpu.uuid, "reason": reason})
             logger.warning("torchobs: GPU %s is lost: NVML says %s", member.gpu.uuid, error)
 
     def _report_xids(self) -> None:
         for uuid, number in self._xids.fresh() if self._xids is not None else ():
-            self._writer.event(catalog.EVENT_GPU_XID.name, {"hw.id": uuid, "xid": number, "meaning": MEANINGS.get(number, "")})
+            self._context.writer.event(
+                catalog.EVENT_GPU_XID.name, {"hw.id": uuid, "xid": number, "meaning": MEANINGS.get(number, "")}
+            )
             member = self._members.get(uuid)
             if member is not None:
-                member.series.add(catalog.HW_ERRORS, (_GPU, ("error.type", kind(number))), 1)
+                member.series.count(catalog.HW_ERRORS, (_GPU, ("error.type", kind(number))), 1)
 
     def _warn_limited(self, cause: str, message: str) -> None:
         """Log a cause once, at INFO: most machines have no GPU."""
         if cause not in self._logged:
             self._logged.add(cause)
             logger.info("torchobs: %s", message)
-
-
-_GPU = ("hw.type", "gpu")
 
 
 STUCK_S = 15.0
@@ -313,7 +290,7 @@ class GpuProbe:
         """See :class:`~torchobs.probes.context.Probe`."""
         self._context = context
         local_rank = context.writer.header.resource.get("local_rank", 0)
-        self._monitor = GpuMonitor(context.writer, int(local_rank), settings.environment().get("CUDA_VISIBLE_DEVICES"))
+        self._monitor = GpuMonitor(context, int(local_rank), settings.environment().get("CUDA_VISIBLE_DEVICES"))
         self._breaker = context.breaker(self.name)
 
     def remove(self) -> None:

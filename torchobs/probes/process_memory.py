@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from torchobs.catalog import Metric
     from torchobs.detect.growth import Growth
-    from torchobs.flight.value_blocks import Cell
     from torchobs.flight.writer import FlightWriter
     from torchobs.probes.context import ProbeContext
     from torchobs.support.cgroup import Hierarchy, Memory
@@ -196,7 +195,6 @@ class MemoryLimits:
     def __init__(self, writer: FlightWriter, machine: Callable[[], Machine], root: str = "") -> None:
         self._writer, self._machine = writer, machine
         self._cgroup = MemoryCgroup(root) if sys.platform == "linux" else None
-        self._cells: dict[str, Cell | None] = {}
         self._counted: tuple[str, int] | None = None
         self._due = 0.0
         self.left, self.total = inf, inf
@@ -248,9 +246,7 @@ class MemoryLimits:
                 stamp.set(self._writer.header.wall_s(time.monotonic_ns()))
 
     def _show(self, headroom: _Headroom) -> None:
-        if headroom.limit not in self._cells:
-            self._cells[headroom.limit] = self._writer.table.cell(catalog.MEMORY_HOST_UTILIZATION, {"limit": headroom.limit})
-        cell = self._cells[headroom.limit]
+        cell = self._writer.table.cell(catalog.MEMORY_HOST_UTILIZATION, {"limit": headroom.limit})
         if cell is not None:
             cell.set(1.0 - headroom.left / headroom.total)
 

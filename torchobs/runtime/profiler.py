@@ -7,15 +7,15 @@ compressing takes seconds. It makes way for the application's own profiler (:mod
 
 from __future__ import annotations
 
-import gzip
 import tempfile
 import threading
 import time
+import zlib
 from collections import deque
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.flight import artifacts
@@ -48,7 +48,7 @@ MAX_UNCOMPRESSED_SIZE = 1 << 30
 WRITE_TIMEOUT_S = 5.0
 """How long the session's end waits for a trace that is being written."""
 
-_CHUNK = 1 << 20
+_CHUNK, _GZIP = 1 << 20, 16 + zlib.MAX_WBITS
 
 
 class _TooLargeError(Exception):
@@ -258,26 +258,14 @@ def _store(plain: Path, most: int, place: FlightDirectory, wanted: ArtifactName)
 
 def _compress(plain: Path, file: Descriptor) -> int:
     """Compress into an open file; return its size in bytes. Raises :class:`_TooLargeError` beyond the artifact limit."""
-    target = _Target(file)
-    with plain.open("rb") as source, gzip.GzipFile("", "wb", 6, cast("Any", target), mtime=0) as packed:
-        while chunk := source.read(_CHUNK):
-            packed.write(chunk)
-    return target.size
-
-
-class _Target:
-    """What a trace is compressed into: limited in size."""
-
-    def __init__(self, file: Descriptor) -> None:
-        self._file, self.size = file, 0
-
-    def write(self, data: bytes) -> int:
-        """Append ``data``. Raises :class:`_TooLargeError`, or ``OSError``."""
-        self.size += len(data)
-        if self.size > LIMITS[PROFILE]:
-            raise _TooLargeError
-        artifacts.append(self._file, data)
-        return len(data)
-
-    def flush(self) -> None:
-        """Nothing is buffered."""
+    packer, size, more = zlib.compressobj(6, wbits=_GZIP), 0, True
+    with plain.open("rb") as source:
+        while more:
+            chunk = source.read(_CHUNK)
+            more = bool(chunk)
+            packed = packer.compress(chunk) if more else packer.flush()
+            size += len(packed)
+            if size > LIMITS[PROFILE]:
+                raise _TooLargeError
+            artifacts.append(file, packed)
+    return size
