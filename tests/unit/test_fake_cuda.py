@@ -126,7 +126,7 @@ def measured(
 ) -> tuple[Measurement | None, SlowDevice]:
     """A measurement of these, their numbers being keys, and the device it is under way from."""
     device = SlowDevice()
-    return measure(torch, list(range(len(tensors))), tensors, scale, suspects, Devices(device)), device
+    return measure(list(range(len(tensors))), tensors, scale, suspects, Devices(device)), device
 
 
 def test_a_measurement_arrives_when_all_devices_have_delivered() -> None:

@@ -9,30 +9,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torchobs.probes.activations import ActivationProbe
-from torchobs.probes.amp import AmpProbe
-from torchobs.probes.checkpoints import CheckpointProbe
-from torchobs.probes.collectives import CollectivesProbe
-from torchobs.probes.compile import CompileProbe
-from torchobs.probes.data import DataProbe, LoaderProbe
-from torchobs.probes.device_memory import DeviceMemoryProbe
-from torchobs.probes.device_times import DeviceTimeProbe
-from torchobs.probes.distributed import DistributedProbe
-from torchobs.probes.epochs import EpochCount, EpochProbe
-from torchobs.probes.flops import FlopsProbe
-from torchobs.probes.gpu import GpuProbe
-from torchobs.probes.gradients import GradientProbe
-from torchobs.probes.leak import LeakProbe
-from torchobs.probes.loss import LossProbe
-from torchobs.probes.memory_growth import Suspicion
-from torchobs.probes.nonfinite.probe import NonfiniteProbe
-from torchobs.probes.optimizer import OptimizerProbe, RateSource, ResumeProbe
-from torchobs.probes.phases import PhaseProbe
-from torchobs.probes.process_memory import CgroupProbe, MemoryProbe
-from torchobs.probes.replicas import Replicas
-from torchobs.probes.schedulers import SchedulerProbe
-from torchobs.probes.steps import StepProbe
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -45,8 +21,33 @@ if TYPE_CHECKING:
 def factories(scaling: LossScaling) -> ProbeFactories:
     """Return what makes each probe that needs torch, by name, in the order of installation; for one session.
 
-    A probe that is switched off and on again is made anew, with the same objects.
+    A probe that is switched off and on again is made anew, with the same objects. To be called once torch is imported, as
+    the probes' modules do.
     """
+    from torchobs.probes.activations import ActivationProbe
+    from torchobs.probes.amp import AmpProbe
+    from torchobs.probes.checkpoints import CheckpointProbe
+    from torchobs.probes.collectives import CollectivesProbe
+    from torchobs.probes.compile import CompileProbe
+    from torchobs.probes.data import DataProbe, LoaderProbe
+    from torchobs.probes.device_memory import DeviceMemoryProbe
+    from torchobs.probes.device_times import DeviceTimeProbe
+    from torchobs.probes.distributed import DistributedProbe
+    from torchobs.probes.epochs import EpochCount, EpochProbe
+    from torchobs.probes.flops import FlopsProbe
+    from torchobs.probes.gpu import GpuProbe
+    from torchobs.probes.gradients import GradientProbe
+    from torchobs.probes.leak import LeakProbe
+    from torchobs.probes.loss import LossProbe
+    from torchobs.probes.memory_growth import Suspicion
+    from torchobs.probes.nonfinite.probe import NonfiniteProbe
+    from torchobs.probes.optimizer import OptimizerProbe, RateSource, ResumeProbe
+    from torchobs.probes.phases import PhaseProbe
+    from torchobs.probes.process_memory import CgroupProbe, MemoryProbe
+    from torchobs.probes.replicas import Replicas
+    from torchobs.probes.schedulers import SchedulerProbe
+    from torchobs.probes.steps import StepProbe
+
     rates, epochs, suspicion, replicas = RateSource(), EpochCount(), Suspicion(), Replicas()
     return {
         StepProbe.name: partial(StepProbe, rates),

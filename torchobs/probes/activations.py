@@ -23,6 +23,8 @@ from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
+import torch
+
 from torchobs import catalog
 from torchobs.catalog.findings import Finding
 from torchobs.detect.learning import LASTING_STEPS
@@ -100,9 +102,7 @@ class ActivationProbe:
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
-        import torch  # torch is optional until training begins
-
-        self._context, self._torch, self._breaker = context, torch, context.breaker(self.name)
+        self._context, self._breaker = context, context.breaker(self.name)
         self._pace = SamplingInterval(context.settings.overhead_budget * _BUDGETS)
         self._modes, self._transformed = dispatch_modes(), transformed()
         self._copies = PendingCopies(context.device.cuda)
@@ -283,14 +283,15 @@ class ActivationProbe:
 
     def _take(self, slot: _Slot, known: Any, module: Any, output: Any) -> None:
         """Look at an output of a module; called by its hook, and by the one that a copy of the module has."""
-        context, torch = self._context, self._torch
+        context = self._context
         if known() is not module or not self._open or context.training.backwards or get_ident() != context.training.thread:
             return
         grad = torch.is_grad_enabled()
         worth = (_TRAINING if module.training else _FROZEN) if grad else _WITHOUT_GRAD if module.training else 0
         if worth < max(slot.worth, 1) or (worth == slot.worth and len(slot.calls) >= _MOST_CALLS):
             return
-        if self._modes() or self._transformed() or torch.jit.is_tracing():
+        jit: Any = torch.jit  # torch has no types for it
+        if self._modes() or self._transformed() or jit.is_tracing():
             return
         begun_ns = monotonic_ns()
         tensor = first_tensor(output, torch.Tensor)
@@ -319,13 +320,13 @@ class ActivationProbe:
         for device, layers in by_device.items():
             rows = [(name, [call for _, call in calls]) for name, calls in layers]
             vectors = [row.to(device) for _, calls in layers for row, _ in calls]
-            with self._torch.no_grad():
+            with torch.no_grad():
                 if device.type == "cpu":
-                    self._sent.append(_Sent(step, rows, self._torch.cat(vectors).tolist()))
+                    self._sent.append(_Sent(step, rows, torch.cat(vectors).tolist()))
                     continue
                 with self._context.device.cuda.on(device):
                     if not self._context.device.cuda.capturing():
-                        self._sent.append(_Sent(step, rows, self._copies.send(self._torch.cat(vectors))))
+                        self._sent.append(_Sent(step, rows, self._copies.send(torch.cat(vectors))))
 
 
 def _trains(model: Any, trained: set[int]) -> bool:

@@ -26,6 +26,8 @@ from functools import partial
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchobs import catalog
 from torchobs.probes.context import LONG_NS, span_limiter
 from torchobs.probes.timeline import CHECKPOINT, PIN, UNPIN
@@ -53,8 +55,6 @@ def holds_state(saved: Any, parameters: Iterable[Any]) -> bool:
     averaged weights, another precision). ``parameters``: the trained parameters as far as known. If none are known, any tensor
     counts.
     """
-    import torch  # something is saved by it
-
     trained = list(parameters)
     addresses, shapes = {address for each in trained if (address := _address(each))}, {_shape(each) for each in trained}
     waiting, seen, inspected = deque([saved]), set[int](), 0
@@ -147,8 +147,6 @@ class CheckpointProbe:
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
-        import torch
-
         self._context, self._breaker = context, context.breaker(self.name)
         for result in catalog.SAVE_RESULTS:
             context.count(catalog.CHECKPOINTS, 0, {"result": result})

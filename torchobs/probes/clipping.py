@@ -16,10 +16,13 @@ from math import inf
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchobs.flight.step_record import StepFlag
 from torchobs.probes.gradient_norms import Clipping, completed_total, from_norms, is_l2
 from torchobs.support.graph_safe import graph_being_made, outside_of_graphs
 from torchobs.taps import taps
+from torchobs.taps.capture_results import CapturedResults
 from torchobs.tensors.device_reads import is_on_device
 
 if TYPE_CHECKING:
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
     from torchobs.probes.context import ProbeContext, SamplingInterval
     from torchobs.probes.gradient_norms import Measurement
     from torchobs.support.error_guard import CircuitBreaker
-    from torchobs.taps.capture_results import CapturedResults
     from torchobs.tensors.device_reads import Devices
 
     Measure = Callable[[list[Any]], Measurement | None]
@@ -66,11 +68,7 @@ class ClipWatch:
 
     def install(self, breaker: CircuitBreaker) -> None:
         """Wrap the clipping functions that this torch has."""
-        import torch  # torch is optional until training begins
-
-        from torchobs.taps.capture_results import CapturedResults
-
-        self._torch, self._breaker, self._captured_results = torch, breaker, CapturedResults
+        self._breaker = breaker
         self._graph_being_made = graph_being_made()
         taps.TOTAL_NORM.lead(partial(_not_compiled, self._watched_total), breaker.probe)
         taps.CLIP_BY_NORM.lead(partial(_not_compiled, self._watched_clip), breaker.probe)
@@ -140,7 +138,7 @@ class ClipWatch:
         def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
             if breaker.is_open or self._graph_being_made():
                 return original(tensors, norm_type, *args, **kwargs)
-            tensors = [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
+            tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
             seen = intercept(tensors, norm_type)
             if seen is None:
                 norm = original(tensors, norm_type, *args, **kwargs)
@@ -161,9 +159,9 @@ class ClipWatch:
             self._each_ns = now_ns + _EACH_NS if due else self._each_ns
         if not due:
             return None
-        tensor_type = self._torch.Tensor
+        tensor_type = torch.Tensor
         is_plain = all(type(tensor) is tensor_type for tensor in tensors)
-        return self._captured_results(self._torch._foreach_norm) if is_plain else None
+        return CapturedResults(torch._foreach_norm) if is_plain else None
 
     def _note_total(self, tensors: list[Any], norm_type: Any, norm: Any, seen: CapturedResults | None) -> None:
         """Take a total norm: that of all gradients, unless the optimizer turns out to have more."""
@@ -171,7 +169,7 @@ class ClipWatch:
             return
         begun_ns = monotonic_ns()
         made = Clipping(len(tensors), first=id(tensors[0]), scaling=self._scaling.losses)
-        if type(norm) is not self._torch.Tensor:  # of shards
+        if type(norm) is not torch.Tensor:  # of shards
             made.each = self._measure(tensors) if self._pace.would_be_due(self._context.recorder.step) else None
         elif norm.is_cpu:
             made.total = norm.item()
@@ -191,7 +189,7 @@ class ClipWatch:
             keys, norms = seen.keys_and_results()
             self._pace.spend(seen.spent_ns)
             whole = len(norms) == len(tensors)  # else computed without foreach
-            made.each = from_norms(self._torch, keys, norms, self._devices) if whole else self._measure(tensors)
+            made.each = from_norms(keys, norms, self._devices) if whole else self._measure(tensors)
         if made.each is not None:
             self._pace.spend(monotonic_ns() - begun_ns)
         self._keep(made)
@@ -231,8 +229,8 @@ class ClipWatch:
 
     def _intercept_clamp(self, total: Any) -> CapturedResults | None:
         """Return a capture of the clipping coefficient of a distributed total, which is complete, clamped and as it was."""
-        distributed = isinstance(total, self._torch.Tensor) and type(total) is not self._torch.Tensor
-        return self._captured_results(self._torch.clamp, keep=True) if distributed else None
+        distributed = isinstance(total, torch.Tensor) and type(total) is not torch.Tensor
+        return CapturedResults(torch.clamp, keep=True) if distributed else None
 
     def _note_clip(self, max_norm: Any, total: Any, seen: CapturedResults | None = None) -> None:
         if type(max_norm) is float:  # in nearly every step
@@ -266,7 +264,7 @@ class ClipWatch:
         """Flag the step in progress if ``clipped(value)``, now or when a device has delivered the value."""
         recorder = self._context.recorder
         step = recorder.step + 1
-        is_tensor = isinstance(value, self._torch.Tensor)
+        is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and not self._devices.cuda.holds(value):
             return
         if is_tensor and not value.is_cpu:

@@ -373,7 +373,9 @@ class Captures:
     def begin(self, graph: int) -> None:
         """Note that this graph, by id, is about to be captured, and wait for rounds in progress, but not for long."""
         now = self._begun_s[graph] = time.monotonic()
-        while time.monotonic() - now < _PATIENCE_S and self._has_young_round():
+        while time.monotonic() - now < _PATIENCE_S and any(
+            time.monotonic() - begun_s < _PATIENCE_S for begun_s in tuple(self._rounds.values())
+        ):
             time.sleep(_REST_S)
 
     def end(self, graph: int) -> None:
@@ -396,9 +398,6 @@ class Captures:
         """Return True if a graph is being captured."""
         begun_s = tuple(self._begun_s.values())  # another thread's capture may end meanwhile
         return bool(begun_s) and max(begun_s) > time.monotonic() - LONGEST_S
-
-    def _has_young_round(self) -> bool:
-        return any(time.monotonic() - begun_s < _PATIENCE_S for begun_s in tuple(self._rounds.values()))
 
 
 class TrainingLoop:

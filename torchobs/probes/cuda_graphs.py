@@ -13,6 +13,8 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
+import torch
+
 from torchobs.probes.timeline import BACKWARD_BEGINS, BACKWARD_ENDS, STEP_BEGINS
 from torchobs.taps.patch import Patch
 
@@ -45,8 +47,6 @@ class CudaGraphs:
 
     def install(self) -> None:
         """Apply the patches, if this torch has CUDA graphs."""
-        import torch  # torch is optional until training begins
-
         graph: Any = getattr(torch.cuda, "CUDAGraph", None)
         guard, recorder = self._breaker.guard, self._context.recorder
         begins, ends = guard(self._capture_begins), guard(self._capture_ends)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from math import hypot, inf, isfinite, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from torchobs.tensors.device_reads import Timing, is_on_device, wide
 
 if TYPE_CHECKING:
@@ -82,8 +84,6 @@ def local(keys: Sequence[int], gradients: Sequence[Any]) -> Local:
     With S distinct shards of a tensor among N ranks each shard is held N / S times and its square counts S / N. A plain tensor
     beside DTensors is held by all ranks of the mesh. ``ranks`` is the size of the largest mesh.
     """
-    import torch  # torch is optional until training begins
-
     tensor_type = torch.Tensor
     if all(type(gradient) is tensor_type for gradient in gradients):
         if all(gradient.numel() for gradient in gradients):
@@ -113,8 +113,6 @@ def _shard(gradient: Any) -> tuple[Any, int, int]:
 
 def host_norms(tensors: Sequence[Any]) -> list[float]:
     """Return the norm of each tensor; all are on the CPU and none is empty. Call it under ``no_grad``."""
-    import torch  # torch is optional until training begins
-
     norms = [0.0] * len(tensors)
     small: dict[Any, list[int]] = {}
     strided, easy = torch.strided, (torch.float32, torch.bfloat16, torch.float16)
@@ -122,7 +120,7 @@ def host_norms(tensors: Sequence[Any]) -> list[float]:
         if tensor.layout is strided and tensor.dtype in easy and tensor.numel() < LARGE:
             small.setdefault(tensor.dtype, []).append(index)
         else:
-            norms[index] = _norm(torch, _plain(torch, tensor)).item()
+            norms[index] = _norm(_plain(tensor)).item()
     for dtype, indices in small.items():
         group = [tensors[index] for index in indices]
         together: Any = torch._foreach_norm  # torch has no types for it
@@ -130,7 +128,7 @@ def host_norms(tensors: Sequence[Any]) -> list[float]:
         for index, norm in zip(indices, found, strict=True):
             norms[index] = norm.item()
     if norms and not (min(norms) > TINY and max(norms) < inf):
-        norms = [norm if TINY < norm < inf else _exact(torch, tensors[index]) for index, norm in enumerate(norms)]
+        norms = [norm if TINY < norm < inf else _exact(tensors[index]) for index, norm in enumerate(norms)]
     return norms
 
 
@@ -140,34 +138,32 @@ def device_norms(tensors: Sequence[Any]) -> tuple[Any, list[int]]:
     An uncoalesced sparse gradient counts with its values as they are, since coalescing waits for the device: its norm is
     then approximate. A tensor that is not dense in memory is computed alone, since its whole group would be copied.
     """
-    import torch  # torch is optional until training begins
-
     groups: dict[Any, list[tuple[int, Any]]] = {}
     norms: list[Any] = []
     order: list[int] = []
     easy = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     for index, tensor in enumerate(tensors):
-        plain = tensor if tensor.layout is torch.strided and tensor.dtype in easy else _plain(torch, tensor)
+        plain = tensor if tensor.layout is torch.strided and tensor.dtype in easy else _plain(tensor)
         dense = plain if plain.is_contiguous() else flat(plain)
         if dense is None or dense.dtype not in easy:
-            norms.append(_in_parts(torch, plain))
+            norms.append(_in_parts(plain))
             order.append(index)
         else:
             groups.setdefault((dense.dtype, dense.numel() >= _DEVICE_LARGE), []).append((index, dense))
     for members in groups.values():
-        norms += _together(torch, [dense for _, dense in members])
+        norms += _together([dense for _, dense in members])
         order += [index for index, _ in members]
     return torch.stack(norms), order
 
 
-def _together(torch: Any, tensors: list[Any]) -> Any:
+def _together(tensors: list[Any]) -> Any:
     return torch._foreach_norm(tensors, 2.0, dtype=wide(torch, tensors[0].device.type))
 
 
-def _in_parts(torch: Any, plain: Any) -> Any:
+def _in_parts(plain: Any) -> Any:
     """Return the norm of a tensor that has to be copied, a part at a time."""
     dense = torch.contiguous_format
-    norms = [_together(torch, [part.clone(memory_format=dense)])[0] for part in _chunks(torch, plain, _DEVICE_CHUNK)]
+    norms = [_together([part.clone(memory_format=dense)])[0] for part in _chunks(plain, _DEVICE_CHUNK)]
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
@@ -176,26 +172,24 @@ def count_nonfinite(tensor: Any) -> Any:
 
     ``isfinite`` copies the whole tensor (its absolute values); a comparison takes a byte for each element.
     """
-    import torch  # torch is optional until training begins
-
     counts = []
-    for part in _chunks(torch, _plain(torch, tensor), _DEVICE_CHUNK):
+    for part in _chunks(_plain(tensor), _DEVICE_CHUNK):
         counts += [found.sum() for found in (part != part, part == inf, part == -inf)]  # noqa: PLR0124  # a NaN equals nothing
     return torch.stack(counts).sum()
 
 
-def _norm(torch: Any, plain: Any) -> Any:
+def _norm(plain: Any) -> Any:
     norm = torch.linalg.vector_norm
     if plain.dtype in {torch.float32, torch.bfloat16, torch.float64} and plain.numel() >= LARGE:
         dense = flat(plain)
         if dense is not None:
-            return _in_two_stages(torch, dense)
+            return _in_two_stages(dense)
     if plain.dtype in {torch.float32, torch.float64}:
         return norm(plain)
-    return norm(torch.stack([norm(part, dtype=torch.float32) for part in _chunks(torch, plain, _CHUNK)]))
+    return norm(torch.stack([norm(part, dtype=torch.float32) for part in _chunks(plain, _CHUNK)]))
 
 
-def _in_two_stages(torch: Any, flat: Any) -> Any:
+def _in_two_stages(flat: Any) -> Any:
     norm = torch.linalg.vector_norm
     wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
     rows = flat.numel() // _ROW
@@ -206,13 +200,13 @@ def _in_two_stages(torch: Any, flat: Any) -> Any:
     return norm(head)
 
 
-def _exact(torch: Any, tensor: Any) -> float:
+def _exact(tensor: Any) -> float:
     """Return the norm in float64, computed in chunks: no square of a float32 over- or underflows there."""
-    norms = [torch.linalg.vector_norm(part.double()) for part in _chunks(torch, _plain(torch, tensor), _CHUNK)]
+    norms = [torch.linalg.vector_norm(part.double()) for part in _chunks(_plain(tensor), _CHUNK)]
     return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
-def _chunks(torch: Any, plain: Any, most: int) -> Iterator[Any]:
+def _chunks(plain: Any, most: int) -> Iterator[Any]:
     """Yield views of at most ``most`` elements, one at a time, so that a copy of one is freed before the next."""
     dense = flat(plain)
     if dense is not None:
@@ -220,12 +214,12 @@ def _chunks(torch: Any, plain: Any, most: int) -> Iterator[Any]:
             # float8 has no norm, isnan or double
             yield part.float() if plain.dtype.itemsize == 1 else part
     elif len(plain) == 1:
-        yield from _chunks(torch, plain[0], most)
+        yield from _chunks(plain[0], most)
     else:
         rows = max(1, most * len(plain) // plain.numel())
         for part in plain.split(rows):
             if part.numel() > most:
-                yield from _chunks(torch, part, most)
+                yield from _chunks(part, most)
             else:
                 yield part.float() if plain.dtype.itemsize == 1 else part
 
@@ -237,7 +231,7 @@ def flat(tensor: Any) -> Any:
     return dense.view(-1) if dense.is_contiguous() else None
 
 
-def _plain(torch: Any, tensor: Any) -> Any:
+def _plain(tensor: Any) -> Any:
     """Return a strided real tensor with the same norm."""
     if tensor.layout is torch.sparse_coo:
         there = not tensor.is_cpu and not tensor.is_coalesced()
@@ -345,7 +339,7 @@ class Clipping:
 
 
 def measure(
-    torch: Any, keys: Sequence[int], gradients: Sequence[Any], scale: Any, suspects: frozenset[int], devices: Devices
+    keys: Sequence[int], gradients: Sequence[Any], scale: Any, suspects: frozenset[int], devices: Devices
 ) -> Measurement | None:
     """Measure gradients; ``None`` during graph capture, for fake tensors and for those that have no values.
 
@@ -376,11 +370,11 @@ def measure(
                     return None
                 counted = [index for index in indices if keys[index] in suspects and tensors[index].layout is torch.strided]
                 among = [(index, tensors[index]) for index in counted]
-                made.arriving.append(_send(torch, here, indices, among, scale, devices))
+                made.arriving.append(_send(here, indices, among, scale, devices))
         return scaled(made, scale, devices) if scale is not None and not made.arriving else made
 
 
-def from_norms(torch: Any, keys: list[int], norms: list[Any], devices: Devices) -> Measurement | None:
+def from_norms(keys: list[int], norms: list[Any], devices: Devices) -> Measurement | None:
     """Return a measurement of norms computed elsewhere (zero-dimensional); ``None`` on several devices or in a capture."""
     made, first = Measurement(keys, None, 1), norms[0]
     if first.is_cpu:
@@ -398,9 +392,7 @@ def from_norms(torch: Any, keys: list[int], norms: list[Any], devices: Devices) 
     return made
 
 
-def _send(
-    torch: Any, tensors: list[Any], indices: list[int], counted: list[tuple[int, Any]], scale: Any, devices: Devices
-) -> Arriving:
+def _send(tensors: list[Any], indices: list[int], counted: list[tuple[int, Any]], scale: Any, devices: Devices) -> Arriving:
     """Compute norms, counts and scale on the current device and start to copy them. ``indices`` are the tensors'."""
     device = tensors[0].device
     begun = devices.events.record(device) if device.type == "cuda" else None

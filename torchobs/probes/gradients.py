@@ -15,6 +15,8 @@ from math import isnan, nan
 from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchobs import catalog
 from torchobs.catalog.findings import finding
 from torchobs.detect.spikes import blown_layer
@@ -22,7 +24,7 @@ from torchobs.flight.step_record import StepFlag
 from torchobs.probes.clipping import ClipWatch
 from torchobs.probes.context import SamplingInterval
 from torchobs.probes.gradient_norms import PendingNorms, measure, scaled
-from torchobs.probes.layers import WIDER, Layers, UpdateWatch
+from torchobs.probes.layers import WIDER, GrownLayers, Layers, UpdateWatch
 from torchobs.probes.lints import Lints, Measured
 from torchobs.probes.replicas import Replicas, ReplicaWeights
 from torchobs.probes.stuck_layers import NoGradients, StuckLayersWatch
@@ -31,8 +33,6 @@ from torchobs.support.rate_limit import RateLimiter
 from torchobs.tensors.device_reads import Devices
 
 if TYPE_CHECKING:
-    import torch
-
     from torchobs.detect.spikes import BlownLayer
     from torchobs.probes.amp import LossScaling
     from torchobs.probes.context import ProbeContext
@@ -66,9 +66,7 @@ class GradientProbe:
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
-        import torch  # torch is optional until training begins
-
-        self._context, self._torch, self._devices = context, torch, Devices(context.device.cuda)
+        self._context, self._devices = context, Devices(context.device.cuda)
         self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, int]] = weakref.WeakKeyDictionary()
         fixed = context.settings.grad_interval
         self._pace = SamplingInterval(context.settings.overhead_budget / 2, fixed if isinstance(fixed, int) else None)
@@ -87,7 +85,7 @@ class GradientProbe:
         self._gauges: dict[str, float] = {}
         context.count(catalog.GRAD_NONFINITE_ELEMENTS, 0)
         context.blown_layer[:] = [self._blown_layer]
-        self._updates = UpdateWatch(context, self._layers)
+        self._updates, self._grown = UpdateWatch(context, self._layers), GrownLayers(context)
         self._clip = ClipWatch(context, self._scaling, self._pace, self._measure_clipped, self._devices)
         breaker, hooks, self._step_hook = context.breaker(self.name), context.hooks, context.hooks.before_step
         names = self._layers.names
@@ -116,6 +114,7 @@ class GradientProbe:
             recorder.late(step, StepFlag.GRAD_NORM | (StepFlag.CLIPPED if clipped else 0), 0.0, norm)
         self._publish()
         self._updates.show()
+        self._grown.forget(monotonic())
         self._look_at_loop()
         if self._clip.misused is not None and not self._misuse_reported:
             self._report_misuse(*self._clip.misused)
@@ -208,7 +207,10 @@ class GradientProbe:
         if norms is None:
             return None
         before = [self._layers.norms(parts) for at, parts in self._past if at < step]
-        return blown_layer(norms, [one for one in before[-_COMPARED:] if one is not None])
+        blown = blown_layer(norms, [one for one in before[-_COMPARED:] if one is not None])
+        if blown is not None:
+            self._grown.note(blown, monotonic())
+        return blown
 
     def _report_faults(self, step: int, parts: list[Measurement]) -> None:
         """Count non-finite elements and report their layers: at once, then at most once a minute."""
@@ -301,9 +303,9 @@ class GradientProbe:
         parameters = _parameters_with_gradient(optimizer)
         gradients = [parameter.grad for parameter in parameters]
         scale = getattr(optimizer, "grad_scale", None)
-        scale = scale if isinstance(scale, self._torch.Tensor) else None  # other libraries use the name for something else
+        scale = scale if isinstance(scale, torch.Tensor) else None  # other libraries use the name for something else
         keys, suspects = list(map(id, parameters)), self._suspects
-        made = measure(self._torch, keys, gradients, scale, suspects, self._devices) if parameters else None
+        made = measure(keys, gradients, scale, suspects, self._devices) if parameters else None
         if made is not None:
             self._record(made, within=within)
             self._keep(made, optimizer, within=within)
@@ -313,12 +315,12 @@ class GradientProbe:
 
     def _measure_clipped(self, gradients: list[Any]) -> Measurement | None:
         """Measure gradients that are about to be clipped, or whose norm may be inexact."""
-        return measure(self._torch, list(map(id, gradients)), gradients, None, self._suspects, self._devices)
+        return measure(list(map(id, gradients)), gradients, None, self._suspects, self._devices)
 
     def _use_clipping_norm(self, clipping: Clipping, optimizer: torch.optim.Optimizer, *, due: bool) -> None:
         """Use the norm that clipping has computed in this step."""
         scale = getattr(optimizer, "grad_scale", None)
-        if clipping.scale is None and isinstance(scale, self._torch.Tensor):
+        if clipping.scale is None and isinstance(scale, torch.Tensor):
             self._clip.mark_scaled(clipping, scale)  # a fused optimizer unscales in its step
         total, each = clipping.total, clipping.each
         if clipping.scale is not None:
@@ -350,7 +352,7 @@ class GradientProbe:
                 each.scale = scale
         elif each is not None and scaled(each, scale, self._devices) is None:
             clipping.each = None
-        with self._torch.no_grad():
+        with torch.no_grad():
             return total if total is None else total / scale
 
     def _expect(self, norm: torch.Tensor, limit: float) -> None:

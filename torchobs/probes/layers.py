@@ -22,6 +22,8 @@ from math import hypot, isfinite, nan
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from torchobs import catalog
 from torchobs.flight.value_blocks import LAYERS
 from torchobs.probes.context import SamplingInterval
@@ -287,8 +289,6 @@ class UpdateWatch:
                 self._layers.set_layer(catalog.UPDATE_LAYER_RATIO, layer.name, moved / size)
 
     def _copy(self, optimizer: Any) -> None:
-        import torch  # torch is optional until training begins
-
         ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         layers = self._layers.chosen
         for _ in range(len(layers)):
@@ -304,13 +304,11 @@ class UpdateWatch:
             copies = [view.clone() for view in views]
         self._pace.spend_later(self._devices.take_ns())
         keys = list(range(len(copies)))
-        before = measure(torch, keys, copies, None, frozenset(), self._devices) if copies else None
+        before = measure(keys, copies, None, frozenset(), self._devices) if copies else None
         if before is not None:
             self._copied = _Copied(layer, weakref.ref(optimizer), parameters, copies, before)
 
     def _compare(self, copied: _Copied) -> None:
-        import torch  # torch is optional until training begins
-
         alive = [ref() for ref in copied.parameters]
         if any(parameter is None for parameter in alive):
             return
@@ -320,7 +318,7 @@ class UpdateWatch:
                 return
             for copy, view in zip(copied.copies, views, strict=True):
                 copy.sub_(view)
-        change = measure(torch, copied.before.keys, copied.copies, None, frozenset(), self._devices)
+        change = measure(copied.before.keys, copied.copies, None, frozenset(), self._devices)
         if change is not None:
             self._compared.append((copied.layer, copied.before, change))
 

@@ -16,6 +16,8 @@ import weakref
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from torchobs import catalog
 from torchobs.catalog.findings import finding
 from torchobs.flight.native import make_hook
@@ -24,8 +26,6 @@ from torchobs.probes.step_recorder import GONE, resolve_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import torch
 
     from torchobs.probes.context import ProbeContext
     from torchobs.probes.step_recorder import StepValues
@@ -58,9 +58,7 @@ class LossProbe:
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
-        import torch  # torch is optional until training begins
-
-        self._context, self._tensor, self._undisturbed = context, torch.Tensor, torch._C.DisableTorchFunctionSubclass
+        self._context = context
         breaker, self._training = context.breaker(self.name), context.training
         self._nonfinite = context.hooks.nonfinite_loss.notify
         context.hooks.takes_loss.register(breaker, self._taker(breaker), guarded=True)
@@ -71,7 +69,7 @@ class LossProbe:
 
     def _note_scaled(self, outputs: object, scaled: object, scale: torch.Tensor | None) -> None:
         """Remember the unscaled loss of a ``GradScaler.scale`` call."""
-        if isinstance(outputs, self._tensor) and isinstance(scaled, self._tensor):
+        if isinstance(outputs, torch.Tensor) and isinstance(scaled, torch.Tensor):
             plain = self._one(outputs)
             if plain is not None:
                 self._scaled, self._unscaled, self._scale = weakref.ref(scaled), plain.detach(), scale
@@ -81,19 +79,22 @@ class LossProbe:
 
         ``gradient``: given to the engine with it; torch and Megatron-LM give ones.
         """
-        if type(tensor) is not self._tensor:
-            if not isinstance(tensor, self._tensor) or type(tensor).__torch_dispatch__ is not self._tensor.__torch_dispatch__:
+        if type(tensor) is not torch.Tensor:
+            if not isinstance(tensor, torch.Tensor) or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
                 return None
-            with self._undisturbed():
+            with torch._C.DisableTorchFunctionSubclass():
                 tensor = tensor.detach()
         if tensor.numel() != 1:
             return None
-        ones = gradient is None or (type(gradient) is self._tensor and gradient.numel() == 1 and _is_one(gradient))
+        # of one on a device, which reading would wait for, it is assumed: a given scalar gradient is usually 1
+        ones = gradient is None or (
+            type(gradient) is torch.Tensor and gradient.numel() == 1 and (not gradient.is_cpu or gradient.item() == 1.0)
+        )
         return tensor if ones else None
 
     def _taker(self, breaker: CircuitBreaker) -> Callable[[Any, Any, bool], None]:
         """Return the listener: the loss of nearly every step inline, a plain tensor on the CPU; others go to ``_take``."""
-        recorder, training, kind, take = self._context.recorder, self._training, self._tensor, self._take
+        recorder, training, kind, take = self._context.recorder, self._training, torch.Tensor, self._take
 
         def take_loss(tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
             if breaker.is_open:
@@ -225,8 +226,3 @@ class LossProbe:
                 recorder.late(step, StepFlag.LOSS, loss, 0.0)
                 if loss - loss:
                     self._context.hooks.nonfinite_arrived.notify()
-
-
-def _is_one(gradient: torch.Tensor) -> bool:
-    """Return True if the gradient is 1, or on a device, where reading would wait: a given scalar gradient is usually 1."""
-    return not gradient.is_cpu or gradient.item() == 1.0

@@ -51,7 +51,7 @@ class RunDetails:
         self._context = context
         self._found: dict[str, Any] = {}
         self._written: dict[str, Any] = {}
-        self._reader = threading.Thread(target=self._read_git, name="torchobs-git", daemon=True)
+        self._reader = threading.Thread(target=call, args=(context.breaker("details"), self._add_git), daemon=True)
 
     def begin(self) -> None:
         """Write what costs nothing to know."""
@@ -72,9 +72,6 @@ class RunDetails:
         if torch is not None:
             self._found["torch"] = _torch(torch)
         self._write()
-
-    def _read_git(self) -> None:
-        call(self._context.breaker("details"), self._add_git)
 
     def _add_git(self) -> None:
         main = getattr(sys.modules.get("__main__"), "__file__", None)

@@ -30,14 +30,16 @@ class ProbeManager:
     """One per session. Probes' own functions are added to ``samples`` and ``slow``, the sampler's lists."""
 
     def __init__(
-        self, context: ProbeContext, factories: ProbeFactories, safe_point: SafePoint, samples: Callbacks, slow: Callbacks
-    ) -> None:
-        self._context, self._factories, self._safe_point = context, factories, safe_point
+        self, context: ProbeContext, find: Callable[[], ProbeFactories], safe_point: SafePoint, samples: Callbacks,
+        slow: Callbacks,
+    ) -> None:  # fmt: skip
+        """``find``: what makes each probe that needs torch; called once that is imported."""
+        self._context, self._find, self._safe_point = context, find, safe_point
+        self._factories: ProbeFactories = {}
         self._callbacks = (("sample", samples), ("observe", slow))
         self._probes: dict[str, Probe] = {}
         self._off: frozenset[str] = frozenset()
         self._pid = os.getpid()
-        self._started = False
 
     def install(self, probe: Probe) -> None:
         """Install a probe and register its callbacks."""
@@ -56,16 +58,16 @@ class ProbeManager:
 
     def begin(self) -> None:
         """Install the probes that need torch. Called in the training thread, once torch is imported."""
-        self._started = True
+        self._factories = self._find()
         self._apply_changes()
 
     def switch_off(self, names: Collection[str]) -> None:
         """Disable these probes and enable all others; what needs no torch (the exit probe) stays on. In the sampler thread."""
         context, before = self._context, self._off
-        self._off = frozenset(names) & self._factories.keys()
-        for name in (self._off - before) & self._probes.keys():
+        self._off = frozenset(names)
+        for name in (self._off - before) & self._probes.keys() & self._factories.keys():
             context.breaker(name).is_open = True
-        if self._started and self._has_changes():
+        if self._has_changes():
             self._safe_point.arm(self._apply_changes)
 
     def records(self, name: str) -> bool:
@@ -86,7 +88,7 @@ class ProbeManager:
         if self._pid != os.getpid():
             return
         context, before = self._context, self._probes.keys() & _STEP_PROBES
-        for name in [name for name in reversed(list(self._probes)) if name in self._off]:
+        for name in [name for name in reversed(list(self._probes)) if name in self._off and name in self._factories]:
             self._remove(name)
             for _, callbacks in self._callbacks:
                 callbacks[:] = [entry for entry in callbacks if entry[0] != name]

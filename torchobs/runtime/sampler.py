@@ -16,7 +16,6 @@ from torchobs import catalog
 from torchobs.catalog.findings import finding
 from torchobs.flight.directory import remedy
 from torchobs.flight.files import survive_limits
-from torchobs.probes.layers import GrownLayers
 from torchobs.runtime.stacks import live_phase
 from torchobs.support import anomaly_callbacks
 from torchobs.support.after_fork import renew_in_child
@@ -87,7 +86,6 @@ class Sampler:
         self._busy = threading.Lock()
         renew_in_child(self, _busy=threading.Lock)
         self._breaker, self._anomalies = CircuitBreaker("sampler"), anomaly_limiter()
-        self._grown = GrownLayers(context)
         self._published: dict[str, int] = {}
         self._lost: set[tuple[str, str]] = set()
         now = time.monotonic()
@@ -162,7 +160,6 @@ class Sampler:
             writer.fold(RECORDS_PER_FOLD)
             yield_gil()
         self._report_anomalies()
-        self._grown.forget(time.monotonic())
         call(context.breaker("spans"), self._run_span.sample_steps)
         self._report_failures()
         now = time.monotonic()
@@ -229,8 +226,6 @@ class Sampler:
         for name_layer in context.blown_layer if anomaly.kind in _BLOWN_UP else ():
             context.yield_gil()
             found = call(context.breaker("gradients"), name_layer, anomaly.step)
-        if found is not None:
-            self._grown.note(found, time.monotonic())
         return {} if found is None else {"layer": found.layer, "layer_norm": found.norm, "layer_usual": found.usual}
 
     def _notify(self, anomaly: Anomaly) -> None:

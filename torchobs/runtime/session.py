@@ -155,7 +155,9 @@ class Session:
             yield_gil=pauses.yield_gil, at_backward=safe_point.arm, spent_ns=spent_ns,
         )  # fmt: skip
         self.run.watch(context)
-        self._probe_manager = ProbeManager(context, factories(self.loss_scaling), safe_point, self._samples, self._slow)
+        self._probe_manager = ProbeManager(
+            context, partial(factories, self.loss_scaling), safe_point, self._samples, self._slow
+        )
         control_dir = str(chosen.control_dir) if chosen.control_dir else None
         self._commands = CommandHandler(context, self._probe_manager, control_directory(control_dir, place.path))
         history = GaugeHistory(context)

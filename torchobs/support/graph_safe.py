@@ -15,11 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def _never() -> bool:
-    return False
-
-
-is_compiling: Callable[[], bool] = _never
+is_compiling: Callable[[], bool] = bool
 """Return True while a region is being compiled; before torch is imported always False."""
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    import torch
 
 MOST_NODES = 100_000
 _RAW, _SAVED = "_raw_saved_", "_saved_"
@@ -82,8 +83,6 @@ def size_of(node: Any, index: int = 0) -> list[int]:
 
 def accumulator_of(parameter: Any) -> Any:
     """Return the node that adds to a leaf's gradient; ``None`` if it gets none. It lives as long as it or a graph is held."""
-    import torch  # torch is optional until training begins
-
     with torch.enable_grad():
         function = parameter.expand_as(parameter).grad_fn
     return function.next_functions[0][0] if function is not None else None

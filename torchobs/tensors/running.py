@@ -8,13 +8,14 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from torchobs.support.import_hooks import imported
 from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    import torch
     from torch import nn
 
     Backward = Callable[[Any], None]
@@ -26,8 +27,6 @@ def random_state(generators: Iterable[torch.Generator] = ()) -> dict[str, Any]:
 
     It is data that ``torch.load`` reads safely.
     """
-    import torch  # torch is optional until training begins
-
     numpy = imported("numpy")
     return {
         "python": random.getstate(),
@@ -40,8 +39,6 @@ def random_state(generators: Iterable[torch.Generator] = ()) -> dict[str, Any]:
 
 def restore_random_state(state: dict[str, Any], generators: Iterable[torch.Generator] = ()) -> None:
     """Continue from a state that :func:`random_state` returned."""
-    import torch
-
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if state["cuda"]:
@@ -93,8 +90,6 @@ class Buffers:
 
     def put_back(self) -> None:
         """Make them what they were. May be called again."""
-        import torch
-
         for owned, name, buffer, before in self._kept:
             if owned[name] is not buffer:
                 owned[name] = buffer
@@ -105,8 +100,6 @@ class Buffers:
 
 def _unrepeated(buffer: torch.Tensor) -> torch.Tensor:
     """Return a view of each number in memory once: torch copies nothing into a tensor that ``expand`` has made."""
-    import torch
-
     if buffer.layout is torch.strided and not buffer.is_nested:
         for dimension, stride in enumerate(buffer.stride()):
             if stride == 0 and buffer.shape[dimension] > 1:
@@ -170,8 +163,6 @@ def _call_train(module: nn.Module, *, mode: bool) -> None:
 
 
 def _overrides(module: nn.Module, name: str) -> bool:
-    import torch  # torch is optional until training begins
-
     method: Any = getattr(module, name)
     return getattr(method, "__func__", None) is not getattr(torch.nn.Module, name)
 
@@ -190,8 +181,6 @@ def samplers(loader: Any) -> list[Any]:
 
 def generators(loader: Any) -> list[torch.Generator]:
     """Return the generators of the loader's own and of its samplers."""
-    import torch  # torch is optional until training begins
-
     owned = [getattr(owner, "generator", None) for owner in (loader, *samplers(loader))]
     return list({id(one): one for one in owned if isinstance(one, torch.Generator)}.values())
 
@@ -245,8 +234,6 @@ def checkpoints_kept() -> Iterator[None]:
 
 
 def _kept_in(thread: int) -> Callable[[Any], Any]:
-    import torch
-
     def make(original: Any) -> Any:
         def apply(function: Any, preserve: Any, *args: Any) -> Any:
             if threading.get_ident() != thread:
@@ -266,8 +253,6 @@ def running_modules(model: Any) -> Iterator[list[tuple[str, str]]]:
 
     A scripted module takes no hooks: what happens in it is that of the module around it.
     """
-    import torch
-
     running, handles = list[tuple[str, str]](), []
 
     def leave(*_: object) -> None:
@@ -301,7 +286,6 @@ def beside_grad(model: Any, passes: Callable[[Backward], T]) -> T:
     A model with reentrant checkpointing is run again: torch differentiates through that into ``.grad`` alone, so that it
     computes with other parameters meanwhile, in the same memory.
     """
-    import torch
 
     def beside(loss: Any) -> None:
         if loss is None:
@@ -322,8 +306,6 @@ def beside_grad(model: Any, passes: Callable[[Backward], T]) -> T:
 @contextmanager
 def _own_parameters(model: Any) -> Iterator[None]:
     """Exchange the parameters for others in the same memory, without gradients and hooks, until the block ends."""
-    import torch
-
     owned = [(module, name, x) for module in model.modules() for name, x in module._parameters.items() if x is not None]
     with torch.inference_mode(mode=False):
         others = {id(x): torch.nn.Parameter(x.detach(), requires_grad=x.requires_grad) for _, _, x in owned}

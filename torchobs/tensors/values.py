@@ -10,12 +10,13 @@ from enum import Enum
 from math import gcd, inf, isfinite
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
 
 MOST_ELEMENTS = 3
 _NAN = float("nan")
@@ -41,8 +42,6 @@ def plain(tensor: Any) -> torch.Tensor | None:
 
     Of a DTensor it is this rank's part: the whole would take a collective.
     """
-    import torch  # torch is optional until training begins
-
     local = getattr(tensor, "_local_tensor", tensor)
     if not isinstance(local, torch.Tensor) or local.is_meta or local.is_sparse or local.is_quantized or local.is_nested:
         return None
@@ -70,8 +69,6 @@ class Condition(Enum):
 
 def condition(tensor: Any) -> Condition:
     """Return what a tensor holds. It waits for a device."""
-    import torch  # torch is optional until training begins
-
     values = plain(tensor)
     if values is None:
         return Condition.UNKNOWN
@@ -85,8 +82,6 @@ def condition(tensor: Any) -> Condition:
 
 def is_finite(tensor: Any) -> bool:
     """Return True if all elements are finite, as those of integers are. It waits for a device."""
-    import torch  # torch is optional until training begins
-
     with torch._C.DisableTorchFunctionSubclass():
         whole = not (tensor.is_floating_point() or tensor.is_complex())
     return whole or condition(tensor) is Condition.FINITE
@@ -97,8 +92,6 @@ def explains(given: Any, made: Any) -> bool:
 
     Samples lie along the first dimension of ``given``, and along one of the same length of ``made``.
     """
-    import torch  # torch is optional until training begins
-
     given, made = plain(given), plain(made)
     if given is None or made is None or not given.dim() or not given.numel():
         return False
@@ -113,8 +106,6 @@ def explains(given: Any, made: Any) -> bool:
 
 def bad_elements(tensor: Any) -> tuple[tuple[int, ...], ...]:
     """Return the indices of the first three elements that are not finite."""
-    import torch  # torch is optional until training begins
-
     values = plain(tensor)
     if values is None:
         return ()
@@ -124,8 +115,6 @@ def bad_elements(tensor: Any) -> tuple[tuple[int, ...], ...]:
 
 def statistics(name: str, tensor: Any) -> TensorStatistics | None:
     """Return the statistics of a tensor of floating-point or complex numbers; ``None`` for any other."""
-    import torch  # torch is optional until training begins
-
     values = plain(tensor)
     if values is None:
         return None
@@ -141,8 +130,6 @@ def statistics(name: str, tensor: Any) -> TensorStatistics | None:
 
 def stored(x: Any) -> tuple[Any, ...]:
     """Return the tensors that a sparse one is made of, indices and values, or the tensor."""
-    import torch  # torch is optional until training begins
-
     if x.layout is torch.sparse_coo:
         return x._indices(), x._values()  # the public ones coalesce
     if x.layout in {torch.sparse_csr, torch.sparse_bsr}:
@@ -154,8 +141,6 @@ def stored(x: Any) -> tuple[Any, ...]:
 
 def storages(x: Any) -> Iterator[Any]:
     """Yield the storages of a tensor: of one that is made of others (sparse, jagged, sharded) theirs; opaque ones have none."""
-    import torch
-
     if hasattr(type(x), "__tensor_flatten__"):
         named = (getattr(x, name) for name in x.__tensor_flatten__()[0])
         parts = tuple(part for part in named if isinstance(part, torch.Tensor))  # a sharded one's mesh is among them
@@ -183,6 +168,4 @@ def evenly_sampled(flat: Any, most: int) -> Any:
     parts = [flat[index * stride // passes :: stride] for index in range(passes)]
     if passes == 1:
         return parts[0]
-    import torch  # torch is optional until training begins
-
     return torch.cat(parts)

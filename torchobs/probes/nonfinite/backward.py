@@ -10,6 +10,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchobs.tensors.values import Condition, condition, plain
 
 if TYPE_CHECKING:
@@ -99,8 +101,6 @@ class BackwardWatch:
         return see
 
     def _look(self, node: GraphNode, made: Sequence[Any], given: Sequence[Any]) -> None:
-        import torch  # torch is optional until training begins
-
         if not self._queued:
             self._queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self.remove)
@@ -123,8 +123,6 @@ def _odd(gradient: Any) -> bool:
 
 def bad_gradients(parameters: Iterable[Any]) -> list[Any]:
     """Return the parameters with a gradient that is not finite; on a device with one transfer for all of them."""
-    import torch  # torch is optional until training begins
-
     found, later = [], list[tuple[Any, Any]]()
     for parameter in parameters:
         gradient = parameter.grad

@@ -13,6 +13,8 @@ from math import prod
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchobs.tensors.graph import OPAQUE, size_of
 from torchobs.tensors.values import Condition, condition
 
@@ -185,7 +187,9 @@ class ForwardTrace:
             yield from own
             following = self._origins(node)
             if not own and not following:
-                constant = node in self._guessed or self._has_constant(node)
+                # an operand without a gradient, which nobody kept: a sum or a choice makes none of finite ones
+                chooses = node.builtin in ADDITIVE | CHOOSING and any(producer is None for producer, _ in node.inputs)
+                constant = chooses or node in self._guessed
                 if (node.is_python or node.operator in OPAQUE) and any(producer is None for producer, _ in node.inputs):
                     yield Birth(node, certain=False, operand=self._result(node, result), is_unseen=True)
                 else:
@@ -194,13 +198,6 @@ class ForwardTrace:
                 if each not in seen:
                     seen.add(each)
                     waiting.append((each, certain and sure, self._kept_result(node, each, result)))
-
-    def _has_constant(self, node: GraphNode) -> bool:
-        """Return whether a result that is not finite comes from an operand without a gradient, which nobody kept.
-
-        A sum or a choice makes none of finite operands.
-        """
-        return node.builtin in ADDITIVE | CHOOSING and any(producer is None for producer, _ in node.inputs)
 
     def _kept_result(self, node: GraphNode, producer: GraphNode, before: Any) -> Any:
         """Return the producer's result as the node has kept it, or else what came of it later."""
@@ -289,8 +286,6 @@ def first_birth(nodes: Sequence[GraphNode], root: GraphNode, *, earliest: bool) 
 
 
 def _without_memory(value: Any) -> Any:
-    import torch  # torch is optional until training begins
-
     if isinstance(value, (list, tuple)):
         return [_without_memory(each) for each in value]
     return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
@@ -306,8 +301,6 @@ def _elements(value: Any) -> int:
 @lru_cache(maxsize=512)
 def overloads(operator: str) -> tuple[Any, ...]:
     """Return the overloads of an aten operator that make new tensors; its name may begin with an underscore."""
-    import torch  # torch is optional until training begins
-
     found = []
     for name in (operator, "_" + operator):
         packet = getattr(torch.ops.aten, name, None)
@@ -371,8 +364,6 @@ def compute(node: GraphNode, operands: Mapping[str, Any], stand_ins: Sequence[st
         operands: values of tensor arguments, by name.
         stand_ins: constants that nobody kept and that change nothing if they are left out, as 0.
     """
-    import torch  # torch is optional until training begins
-
     overload = _overload(node)
     if overload is None or torch.Tag.nondeterministic_seeded in overload.tags or any(w in node.operator for w in _NOT_AGAIN):
         return None

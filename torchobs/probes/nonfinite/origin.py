@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from torchobs.catalog.findings import origin_of
 from torchobs.probes.nonfinite.backward import bad_gradients, likely_node
 from torchobs.probes.nonfinite.forward import Birth, first_birth, is_mean_of_nothing
@@ -212,10 +214,10 @@ class GraphTracer:
         for node in self.nodes:
             node.kept = {}
 
-    def seen(self, node: GraphNode, note: str = "") -> NonfiniteOrigin:
+    def seen(self, node: GraphNode) -> NonfiniteOrigin:
         """Return the origin for a node that was seen to make a non-finite gradient; its kept values are still there."""
         node.take_kept()
-        return self._backward(node, note)
+        return self._backward(node, "")
 
     def _backward(self, node: GraphNode, note: str) -> NonfiniteOrigin:
         return self._made("backward", node, self.locator.place(node), _described(node.kept), note)
@@ -339,8 +341,6 @@ def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def computes_in_float16(parameters: Iterable[Any], nodes: Iterable[GraphNode] = ()) -> bool:
     """Return True if parameters are float16, or results in the graph are, as under autocast."""
-    import torch  # torch is optional until training begins
-
     results = (each for node in nodes for each in getattr(node.function, "_input_metadata", ()))  # private: without it, False
     return any(each.dtype is torch.float16 for each in parameters) or any(
         getattr(each, "dtype", None) is torch.float16 for each in results
@@ -360,8 +360,6 @@ def gradients_were_finite(bad: Sequence[Any], optimizers: Iterable[Any]) -> bool
 
 
 def _kept_of(optimizer: Any, parameter: Any) -> list[Any]:
-    import torch  # torch is optional until training begins
-
     state = optimizer.state.get(parameter)
     values = list(state.values()) if isinstance(state, dict) else []
     return [value for value in values if isinstance(value, torch.Tensor) and value.shape == parameter.shape]

@@ -15,6 +15,8 @@ from functools import partial
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchobs import catalog
 from torchobs.catalog.findings import finding
 from torchobs.detect.spikes import HEALTHY
@@ -199,8 +201,6 @@ class NonfiniteProbe:
 
         ``given``: parameters of an optimizer that may not have stepped, and is not known yet.
         """
-        import torch
-
         for frame in frames:
             values = locals_of(frame).values()
             losses = [
@@ -396,8 +396,6 @@ class NonfiniteRaiser:
 
 def skips_by_itself(optimizer: Any) -> bool:
     """Return True for a fused step that a loss scaler has told whether to skip: its overflow is no fault."""
-    import torch  # torch is optional until training begins
-
     return isinstance(getattr(optimizer, "found_inf", None), torch.Tensor)
 
 
@@ -414,8 +412,6 @@ def _bad_losses(frames: Iterable[FrameType]) -> list[Any]:
 
     Objects of the user's are not asked whether they are tensors.
     """
-    import torch  # torch is optional until training begins
-
     for frame in frames:
         with torch._C.DisableTorchFunctionSubclass():
             tensors = [value for value in locals_of(frame).values() if issubclass(type(value), torch.Tensor)]
@@ -441,8 +437,6 @@ def _bad_gradients_left(parameters: Sequence[Any]) -> list[Any]:
 
 def _is_idle(device: Any) -> bool:
     """Return True if values can be read without waiting for longer than a second."""
-    import torch  # torch is optional until training begins
-
     if device.type == "cpu":
         return True
     if device.type != "cuda":
