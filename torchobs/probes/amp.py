@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from dataclasses import dataclass, field
 from math import inf, isfinite, nan
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
@@ -36,30 +37,28 @@ COLLAPSED = 1.0
 """Below this a scale shrinks gradients; the documentation of ``GradScaler.update`` calls that "something is likely wrong"."""
 
 
+@dataclass(slots=True)
 class LossScaling:
     """What loss scalers are doing. Written by the AMP probe; read by clipping, in the training thread."""
 
-    __slots__ = ("losses", "scale", "waits_for_unscale")
-
-    def __init__(self) -> None:
-        self.losses = 0
-        """Number of losses that were scaled"""
-        self.scale: Any = None
-        """The scale that was last used, a tensor"""
-        self.waits_for_unscale = False
-        """Whether a loss was scaled since gradients were last unscaled"""
+    losses: int = 0
+    """Number of losses that were scaled"""
+    scale: Any = None
+    """The scale that was last used, a tensor"""
+    waits_for_unscale: bool = False
+    """Whether a loss was scaled since gradients were last unscaled"""
 
 
+@dataclass(slots=True)
 class _Scaler:
     """State of one scaler. ``due``: copy its values at the next update."""
 
-    __slots__ = ("collapsed", "due", "index", "scale", "shown", "tracker")
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.due, self.collapsed = True, False
-        self.scale = self.tracker = nan
-        self.shown = (nan, nan)
+    index: int
+    due: bool = True
+    collapsed: bool = False
+    scale: float = nan
+    tracker: float = nan
+    shown: tuple[float, float] = (nan, nan)
 
 
 class LossScales:
@@ -112,30 +111,29 @@ class LossScales:
         state.collapsed = collapsed
 
 
+@dataclass(slots=True)
 class _Optimizer:
     """State of one optimizer under a loss scaler."""
 
-    __slots__ = ("index", "overflows", "shown", "streak")
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.overflows = self.shown = self.streak = 0
+    index: int
+    overflows: int = 0
+    shown: int = 0
+    streak: int = 0
 
     def note(self, *, overflow: bool) -> None:
         self.overflows += overflow
         self.streak = self.streak + 1 if overflow else 0
 
 
+@dataclass(slots=True)
 class _PendingFlag:
     """``found_inf`` of a fused optimizer, while it is copied from a device."""
 
-    __slots__ = ("arrived", "marked", "optimizer", "step")
-
-    def __init__(self, step: int, optimizer: _Optimizer, *, marked: bool) -> None:
-        self.step, self.optimizer = step, optimizer
-        self.marked = marked
-        """True if another optimizer already marked the step as skipped"""
-        self.arrived: list[float] = []
+    step: int
+    optimizer: _Optimizer
+    marked: bool
+    """True if another optimizer already marked the step as skipped"""
+    arrived: list[float] = field(default_factory=list)
 
 
 class Overflows:
@@ -174,7 +172,7 @@ class Overflows:
             self.note(optimizer, overflow=bool(found_inf.item()))
             return
         recorder, state = self._context.recorder, self._optimizers.of(optimizer) or _Optimizer(-1)
-        pending = _PendingFlag(recorder.step + 1, state, marked=recorder.has_flag(StepFlag.SKIPPED))
+        pending = _PendingFlag(recorder.step + 1, state, recorder.has_flag(StepFlag.SKIPPED))
         if self._context.device.take(found_inf, pending.arrived.append):
             self._pending.append(pending)
 

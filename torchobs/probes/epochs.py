@@ -39,13 +39,11 @@ class _Iteration:
     """The same when the iterator was deleted, or when the next one began after it was exhausted"""
 
 
+@dataclass(slots=True)
 class EpochCount:
     """Number of passes over the training loader begun so far. Written by the epoch probe, read by the scheduler probe."""
 
-    __slots__ = ("begun",)
-
-    def __init__(self) -> None:
-        self.begun = 0
+    begun: int = 0
 
 
 class EpochProbe:

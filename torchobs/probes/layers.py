@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
+from dataclasses import dataclass, field
 from math import hypot, isfinite, nan
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,17 +48,15 @@ WIDER = 4
 _MOST_PLANS = 4096
 
 
+@dataclass(slots=True, eq=False)
 class TrackedLayer:
     """One module with parameters of its own."""
 
-    __slots__ = ("name", "parameters", "size")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.size = 0
-        """Number of elements of its parameters"""
-        self.parameters: dict[int, Any] = {}
-        """Weak references by id"""
+    name: str
+    size: int = 0
+    """Number of elements of its parameters"""
+    parameters: dict[int, Any] = field(default_factory=dict)
+    """Weak references by id"""
 
     def begin_model(self) -> bool:
         """Drop deleted parameters; return whether any are left."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -189,14 +190,12 @@ class BuiltModules:
         modules[key] = ref(module, lambda _: modules.pop(key, None))
 
 
+@dataclass(slots=True)
 class _Root:
     """An outermost module, and the prefix of its parameters' names (``None`` until one is named)."""
 
-    __slots__ = ("module", "title")
-
-    def __init__(self, module: ref[Any]) -> None:
-        self.module = module
-        self.title: str | None = None
+    module: ref[Any]
+    title: str | None = None
 
 
 def clean(name: str) -> str:
