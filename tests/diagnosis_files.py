@@ -13,7 +13,7 @@ from tests.rank_files import BOOT, BORN_NS, BORN_WALL_NS, RESOURCE, S
 from torchobs.catalog import EVENT_LOOP_MISTAKE, Event, Metric
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.exporter import daemon, page
-from torchobs.flight.layout import DEFAULT_SIZE, Header, plan
+from torchobs.flight.layout import DEFAULT_SIZE, PHASE_NAMES, Header, plan
 from torchobs.flight.reader import Distribution
 from torchobs.flight.throughput import Throughput
 from torchobs.ranks import labels, live
@@ -35,9 +35,10 @@ PHASES = {"data": 0.01, "forward": 0.02, "backward": 0.05, "optimizer": 0.01, "o
 
 def step(number: int, loss: float | None = 2.0, norm: float | None = 1.0, **given: Any) -> Step:
     """A step that ended as many tenths of a second after the start as its number says."""
+    phase_s = given.pop("phase_s", PHASES)
     fields = {
-        "end_s": START_S + number / 10, "duration_s": 0.1, "learning_rate": 1e-3, "phase_s": PHASES, "tokens": 0,
-        "skipped": False, "clipped": False,
+        "end_s": START_S + number / 10, "duration_s": 0.1, "learning_rate": 1e-3, "tokens": 0, "skipped": False,
+        "clipped": False, "phases": tuple(phase_s.get(name, math.nan) for name in PHASE_NAMES),
     }  # fmt: skip
     return Step(step=number, loss=loss, grad_norm=norm, **{**fields, **given})
 

@@ -356,8 +356,8 @@ def _stood_still(found: Stall | None) -> bool:
 
 def typical_phases(steps: Sequence[Step]) -> dict[str, float]:
     """Return the median seconds of the last steps in each phase."""
-    recent = steps[-RECENT:]
-    return {phase: median([step.phase_s.get(phase, 0.0) for step in recent]) for phase in catalog.PHASES} if recent else {}
+    recent = [step.phase_s for step in steps[-RECENT:]]
+    return {phase: median([phases.get(phase, 0.0) for phases in recent]) for phase in catalog.PHASES} if recent else {}
 
 
 def first_failed(ranks: Sequence[RankView]) -> tuple[RankView | None, Finding | None]:

@@ -390,7 +390,7 @@ def _finding(finding: Finding) -> dict[str, str]:
 
 def _step(step: Step) -> dict[str, Any]:
     made = step._asdict()
-    return {**{name: made[name] for name in made if name != "phase_s"}, "phases": dict(step.phase_s)}
+    return {**{name: made[name] for name in made if name != "phases"}, "phases": dict(step.phase_s)}
 
 
 def _event(fact: Fact) -> dict[str, Any]:

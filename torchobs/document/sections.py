@@ -219,8 +219,8 @@ def time_spent(report: RankView, of: str) -> Section:
 
 
 def _phases(report: RankView) -> LineChart | None:
-    timed = [step for step in report.steps if step.duration_s is not None]
-    series = tuple(Series(name, [(float(step.step), step.phase_s.get(name, 0.0)) for step in timed]) for name in catalog.PHASES)
+    timed = [(float(step.step), step.phase_s) for step in report.steps if step.duration_s is not None]
+    series = tuple(Series(name, [(at, phases.get(name, 0.0)) for at, phases in timed]) for name in catalog.PHASES)
     return LineChart("Phases by step", series, text_format.duration) if len(timed) >= _LEAST_TIMED else None
 
 

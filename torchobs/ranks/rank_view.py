@@ -54,12 +54,18 @@ class Step(NamedTuple):
     loss: float | None
     grad_norm: float | None
     learning_rate: float | None
-    phase_s: Mapping[str, float]
+    phases: tuple[float, ...]
+    """seconds in each of ``PHASE_NAMES``: the record's own tuple, for a thousand ranks a second"""
     tokens: int
     skipped: bool
     clipped: bool
     new_model: bool = False
     """the first step of a model: baselines of earlier steps do not apply"""
+
+    @property
+    def phase_s(self) -> Mapping[str, float]:
+        """Seconds by phase, as far as they are finite."""
+        return {name: seconds for name, seconds in zip(PHASE_NAMES, self.phases, strict=True) if isfinite(seconds)}
 
 
 class Recorded(NamedTuple):
@@ -572,26 +578,34 @@ def steps_of(records: Sequence[StepRecord], header: Header) -> tuple[Step, ...]:
     return tuple(_step(parts, header) for parts in with_late(records))
 
 
+_LOSS, _NORM, _RATE, _UNTIMED, _SKIPPED, _CLIPPED, _NEW = map(int, (
+    StepFlag.LOSS, StepFlag.GRAD_NORM, StepFlag.LEARNING_RATE, StepFlag.UNTIMED, StepFlag.SKIPPED, StepFlag.CLIPPED,
+    StepFlag.NEW_MODEL,
+))  # fmt: skip
+"""As plain integers: an operation on a flag takes longer than all else that a step takes"""
+
+
 def _step(parts: Sequence[StepRecord], header: Header) -> Step:
-    first, flags = parts[0], 0
+    first, flags, tokens = parts[0], 0, 0
     loss = norm = rate = None
     for part in parts:
-        flags |= part.flags
-        loss = part.loss if part.flags & StepFlag.LOSS else loss
-        norm = part.grad_norm if part.flags & StepFlag.GRAD_NORM else norm
-        rate = part.learning_rate if part.flags & StepFlag.LEARNING_RATE else rate
+        own = int(part.flags)
+        flags, tokens = flags | own, tokens + part.tokens
+        loss = part.loss if own & _LOSS else loss
+        norm = part.grad_norm if own & _NORM else norm
+        rate = part.learning_rate if own & _RATE else rate
     return Step(
         step=first.step,
         end_s=header.wall_s(first.end_ns),
-        duration_s=first.duration_s if not first.flags & StepFlag.UNTIMED and isfinite(first.duration_s) else None,
+        duration_s=first.duration_s if not int(first.flags) & _UNTIMED and isfinite(first.duration_s) else None,
         loss=loss,
         grad_norm=norm,
         learning_rate=rate,
-        phase_s={name: seconds for name, seconds in zip(PHASE_NAMES, first.phase_s, strict=True) if isfinite(seconds)},
-        tokens=sum(part.tokens for part in parts),
-        skipped=bool(flags & StepFlag.SKIPPED),
-        clipped=bool(flags & StepFlag.CLIPPED),
-        new_model=bool(flags & StepFlag.NEW_MODEL),
+        phases=first.phase_s,
+        tokens=tokens,
+        skipped=bool(flags & _SKIPPED),
+        clipped=bool(flags & _CLIPPED),
+        new_model=bool(flags & _NEW),
     )
 
 
