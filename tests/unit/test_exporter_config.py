@@ -90,29 +90,6 @@ def test_what_is_not_allowed_is_left_out_and_named(field: str, text: str) -> Non
     assert chosen.drain_timeout_s == 7.0
 
 
-@pytest.mark.parametrize(
-    ("given", "environ", "mistakes"),
-    [
-        ({"listen": ["127.0.0.1:109600"]}, {}, ()),
-        ({"mode": ["nod"]}, {}, ()),
-        ({}, {"TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS": "localhost"}, ()),
-        ({}, {"TORCHOBS_EXPORTER_LISTEN_ADDRESS": "127.0.0.1:9000"}, ()),
-        ({}, {}, ("no such option: '--web.listen-adress', did you mean --web.listen-address?",)),
-        ({}, {}, ("no such argument: '127.0.0.1:9000'",)),
-    ],
-)
-def test_where_to_listen_cannot_be_read_is_loopback_only(
-    given: dict[str, list[str]], environ: dict[str, str], mistakes: tuple[str, ...]
-) -> None:
-    """Whoever said where to listen, and mistyped it, did not say "everywhere"; other mistakes leave the default."""
-    chosen = config.parse(given, environ, mistakes)
-    assert chosen.addresses == (Address("127.0.0.1", 10960),)
-    assert chosen.problems
-    for other in ({"grace_s": ["soon"]}, {"hang_timeout_s": ["10:30"]}, {"drop_metrics": ["a:1"]}):
-        assert config.parse(other, {}).addresses == (Address("", 10960),)
-    assert config.parse({**given, "listen": [":9000"]}, environ, mistakes).addresses == (Address("", 9000),)
-
-
 def test_a_variable_that_is_no_option_s_is_named_without_its_value() -> None:
     """With the option that may be meant. A setting of the trainer's is none of them, and a Service of Kubernetes neither."""
     environ = {
@@ -161,6 +138,7 @@ def test_the_page_has_second_variables_states_endings_and_metrics(checkout: Path
 
 
 BASE = "OTEL_EXPORTER_OTLP_ENDPOINT"
+NONE = dict.fromkeys(("OTEL_METRICS_EXPORTER", "OTEL_TRACES_EXPORTER", "OTEL_LOGS_EXPORTER"), "none")
 
 
 def parsed(environ: dict[str, str], **given: str) -> PushConfig:
@@ -172,17 +150,7 @@ def parsed(environ: dict[str, str], **given: str) -> PushConfig:
 
 
 @pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {"OTEL_METRICS_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip"},
-        {BASE: "  "},
-        {BASE: "http://c:4318", "OTEL_SDK_DISABLED": "TRUE"},
-        {
-            BASE: "http://c:4318",
-            **dict.fromkeys(("OTEL_METRICS_EXPORTER", "OTEL_TRACES_EXPORTER", "OTEL_LOGS_EXPORTER"), "none"),
-        },
-    ],
+    "environ", [{}, {BASE: "  "}, {BASE: "http://c:4318", "OTEL_SDK_DISABLED": "TRUE"}, {BASE: "http://c:4318", **NONE}]
 )
 def test_without_an_endpoint_nothing_is_pushed(environ: dict[str, str]) -> None:
     """Nor with the SDK disabled, nor with none for every signal."""

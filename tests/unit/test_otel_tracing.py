@@ -1,6 +1,5 @@
 """The OpenTelemetry API's tracers over a flight file: what they promise beyond being like the SDK's."""
 
-import asyncio
 import json
 import os
 import random
@@ -248,7 +247,7 @@ def test_every_frame_fits(field: str, size: int) -> None:
     assert (cut == 0) == (len(json.dumps(whole, separators=(",", ":"))) <= 11_000)
 
 
-# --- exceptions and decorators ------------------------------------------------------------------------------------------------
+# --- exceptions ---
 
 
 def test_stacks_carry_no_values(writer: FlightWriter, tracer: Tracer) -> None:
@@ -259,23 +258,3 @@ def test_stacks_carry_no_values(writer: FlightWriter, tracer: Tracer) -> None:
     attributes = otel.frames(writer)[0]["events"][0][2]
     assert "len(secret) / 0" in attributes["exception.stacktrace"]
     assert secret not in attributes["exception.stacktrace"]
-
-
-def test_a_coroutine_can_be_decorated(writer: FlightWriter, tracer: Tracer) -> None:
-    """The span lasts as long as the coroutine, and concurrent ones are not mixed up."""
-
-    @tracer.start_as_current_span("call")
-    async def work(number: int) -> int:
-        trace.get_current_span().set_attribute("before", number)
-        await asyncio.sleep(0.01 * (3 - number))
-        trace.get_current_span().set_attribute("after", number)
-        return number
-
-    async def main() -> list[int]:
-        return await asyncio.gather(*(work(number) for number in range(3)))
-
-    assert asyncio.run(main()) == [0, 1, 2]
-    frames = otel.frames(writer)
-    assert sorted(frame["attrs"]["before"] for frame in frames) == [0, 1, 2]
-    assert all(frame["attrs"]["before"] == frame["attrs"]["after"] for frame in frames)
-    assert all(frame["t1"] - frame["t0"] >= 0.009e9 for frame in frames)

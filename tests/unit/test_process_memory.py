@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -140,17 +139,3 @@ def test_kills_are_counted_from_the_start_on_and_dated(tmp_path: Path, flight_di
     second = rank.look(thorough=False)
     assert second["torchobs.cgroup.memory.oom_kills"] == 1
     assert second["torchobs.cgroup.memory.last_oom_kill.timestamp"] > 0
-
-
-@pytest.mark.parametrize(("usage", "delay_s"), [(3.0, 1.0), (8.35, 0.32), (9.0, -0.03)])
-def test_it_is_asked_more_often_near_the_limit(
-    tmp_path: Path, flight_dir: Path, monkeypatch: pytest.MonkeyPatch, usage: float, delay_s: float
-) -> None:
-    """Once a second; sooner where 2 GB/s could reach nine tenths before; every time beyond them."""
-    rank = Rank(tmp_path, flight_dir)
-    rank.group(limit=str(8 * GIB), usage=int(usage * GIB))
-    with monkeypatch.context() as stopped:
-        stopped.setattr(time, "monotonic", lambda: 1000.0)
-        rank.limits.update(thorough=True)
-        assert rank.limits._due - 1000.0 == pytest.approx(delay_s, abs=0.01)
-        assert rank.limits.due() == (delay_s < 0)

@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 from torchobs import debug, tune
 from torchobs.debug.switches import model_of
 from torchobs.probes.leak import count_objects
-from torchobs.probes.step_recorder import MOST_LOADERS, uncounted, with_sizes
+from torchobs.probes.step_recorder import uncounted
 from torchobs.tensors.batches import batch_sizes
 from torchobs.tensors.references import living, living_optimizers, types_of_objects
 from torchobs.tensors.running import evaluating, training
@@ -90,15 +90,6 @@ def test_what_a_script_gives_first_is_counted_once() -> None:
     assert uncounted(320, 32 * 9, 9, ended=False) == 32  # at the tenth step, for all ten
     assert uncounted(320, 32 * 10, 10, ended=True) == 0
     assert uncounted(300, 32 * 10, 10, ended=True) == 0
-
-
-def test_sizes_are_kept_of_the_last_loaders_only() -> None:
-    """A loop that makes a loader for every epoch keeps no more; a loader without sizes is left out."""
-    known: dict[int, tuple[int, int]] = {}
-    for loader in range(3 * MOST_LOADERS):
-        known = with_sizes(known, loader, (loader, 1))
-    assert list(known) == list(range(2 * MOST_LOADERS, 3 * MOST_LOADERS))
-    assert with_sizes({1: (2, 3)}, 1, (0, 0)) == {}
 
 
 def test_quantiles_of_values_that_go_by_column() -> None:

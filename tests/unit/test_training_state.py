@@ -1,10 +1,8 @@
-"""Captures of CUDA graphs: the sampler rests meanwhile, not for ever, and a capture waits for its round. Frames of threads."""
+"""Captures of CUDA graphs: the sampler rests meanwhile, not for ever, and a capture waits for its round."""
 
 from __future__ import annotations
 
 import gc
-import threading
-import traceback
 from typing import TYPE_CHECKING
 
 import pytest
@@ -68,22 +66,6 @@ def test_a_capture_waits_for_the_rounds_in_progress_but_not_long(clock: Clock) -
     assert clock.now - before == pytest.approx(0.2, abs=0.01)
 
 
-class Ending(dict[int, float]):
-    """The captures in progress, of which the only one ends while its presence is asked for."""
-
-    def __len__(self) -> int:
-        found = super().__len__()
-        self.clear()
-        return found
-
-
-def test_a_capture_may_end_in_another_thread_while_it_is_asked_for() -> None:
-    """Neither the sampler nor the user's backward pass, which ask, meets an error."""
-    found = Captures()
-    found._begun_s = Ending({1: LONGEST_S})
-    assert found.in_progress() in {True, False}
-
-
 def test_a_round_that_hangs_holds_up_no_later_capture(clock: Clock) -> None:
     """A driver that does not answer: twenty captures wait together for as long as the first one."""
     found = Captures()
@@ -93,26 +75,6 @@ def test_a_round_that_hangs_holds_up_no_later_capture(clock: Clock) -> None:
         found.begin(graph)
         found.end(graph)
     assert clock.now - begun_s == pytest.approx(training_state._PATIENCE_S, rel=0.1)
-
-
-def test_all_threads_have_all_their_frames() -> None:
-    """This one as well, from where it is asked for outwards."""
-    begun, over = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        begun.set()
-        over.wait()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    begun.wait()
-    with ThreadFrames() as frames:
-        names = {ident: [each.name for each in traceback.extract_stack(frame)] for ident, frame in frames.items()}
-    over.set()
-    thread.join()
-    assert thread.ident is not None
-    assert "wait" in names[thread.ident]
-    assert names[threading.get_ident()][-2:] == ["test_all_threads_have_all_their_frames", "__enter__"]
 
 
 @pytest.mark.parametrize("enabled", [True, False])
