@@ -138,27 +138,11 @@ class Meter:
         return timed
 
 
-def empty_hooks() -> list[Any]:
-    """Register optimizer hooks that do nothing; return their handles."""
-    return [
-        torch_optimizer.register_optimizer_step_pre_hook(lambda *_: None),
-        torch_optimizer.register_optimizer_step_post_hook(lambda *_: None),
-    ]
-
-
-class Floor:
-    """The least that any such tool does: empty hooks at the same places, and one record per step with its CRC."""
-
-    def __init__(self) -> None:
-        self._ring = memoryview(bytearray(4096 * 128))
-        self._sequence = itertools.count()
-        self.patches: list[Patch] = []
-        self._handles: list[Any] = []
+class EmptyHooks:
+    """Optimizer hooks that do nothing."""
 
     def install(self) -> None:
         """Put the hooks in place."""
-        for owner, name in _SITES:
-            self.patches.append(Patch(owner, name, _empty))
         self._handles = [
             torch_optimizer.register_optimizer_step_pre_hook(lambda *_: None),
             torch_optimizer.register_optimizer_step_post_hook(self._record),
@@ -166,10 +150,30 @@ class Floor:
 
     def remove(self) -> None:
         """Remove them."""
-        for patch in self.patches:
-            patch.undo()
         for handle in self._handles:
             handle.remove()
+
+    def _record(self, *_: Any) -> None:
+        pass
+
+
+class Floor(EmptyHooks):
+    """The least that any such tool does: empty hooks at the same places, and one record per step with its CRC."""
+
+    def __init__(self) -> None:
+        self._ring = memoryview(bytearray(4096 * 128))
+        self._sequence = itertools.count()
+
+    def install(self) -> None:
+        """Put the hooks in place."""
+        self.patches = [Patch(owner, name, _empty) for owner, name in _SITES]
+        super().install()
+
+    def remove(self) -> None:
+        """Remove them."""
+        for patch in self.patches:
+            patch.undo()
+        super().remove()
 
     def _record(self, *_: Any) -> None:
         number = next(self._sequence)

@@ -14,19 +14,17 @@ our share of a long step. It measures on one thread: two that wait for each othe
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
 import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 import torchobs
-from bench.meter import Floor, Meter, empty_hooks
+from bench.meter import EmptyHooks, Floor, Meter
+from bench.processes import flight_directory
 from bench.workloads import WORKLOADS
 from tests.gate.operations import ROOM, count, over_ceiling
 from torchobs.flight import reader
@@ -35,6 +33,7 @@ from torchobs.flight.step_record import StepFlag, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 FLOOR_RATIO = 3.2 if compiled() is not None else 4.5
 """Most that the bookkeeping at steps of about 1 ms may be of the floor, norms excluded and the meter's own cost taken out of
@@ -103,7 +102,7 @@ def measure(name: str, training: Iterator[None], directory: Path, level: str) ->
     rounds = []
     for _ in range(number):
         nothing_us = meter_alone(training, steps).ours_us
-        floor_us = floor_alone(training, steps).ours_us - nothing_us
+        floor_us = meter_alone(training, steps, Floor()).ours_us - nothing_us
         meter, interval, step_ms = in_situ(training, steps, directory, level, warm_up_s)
         ours_us = meter.ours_us - nothing_us
         rounds.append((step_ms, floor_us, ours_us, meter.norms_us, interval, ours_us / floor_us))
@@ -111,33 +110,17 @@ def measure(name: str, training: Iterator[None], directory: Path, level: str) ->
     return Result(name, step_ms, floor_us, ours_us, norms_us, interval, ratio)
 
 
-def meter_alone(training: Iterator[None], steps: int) -> Meter:
-    """Time nothing between real steps: what the meter itself takes, which is a fifth of what it shows of a short step."""
-    meter = Meter()
+def meter_alone(training: Iterator[None], steps: int, hooks: EmptyHooks | None = None) -> Meter:
+    """Time these hooks, or empty ones, between real steps: the meter itself takes a fifth of what it shows of a short step."""
+    meter, hooks = Meter(), hooks or EmptyHooks()
     meter.inner()
-    handles = empty_hooks()
-    meter.outer()
-    run(training, max(3, steps // 4))
-    meter.steps.clear()
-    run(training, steps, meter.step)
-    for handle in handles:
-        handle.remove()
-    meter.remove_outer()
-    meter.remove()
-    return meter
-
-
-def floor_alone(training: Iterator[None], steps: int) -> Meter:
-    """Time the floor between real steps."""
-    meter, floor = Meter(), Floor()
-    meter.inner()
-    floor.install()
+    hooks.install()
     meter.outer()
     run(training, max(3, steps // 4))
     meter.steps.clear()
     run(training, steps, meter.step)
     meter.remove_outer()
-    floor.remove()
+    hooks.remove()
     meter.remove()
     return meter
 
@@ -211,10 +194,8 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := sorted(set(options.workloads) - set(WORKLOADS)):
         parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
-    shm = Path("/dev/shm")
-    directory = Path(tempfile.mkdtemp(prefix="torchobs-bench-", dir=shm if shm.is_dir() else None))
-    try:
-        problems = []
+    problems = []
+    with flight_directory() as directory:
         if options.gate:
             torch.set_num_threads(1)
         results = []
@@ -229,8 +210,6 @@ def main() -> None:
                     problems += over_ceiling(name, counts, native=native, room=ROOM)
             results.append(measure(name, training, directory, options.level))
         print(table(results))
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
     problems += over_budget(results) if options.gate else []
     for problem in problems:
         print(f"over budget: {problem}", file=sys.stderr)

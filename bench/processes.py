@@ -1,4 +1,4 @@
-"""The processes of a benchmark: a real exporter, and what a process takes."""
+"""The processes of a benchmark: a real exporter, programs that answer line by line, and what a process takes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from tests.exporters import Program, start_program
-from tests.support import free_port
+from tests.support import clean_environment, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,6 +71,35 @@ def end(process: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait(timeout=15)
+
+
+class Answering:
+    """A program of ours, ``python -m MODULE``, that answers each line of its input with one, and leaves when its input ends."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        argv, pipe = [sys.executable, "-m", module, *arguments], subprocess.PIPE
+        self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, env=clean_environment())
+
+    @property
+    def _pipes(self) -> tuple[IO[str], IO[str]]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        return self._process.stdin, self._process.stdout
+
+    def tell(self, line: str) -> None:
+        """Ask something."""
+        self._pipes[0].write(line + "\n")
+        self._pipes[0].flush()
+
+    def answer(self) -> str:
+        """Return the next line."""
+        return self._pipes[1].readline().strip() or sys.exit("a process of the benchmark ended")
+
+    def end(self) -> None:
+        """Have it leave."""
+        self._pipes[0].close()
+        self._process.wait(timeout=60)
+        self._pipes[1].close()
 
 
 def exit_on_sigterm() -> None:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import contextlib
 import resource
 import select
-import subprocess
 import sys
 import time
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
-from bench.processes import flight_directory
+from bench.processes import Answering, flight_directory
 from tests.rank_files import RESOURCE, train
-from tests.support import clean_environment
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import ScrapeInput
@@ -105,12 +103,12 @@ class Fleet:
             [str(directory), *map(str, (first, min(share, ranks - first), series, step_s, ranks))]
             for first in range(0, ranks, share)
         ]
-        self._children: list[subprocess.Popen[str]] = []
+        self._children: list[Answering] = []
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as undo:
             undo.callback(self._end)
-            self._children = [_start(arguments) for arguments in self._commands]
+            self._children = [Answering("bench.ranks", *arguments) for arguments in self._commands]
             self._wait("ready")
             undo.pop_all()
         return self
@@ -121,32 +119,17 @@ class Fleet:
     def change(self) -> None:
         """Have every series change; return when the files say so."""
         for child in self._children:
-            _pipe(child.stdin).write("change\n")
-            _pipe(child.stdin).flush()
+            child.tell("change")
         self._wait("changed")
 
     def _wait(self, word: str) -> None:
         for child in self._children:
-            answer = _pipe(child.stdout).readline().strip()
-            if answer != word:
-                sys.exit(f"the ranks' process ended, or said {answer!r} instead of {word!r}")
+            if (answer := child.answer()) != word:
+                sys.exit(f"the ranks' process said {answer!r} instead of {word!r}")
 
     def _end(self) -> None:
         for child in self._children:
-            _pipe(child.stdin).close()
-        for child in self._children:
-            child.wait(timeout=60)
-            _pipe(child.stdout).close()
-
-
-def _start(arguments: list[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "bench.ranks", *arguments]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean_environment())
-
-
-def _pipe(stream: IO[str] | None) -> IO[str]:
-    assert stream is not None
-    return stream
+            child.end()
 
 
 def _keep_alive(ranks: list[Rank], step_s: float) -> None:

@@ -11,16 +11,14 @@ import http.client
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from bench.processes import cpu_s
-from tests.support import clean_environment
+from bench.processes import Answering, cpu_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,27 +73,19 @@ class Scraper:
     """The process, within a ``with`` block."""
 
     def __init__(self, address: str, path: str = "/metrics") -> None:
-        self._command = [sys.executable, "-m", "bench.scraping", address, path]
+        self._where = (address, path)
 
     def __enter__(self) -> Self:
-        self._child = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean_environment()
-        )
+        self._child = Answering("bench.scraping", *self._where)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        _pipe(self._child.stdin).close()
-        self._child.wait(timeout=30)
-        _pipe(self._child.stdout).close()
+        self._child.end()
 
     def burst(self, formats: Sequence[str]) -> Burst:
         """Scrape once in each of these formats (:data:`ACCEPT`), all at the same time."""
-        _pipe(self._child.stdin).write(json.dumps(list(formats)) + "\n")
-        _pipe(self._child.stdin).flush()
-        answer = _pipe(self._child.stdout).readline()
-        if not answer:
-            sys.exit("the scraping process ended")
-        return Burst(*json.loads(answer))
+        self._child.tell(json.dumps(list(formats)))
+        return Burst(*json.loads(self._child.answer()))
 
 
 class Timed(NamedTuple):
@@ -138,11 +128,6 @@ def ms(seconds: float) -> str:
 def percentile(values: Sequence[float], percent: int) -> float:
     """Return the value that so many percent of them do not exceed; of one value, that one."""
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else values[0]
-
-
-def _pipe(stream: IO[str] | None) -> IO[str]:
-    assert stream is not None
-    return stream
 
 
 def main() -> None:

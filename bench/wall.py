@@ -10,11 +10,8 @@ much of that any such tool costs.
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
-import tempfile
 from contextlib import contextmanager
-from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +21,13 @@ from torch.optim import optimizer as torch_optimizer
 import torchobs
 from bench.meter import Floor
 from bench.peers import interval_of_median
+from bench.processes import flight_directory
 from bench.workloads import WORKLOADS
 from torchobs.taps import patch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 LEFT_OUT = 5
 """What part of a block's steps comes first and does not count: the processor and Python's interpreter get used to the change"""
@@ -120,15 +119,11 @@ def main() -> None:
     if unknown := sorted(set(options.workloads) - set(WORKLOADS)):
         parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
     torch.set_num_threads(1)
-    shm = Path("/dev/shm")
-    directory = Path(tempfile.mkdtemp(prefix="torchobs-bench-", dir=shm if shm.is_dir() else None))
     print("| training | with | step | longer by | 95 % interval | of the step |\n|---|---|---|---|---|---|")
-    try:
+    with flight_directory() as directory:
         for name in options.workloads:
             for row in rows(name, directory, options.level, options.pairs):
                 print(row, flush=True)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

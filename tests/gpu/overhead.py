@@ -12,10 +12,8 @@ import argparse
 import contextlib
 import functools
 import platform
-import shutil
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,6 +22,7 @@ import torch
 
 import torchobs
 from bench.overhead import in_situ, meter_alone
+from bench.processes import flight_directory
 from bench.workloads import cnn, compiled, gpt, mlp
 from tests.gpu import no_waiting
 
@@ -142,16 +141,12 @@ def main() -> None:
 
 def _print(name: str, options: argparse.Namespace) -> None:
     """Print a training's rows."""
-    shm = Path("/dev/shm")
-    directory = Path(tempfile.mkdtemp(prefix="torchobs-bench-", dir=shm if shm.is_dir() else None))
     make, default_steps = WORKLOADS[name]
     training, steps = make(device="cuda"), options.steps or default_steps
-    try:
+    with flight_directory() as directory:
         block_of(training, max(WARM_UP, steps // 4))
         for level in options.levels:
             print(measure(training, steps, options.blocks, level, directory).row(name, level), flush=True)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ class Training(Life):
         steps = self._dice.randrange(*STEPS)
         identity = {"TORCHOBS_RUN_ID": "soak", "RANK": str(self._number)}
         life_s = self._dice.uniform(*LIFE_S) if self._dice.random() < KILLED else 300.0
-        return ["tests.long.soak_training", str(self._directory), str(steps)], {**clean_environment(), **identity}, life_s
+        return ["tests.long.soak", "--train", str(self._directory), str(steps)], {**clean_environment(), **identity}, life_s
 
 
 @dataclass
@@ -151,6 +151,19 @@ class Record:
     def trends(self) -> dict[str, Trend]:
         """Return what each quantity did after the warm-up."""
         return {name: trend(points[int(len(points) * WARM_UP) :], ALLOWED[name]) for name, points in self.points.items()}
+
+
+def train(directory: str, steps: int) -> None:
+    """Train; who this is stands in the environment."""
+    import torch
+
+    import torchobs
+    from bench.workloads import mlp
+
+    torch.set_num_threads(1)
+    with torchobs.init(flight_dir=directory):
+        for _ in itertools.islice(mlp(), steps):
+            pass
 
 
 def soak(seconds: float, directory: Path, program: Program, lives: list[Life]) -> Record:
@@ -237,6 +250,8 @@ def say(text: str) -> None:
 
 def main() -> None:
     """See the module."""
+    if sys.argv[1:2] == ["--train"]:
+        return train(sys.argv[2], int(sys.argv[3]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: 30)")
     parser.add_argument("--seed", type=int, default=1, help="of who dies when (default: 1)")
