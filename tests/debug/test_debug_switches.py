@@ -165,18 +165,6 @@ def test_an_error_of_another_model_is_not_the_training_s() -> None:
     del other
 
 
-def test_a_scripted_model_takes_no_hooks() -> None:
-    """What looks at forward passes sees none, and says so; the other switches look at it."""
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 1)))
-    optimizer = torch.optim.SGD(scripted.parameters(), lr=0.1)
-    debug.enable(["gradient_norms", "forward_pass"], gradients_every=1)
-    scripted(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    assert last("gradient_norms").startswith("norm")
-    assert [row.name for row in debug.status().switches if row.error] == []
-    assert last("forward_pass") == "a compiled model takes no hooks"
-
-
 def test_an_error_at_a_switch_s_end_is_its_own(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -343,14 +343,6 @@ def test_a_model_that_needs_gradients_in_its_forward_pass_is_compared_with_them(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_errors_of_the_model_are_the_model_s() -> None:
-    """Promise: a wrong shape is an error of the forward pass, compiled or not, and leaves the plan applicable."""
-    model = blocks()
-    with tune.optimize(model, mode="amp", amp_dtype=torch.bfloat16), pytest.raises(RuntimeError, match="normalized_shape"):
-        model(torch.randn(2, 5))
-    assert model(torch.randn(2, 16)).dtype is torch.float32
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 def test_meta_device_and_scripted_models_are_skipped_not_crashed() -> None:
     """Promise: what a device or a model cannot is skipped with a reason."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -54,22 +55,20 @@ def long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "_GAP_NS", 3_600_000_000_000)
 
 
+def view(image: flights.Image, *, final: bool = False) -> reader.View:
+    """What a reader sees who opens the file now."""
+    with contextlib.closing(image.open()) as file:
+        return file.read(final=final)
+
+
 def steps(image: flights.Image, *, final: bool = False) -> int:
-    """The steps that a reader sees who opens the file now."""
-    file = image.open()
-    try:
-        return flights.whole(flights.value(file.read(final=final), catalog.STEPS))
-    finally:
-        file.close()
+    """The steps that it sees."""
+    return flights.whole(flights.value(view(image, final=final), catalog.STEPS))
 
 
 def lost(image: flights.Image, *, final: bool = False) -> int:
     """The records that it counts as lost."""
-    file = image.open()
-    try:
-        return flights.whole(flights.value(file.read(final=final), catalog.FLIGHT_DROPPED, what="record"))
-    finally:
-        file.close()
+    return flights.whole(flights.value(view(image, final=final), catalog.FLIGHT_DROPPED, what="record"))
 
 
 class Stalled:
@@ -308,9 +307,7 @@ def test_a_signal_handler_may_write_too(flight_dir: Path, bell: Bell) -> None:
     made.fold()
     made.publish()
     assert (steps(image), lost(image)) == (sum(counts.values()), 0)
-    file = image.open()
-    assert flights.value(file.read(), METRIC) == sum(counts.values())
-    file.close()
+    assert flights.value(view(image), METRIC) == sum(counts.values())
     image.close()
 
 
@@ -352,9 +349,9 @@ def test_a_closed_writer_stores_nowhere_and_its_file_stays(flight_dir: Path) -> 
     assert (flight_dir / name).read_bytes() == raw
     assert {path.name for path in flight_dir.iterdir()} == {name, lock_name(name)}
     file = reader.open_path(str(flight_dir / name))
-    view = file.read(final=True)
-    assert flights.value(view, catalog.STEPS) == 1
-    assert (view.live.exit_reason, view.live.exit_code) == (Exit.EXCEPTION, -9)
+    last = file.read(final=True)
+    assert flights.value(last, catalog.STEPS) == 1
+    assert (last.live.exit_reason, last.live.exit_code) == (Exit.EXCEPTION, -9)
     file.close()
     del made
     assert len(list(Path("/proc/self/fd").iterdir())) <= before  # an earlier test's thread may close its own meanwhile
@@ -374,11 +371,7 @@ def cell(writer: FlightWriter, of: catalog.Metric, *, either: bool = False) -> C
 
 def shown(image: flights.Image) -> object:
     """What a reader sees of x."""
-    file = image.open()
-    try:
-        return flights.values(file.read()).get(("x", ()))
-    finally:
-        file.close()
+    return flights.values(view(image)).get(("x", ()))
 
 
 NUMBERS = [
@@ -441,9 +434,7 @@ def test_a_full_file_counts_what_did_not_fit_and_goes_on(image: flights.Image) -
     first.add(3)
     first.publish()
     assert shown(image) == 3
-    file = image.open()
-    assert len(file.read().points) == len(writer.table) - 4  # gauges without a value
-    file.close()
+    assert len(view(image).points) == len(writer.table) - 4  # gauges without a value
 
 
 RING = 1024
@@ -461,11 +452,10 @@ def small_writer(flight_dir: Path) -> Iterator[FlightWriter]:
 def folded(writer: FlightWriter) -> int:
     """The steps that are counted, where none is lost."""
     writer.fold()
-    file = reader.open_path(writer.path)
-    view = file.read()
-    file.close()
-    assert flights.value(view, catalog.FLIGHT_DROPPED, what="record") == 0
-    return flights.whole(flights.value(view, catalog.STEPS))
+    with contextlib.closing(reader.open_path(writer.path)) as file:
+        found = file.read()
+    assert flights.value(found, catalog.FLIGHT_DROPPED, what="record") == 0
+    return flights.whole(flights.value(found, catalog.STEPS))
 
 
 def test_no_step_overwrites_one_that_is_not_folded(small_writer: FlightWriter) -> None:

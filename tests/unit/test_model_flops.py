@@ -53,27 +53,19 @@ UNKNOWN = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_device_s_peak_is_that_of_its_datasheet(name: str) -> None:
-    """By the names that torch and NVML have; PCIe cards, SXM modules and NVL pairs of one chip differ."""
-    dtype, tera = NAMES[name]
-    assert peak_flops(name, dtype) == tera * 1e12
+def test_a_device_s_peak_is_that_of_its_datasheet() -> None:
+    """By the names that torch and NVML have, every device tried; a part of a GPU, a laptop's, another memory have none.
 
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_another_device_has_no_peak(name: str) -> None:
-    """A part of a GPU, a laptop's, another memory: nearly the same name is not enough."""
-    assert peaks_of(name) is None
-
-
-def test_the_table_says_where_each_figure_is_from_and_every_device_is_tried() -> None:
-    """No peak is above that of a narrower type, and every row is the one that its name finds."""
-    found = {name: peaks_of(name) for name in NAMES}
-    assert {id(device.peaks) for device in DEVICES} == {id(peaks) for peaks in found.values()}
+    PCIe cards, SXM modules and NVL pairs of one chip differ; no peak is above that of a narrower type; all have a source.
+    """
+    peaks = {name: (dtype, (peak_flops(name, dtype) or 0) / 1e12) for name, (dtype, _) in NAMES.items()}
+    assert peaks == NAMES
+    assert [name for name in UNKNOWN if peaks_of(name) is not None] == []
+    assert {id(device.peaks) for device in DEVICES} == {id(peaks_of(name)) for name in NAMES}
     for device in DEVICES:
-        peaks = device.peaks
-        assert peaks.source
-        assert peaks.float32 <= (peaks.tfloat32 or peaks.float32) <= (peaks.bfloat16 or peaks.float16) <= peaks.float16
+        of = device.peaks
+        assert of.source
+        assert of.float32 <= (of.tfloat32 or of.float32) <= (of.bfloat16 or of.float16) <= of.float16
     assert peak_flops("Tesla T4", "bfloat16") is None
     assert peak_flops("NVIDIA H200", "float8_e4m3fn") is None
     assert peak_flops("NVIDIA H200", "source") is None
