@@ -10,7 +10,7 @@ import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -43,6 +43,11 @@ class Answer:
     headers: Mapping[str, str]
     body: bytes
 
+    @property
+    def json(self) -> Any:
+        """The body, which must be JSON."""
+        return json.loads(self.body)
+
 
 def value_on(page: str, name: str, **labels: str) -> float | None:
     """The value of the first sample of a metrics page with that name and these labels."""
@@ -62,17 +67,29 @@ def state_on(page: str, rank: str = "0") -> str:
     return ""
 
 
+class _Local(http.client.HTTPConnection):
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
 class Client:
-    """Asks an exporter; `address` is its `host:port`."""
+    """Asks an exporter; `address` is its `host:port`, or the path of its socket."""
 
     def __init__(self, address: str, timeout_s: float = 10.0) -> None:
         self.address, self._timeout_s = address, timeout_s
 
-    def get(self, path: str = "/metrics", method: str = "GET", **headers: str) -> Answer:
+    def get(self, path: str = "/metrics", method: str = "GET", body: bytes | None = None, /, **headers: str) -> Answer:
         """Send a request of its own connection; `user_agent` is `User-Agent`."""
-        connection = http.client.HTTPConnection(self.address, timeout=self._timeout_s)
+        kind: type[http.client.HTTPConnection] = _Local if self.address.startswith("/") else http.client.HTTPConnection
+        connection = kind(self.address, timeout=self._timeout_s)
         try:
-            connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+            connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
             got = connection.getresponse()
             return Answer(got.status, {name.lower(): value for name, value in got.getheaders()}, got.read())
         finally:
@@ -168,50 +185,19 @@ def start_program(
     return program
 
 
-class Reply(NamedTuple):
-    """What it said."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        """The body, which must be JSON."""
-        return json.loads(self.body)
-
-
-class _Local(http.client.HTTPConnection):
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=10)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(10)
-        self.sock.connect(str(self._path))
-
-
 class Caller:
     """Asks; `at` is `host:port` or the path of a socket."""
 
     def __init__(self, at: str | Path) -> None:
-        self._at = at
+        self._client = Client(str(at))
 
-    def ask(self, method: str, path: str, content: object = None, prefix: str = "/api/v1", **headers: str) -> Reply:
+    def ask(self, method: str, path: str, content: object = None, prefix: str = "/api/v1", **headers: str) -> Answer:
         """Send a request; with content it is JSON. `content_type` is `Content-Type`."""
-        connection = _Local(self._at) if isinstance(self._at, Path) else http.client.HTTPConnection(self._at, timeout=10)
-        sent = {name.replace("_", "-"): value for name, value in headers.items()}
         body = None
         if content is not None:
             body = content if isinstance(content, bytes) else json.dumps(content).encode()
-            sent.setdefault("content-type", "application/json")
-        try:
-            connection.request(method, prefix + path, body, sent)
-            got = connection.getresponse()
-            return Reply(got.status, {name.lower(): value for name, value in got.getheaders()}, got.read())
-        finally:
-            connection.close()
+            headers.setdefault("content_type", "application/json")
+        return self._client.get(prefix + path, method, body, **headers)
 
     def get(self, path: str, **headers: str) -> Any:
         """What is read there, which must be there."""
@@ -219,6 +205,6 @@ class Caller:
         assert reply.status == 200, reply
         return reply.json
 
-    def post(self, path: str, content: object = None, **headers: str) -> Reply:
+    def post(self, path: str, content: object = None, **headers: str) -> Answer:
         """Give a command."""
         return self.ask("POST", path, {} if content is None else content, **headers)

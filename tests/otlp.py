@@ -241,24 +241,12 @@ def points(requests: list[Request]) -> Iterator[Seen]:
 
 def spans(requests: list[Request]) -> list[Any]:
     """Every span of requests, in order."""
-    return [
-        span
-        for request in requests
-        for of_resource in request.traces.resource_spans
-        for of_scope in of_resource.scope_spans
-        for span in of_scope.spans
-    ]
+    return [span for one in requests for of in one.traces.resource_spans for scope in of.scope_spans for span in scope.spans]
 
 
 def records(requests: list[Request]) -> list[Any]:
     """Every log record of requests, in order."""
-    return [
-        record
-        for request in requests
-        for of_resource in request.logs.resource_logs
-        for of_scope in of_resource.scope_logs
-        for record in of_scope.log_records
-    ]
+    return [log for one in requests for of in one.logs.resource_logs for scope in of.scope_logs for log in scope.log_records]
 
 
 class Collector:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.exporters import Caller, Reply, Service
+from tests.exporters import Answer, Caller, Service
 from tests.faults.test_flight_files import mounted
 from tests.support import NEEDS_MOUNT, ROOT, clean_environment, wait_until
 from torchobs.exporter.config import ExporterConfig
@@ -58,7 +58,7 @@ class Rank:
         before = self.steps()
         wait_until(lambda: self.steps() > before + TRAINS, timeout_s=60)
 
-    def ask(self, what: str, content: object = None) -> Reply:
+    def ask(self, what: str, content: object = None) -> Answer:
         """Ask for evidence, and for the end of it: the file, or why there is none."""
 
         def asked() -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Rank:
 
         link = wait_until(asked, timeout_s=60)  # one that has just been stuck, or a busy machine's, may not respond at first
 
-        def answer() -> Reply | None:
+        def answer() -> Answer | None:
             self.lives()
             reply = self._caller.ask("GET", link["href"], prefix="")
             return None if reply.status == 404 else reply
