@@ -60,7 +60,6 @@ VERSION = 1
 LEAST_TORCH = (2, 4)
 """Minimum version of torch, as stated in README.md."""
 _LEAST_SHM = 1 << 30
-_GROUP = "securityContext.fsGroup of the pod lets the sidecar read what the trainer writes"
 _OWN_DIRECTORY = "set TORCHOBS_DIR to a local directory of your own"
 _WANTS_CERTIFICATE = "it closes connections without a client certificate"
 _STEPS, _LIMIT_S = 5, 120
@@ -124,7 +123,7 @@ def examine(*, training: bool) -> Iterator[Check]:
     flight_dir, runtime_dir = str(chosen.flight_dir) if chosen.flight_dir else None, environ.get("XDG_RUNTIME_DIR")
     version = torch_version()
     yield system()
-    if "KUBERNETES_SERVICE_HOST" in environ and is_read_only(location.KUBERNETES_MOUNT):
+    if "KUBERNETES_SERVICE_HOST" in environ and os.access(location.KUBERNETES_CONTROL, os.W_OK):  # the sidecar's alone
         yield from variables(environ)
         yield served(location.KUBERNETES_MOUNT)
         yield exporter(None, str(config.parse({}, environ).addresses[0]))
@@ -295,26 +294,20 @@ def injection() -> Check:
     return Check("injection", WARN, "this Python ignores PYTHONUSERBASE (a virtual environment?) and trains unobserved", remedy)
 
 
-def is_read_only(path: str) -> bool:
-    """Return whether a directory is mounted read-only, as a sidecar has the flight files."""
-    try:
-        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
-    except OSError:
-        return False
-
-
 def served(path: str) -> Check:
     """Check that a sidecar may read what the ranks write."""
     try:
         listed = runs.listing(Path(path))
     except OSError as problem:
-        return Check("flight files", FAIL, f"{path} cannot be read: {text_format.clean(problem.strerror)}", _GROUP)
+        listed = runs.Listing([], [(path, runs.reason(problem))])
     if listed.bad:
-        name, reason = listed.bad[0]
-        return Check("flight files", FAIL, f"{name} in {path} cannot be read: {text_format.clean(reason)}", _GROUP)
-    if not (readable := sum(len(run.files) for run in listed.runs)):
-        return Check("flight files", WARN, f"{path} has none: no rank has appeared", "run doctor in the training's container")
-    return Check("flight files", OK, f"{path} has {text_format.plural(readable, 'readable flight file')}")
+        remedy = "securityContext.fsGroup of the pod lets the sidecar read what the trainer writes"
+        return Check("flight files", FAIL, text_format.clean("{} cannot be read: {}".format(*listed.bad[0])), remedy)
+    readable = sum(len(run.files) for run in listed.runs)
+    remedy = "" if readable else "no rank has appeared: run doctor in the training's container"
+    return Check(
+        "flight files", OK if readable else WARN, f"{path} has {text_format.plural(readable, 'readable flight file')}", remedy
+    )
 
 
 def shared_memory(path: str = "/dev/shm") -> Check:  # noqa: S108  # only its size is read
@@ -364,9 +357,9 @@ def exporter(path: str | None, address: str) -> Check:
     if announced:
         text = f"{text_format.clean(announced.url)} was announced and does not answer ({answers[announced.url]})"
         return Check("exporter", FAIL, text, f"see {path}/exporter.log")
-    remedy = "`torchobs run` starts one, `torchobs exporter` another; `torchobs top` and `inspect` need none"
-    if path == location.KUBERNETES_MOUNT:
-        remedy = "in a pod it is the sidecar: `kubectl logs POD -c torchobs`, unless torchobs.io/port gives it another port"
+    remedy = (
+        "`torchobs run` starts one, `torchobs exporter` another, a pod has its sidecar; `torchobs top` and `inspect` need none"
+    )
     return Check("exporter", WARN, "none runs for this directory", remedy)
 
 

@@ -18,8 +18,6 @@ from pathlib import Path
 
 from torchobs.support.error_guard import CircuitBreaker, call
 
-__all__ = ["copy_site", "fit_of"]
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TAG = re.compile(r"Tag: cp(\d)(\d+)-(\w+)-(?:many)?linux(?:_(\d+)_(\d+)|(1|2010|2014))?_(\w+)")
 # PEP 600: the glibc of the older names.

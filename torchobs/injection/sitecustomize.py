@@ -94,10 +94,6 @@ class _Loader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
     def exec_module(self, module: ModuleType) -> None:
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
@@ -148,24 +144,13 @@ def restore_user_site() -> None:
     sys.path.remove(_HERE)
     if os.path.isdir(site.USER_SITE):  # noqa: PTH112  # as above
         site.addsitedir(site.USER_SITE)
-    if os.path.basename(_program(sys.orig_argv)).rstrip("0123456789.") == "pip":  # noqa: PTH119  # as above
+    if os.path.basename(_program()).rstrip("0123456789.") == "pip":  # noqa: PTH119  # as above
         os.environ.pop("PYTHONUSERBASE", None)  # it installs where it always did
 
 
-def _program(command: list[str]) -> str:
-    """Return the module or script that Python was started with, behind Python's own options; empty for ``-c``, or for none."""
-    words = iter(command[1:])
-    for word in words:
-        if not word.startswith("-"):
-            return word
-        options = "" if word.startswith("--") else word[1:]
-        valued = min((at for at in map(options.find, "cmWX") if at >= 0), default=None)  # "-um" is -u and -m
-        if valued is None:
-            continue
-        value = options[valued + 1 :] or next(words, "")
-        if options[valued] in "cm":
-            return value if options[valued] == "m" else ""
-    return ""
+def _program() -> str:
+    """Return the module or script that Python was started with; ``-c`` where it was neither."""
+    return sys.orig_argv[-len(sys.argv)].removeprefix("-m") if sys.argv[:1] == ["-m"] else "".join(sys.argv[:1])
 
 
 def run_next() -> None:
