@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
 import subprocess
 import time
@@ -24,24 +23,18 @@ from tests.helm import CHART, VALUE_SETS, helm, objects, rendered, values_of
 from tests.kubernetes import injection
 from tests.kubernetes.cluster import PORT, Namespace
 from tests.kubernetes.crds import CRDS
-from tests.kubernetes.scraping import scrape_config, within
+from tests.kubernetes.jobs import EXPORTER, IN_A_CLUSTER
+from tests.kubernetes.stage import scrape_config, within
 from tests.prometheus_server import PrometheusServer, newest_prometheus
 from tests.support import free_port, wait_until
 from torchobs._version import __version__
 
-# Asked for here, before the fixture that hides what begins with TORCHOBS_ from every test.
-EXPORTER = os.environ.get("TORCHOBS_TEST_EXPORTER_IMAGE", "")
-READY = bool(os.environ.get("KUBECONFIG") and EXPORTER)
-pytestmark = [
-    pytest.mark.kubernetes,
-    pytest.mark.skipif(not READY, reason=f"{support.NEEDS_KUBERNETES}: KUBECONFIG, and `make kube-test`"),
-    pytest.mark.skipif(bool(missing := support.why_missing("helm")), reason=str(missing)),
-]
+pytestmark = [*IN_A_CLUSTER, pytest.mark.skipif(bool(missing := support.why_missing("helm")), reason=str(missing))]
 
 PREVIOUS = "0.0.1"
 SECRET_LIMIT_BYTES = 1 << 20
 """Of a Secret's data, which is where Helm keeps a release."""
-OF_THE_CLUSTER = frozenset({"clustertrainingruntimes", "mutatingadmissionpolicies", "mutatingadmissionpolicybindings"})
+OF_THE_CLUSTER = frozenset({"mutatingadmissionpolicies", "mutatingadmissionpolicybindings"})
 BY_ITSELF = ("event", "serviceaccount/default", "configmap/kube-root-ca.crt")
 """What the cluster puts into a namespace."""
 REPOSITORY, _, TAG = EXPORTER.rpartition(":")
@@ -111,7 +104,9 @@ def installed_and_changed(namespace: Namespace, tmp_path: Path, before: set[str]
     previous, monitor = tmp_path / f"torchobs-{PREVIOUS}.tgz", "podmonitor/torchobs"
     here = f'injection.namespaceSelector={{"matchLabels":{{"kubernetes.io/metadata.name":"{namespace.name}"}}}}'
     install = (*IMAGE, "--set-json", here)  # other tests' pods are injected by policies of their own
-    succeeds(namespace, "install", "torchobs", previous, *install)
+    notes = succeeds(namespace, "install", "torchobs", previous, *install)
+    expected = ('torchobs.io/inject: "true"', "port-forward POD 10960", "helm test torchobs", "set prometheusRule.grafanaUrl")
+    assert [words for words in expected if words not in notes] == []
     assert version_of(namespace, monitor) == PREVIOUS
     installed = everything(namespace)
     assert sum(name.startswith("configmap/") for name in installed - before) == 12
@@ -200,27 +195,6 @@ def test_the_api_server_takes_every_variant(name: str, namespace: Namespace) -> 
     assert done.returncode == 0, done.stderr
     assert "unchanged" not in done.stdout
     assert done.stdout.count("(server dry run)") == text.count("\nkind: ")
-
-
-def test_it_warns_of_a_prometheus_that_would_ignore_it(namespace: Namespace) -> None:
-    """The notes compare labels with the selectors of the Prometheus objects, if asked to."""
-    selects = {"podMonitorSelector": {"matchLabels": {"release": "other"}}}
-    namespace.apply(
-        {"apiVersion": "monitoring.coreos.com/v1", "kind": "Prometheus", "metadata": {"name": "main"}, "spec": selects}
-    )
-    wait_until(lambda: "main" in namespace.kubectl("get", "prometheuses", "-o", "name"), timeout_s=10)
-    try:
-        install = ("install", "torchobs", CHART, *IMAGE, "--dry-run=server", "--set", "podMonitor.checkSelector=true")
-        warning = f"WARNING: Prometheus {namespace.name}/main selects PodMonitors by release=other"
-        notes = succeeds(namespace, *install)
-        assert warning in notes
-        assert "set prometheusRule.grafanaUrl" in notes
-        other = "prometheusRule.grafanaUrl=https://grafana.example.org,podMonitor.additionalLabels.release=other"
-        notes = succeeds(namespace, *install, "--set", other)
-        assert warning not in notes
-        assert "grafanaUrl" not in notes
-    finally:
-        namespace.kubectl("delete", "prometheus", "main")
 
 
 def test_prometheus_finds_sidecars_with_and_without_a_network_of_their_own() -> None:

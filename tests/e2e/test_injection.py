@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests import support
-from tests.exporters import value_on
 from tests.kubernetes.cluster import PORT, Namespace, Pod, get
-from tests.kubernetes.exporter_pages import Pages
 from tests.kubernetes.injection import (
     JOBSET,
     JOBSET_UID,
@@ -22,12 +19,12 @@ from tests.kubernetes.injection import (
     pod_template,
     require_policy,
 )
-from tests.kubernetes.jobs import EXPORTER, IN_A_CLUSTER
+from tests.kubernetes.jobs import EXPORTER, IN_A_CLUSTER, scripts
+from tests.kubernetes.stage import Stage, monitored
 from tests.support import wait_until
 
 pytestmark = IN_A_CLUSTER
 
-SCRIPTS = support.ROOT / "tests" / "scripts"
 # The trainer's image sets PYTHONPATH=/opt/site:/opt/torch, and has torchobs and what it requires in the first: without that it
 # lacks them, and keeps its torch only as long as nobody replaces the variable.
 NO_TORCHOBS = """
@@ -113,29 +110,15 @@ def child_of_a_jobset(index: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def namespace() -> Iterator[Namespace]:
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """One with the policy, Pod Security `restricted`, and all Jobs of these tests running."""
     require_policy()
-    scripts = {name: (SCRIPTS / name).read_text() for name in ("pod.py", "plain_training.py")}
-    with Namespace() as made, injection(made, EXPORTER):
-        made.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "script"}, "data": scripts})
-        made.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": {"id": "a key"}})
-        made.apply(labelled(), automatic(), own(), with_keys(), sweep(), child_of_a_jobset(0), child_of_a_jobset(1))
-        introduce(made)
+    keys = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": {"id": "a key"}}
+    jobs = (labelled(), automatic(), own(), with_keys(), sweep(), child_of_a_jobset(0), child_of_a_jobset(1))
+    given = (scripts("pod.py", "plain_training.py"), keys, *jobs)
+    with monitored(tmp_path_factory.mktemp("alertmanager"), *given, exporter=EXPORTER) as made:
+        introduce(made.namespace)
         yield made
-
-
-@pytest.fixture(scope="module")
-def pages(namespace: Namespace) -> Iterator[Pages]:
-    """What all of them show, from the beginning to the end."""
-    made = Pages(namespace)
-    yield made
-    made.close()
-
-
-def uid_of(namespace: Namespace, name: str) -> str:
-    """A Job's UID."""
-    return namespace.kubectl("get", "job", name, "-o", "jsonpath={.metadata.uid}")
 
 
 def completed(namespace: Namespace, name: str) -> list[Pod]:
@@ -152,25 +135,25 @@ def printed(namespace: Namespace, pod: Pod) -> list[str]:
     ]
 
 
-def test_a_label_is_all_that_a_job_needs(namespace: Namespace, pages: Pages) -> None:
+def test_a_label_is_all_that_a_job_needs(stage: Stage) -> None:
     """Under `restricted` both pods meet and are watched to their last step, as the same run and job, and it completes."""
-    found = completed(namespace, "labelled")
+    found = completed(stage.namespace, "labelled")
     assert len(found) == 2
-    whose = {"job_name": "labelled", "run_id": uid_of(namespace, "labelled")}
-    assert [value_on(pages[one], "torchobs_steps_total", **whose) for one in found] == [STEPS, STEPS]
-    ranks = {value_on(pages[one], "torchobs_rank_info", rank=str(rank)) for rank, one in enumerate(in_order(found))}
+    whose = {"job_name": "labelled", "run_id": stage.uid("labelled")}
+    assert [stage.scraped("torchobs_steps_total", one, **whose) for one in found] == [STEPS, STEPS]
+    ranks = {stage.scraped("torchobs_rank_info", one, rank=str(rank)) for rank, one in enumerate(in_order(found))}
     assert ranks == {1}
     for one in found:
-        assert value_on(pages[one], "torchobs_world_size", **whose) == 2
-        assert printed(namespace, one)[-1] == str(STEPS)
+        assert stage.scraped("torchobs_world_size", one, **whose) == 2
+        assert printed(stage.namespace, one)[-1] == str(STEPS)
         assert (one.container("torchobs")["restartCount"], one.ended("torchobs")["exitCode"]) == (0, 0)
 
 
-def test_a_sweeps_pods_are_runs_of_their_own(namespace: Namespace) -> None:
+def test_a_sweeps_pods_are_runs_of_their_own(stage: Stage) -> None:
     """By the Job and the pod's index in it, which the pod that replaces it has, too; kubelet puts them together."""
-    uid = uid_of(namespace, "sweep")
-    found = in_order(completed(namespace, "sweep"))
-    assert [namespace.logs(one, "main") for one in found] == [f"{uid}-{index}\n" for index in range(2)]
+    uid = stage.uid("sweep")
+    found = in_order(completed(stage.namespace, "sweep"))
+    assert [stage.namespace.logs(one, "main") for one in found] == [f"{uid}-{index}\n" for index in range(2)]
 
 
 def in_order(pods: list[Pod]) -> list[Pod]:
@@ -178,44 +161,47 @@ def in_order(pods: list[Pod]) -> list[Pod]:
     return sorted(pods, key=lambda one: str(one.content["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"]))
 
 
-def test_an_image_without_torchobs_is_watched_and_trains_to_its_end(namespace: Namespace, pages: Pages) -> None:
+def test_an_image_without_torchobs_is_watched_and_trains_to_its_end(stage: Stage) -> None:
     """A script that does not know torchobs, in an image that has none; the log is what it is without. Doctor finds all well."""
-    (found,) = completed(namespace, "automatic")
-    assert value_on(pages[found], "torchobs_steps_total", job_name="automatic", run_id=uid_of(namespace, "automatic")) == STEPS
-    assert printed(namespace, found) == [str(step) for step in range(1, STEPS + 1)]
-    said, doctor, checks = namespace.logs(found, "main").partition("ok    torchobs: ")
+    (found,) = completed(stage.namespace, "automatic")
+    assert stage.scraped("torchobs_steps_total", found, job_name="automatic", run_id=stage.uid("automatic")) == STEPS
+    assert printed(stage.namespace, found) == [str(step) for step in range(1, STEPS + 1)]
+    said, doctor, checks = stage.namespace.logs(found, "main").partition("ok    torchobs: ")
     assert "torchobs" not in said
     assert doctor, said
     assert "ok    injection: " in checks
     assert checks.endswith("\nAll is well.\n"), checks
-    assert namespace.logs(found, "torchobs-copy") == ""
+    assert stage.namespace.logs(found, "torchobs-copy") == ""
 
 
-def test_the_jobs_of_a_jobset_are_one_run(namespace: Namespace, pages: Pages) -> None:
+def test_the_jobs_of_a_jobset_are_one_run(stage: Stage) -> None:
     """Each child is a Job of its own, with a UID of its own, and the ranks are one run's."""
     for index in range(2):
-        (found,) = completed(namespace, f"gpt-node-{index}")
+        (found,) = completed(stage.namespace, f"gpt-node-{index}")
         whose = {"job_name": "gpt", "run_id": JOBSET_UID, "rank": str(index)}
-        assert value_on(pages[found], "torchobs_rank_info", **whose) == 1
-        assert value_on(pages[found], "torchobs_steps_total", **whose) == STEPS
-        assert value_on(pages[found], "torchobs_world_size", job_name="gpt", run_id=JOBSET_UID) == 2
+        assert stage.scraped("torchobs_rank_info", found, **whose) == 1
+        assert stage.scraped("torchobs_steps_total", found, **whose) == STEPS
+        assert stage.scraped("torchobs_world_size", found, job_name="gpt", run_id=JOBSET_UID) == 2
 
 
-def test_a_key_stays_readable_for_its_owner_alone(namespace: Namespace, pages: Pages) -> None:
+def test_a_key_stays_readable_for_its_owner_alone(stage: Stage) -> None:
     """Without a group both containers are one user, and the exporter reads the flight files all the same."""
-    (found,) = completed(namespace, "keys")
-    assert "0o400" in namespace.logs(found, "main").splitlines()
+    (found,) = completed(stage.namespace, "keys")
+    assert "0o400" in stage.namespace.logs(found, "main").splitlines()
     assert "fsGroup" not in found.content["spec"]["securityContext"]
-    assert value_on(pages[found], "torchobs_steps_total", job_name="keys") == STEPS
+    assert stage.scraped("torchobs_steps_total", found, job_name="keys") == STEPS
 
 
-def test_an_image_with_torchobs_keeps_its_own(namespace: Namespace) -> None:
+def test_an_image_with_torchobs_keeps_its_own(stage: Stage) -> None:
     """Though the volume's directory comes first on its path."""
-    (found,) = completed(namespace, "own")
-    assert printed(namespace, found) == ["/opt/site/torchobs/__init__.py", "/var/run/torchobs/site/start/sitecustomize.py"]
+    (found,) = completed(stage.namespace, "own")
+    assert printed(stage.namespace, found) == [
+        "/opt/site/torchobs/__init__.py",
+        "/var/run/torchobs/site/start/sitecustomize.py",
+    ]
 
 
-@pytest.mark.usefixtures("namespace")  # what the cluster serves is asked there
+@pytest.mark.usefixtures("stage")  # what the cluster serves is asked there
 def test_a_pod_without_the_exporters_image_waits_for_another() -> None:
     """Kubernetes starts no training before its sidecar; the image of a pod that waits can be changed."""
     template = pod_template("true", ["true"])
@@ -259,7 +245,7 @@ def has_label(pod: Mapping[str, Any]) -> bool:
     return "asked" in pod["metadata"]["labels"]
 
 
-@pytest.mark.usefixtures("namespace")  # what the cluster serves is asked there
+@pytest.mark.usefixtures("stage")  # what the cluster serves is asked there
 def test_without_a_policy_and_with_a_broken_one_the_training_starts() -> None:
     """The label then does nothing, and nobody's pod is refused."""
     template = pod_template("auto", ["true"])
@@ -274,7 +260,7 @@ def test_without_a_policy_and_with_a_broken_one_the_training_starts() -> None:
     assert [one.content["metadata"]["labels"].get("asked") for one in pods] == [None, "yes"]
 
 
-@pytest.mark.usefixtures("namespace")  # as above
+@pytest.mark.usefixtures("stage")  # as above
 def test_two_pods_on_the_nodes_network_run_side_by_side() -> None:
     """Neither claims the exporter's port, so that the scheduler puts both on the node, and neither exporter ends for it.
 

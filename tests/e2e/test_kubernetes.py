@@ -1,40 +1,43 @@
-"""Life in a pod, on a real cluster: the shipped Job, exporters that are broken, a trainer that is killed, signals.
+"""Life in a pod, on a real cluster: the shipped Job, broken exporters, killed trainers and sidecars, signals, a full volume.
 
-Asks KUBECONFIG for the cluster, and for images that it has; `make kube-test` builds and hands them over.
+The chart's Prometheus and Alertmanager watch it. Asks KUBECONFIG for the cluster, and for images that it has; `make kube-test`
+builds and hands them over.
 """
 
 import copy
 import json
-import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
-import yaml
 
-from tests import support
 from tests.exporters import value_on
-from tests.kubernetes.cluster import (
-    OOM_KILLED,
-    PORT,
-    Namespace,
-    Pod,
-    environment,
-    get,
-    printed_steps,
-)
+from tests.kubernetes.cluster import OOM_KILLED, PORT, Pod, environment, get, printed_steps
 from tests.kubernetes.jobs import ARBITRARY_UID, IN_A_CLUSTER, SHIPPED, exporter_of, job, scripts, trainer_of
-from tests.prometheus_server import PrometheusServer, newest_prometheus
+from tests.kubernetes.stage import ENDS_S, STARTS_S, Stage, monitored, steps, torchrun
 from tests.support import wait_until
 
 pytestmark = IN_A_CLUSTER
 
-
-def trains() -> dict[str, Any]:
-    """As shipped; long enough for Prometheus to find it."""
-    return job("trains", "450")
+INCARNATIONS = 5
+# The kernel takes the largest process by its score: of the sidecar's its first, and not one of these.
+EXHAUST = """
+import os, time
+open("/proc/1/oom_score_adj", "w").write("1000")
+for _ in range(40):
+    if not os.fork():
+        held = b"x" * (6 << 20)
+        time.sleep(30)
+time.sleep(30)
+"""
+FILL = """
+with open("/var/run/torchobs/flight/full", "wb", 0) as file:
+    while True:
+        file.write(bytes(65536))
+"""
 
 
 def broken() -> dict[str, Any]:
@@ -63,9 +66,9 @@ BROKEN = {
 }
 
 
-def killed() -> dict[str, Any]:
+def hoards() -> dict[str, Any]:
     """Its first pod takes memory until the kernel ends it; then it is tried again."""
-    made = job("killed", "400", "60", completionMode="Indexed", completions=1, backoffLimitPerIndex=1)
+    made = job("hoards", "400", "60", completionMode="Indexed", completions=1, backoffLimitPerIndex=1)
     del made["spec"]["backoffLimit"]
     field = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"}
     trainer_of(made)["env"].append({"name": "FAILURES", "valueFrom": {"fieldRef": field}})
@@ -93,65 +96,34 @@ def brief() -> dict[str, Any]:
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """All of them, running."""
+def fills() -> dict[str, Any]:
+    """Its flight volume is full before it trains."""
+    made = job("fills", "20")
+    trainer_of(made)["command"] = ["sh", "-c", f"python3 -c '{FILL}'; exec python3 /script/pod.py 20"]
+    return made
 
-    namespace: Namespace
-    prometheus: PrometheusServer
 
-    def completed(self, name: str) -> list[Pod]:
-        """The pods of a Job that has completed."""
-        wait_until(lambda: self.namespace.job_condition(name), timeout_s=600, interval_s=1.0)
-        assert self.namespace.job_condition(name) == "Complete"
-        return self.namespace.pods(name)
-
-    def running(self, name: str) -> Pod:
-        """The only pod of a Job, once its exporter answers."""
-
-        def answering() -> Pod | None:
-            pods = self.namespace.pods(name)
-            return pods[0] if pods and pods[0].ip and get(f"{pods[0].ip}:{PORT}", "/-/ready")[0] else None
-
-        found = wait_until(answering, timeout_s=600, interval_s=1.0)
-        assert found is not None
-        return found
-
-    def scraped(self, metric: str, pod: Pod, **labels: str) -> float:
-        """The last value that Prometheus has of a pod's metric, though the pod has ended since."""
-        chosen = "".join(f',{name}="{text}"' for name, text in labels.items())
-        return self.prometheus.value(f'last_over_time({metric}{{pod="{pod.name}"{chosen}}}[1h])')
+JOBS: dict[str, Callable[[], dict[str, Any]]] = {
+    "trains": lambda: job("trains", "450"),
+    "broken": broken,
+    "hoards": hoards,
+    "long": long,
+    "brief": brief,
+    "loops": lambda: torchrun(
+        job("loops", "crash", script="sick_pod.py", backoffLimit=0), f"--max-restarts={INCARNATIONS - 1}"
+    ),
+    "steady": lambda: job("steady", "100000"),
+    "killed": lambda: torchrun(job("killed", "100000", backoffLimit=0)),
+    "fills": fills,
+}
 
 
 @pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    """All Jobs at once, and a Prometheus outside the cluster that finds their pods as a PodMonitor would."""
-    program = newest_prometheus(2)
-    assert program, support.why_missing("prometheus")
-    with Namespace() as namespace:
-        settings = {"scrape_configs": [scraping(namespace.name)]}
-        with PrometheusServer(program, interval="1s", settings=settings) as prometheus:
-            namespace.apply(scripts("pod.py"), trains(), broken(), killed(), long(), brief())
-            yield Stage(namespace, prometheus)
-
-
-def scraping(namespace: str) -> Mapping[str, object]:
-    """What the operator makes of `podmonitor.yaml`, in small."""
-    monitor = yaml.safe_load((SHIPPED / "podmonitor.yaml").read_text())["spec"]
-    ((label, text),) = monitor["selector"]["matchLabels"].items()
-    (endpoint,) = monitor["podMetricsEndpoints"]
-    return {
-        "job_name": "torchobs",
-        "kubernetes_sd_configs": [
-            {"role": "pod", "kubeconfig_file": os.environ["KUBECONFIG"], "namespaces": {"names": [namespace]}}
-        ],
-        "relabel_configs": [
-            {"source_labels": [f"__meta_kubernetes_pod_label_{label}"], "regex": text, "action": "keep"},
-            {"source_labels": ["__meta_kubernetes_pod_container_port_name"], "regex": endpoint["port"], "action": "keep"},
-            {"source_labels": ["__meta_kubernetes_pod_phase"], "regex": "(Failed|Succeeded)", "action": "drop"},
-            {"source_labels": ["__meta_kubernetes_pod_name"], "target_label": "pod"},
-        ],
-    }
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """All Jobs at once."""
+    folder = tmp_path_factory.mktemp("alertmanager")
+    with monitored(folder, scripts("pod.py", "sick_pod.py"), *(make() for make in JOBS.values())) as made:
+        yield made
 
 
 def test_the_shipped_manifests_are_strictly_valid(stage: Stage) -> None:
@@ -162,12 +134,19 @@ def test_the_shipped_manifests_are_strictly_valid(stage: Stage) -> None:
 
 def test_broken_exporters_keep_no_training_from_its_end(stage: Stage) -> None:
     """Each serves what it can and says what is wrong; none exits before the training has; the Job completes."""
-    pod = stage.running("broken")
-    wait_until(lambda: all(get(f"{pod.ip}:{PORT + number}", "/-/ready")[0] for number in (0, 1)), timeout_s=600)
+
+    def serving() -> Pod | None:
+        for pod in stage.namespace.pods("broken"):
+            if pod.ip and all(get(f"{pod.ip}:{PORT + number}", "/-/ready")[0] for number in (0, 1)):
+                return pod
+        return None
+
+    pod = wait_until(serving, timeout_s=STARTS_S, interval_s=0.5)
+    assert pod is not None
     assert get(f"{pod.ip}:{PORT}")[0] == 503
     status, page = get(f"{pod.ip}:{PORT + 1}")
     assert (status, value_on(page, "torchobs_exporter_config_ok")) == (200, 0)
-    (pod,) = stage.completed("broken")
+    pod = stage.ended("broken", "Complete")
     for name in BROKEN:
         assert (pod.container(name)["restartCount"], pod.ended(name)["exitCode"]) == (0, 0)
     said = {name: stage.namespace.logs(pod, name) for name in BROKEN}
@@ -179,27 +158,25 @@ def test_broken_exporters_keep_no_training_from_its_end(stage: Stage) -> None:
 
 def test_prometheus_has_the_exact_end_of_a_job(stage: Stage) -> None:
     """As any user of the cluster's choice: the last step and that it finished, though the pod ended right after it."""
-    (pod,) = stage.completed("trains")
+    pod = stage.ended("trains", "Complete")
     assert pod.content["spec"]["securityContext"]["runAsUser"] == ARBITRARY_UID
     assert (pod.container("torchobs")["restartCount"], pod.ended("torchobs")["exitCode"]) == (0, 0)
     assert printed_steps(stage.namespace.logs(pod, "trainer")) == 450
     assert stage.scraped("torchobs_steps_total", pod) == 450
     assert stage.scraped("torchobs_rank_exit", pod, reason="finished") == 1
     (info,) = stage.prometheus.query(f'last_over_time(torchobs_rank_info{{pod="{pod.name}"}}[1h])')
-    uid = json.loads(stage.namespace.kubectl("get", "job", "trains", "-o", "json"))["metadata"]["uid"]
-    assert (info.labels["job_name"], info.labels["run_id"]) == ("trains", uid)
+    assert (info.labels["job_name"], info.labels["run_id"]) == ("trains", stage.uid("trains"))
 
 
 def test_an_exporter_that_still_loads_hears_that_the_training_has_ended(stage: Stage) -> None:
     """The kernel drops a signal that a container's first process does not handle; the pod does not wait for its grace."""
-    (pod,) = stage.completed("brief")
+    pod = stage.ended("brief", "Complete")
     assert pod.ended("torchobs")["exitCode"] == 0  # killed at the end of the grace, it would be 137
 
 
 def test_commands_and_the_page_reach_the_pod_only_from_inside(stage: Stage) -> None:
     """The scrape address has metrics and health; a port-forward has the page and the API; a command goes by the socket."""
-    pod = stage.running("long")
-    wait_until(lambda: value_on(get(f"{pod.ip}:{PORT}")[1], "torchobs_steps_total") or 0, timeout_s=600)
+    pod = stage.training("long")
     assert get(f"{pod.ip}:{PORT}", "/")[0] == 403
     assert get(f"{pod.ip}:{PORT}", "/api/v1/ranks")[0] in {401, 403}
     with stage.namespace.forwarded(pod) as address:
@@ -216,7 +193,7 @@ def test_commands_and_the_page_reach_the_pod_only_from_inside(stage: Stage) -> N
 
 def test_the_first_signal_drains_and_the_second_ends(stage: Stage) -> None:
     """A scraper that it has seen does not come again: it waits, and serves; then it goes at once, and loses nothing."""
-    pod = stage.running("long")
+    pod = stage.training("long")
     seen = {"User_Agent": "somebody-else", "X_Prometheus_Scrape_Timeout_Seconds": "5"}
     assert get(f"{pod.ip}:{PORT}", **seen)[0] == 200
     terminate = ["exec", pod.name, "-c", "torchobs", "--", "python3", "-c", "import os; os.kill(1, 15)"]
@@ -240,7 +217,8 @@ def _restarted(stage: Stage) -> Pod | None:
 
 def test_a_rank_that_the_kernel_ends_is_shown_with_its_last_step_and_the_next_counts_anew(stage: Stage) -> None:
     """Out of memory by the container's limit; the Job's next pod is the same run, and another life of the rank."""
-    first, second = stage.completed("killed")
+    wait_until(partial(stage.namespace.job_condition, "hoards"), timeout_s=ENDS_S, interval_s=0.5)
+    first, second = stage.namespace.pods("hoards")
     assert first.ended("trainer")["exitCode"] == OOM_KILLED
     last = printed_steps(stage.namespace.logs(first, "trainer"))
     assert stage.scraped("torchobs_steps_total", first) in {last, last + 1}  # it may die before it prints a step it has taken
@@ -248,6 +226,67 @@ def test_a_rank_that_the_kernel_ends_is_shown_with_its_last_step_and_the_next_co
     assert (first.container("torchobs")["restartCount"], first.ended("torchobs")["exitCode"]) == (0, 0)
     assert stage.scraped("torchobs_steps_total", second) == printed_steps(stage.namespace.logs(second, "trainer")) == 400
     assert stage.scraped("torchobs_rank_exit", second, reason="finished") == 1
-    infos = stage.prometheus.query('last_over_time(torchobs_rank_info{job_name="killed"}[1h])')
+    infos = stage.prometheus.query('last_over_time(torchobs_rank_info{job_name="hoards"}[1h])')
     assert {info.labels["pod"] for info in infos} == {first.name, second.name}
     assert len({(info.labels["run_id"], info.labels["rank"]) for info in infos}) == 1
+
+
+def test_a_killed_rank_is_lost_with_its_last_step(stage: Stage) -> None:
+    """By SIGKILL, which leaves no word of it: the launcher lives, and only its child is gone."""
+    before = stage.training("killed")
+    seen = steps(before)
+    stage.namespace.kubectl("exec", before.name, "-c", "trainer", "--", "sh", "-c", "kill -9 $(cat /proc/1/task/1/children)")
+    pod = stage.ended("killed", "Failed")
+    assert stage.scraped("torchobs_rank_exit", pod, reason="lost") == 1
+    last = stage.scraped("torchobs_steps_total", pod)
+    assert last >= seen
+    assert abs(printed_steps(stage.namespace.logs(pod, "trainer")) - last) <= 1  # the moment may be between step and line
+    alert = stage.told("killed", "TorchobsRankFailed")
+    assert alert["receiver"] == "tickets"
+    assert f"in pod {pod.name}: lost" in alert["annotations"]["description"]
+
+
+def test_a_killed_sidecar_comes_back_and_has_lost_nothing(stage: Stage) -> None:
+    """Out of memory by its own limit: the training does not notice, and the new one has all that the first had."""
+    before = stage.training("steady")
+    seen = steps(before)
+    exhaust = ["kubectl", "-n", stage.namespace.name, "exec", before.name, "-c", "torchobs", "--", "python3", "-c", EXHAUST]
+    subprocess.run(exhaust, capture_output=True, check=False)  # what becomes of it is the kernel's choice
+
+    def restarted() -> Pod | None:
+        (pod,) = stage.namespace.pods("steady")
+        return pod if pod.container("torchobs")["restartCount"] else None
+
+    pod = wait_until(restarted, timeout_s=STARTS_S, interval_s=0.3)
+    assert pod is not None
+    assert pod.container("torchobs")["lastState"]["terminated"]["exitCode"] == OOM_KILLED
+
+    def has_all() -> bool:  # a page is of the moment before; lost steps would be missing at any moment
+        printed = printed_steps(stage.namespace.logs(pod, "trainer"))
+        return steps(pod) >= printed > seen
+
+    assert wait_until(has_all, timeout_s=STARTS_S, interval_s=0.2)
+    assert pod.container("trainer")["restartCount"] == 0
+    page = get(f"{pod.ip}:{PORT}", User_Agent="tests")[1]
+    assert value_on(page, "torchobs_rank_state", state="alive") == 1
+    assert value_on(page, "torchobs_steps_total", run_id=stage.uid("steady")) is not None
+
+
+def test_a_full_flight_volume_stops_no_training(stage: Stage) -> None:
+    """It trains to its end unobserved, and the log says so."""
+    pod = stage.ended("fills", "Complete")
+    log = stage.namespace.logs(pod, "trainer")
+    assert printed_steps(log) == 20
+    assert "torchobs" in log
+
+
+def test_a_crash_loop_is_seen_by_rules_evaluated_once_a_minute(stage: Stage) -> None:
+    """Four lives within half a minute, of one pod that has trained for a minute before."""
+    stage.ended("loops", "Failed")
+    run = stage.uid("loops")
+
+    def firing() -> bool:
+        return any((one.state, one.labels["run_id"]) == ("firing", run) for one in stage.slow.alerts("TorchobsCrashLoop"))
+
+    wait_until(firing, timeout_s=ENDS_S, interval_s=1.0)
+    assert stage.told("loops", "TorchobsCrashLoop")["receiver"] == "pager"

@@ -154,13 +154,6 @@ def _proxy() -> Iterator[str]:
             process.terminate()
 
 
-def reached_from(pod: Pod) -> str:
-    """This machine's address, as a pod sees it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        asking.connect((pod.ip, PORT))  # nothing is sent
-        return str(asking.getsockname()[0])
-
-
 def _accepts(port: int) -> bool:
     with socket.socket() as asking:
         return asking.connect_ex(("127.0.0.1", port)) == 0

@@ -2,8 +2,7 @@
 
 No package index carries the operators' own CRD files. Those of Prometheus' operator come from a Python package that is
 generated from them, `cloudcoil.models.prometheus_operator`. For GrafanaDashboard and Kyverno's MutatingPolicy there is no such
-package: their fields are written down here, by the names and types of grafana-operator 5's and Kyverno 1.17's API references,
-without their rules of validation.
+package: any field is taken.
 """
 
 from __future__ import annotations
@@ -107,67 +106,8 @@ def _model(module: str, name: str) -> Callable[[], Schema]:
     return schema
 
 
-def _an_object(*strings: str, **others: Schema) -> Schema:
-    return {"type": "object", "properties": {name: {"type": "string"} for name in strings} | others}
-
-
-def _list_of(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
-
-
-_FLAG: Schema = {"type": "boolean"}
-_TEXTS = _list_of({"type": "string"})
-_SELECTOR = _an_object(
-    matchLabels={"type": "object", "additionalProperties": {"type": "string"}},
-    matchExpressions=_list_of(_an_object("key", "operator", values=_TEXTS)),
-)
-
-
-def _mutating_policy() -> Schema:
-    switch, named = _an_object(enabled=_FLAG), _list_of(_an_object("name", "expression") | {"required": ["name", "expression"]})
-    lists = ("apiGroups", "apiVersions", "operations", "resources", "resourceNames")
-    rules = _list_of(_an_object("scope", **dict.fromkeys(lists, _TEXTS)))
-    selectors = {"namespaceSelector": _SELECTOR, "objectSelector": _SELECTOR}
-    constraints = {"resourceRules": rules, "excludeResourceRules": rules, **selectors}
-    patch = _an_object("patchType", jsonPatch=_an_object("expression"), applyConfiguration=_an_object("expression"))
-    spec = _an_object(
-        "reinvocationPolicy",
-        failurePolicy={"type": "string", "enum": ["Ignore", "Fail"]},
-        matchConstraints=_an_object("matchPolicy", **constraints),
-        targetMatchConstraints=_an_object("matchPolicy", "expression", **constraints),
-        matchConditions=named,
-        variables=named,
-        mutations=_list_of(patch | {"required": ["patchType"]}),
-        autogen=_an_object(podControllers=_an_object(controllers=_TEXTS), mutatingAdmissionPolicy=switch),
-        evaluation=_an_object("mode", admission=switch, background=switch, mutateExisting=switch),
-        webhookConfiguration=_an_object(timeoutSeconds={"type": "integer"}),
-    )
-    return _an_object("apiVersion", "kind", spec=spec, metadata={"type": "object"}) | {"required": ["spec"]}
-
-
-def _grafana_dashboard() -> Schema:
-    source = _an_object("name", "key", optional=_FLAG)
-    spec = _an_object(
-        *(
-            "contentCacheDuration",
-            "folder",
-            "folderRef",
-            "folderUID",
-            "gzipJson",
-            "json",
-            "jsonnet",
-            "resyncPeriod",
-            "uid",
-            "url",
-        ),
-        allowCrossNamespaceImport=_FLAG,
-        suspend=_FLAG,
-        configMapRef=source,
-        instanceSelector=_SELECTOR,
-        datasources=_list_of(_an_object("inputName", "datasourceName")),
-        plugins=_list_of(_an_object("name", "version")),
-    )
-    return _an_object("apiVersion", "kind", spec=spec | {"required": ["instanceSelector"]}, metadata={"type": "object"})
+def _anything() -> Schema:
+    return {"type": "object", "properties": {"metadata": {"type": "object"}, "spec": {"type": "object", ANYTHING: True}}}
 
 
 _PROMETHEUS = "cloudcoil.models.prometheus_operator.v1"
@@ -175,9 +115,8 @@ _MONITORING = "monitoring.coreos.com"
 CRDS = (
     Crd(_MONITORING, "v1", "PodMonitor", "podmonitors", "Namespaced", _model(_PROMETHEUS, "PodMonitor")),
     Crd(_MONITORING, "v1", "PrometheusRule", "prometheusrules", "Namespaced", _model(_PROMETHEUS, "PrometheusRule")),
-    Crd(_MONITORING, "v1", "Prometheus", "prometheuses", "Namespaced", _model(_PROMETHEUS, "Prometheus")),
-    Crd("policies.kyverno.io", "v1", "MutatingPolicy", "mutatingpolicies", "Cluster", _mutating_policy),
-    Crd("grafana.integreatly.org", "v1beta1", "GrafanaDashboard", "grafanadashboards", "Namespaced", _grafana_dashboard),
+    Crd("policies.kyverno.io", "v1", "MutatingPolicy", "mutatingpolicies", "Cluster", _anything),
+    Crd("grafana.integreatly.org", "v1beta1", "GrafanaDashboard", "grafanadashboards", "Namespaced", _anything),
 )
 
 

@@ -39,8 +39,6 @@ root=$(buildah mount "$container")
 "$python" -m tests.kubernetes.torch_layer "$root/opt/torch" # by itself: with a PYTHONPATH of this alone the image lacks torchobs
 buildah run "$container" python3 -c "import sys; sys.exit(sys.version_info[:2] != (${version/./,}))" ||
   { echo "$base has another Python than $python, whose torch is for $version" >&2; exit 1; }
-prometheus=$(type -P prometheus3 || type -P prometheus || true) # of tests/e2e/test_kubernetes_prometheus.py
-[ -z "$prometheus" ] || install -D "$prometheus" "$root/opt/prometheus"
 buildah config --env PYTHONPATH=/opt/site:/opt/torch "$container"
 buildah commit -q "$container" "$trainer" > /dev/null
 

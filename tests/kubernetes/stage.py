@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import time
@@ -15,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests import support
 from tests.exporters import value_on
+from tests.helm import objects
+from tests.helm import rendered as rendered_chart
 from tests.kubernetes.cluster import PORT, Namespace, Pod, get
 from tests.kubernetes.injection import injection
 from tests.kubernetes.jobs import trainer_of
-from tests.kubernetes.scraping import scrape_config
 from tests.prometheus_server import PrometheusServer, alertmanager_command, newest_prometheus, serving, start_alertmanager
 from tests.support import free_port, wait_until
 from torchobs.rules.files import rendered
@@ -163,3 +166,26 @@ def _started(stack: ExitStack, folder: Path, *argv: str, **options: Any) -> subp
     )
     stack.callback(process.kill)
     return process
+
+
+def scrape_config(namespace: str) -> dict[str, Any]:
+    """The job of the chart's scrape configuration."""
+    (made,) = objects(rendered_chart("--set", "scrapeConfig.enabled=true", "-s", "templates/scrapeconfig.yaml"))
+    (job,) = yaml.safe_load(made["data"]["torchobs.yaml"])["scrape_configs"]
+    return within(job, namespace)
+
+
+def within(job: dict[str, Any], namespace: str) -> dict[str, Any]:
+    """Let a job ask this cluster for the pods of one namespace."""
+    found = {
+        "role": "pod",
+        "selectors": _selectors(job),
+        "kubeconfig_file": os.environ["KUBECONFIG"],
+        "namespaces": {"names": [namespace]},
+    }
+    return {**job, "kubernetes_sd_configs": [found]}
+
+
+def _selectors(job: dict[str, Any]) -> list[dict[str, str]]:
+    """The selectors that a job has already."""
+    return [selector for config in job.get("kubernetes_sd_configs", ()) for selector in config.get("selectors", ())]

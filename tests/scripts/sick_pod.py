@@ -1,4 +1,4 @@
-"""A training of `tests/e2e/test_kubernetes_faults.py` that fails: `sick_pod.py explode` or `sick_pod.py crash`.
+"""A training of `tests/e2e/test_kubernetes.py` that fails: `sick_pod.py explode` or `sick_pod.py crash`.
 
 `explode`: the learning rate makes every loss NaN after some steps, and it trains on. `crash`: raises after some steps; of
 torchrun's first start after more than a minute, for nobody is woken up by a run that never lived.

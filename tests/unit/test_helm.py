@@ -31,13 +31,11 @@ from tests.helm import (
 from tests.kubernetes import schemas
 from tests.support import ROOT
 from torchobs._version import __version__
-from torchobs.config.options import duration_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 GOLDEN = Path(__file__).parent / "golden" / "helm"
-MARGIN_S = 5
 ALERT = "TorchobsCheckpointNever"
 GROUPS = """
 groups: [{name: mine, rules: [{alert: Mine, expr: vector(1), labels: {severity: page}, annotations: {dashboard_url: /d/x}}]}]
@@ -247,14 +245,6 @@ def test_prometheus_takes_the_scrape_configuration(tmp_path: Path, program: Call
     argv = [newest, "check", "config", str(tmp_path / "prometheus.yml")]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_there_is_time_for_the_last_scrape() -> None:
-    """The grace period that pods get is at least interval, timeout and five seconds of the PodMonitor."""
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    monitor = values["podMonitor"]
-    needed_s = duration_s(monitor["interval"]) + duration_s(monitor["scrapeTimeout"]) + MARGIN_S
-    assert values["injection"]["terminationGracePeriodSeconds"] >= needed_s
 
 
 def test_injected_sidecars_push_too() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from tests import support
+from tests import helm, support
 from tests.helm import objects
 from tests.kubernetes.injection import pod_spec, pods, rendered
 
@@ -23,7 +23,6 @@ pytestmark = pytest.mark.skipif(support.why_missing("helm") is not None, reason=
 
 START = "/var/run/torchobs/site/start"
 USER = "/var/run/torchobs/site/user"
-TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
 def policy(**settings: str) -> dict[str, Any]:
@@ -160,20 +159,6 @@ def test_the_sidecar_starts_and_reads_whatever_the_pods_users_are(
     assert made["spec"]["securityContext"].get("fsGroup") == group
 
 
-@pytest.mark.parametrize("inject", ["true", "auto"])
-def test_no_container_of_ours_gets_the_accounts_token(default: dict[str, Any], inject: str) -> None:
-    """Kubernetes mounts it where nothing is mounted at its path; the training's own is not touched."""
-    made = admitted(default, pod(inject=inject))["spec"]
-    empty = next(one for one in made["volumes"] if one["name"] == "torchobs-no-token")
-    assert set(empty) == {"name", "emptyDir"}
-    for one in made["initContainers"]:
-        (mount,) = [mount for mount in one["volumeMounts"] if mount["mountPath"] == TOKEN]
-        assert (mount["name"], mount["readOnly"]) == ("torchobs-no-token", True)
-    mounts = {mount["name"]: mount for mount in made["containers"][0]["volumeMounts"]}
-    assert TOKEN not in {mount["mountPath"] for mount in mounts.values()}
-    assert mounts.get("torchobs-site", {"readOnly": True})["readOnly"] is True  # every later process of the pod runs it
-
-
 FROM_A_MAP = {"configMapKeyRef": {"name": "paths", "key": "python"}}
 
 
@@ -260,11 +245,19 @@ def test_the_containers_that_train_are_changed_and_no_other(
     assert all(one == {"name": one["name"]} for one in made if one["name"] not in expected)
 
 
-@pytest.mark.parametrize("name", ["torchobs", "torchobs-copy"])
-def test_a_container_of_that_name_leaves_the_pod_alone(default: dict[str, Any], name: str) -> None:
-    """Two of one name would be refused after the change."""
-    for given in (pod({"name": name}), pod(initContainers=[{"name": name}])):
-        assert admitted(default, given) == given
+@pytest.mark.parametrize(
+    "given",
+    [
+        pod({"name": "torchobs"}),
+        pod({"name": "torchobs-copy"}),
+        pod(initContainers=[{"name": "torchobs"}]),
+        pod(volumes=[{"name": "torchobs-flight"}]),
+        pod(os={"name": "windows"}),
+    ],
+)
+def test_what_would_be_refused_after_the_change_is_left_alone(default: dict[str, Any], given: dict[str, Any]) -> None:
+    """Two containers or volumes of one name, or Linux's settings on Windows: the training would not start."""
+    assert admitted(default, given) == given
 
 
 COMMITTED = support.ROOT / "deploy" / "kubernetes"
@@ -279,7 +272,8 @@ def test_what_is_committed_is_what_the_chart_makes(tmp_path: Path) -> None:
 
 def test_the_job_by_hand_has_what_the_chart_adds(tmp_path: Path) -> None:
     """Sidecar, volumes, mounts and variables, one by one; what a pod says as a whole, the sidecar need not say."""
-    by_hand = yaml.safe_load((COMMITTED / "job-with-sidecar.yaml").read_text())["spec"]["template"]["spec"]
+    template = yaml.safe_load((COMMITTED / "job-with-sidecar.yaml").read_text())["spec"]["template"]
+    by_hand = template["spec"]
     described = pod_spec(tmp_path, {"containers": [{"name": "trainer"}]})
     (sidecar,), (theirs,) = described["initContainers"], by_hand["initContainers"]
     assert {key: sidecar[key] for key in ("name", "restartPolicy", "ports")} == {
@@ -298,6 +292,11 @@ def test_the_job_by_hand_has_what_the_chart_adds(tmp_path: Path) -> None:
     assert trainer["env"] == other["env"]
     assert trainer["volumeMounts"] == [one for one in other["volumeMounts"] if one["name"].startswith("torchobs-")]
     assert described["terminationGracePeriodSeconds"] == by_hand["terminationGracePeriodSeconds"]
+    assert theirs.keys() <= sidecar.keys(), "a probe could hold up the training"
+    monitor = objects((COMMITTED / "podmonitor.yaml").read_text())[0]["spec"]
+    chart = objects(helm.rendered("-s", "templates/podmonitor.yaml"))[0]["spec"]
+    assert monitor["selector"] == chart["selector"] == {"matchLabels": template["metadata"]["labels"]}
+    assert [one | {"path": "/metrics"} for one in monitor["podMetricsEndpoints"]] == chart["podMetricsEndpoints"][:1]
 
 
 def test_both_policies_do_the_same() -> None:
