@@ -1,4 +1,4 @@
-"""Steps as tests tell them: hooks, in Python or compiled, around real state; timelines of times; the records of whole runs."""
+"""Steps as tests tell them: hooks, in Python or compiled, around real state; the records of whole runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchobs.probes import data as loaders
 from torchobs.probes.context import Hooks, TrainingState
 from torchobs.probes.optimizer import RateSource
 from torchobs.probes.step_recorder import StepRecorder
-from torchobs.probes.timeline import EXHAUSTED, OPTIMIZER, OTHER, PhaseTimeline
+from torchobs.probes.timeline import EXHAUSTED
 from torchobs.support.error_guard import CircuitBreaker
 
 if TYPE_CHECKING:
@@ -221,34 +221,6 @@ def owner_of(hooks: StepHooks, name: str) -> tuple[Any, str]:
     """Return whose attribute one of ``STATE`` is, and its name there."""
     owner, attribute = name.split(".")
     return hooks.recorder.values if owner == "values" else hooks.owners[owner], attribute
-
-
-ORDER = PHASE_NAMES
-
-
-def spent(timeline: PhaseTimeline, now: int) -> dict[str, int]:
-    """Close the step; return what is not zero."""
-    return {name: value for name, value in zip(ORDER, timeline.close(now), strict=True) if value}
-
-
-def one_step(timeline: PhaseTimeline, start: int) -> int:
-    """A step of 100 ns: data 10, forward 30, backward 40, other 5, optimizer 15."""
-    timeline.fetch_begins(1, start)
-    timeline.fetch_ends(start + 10, exhausted=False, gradients=True)
-    timeline.backward_begins(start + 40)
-    timeline.turn(OTHER, start + 80)
-    timeline.turn(OPTIMIZER, start + 85)
-    return start + 100
-
-
-def evaluate(timeline: PhaseTimeline, loader: int, at: int) -> int:
-    """Three batches of 10 ns each, which are looked at for 30, and the loader's end."""
-    for begun in range(at, at + 120, 40):
-        timeline.fetch_begins(loader, begun)
-        timeline.fetch_ends(begun + 10, exhausted=False, gradients=True)
-    timeline.fetch_begins(loader, at + 120)
-    timeline.fetch_ends(at + 125, exhausted=True, gradients=True)
-    return at + 125
 
 
 KEPT = 45

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.step_hooks import ORDER, evaluate, one_step, spent
+from tests.timelines import ORDER, Timeline, evaluate, one_step, spent
 from torchobs.probes.timeline import (
     CHECKPOINT,
     COMPILE,
@@ -12,20 +12,25 @@ from torchobs.probes.timeline import (
     EVALUATION,
     OPTIMIZER,
     OTHER,
-    PhaseTimeline,
 )
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["whole", "squeezed"])
+def _squeezes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer is the same of a step that is so long that its trace is gone through early."""
+    monkeypatch.setattr(Timeline, "squeezes", request.param)
 
 
 def test_a_plain_step() -> None:
     """Each phase is the interval between its boundaries, and they add up to the step."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     end = one_step(timeline, 1000)
     assert spent(timeline, end) == {"data": 10, "forward": 30, "backward": 40, "other": 5, "optimizer": 15}
 
 
 def test_without_a_loader_the_time_before_backward_is_between() -> None:
     """An environment's steps and batches by a plain function cannot be told from the forward pass."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(10)
     timeline.backward_begins(50)
     timeline.turn(OTHER, 70)
@@ -35,7 +40,7 @@ def test_without_a_loader_the_time_before_backward_is_between() -> None:
 @pytest.mark.parametrize("named", [DATA, OTHER])
 def test_what_was_named_data_or_a_rollout_has_its_forward_passes_behind_it(named: int) -> None:
     """From its end to the backward, and before every further backward on the same data."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(0)
     timeline.pin(named, 0)
     timeline.unpin(500)
@@ -48,7 +53,7 @@ def test_what_was_named_data_or_a_rollout_has_its_forward_passes_behind_it(named
 
 def test_several_fetches_of_the_training_loader_are_a_prefetch() -> None:
     """All batches of an accumulation first: every fetch is data."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(0)
     for at in (0, 12, 24):
         timeline.fetch_begins(1, at)
@@ -61,7 +66,7 @@ def test_several_fetches_of_the_training_loader_are_a_prefetch() -> None:
 
 def test_a_prefetch_that_exhausts_the_loader_is_data_too() -> None:
     """Accelerate's loader asks for one batch more than it gives: at an epoch's end there is none, and then comes a backward."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(0)
     for start in (0, 101, 202):
         timeline.fetch_begins(1, start)
@@ -74,7 +79,7 @@ def test_a_prefetch_that_exhausts_the_loader_is_data_too() -> None:
 
 def test_what_the_user_names_is_that() -> None:
     """Inside a phase no hook changes anything; after data comes forward, after anything else other."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(0)
     timeline.pin(DATA, 10)
     timeline.fetch_begins(1, 15)
@@ -89,7 +94,7 @@ def test_what_the_user_names_is_that() -> None:
 
 def test_a_gan_has_forward_before_each_backward() -> None:
     """After the first optimizer there is no fetch: the time before the second backward is its forward."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.fetch_begins(1, 0)
     timeline.fetch_ends(10, exhausted=False, gradients=True)
     timeline.backward_begins(30)
@@ -104,7 +109,7 @@ def test_a_gan_has_forward_before_each_backward() -> None:
 def test_a_compilation_interrupts_the_forward_pass() -> None:
     """What lies before it and behind it is what it was, whether or not a loader has given the batch."""
     for loader in (True, False):
-        timeline = PhaseTimeline()
+        timeline = Timeline()
         timeline.close(1000)
         if loader:
             timeline.fetch_begins(1, 1000)
@@ -119,7 +124,7 @@ def test_a_compilation_interrupts_the_forward_pass() -> None:
 
 def test_what_hooks_see_within_a_compilation_is_the_compilation() -> None:
     """Tracing may call what is hooked, and a backend may name a phase."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(1000)
     timeline.pin(COMPILE, 1010)
     timeline.backward_begins(1020)
@@ -133,7 +138,7 @@ def test_what_hooks_see_within_a_compilation_is_the_compilation() -> None:
 
 def test_a_rollout_in_eval_mode_is_no_evaluation() -> None:
     """Many agents act in eval() mode: the name counts, and so it does for what is around it there."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(0)
     timeline.evaluation_begins(7, 10)
     timeline.pin(OTHER, 20)
@@ -146,7 +151,7 @@ def test_a_rollout_in_eval_mode_is_no_evaluation() -> None:
 
 def test_a_loader_with_several_batches_of_each_step_is_trained_on() -> None:
     """Unlabelled batches beside a labelled one; in the first step it may be an evaluation, which is not known yet."""
-    timeline, at = PhaseTimeline(), 0
+    timeline, at = Timeline(), 0
     timeline.close(at)
     for expected in (
         {"data": 10, "forward": 10, "backward": 20, "evaluation": 20},
@@ -163,7 +168,7 @@ def test_a_loader_with_several_batches_of_each_step_is_trained_on() -> None:
 
 def test_a_validation_loader_is_evaluation() -> None:
     """Fetches of another loader with no backward behind them, the exhausted one too."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(0)
     for at in (0, 100, 200):
         timeline.fetch_begins(2, at)
@@ -176,19 +181,18 @@ def test_a_validation_loader_is_evaluation() -> None:
 
 def test_fetches_without_gradients_are_evaluation_at_once() -> None:
     """Under no_grad nothing has to be waited for, the loader may be the training one."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(0)
     timeline.fetch_begins(1, 0)
     timeline.fetch_ends(10, exhausted=False, gradients=False)
     timeline.fetch_begins(1, 100)
     timeline.fetch_ends(105, exhausted=True, gradients=False)
-    assert timeline.spent_ns[EVALUATION] == 105
-    assert timeline.spent_ns[DATA] == 0
+    assert spent(timeline, 105) == {"evaluation": 105}
 
 
 def test_between_eval_and_train_is_evaluation() -> None:
     """Whatever happens there, and the time before and after stays what it was."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(0)
     timeline.evaluation_begins(7, 20)
     timeline.fetch_begins(2, 30)
@@ -202,7 +206,7 @@ def test_between_eval_and_train_is_evaluation() -> None:
 
 def test_a_teacher_in_eval_mode_is_no_evaluation() -> None:
     """A backward before train(), or train() of another module: what lay between counts as what it was."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(0)
     timeline.evaluation_begins(7, 0)
     end = one_step(timeline, 0)
@@ -217,7 +221,7 @@ def test_a_teacher_in_eval_mode_is_no_evaluation() -> None:
 @pytest.mark.parametrize("times", [1, 2])
 def test_loaders_fetched_side_by_side_are_one_step_s_data(times: int, use: int) -> None:
     """``zip(labelled, unlabelled)``, from the first step on, however long the one's batch is used before the other's fetch."""
-    timeline, at = PhaseTimeline(), 0
+    timeline, at = Timeline(), 0
     for _ in range(times):
         for loader in (2, 1):
             timeline.fetch_begins(loader, at)
@@ -230,7 +234,7 @@ def test_loaders_fetched_side_by_side_are_one_step_s_data(times: int, use: int) 
 
 def test_a_checkpoint_within_an_evaluation_is_a_checkpoint() -> None:
     """Saving the best model before ``train()`` is called again is not evaluation."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(one_step(timeline, 0))
     timeline.evaluation_begins(7, 100)
     timeline.pin(CHECKPOINT, 150)
@@ -243,7 +247,7 @@ def test_a_checkpoint_within_an_evaluation_is_a_checkpoint() -> None:
 
 def test_an_evaluation_has_ended_where_training_fetches_before_it_calls_train() -> None:
     """As in trainers whose training step calls ``train()``, with the batch in hand: the fetch is the step's data."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(one_step(timeline, 0))
     timeline.evaluation_begins(7, 100)
     end = evaluate(timeline, 2, 110)
@@ -257,7 +261,7 @@ def test_an_evaluation_has_ended_where_training_fetches_before_it_calls_train() 
 
 def test_an_evaluation_has_ended_where_training_goes_on_without_train() -> None:
     """A model that is trained in ``eval()``, its normalisation frozen."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(one_step(timeline, 0))
     timeline.evaluation_begins(7, 100)
     end = one_step(timeline, evaluate(timeline, 2, 110) + 5)
@@ -269,12 +273,12 @@ def test_an_evaluation_has_ended_where_training_goes_on_without_train() -> None:
 
 def test_a_look_at_a_long_evaluation_changes_nothing() -> None:
     """What is known of it so far, by a snapshot; the timeline goes on as if nobody had looked."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(one_step(timeline, 0))
     timeline.evaluation_begins(7, 100)
     timeline.fetch_begins(2, 110)
     timeline.fetch_ends(120, exhausted=False, gradients=True)
-    times, idle = timeline.snapshot().so_far(1100, 50)
+    times, idle = timeline.state().close_early(1100, 50)
     assert (times[EVALUATION], sum(times), idle) == (1000, 1000, 0)
     timeline.evaluation_ends(7, 1200)
     assert spent(timeline, 1200) == {"evaluation": 1100}
@@ -282,22 +286,22 @@ def test_a_look_at_a_long_evaluation_changes_nothing() -> None:
 
 def test_nothing_seen_for_long_is_idle() -> None:
     """After the last step, and behind the end of an evaluation's loader; not while a batch is waited for."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(one_step(timeline, 0))
-    assert timeline.snapshot().so_far(149, 50)[1] == 0
-    assert timeline.snapshot().so_far(200, 50)[1] == 100
+    assert timeline.state().close_early(149, 50)[1] == 0
+    assert timeline.state().close_early(200, 50)[1] == 100
     timeline.evaluation_begins(7, 200)
     end = evaluate(timeline, 2, 200)
-    times, idle = timeline.snapshot().so_far(end + 75, 50)
+    times, idle = timeline.state().close_early(end + 75, 50)
     assert (times[EVALUATION], times[OTHER], idle) == (end - 200, 175, 75)
     timeline.fetch_begins(1, end + 80)
-    assert timeline.snapshot().so_far(end + 1000, 50)[1] == 0
+    assert timeline.state().close_early(end + 1000, 50)[1] == 0
 
 
 @pytest.mark.parametrize(("loader", "rest", "data"), [(1, 2, 2), (1, 300, 2), (2, 2, 0)])
 def test_a_batch_before_the_loader_s_end_is_trained_on_however_long_that_took(loader: int, rest: int, data: int) -> None:
     """As many as the last step took from that pass are no evaluation: the process was held up. Another loader's may be one."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(one_step(timeline, 0))
     timeline.evaluation_begins(7, 100)
     end = evaluate(timeline, 3, 110)
@@ -309,7 +313,7 @@ def test_a_batch_before_the_loader_s_end_is_trained_on_however_long_that_took(lo
     assert times["evaluation"] == (end if data else over) - 100
 
 
-def _one_batch_and_the_end(timeline: PhaseTimeline, loader: int, start: int, rest: int) -> int:
+def _one_batch_and_the_end(timeline: Timeline, loader: int, start: int, rest: int) -> int:
     timeline.fetch_begins(loader, start)
     timeline.fetch_ends(start + 1, exhausted=False, gradients=True)
     timeline.fetch_begins(loader, start + 1 + rest)
@@ -319,50 +323,50 @@ def _one_batch_and_the_end(timeline: PhaseTimeline, loader: int, start: int, res
 
 def test_an_evaluation_is_told_while_it_lasts() -> None:
     """By eval(), until its loader has come to its end; or by a fetch without gradients, with what follows it."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(0)
-    assert timeline.evaluating_since() == 0
+    assert timeline.state().evaluating_since() == 0
     timeline.evaluation_begins(7, 10)
-    assert timeline.evaluating_since() == 10
+    assert timeline.state().evaluating_since() == 10
     timeline.fetch_begins(2, 20)
     timeline.fetch_ends(30, exhausted=False, gradients=True)
-    assert timeline.evaluating_since() == 10
+    assert timeline.state().evaluating_since() == 10
     timeline.fetch_begins(2, 60)
     timeline.fetch_ends(70, exhausted=True, gradients=True)
-    assert timeline.evaluating_since() == 0
+    assert timeline.state().evaluating_since() == 0
     timeline.evaluation_ends(7, 200)
-    assert timeline.evaluating_since() == 0
+    assert timeline.state().evaluating_since() == 0
     timeline.fetch_begins(2, 300)
     timeline.fetch_ends(310, exhausted=False, gradients=False)
-    assert timeline.evaluating_since() == 300
+    assert timeline.state().evaluating_since() == 300
     timeline.fetch_begins(2, 400)
     timeline.fetch_ends(410, exhausted=True, gradients=False)
-    assert timeline.evaluating_since() == 0
+    assert timeline.state().evaluating_since() == 0
 
 
 def test_a_teacher_in_eval_mode_is_learned() -> None:
     """Whoever was in eval() when a backward came is no evaluation the next time, unless it turns out to be one."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.close(0)
     timeline.evaluation_begins(7, 10)
     timeline.backward_begins(100)
     timeline.close(150)
     timeline.evaluation_begins(7, 160)
-    assert timeline.evaluating_since() == 0
-    assert timeline.snapshot().so_far(1_000, 10_000)[0][EVALUATION] == 0
+    assert timeline.state().evaluating_since() == 0
+    assert timeline.state().close_early(1_000, 10_000)[0][EVALUATION] == 0
     timeline.evaluation_ends(7, 300)
     timeline.evaluation_begins(7, 400)
-    assert timeline.evaluating_since() == 400
-    assert timeline.snapshot().so_far(1_000, 10_000)[0][EVALUATION] == 140 + 600
+    assert timeline.state().evaluating_since() == 400
+    assert timeline.state().close_early(1_000, 10_000)[0][EVALUATION] == 140 + 600
 
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_before_anything_was_trained_an_evaluation_begins_with_a_fetch(*, ended: bool) -> None:
     """A model that was loaded, and a teacher, are in eval() while data is prepared; a sanity check fetches."""
-    timeline = PhaseTimeline()
+    timeline = Timeline()
     timeline.evaluation_begins(7, 10)
-    assert timeline.evaluating_since() == 0
-    assert timeline.snapshot().so_far(1_000, 10_000)[0][EVALUATION] == 0
+    assert timeline.state().evaluating_since() == 0
+    assert timeline.state().close_early(1_000, 10_000)[0][EVALUATION] == 0
     if ended:
         timeline.evaluation_ends(7, 1_000)
         timeline.evaluation_begins(7, 1_000)

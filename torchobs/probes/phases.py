@@ -135,10 +135,10 @@ class OpenTime:
         seen = recorder.so_far()
         if seen is None:
             return
-        step, timeline = seen
-        self.evaluating_since_ns = timeline.evaluating_since()
+        step, state = seen
+        self.evaluating_since_ns = state.evaluating_since()
         longest_s = core.totals.floats[DURATION_SUM + 2]
-        spent, idle_ns = timeline.so_far(now_ns, 0 if last else idle_from(longest_s) * 1e9)
+        spent, idle_ns = state.close_early(now_ns, 0 if last else idle_from(longest_s) * 1e9)
         if last:
             idle_ns = sum(spent[phase] for phase in WITHIN_STEP) - spent[DATA]  # it led to no step
         parts = (spent[DATA], spent[EVALUATION], spent[CHECKPOINT], spent[COMPILE], idle_ns)
@@ -146,7 +146,7 @@ class OpenTime:
         if last:
             core.publish()
             if not self._ended:
-                recorder.evaluations.extend(timeline.evaluations)
+                recorder.evaluations.extend(state.evaluations)
             self._ended = True
 
 

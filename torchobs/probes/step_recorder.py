@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from collections import deque
 from itertools import islice
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -44,15 +45,15 @@ from torchobs.probes.timeline import (
     STEP_ENDS,
     UNPIN,
     WITHIN_STEP,
-    PhaseTimeline,
+    Carry,
+    divide,
     exhausted,
-    replay,
+    walk,
 )
 from torchobs.support.rate_limit import RateLimiter
 from torchobs.tensors.references import TensorReference
 
 if TYPE_CHECKING:
-    from collections import deque
     from collections.abc import Collection, Mapping, Sequence
 
     from torchobs.flight.writer import FlightWriter
@@ -62,6 +63,7 @@ METER_EVERY = 32
 MOST_WITHOUT = 256
 """Optimizer steps without a backward pass that go on with a step; of one that makes more, gradients come from elsewhere"""
 MOST_PARTS = 64
+_MOST_EVALUATIONS = 64
 PASS = -1
 """The optimizers that step within a backward pass, as a key in place of an id"""
 GONE = -1
@@ -146,10 +148,10 @@ class StepRecorder:
     """
 
     __slots__ = (
-        "_alive", "_append", "_append_plain", "_begun_ns", "_called_ns", "_calls", "_clean", "_compiling_ns", "_dead", "_early",
-        "_expected", "_gone", "_pacemaker", "_parts", "_plain", "_samples", "_seen_backward", "_timed", "_timeline", "_tokens",
-        "_without", "_work_done", "arguments", "direct", "given", "in_pass", "log_wins", "metered", "models", "restarts",
-        "sizes", "sole", "step", "trace", "values",
+        "_alive", "_append", "_append_plain", "_begun_ns", "_called_ns", "_calls", "_carry", "_clean", "_compiling_ns",
+        "_dead", "_early", "_expected", "_gone", "_pacemaker", "_parts", "_plain", "_samples", "_seen_backward", "_timed",
+        "_tokens", "_without", "_work_done", "arguments", "direct", "evaluations", "given", "in_pass", "log_wins", "metered",
+        "models", "restarts", "sizes", "sole", "step", "trace", "values",
     )  # fmt: skip
 
     def __init__(self, writer: FlightWriter) -> None:
@@ -195,7 +197,10 @@ class StepRecorder:
         self._tokens = self._samples = 0
         self._work_done, self._append, self._plain = writer.work_done, writer.append, writer.append_plain
         self._append_plain, self._called_ns = self._plain, 0
-        self._timeline, self._timed, self._clean = PhaseTimeline(), False, False
+        self._carry: Carry | None = None
+        self._timed = self._clean = False
+        self.evaluations: deque[tuple[int, int]] = deque(maxlen=_MOST_EVALUATIONS)
+        """Begin and end of finished evaluations, in ns; for the sampler thread, which removes them"""
         self._begun_ns = self._compiling_ns = 0
 
     @property
@@ -348,11 +353,17 @@ class StepRecorder:
         self.relieve()
 
     def relieve(self) -> None:
-        """Replay the trace early if it has become long (a long evaluation)."""
+        """Go through the trace early if it has become long (a long evaluation)."""
         if len(self.trace) > LONG_TRACE:
             for stamp in self.trace:
                 self._early |= 1 << (stamp & 15)
-            self._replay()
+            self._note_late_begin()
+            self._carry, self._clean = walk(self.trace, self.arguments, self._begun_ns, self._carry), False
+            self._carry.merge()
+            self.evaluations.extend(self._carry.evaluations)
+            self._carry.evaluations = []
+            self.trace.clear()
+            self.arguments.clear()
 
     def _has(self, codes: int) -> bool:
         """Return True if there was one of these boundaries since the last part."""
@@ -379,7 +390,7 @@ class StepRecorder:
 
     def has_begun(self, besides: Collection[int] = ()) -> bool:
         """Return True if anything was recorded since the last end, ``besides`` those boundaries. From any thread."""
-        return self._timeline.started or any(stamp & 15 not in besides for stamp in self.trace[:8])
+        return self._carry is not None or any(stamp & 15 not in besides for stamp in self.trace[:8])
 
     def in_fetch(self) -> bool:
         """Return True if the training thread is fetching a batch."""
@@ -388,11 +399,6 @@ class StepRecorder:
     def exhausted(self, since_ns: int) -> set[int]:
         """Return the arguments of this step's fetches since then that found their loader exhausted."""
         return exhausted(self.trace, self.arguments, since_ns)
-
-    @property
-    def evaluations(self) -> deque[tuple[int, int]]:
-        """Begin and end of finished evaluations, in ns; for the sampler thread, which removes them."""
-        return self._timeline.evaluations
 
     def phase(self) -> tuple[int, int]:
         """Return the current phase and when it began, in ns. For the sampler thread: the trace may change meanwhile."""
@@ -405,36 +411,28 @@ class StepRecorder:
         pinned = code == PIN and bool(named) and named[0] in range(COMPILE + 1)
         return named[0] if pinned else PHASE_OF[code], last[0] >> 4
 
-    def so_far(self) -> tuple[int, PhaseTimeline] | None:
-        """Return the number of the last step written, and a snapshot of the timeline since its end. For the sampler thread.
+    def so_far(self) -> tuple[int, Carry] | None:
+        """Return the number of the last step written, and what is known of the time since its end. For the sampler thread.
 
         ``None`` if the training thread has ended a step meanwhile. Each copy is consistent, since the GIL makes it atomic.
         """
         step, parts, trace, arguments = self.step, self._parts.copy(), self.trace.copy(), self.arguments.copy()
-        timeline = self._timeline.snapshot()
-        if self._clean:
-            timeline.restart(self._begun_ns)
-        for part in parts:
-            timeline.add(part.spent_ns)
+        carry, begun_ns = self._carry, self._begun_ns
         with contextlib.suppress(StopIteration):  # the arguments of a trace that has just been cleared
-            replay(timeline, trace, arguments)
+            state = walk(trace, arguments, begun_ns, carry)
+            for part in parts:
+                state.add(part.spent_ns)
             if self.step == step and len(self.trace) >= len(trace):
-                return step, timeline
+                return step, state
         return None
 
     def open_since(self) -> int:
         """Return when the last step or part ended, in ns; 0 before the first."""
         return self._begun_ns
 
-    def _replay(self) -> None:
-        if self._clean:
-            self._timeline.restart(self._begun_ns)
-            self._clean = False
-        if not self.step and not self._timeline.started and self.trace and self._begins_late():
+    def _note_late_begin(self) -> None:
+        if not self.step and self._carry is None and self.trace and self._begins_late():
             self.values.flags |= StepFlag.UNTIMED  # nothing before it was seen
-        replay(self._timeline, self.trace, self.arguments)
-        self.trace.clear()
-        self.arguments.clear()
 
     def _begins_late(self) -> bool:
         """Return True if the first boundary cannot be the beginning of a step."""
@@ -521,7 +519,8 @@ class StepRecorder:
             self._without, self._seen_backward = 0, True
         elif parts:
             grown = parts.pop()
-            self._timeline.add(grown.spent_ns)
+            if self._carry is not None:
+                self._carry.add(grown.spent_ns)
             self.values.merge(grown.values)
             calls = grown.calls
             self._without += key in calls
@@ -588,24 +587,26 @@ class StepRecorder:
         self.flush()
         self.trace.clear()
         self.arguments.clear()
-        self._timeline, self._clean, self.restarts = PhaseTimeline(), False, self.restarts + 1
+        self._carry, self._clean, self.restarts = None, False, self.restarts + 1
         self.values.step = GONE
         self.values = StepValues()
         self.values.flags = StepFlag.UNTIMED
         self._early, self.in_pass = _UNSEEN if self._seen_backward else 0, False
 
     def _close(self, calls: dict[int, int], now_ns: int) -> None:
-        """Close a part: end the timeline, and add the sizes of its batches to its values."""
-        self._replay()
+        """Close a part: divide its time, and add the sizes of its batches to its values."""
+        self._note_late_begin()
         values, self.values, self.sole, self._early = self.values, StepValues(), 0, 0
-        spent = self._timeline.close(now_ns)
-        batches, self._timeline.batches = self._timeline.batches, {}
-        for loader, number in batches.items() if self.sizes else ():
+        divided = divide(self.trace, self.arguments, self._begun_ns, now_ns, self._carry)
+        self.trace.clear()
+        self.arguments.clear()
+        self.evaluations.extend(divided.evaluations)
+        for loader, number in divided.batches.items() if self.sizes else ():
             tokens, samples = self.sizes.get(loader, (0, 0))
             values.tokens += number * tokens
             values.samples = min(values.samples + number * samples, _U32)
-        self._clean, self._begun_ns = self._timeline.clean, now_ns
-        self._parts.append(_Part(calls, values, spent, now_ns))
+        self._carry, self._clean, self._begun_ns = divided.carry, divided.carry.is_clean, now_ns
+        self._parts.append(_Part(calls, values, divided.spent_ns, now_ns))
 
     def _write_parts(self) -> None:
         """Write the parts as one step."""
@@ -615,7 +616,8 @@ class StepRecorder:
             values.merge(part.values)
         spent = [sum(lengths) for lengths in zip(*[part.spent_ns for part in parts], strict=True)]
         values.step = self.step = step
-        self._timeline.has_batch = False
+        if self._carry is not None:
+            self._carry.has_batch = False
         self.metered = not step % METER_EVERY
         norm = sqrt(values.norm_squared) if values.flags & StepFlag.GRAD_NORM else 0.0
         phases = tuple([length / 1e9 for length in spent]) if self._timed else _UNTIMED

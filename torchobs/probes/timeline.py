@@ -22,17 +22,17 @@ Rollouts of a reinforcement learner in ``eval()`` mode look like an evaluation, 
 Boundaries are integers, ``ns << 4 | code``, which are interpreted when the step ends. Between real steps caches are cold, and a
 hook costs what it touches: the same arithmetic took ten times longer spread over five hooks than in one place. So a hook
 appends one integer. The boundaries of a plain step (``StepRecorder.end_plainly``) go into the record as they are; any others
-are replayed through :class:`PhaseTimeline`.
+go through :func:`divide` as the step ends, which sees all of it: what a fetch was for, and whether an ``eval()`` was an
+evaluation, shows behind it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from copy import copy
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 PHASES = 9
 DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, EVALUATION, CHECKPOINT, COMPILE, BETWEEN = range(PHASES)
@@ -60,383 +60,382 @@ LONG_TRACE = 4096
 _CODE = 15
 
 NOTHING = -1
-_MAX_EVALUATIONS = 64
-
-Undecided = dict[int, tuple[int, int, int]]
-"""Fetches that may be training's or evaluation's. By loader: ns in them, ns after each until the next boundary, their number"""
 
 
-class Moment(NamedTuple):
-    """The state when an evaluation may have begun, restored if one did, or when it may have ended."""
+class Piece(NamedTuple):
+    """A part of the step in one phase."""
 
+    phase: int
+    length_ns: int
+    loader: int = 0
+    """Not 0: a fetch from that loader (data), or the time from one to the next (forward). Whose they are is open"""
+    fetches: int = 0
+
+
+class Window(NamedTuple):
+    """An evaluation that begins with ``module.eval()``."""
+
+    owner: int
+    """The module"""
     at_ns: int
+    """When it began, and ``piece``: the first of it"""
+    piece: int
+
+
+class Division(NamedTuple):
+    """What became of a step's time."""
+
     spent_ns: list[int]
-    undecided: Undecided
-    owner: int = NOTHING
-    """The module whose ``eval()`` was called"""
+    """By phase"""
+    evaluations: Sequence[tuple[int, int]]
+    """Begin and end of each, in ns"""
+    batches: Mapping[int, int]
+    """By loader, how many of its batches were trained on"""
+    carry: Carry
 
 
-class PhaseTimeline:
-    """The timeline of the step in progress."""
+def divide(trace: Iterable[int], arguments: Sequence[int], begun_ns: int, now_ns: int, carry: Carry | None) -> Division:
+    """Divide the step that ends now into phases; ``carry``: what the last one has left, ``None`` if nothing is known of it."""
+    walked = walk(trace, arguments, begun_ns, carry)
+    spent_ns = walked.close(now_ns)
+    evaluations, batches, walked.evaluations, walked.batches = walked.evaluations, walked.batches, [], {}
+    return Division(spent_ns, evaluations, batches, walked)
+
+
+def walk(trace: Iterable[int], arguments: Sequence[int], begun_ns: int, carry: Carry | None) -> Carry:
+    """Return the state behind these boundaries, of a step that is still open."""
+    state = Carry() if carry is None else carry.copy()
+    if state.is_clean:
+        state.since_ns, state.segment, state.has_trained = begun_ns, OTHER, True  # plain steps may have passed since
+    following = iter(arguments)
+    for stamp in trace:
+        state.pass_(stamp & _CODE, stamp >> 4, following)
+    return state
+
+
+class Carry:
+    """What a step leaves to the next, and the state within one: ``divide`` and ``walk`` change a copy."""
 
     __slots__ = (
-        "_compiling_ns", "_ended", "_evaluating", "_evaluating_ns", "_fetch_ns", "_fetched", "_fetching", "_has_trained",
-        "_loader", "_mark_ns", "_pinned", "_possible_end", "_teacher", "_trained", "_undecided", "_window", "_window_loader",
-        "batches", "evaluations", "has_batch", "segment", "spent_ns",
+        "batches", "compiling_ns", "ended", "evaluating_ns", "evaluations", "fetch_ns", "fetched", "fetching", "has_batch",
+        "has_trained", "is_evaluated", "loader", "pieces", "pinned", "possible_end", "segment", "since_ns", "spent_ns",
+        "teacher", "trained", "window", "window_loader",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.segment = NOTHING
+        self.segment, self.since_ns = NOTHING, 0
+        """The current phase, and since when"""
         self.spent_ns = [0] * PHASES
-        self._mark_ns = self._compiling_ns = 0
-        self._pinned: list[int] = []
-        self._teacher = NOTHING  # module in eval() during a backward: its next eval() is probably no evaluation
-        self._has_trained = False
-        self._leave_window()
-        self.has_batch = False
-        """Whether a batch was fetched for a backward pass of this step, or the script has marked where it is there"""
-        self._trained = 0  # the last loader with a backward on its batch
-        self.evaluations: deque[tuple[int, int]] = deque(maxlen=_MAX_EVALUATIONS)
-        """Begin and end of each evaluation, in ns, consumed by the sampler thread"""
+        """What is certain of the step"""
+        self.pieces: list[Piece] = []
+        """Since the last backward pass: an evaluation may turn out to hold them"""
+        self.pinned: list[int] = []
+        """Phases by hand and compilations that are open, the outermost first"""
+        self.compiling_ns = 0
+        self.window: Window | None = None
+        self.window_loader = 0
+        """The last loader that was fetched from in it"""
+        self.possible_end: tuple[int, int] | None = None
+        """Where it may have ended: the time, and the first piece behind it"""
+        self.teacher = NOTHING
+        """A module that was in eval() in a backward pass: its next eval() is probably no evaluation"""
+        self.loader = self.fetch_ns = 0
+        """The loader of the last batch, and the time of that fetch until it is known what it was"""
+        self.fetching = 0
+        """The loader of a fetch within a phase by hand"""
+        self.is_evaluated, self.evaluating_ns = False, 0
+        """Whether it was fetched without gradients, and since when all were"""
+        self.ended: set[int] = set()
+        """Loaders that came to their end since the last backward pass"""
+        self.fetched: dict[int, int] = {}
+        """Fetches from other loaders before the last backward pass that had any"""
+        self.trained = 0
+        """The last loader with a backward pass on its batch"""
+        self.has_batch = self.has_trained = False
+        """Whether a batch was fetched in this step, or the script has marked where it is there; whether anything was trained"""
+        self.evaluations: list[tuple[int, int]] = []
         self.batches: dict[int, int] = {}
-        """By loader, how many of its batches were trained on; consumed at the step's end"""
-        self._fetched: dict[int, int] = {}
-        """fetches from each loader before the last backward pass that had several"""
-        self._reset_fetch()
 
-    def _reset_fetch(self) -> None:
-        self._loader, self._fetch_ns, self._evaluating, self._evaluating_ns, self._fetching = 0, 0, False, 0, 0
-        self._undecided: Undecided = {}
-        self._ended: set[int] = set()
-
-    def _leave_window(self) -> None:
-        self._window: Moment | None = None
-        self._possible_end: Moment | None = None
-        self._window_loader = 0
+    def copy(self) -> Carry:
+        """Return a copy that changes independently."""
+        other = copy(self)
+        for name in ("spent_ns", "pieces", "pinned", "ended", "fetched", "evaluations", "batches"):
+            setattr(other, name, getattr(self, name).copy())
+        return other
 
     @property
-    def clean(self) -> bool:
-        """Whether the next step begins without state: no undecided fetch, no evaluation, no open phase."""
-        return not (self._undecided or self._fetch_ns or self._loader or self._pinned or self._window or self._evaluating_ns)
-
-    def restart(self, now_ns: int) -> None:
-        """Continue from the end of a step, after plain steps that bypassed the timeline."""
-        self._mark_ns, self.segment, self._has_trained, self.has_batch = now_ns, OTHER, True, False
+    def is_clean(self) -> bool:
+        """Whether nothing is open, so that the next step begins where this one ended."""
+        is_open = self.pieces or self.loader or self.pinned or self.window or self.evaluating_ns or any(self.spent_ns)
+        return self.segment == OTHER and not is_open
 
     def add(self, spent_ns: Sequence[int]) -> None:
-        """Add the times of a provisional end that was undone."""
-        for index, length in enumerate(spent_ns):
-            self.spent_ns[index] += length
+        """Add the times of a part that goes on."""
+        self.spent_ns = [spent + more for spent, more in zip(self.spent_ns, spent_ns, strict=True)]
 
-    @property
-    def started(self) -> bool:
-        """Whether any boundary or step was recorded."""
-        return self.segment != NOTHING
+    # -- boundaries ---------------------------------------------------------------------------------------------------------
 
-    def _cut(self, now_ns: int, following: int) -> int:
-        """End the current segment, begin the next, return the length of the former."""
-        length = now_ns - self._mark_ns if self.segment != NOTHING else 0
-        self._mark_ns, self.segment = now_ns, following
-        return length
+    def pass_(self, code: int, now_ns: int, arguments: Iterator[int]) -> None:
+        """Go on behind a boundary."""
+        if code == FETCH:
+            self._fetch_begins(next(arguments), now_ns)
+        elif FETCHED <= code <= EXHAUSTED_NO_GRAD:
+            self._fetch_ends(now_ns, exhausted=code >= EXHAUSTED, gradients=code in (FETCHED, EXHAUSTED))
+        elif code == BACKWARD_BEGINS:
+            self._backward_begins(now_ns)
+        elif code == EVAL:
+            self._evaluation_begins(next(arguments), now_ns)
+        elif code == TRAIN:
+            self.evaluation_ends(next(arguments), now_ns)
+        elif code == PIN:
+            self._pin(next(arguments), now_ns)
+        elif code == UNPIN:
+            self.unpin(now_ns)
+        elif not self.pinned:
+            self._cut(now_ns, PHASE_OF[code])
 
-    def fetch_begins(self, loader: int, now_ns: int) -> None:
-        """Begin a fetch from a DataLoader. ``loader`` identifies it across epochs."""
-        if self._pinned:
-            self._fetching = loader
+    def _cut(self, now_ns: int, following: int, phase: int | None = None) -> None:
+        """End the current phase, as what it was or as ``phase``; begin the next."""
+        if self.segment != NOTHING:
+            self.pieces.append(Piece(self.segment if phase is None else phase, now_ns - self.since_ns))
+        self.since_ns, self.segment = now_ns, following
+
+    def _leave(self, now_ns: int, following: int) -> None:
+        """End the current phase at a fetch or the like: what was done with a batch may be no training's."""
+        if self.segment != FORWARD or not self.loader:
+            self._cut(now_ns, following)
             return
-        self._leave_segment(now_ns, DATA)
-        if self._window is not None:
-            if not self._has_trained and not self._window_loader:
-                self._window = Moment(now_ns, self.spent_ns.copy(), self._undecided.copy(), self._window.owner)
-            if self._window_loader not in {0, loader}:
-                self._possible_end = Moment(now_ns, self.spent_ns.copy(), self._undecided.copy())
-            self._window_loader = loader
-        self._loader = loader
+        phases, loader = (
+            (EVALUATION, EVALUATION) if self.is_evaluated else (DATA, FORWARD),
+            self.loader * (not self.is_evaluated),
+        )
+        self.pieces.append(Piece(phases[0], self.fetch_ns, loader, 1))
+        self.pieces.append(Piece(phases[1], now_ns - self.since_ns, loader))
+        self.since_ns, self.segment, self.fetch_ns = now_ns, following, 0
 
-    def _leave_segment(self, now_ns: int, following: int) -> None:
-        """End the current segment as what it was; what was done with a batch that may be no training's is set aside."""
-        before = self.segment
-        length = self._cut(now_ns, following)
-        if before == FORWARD and self._loader:
-            self._set_aside(length)
-        elif before != NOTHING:
-            self.spent_ns[before] += length
-
-    def _set_aside(self, length: int) -> None:
-        """Keep the times of a fetch without a backward so far, until it is known what they were."""
-        if self._evaluating:
-            self.spent_ns[EVALUATION] += self._fetch_ns + length
-        else:
-            data, rest, fetches = self._undecided.get(self._loader, (0, 0, 0))
-            self._undecided[self._loader] = (data + self._fetch_ns, rest + length, fetches + 1)
-        self._fetch_ns = 0
-
-    def fetch_ends(self, now_ns: int, *, exhausted: bool, gradients: bool) -> None:
-        """End a fetch. ``exhausted``: there was no batch left. ``gradients``: whether they are enabled."""
-        if self._pinned == [DATA] and gradients and not exhausted:
-            self._count_batches(self._fetching, 1)  # a fetch that the script marks as one
-        if self._pinned or self.segment != DATA:
+    def _fetch_begins(self, loader: int, now_ns: int) -> None:
+        if self.pinned:
+            self.fetching = loader
             return
-        ahead = gradients and self._loader in self._undecided and (self._window is None or self._loader == self._trained)
-        length = self._cut(now_ns, FORWARD if ahead or not exhausted else OTHER)
-        self._evaluating = not gradients
-        self._mark_evaluation(now_ns, length, over=exhausted or gradients)
+        self._leave(now_ns, DATA)
+        if self.window is not None:
+            if not self.has_trained and not self.window_loader:
+                self.window = Window(self.window.owner, now_ns, len(self.pieces))
+            if self.window_loader not in {0, loader}:
+                self.possible_end = now_ns, len(self.pieces)
+            self.window_loader = loader
+        self.loader = loader
+
+    def _fetch_ends(self, now_ns: int, *, exhausted: bool, gradients: bool) -> None:
+        if self.pinned == [DATA] and gradients and not exhausted:  # a fetch that the script marks as one
+            self.batches[self.fetching] = self.batches.get(self.fetching, 0) + 1
+        if self.pinned or self.segment != DATA:
+            return
+        is_open = any(piece.loader == self.loader for piece in self.pieces)
+        ahead = gradients and is_open and (self.window is None or self.loader == self.trained)
+        begun_ns, self.since_ns, self.segment = self.since_ns, now_ns, FORWARD if ahead or not exhausted else OTHER
+        self.is_evaluated = not gradients
+        if self.evaluating_ns and (exhausted or gradients):
+            self.evaluations.append((self.evaluating_ns, begun_ns if gradients else now_ns))
+            self.evaluating_ns = 0
+        elif not (gradients or exhausted or self.evaluating_ns or self.window):
+            self.evaluating_ns = begun_ns
         if not exhausted:
-            self._fetch_ns = length
+            self.fetch_ns = now_ns - begun_ns
             return
-        if self._evaluating:
-            self.spent_ns[EVALUATION] += length
-        elif self._loader in self._undecided:
-            data, rest, fetches = self._undecided[self._loader]
-            self._undecided[self._loader] = (data + length, rest, fetches)
-            self._ended.add(self._loader)
-        else:
-            self.spent_ns[DATA] += length
-        self._fetch_ns = 0
+        if is_open and gradients:
+            self.ended.add(self.loader)
+        loader = self.loader if is_open and gradients else 0
+        self.pieces.append(Piece(DATA if gradients else EVALUATION, now_ns - begun_ns, loader))
         if not ahead:  # else its last batches are trained on next, or the next fetch is from another loader
-            self._loader, self._possible_end = 0, None
+            self.loader, self.possible_end = 0, None
 
-    def _mark_evaluation(self, now_ns: int, length: int, *, over: bool) -> None:
-        """Record evaluations without ``eval()``: from a fetch without gradients to the loader's end or a fetch with gradients.
-
-        ``length`` is the fetch's own.
-        """
-        if self._evaluating_ns and over:
-            self.evaluations.append((self._evaluating_ns, now_ns if self._evaluating else now_ns - length))
-            self._evaluating_ns = 0
-        elif self._evaluating and not over and not self._evaluating_ns and self._window is None:
-            self._evaluating_ns = now_ns - length
-
-    def backward_begins(self, now_ns: int) -> None:
-        """Begin the outermost backward: a fetch before it was data, and the time from there forward."""
-        if self._possible_end is not None:
-            self._conclude(self._possible_end)
-        elif self._window is not None:
-            self._teacher = self._window.owner
+    def _backward_begins(self, now_ns: int) -> None:
+        """A fetch before it was data, and the time from there forward."""
+        if self.possible_end is not None:
+            self._conclude(*self.possible_end)
+        elif self.window is not None:
+            self.teacher = self.window.owner
         self._leave_window()
-        self._has_trained = True
-        if self._pinned:
+        self.has_trained = True
+        if self.pinned:
             return
-        before = self.segment
-        length = self._cut(now_ns, BACKWARD)
-        if before == FORWARD and self._loader:
-            self._trained = self._loader
-        self.has_batch = self.has_batch or before == FORWARD
-        if before == OTHER:
-            before = FORWARD if self.has_batch else BETWEEN
-        if before != NOTHING:
-            self.spent_ns[before] += length
+        if self.segment == FORWARD:
+            self.trained, self.has_batch = self.loader or self.trained, True
+        phase = (FORWARD if self.has_batch else BETWEEN) if self.segment == OTHER else self.segment
+        self._cut(now_ns, BACKWARD, phase)
         self._decide()
 
     def _decide(self) -> None:
-        self.spent_ns[DATA] += self._fetch_ns
-        if self._fetch_ns:
-            self._count_batches(self._loader, 1)
-        own, before = bool(self._fetch_ns) + self._undecided.get(self._loader, (0, 0, 0))[2], self._fetched
-        if self._undecided:
-            self._fetched = {loader: fetches for loader, (_, _, fetches) in self._undecided.items()}
-        for loader, (data, rest, fetches) in self._undecided.items():
-            # a loader of which each step has several batches (unlabelled ones) is trained on as well
-            is_usual = before.get(loader) == fetches
-            if loader != self._loader and (loader in self._ended or (fetches > own and not is_usual)):
-                self.spent_ns[EVALUATION] += data + rest
-                continue
-            self.spent_ns[DATA] += data
-            self.spent_ns[OTHER if loader == self._loader else FORWARD] += rest
-            self._count_batches(loader, fetches)
-        self._reset_fetch()
+        """Decide whose the fetches since the last backward pass were."""
+        if self.fetch_ns:
+            self.pieces.append(Piece(DATA, self.fetch_ns, self.loader, 1))
+        fetches: dict[int, int] = {}
+        for piece in self.pieces:
+            if piece.loader:
+                fetches[piece.loader] = fetches.get(piece.loader, 0) + piece.fetches
+        own = fetches.get(self.loader, 0)
+        others = {loader: number for loader, number in fetches.items() if loader != self.loader}
+        # a loader of which each step has several batches (unlabelled ones) is trained on as well
+        evaluated = {
+            loader
+            for loader, number in others.items()
+            if loader in self.ended or (number > own and self.fetched.get(loader) != number)
+        }
+        self.fetched = others or self.fetched
+        for loader in fetches.keys() - evaluated:
+            self.batches[loader] = self.batches.get(loader, 0) + fetches[loader]
+        for phase, length_ns, loader, _ in self.pieces:
+            ahead = phase == FORWARD and loader == self.loader != 0
+            self.spent_ns[EVALUATION if loader in evaluated else OTHER if ahead else phase] += length_ns
+        self.pieces.clear()
+        self.ended.clear()
+        self.loader, self.fetch_ns, self.is_evaluated, self.evaluating_ns = 0, 0, False, 0
 
-    def _count_batches(self, loader: int, number: int) -> None:
-        self.batches[loader] = self.batches.get(loader, 0) + number
+    # -- evaluations --------------------------------------------------------------------------------------------------------
 
-    def turn(self, segment: int, now_ns: int) -> None:
-        """End the current segment as what it was; ``segment`` begins."""
-        if self._pinned:
-            return
-        before = self.segment
-        length = self._cut(now_ns, segment)
-        if before != NOTHING:
-            self.spent_ns[before] += length
+    def _leave_window(self) -> None:
+        self.window, self.possible_end, self.window_loader = None, None, 0
 
-    def evaluation_begins(self, owner: int, now_ns: int) -> None:
-        """``module.eval()`` was called; ``owner`` identifies the module."""
-        if self._pinned or self._window is not None:
-            return
-        self._leave_segment(now_ns, self.segment)  # it continues: whether this is an evaluation is known later
-        self._window = Moment(now_ns, self.spent_ns.copy(), self._undecided.copy(), owner)
+    def _evaluation_begins(self, owner: int, now_ns: int) -> None:
+        if not self.pinned and self.window is None:
+            self._leave(now_ns, self.segment)  # it continues: whether this is an evaluation is known later
+            self.window = Window(owner, now_ns, len(self.pieces))
 
     def evaluation_ends(self, owner: int, now_ns: int) -> None:
-        """``module.train()`` was called; for the module that was in ``eval()``, the time between was an evaluation."""
-        window = self._window
-        if window is None or window.owner != owner or self._pinned:
+        """End the evaluation of the module that was in ``eval()``."""
+        if self.window is None or self.window.owner != owner or self.pinned:
             return
-        if not self._has_trained and not self._window_loader:
-            self._leave_window()
-            return
-        self._teacher = NOTHING if self._teacher == owner else self._teacher
-        if self._possible_end is not None:
-            self._conclude(self._possible_end)  # the segment since then continues
-        else:
-            self._cut(now_ns, OTHER)
-            self._conclude(Moment(now_ns, self.spent_ns, self._undecided))
-            self._loader, self._fetch_ns = 0, 0
+        if self.has_trained or self.window_loader:
+            self.teacher = NOTHING if self.teacher == owner else self.teacher
+            if self.possible_end is not None:
+                self._conclude(*self.possible_end)  # the phase since then continues
+            else:
+                self.pieces.append(Piece(DATA, self.fetch_ns))
+                self._cut(now_ns, OTHER)
+                self._conclude(now_ns, len(self.pieces))
+                self.loader, self.fetch_ns = 0, 0
         self._leave_window()
 
-    def _conclude(self, end: Moment) -> None:
-        """Count the time between ``eval()`` and that end as evaluation."""
-        window = self._window
-        if window is None:
+    def _conclude(self, end_ns: int, end: int) -> None:
+        """Count the time from ``eval()`` to there as evaluation; checkpoints and compilations in it are counted as such."""
+        if self.window is None:
             return
-        self.evaluations.append((window.at_ns, end.at_ns))
-        # checkpoints and compilations within it are counted as such
-        within_ns = {segment: end.spent_ns[segment] - window.spent_ns[segment] for segment in (CHECKPOINT, COMPILE)}
-        since_ns = [now - then for now, then in zip(self.spent_ns, end.spent_ns, strict=True)]
-        self._undecided = fetched_since(self._undecided, end.undecided, window.undecided)
-        self.spent_ns = [before + since for before, since in zip(window.spent_ns, since_ns, strict=True)]
-        for segment, length in within_ns.items():
-            self.spent_ns[segment] += length
-        self.spent_ns[EVALUATION] += end.at_ns - window.at_ns - sum(within_ns.values())
+        self.evaluations.append((self.window.at_ns, end_ns))
+        for index in range(self.window.piece, end):
+            piece = self.pieces[index]
+            phase = piece.phase if piece.phase in {CHECKPOINT, COMPILE} else EVALUATION
+            self.pieces[index] = Piece(phase, piece.length_ns)
 
-    def pin(self, segment: int, now_ns: int) -> None:
-        """Begin a phase set by the user (``torchobs.phase``); no hook changes it until :meth:`unpin`.
+    def merge(self) -> None:
+        """Make one of pieces that nothing to come can tell apart."""
+        begins = sorted({0, *(self.window or ())[2:], *(self.possible_end or ())[1:]})
+        places, merged = {}, list[Piece]()
+        for begin, end in zip(begins, [*begins[1:], len(self.pieces)], strict=True):
+            places[begin] = len(merged)
+            sums: dict[tuple[int, int], tuple[int, int]] = {}
+            for phase, length_ns, loader, fetches in self.pieces[begin:end]:
+                length_before, before = sums.get((phase, loader), (0, 0))
+                sums[phase, loader] = length_before + length_ns, before + fetches
+            merged += [Piece(phase, length, loader, number) for (phase, loader), (length, number) in sums.items()]
+        self.pieces = merged
+        if self.window is not None:
+            self.window = self.window._replace(piece=places[self.window.piece])
+        if self.possible_end is not None:
+            self.possible_end = self.possible_end[0], places[self.possible_end[1]]
 
-        A compilation interrupts the current segment, which continues after it as if no time had passed.
+    # -- phases by hand -----------------------------------------------------------------------------------------------------
+
+    def _pin(self, phase: int, now_ns: int) -> None:
+        """Begin a phase by hand (``torchobs.phase``), in which no hook changes anything.
+
+        A compilation interrupts the current phase, which continues after it as if no time had passed.
         """
-        if segment == OTHER:
+        if phase == OTHER:
             self._leave_window()  # a rollout
-        if segment == COMPILE:
-            self._compiling_ns = self._compiling_ns or now_ns
-        elif self._compiling_ns:
+        if phase == COMPILE:
+            self.compiling_ns = self.compiling_ns or now_ns
+        elif self.compiling_ns:
             pass  # a phase within a compilation counts as compilation
-        elif not self._pinned:
-            self._leave_segment(now_ns, segment)
+        elif self.pinned:
+            self._cut(now_ns, phase, self.pinned[-1])
         else:
-            self.spent_ns[self._pinned[-1]] += self._cut(now_ns, segment)
-        self._pinned.append(segment)
+            self._leave(now_ns, phase)
+        self.pinned.append(phase)
 
     def unpin(self, now_ns: int) -> None:
-        """End the innermost pinned phase."""
-        if not self._pinned:
+        """End the innermost one."""
+        if not self.pinned:
             return
-        ended = self._pinned.pop()
-        if self._compiling_ns:
-            if COMPILE not in self._pinned:
-                self._take_out(now_ns)
-                self._compiling_ns = 0
-            return
-        after = self._pinned[-1] if self._pinned else FORWARD if ended in {DATA, OTHER} else OTHER
-        self.spent_ns[ended] += self._cut(now_ns, after)
+        ended = self.pinned.pop()
+        if not self.compiling_ns:
+            after = self.pinned[-1] if self.pinned else FORWARD if ended in {DATA, OTHER} else OTHER
+            self._cut(now_ns, after, ended)
+        elif COMPILE not in self.pinned:
+            self._take_out(now_ns)
+            self.compiling_ns = 0
 
     def _take_out(self, now_ns: int) -> None:
-        """Count the time of a compilation, and move the start of the enclosing segment forward by it."""
-        length = now_ns - self._compiling_ns
-        self._compiling_ns = now_ns
-        self._mark_ns += length
-        self.spent_ns[COMPILE] += length
+        """Count the time of a compilation, and let the phase around it begin so much later."""
+        length_ns, self.compiling_ns = now_ns - self.compiling_ns, now_ns
+        self.since_ns += length_ns
+        self.pieces.append(Piece(COMPILE, length_ns))
+
+    # -- the end ------------------------------------------------------------------------------------------------------------
 
     def close(self, now_ns: int) -> list[int]:
-        """End the step: return the ns spent in each segment, and begin the next step."""
-        around = self._pinned
-        if self._compiling_ns:
+        """End the step: return the ns spent in each phase, and begin the next."""
+        around = self.pinned
+        if self.compiling_ns:
             self._take_out(now_ns)
             around = around[: around.index(COMPILE)]
-        if self._possible_end is not None:
-            self._conclude(self._possible_end)
+        if self.possible_end is not None:
+            self._conclude(*self.possible_end)
         self._leave_window()
-        pinned = around[-1] if around else None
-        before = self.segment
-        length = self._cut(now_ns, OTHER if pinned is None else pinned)
-        if before != NOTHING:
-            self.spent_ns[before] += length
+        self._cut(now_ns, around[-1] if around else OTHER)
         self._decide()
-        self._has_trained = True
-        spent, self.spent_ns = self.spent_ns, [0] * PHASES
-        return spent
+        self.has_trained = True
+        spent_ns, self.spent_ns = self.spent_ns, [0] * PHASES
+        return spent_ns
 
-    def snapshot(self) -> PhaseTimeline:
-        """Return a copy of the timeline. From any thread; the original may change meanwhile."""
-        other = copy(self)
-        other.spent_ns, other._pinned = other.spent_ns.copy(), other._pinned.copy()
-        other._undecided, other._ended = other._undecided.copy(), other._ended.copy()
-        other.evaluations, other.batches = deque(), {}
-        return other
+    def close_early(self, now_ns: int, patience_ns: float) -> tuple[list[int], int]:
+        """Return the ns spent in each phase if the step ended now, and how many of them were idle; no step may follow.
 
-    def so_far(self, now_ns: int, patience_ns: float) -> tuple[list[int], int]:
-        """Return the ns spent in each segment if the step ended now, and how many of them were idle.
-
-        Call it on a snapshot only, which it consumes. An evaluation in progress counts. The time since the last boundary is
-        idle if it exceeds ``patience_ns`` and no fetch, compilation, checkpoint or evaluation is in progress.
+        An evaluation in progress counts. The time since the last boundary is idle if it exceeds ``patience_ns`` and no fetch,
+        compilation, checkpoint or evaluation is in progress.
         """
         if not self._is_likely_window():
             self._leave_window()
-        quiet_ns = now_ns - self._mark_ns if self._is_quiet() else 0
+        quiet_ns = now_ns - self.since_ns if self._is_quiet() else 0
         idle_ns = quiet_ns if quiet_ns > patience_ns else 0
-        while self._pinned:
+        while self.pinned:
             self.unpin(now_ns)
-        if self._window is not None:
-            self.evaluation_ends(self._window.owner, now_ns - idle_ns)
-        elif self.segment == FORWARD and self._loader and self._evaluating:
-            self._set_aside(self._cut(now_ns, OTHER))
-            self.evaluations.append((self._evaluating_ns or now_ns, now_ns))
+        if self.window is not None:
+            self.evaluation_ends(self.window.owner, now_ns - idle_ns)
+        elif self.segment == FORWARD and self.loader and self.is_evaluated:
+            self._leave(now_ns, OTHER)
+            self.evaluations.append((self.evaluating_ns or now_ns, now_ns))
         return self.close(now_ns), idle_ns
 
     def evaluating_since(self) -> int:
         """Return when the evaluation in progress began, in ns, as far as known before its end; 0 if there is none."""
-        if self._pinned or self.segment == NOTHING:
+        if self.pinned or self.segment == NOTHING:
             return 0
-        if self._window is not None:
-            return 0 if self._is_quiet() or not self._is_likely_window() else self._window.at_ns
-        return self._evaluating_ns
+        if self.window is not None:
+            return 0 if self._is_quiet() or not self._is_likely_window() else self.window.at_ns
+        return self.evaluating_ns
 
     def _is_likely_window(self) -> bool:
-        """Return True if the module in ``eval()`` is probably being evaluated."""
-        if self._window is None or self._window.owner == self._teacher:
-            return False
-        return self._has_trained or bool(self._window_loader)
+        """Return whether the module in ``eval()`` is probably being evaluated."""
+        is_teacher = self.window is None or self.window.owner == self.teacher
+        return not is_teacher and (self.has_trained or bool(self.window_loader))
 
     def _is_quiet(self) -> bool:
-        if self._pinned or self.segment in {NOTHING, DATA}:
+        if self.pinned or self.segment in {NOTHING, DATA}:
             return False
-        if self._window is not None:  # until its loader has come to its end, or for good if it has none
-            return bool(self._window_loader) and not self._loader
-        return not (self.segment == FORWARD and self._loader and self._evaluating)
-
-
-def fetched_since(now: Undecided, then: Undecided, before: Undecided) -> Undecided:
-    """Return the fetches undecided ``before``, and those that were added to ``now`` since ``then``."""
-    found = before.copy()
-    for loader, (data, rest, fetches) in now.items():
-        data_then, rest_then, fetches_then = then.get(loader, (0, 0, 0))
-        if fetches > fetches_then:
-            data_before, rest_before, fetches_before = found.get(loader, (0, 0, 0))
-            found[loader] = (
-                data_before + data - data_then, rest_before + rest - rest_then, fetches_before + fetches - fetches_then,
-            )  # fmt: skip
-    return found
-
-
-def replay(timeline: PhaseTimeline, trace: Iterable[int], arguments: Sequence[int]) -> None:
-    """Apply a trace to the timeline."""
-    following = iter(arguments)
-    for stamp in trace:
-        code, now_ns = stamp & _CODE, stamp >> 4
-        if code == FETCH:
-            timeline.fetch_begins(next(following), now_ns)
-        elif FETCHED <= code <= EXHAUSTED_NO_GRAD:
-            exhausted, gradients = code >= EXHAUSTED, code in (FETCHED, EXHAUSTED)
-            timeline.fetch_ends(now_ns, exhausted=exhausted, gradients=gradients)
-        elif code == BACKWARD_BEGINS:
-            timeline.backward_begins(now_ns)
-        elif code == EVAL:
-            timeline.evaluation_begins(next(following), now_ns)
-        elif code == TRAIN:
-            timeline.evaluation_ends(next(following), now_ns)
-        elif code == PIN:
-            timeline.pin(next(following), now_ns)
-        elif code == UNPIN:
-            timeline.unpin(now_ns)
-        else:
-            timeline.turn(PHASE_OF[code], now_ns)
+        if self.window is not None:  # until its loader has come to its end, or for good if it has none
+            return bool(self.window_loader) and not self.loader
+        return not (self.segment == FORWARD and self.loader and self.is_evaluated)
 
 
 def exhausted(trace: Iterable[int], arguments: Sequence[int], since_ns: int) -> set[int]:
