@@ -86,7 +86,7 @@ EXPECTED: dict[str, list[tuple[str, str, str]]] = {
         ("tickets", "TorchobsLossScaleStuck", "Longest: rank 0 on node-0: "),
         ("pager", "TorchobsLossNotFinite", "Most on: rank 0 on node-0: "),  # at a scale of 0 the weights are lost, too
     ],
-    "straggler": [],  # it is slow in its forward pass, where others may wait as well: nobody is named
+    "straggler": [("tickets", "TorchobsStraggler", r"Slowest: rank 2 on node-1: \d")],
     "slowdown": [("tickets", "TorchobsSlowdown", r"A step's time now is: \d")],
     "memory-leak": [("tickets", "TorchobsMemoryGrowth", r"First: rank 0 on node-0: .* left \(host\)")],
     "checkpoints": [("pager", "TorchobsCheckpointFailed", "On: rank 0 on node-0: ")],

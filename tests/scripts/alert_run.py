@@ -125,13 +125,13 @@ def scaled(overflows: Callable[[int], bool], seconds: float) -> None:
 
 
 def straggle() -> None:
-    """Three ranks of gloo, the last of which is five times as slow; the others wait for it."""
+    """Three ranks of gloo, the last of which takes five times as long between its steps; the others wait for it."""
     torch.distributed.init_process_group("gloo")
-    MODEL.pause_s = 5 * STEP_S if torch.distributed.get_rank() == 2 else STEP_S  # the last of three
     replica = nn.parallel.DistributedDataParallel(MODEL)
     for _ in range(130):
         backward(loss_of(replica))
         OPTIMIZER.step()
+        time.sleep(5 * STEP_S if torch.distributed.get_rank() == 2 else STEP_S)  # the last of three
     torch.distributed.destroy_process_group()
 
 
