@@ -1,7 +1,7 @@
 """The share of the forward pass in the time before a backward pass, by the stamps of some steps.
 
 Where a forward pass begins is known of steps with a *forward stamp* alone: when the first module was called
-(``probes.step.forward_stamps``). What lies before it is ``other``, what lies behind it ``forward``; a fetch in between is
+(``probes.forward_stamps``). What lies before it is ``other``, what lies behind it ``forward``; a fetch in between is
 ``data``. The mean of the last stamps divides the time of all plain steps; until there are ``LEAST_STAMPS`` the time from a
 fetch to the backward pass is ``forward``, and without a fetch it is ``between``. The means are words of the fold's state, so
 that rank and reader divide every step alike.

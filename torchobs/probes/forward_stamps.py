@@ -3,7 +3,7 @@
 Without a forward hook nothing shows where a forward pass begins, and a hook for every call would cost each module some
 microseconds. So now and then an optimizer step sets one entry of torch's global forward pre-hooks, and the first call with
 gradients in the training thread, outside of a fetch, takes it away again: 0.15 µs to set, 2 µs for the call, nothing in other
-steps. The record of a plain step has the time (``flight.metrics.forward``).
+steps. The record of a plain step has the time (``flight.forward``).
 
 There are no stamps from the first ``torch.compile`` or ``torch.export`` on: Dynamo would see the hook, warn of it, and refuse
 to export. While torch traces otherwise the hook does nothing. Calls without gradients (an evaluation, a teacher), and those of

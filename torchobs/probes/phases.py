@@ -107,7 +107,7 @@ class PhaseProbe:
 class OpenTime:
     """Credits the step in progress: goodput before the first step, during long ones and after the last one.
 
-    The fold credits steps when they end (``flight.metrics.fold``), one of up to a second only then. In a longer one,
+    The fold credits steps when they end (``flight.fold``), one of up to a second only then. In a longer one,
     evaluations, checkpoints, compilations, waiting for data and idle time are credited as they go on. At the end the rest is
     credited, so that the states add up to the rank's lifetime. In the sampler thread; a part of :class:`PhaseProbe`.
     """

@@ -4,7 +4,7 @@
 ``optimizer`` from the optimizer's pre to its post hook (inside a closure: forward up to its first backward), ``other`` the time
 between those. Each is measured as an interval of its own. In a step without a fetch nothing shows where the forward pass
 begins: what lies before its backward passes is ``between``. The script can mark what is ``data`` or ``rollout``; from there to
-a backward of the step it is ``forward``. Stamps of some steps divide both (``flight.metrics.forward``).
+a backward of the step it is ``forward``. Stamps of some steps divide both (``flight.forward``).
 
 Evaluation is neither a step nor part of one. It is
 
@@ -55,7 +55,7 @@ PHASE_OF = (
 """The phase that begins at each code."""
 
 LONG_TRACE = 4096
-"""Boundaries kept until the step ends. A longer trace (an evaluation, serving) is replayed early."""
+"""Boundaries kept until the step ends. A longer one (an evaluation, serving) is walked early."""
 
 _CODE = 15
 
