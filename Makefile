@@ -111,6 +111,6 @@ $(VENV)/.torch-$(TORCH): | $(VENV)/bin/python
 	@touch $@
 
 # The second time as well, when the compiled part has changed.
-$(VENV)/.installed: pyproject.toml build_native.py $(wildcard torchobs/_native*.[ch]) $(VENV)/.torch-$(TORCH)
+$(VENV)/.installed: pyproject.toml build_native.py torchobs/_native.c $(VENV)/.torch-$(TORCH)
 	$(BIN)/python tests/install.py -q -e '.[all,dev]'
 	@touch $@

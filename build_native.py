@@ -1,4 +1,4 @@
-"""Hatchling's build hook: compile ``torchobs/_native*.c`` where that can be done, and go on without it where it cannot.
+"""Hatchling's build hook: compile ``torchobs/_native.c`` where that can be done, and go on without it where it cannot.
 
 The compiled part is optional (docs/overhead.md): without a compiler, or Python's headers, the wheel is a pure one, and one line
 says so. With them it holds one module for all Pythons from 3.10 on (the limited API), and is tagged for the machine.
@@ -17,7 +17,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NAME = "torchobs._native"
-SOURCES = [f"torchobs/_native{part}.c" for part in ("", "_hook", "_hooks", "_signals")]
+SOURCE = "torchobs/_native.c"
 FLAGS = [
     "-std=c11", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Wstrict-prototypes",
     "-Werror",
@@ -55,7 +55,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
         from setuptools.command.build_ext import build_ext
 
         work = tempfile.mkdtemp(prefix="torchobs-native-")
-        extension = Extension(NAME, SOURCES, extra_compile_args=FLAGS, py_limited_api=True, libraries=["m"])
+        extension = Extension(NAME, [SOURCE], extra_compile_args=FLAGS, py_limited_api=True, libraries=["m"])
         command = build_ext(Distribution({"name": "torchobs", "ext_modules": [extension]}))
         command.build_lib, command.build_temp = f"{work}/lib", f"{work}/temp"
         before = Path.cwd()

@@ -17,6 +17,7 @@ from torchobs.flight.step_record import PLAIN_CODES, RecordKind, StepFlag, StepR
 from torchobs.flight.storage import Storage
 from torchobs.flight.totals import WORDS, Totals, core_series
 from torchobs.flight.writer import FlightWriter
+from torchobs.probes.hot_path import plain_steps
 
 NAME = f"r0-{0:032x}.flight"
 NATIVE = os.environ.get("TORCHOBS_NATIVE") != "0"
@@ -99,9 +100,12 @@ def plain_step(writer: FlightWriter, number: int, *, loader: bool = True) -> Non
     """Append step ``number`` as nearly every step is written: by its boundaries, each 50 ms after the last."""
     begun_ns = writer.header.monotonic_ns + (number - 1) * 250_000_000
     stamps = [begun_ns + part * 50_000_000 << 4 | code for part, code in enumerate(PLAIN_CODES)]
-    assert writer.append_plain(
-        stamps if loader else stamps[2:], number, begun_ns + 250_000_000, begun_ns, ALL_VALUES, 1, 2.0, 1.0, 0.5, 16, 2, 1.0
-    )
+    steps = plain_steps(writer)
+    steps.clean, steps.timed, steps.expected, steps.step, steps.begun_ns = True, True, [], number - 1, begun_ns
+    steps.flags, steps.losses, steps.loss_sum, steps.norm_squared, steps.learning_rate = ALL_VALUES, 1, 2.0, 1.0, 0.5
+    steps.tokens, steps.samples = 16, 2
+    steps.trace[:] = stamps if loader else stamps[2:]
+    assert steps.append(begun_ns + 250_000_000)
 
 
 def step_record(of: Header, number: int, **given: float) -> StepRecord:

@@ -1,25 +1,67 @@
-/* The part of a training step that is the same every time: time stamps of its boundaries, and the record of a plain step.
+/* PlainSteps, compiled: the twin of the class of that name in torchobs/probes/hot_path.py, which says what each attribute is.
  *
- * Optional. Pure Python is the fallback and the reference (`FlightWriter._plain_appender`, docs/overhead.md): what is unusual
- * here, a value that a field cannot hold included, is handed to it unchanged, so that it decides and raises. Between two steps
- * of a training every function and object is a cache miss; here a step needs one of each.
+ * Optional (docs/overhead.md). It does what its twin does, in the same order, and hands the same on to the same `slow_`
+ * attributes. Between two steps of a training every function and object is a cache miss; here a step needs one of each.
  *
- * The limited API of Python 3.10: one build for all later versions. The GIL is held throughout, there is no lock, and, but for
- * signals (_native_signals.c), no state outside of the objects and nothing of the process that a fork would duplicate.
+ * The limited API of Python 3.10: one build for all later versions. The GIL is held throughout, there is no lock and, but for
+ * signals (at the end), no state outside of the objects and nothing of the process that a fork would duplicate.
  */
 
-#include "_native.h"
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030A0000
+#include <Python.h>
+#include <structmember.h>
 
+#include <errno.h>
+#include <limits.h>
 #include <math.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
-/* Raised with every change of what Python calls: torchobs/flight/native.py takes no other. */
-enum { INTERFACE = 5 };
-enum { RECORD_SIZE = 128, CRC_AT = 124, KIND_PLAIN = 3, WITHOUT_FETCH = 3 };
+/* Raised with every change of what Python calls: torchobs/probes/hot_path.py takes no other. */
+enum { INTERFACE = 6 };
 
-/* torchobs.flight.step_record.PLAIN_CODES */
+/* torchobs.probes.timeline */
+enum { FETCH = 0, FETCHED = 1, EXHAUSTED = 3, BACKWARD_BEGINS = 5, BACKWARD_ENDS = 6, STEP_BEGINS = 7 };
+enum { CODE = 15, LONG_TRACE = 4096 };
+/* torchobs.flight.step_record */
+enum { RECORD_SIZE = 128, CRC_AT = 124, KIND_PLAIN = 3, CALLED_UNIT_NS = 100 };
+enum { FLAG_LOSS = 1, FLAG_GRAD_NORM = 2, FLAG_LEARNING_RATE = 4 };
+enum { METER_EVERY = 32, BOUNDARIES = 5, WITHOUT_FETCH = 3 };
 static const uint64_t plain_codes[BOUNDARIES] = {0, 1, 5, 6, 7};
+
+typedef unsigned long long Whole;
+
+/* Objects: those of the twin's attributes that are no numbers, and what records go through. */
+enum {
+    TRACE, ARGUMENTS, EXPECTED, PENDING, SCALED, TENSOR, LISTENERS, TAKE_LOSS, STEP_BREAKER, DATA_BREAKER, LOSS_BREAKER,
+    SLOW_FETCH, SLOW_BACKWARD, SLOW_BEFORE, SLOW_AFTER, SLOW_END, END_PASS, LOSS_FAILED, NOTIFY, READ_RATE, MODES, GRAD_ENABLED,
+    MEMORY, SEQUENCE, RECENT, FORCE, OBJECTS,
+};
+/* Names of other objects' attributes, interned. */
+enum { IS_OPEN, TAKES, INDEX_SAMPLER, IS_CPU, ITEM, PARAM_GROUPS, LR, ADDRESS, STORE, APPEND, NAMES };
+static const char *const name_texts[NAMES] = {
+    "is_open", "takes", "_index_sampler", "is_cpu", "item", "param_groups", "lr", "address", "store", "append",
+};
+
+typedef uint32_t CrcTables[8][16];
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *objects[OBJECTS];
+    PyObject *names[NAMES];
+    Whole step, begun_ns, called_ns, flags, losses, tokens, samples, sole, rated, batch_tokens, batch_samples, thread, outer;
+    long long depth, due_at;
+    double loss_sum, norm_squared, norm_base, norm_scale, learning_rate;
+    char evaluated, clean, timed, metered, log_wins, fetching, backwards, stepping, in_closure, in_pass;
+    Whole offset, mask, forced_at;
+    uint32_t seed;
+    CrcTables tables;
+} PlainSteps;
 
 /* -- the record ------------------------------------------------------------------------------------------------------- */
 
@@ -31,8 +73,6 @@ static const uint32_t crc_table[16] = {
 
 /* What half a byte comes to if so many halves follow it: the eight of a word are looked up beside each other, where one after
  * the other takes three times as long. Tables by bytes are 128 cache lines in place of 8, all of them cold. */
-typedef uint32_t CrcTables[8][16];
-
 static void make_tables(CrcTables tables)
 {
     memcpy(tables[0], crc_table, sizeof crc_table);
@@ -64,7 +104,7 @@ static uint32_t crc32_of(const unsigned char *data, size_t length, uint32_t seed
 static inline unsigned char *put(unsigned char *at, uint64_t value, size_t size)
 {
 #if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    value = __builtin_bswap64(value);
+    value = __builtin_bswap64(value) >> (64 - 8 * size);
 #endif
     memcpy(at, &value, size);
     return at + size;
@@ -84,361 +124,39 @@ static inline unsigned char *put_float(unsigned char *at, float value)
     return put(at, bits, sizeof bits);
 }
 
-/* As `step_record.PLAIN` and its CRC. */
-static void pack(unsigned char *record, uint64_t seq, const Step *step, uint32_t seed, uint32_t (*tables)[16])
+/* As `step_record.PLAIN` and its CRC: 1, or 0 where a field cannot hold its value. */
+static int pack(PlainSteps *self, unsigned char *record, uint64_t seq, const uint64_t *stamps, uint64_t end_ns, uint64_t called)
 {
+    const uint64_t tokens = self->tokens + self->batch_tokens, samples = self->samples + self->batch_samples;
+    const double square = self->flags & FLAG_GRAD_NORM ? self->norm_squared : 0.0;
+    const float scale = (float)self->norm_scale;
+    if (self->step == UINT64_MAX || self->flags > UINT16_MAX || self->losses > UINT32_MAX || samples > UINT32_MAX
+        || samples < self->samples || tokens < self->tokens || square < 0.0 || (isfinite(self->norm_scale) && !isfinite(scale)))
+        return 0;
     unsigned char *at = put(record, seq, 8);
-    at = put(at, step->step, 8);
-    at = put(at, step->end_ns, 8);
+    at = put(at, self->step + 1, 8);
+    at = put(at, end_ns, 8);
     at = put(at, KIND_PLAIN, 2);
-    at = put(at, step->flags, 2);
-    at = put(at, step->losses, 4);
-    at = put(at, step->stamps[0], 8);
-    at = put_double(at, step->loss);
-    at = put_double(at, step->grad_norm);
-    at = put_double(at, step->learning_rate);
+    at = put(at, self->flags, 2);
+    at = put(at, self->losses, 4);
+    at = put(at, stamps[0], 8);
+    at = put_double(at, self->loss_sum);
+    at = put_double(at, sqrt(square));
+    at = put_double(at, self->learning_rate);
     for (int index = 1; index < BOUNDARIES; index++)
-        at = put(at, step->stamps[index], 8);
-    at = put(at, step->tokens, 8);
-    at = put(at, step->samples, 4);
-    at = put_float(at, step->norm_scale);
-    at = put(at, step->begun_ns, 8);
-    at = put(at, 0, 4);
-    put(at, crc32_of(record, CRC_AT, seed, tables), 4);
-}
-
-/* -- its values, from Python's: 1, or 0 without an exception where the reference has to look ---------------------------- */
-
-int to_unsigned(PyObject *object, uint64_t most, uint64_t *value)
-{
-    if (!PyLong_Check(object))
-        return 0;
-    *value = as_uint64(object);
-    if (*value == UINT64_MAX && PyErr_Occurred()) {
-        PyErr_Clear();
-        return 0;
-    }
-    return *value <= most;
-}
-
-int to_double(PyObject *object, double *value)
-{
-    if (!PyFloat_Check(object))
-        return 0; /* another object's __float__ is the user's code */
-    *value = PyFloat_AsDouble(object);
+        at = put(at, stamps[index], 8);
+    at = put(at, tokens, 8);
+    at = put(at, samples, 4);
+    at = put_float(at, scale);
+    at = put(at, self->begun_ns, 8);
+    at = put(at, called, 4);
+    put(at, crc32_of(record, CRC_AT, self->seed, self->tables), 4);
     return 1;
 }
 
-int to_float(PyObject *object, float *value)
-{
-    double wide;
-    if (!to_double(object, &wide) || !isfinite(wide))
-        return 0;
-    *value = (float)wide;
-    return isfinite(*value);
-}
+/* -- small things ----------------------------------------------------------------------------------------------------- */
 
-/* 1: a plain step's boundaries; 0: others; -1: the reference has to look. */
-int to_stamps(PyObject *boundaries, uint64_t *stamps)
-{
-    if (!PyList_Check(boundaries))
-        return -1;
-    Py_ssize_t length = PyList_Size(boundaries);
-    if (length != BOUNDARIES && length != WITHOUT_FETCH)
-        return 0;
-    int first = (int)(BOUNDARIES - length);
-    for (int index = 0; index < first; index++)
-        stamps[index] = plain_codes[index]; /* at 0 ns */
-    for (int index = first; index < BOUNDARIES; index++) {
-        if (!to_unsigned(PyList_GetItem(boundaries, index - first), UINT64_MAX, &stamps[index]))
-            return -1;
-    }
-    for (int index = first; index < BOUNDARIES; index++) {
-        if ((stamps[index] & 15) != plain_codes[index])
-            return 0;
-    }
-    return 1;
-}
-
-/* -- Map -------------------------------------------------------------------------------------------------------------- */
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *anchor;
-    unsigned char *begin;
-    size_t size;
-} Map;
-
-static PyObject *map_new(PyTypeObject *type, PyObject *args, PyObject *named)
-{
-    static char *names[] = {"anchor", "address", "size", NULL};
-    PyObject *anchor, *address;
-    Py_ssize_t size;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "OO!n", names, &anchor, &PyLong_Type, &address, &size))
-        return NULL;
-    void *begin = PyLong_AsVoidPtr(address);
-    if (begin == NULL && PyErr_Occurred())
-        return NULL;
-    if (begin == NULL || size < 0) {
-        PyErr_SetString(PyExc_ValueError, "no address, or a negative size");
-        return NULL;
-    }
-    Map *self = (Map *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (self == NULL)
-        return NULL;
-    Py_INCREF(anchor);
-    self->anchor = anchor;
-    self->begin = begin;
-    self->size = (size_t)size;
-    return (PyObject *)self;
-}
-
-static void map_dealloc(PyObject *object)
-{
-    PyTypeObject *type = Py_TYPE(object);
-    Py_XDECREF(((Map *)object)->anchor);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DECREF(type);
-}
-
-static PyType_Slot map_slots[] = {
-    {Py_tp_doc, "Map(anchor, address, size): writable memory, which ``anchor`` keeps where it is."},
-    {Py_tp_new, map_new},
-    {Py_tp_dealloc, map_dealloc},
-    {0, NULL},
-};
-static PyType_Spec map_spec = {"torchobs._native.Map", sizeof(Map), 0, Py_TPFLAGS_DEFAULT, map_slots};
-
-unsigned char *in_map(PyObject *object, size_t offset, size_t size)
-{
-    if (PyType_GetSlot(Py_TYPE(object), Py_tp_dealloc) != (void *)map_dealloc) {
-        PyErr_SetString(PyExc_TypeError, "not a Map");
-        return NULL;
-    }
-    const Map *self = (const Map *)object;
-    if (self->size < size || offset > self->size - size || offset % size) {
-        PyErr_SetString(PyExc_ValueError, "outside of the map, or not aligned");
-        return NULL;
-    }
-    return self->begin + offset;
-}
-
-/* -- PlainSteps ------------------------------------------------------------------------------------------------------- */
-
-struct PlainSteps {
-    PyObject_HEAD
-    PyObject *sequence, *memory, *recent, *append, *force, *reference;
-    PyObject *map_type, *map_name, *store_name;
-    size_t offset;
-    uint64_t mask;
-    Py_ssize_t forced_at;
-    uint32_t seed;
-    CrcTables tables;
-};
-
-static PyObject *plain_steps_new(PyTypeObject *type, PyObject *args, PyObject *named)
-{
-    static char *names[] = {
-        "map_type", "sequence", "memory", "recent", "force", "reference", "offset", "mask", "forced_at", "seed", NULL,
-    };
-    PyObject *map_type, *sequence, *memory, *recent, *force, *reference;
-    Py_ssize_t offset, mask, forced_at;
-    unsigned long seed;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, named, "OOOOOOnnnk", names, &map_type, &sequence, &memory, &recent, &force, &reference, &offset, &mask,
-            &forced_at, &seed))
-        return NULL;
-    if (offset < 0 || mask < 0 || !PyIter_Check(sequence) || !PyType_Check(map_type)) {
-        PyErr_SetString(PyExc_ValueError, "offset and mask are not negative, sequence is an iterator, map_type a type");
-        return NULL;
-    }
-    PlainSteps *self = (PlainSteps *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (self == NULL)
-        return NULL;
-    self->map_name = PyUnicode_InternFromString("map");
-    self->store_name = PyUnicode_InternFromString("store");
-    self->append = PyObject_GetAttrString(recent, "append");
-    if (self->map_name == NULL || self->store_name == NULL || self->append == NULL) {
-        Py_DECREF(self);
-        return NULL;
-    }
-    PyObject **held[] = {&self->map_type, &self->sequence, &self->memory, &self->recent, &self->force, &self->reference};
-    PyObject *given[] = {map_type, sequence, memory, recent, force, reference};
-    for (size_t index = 0; index < sizeof given / sizeof *given; index++) {
-        Py_INCREF(given[index]);
-        *held[index] = given[index];
-    }
-    self->offset = (size_t)offset;
-    self->mask = (uint64_t)mask;
-    self->forced_at = forced_at;
-    self->seed = (uint32_t)seed;
-    make_tables(self->tables);
-    return (PyObject *)self;
-}
-
-static int plain_steps_traverse(PyObject *object, visitproc visit, void *arg)
-{
-    PlainSteps *self = (PlainSteps *)object;
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(self->map_type);
-    Py_VISIT(self->sequence);
-    Py_VISIT(self->memory);
-    Py_VISIT(self->recent);
-    Py_VISIT(self->append);
-    Py_VISIT(self->force);
-    Py_VISIT(self->reference);
-    return 0;
-}
-
-static int plain_steps_clear(PyObject *object)
-{
-    PlainSteps *self = (PlainSteps *)object;
-    Py_CLEAR(self->map_type);
-    Py_CLEAR(self->sequence);
-    Py_CLEAR(self->memory);
-    Py_CLEAR(self->recent);
-    Py_CLEAR(self->append);
-    Py_CLEAR(self->force);
-    Py_CLEAR(self->reference);
-    return 0;
-}
-
-static void plain_steps_dealloc(PyObject *object)
-{
-    PlainSteps *self = (PlainSteps *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    PyObject_GC_UnTrack(object);
-    plain_steps_clear(object);
-    Py_CLEAR(self->map_name);
-    Py_CLEAR(self->store_name);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DECREF(type);
-}
-
-PyObject *call_with(PyObject *function, PyObject *const *args, Py_ssize_t count)
-{
-    PyObject *given = PyTuple_New(count);
-    if (given == NULL)
-        return NULL;
-    for (Py_ssize_t index = 0; index < count; index++) {
-        Py_INCREF(args[index]);
-        PyTuple_SetItem(given, index, args[index]);
-    }
-    PyObject *result = PyObject_Call(function, given, NULL);
-    Py_DECREF(given);
-    return result;
-}
-
-/* Store the record: it is packed elsewhere and copied whole, by one of the two stores that the format allows. */
-static int store(PlainSteps *self, uint64_t seq, PyObject *raw, const unsigned char *record)
-{
-    size_t offset = self->offset + (size_t)((seq - 1) & self->mask) * RECORD_SIZE;
-    PyObject *map = PyObject_GetAttr(self->memory, self->map_name);
-    if (map == NULL)
-        return -1;
-    if ((PyObject *)Py_TYPE(map) == self->map_type) {
-        const Map *target = (const Map *)map; /* held until the end, whatever another thread makes of `memory` */
-        int fits = target->size >= RECORD_SIZE && offset <= target->size - RECORD_SIZE;
-        if (fits)
-            memcpy(target->begin + offset, record, RECORD_SIZE);
-        else
-            PyErr_SetString(PyExc_ValueError, "the step ring is not within the map");
-        Py_DECREF(map);
-        return fits ? 0 : -1;
-    }
-    Py_DECREF(map);
-    PyObject *at = PyLong_FromSize_t(offset);
-    if (at == NULL)
-        return -1;
-    PyObject *done = PyObject_CallMethodObjArgs(self->memory, self->store_name, at, raw, NULL);
-    Py_DECREF(at);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
-}
-
-int append_step(PlainSteps *self, const Step *step)
-{
-    PyObject *number = PyIter_Next(self->sequence);
-    if (number == NULL) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_RuntimeError, "no more numbers");
-        return -1;
-    }
-    uint64_t seq = as_uint64(number);
-    Py_DECREF(number);
-    if (seq == UINT64_MAX && PyErr_Occurred())
-        return -1;
-    unsigned char record[RECORD_SIZE];
-    pack(record, seq, step, self->seed, self->tables);
-    PyObject *raw = PyBytes_FromStringAndSize((const char *)record, RECORD_SIZE);
-    if (raw == NULL)
-        return -1;
-    PyObject *kept = store(self, seq, raw, record) < 0
-        ? NULL
-        : PyObject_CallFunctionObjArgs(self->append, raw, NULL);
-    Py_DECREF(raw);
-    if (kept == NULL)
-        return -1;
-    Py_DECREF(kept);
-    Py_ssize_t unfolded = PyObject_Size(self->recent);
-    if (unfolded < 0)
-        return -1;
-    if (unfolded >= self->forced_at) {
-        PyObject *forced = PyObject_CallObject(self->force, NULL);
-        if (forced == NULL)
-            return -1;
-        Py_DECREF(forced);
-    }
-    return 0;
-}
-
-static PyObject *append_plain(PyObject *object, PyObject *const *args, Py_ssize_t count)
-{
-    PlainSteps *self = (PlainSteps *)object;
-    Step step;
-    if (count != 12)
-        return call_with(self->reference, args, count);
-    int plain = to_stamps(args[0], step.stamps);
-    if (plain == 0)
-        Py_RETURN_FALSE;
-    if (plain < 0 || !to_unsigned(args[1], UINT64_MAX, &step.step) || !to_unsigned(args[2], UINT64_MAX, &step.end_ns)
-        || !to_unsigned(args[3], UINT64_MAX, &step.begun_ns) || !to_unsigned(args[4], UINT16_MAX, &step.flags)
-        || !to_unsigned(args[5], UINT32_MAX, &step.losses) || !to_double(args[6], &step.loss)
-        || !to_double(args[7], &step.grad_norm) || !to_double(args[8], &step.learning_rate)
-        || !to_unsigned(args[9], UINT64_MAX, &step.tokens) || !to_unsigned(args[10], UINT32_MAX, &step.samples)
-        || !to_float(args[11], &step.norm_scale))
-        return call_with(self->reference, args, count);
-    if (append_step(self, &step) < 0)
-        return NULL;
-    Py_RETURN_TRUE;
-}
-
-PlainSteps *as_plain_steps(PyObject *object)
-{
-    int is = PyType_GetSlot(Py_TYPE(object), Py_tp_dealloc) == (void *)plain_steps_dealloc; /* nothing can inherit it */
-    return is ? (PlainSteps *)object : NULL;
-}
-
-static PyMethodDef plain_steps_methods[] = {
-    {"append_plain", (PyCFunction)(void (*)(void))append_plain, METH_FASTCALL, "As FlightWriter.append_plain."},
-    {NULL, NULL, 0, NULL},
-};
-static PyType_Slot plain_steps_slots[] = {
-    {Py_tp_doc, "Writes records of plain steps; its arguments are what ``FlightWriter._plain_appender`` has at hand."},
-    {Py_tp_new, plain_steps_new},
-    {Py_tp_traverse, plain_steps_traverse},
-    {Py_tp_clear, plain_steps_clear},
-    {Py_tp_dealloc, plain_steps_dealloc},
-    {Py_tp_methods, plain_steps_methods},
-    {0, NULL},
-};
-static PyType_Spec plain_steps_spec = {
-    "torchobs._native.PlainSteps", sizeof(PlainSteps), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, plain_steps_slots,
-};
-
-/* -- boundaries, and the module --------------------------------------------------------------------------------------- */
-
-uint64_t monotonic_ns(void)
+static uint64_t monotonic_ns(void)
 {
 #ifdef __APPLE__
     return clock_gettime_nsec_np(CLOCK_UPTIME_RAW); /* time.monotonic_ns is mach_absolute_time there */
@@ -449,38 +167,698 @@ uint64_t monotonic_ns(void)
 #endif
 }
 
-int stamp(PyObject *trace, uint64_t code)
+/* As PyLong_AsUnsignedLongLong, which takes a large number byte by byte: 100 instructions more (CPython 3.11). */
+static inline uint64_t as_uint64(PyObject *object)
+{
+#if ULONG_MAX == UINT64_MAX
+    return PyLong_AsUnsignedLong(object);
+#else
+    return PyLong_AsUnsignedLongLong(object);
+#endif
+}
+
+static inline PyObject *get(const PlainSteps *self, int which)
+{
+    PyObject *object = self->objects[which];
+    return object == NULL ? Py_None : object; /* borrowed; one that was deleted is none */
+}
+
+static inline uint64_t id_of(const void *object)
+{
+    return (uint64_t)(uintptr_t)object;
+}
+
+/* Appends `monotonic_ns() << 4 | code` to the trace; 0, or -1 with an exception. */
+static int stamp(PlainSteps *self, uint64_t code)
 {
     PyObject *made = PyLong_FromUnsignedLongLong(monotonic_ns() << 4 | code);
     if (made == NULL)
         return -1;
-    int failed = PyList_Append(trace, made);
+    int failed = PyList_Append(get(self, TRACE), made);
     Py_DECREF(made);
     return failed;
 }
 
-int add_type(PyObject *module, const char *name, PyType_Spec *spec)
+/* The truth of what it takes the reference of, or -1 with an exception. */
+static int truth_of(PyObject *object)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
-    if (type == NULL)
+    int truth = object == NULL ? -1 : PyObject_IsTrue(object);
+    Py_XDECREF(object);
+    return truth;
+}
+
+/* 0, or -1 with an exception, of the result of a call, whose reference it takes. */
+static int done(PyObject *result)
+{
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+static int is_open(PlainSteps *self, int breaker)
+{
+    return truth_of(PyObject_GetAttr(get(self, breaker), self->names[IS_OPEN]));
+}
+
+/* Whether torch has a dispatch mode in force: a graph may be being made. */
+static int has_modes(PlainSteps *self)
+{
+    return truth_of(PyObject_CallNoArgs(get(self, MODES)));
+}
+
+/* The exception that is set, if it is an `Exception`, which is cleared then; else NULL. */
+static PyObject *caught(void)
+{
+    PyObject *type, *error, *traceback;
+    if (!PyErr_ExceptionMatches(PyExc_Exception))
+        return NULL;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(error, traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return error;
+}
+
+/* As `finally`: an error in it takes the place of what there was before. Takes the references. */
+static PyObject *outcome(int failed, PyObject *result, PyObject *type, PyObject *error, PyObject *traceback)
+{
+    if (!failed) {
+        PyErr_Restore(type, error, traceback);
+        return result;
+    }
+    Py_XDECREF(result);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+    return NULL;
+}
+
+static int are(Py_ssize_t count, Py_ssize_t wanted)
+{
+    if (count != wanted)
+        PyErr_Format(PyExc_TypeError, "%zd arguments, not %zd", wanted, count);
+    return count == wanted;
+}
+
+/* -- append ----------------------------------------------------------------------------------------------------------- */
+
+/* 1: these are a plain step's boundaries; 0: others; -1. */
+static int to_stamps(PyObject *trace, uint64_t *stamps)
+{
+    Py_ssize_t length = PyList_Size(trace);
+    if (length != BOUNDARIES && length != WITHOUT_FETCH)
+        return 0;
+    int first = (int)(BOUNDARIES - length);
+    for (int index = 0; index < first; index++)
+        stamps[index] = plain_codes[index]; /* at 0 ns */
+    for (int index = first; index < BOUNDARIES; index++) {
+        stamps[index] = as_uint64(PyList_GetItem(trace, index - first));
+        if (stamps[index] == UINT64_MAX && PyErr_Occurred())
+            return -1;
+    }
+    for (int index = first; index < BOUNDARIES; index++) {
+        if ((stamps[index] & CODE) != plain_codes[index])
+            return 0;
+    }
+    return 1;
+}
+
+/* Store the record: it is packed elsewhere and copied whole, by one of the two stores that the format allows. */
+static int store(PlainSteps *self, uint64_t offset, PyObject *raw, const unsigned char *record)
+{
+    PyObject *at = PyObject_GetAttr(get(self, MEMORY), self->names[ADDRESS]);
+    void *address = at == NULL ? NULL : PyLong_AsVoidPtr(at);
+    Py_XDECREF(at);
+    if (address != NULL) {
+        memcpy((unsigned char *)address + offset, record, RECORD_SIZE);
+        return 0;
+    }
+    PyObject *place = PyErr_Occurred() ? NULL : PyLong_FromUnsignedLongLong(offset);
+    if (place == NULL)
         return -1;
-    int failed = PyModule_AddObjectRef(module, name, type);
-    Py_DECREF(type);
+    int failed = done(PyObject_CallMethodObjArgs(get(self, MEMORY), self->names[STORE], place, raw, NULL));
+    Py_DECREF(place);
     return failed;
 }
 
+/* The next record's number; 0 with an exception. */
+static uint64_t next_number(PlainSteps *self)
+{
+    PyObject *number = PyIter_Next(get(self, SEQUENCE));
+    if (number == NULL) {
+        if (!PyErr_Occurred())
+            PyErr_SetNone(PyExc_StopIteration);
+        return 0;
+    }
+    uint64_t seq = as_uint64(number);
+    Py_DECREF(number);
+    return seq == UINT64_MAX && PyErr_Occurred() ? 0 : seq;
+}
+
+/* Store the record, and keep it for the fold. */
+static int keep(PlainSteps *self, uint64_t seq, const unsigned char *record)
+{
+    PyObject *raw = PyBytes_FromStringAndSize((const char *)record, RECORD_SIZE);
+    if (raw == NULL)
+        return -1;
+    int failed = store(self, self->offset + ((seq - 1) & self->mask) * RECORD_SIZE, raw, record) < 0
+        || done(PyObject_CallMethodObjArgs(get(self, RECENT), self->names[APPEND], raw, NULL)) < 0;
+    Py_DECREF(raw);
+    return failed ? -1 : 0;
+}
+
+static int empty(PyObject *list)
+{
+    return PyList_SetSlice(list, 0, PyList_Size(list), NULL);
+}
+
+/* Fold before unfolded records could be overwritten. */
+static int relieve(PlainSteps *self)
+{
+    Py_ssize_t unfolded = PyObject_Size(get(self, RECENT));
+    if (unfolded < 0)
+        return -1;
+    return (Whole)unfolded >= self->forced_at ? done(PyObject_CallNoArgs(get(self, FORCE))) : 0;
+}
+
+/* As PlainSteps.append: 1; 0 where it is no plain step; -1. */
+static int append(PlainSteps *self, uint64_t end_ns)
+{
+    uint64_t stamps[BOUNDARIES], called = 0;
+    unsigned char record[RECORD_SIZE];
+    if (!self->clean || !self->timed)
+        return 0;
+    int differs = PyObject_RichCompareBool(get(self, ARGUMENTS), get(self, EXPECTED), Py_NE);
+    if (differs)
+        return differs < 0 ? -1 : 0;
+    int plain = to_stamps(get(self, TRACE), stamps);
+    if (plain <= 0)
+        return plain;
+    if (self->called_ns > self->begun_ns) {
+        called = (self->called_ns - self->begun_ns) / CALLED_UNIT_NS;
+        called = called > UINT32_MAX ? 0 : called;
+    }
+    uint64_t seq = next_number(self);
+    if (seq == 0)
+        return -1;
+    if (!pack(self, record, seq, stamps, end_ns, called))
+        return 0;
+    if (keep(self, seq, record) < 0 || empty(get(self, TRACE)) < 0 || empty(get(self, ARGUMENTS)) < 0)
+        return -1;
+    self->begun_ns = end_ns;
+    self->step++;
+    self->metered = self->step % METER_EVERY == 0;
+    self->called_ns = self->flags = self->losses = self->tokens = self->samples = 0;
+    self->loss_sum = self->norm_squared = 0.0;
+    return relieve(self) < 0 ? -1 : 1;
+}
+
+static PyObject *plain_append(PyObject *object, PyObject *now)
+{
+    uint64_t now_ns = as_uint64(now);
+    if (now_ns == UINT64_MAX && PyErr_Occurred())
+        return NULL;
+    int appended = append((PlainSteps *)object, now_ns);
+    return appended < 0 ? NULL : PyBool_FromLong(appended);
+}
+
+/* -- fetch ------------------------------------------------------------------------------------------------------------ */
+
+/* The loader's sampler, which belongs to it, so that it is the same in every epoch; NULL where the fetch is no plain step's. */
+static PyObject *sampler_of(PlainSteps *self, PyObject *iterator)
+{
+    if (self->fetching || self->metered)
+        return NULL;
+    int open = is_open(self, DATA_BREAKER);
+    if (open || PyThread_get_thread_ident() != self->thread || PyList_Size(get(self, TRACE)) > LONG_TRACE)
+        return NULL;
+    PyObject *sampler = PyObject_GetAttr(iterator, self->names[INDEX_SAMPLER]);
+    if (sampler == NULL && PyErr_ExceptionMatches(PyExc_AttributeError))
+        PyErr_Clear();
+    return sampler;
+}
+
+static PyObject *plain_fetch(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    PlainSteps *self = (PlainSteps *)object;
+    if (!are(count, 2))
+        return NULL;
+    PyObject *sampler = sampler_of(self, args[1]), *type, *error, *traceback;
+    if (sampler == NULL)
+        return PyErr_Occurred() ? NULL : PyObject_CallFunctionObjArgs(get(self, SLOW_FETCH), args[0], args[1], NULL);
+    PyObject *key = PyLong_FromVoidPtr(sampler);
+    Py_DECREF(sampler);
+    int failed = key == NULL || PyList_Append(get(self, ARGUMENTS), key) < 0 || stamp(self, FETCH) < 0;
+    Py_XDECREF(key);
+    if (failed)
+        return NULL;
+    self->fetching = 1;
+    PyObject *batch = PyObject_CallFunctionObjArgs(args[0], args[1], NULL);
+    PyErr_Fetch(&type, &error, &traceback);
+    self->fetching = 0;
+    int gradients = truth_of(PyObject_CallNoArgs(get(self, GRAD_ENABLED)));
+    uint64_t code = (uint64_t)((batch == NULL ? EXHAUSTED : FETCHED) + (gradients == 0));
+    return outcome(gradients < 0 || stamp(self, code) < 0, batch, type, error, traceback);
+}
+
+/* -- backward --------------------------------------------------------------------------------------------------------- */
+
+/* The loss as a plain tensor on the CPU has it, new; None, where it is another; NULL with an exception. */
+static PyObject *number_of(PlainSteps *self, PyObject *loss)
+{
+    PyObject *on_cpu = PyObject_GetAttr(loss, self->names[IS_CPU]);
+    if (on_cpu == NULL)
+        return NULL;
+    Py_DECREF(on_cpu);
+    if (on_cpu != Py_True)
+        Py_RETURN_NONE;
+    return PyObject_CallMethodObjArgs(loss, self->names[ITEM], NULL);
+}
+
+/* 1: it was a plain loss; 0: any other; -1. */
+static int read_loss(PlainSteps *self, PyObject *loss, PyObject *gradient)
+{
+    if (gradient != Py_None || (PyObject *)Py_TYPE(loss) != get(self, TENSOR) || self->metered || self->log_wins
+        || get(self, SCALED) != Py_None)
+        return 0;
+    int open = is_open(self, LOSS_BREAKER);
+    if (open)
+        return open < 0 ? -1 : 0;
+    PyObject *number = number_of(self, loss);
+    if (number == NULL) {
+        PyObject *error = caught();
+        int failed = error == NULL ? -1 : done(PyObject_CallFunctionObjArgs(get(self, LOSS_FAILED), error, loss, NULL));
+        Py_XDECREF(error);
+        return failed ? -1 : 1;
+    }
+    double value = PyFloat_CheckExact(number) ? PyFloat_AsDouble(number) : NAN;
+    Py_DECREF(number);
+    if (!isfinite(value))
+        return 0;
+    self->loss_sum += value;
+    self->losses++;
+    self->flags |= FLAG_LOSS;
+    return 1;
+}
+
+/* Have the loss read, and the others hear of it. */
+static int hear(PlainSteps *self, PyObject *loss, PyObject *gradient)
+{
+    PyObject *listeners = get(self, LISTENERS);
+    if (!PyList_Check(listeners)) {
+        PyErr_SetString(PyExc_TypeError, "listeners are a list");
+        return -1;
+    }
+    Py_INCREF(listeners);
+    int failed = 0;
+    for (Py_ssize_t index = 0; !failed && index < PyList_Size(listeners); index++) {
+        PyObject *listener = PyList_GetItem(listeners, index);
+        Py_INCREF(listener);
+        int is_read = listener == get(self, TAKE_LOSS) ? read_loss(self, loss, gradient) : 0;
+        failed = is_read < 0;
+        if (!is_read)
+            failed = done(PyObject_CallFunctionObjArgs(listener, loss, gradient, Py_True, NULL));
+        Py_DECREF(listener);
+    }
+    Py_DECREF(listeners);
+    return failed ? -1 : 0;
+}
+
+/* 1: a plain step's backward pass begins; 0: any other; -1. */
+static int is_plain_pass(PlainSteps *self, PyObject *args)
+{
+    if (self->backwards || self->in_closure || PyThread_get_thread_ident() != self->thread || PyTuple_Size(args) < 2)
+        return 0;
+    int stops = is_open(self, STEP_BREAKER);
+    stops = stops ? stops : has_modes(self);
+    return stops < 0 ? -1 : !stops;
+}
+
+/* It calls the original itself: between two instructions of Python's a signal handler may raise. */
+static PyObject *plain_backward(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    PlainSteps *self = (PlainSteps *)object;
+    PyObject *type, *error, *traceback;
+    if (!are(count, 3))
+        return NULL;
+    if (!PyTuple_Check(args[1]) || !PyDict_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "a tuple and a dict are the arguments");
+        return NULL;
+    }
+    int plain = is_plain_pass(self, args[1]);
+    if (plain <= 0)
+        return plain < 0 ? NULL : PyObject_CallFunctionObjArgs(get(self, SLOW_BACKWARD), args[0], args[1], args[2], NULL);
+    if (stamp(self, BACKWARD_BEGINS) < 0 || hear(self, PyTuple_GetItem(args[1], 0), PyTuple_GetItem(args[1], 1)) < 0)
+        return NULL;
+    self->backwards = 1;
+    PyObject *result = PyObject_Call(args[0], args[1], args[2]);
+    PyErr_Fetch(&type, &error, &traceback);
+    self->backwards = 0;
+    int failed = stamp(self, BACKWARD_ENDS) < 0;
+    if (!failed && self->in_pass)
+        failed = done(PyObject_CallNoArgs(get(self, END_PASS)));
+    return outcome(failed, result, type, error, traceback);
+}
+
+/* -- the optimizer's step --------------------------------------------------------------------------------------------- */
+
+/* 1: the first group's learning rate is a float; 0: it is to be read otherwise; -1. */
+static int plain_rate(PlainSteps *self, PyObject *optimizer, double *rate)
+{
+    PyObject *groups = PyObject_GetAttr(optimizer, self->names[PARAM_GROUPS]);
+    PyObject *first = groups == NULL ? NULL : PySequence_GetItem(groups, 0);
+    PyObject *found = first == NULL ? NULL : PyObject_GetItem(first, self->names[LR]);
+    int plain = found != NULL && PyFloat_CheckExact(found);
+    if (plain)
+        *rate = PyFloat_AsDouble(found);
+    Py_XDECREF(found);
+    Py_XDECREF(first);
+    Py_XDECREF(groups);
+    if (!PyErr_Occurred())
+        return plain;
+    int other = PyErr_ExceptionMatches(PyExc_AttributeError) || PyErr_ExceptionMatches(PyExc_LookupError)
+        || PyErr_ExceptionMatches(PyExc_TypeError); /* groups of another kind */
+    if (other)
+        PyErr_Clear();
+    return other ? 0 : -1;
+}
+
+static int note_rate(PlainSteps *self, PyObject *optimizer)
+{
+    double rate;
+    int plain = plain_rate(self, optimizer, &rate);
+    if (plain < 0)
+        return -1;
+    if (!plain)
+        return done(PyObject_CallFunctionObjArgs(get(self, READ_RATE), optimizer, NULL));
+    self->learning_rate = rate;
+    self->flags |= FLAG_LEARNING_RATE;
+    return 0;
+}
+
+/* Whether the last boundary is the end of a backward pass. */
+static int follows_backward(PlainSteps *self)
+{
+    PyObject *trace = get(self, TRACE);
+    Py_ssize_t length = PyList_Size(trace);
+    if (length == 0)
+        return 0;
+    PyObject *last = PyList_GetItem(trace, length - 1);
+    return PyLong_Check(last) && (PyLong_AsUnsignedLongLongMask(last) & CODE) == BACKWARD_ENDS;
+}
+
+/* 1: a plain step begins; 0: any other; -1. */
+static int is_plain_step(PlainSteps *self, PyObject *const *args)
+{
+    if (id_of(args[0]) != self->sole || self->depth || self->metered || !PyDict_Check(args[2]) || PyDict_Size(args[2])
+        || !PyTuple_Check(args[1]) || PyTuple_Size(args[1]) > 1 || !follows_backward(self))
+        return 0;
+    int stops = is_open(self, STEP_BREAKER);
+    stops = stops ? stops : has_modes(self);
+    return stops < 0 ? -1 : !stops;
+}
+
+static PyObject *plain_before(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    PlainSteps *self = (PlainSteps *)object;
+    if (!are(count, 3))
+        return NULL;
+    int plain = is_plain_step(self, args);
+    if (plain <= 0)
+        return plain < 0 ? NULL : PyObject_CallFunctionObjArgs(get(self, SLOW_BEFORE), args[0], args[1], args[2], NULL);
+    self->depth = 1;
+    self->outer = id_of(args[0]);
+    self->stepping = 1;
+    if (stamp(self, STEP_BEGINS) < 0 || (self->rated == self->outer && note_rate(self, args[0]) < 0))
+        return NULL;
+    int is_due = self->due_at < 0 || self->step >= (Whole)self->due_at;
+    if (is_due && done(PyObject_CallFunctionObjArgs(get(self, NOTIFY), args[0], Py_False, NULL)) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* As the `except` of a hook in Python: None for an exception that the probe's breaker takes, or NULL with the exception. */
+static PyObject *taken(PlainSteps *self)
+{
+    PyObject *error = caught();
+    if (error == NULL)
+        return NULL;
+    int takes = truth_of(PyObject_CallMethodObjArgs(get(self, STEP_BREAKER), self->names[TAKES], error, NULL));
+    if (takes == 0) {
+        PyObject *type = (PyObject *)Py_TYPE(error);
+        Py_INCREF(type);
+        PyErr_Restore(type, error, PyException_GetTraceback(error));
+        return NULL;
+    }
+    Py_DECREF(error);
+    if (takes < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *plain_after(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    PlainSteps *self = (PlainSteps *)object;
+    if (!are(count, 3))
+        return NULL;
+    int stops = !self->stepping || id_of(args[0]) != self->sole || self->depth != 1;
+    stops = stops ? stops : is_open(self, STEP_BREAKER);
+    if (stops)
+        return stops < 0 ? NULL : PyObject_CallFunctionObjArgs(get(self, SLOW_AFTER), args[0], args[1], args[2], NULL);
+    uint64_t now_ns = monotonic_ns();
+    self->stepping = 0;
+    self->depth = 0;
+    int failed = append(self, now_ns);
+    if (failed == 0) {
+        PyObject *now = PyLong_FromUnsignedLongLong(now_ns);
+        failed = now == NULL ? -1 : done(PyObject_CallFunctionObjArgs(get(self, SLOW_END), now, NULL));
+        Py_XDECREF(now);
+    }
+    if (failed < 0)
+        return taken(self);
+    Py_RETURN_NONE;
+}
+
+/* -- the type ------------------------------------------------------------------------------------------------------- */
+
+static int plain_fill(PlainSteps *self, PyObject *args)
+{
+    static const int ring[] = {MEMORY, SEQUENCE, RECENT, FORCE};
+    PyObject *given[] = {Py_None, Py_None, Py_None, Py_None};
+    unsigned long seed = 0;
+    if (!PyArg_ParseTuple(
+            args, "|OOOOKKKk", &given[0], &given[1], &given[2], &given[3], &self->offset, &self->mask, &self->forced_at, &seed))
+        return -1;
+    if (PyTuple_Size(args) != 0 && !PyIter_Check(given[1])) {
+        PyErr_SetString(PyExc_TypeError, "the sequence is an iterator");
+        return -1;
+    }
+    for (int index = 0; index < 4; index++) {
+        Py_INCREF(given[index]);
+        self->objects[ring[index]] = given[index];
+    }
+    self->seed = (uint32_t)seed;
+    for (int name = 0; name < NAMES; name++) {
+        self->names[name] = PyUnicode_InternFromString(name_texts[name]);
+        if (self->names[name] == NULL)
+            return -1;
+    }
+    self->objects[TRACE] = PyList_New(0);
+    self->objects[ARGUMENTS] = PyList_New(0);
+    self->objects[LISTENERS] = PyList_New(0);
+    return self->objects[TRACE] == NULL || self->objects[ARGUMENTS] == NULL || self->objects[LISTENERS] == NULL ? -1 : 0;
+}
+
+static PyObject *plain_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(named))
+{
+    PlainSteps *self = (PlainSteps *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); /* all 0 */
+    if (self != NULL && plain_fill(self, args) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    if (self != NULL) {
+        self->norm_scale = 1.0;
+        self->due_at = PY_SSIZE_T_MAX;
+        self->thread = PyThread_get_thread_ident();
+        make_tables(self->tables);
+    }
+    return (PyObject *)self;
+}
+
+/* There is no tp_clear, so that no method finds a part missing: every cycle has an object of Python's, which is cleared. */
+static int plain_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    PlainSteps *self = (PlainSteps *)object;
+    Py_VISIT(Py_TYPE(object));
+    for (int which = 0; which < OBJECTS; which++)
+        Py_VISIT(self->objects[which]);
+    return 0;
+}
+
+static void plain_dealloc(PyObject *object)
+{
+    PlainSteps *self = (PlainSteps *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    for (int which = 0; which < OBJECTS; which++)
+        Py_CLEAR(self->objects[which]);
+    for (int name = 0; name < NAMES; name++)
+        Py_CLEAR(self->names[name]);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+#define MEMBER(name, kind) {#name, kind, offsetof(PlainSteps, name), 0, NULL}
+#define PLACE(which) (Py_ssize_t)(offsetof(PlainSteps, objects) + which * sizeof(PyObject *))
+#define OBJECT(name, which) {name, T_OBJECT, PLACE(which), 0, NULL}
+#define KEPT(name, which) {name, T_OBJECT, PLACE(which), READONLY, NULL}
+
+static PyMemberDef plain_members[] = {
+    KEPT("trace", TRACE), KEPT("arguments", ARGUMENTS), OBJECT("expected", EXPECTED), OBJECT("pending", PENDING),
+    OBJECT("scaled", SCALED), OBJECT("tensor", TENSOR), OBJECT("listeners", LISTENERS), OBJECT("take_loss", TAKE_LOSS),
+    OBJECT("step_breaker", STEP_BREAKER), OBJECT("data_breaker", DATA_BREAKER), OBJECT("loss_breaker", LOSS_BREAKER),
+    OBJECT("slow_fetch", SLOW_FETCH), OBJECT("slow_backward", SLOW_BACKWARD), OBJECT("slow_before", SLOW_BEFORE),
+    OBJECT("slow_after", SLOW_AFTER), OBJECT("slow_end", SLOW_END), OBJECT("end_pass", END_PASS),
+    OBJECT("loss_failed", LOSS_FAILED), OBJECT("notify", NOTIFY), OBJECT("read_rate", READ_RATE), OBJECT("modes", MODES),
+    OBJECT("grad_enabled", GRAD_ENABLED),
+    MEMBER(step, T_ULONGLONG), MEMBER(begun_ns, T_ULONGLONG), MEMBER(called_ns, T_ULONGLONG), MEMBER(flags, T_ULONGLONG),
+    MEMBER(losses, T_ULONGLONG), MEMBER(tokens, T_ULONGLONG), MEMBER(samples, T_ULONGLONG), MEMBER(sole, T_ULONGLONG),
+    MEMBER(rated, T_ULONGLONG), MEMBER(batch_tokens, T_ULONGLONG), MEMBER(batch_samples, T_ULONGLONG),
+    MEMBER(thread, T_ULONGLONG), MEMBER(outer, T_ULONGLONG), MEMBER(depth, T_LONGLONG), MEMBER(due_at, T_LONGLONG),
+    MEMBER(loss_sum, T_DOUBLE), MEMBER(norm_squared, T_DOUBLE), MEMBER(norm_base, T_DOUBLE), MEMBER(norm_scale, T_DOUBLE),
+    MEMBER(learning_rate, T_DOUBLE),
+    MEMBER(evaluated, T_BOOL), MEMBER(clean, T_BOOL), MEMBER(timed, T_BOOL), MEMBER(metered, T_BOOL), MEMBER(log_wins, T_BOOL),
+    MEMBER(fetching, T_BOOL), MEMBER(backwards, T_BOOL), MEMBER(stepping, T_BOOL), MEMBER(in_closure, T_BOOL),
+    MEMBER(in_pass, T_BOOL),
+    {NULL, 0, 0, 0, NULL},
+};
+
+#define FAST(function) (PyCFunction)(void (*)(void))function, METH_FASTCALL
+
+static PyMethodDef plain_methods[] = {
+    {"fetch", FAST(plain_fetch), "fetch(original, iterator)"},
+    {"backward", FAST(plain_backward), "backward(original, args, kwargs)"},
+    {"before_step", FAST(plain_before), "before_step(optimizer, args, kwargs)"},
+    {"after_step", FAST(plain_after), "after_step(optimizer, args, kwargs)"},
+    {"append", plain_append, METH_O, "append(end_ns)"},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot plain_slots[] = {
+    {Py_tp_doc, "See torchobs.probes.hot_path.PlainSteps."},
+    {Py_tp_new, plain_new},
+    {Py_tp_traverse, plain_traverse},
+    {Py_tp_dealloc, plain_dealloc},
+    {Py_tp_members, plain_members},
+    {Py_tp_methods, plain_methods},
+    {0, NULL},
+};
+static PyType_Spec plain_spec = {
+    "torchobs._native.PlainSteps", sizeof(PlainSteps), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, plain_slots,
+};
+
+/* -- signals that end the process ---------------------------------------------------------------------------------------
+ *
+ * Which one it was is stored as it comes: a handler in Python would not run while a rank is stuck in a collective, and what
+ * faulthandler writes is the same for each. This one stores a word that was made beforehand, and then has the signal do what it
+ * would have done. All that it calls is async-signal-safe. See torchobs.flight.endings.mark_exits.
+ */
+
+enum { MOST_SIGNALS = 64 };
+
+static volatile uint64_t words[MOST_SIGNALS + 1];
+static uint64_t *volatile target;
+static volatile pid_t owner;
+static PyObject *anchor; /* what keeps the target where it is */
+
+static void set_action(int number, void (*handler)(int))
+{
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = handler;
+    sigemptyset(&action.sa_mask);
+    sigaction(number, &action, NULL);
+}
+
+static void on_signal(int number)
+{
+    int before = errno;
+    volatile uint64_t *word = target;
+    /* in a child of fork it is its parent's, and what is said already stays */
+    if (word != NULL && getpid() == owner && *word == 0)
+        *word = words[number];
+    set_action(number, SIG_DFL);
+    raise(number); /* held back until this returns */
+    errno = before;
+}
+
+static int has(int number, void (*handler)(int))
+{
+    struct sigaction action;
+    return sigaction(number, NULL, &action) == 0 && !(action.sa_flags & SA_SIGINFO) && action.sa_handler == handler;
+}
+
+static PyObject *unmark_signals(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
+{
+    target = NULL;
+    for (int number = 1; number <= MOST_SIGNALS; number++) {
+        if (words[number] != 0 && has(number, on_signal))
+            set_action(number, SIG_DFL);
+        words[number] = 0;
+    }
+    Py_CLEAR(anchor);
+    Py_RETURN_NONE;
+}
+
+static PyObject *mark_signals(PyObject *module, PyObject *args)
+{
+    PyObject *kept, *given, *key, *value;
+    Whole address;
+    if (!PyArg_ParseTuple(args, "OKO!", &kept, &address, &PyDict_Type, &given))
+        return NULL;
+    Py_DECREF(unmark_signals(module, NULL));
+    for (Py_ssize_t at = 0; PyDict_Next(given, &at, &key, &value);) {
+        long number = PyLong_AsLong(key);
+        uint64_t word = PyLong_AsUnsignedLongLong(value);
+        if (PyErr_Occurred())
+            return NULL;
+        if (number >= 1 && number <= MOST_SIGNALS)
+            words[number] = word;
+    }
+    Py_INCREF(kept);
+    anchor = kept;
+    owner = getpid();
+    target = (uint64_t *)(uintptr_t)address;
+    for (int number = 1; number <= MOST_SIGNALS; number++) {
+        if (words[number] != 0 && has(number, SIG_DFL))
+            set_action(number, on_signal);
+    }
+    Py_RETURN_NONE;
+}
+
+/* -- the module ------------------------------------------------------------------------------------------------------- */
+
+static PyMethodDef functions[] = {
+    {"mark_signals", mark_signals, METH_VARARGS,
+     "mark_signals(anchor, address, words): store ``words[number]`` at the address, if there is 0, when a signal of that\n"
+     "number ends this process, for those that have their default action. Replaces what was marked before."},
+    {"unmark_signals", unmark_signals, METH_NOARGS, "Give them their default back, but for those that have another handler."},
+    {NULL, NULL, 0, NULL},
+};
+
 static int fill(PyObject *module)
 {
-    if (add_type(module, "Map", &map_spec) < 0 || add_type(module, "PlainSteps", &plain_steps_spec) < 0)
+    PyObject *type = PyType_FromModuleAndSpec(module, &plain_spec, NULL);
+    if (type == NULL)
         return -1;
-    if (add_hooks(module) < 0 || add_signals(module) < 0)
-        return -1;
-    return PyModule_AddIntConstant(module, "INTERFACE", INTERFACE);
+    int failed = PyModule_AddObjectRef(module, "PlainSteps", type);
+    Py_DECREF(type);
+    return failed ? -1 : PyModule_AddIntConstant(module, "INTERFACE", INTERFACE);
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, fill}, {0, NULL}};
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "torchobs._native", "See _native.c.", 0, NULL, slots, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "torchobs._native", "See _native.c.", 0, functions, slots, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__native(void)

@@ -139,7 +139,7 @@ def _call(name: str, function: Callable[..., object], *args: Any) -> None:
 
 
 def _step(context: ProbeContext) -> None:
-    if context.recorder.metered or not context.recorder.step:
+    if context.recorder.plain.metered or not context.recorder.step:
         context.training.loop.note()
     context.recorder.end(time.monotonic_ns())
 

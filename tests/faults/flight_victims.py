@@ -19,6 +19,7 @@ from torchobs.flight.layout import MIN_SIZE
 from torchobs.flight.step_record import PLAIN_CODES, StepFlag
 from torchobs.flight.value_blocks import USER
 from torchobs.flight.writer import FlightWriter, open_writer
+from torchobs.probes.hot_path import plain_steps
 
 BUCKETS = 150
 HISTOGRAMS = [Metric(f"test.{name}", Kind.HISTOGRAM, "", "", bounds=tuple(map(float, range(BUCKETS - 1)))) for name in "ab"]
@@ -41,13 +42,17 @@ def rank(writer: FlightWriter) -> Iterator[int]:
     threading.Thread(target=_sample, args=[writer], daemon=True).start()
     phases = (0.0625, 0.0625, 0.125, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     yield 0
+    steps = plain_steps(writer)
+    steps.clean, steps.timed, steps.expected = True, True, []
     for number in count(1):
         now_ns = time.monotonic_ns()
         if number % 2:
             writer.append(number, now_ns, 1, StepFlag.LOSS, 1, 0.25, number / 64, 0.0, 0.0, phases, 16, 2, 1.0)
         else:
-            same = [now_ns << 4 | code for code in PLAIN_CODES]
-            writer.append_plain(same, number, now_ns, now_ns, StepFlag.LOSS, 1, number / 64, 0.0, 0.0, 16, 2, 1.0)
+            steps.trace[:] = [now_ns << 4 | code for code in PLAIN_CODES]
+            steps.step, steps.begun_ns, steps.flags, steps.losses = number - 1, now_ns, StepFlag.LOSS, 1
+            steps.loss_sum, steps.tokens, steps.samples = number / 64, 16, 2
+            steps.append(now_ns)
         yield number
 
 

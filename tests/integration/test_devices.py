@@ -19,7 +19,7 @@ from tests.slow_device import Passed, SlowDevice
 from tests.training import Recording, StepFlag, batch, has, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.flight.step_record import RecordKind
-from torchobs.probes import amp, backward, clipping, steps
+from torchobs.probes import amp, clipping, steps
 from torchobs.probes.amp import AmpProbe, LossScaling
 from torchobs.probes.device_times import LONGEST_S, DeviceTimeProbe, Mark, phase_times
 from torchobs.probes.gradient_norms import Clipping, is_l2
@@ -282,7 +282,7 @@ class Late:
 @pytest.fixture
 def late(flight_dir: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     """See the class; the level may be the fixture's parameter. Its tensors are fakes, beside which nothing is recorded else."""
-    for hooks in (amp, backward, clipping, steps):
+    for hooks in (amp, clipping, steps):
         monkeypatch.setattr(hooks, "graph_being_made", lambda: lambda: False)
     level = getattr(request, "param", "basic")
     for run in recording(flight_dir, disable_probes="gradients,loss,amp", level=level):

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from torchobs.ranks.snapshot import Rank
 
 
-native = compiled()
-COMPILED = pytest.mark.skipif(native is None, reason=NEEDS_COMPILER)
+COMPILED = pytest.mark.skipif(compiled() is None, reason=NEEDS_COMPILER)
 FROM_A_TERMINAL = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
 """Where the tests themselves run under nohup"""
 WAITS = "import time\nprint('ready', flush=True)\ntime.sleep(60)\n"
@@ -222,8 +221,7 @@ print(len(blocked), sum(blocked))
 def mark_signals() -> None:
     """Mark the signals that end a process by their default."""
     memory = ctypes.create_string_buffer(64)
-    assert native is not None
-    endings.mark_exits(native, native.Map(memory, ctypes.addressof(memory), 64), 8)
+    endings.mark_exits(memory, ctypes.addressof(memory) + 8)
 
 
 def caught() -> int:
@@ -241,10 +239,10 @@ def test_handlers_come_and_go_without_python_s_knowledge() -> None:
         assert caught() & ~before & bit
         assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
         signal.signal(signal.SIGUSR1, lambda *_: None)
-        endings.unmark_exits(native)
+        endings.unmark_exits()
         assert caught() == before | 1 << signal.SIGUSR1 - 1
     finally:
-        endings.unmark_exits(native)
+        endings.unmark_exits()
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
@@ -258,7 +256,7 @@ def test_a_signal_with_a_handler_is_left_alone() -> None:
         signal.raise_signal(signal.SIGUSR1)
         assert heard == [signal.SIGUSR1]
     finally:
-        endings.unmark_exits(native)
+        endings.unmark_exits()
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
@@ -274,7 +272,7 @@ def test_a_child_of_fork_has_the_defaults() -> None:
         assert os.waitpid(child, 0)[1] == 0
         assert caught() != before
     finally:
-        endings.unmark_exits(native)
+        endings.unmark_exits()
 
 
 SCRIPT = """

@@ -24,8 +24,8 @@ import torch
 
 from tests.diagnosis import test_healthy_zoo as zoo
 from tests.diagnosis.observing import Look
+from tests.golden_steps import LOOPS, EventLoop, assert_alike, columns
 from tests.integration.test_integrations import RUN, SCRIPTS, reports, seen, start
-from tests.step_hooks import LOOPS, EventLoop, assert_alike, columns
 from tests.support import free_port
 from tests.training import recording
 from torchobs.flight import reader

@@ -23,7 +23,7 @@ def main(path: str, examples: int, number: int) -> None:
 
     assert module is test_native.NATIVE
     tests: tuple[Any, ...] = (
-        test_native.test_both_leave_the_same_bytes_on_any_input,
+        test_native.test_both_leave_the_same_bytes,
         test_native.test_both_leave_the_same_in_any_state,
         test_native.test_any_value_that_its_fields_hold_is_read_back,
     )

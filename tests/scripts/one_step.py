@@ -11,12 +11,17 @@ from torchobs.flight.directory import open_place
 from torchobs.flight.native import compiled
 from torchobs.flight.step_record import PLAIN_CODES
 from torchobs.flight.writer import open_writer
+from torchobs.probes.hot_path import plain_steps
 
 with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
     writer = open_writer(open_place(folder, None), {"rank": 0})
     begun_ns = writer.header.monotonic_ns
     stamps = [begun_ns + 1000 * place << 4 | code for place, code in enumerate(PLAIN_CODES)]
-    writer.append_plain(stamps, 1, begun_ns + 9000, begun_ns, 1, 1, 2.5, 0.0, 0.0, 0, 0, 1.0)
+    steps = plain_steps(writer)
+    steps.clean, steps.timed, steps.expected, steps.begun_ns = True, True, [], begun_ns
+    steps.flags, steps.losses, steps.loss_sum = 1, 1, 2.5
+    steps.trace[:] = stamps
+    steps.append(begun_ns + 9000)
     file = reader.open_path(writer.path)
     (record,) = file.steps()
     file.close()

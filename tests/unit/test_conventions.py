@@ -94,7 +94,7 @@ def test_only_the_guard_catches_everything() -> None:
         "guard/model_files.py": "a damaged file raises anything in what reads it, which the verdict says",
         "injection/sitecustomize.py": "the guard is not to be imported: torchobs itself may be what does not fit",
         "probes/exits.py": "a class' own `__str__`, which the interpreter calls under a handler, too",
-        "probes/loss.py": "the guard's own decision, inline: in every step its frame would cost more than what it guards",
+        "probes/hot_path.py": "the guard's own decision, inline: in every step its frame would cost more than what it guards",
         "probes/steps.py": "the same",
         "support/error_guard.py": "it is the guard",
     }

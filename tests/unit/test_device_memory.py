@@ -194,7 +194,7 @@ def test_a_leak_on_the_device_is_seen_below_the_activations(run: Recording) -> N
     context = run.session.context
     assert context is not None
     for point in range(LEAST):
-        context.recorder.step = 100 * point
+        context.recorder.plain.step = 100 * point
         floor = 10 * GIB + point * 1000 * MIB
         for look in range(10):
             device.memory = [DeviceMemory("cuda:0", floor + (look * 7 + point * 3) % 10 * 3 * GIB, floor, limit=TOTAL)]
@@ -264,7 +264,7 @@ def test_an_oom_event_holds_the_allocator_s_numbers_and_the_step(run: Recording)
     module = OomCuda()
     watcher = observer(run, module)
     assert run.session.context is not None
-    run.session.context.recorder.step = 17
+    run.session.context.recorder.plain.step = 17
     watcher.note(0, 8 * GIB, TOTAL, GIB)
     module.remembers = True
     watcher._last -= MIN_INTERVAL_S

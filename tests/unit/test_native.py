@@ -1,4 +1,4 @@
-"""The compiled part: its hooks and its steps do what Python's do."""
+"""``PlainSteps`` and its compiled twin: whatever is called, in whatever state, both leave the same attributes and bytes."""
 
 from __future__ import annotations
 
@@ -14,163 +14,143 @@ from hypothesis import example, given
 from hypothesis import strategies as some
 
 from tests import flights
-from tests.step_hooks import OPTIMIZERS, STATE, Loss, perform, ready
+from tests.step_hooks import OPTIMIZERS, PUBLIC, Loss, StepHooks, perform, ready
 from tests.support import NEEDS_COMPILER
 from torchobs.flight.layout import Region
 from torchobs.flight.native import compiled
 from torchobs.flight.step_record import NO_FETCH, PLAIN_CODES, unpack
 from torchobs.flight.storage import Storage
 from torchobs.flight.writer import FlightWriter
-from torchobs.probes.step_recorder import METER_EVERY
-from torchobs.probes.timeline import LONG_TRACE
+from torchobs.probes.hot_path import METER_EVERY, PlainSteps, plain_steps
+from torchobs.probes.timeline import EXHAUSTED, LONG_TRACE
 
 NATIVE: Any = compiled()
 pytestmark = pytest.mark.skipif(NATIVE is None, reason=NEEDS_COMPILER)
-ALL: tuple[tuple[Any, ...], ...] = (
-    ("fetch", None),
-    ("backward", [Loss(0.5), None], None),
-    *((hook, OPTIMIZERS[0], (OPTIMIZERS[0],), {}) for hook in ("before", "after")),
-)
-"""A plain step"""
+U64 = (1 << 64) - 1
+EDGES = [0, 1, 2, *(bits + step for width in (16, 32) for bits in (1 << width,) for step in (-2, -1, 0, 1)), U64 - 1, U64]
+wholes = some.one_of(some.integers(0, 1 << 20), some.sampled_from(EDGES))
+norms = some.one_of(some.floats(0.0), some.just(math.nan))
 odd: Any = some.sampled_from(
-    [0, 1, 2, -1, True, False, None, 0.5, math.nan, math.inf, 3.5e38, 65536, 1 << 32, (1 << 64) - 1, 1 << 64, 1 << 200, "1", []]
+    [0, 1, 2, -1, True, False, None, 0.5, math.nan, math.inf, 3.5e38, 65536, 1 << 32, U64, 1 << 64, 1 << 200, "1", []]
 )
+WHOLES = ("step", "begun_ns", "called_ns", "flags", "losses", "tokens", "samples", "batch_tokens", "batch_samples")
+YES_OR_NO = (
+    "evaluated", "clean", "timed", "metered", "log_wins", "fetching", "backwards", "stepping", "in_closure", "in_pass",
+    "step_breaker", "data_breaker", "loss_breaker", "gradients",
+)  # fmt: skip
+STATE: dict[str, Any] = {
+    **dict.fromkeys(YES_OR_NO, some.booleans()),
+    **dict.fromkeys(WHOLES, wholes),
+    "losses": some.integers(0, 1 << 33),
+    **dict.fromkeys(("loss_sum", "learning_rate", "norm_scale"), some.floats()),
+    **dict.fromkeys(("norm_squared", "norm_base"), norms),
+    "depth": some.integers(-1, 2),
+    "due_at": some.sampled_from([0, 1, 2, 3, sys.maxsize]),
+    "traced": some.integers(0, 2),
+    "expected": some.sampled_from([None, [], [id(OPTIMIZERS[0])], [1, 2]]),
+    "scaled": some.sampled_from([None, 1]),
+    "thread": some.just(1),
+    **dict.fromkeys(["sole", "rated", "outer"], some.sampled_from([0, *map(id, OPTIMIZERS)])),
+}
+"""What the twins' attributes may be, and those of what they ask"""
 numbers: Any = some.one_of(some.floats(), odd, some.just(RuntimeError("of two elements")), some.just(ValueError("of ours")))
 losses: Any = some.one_of(some.builds(Loss, numbers), some.builds(Loss, numbers, is_cpu=odd), odd)
+boundaries = some.one_of(
+    some.builds(
+        lambda codes, times: [at << 4 | code for at, code in zip(times, codes, strict=False)],
+        some.sampled_from([PLAIN_CODES, PLAIN_CODES[2:], NO_FETCH, (0, 2, 5, 6, 7), (0, 1, 5, 6, 7, 7)]),
+        some.lists(some.integers(0, 1 << 59), min_size=6, max_size=6),
+    ),
+    some.lists(wholes, max_size=6),
+)
 acts = some.one_of(
-    some.tuples(some.just("set"), some.sampled_from(STATE), odd),
-    some.tuples(some.just("fetch"), some.sampled_from([None, StopIteration(), KeyError()])),
-    some.tuples(some.just("backward"), some.lists(losses, max_size=2), some.sampled_from([None, None, KeyError()])),
-    some.tuples(some.just("take_loss"), losses, odd, odd),
+    some.sampled_from(sorted(STATE)).flatmap(lambda name: some.tuples(some.just("set"), some.just(name), STATE[name])),
+    some.tuples(some.just("fetch"), some.sampled_from([None, *OPTIMIZERS[:2]]), some.sampled_from([None, StopIteration()])),
+    some.tuples(some.just("backward"), some.lists(losses, max_size=3), some.sampled_from([None, None, KeyError()])),
     some.tuples(
-        some.sampled_from(["before", "after"]),
+        some.sampled_from(["before_step", "after_step"]),
         some.sampled_from(OPTIMIZERS),
         some.lists(odd, max_size=3).map(tuple),
         some.dictionaries(some.just("closure"), odd, max_size=1),
     ),
+    some.tuples(some.just("boundaries"), boundaries),
+    some.tuples(some.just("append"), some.integers(0, 1 << 59)),
     some.tuples(some.just("plain"), some.floats()),
 )
 
 
+def test_both_have_the_same_attributes_and_begin_alike() -> None:
+    """None is the one's alone, and what the one is new is what the other is."""
+    python, native = PlainSteps(), NATIVE.PlainSteps()
+    assert {name for name in vars(NATIVE.PlainSteps) if not name.startswith("_")} == {
+        *PUBLIC, "fetch", "backward", "before_step", "after_step", "append",
+    }  # fmt: skip
+    assert {name: repr(getattr(native, name)) for name in PUBLIC} == {name: repr(getattr(python, name)) for name in PUBLIC}
+
+
 @given(some.sampled_from(OPTIMIZERS), some.lists(acts, max_size=8))
 @example(OPTIMIZERS[0], [("plain", 0.5)] * (METER_EVERY + 3))
-@example(OPTIMIZERS[0], [("lengthen", LONG_TRACE - 1), *[("fetch", None)] * 3])
-def test_both_leave_the_same_in_any_state(optimizer: Any, done: list[tuple[Any, ...]]) -> None:
-    """Odd values in every attribute that the hooks read, odd arguments, exceptions of the user's and of ours."""
+@example(OPTIMIZERS[0], [("boundaries", [EXHAUSTED] * (LONG_TRACE - 1)), *[("fetch", OPTIMIZERS[0], None)] * 3])
+def test_both_leave_the_same_in_any_state(optimizer: Any, sequence: list[tuple[Any, ...]]) -> None:
+    """Odd arguments, exceptions of the user's and of ours, any values of the attributes; handed on is the same, too."""
     both = [ready(native=native, optimizer=optimizer) for native in (False, True)]
-    for act in [*done, ("plain", 0.25)]:
+    for act in [*sequence, ("plain", 0.25)]:
         python, native = (perform(hooks, optimizer, *act) for hooks in both)
         assert repr(native) == repr(python), act  # NaN is not equal to itself
         assert both[1].state() == both[0].state(), act
 
 
-def test_a_plain_step_is_recorded_without_the_hooks_in_python() -> None:
-    """Else the test above compares them with themselves."""
-    hooks, called = ready(native=True), list[str]()
-    gc.disable()  # hypothesis is called by collections
-    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
-    try:
-        hooks.plain(OPTIMIZERS[0], 0.75)
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    around = {"plain", "<lambda>", "act", "_act", "_act_given", "__init__", "item"}
-    assert [name for name in called if name not in around] == ["watched", "backward", "call_before", "call_after"]
-    assert hooks.recorder.step == 3
+@pytest.mark.parametrize("native", [False, True])
+def test_a_plain_step_is_recorded_and_handed_to_nobody(native: bool) -> None:  # noqa: FBT001  # a case
+    """Else the test above compares what is handed on."""
+    hooks = ready(native=native)
+    hooks.calls.clear()
+    hooks.plain(OPTIMIZERS[0], 0.75)
+    assert hooks.calls == [("listener", "Loss", "NoneType", "bool")]
+    made = unpack(hooks.writer._recent[-1], hooks.writer.header.seed)
+    assert made is not None
+    assert (hooks.steps.step, made.step, made.loss, made.learning_rate) == (3, 3, 0.75, 0.1)
 
 
-def _interrupted(error: BaseException) -> Loss:
-    """Return a loss that can be read the second time only: the first is interrupted, as by a signal handler that raises."""
-
-    def item() -> float:
-        tensor.item = lambda: 0.5  # type: ignore[method-assign]
-        raise error
-
-    tensor = Loss(0.5)
-    tensor.item = item  # type: ignore[method-assign]
-    return tensor
-
-
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("error", [RuntimeError("DataLoader worker is killed by signal"), KeyboardInterrupt(), MemoryError()])
-def test_what_a_signal_handler_raises_is_not_lost(error: BaseException) -> None:
+def test_what_a_signal_handler_raises_is_not_lost(error: BaseException, native: bool) -> None:  # noqa: FBT001  # a case
     """A loss is read once: the second time it would succeed, and the exception be gone."""
-    found = []
-    for native in (False, True):
-        hooks = ready(native=native)
-        try:
-            hooks.take_loss(_interrupted(error), None, True)  # noqa: FBT003  # a listener
-            raised = None
-        except BaseException as seen:  # noqa: BLE001  # whichever
-            raised = type(seen)
-        found.append((raised, hooks.breaker.errors, hooks.state()))
-    assert found[0] == found[1]
-    assert found[1][0] is not None or found[1][1]
+    hooks, seen = ready(native=native), list[object]()
+    hooks.steps.loss_failed = lambda raised, _: seen.append(raised)
+    try:
+        hooks.backward(Loss(error), None)
+    except KeyboardInterrupt as interrupt:
+        seen.append(interrupt)
+    assert seen == [error]
+    assert ("take_loss", "Loss", "NoneType", "bool") not in hooks.calls
 
 
-class _Odd(float):
-    """A number of a tensor subclass, with an addition of its own in which the step's values are others."""
+@pytest.mark.parametrize("native", [False, True])
+def test_an_error_of_ours_opens_the_breaker_and_goes_no_further(native: bool) -> None:  # noqa: FBT001  # a case
+    """In the end of a step, where no other guard is; a signal handler's goes on."""
+    hooks = ready(native=native)
 
-    hooks: Any = None
+    def fail(_: int) -> None:
+        raise ValueError
 
-    def __radd__(self, other: float) -> float:
-        self.hooks.recorder.values = type(self.hooks.recorder.values)()
-        gc.collect()
-        return other + float(self)
-
-
-@pytest.mark.parametrize("where", ["loss", "sum"])
-def test_values_that_are_replaced_meanwhile_are_not_written_to_once_freed(where: str) -> None:
-    """As the sanitizers would say."""
-    found = []
-    for native in (False, True):
-        hooks = ready(native=native)
-        odd = _Odd(0.5)
-        odd.hooks = hooks
-        if where == "sum":
-            hooks.recorder.values.loss_sum = odd
-        hooks.take_loss(Loss(odd if where == "loss" else 0.5), None, True)  # noqa: FBT003  # a listener
-        found.append(hooks.state()[:2])
-    assert found[0] == found[1]
+    hooks.steps.slow_end, hooks.steps.expected = fail, []
+    hooks.plain(OPTIMIZERS[0])
+    assert (hooks.breakers["step_breaker"].is_open, hooks.breakers["step_breaker"].errors) == (True, 1)
 
 
-def test_hooks_are_freed() -> None:
+@pytest.mark.parametrize("native", [False, True])
+def test_hooks_are_freed(native: bool) -> None:  # noqa: FBT001  # a case
     """They refer to the probes, and what the probes install refers to them: the garbage collector sees it."""
-    hooks = ready(native=True)
+    hooks = StepHooks(native=native)
     known = weakref.ref(hooks)
-    hooks.recorder.arguments.append(hooks)  # type: ignore[arg-type]  # which each hook holds, and this each hook
+    hooks.steps.arguments.append(hooks)  # type: ignore[arg-type]
     del hooks
     gc.collect()
     assert known() is None
 
 
 HEADER = flights.header(4)
-EDGES = [bits + step for width in (16, 32, 64) for bits in (1 << width,) for step in (-2, -1, 0, 1)]
-
-counts = some.one_of(some.integers(0, 1 << 20), some.sampled_from([-1, *EDGES]), some.booleans(), some.floats())
-values = some.one_of(some.floats(), some.integers(-(1 << 1100), 1 << 1100), some.sampled_from([3.5e38, 1e39, -1e39, None, "1"]))
-stamps = some.one_of(
-    some.builds(
-        lambda codes, times: [at << 4 | code for at, code in zip(times, codes, strict=False)],
-        some.sampled_from([PLAIN_CODES, PLAIN_CODES[2:], NO_FETCH, (0, 2, 5, 6, 7), (0, 1, 5, 6, 7, 7)]),
-        some.lists(some.integers(0, 1 << 61), min_size=6, max_size=6),
-    ),
-    some.lists(some.one_of(counts, some.none()), max_size=6),
-    some.just(()),
-)
-plain = some.lists(some.integers(0, 1 << 59), min_size=5, max_size=5).map(
-    lambda times: [at << 4 | code for at, code in zip(times, PLAIN_CODES, strict=True)]
-)
-u16, u32, u64 = (some.integers(0, (1 << width) - 1) for width in (16, 32, 64))
-steps = some.one_of(
-    some.tuples(stamps, *[counts] * 5, *[values] * 3, *[counts] * 2, values),
-    some.tuples(plain, u64, u64, u64, u16, u32, *[some.floats()] * 3, u64, u32, values),
-)
-
-
-def pair() -> tuple[FlightWriter, FlightWriter]:
-    """Two writers of one file's header, the first without the compiled part; the map of each is bytes."""
-    made = [FlightWriter(HEADER, Storage(memoryview(bytearray(HEADER.file_size))), native=native) for native in (False, True)]
-    return made[0], made[1]
 
 
 def ring(writer: FlightWriter) -> bytes:
@@ -179,31 +159,59 @@ def ring(writer: FlightWriter) -> bytes:
     return writer.memory.snapshot()[region.offset : region.offset + region.length]
 
 
-def outcome(writer: FlightWriter, step: tuple[Any, ...]) -> object:
-    """What the writer returns, or the error that it raises."""
-    try:
-        return writer.append_plain(*step)
-    except Exception as error:  # noqa: BLE001  # whichever: it has to be the same
-        return type(error), str(error)
+def writers() -> list[FlightWriter]:
+    """Two writers of one file's header, the first without the compiled part; the map of each is bytes."""
+    return [FlightWriter(HEADER, Storage(memoryview(bytearray(HEADER.file_size))), native=native) for native in (False, True)]
+
+
+VALUES = "loss_sum", "norm_squared", "learning_rate", "norm_scale"
+steps = some.fixed_dictionaries(
+    {
+        **dict.fromkeys(WHOLES, wholes),
+        **dict.fromkeys(VALUES, some.floats()),
+        "norm_squared": norms,
+        "trace": some.one_of(
+            boundaries,
+            some.lists(some.integers(0, 1 << 59), min_size=5, max_size=5).map(
+                lambda times: [at << 4 | code for at, code in zip(times, PLAIN_CODES, strict=True)]
+            ),
+        ),
+        "end_ns": wholes,
+    }
+)
 
 
 @given(some.lists(steps, max_size=8))
-def test_both_leave_the_same_bytes_on_any_input(given_steps: list[tuple[Any, ...]]) -> None:
-    """Values that no field holds, others' types, boundaries of any kind: the answer, the ring, and what the fold is given."""
-    python, native = pair()
-    for step in given_steps:
-        assert outcome(native, step) == outcome(python, step)
-        assert ring(native) == ring(python)
-    assert list(native._recent) == list(python._recent)
-    assert next(native._sequence) == next(python._sequence), "the next number"
+def test_both_leave_the_same_bytes(sequence: list[dict[str, Any]]) -> None:
+    """Values that no field holds, boundaries of any kind: the answer, the ring, what the fold is given, and the attributes."""
+    both = writers()
+    twins = [plain_steps(writer) for writer in both]
+    for twin in twins:
+        twin.clean, twin.timed, twin.expected = True, True, []
+    for step in sequence:
+        answers = []
+        for twin in twins:
+            twin.trace[:] = step["trace"]
+            for name in (*WHOLES, *VALUES):
+                setattr(twin, name, step[name])
+            answers.append(twin.append(step["end_ns"]))
+        assert answers[0] is answers[1]
+        assert ring(both[1]) == ring(both[0])
+        python, native = ({name: repr(getattr(twin, name)) for name in (*WHOLES, *VALUES, "trace")} for twin in twins)
+        assert native == python
+    assert list(both[1]._recent) == list(both[0]._recent)
+    assert next(both[1]._sequence) == next(both[0]._sequence), "the next number"
 
 
 @given(some.floats(), some.floats(width=32), some.integers(0, (1 << 60) - 1))
 def test_any_value_that_its_fields_hold_is_read_back(loss: float, scale: float, at_ns: int) -> None:
     """With the CRC that ``zlib`` computes, without going through Python."""
-    _, writer = pair()
-    boundaries = [at_ns << 4 | code for code in PLAIN_CODES]
-    assert writer.append_plain(boundaries, 1, at_ns, at_ns, 3, 1, loss, 0.5, 0.25, 7, 8, scale)
+    writer = writers()[1]
+    twin = plain_steps(writer)
+    twin.clean, twin.timed, twin.expected = True, True, []
+    twin.trace[:] = [at_ns << 4 | code for code in PLAIN_CODES]
+    twin.loss_sum, twin.norm_scale, twin.tokens, twin.samples = loss, scale, 7, 8
+    assert twin.append(at_ns)
     made = unpack(writer._recent[0], HEADER.seed)
     assert made is not None
     assert struct.pack("<d", made.loss) == struct.pack("<d", loss)

@@ -95,7 +95,7 @@ def _run(steps: list[tuple[tuple[int, ...], bool]], *, timed_plainly: bool) -> l
     recorder, optimizer, at = StepRecorder(writer), Optimizer(), 10**12
     recorder.record_phases(enabled=True)
     for lengths, loader in steps:
-        recorder._clean = recorder._clean and timed_plainly
+        recorder.plain.clean = recorder.plain.clean and timed_plainly
         at = step(recorder, optimizer, at, lengths, loader=loader)  # type: ignore[arg-type]
     recorder.flush()
     found = [unpack(data, writer.header.seed) for _, data in memory.stores if len(data) == RECORD_SIZE]

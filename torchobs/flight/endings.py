@@ -33,14 +33,11 @@ import sys
 import weakref
 from collections.abc import Iterable
 from threading import get_ident
-from typing import TYPE_CHECKING
 
 from torchobs.flight import files
 from torchobs.flight.layout import EXIT_SET, Exit
+from torchobs.flight.native import compiled
 from torchobs.support import cgroup
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 
 class LockFile:
@@ -218,18 +215,18 @@ EXIT_SIGNALS = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, s
 """Not SIGPROF: profilers in C leave a process alone that has an action for it already"""
 
 
-def mark_exits(native: ModuleType | None, memory_map: object, offset: int) -> None:
-    """Have these signals store their exit word at the map's offset, in bytes; again, it replaces the first."""
-    if native is None or memory_map is None or os.getpid() == 1:
-        return
-    words = {int(number): EXIT_SET | Exit.TERMINATED << 32 | 128 + number for number in EXIT_SIGNALS}
-    native.mark_signals(memory_map, offset, words)
+def mark_exits(anchor: object, address: int) -> None:
+    """Have these signals store their exit word at the address, which ``anchor`` keeps; again, it replaces the first."""
+    native = compiled()
+    if native is not None and os.getpid() != 1:
+        words = {int(number): EXIT_SET | Exit.TERMINATED << 32 | 128 + number for number in EXIT_SIGNALS}
+        native.mark_signals(anchor, address, words)
 
 
-def unmark_exits(native: ModuleType | None) -> None:
+def unmark_exits() -> None:
     """Give the signals their defaults back, unless somebody else has installed a handler."""
-    if native is not None:
+    if (native := sys.modules.get("torchobs._native")) is not None and native is compiled():
         native.unmark_signals()
 
 
-os.register_at_fork(after_in_child=lambda: unmark_exits(sys.modules.get("torchobs._native")))
+os.register_at_fork(after_in_child=unmark_exits)

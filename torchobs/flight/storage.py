@@ -20,7 +20,6 @@ from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from types import ModuleType
 
     from torchobs.support.descriptors import Descriptor
 
@@ -31,19 +30,13 @@ _LIVE_END = HEADER_SIZE + LIVE_WORDS * _WORD
 class Storage:
     """Stores into the map at once, by the two kinds of store that the format allows (see ``layout``)."""
 
-    __slots__ = ("_compiled", "_words", "map", "view")
+    __slots__ = ("_words", "address", "anchor", "view")
 
     def __init__(self, view: memoryview) -> None:
-        self._compiled: ModuleType | None = None
-        self.map: object = None
-        """``view`` for the compiled part of the writer, after :meth:`open_to`; None for those that do more than store"""
+        self.anchor: object = None
+        self.address = 0
+        """Where ``view`` is, for whoever stores records into it by itself; 0 for those that do more than store"""
         self._attach(view)
-
-    def open_to(self, compiled: ModuleType) -> None:
-        """Let the compiled part of the writer store into the map by itself."""
-        if type(self) is Storage:
-            self._compiled = compiled
-            self._attach(self.view)
 
     def store(self, offset: int, data: bytes | memoryview) -> None:
         """Store ``data`` by one slice assignment."""
@@ -78,9 +71,10 @@ class Storage:
         self._attach(memoryview(bytearray(len(self.view))))
 
     def _attach(self, view: memoryview) -> None:
-        if self._compiled is not None:
+        if type(self) is Storage:
             anchor = ctypes.c_char.from_buffer(view)  # the limited API of Python 3.10 has no buffers
-            self.map = self._compiled.Map(anchor, ctypes.addressof(anchor), len(view))
+            self.address = ctypes.addressof(anchor)
+            self.anchor = anchor  # keeps the view where it is; the one before goes last
         self._words = view.cast("Q")
         self.view = view
         """The map, or private memory; another one after :meth:`move` and :meth:`detach`"""

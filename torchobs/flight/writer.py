@@ -15,7 +15,6 @@ from collections import deque
 from itertools import count
 from threading import Lock
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 from torchobs import catalog
 from torchobs.flight import endings, files
@@ -25,16 +24,14 @@ from torchobs.flight.directory import FlightDirectory, renew
 from torchobs.flight.events import EventRing
 from torchobs.flight.files import CreatedFile, create_flight_file, lock_name, new_header, relock
 from torchobs.flight.layout import DEFAULT_SIZE, EXIT_SET, NO_STEPS, RECORD_SIZE, Header, Live, Region
-from torchobs.flight.native import compiled
-from torchobs.flight.step_record import CRC, NO_FETCH, PLAIN, PLAIN_CODES, StepRecord, pack, unpack
+from torchobs.flight.step_record import StepRecord, pack, unpack
 from torchobs.flight.storage import DeferredStorage, Storage
 from torchobs.flight.totals import Anomaly, Word, core_series
 from torchobs.flight.value_blocks import Table
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from types import ModuleType
+    from collections.abc import Mapping
 
 _GAP_NS, _PAUSE_S, _MAX_PAUSES = 1_000_000_000, 0.001, 50
 _FOLDED_AT_ONCE = 64
@@ -44,10 +41,7 @@ _alive: weakref.WeakSet[FlightWriter] = weakref.WeakSet()
 
 
 class FlightWriter:
-    """Writes one flight file. Created by :func:`open_writer`; without ``created`` it writes memory only (for tests).
-
-    ``native``: whether the compiled part is used, if it is there.
-    """
+    """Writes one flight file. Created by :func:`open_writer`; without ``created`` it writes memory only (for tests)."""
 
     def __init__(self, header: Header, memory: Storage, created: CreatedFile | None = None, *, native: bool = True) -> None:
         regions = header.regions
@@ -76,11 +70,8 @@ class FlightWriter:
         self._forced_at = regions[Region.STEPS].count // 2
         self._pauses_left = _MAX_PAUSES
         self._full_at = max(self._forced_at, regions[Region.STEPS].count - 2 * _FOLDED_AT_ONCE)
-        self.native: ModuleType | None = compiled() if native else None
-        """The compiled part, where it is there and wanted"""
-        self.plain_steps: Any = None
-        """The compiled writer of plain steps, which the compiled hooks call directly"""
-        self.append_plain = self._plain_appender()
+        self.native = native
+        """Whether the compiled part is used, if it is there"""
         self.table = Table(memory, regions, header.seed)
         events = regions[Region.EVENTS]
         self.events = EventRing(memory, events.offset, events.length, header.seed, self._live_at)
@@ -132,53 +123,11 @@ class FlightWriter:
             self._force()
         return seq
 
-    def _plain_appender(self) -> Callable[..., bool]:
-        """Return :attr:`append_plain`: writes the record of a plain step, like :meth:`append`.
-
-        It is given the boundaries of the step (``step_record.PLAIN_CODES``, or the last three of them without a loader), writes
-        nothing and returns False if they are any others. It has all that it needs at hand: with cold caches every call and
-        every object on the way is expensive. The compiled one does the same, and calls this one for what is unusual.
-        """
-        sequence, pack_body, pack_crc, checksum, seed = self._sequence, PLAIN.pack, CRC.pack, crc32, self._seed
-        at, mask, memory, recent, forced_at = self._steps_at, self._mask, self.memory, self._recent, self._forced_at
-        directly = type(memory) is Storage
-
-        def append_plain(  # noqa: PLR0913, PLR0917  # see step_record.pack
-            boundaries: Sequence[int], step: int, end_ns: int, begun_ns: int, flags: int, losses: int, loss: float,
-            grad_norm: float, learning_rate: float, tokens: int, samples: int, norm_scale: float, called: int = 0,
-        ) -> bool:  # fmt: skip
-            if len(boundaries) == 3:  # noqa: PLR2004  # without a loader
-                boundaries = (*NO_FETCH, *boundaries)
-            elif len(boundaries) != 5:  # noqa: PLR2004
-                return False
-            fetch, fetched, backward, backward_ends, optimizer = boundaries
-            if (fetch & 15, fetched & 15, backward & 15, backward_ends & 15, optimizer & 15) != PLAIN_CODES:
-                return False
-            seq = next(sequence)
-            body = pack_body(
-                seq, step, end_ns, 3, flags, losses, fetch, loss, grad_norm, learning_rate, fetched, backward, backward_ends,
-                optimizer, tokens, samples, norm_scale, begun_ns, called,
-            )  # fmt: skip
-            raw = body + pack_crc(checksum(body, seed))
-            offset = at + ((seq - 1) & mask) * RECORD_SIZE
-            if directly:
-                memory.view[offset : offset + RECORD_SIZE] = raw
-            else:
-                memory.store(offset, raw)
-            recent.append(raw)
-            if len(recent) >= forced_at:
-                self._force()
-            return True
-
-        module = self.native
-        if module is None:
-            return append_plain
-        memory.open_to(module)
-        self.plain_steps = module.PlainSteps(
-            module.Map, sequence, memory, recent, self._force, append_plain, at, mask, forced_at, seed
-        )
-        made: Callable[..., bool] = self.plain_steps.append_plain
-        return made
+    @property
+    def ring(self) -> tuple[Any, ...]:
+        """What it takes to write records as :meth:`append` does; for ``probes.hot_path``, which has the names."""
+        at = self._steps_at, self._mask, self._forced_at
+        return self.memory, self._sequence, self._recent, self._force, *at, self._seed
 
     def _force(self) -> None:
         """Fold before unfolded records could be overwritten; while another thread folds, sleep to let it proceed."""
@@ -355,7 +304,8 @@ class FlightWriter:
         """Have signals leave their marks, in the file or beside it, if they would end the process."""
         if self._created is not None:
             self._marks_signals = True
-            endings.mark_exits(self.native, self.memory.map, (self._live_at + Live.EXIT) * 8)
+            if self.native and self.memory.address:
+                endings.mark_exits(self.memory.anchor, self.memory.address + (self._live_at + Live.EXIT) * 8)
             self._marked_in = self._created.lock.number()
             endings.mark_termination(self._marked_in)
             endings.mark_crash(self._marked_in)
@@ -363,7 +313,7 @@ class FlightWriter:
     def _unmark_signals(self) -> None:
         if self._marks_signals:
             self._marks_signals = False
-            endings.unmark_exits(self.native)
+            endings.unmark_exits()
             endings.unmark_termination()
             endings.unmark_crash()
 

@@ -152,7 +152,7 @@ class ClipWatch:
 
     def _intercept(self, tensors: list[Any], norm_type: Any) -> CapturedResults | None:
         """Return a capture of the tensors' norms, in a step that is due."""
-        due = is_l2(norm_type) and tensors and self._pace.would_be_due(self._context.recorder.step)
+        due = is_l2(norm_type) and tensors and self._pace.would_be_due(self._context.recorder.plain.step)
         if due and self._pace.fixed is None:
             now_ns = monotonic_ns()
             due = now_ns >= self._each_ns
@@ -170,12 +170,12 @@ class ClipWatch:
         begun_ns = monotonic_ns()
         made = Clipping(len(tensors), first=id(tensors[0]), scaling=self._scaling.losses)
         if type(norm) is not torch.Tensor:  # of shards
-            made.each = self._measure(tensors) if self._pace.would_be_due(self._context.recorder.step) else None
+            made.each = self._measure(tensors) if self._pace.would_be_due(self._context.recorder.plain.step) else None
         elif norm.is_cpu:
             made.total = norm.item()
             if seen is None and self._is_trusted(made):
                 # what the optimizer's hook would do, at a tenth of the cost
-                self._noted, self._noted_in = made.total, self._context.recorder.step
+                self._noted, self._noted_in = made.total, self._context.recorder.plain.step
                 self._context.recorder.add_norm(made.total, 1.0, within_step=True)
                 return
             if not _SUSPICIOUS < made.total < inf:  # it may have over- or underflowed
@@ -196,16 +196,17 @@ class ClipWatch:
 
     def _is_trusted(self, made: Clipping) -> bool:
         """Return True if this is certainly the norm of all gradients that the only optimizer is about to use."""
-        recorder = self._context.recorder
-        fits = self._covered == recorder.sole != 0 and self._covered_grads == made.grads and recorder.step < self._covered_until
+        plain = self._context.recorder.plain
+        fits = self._covered == plain.sole != 0 and self._covered_grads == made.grads and plain.step < self._covered_until
         return fits and not self._scaling.waits_for_unscale and not self._seen and _SUSPICIOUS < made.total < inf
 
     def _keep(self, made: Clipping) -> None:
         recorder = self._context.recorder
-        if self._noted_in == recorder.step:  # clipped again in the same step: the hook will add the later norm
+        step = recorder.plain.step
+        if self._noted_in == step:  # clipped again in the same step: the hook will add the later norm
             recorder.take_norm_back()
             self._noted_in = -1
-        self._seen, self._noted, made.step = [*self._seen[1 - _KEPT :], made], None, recorder.step
+        self._seen, self._noted, made.step = [*self._seen[1 - _KEPT :], made], None, step
         self._context.hooks.before_step.due_at = 0
 
     def _watched_clip(self, original: Any) -> Any:
@@ -248,7 +249,7 @@ class ClipWatch:
         noted, self._noted = self._noted, None
         if noted is not None:
             if limit < noted:
-                self._context.recorder.values.flags |= StepFlag.CLIPPED  # inline: in nearly every step
+                self._context.recorder.plain.flags |= StepFlag.CLIPPED  # inline: in nearly every step
             return
         last = self._seen[-1] if self._seen else None
         if last is not None and last.limit == inf:
@@ -263,7 +264,7 @@ class ClipWatch:
     def decide(self, value: Any, clipped: Callable[[float], bool]) -> None:
         """Flag the step in progress if ``clipped(value)``, now or when a device has delivered the value."""
         recorder = self._context.recorder
-        step = recorder.step + 1
+        step = recorder.plain.step + 1
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and not self._devices.cuda.holds(value):
             return

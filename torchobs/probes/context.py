@@ -7,12 +7,11 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from math import ceil
-from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, Protocol
 
 from torchobs.detect.hangs import loop_lines
-from torchobs.probes.step_recorder import METER_EVERY
+from torchobs.probes.hot_path import METER_EVERY, PlainSteps
 from torchobs.support.error_guard import CircuitBreaker
 from torchobs.support.rate_limit import RateLimiter
 from torchobs.taps.taps import ThreadFrames
@@ -183,14 +182,22 @@ class BeforeStep(HookList[[Any, bool]]):
     (0 for the next step) and the gradient probe, or without it the optimizer probe, ``last``. The step probe reads both.
     """
 
-    __slots__ = ("due_at", "last")
+    __slots__ = ("_plain", "last")
 
-    def __init__(self, spent_ns: dict[str, int]) -> None:
+    def __init__(self, spent_ns: dict[str, int], plain: PlainSteps | None = None) -> None:
         super().__init__(spent_ns)
-        self.due_at = sys.maxsize
-        """Number of the ended step after which the listeners are called next"""
+        self._plain = plain or PlainSteps()
         self.last = -1
         """The same of the last call: they are called for all optimizers of a step, or for none"""
+
+    @property
+    def due_at(self) -> int:
+        """Number of the ended step after which the listeners are called next."""
+        return self._plain.due_at
+
+    @due_at.setter
+    def due_at(self, step: int) -> None:
+        self._plain.due_at = step
 
     def unregister(self, probe: str) -> None:
         """See :class:`HookList`. Those that stay are called before the next step, and set ``due_at`` then."""
@@ -231,9 +238,9 @@ class DebugLevel(HookList[[int]]):
 class Hooks:
     """All hook lists of a session; beside each: who calls it, when, and with what, mostly in the training thread."""
 
-    def __init__(self, spent_ns: dict[str, int]) -> None:
+    def __init__(self, spent_ns: dict[str, int], plain: PlainSteps | None = None) -> None:
         self.level = DebugLevel(spent_ns)
-        self.before_step = BeforeStep(spent_ns)
+        self.before_step = BeforeStep(spent_ns, plain)
         """Step probe"""
         self.after_closure_backward: HookList[[]] = HookList(spent_ns)
         """Step probe: the outermost backward inside an optimizer's closure has returned"""
@@ -474,21 +481,15 @@ class TrainingState:
     """
 
     __slots__ = (
-        "autocast", "backwards", "captures", "epoch", "epochs", "evaluating_since_ns", "idle", "in_closure", "left", "loop",
-        "thread",
+        "_plain", "autocast", "captures", "epoch", "epochs", "evaluating_since_ns", "idle", "left", "loop",
     )  # fmt: skip
 
-    def __init__(self) -> None:
-        self.thread = get_ident()
-        """The training thread: the one that steps optimizers"""
+    def __init__(self, plain: PlainSteps | None = None) -> None:
+        self._plain = plain or PlainSteps()
         self.autocast: dict[str, str] = {}
         """The data type of autocast in training, by type of device, as last seen"""
-        self.backwards = 0
-        """1 while a backward pass runs in it"""
         self.left: LeftPhase | None = None
         """The phase that an exception has left which may end the training"""
-        self.in_closure = False
-        """Whether an optimizer is evaluating its closure"""
         self.captures = Captures()
         """Captures of CUDA graphs, in whatever thread"""
         self.loop = TrainingLoop()
@@ -501,6 +502,16 @@ class TrainingState:
         """Number of the last epoch that has begun, from 1; 0 before the first"""
         self.epochs: deque[EpochStart] = deque(maxlen=1024)
         """Epochs whose begin the run's spans have not been told yet"""
+
+    @property
+    def thread(self) -> int:
+        """The training thread: the one that steps optimizers."""
+        return self._plain.thread
+
+    @property
+    def backwards(self) -> bool:
+        """Whether a backward pass runs in it."""
+        return self._plain.backwards
 
 
 def _places(frame: FrameType | None) -> Places:

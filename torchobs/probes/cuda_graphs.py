@@ -20,7 +20,6 @@ from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
     from torchobs.probes.context import ProbeContext
-    from torchobs.probes.optimizer import RateSource
     from torchobs.probes.step_recorder import OpenPart
     from torchobs.support.error_guard import CircuitBreaker
 
@@ -35,8 +34,8 @@ class _Capture(NamedTuple):
 class CudaGraphs:
     """Patches ``torch.cuda.CUDAGraph``. A part of :class:`~torchobs.probes.steps.StepProbe`."""
 
-    def __init__(self, context: ProbeContext, breaker: CircuitBreaker, rates: RateSource) -> None:
-        self._context, self._training, self._breaker, self._rates = context, context.training, breaker, rates
+    def __init__(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
+        self._context, self._training, self._breaker = context, context.training, breaker
         self._takes_loss = context.hooks.takes_loss
         self._patches: list[Patch] = []
         self._capture: _Capture | None = None
@@ -166,10 +165,10 @@ class CudaGraphs:
 
     def _step(self, optimizer: Any, now_ns: int) -> None:
         recorder = self._context.recorder
-        if id(optimizer) != recorder.sole:
+        if id(optimizer) != recorder.plain.sole:
             recorder.optimizer_begins(optimizer)
         recorder.trace.append(now_ns << 4 | STEP_BEGINS)
-        rate = optimizer.param_groups[0].get("lr") if id(optimizer) == self._rates.key else None
+        rate = optimizer.param_groups[0].get("lr") if id(optimizer) == recorder.plain.rated else None
         if type(rate) is float:
             recorder.set_rate(rate)
         recorder.optimizer_ends(optimizer, now_ns)

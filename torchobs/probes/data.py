@@ -22,10 +22,9 @@ import psutil
 
 from torchobs import catalog
 from torchobs.detect.speed import DataCounters, Starvation
-from torchobs.flight.native import ELSEWHERE, make_hook
 from torchobs.flight.totals import Word
 from torchobs.probes.replicas import ReplicaBatches, Replicas
-from torchobs.probes.timeline import EXHAUSTED, FETCH, FETCHED, LOADER_STARTS, LONG_TRACE, STEP_ENDS
+from torchobs.probes.timeline import EXHAUSTED, FETCH, FETCHED, LOADER_STARTS, STEP_ENDS
 from torchobs.support import error_guard
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.cgroup import read
@@ -54,17 +53,15 @@ class DataProbe:
     """Times the fetches."""
 
     name = "data"
-    __slots__ = ("__dict__", "_depth")  # the compiled part has it in place
-
-    def __init__(self) -> None:
-        self._depth = 0
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
         import torch
 
-        self._context, self._grad_enabled = context, torch.is_grad_enabled
-        self._starvation = StarvationWatch(context)
+        self._context, self._starvation = context, StarvationWatch(context)
+        plain = context.recorder.plain
+        plain.data_breaker, plain.grad_enabled = context.breaker(self.name), torch.is_grad_enabled
+        plain.slow_fetch = self._any_fetch()
         taps.FETCH.lead_shared(self._watched_next, self.name)
 
     def remove(self) -> None:
@@ -76,54 +73,41 @@ class DataProbe:
         self._starvation.sample()
 
     def _watched_next(self, original: Any, busy: Any, divert: Any) -> Any:
-        context, recorder, training = self._context, self._context.recorder, self._context.training
-        breaker, grad_enabled = context.breaker(self.name), self._grad_enabled
-        trace, note, note_argument = recorder.trace, recorder.trace.append, recorder.arguments.append
-        relieve, thread_id, clock = breaker.guard(recorder.relieve), get_ident, monotonic_ns
+        recorded = self._context.recorder.plain.fetch
 
         @functools.wraps(original)
         def watched(iterator: Any) -> Any:
-            if busy:
-                return divert(iterator)
-            if self._depth or breaker.is_open or thread_id() != training.thread:
+            return divert(iterator) if busy else recorded(original, iterator)
+
+        return watched
+
+    def _any_fetch(self) -> Callable[..., Any]:
+        """Return what records a fetch that is no plain step's."""
+        context, plain = self._context, self._context.recorder.plain
+        trace, breaker, grad_enabled = plain.trace, plain.data_breaker, plain.grad_enabled
+        relieve = breaker.guard(context.recorder.relieve)
+
+        def fetch(original: Callable[[Any], Any], iterator: Any) -> Any:
+            if plain.fetching or breaker.is_open or get_ident() != plain.thread:
                 return original(iterator)
-            # inline, since a call would cost more than its body; nothing here can raise
-            if trace and len(trace) > LONG_TRACE:  # empty where a plain step begins
-                relieve()
-            # the sampler belongs to the loader, so it is the same in every epoch
-            note_argument(id(getattr(iterator, "_index_sampler", None)))
-            note(clock() << 4 | FETCH)
-            self._depth = 1
-            code = EXHAUSTED
+            relieve()
+            plain.arguments.append(id(getattr(iterator, "_index_sampler", None)))
+            trace.append(monotonic_ns() << 4 | FETCH)
+            plain.fetching, code = True, EXHAUSTED
             try:
                 batch = original(iterator)
                 code = FETCHED
             finally:
-                self._depth = 0
+                plain.fetching = False
                 if not grad_enabled():
                     code += 1
-                note(clock() << 4 | code)
-                if recorder.metered:
-                    context.record_overhead("data", 2 * (clock() - (trace[-1] >> 4)))  # the part before the fetch is as long
+                trace.append(monotonic_ns() << 4 | code)
+                if plain.metered:
+                    # the part before the fetch is as long
+                    context.record_overhead("data", 2 * (monotonic_ns() - (trace[-1] >> 4)))
             return batch
 
-        held = trace, recorder.arguments, grad_enabled, original, ELSEWHERE
-        made = make_hook(context.writer.native, "PlainFetch", (recorder, training, self, breaker), held)
-        return watched if made is None else _compiled(original, busy, divert, made.run, watched)
-
-
-def _compiled(original: Any, busy: Any, divert: Any, run: Callable[[Any], Any], in_python: Callable[[Any], Any]) -> Any:
-    """Return what records nearly every fetch by ``run``, and leaves others to ``in_python``."""
-
-    @functools.wraps(original)
-    def watched(iterator: Any) -> Any:
-        if busy:
-            return divert(iterator)
-        if (batch := run(iterator)) is not ELSEWHERE:
-            return batch
-        return in_python(iterator)
-
-    return watched
+        return fetch
 
 
 class StarvationWatch:

@@ -195,7 +195,7 @@ class DeviceTimeProbe:
 
     def _before_step(self) -> None:
         if self._is_here() and not self._training.backwards:
-            self._mark(FORWARD if self._training.in_closure else OPTIMIZER)
+            self._mark(FORWARD if self._recorder.plain.in_closure else OPTIMIZER)
 
     def _after_step(self) -> None:
         """Begin with the end of the step before; end with that of this one."""
@@ -222,7 +222,7 @@ class DeviceTimeProbe:
             return call(*args, **kwargs)
         self._backward_safely()
         result = call(*args, **kwargs)
-        self._mark_safely(OPTIMIZER if self._training.in_closure else OTHER)
+        self._mark_safely(OPTIMIZER if self._recorder.plain.in_closure else OTHER)
         return result
 
     def _around_fetch(self, call: Any, iterator: Any) -> Any:

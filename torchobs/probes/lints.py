@@ -438,8 +438,8 @@ class LateClipping(Lint):
     def _look(self) -> None:
         """Look, when an outermost backward pass begins. In the training thread."""
         recorder = self.context.recorder
-        step = recorder.step
-        if self.done or step == self._step or not recorder.sole:  # several, and steps by hand, leave gradients to each other
+        step, sole = recorder.step, recorder.plain.sole
+        if self.done or step == self._step or not sole:  # several, and steps by hand, leave gradients to each other
             return
         if any(stamp & 15 == BACKWARD_ENDS for stamp in recorder.trace):  # in the next step, then
             self.context.at_backward(self._look_safely)

@@ -20,16 +20,14 @@ import torch
 
 from torchobs import catalog
 from torchobs.catalog.findings import finding
-from torchobs.flight.native import make_hook
 from torchobs.flight.step_record import StepFlag
 from torchobs.probes.step_recorder import GONE, resolve_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torchobs.probes.context import ProbeContext
-    from torchobs.probes.step_recorder import StepValues
-    from torchobs.support.error_guard import CircuitBreaker
+    from torchobs.probes.step_recorder import PendingStep
 
 
 _LOSS = StepFlag.LOSS
@@ -38,7 +36,7 @@ _LOSS = StepFlag.LOSS
 class _PendingLoss(NamedTuple):
     """Losses of one step, or of a possible part of one; each list is empty until the value has arrived."""
 
-    pending_step: StepValues | int
+    pending_step: PendingStep | int
     parts: list[list[float]]
 
 
@@ -46,10 +44,8 @@ class LossProbe:
     """Records the loss of each step."""
 
     name = "loss"
-    __slots__ = ("__dict__", "_scaled")  # the compiled part reads it in place
 
     def __init__(self) -> None:
-        self._scaled: weakref.ref[torch.Tensor] | None = None
         self._unscaled: torch.Tensor | None = None
         self._scale: torch.Tensor | None = None
         self._pending: list[_PendingLoss] = []
@@ -59,9 +55,12 @@ class LossProbe:
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
         self._context = context
-        breaker, self._training = context.breaker(self.name), context.training
+        breaker, plain = context.breaker(self.name), context.recorder.plain
         self._nonfinite = context.hooks.nonfinite_loss.notify
-        context.hooks.takes_loss.register(breaker, self._taker(breaker), guarded=True)
+        self._steps = plain
+        plain.tensor, plain.loss_breaker, plain.scaled = torch.Tensor, breaker, None
+        plain.take_loss, plain.loss_failed = breaker.guard(self._take), breaker.guard(self._failed)
+        context.hooks.takes_loss.register(breaker, plain.take_loss, guarded=True)
         context.hooks.loss_scaled.register(breaker, self._note_scaled)
 
     def remove(self) -> None:
@@ -72,7 +71,7 @@ class LossProbe:
         if isinstance(outputs, torch.Tensor) and isinstance(scaled, torch.Tensor):
             plain = self._one(outputs)
             if plain is not None:
-                self._scaled, self._unscaled, self._scale = weakref.ref(scaled), plain.detach(), scale
+                self._steps.scaled, self._unscaled, self._scale = weakref.ref(scaled), plain.detach(), scale
 
     def _one(self, tensor: object, gradient: object = None) -> torch.Tensor | None:
         """Return a one-element tensor as a plain tensor; ``None`` for anything else.
@@ -92,46 +91,17 @@ class LossProbe:
         )
         return tensor if ones else None
 
-    def _taker(self, breaker: CircuitBreaker) -> Callable[[Any, Any, bool], None]:
-        """Return the listener: the loss of nearly every step inline, a plain tensor on the CPU; others go to ``_take``."""
-        recorder, training, kind, take = self._context.recorder, self._training, torch.Tensor, self._take
-
-        def take_loss(tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
-            if breaker.is_open:
-                return
-            try:
-                if (
-                    gradients is not None or type(tensors) is not kind or not tensors.is_cpu or not accumulates
-                    or recorder.metered or training.in_closure or recorder.log_wins
-                    or self._scaled is not None
-                ):  # fmt: skip
-                    take(tensors, gradients, accumulates)
-                    return
-                try:
-                    number = tensors.item()
-                except RuntimeError:
-                    if tensors.numel() == 1:
-                        raise
-                    return  # no loss, as torch is about to say, too
-                values = recorder.values
-                values.loss_sum += number
-                values.losses += 1
-                values.flags |= _LOSS
-                if number - number:  # NaN, which is true, unless it is finite
-                    self._nonfinite(tensors)
-            except Exception as error:
-                if not breaker.takes(error):
-                    raise
-
-        owners = recorder, training, self, breaker
-        made = make_hook(self._context.writer.native, "PlainLoss", owners, (take_loss, kind))
-        return made.take if made is not None else take_loss
+    def _failed(self, error: Exception, loss: torch.Tensor) -> None:
+        """Handle what reading a plain loss has raised; a second reading might succeed, and a signal handler's error be lost."""
+        if isinstance(error, RuntimeError) and loss.numel() != 1:
+            return  # no loss, as torch is about to say, too
+        raise error
 
     def _take(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # inline; as a listener
         """Take the loss of a backward pass that begins. ``accumulates``: False for ``torch.autograd.grad``."""
-        recorder, in_closure = self._context.recorder, self._training.in_closure
-        begun_ns = monotonic_ns() if recorder.metered else 0
-        if recorder.log_wins or not accumulates:
+        recorder, in_closure = self._context.recorder, self._steps.in_closure
+        begun_ns = monotonic_ns() if self._steps.metered else 0
+        if self._steps.log_wins or not accumulates:
             return
         whole = given = tensors
         if type(tensors) in {tuple, list}:
@@ -140,10 +110,10 @@ class LossProbe:
         loss = self._one(tensors) if gradients is None else None
         if loss is None:
             return
-        if self._scaled is not None and self._context.device.cuda.capturing():
-            self._scaled = self._unscaled = None  # dividing by the scale would become part of the graph
+        if self._steps.scaled is not None and self._context.device.cuda.capturing():
+            self._steps.scaled = self._unscaled = None  # dividing by the scale would become part of the graph
             return
-        value = loss if self._scaled is None else self._plain(whole, loss)
+        value = loss if self._steps.scaled is None else self._plain(whole, loss)
         if not value.is_cpu:
             self._take_later(value.detach(), within=in_closure)
         elif in_closure:
@@ -176,11 +146,11 @@ class LossProbe:
 
     def _plain(self, given: object, tensor: torch.Tensor) -> torch.Tensor:
         """Return the unscaled loss, detached. ``given``: the backward's argument, of which ``tensor`` is the plain form."""
-        scaled, unscaled = self._scaled, self._unscaled
+        scaled, unscaled = self._steps.scaled, self._unscaled
         if scaled is None or unscaled is None:
             return tensor.detach()
         alive = scaled()
-        self._scaled = self._unscaled = None
+        self._steps.scaled = self._unscaled = None
         if alive is given:
             return unscaled
         if self._scale is not None and alive is None:

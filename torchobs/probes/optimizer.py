@@ -75,13 +75,13 @@ class _Container:
 
 
 class RateSource:
-    """Where the step hook reads the learning rate of a step's record. Written by the optimizer probe."""
+    """Whether learning rates are recorded; ``PlainSteps.rated`` is the optimizer. Written by the optimizer probe."""
 
-    __slots__ = ("key",)
+    __slots__ = ("wanted",)
 
     def __init__(self) -> None:
-        self.key = 0
-        """id of the optimizer, 0 if none"""
+        self.wanted = False
+        """Whether the optimizer probe is on: then it is called before an optimizer's first step"""
 
 
 class OptimizerProbe:
@@ -109,7 +109,7 @@ class OptimizerProbe:
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
-        self._rates.key = 0
+        self._rates.wanted, self._context.recorder.plain.rated = False, 0
 
     def _take(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
         del closure
@@ -118,7 +118,7 @@ class OptimizerProbe:
             self._order_optimizers(optimizer)
         rate = optimizer.param_groups[0].get("lr")
         number = number_of(rate)
-        if number is not None and id(optimizer) == self._rates.key and not recorder.values.flags & StepFlag.LEARNING_RATE:
+        if number is not None and id(optimizer) == recorder.plain.rated and not recorder.values.flags & StepFlag.LEARNING_RATE:
             recorder.set_rate(number)
         self._take_from_device(rate, number)
         if hook.due_at <= recorder.step:  # the gradient probe, which is called first, has not set it
@@ -135,7 +135,7 @@ class OptimizerProbe:
             container = self._containers[outer] = _Container(known)
         if id(optimizer) != outer and not container.knows(optimizer):
             container.add(optimizer)
-        if outer == self._rates.key and container.first is not None and container.first() is optimizer:
+        if outer == self._context.recorder.plain.rated and container.first is not None and container.first() is optimizer:
             rate = optimizer.param_groups[0].get("lr")
             number = number_of(rate)
             self._context.recorder.set_rate(number)
@@ -149,7 +149,7 @@ class OptimizerProbe:
         if not any(known is optimizer for known in living):
             living = _with(optimizer, living)[:MAX_GROUPS]
             self._optimizers = [ref(one) for one in living]
-        self._first, self._rates.key = ref(living[0]), id(living[0])
+        self._first, self._context.recorder.plain.rated = ref(living[0]), id(living[0])
 
     def _take_from_device(self, rate: Any, number: float | None) -> None:
         """Have the rates of all groups copied, if the first one is on a device and that is due."""

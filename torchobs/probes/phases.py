@@ -100,7 +100,7 @@ class PhaseProbe:
         now_ns = monotonic_ns()
         recorder = self._context.recorder
         recorder.mark(TRAIN if mode else EVAL, now_ns, id(module))
-        if recorder.metered:
+        if recorder.plain.metered:
             self._context.record_overhead(self.name, monotonic_ns() - now_ns)
 
 

@@ -1,21 +1,8 @@
 """Decide where training steps end, and write one record for each with everything that the probes saw since the last end.
 
 The state: ``parts``, updates of optimizers since the last record; the open values and the trace, the boundaries since the last
-part; the ``pacemaker``, an optimizer or none.
-
-1. *An optimizer begins to step* that is among the parts, and a backward pass began since (or its closure does one): the parts
-   were a whole step. They are written, and the last part's optimizer is the pacemaker from now on.
-2. *An optimizer has stepped*, or the loss scaler skipped it: that is a part, or if no backward pass began since the last part,
-   this one has grown, and belongs to its last optimizer. If that is the pacemaker, the parts are written as one step.
-3. *Without a backward pass since the last record* it is no part: what was noted goes to the next step. In a process that has
-   seen no backward pass at all (evolution strategies) each is a step; so is each after ``MOST_WITHOUT`` of them.
-4. *A backward pass in which optimizers step*, one for each parameter, is one optimizer, ``PASS``, which steps at its end.
-5. *torchobs.step()* writes all that is open, and from then on it alone ends steps. *At the rank's end* parts are written only
-   while no pacemaker is known: an occasional optimizer's last update is no step.
-
-So a single optimizer is its own pacemaker from its second step on; a GAN's is the player that steps last; with several updates
-of a critic it is the critic. A pacemaker that is called several times after one pass (ZeRO, for each group) ends the step with
-the last call. An optimizer that is made anew over the parameters of a dead one is that one.
+part; the ``pacemaker``, an optimizer or none. The rules that methods name here are those of docs/architecture.md ("Where a step
+ends"). Plain steps are written by ``hot_path``.
 """
 
 from __future__ import annotations
@@ -24,13 +11,15 @@ import contextlib
 import time
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from itertools import islice
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torchobs import catalog
 from torchobs.detect.spikes import WARM_UP
-from torchobs.flight.step_record import CALLED_UNIT_NS, RecordKind, StepFlag
+from torchobs.flight.step_record import RecordKind, StepFlag
+from torchobs.probes.hot_path import METER_EVERY, plain_steps
 from torchobs.probes.timeline import (
     BACKWARD_BEGINS,
     CLOSURE_BEGINS,
@@ -57,9 +46,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from torchobs.flight.writer import FlightWriter
+    from torchobs.probes.hot_path import PlainSteps
 
-METER_EVERY = 32
-"""One step in 32 is metered, and counts for all of them: reading the clock twice per hook would be a third of its cost."""
 MOST_WITHOUT = 256
 """Optimizer steps without a backward pass that go on with a step; of one that makes more, gradients come from elsewhere"""
 MOST_PARTS = 64
@@ -68,7 +56,6 @@ PASS = -1
 """The optimizers that step within a backward pass, as a key in place of an id"""
 GONE = -1
 _U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
-_GRAD_NORM = StepFlag.GRAD_NORM
 _UNTIMED = (0.0,) * PHASES
 _UNSEEN = 1 << 16
 """In place of boundaries that nobody has seen: the hooks were off, or it was another thread"""
@@ -78,43 +65,63 @@ _TRAINING = 1 << BACKWARD_BEGINS | 1 << FETCH | 1 << CLOSURE_BEGINS | 1 << STEP_
 """Boundaries, as bits by their codes"""
 
 
-class StepValues:
-    """Values of a step, or of a part of one, other than its times."""
+class PendingStep:
+    """A step in progress whose number is not known yet, since it has parts already; see :func:`resolve_step`."""
 
-    __slots__ = (
-        "evaluated", "flags", "learning_rate", "loss_sum", "losses", "norm_base", "norm_scale", "norm_squared", "part_of",
-        "samples", "step", "tokens",
-    )  # fmt: skip
+    __slots__ = ("part_of", "step")
 
     def __init__(self) -> None:
-        self.flags = self.losses = self.tokens = self.samples = 0
         self.step = 0
-        """Number of the step that they were written as; 0 until then, ``GONE`` if they never are"""
-        self.part_of: StepValues | None = None
-        """The values that these were merged into"""
-        self.evaluated = False
-        """Whether a closure has evaluated its loss"""
-        self.loss_sum = self.norm_squared = self.norm_base = self.learning_rate = 0.0
-        self.norm_scale = 1.0
-
-    def merge(self, earlier: StepValues) -> None:
-        """Add the values of an earlier part of the same step."""
-        earlier.part_of = self
-        self.flags |= earlier.flags
-        self.losses += earlier.losses
-        self.tokens += earlier.tokens
-        self.samples += earlier.samples
-        self.loss_sum += earlier.loss_sum
-        self.norm_squared += earlier.norm_squared
-        if earlier.flags & StepFlag.LEARNING_RATE:
-            self.learning_rate = earlier.learning_rate
+        """The number that it was written as; 0 until then, ``GONE`` if it never is"""
+        self.part_of: PendingStep | None = None
+        """The one that this was merged into"""
 
 
-def resolve_step(pending_step: StepValues | int) -> int:
+def resolve_step(pending_step: PendingStep | int) -> int:
     """Return the step number for a result of ``StepRecorder.pending_step``, 0 while it is not known."""
-    while isinstance(pending_step, StepValues) and pending_step.part_of is not None:
+    while isinstance(pending_step, PendingStep) and pending_step.part_of is not None:
         pending_step = pending_step.part_of
-    return pending_step.step if isinstance(pending_step, StepValues) else pending_step
+    return pending_step.step if isinstance(pending_step, PendingStep) else pending_step
+
+
+@dataclass(slots=True)
+class StepValues:
+    """Values of a part that is closed or set aside: those that ``PlainSteps`` has of the open one."""
+
+    flags: int = 0
+    losses: int = 0
+    tokens: int = 0
+    samples: int = 0
+    loss_sum: float = 0.0
+    norm_squared: float = 0.0
+    norm_base: float = 0.0
+    learning_rate: float = 0.0
+    norm_scale: float = 1.0
+    evaluated: bool = False
+    pending: PendingStep | None = None
+
+
+_NEW = StepValues()
+
+
+def _copy(source: StepValues | PlainSteps, target: StepValues | PlainSteps) -> None:
+    for name in StepValues.__slots__:
+        setattr(target, name, getattr(source, name))
+
+
+def merge(values: StepValues | PlainSteps, earlier: StepValues) -> None:
+    """Add the values of an earlier part of the same step."""
+    values.flags |= earlier.flags
+    values.losses += earlier.losses
+    values.tokens += earlier.tokens
+    values.samples += earlier.samples
+    values.loss_sum += earlier.loss_sum
+    values.norm_squared += earlier.norm_squared
+    if earlier.flags & StepFlag.LEARNING_RATE:
+        values.learning_rate = earlier.learning_rate
+    if earlier.pending is not None:
+        values.pending = values.pending or PendingStep()
+        earlier.pending.part_of = values.pending
 
 
 class OpenPart(NamedTuple):
@@ -142,37 +149,24 @@ class _Part(NamedTuple):
 class StepRecorder:
     """Ends and writes steps. In the training thread (or, for optimizers in backward, an autograd thread).
 
-    Other probes read ``step``, ``ended``, ``metered`` and ``models`` and call methods. The hooks that divide the training into
-    steps also use ``trace``, ``arguments``, ``values``, ``in_pass``, ``sole`` and ``direct`` directly, where a call would cost
-    more than what it does; the compiled ones find them among the slots.
+    What a plain step needs is in ``plain``, which records those by itself; the hooks that divide the training into steps use
+    its attributes, and ``trace``, ``arguments`` and ``values`` are its own.
     """
 
     __slots__ = (
-        "_alive", "_append", "_append_plain", "_begun_ns", "_called_ns", "_calls", "_carry", "_clean", "_compiling_ns",
-        "_dead", "_early", "_expected", "_gone", "_pacemaker", "_parts", "_plain", "_samples", "_seen_backward", "_timed",
-        "_tokens", "_without", "_work_done", "arguments", "direct", "evaluations", "given", "in_pass", "log_wins", "metered",
-        "models", "restarts", "sizes", "sole", "step", "trace", "values",
+        "_alive", "_append", "_calls", "_carry", "_compiling_ns", "_dead", "_early", "_gone", "_pacemaker", "_parts",
+        "_seen_backward", "_without", "_work_done", "arguments", "direct", "evaluations", "given", "models", "plain",
+        "restarts", "sizes", "trace", "values",
     )  # fmt: skip
 
     def __init__(self, writer: FlightWriter) -> None:
-        self.step = 0
-        """Number of the last step that ended."""
-        self.trace: list[int] = []
-        """Boundaries since the last part or record; hooks append to it"""
-        self.arguments: list[int] = []
-        """Those of the boundaries that have one (``timeline.ARGUED``)"""
-        self.values = StepValues()
-        """Of the part in progress; replaced at each end that is not a plain step's"""
+        self.plain = plain_steps(writer)
+        self.trace, self.arguments = self.plain.trace, self.plain.arguments
+        self.values = self.plain
+        """Of the part in progress"""
+        self.plain.slow_end = self.end_plainly
         self.direct = False
         """Whether the user marks the boundaries by ``torchobs.step()``."""
-        self.in_pass = False
-        """Whether an optimizer has stepped in the backward pass that is running"""
-        self.sole = 0
-        """id of the pacemaker if the last step was its alone, in one call, and nothing has been closed since; else 0"""
-        self.log_wins = False
-        """Whether the script logs the loss, so that no other counts"""
-        self.metered = False
-        """Whether this step's hooks measure their own time"""
         self.sizes: dict[int, tuple[int, int]] = {}
         """Tokens and samples of a batch by loader, inferred; empty if they are not. Replaced, never changed."""
         self.given = GivenSizes()
@@ -192,16 +186,16 @@ class StepRecorder:
         """First parameters of deleted optimizers that the parts or the pacemaker still name, by their names there"""
         self._early = 0
         """The codes of boundaries that were replayed before the part's end, as bits"""
-        self._expected: list[int] | None = None
-        """The arguments of the last plain step: most often its loader's alone, of which a batch has these sizes"""
-        self._tokens = self._samples = 0
-        self._work_done, self._append, self._plain = writer.work_done, writer.append, writer.append_plain
-        self._append_plain, self._called_ns = self._plain, 0
+        self._work_done, self._append = writer.work_done, writer.append
         self._carry: Carry | None = None
-        self._timed = self._clean = False
         self.evaluations: deque[tuple[int, int]] = deque(maxlen=_MOST_EVALUATIONS)
         """Begin and end of finished evaluations, in ns; for the sampler thread, which removes them"""
-        self._begun_ns = self._compiling_ns = 0
+        self._compiling_ns = 0
+
+    @property
+    def step(self) -> int:
+        """Number of the last step that ended."""
+        return self.plain.step
 
     @property
     def ended(self) -> int:
@@ -226,9 +220,9 @@ class StepRecorder:
 
     def log(self, loss: float | None, tokens: int, samples: int) -> None:
         """Record values of ``torchobs.log``, for the step in progress or the one that the hooks have just seen end."""
-        self.log_wins = self.log_wins or loss is not None
+        self.plain.log_wins = self.plain.log_wins or loss is not None
         tokens, samples = max(0, min(tokens, _U64)), max(0, min(samples, _U32))
-        values = None
+        values: StepValues | PlainSteps | None = None
         if self.logged_step() != self.step:
             values = self._parts[-1].values if self._parts and not self._has(_TRAINING) else self.values
         if (tokens and not self.given.tokens) or (samples and not self.given.samples):
@@ -243,7 +237,7 @@ class StepRecorder:
 
     def expect_loss(self) -> int:
         """Let no other loss count than the script's, which a device has yet to deliver; return the number of its step."""
-        self.log_wins = True
+        self.plain.log_wins = True
         return self.logged_step()
 
     def logged_step(self) -> int:
@@ -251,12 +245,16 @@ class StepRecorder:
         ended = self.step and not self._parts and not self.direct and not self._has(_TRAINING)
         return self.step if ended else self.step + 1
 
-    def pending_step(self) -> StepValues | int:
-        """Return the number of the step in progress or, while that is open, its values.
+    def pending_step(self) -> PendingStep | int:
+        """Return the number of the step in progress or, while that is open, what ``resolve_step`` turns into it later.
 
-        ``resolve_step`` turns the values into the number later. For values that a device delivers asynchronously.
+        For values that a device delivers asynchronously.
         """
-        return self.values if self._parts else self.step + 1
+        if not self._parts:
+            return self.step + 1
+        pending: PendingStep = self.values.pending or PendingStep()
+        self.values.pending = pending
+        return pending
 
     def flag(self, flag: int) -> None:
         """Set a flag (``StepFlag``) of the step in progress."""
@@ -264,7 +262,7 @@ class StepRecorder:
 
     def has_flag(self, flag: int) -> bool:
         """Return True if a flag of the step in progress is set, be it of an earlier part."""
-        return any(values.flags & flag for values in (self.values, *(part.values for part in self._parts)))
+        return bool(self.values.flags & flag) or any(part.values.flags & flag for part in self._parts)
 
     def set_rate(self, rate: float | None) -> None:
         """Set the learning rate of the step in progress; ``None`` for none."""
@@ -277,7 +275,7 @@ class StepRecorder:
 
     def add_loss(self, value: float, *, within_step: bool) -> None:
         """Add the scalar that a backward pass began from. ``within_step``: in a closure; its first evaluation counts."""
-        if self.log_wins:
+        if self.plain.log_wins:
             return
         values = self.values
         values.losses += 1
@@ -312,18 +310,13 @@ class StepRecorder:
 
     def learn_sizes(self, loader: int, tokens: int, samples: int) -> None:
         """Let each batch of that loader, by id, count so many tokens and samples from now on, without those that are given."""
-        self.sizes, self._expected = with_sizes(self.sizes, loader, self.given.left(tokens, samples)), None
+        self.sizes, self.plain.expected = with_sizes(self.sizes, loader, self.given.left(tokens, samples)), None
 
     def forget_sizes(self) -> None:
         """Infer no more sizes."""
-        self.sizes, self._expected = {}, None
+        self.sizes, self.plain.expected = {}, None
 
-    def _expect(self) -> None:
-        """Look the sizes up that a plain step's batch has."""
-        self._expected = self.arguments[:2]
-        self._tokens, self._samples = self.sizes.get(self._expected[0], (0, 0)) if self._expected else (0, 0)
-
-    def _give_sizes(self, tokens: int, samples: int, values: StepValues | None) -> tuple[int, int]:
+    def _give_sizes(self, tokens: int, samples: int, values: StepValues | PlainSteps | None) -> tuple[int, int]:
         """Infer no more what the script gives; return what of it is not counted yet. ``values``: of the step in progress."""
         tokens_done, samples_done = self._work_done()
         if tokens and not self.given.tokens:
@@ -334,7 +327,7 @@ class StepRecorder:
             samples, self.given.samples = uncounted(samples, samples_done, self.step, ended=values is None), True
             if values is not None:
                 values.samples = 0
-        known, self.sizes, self._expected = self.sizes, {}, None
+        known, self.sizes, self.plain.expected = self.sizes, {}, None
         for loader, sizes in known.items():
             self.learn_sizes(loader, *sizes)
         return tokens, samples
@@ -343,7 +336,7 @@ class StepRecorder:
 
     def record_phases(self, *, enabled: bool) -> None:
         """Record phases from now on, or no longer."""
-        self._timed = enabled
+        self.plain.timed = enabled
 
     def mark(self, code: int, now_ns: int, argument: int | None = None) -> None:
         """Record a boundary; hooks in the hot path append to the trace directly."""
@@ -358,7 +351,7 @@ class StepRecorder:
             for stamp in self.trace:
                 self._early |= 1 << (stamp & 15)
             self._note_late_begin()
-            self._carry, self._clean = walk(self.trace, self.arguments, self._begun_ns, self._carry), False
+            self._carry, self.plain.clean = walk(self.trace, self.arguments, self.plain.begun_ns, self._carry), False
             self._carry.merge()
             self.evaluations.extend(self._carry.evaluations)
             self._carry.evaluations = []
@@ -381,12 +374,7 @@ class StepRecorder:
 
     def note_forward(self, now_ns: int) -> None:
         """Note that the first module of a step was called: if it ends plainly, its record has that."""
-        self._called_ns, self._expected, self._append_plain = now_ns, None, self._append_stamped  # no hook's own fast path
-
-    def _append_stamped(self, boundaries: Sequence[int], step: int, end_ns: int, begun_ns: int, *values: Any) -> bool:
-        """Write a plain step's record with the forward stamp, if that is this step's."""
-        self._append_plain, called = self._plain, (self._called_ns - begun_ns) // CALLED_UNIT_NS
-        return self._plain(boundaries, step, end_ns, begun_ns, *values, called if 0 < called <= _U32 else 0)
+        self.plain.called_ns = now_ns
 
     def has_begun(self, besides: Collection[int] = ()) -> bool:
         """Return True if anything was recorded since the last end, ``besides`` those boundaries. From any thread."""
@@ -406,7 +394,7 @@ class StepRecorder:
         if compiling_ns:
             return COMPILE, compiling_ns
         if not last:
-            return OTHER, self._begun_ns
+            return OTHER, self.plain.begun_ns
         code, named = last[0] & 15, self.arguments[-1:]
         pinned = code == PIN and bool(named) and named[0] in range(COMPILE + 1)
         return named[0] if pinned else PHASE_OF[code], last[0] >> 4
@@ -417,7 +405,7 @@ class StepRecorder:
         ``None`` if the training thread has ended a step meanwhile. Each copy is consistent, since the GIL makes it atomic.
         """
         step, parts, trace, arguments = self.step, self._parts.copy(), self.trace.copy(), self.arguments.copy()
-        carry, begun_ns = self._carry, self._begun_ns
+        carry, begun_ns = self._carry, self.plain.begun_ns
         with contextlib.suppress(StopIteration):  # the arguments of a trace that has just been cleared
             state = walk(trace, arguments, begun_ns, carry)
             for part in parts:
@@ -428,7 +416,7 @@ class StepRecorder:
 
     def open_since(self) -> int:
         """Return when the last step or part ended, in ns; 0 before the first."""
-        return self._begun_ns
+        return self.plain.begun_ns
 
     def _note_late_begin(self) -> None:
         if not self.step and self._carry is None and self.trace and self._begins_late():
@@ -441,14 +429,20 @@ class StepRecorder:
 
     def begin_capture(self) -> OpenPart:
         """Set the step in progress aside for the capture of a CUDA graph, which is none; return it for :meth:`end_capture`."""
-        self.sole = 0  # so that the hooks do not take the fast path
-        aside, self.values = OpenPart(len(self.trace), len(self.arguments), self.values), StepValues()
-        return aside
+        self.plain.sole = 0  # so that the hooks do not take the fast path
+        return OpenPart(len(self.trace), len(self.arguments), self._take_values())
 
     def end_capture(self, aside: OpenPart) -> None:
         """Continue that step, without what was recorded since."""
         del self.trace[aside.traced :], self.arguments[aside.arguments :]
-        self.values = aside.values
+        _copy(aside.values, self.plain)
+
+    def _take_values(self) -> StepValues:
+        """Return the open values, and begin with others."""
+        values = StepValues()
+        _copy(self.plain, values)
+        _copy(_NEW, self.plain)
+        return values
 
     # -- the step's end ----------------------------------------------------------------------------------------------------
 
@@ -469,7 +463,7 @@ class StepRecorder:
         if fresh and self.models.begins(optimizer, self.step, goes_on=goes_on):
             self.values.flags |= StepFlag.NEW_MODEL
         if within_backward:
-            self.in_pass = True
+            self.plain.in_pass = True
             self._keep_alive(optimizer)
         return fresh
 
@@ -495,7 +489,7 @@ class StepRecorder:
 
     def optimizer_ends(self, optimizer: Any, now_ns: int) -> None:
         """Note that an optimizer has stepped, or that the loss scaler skipped its step."""
-        if id(optimizer) == self.sole:
+        if id(optimizer) == self.plain.sole:
             self.end_plainly(now_ns)
             return
         self._keep_alive(optimizer)
@@ -503,7 +497,7 @@ class StepRecorder:
 
     def end_pass(self) -> None:
         """End the backward pass in which optimizers have stepped. Rule 4."""
-        self.in_pass = False
+        self.plain.in_pass = False
         self._stepped(PASS, self.trace[-1] >> 4 if self.trace else time.monotonic_ns())
 
     def _stepped(self, key: int, now_ns: int) -> None:
@@ -521,7 +515,7 @@ class StepRecorder:
             grown = parts.pop()
             if self._carry is not None:
                 self._carry.add(grown.spent_ns)
-            self.values.merge(grown.values)
+            merge(self.values, grown.values)
             calls = grown.calls
             self._without += key in calls
             calls[key] = calls.pop(key, 0) + 1
@@ -529,7 +523,7 @@ class StepRecorder:
         elif self._seen_backward and self._without < MOST_WITHOUT:
             self._without += 1
             if key == self._pacemaker:
-                self._calls, self.sole = self._calls + 1, 0
+                self._calls, self.plain.sole = self._calls + 1, 0
             self.mark(STEP_ENDS, now_ns)
             return
         else:
@@ -539,32 +533,18 @@ class StepRecorder:
             self._write_parts()
 
     def end_plainly(self, now_ns: int) -> None:
-        """End the step of the pacemaker alone: the fast path, taken by nearly all steps.
-
-        A plain step is one fetch (or none), one backward and one optimizer step, in this order.
-        """
-        values, step = self.values, self.step + 1
-        flags = values.flags
-        if self.arguments != self._expected:
-            self._expect()
-        if not (self._clean and self._timed) or not self._append_plain(
-            self.trace, step, now_ns, self._begun_ns, flags, values.losses, values.loss_sum,
-            sqrt(values.norm_squared) if flags & _GRAD_NORM else 0.0, values.learning_rate, values.tokens + self._tokens,
-            values.samples + self._samples, values.norm_scale,
-        ):  # fmt: skip
-            self._stepped(self.sole, now_ns)
-            return
-        del self.trace[:], self.arguments[:]
-        self._begun_ns, self.step, self.metered = now_ns, step, not step % METER_EVERY
-        if not values.step:
-            values.step = step
-        values.flags = values.losses = values.tokens = values.samples = 0
-        values.loss_sum = values.norm_squared = 0.0
+        """End the step of the pacemaker alone: as a plain step, if it is one, with the sizes that its batch has."""
+        plain = self.plain
+        if plain.arguments != plain.expected:
+            loaders = plain.expected = plain.arguments[:2]
+            plain.batch_tokens, plain.batch_samples = self.sizes.get(loaders[0], (0, 0)) if loaders else (0, 0)
+        if not plain.append(now_ns):
+            self._stepped(plain.sole, now_ns)
 
     def end(self, now_ns: int) -> None:
         """End the step at the user's request (``torchobs.step``). Rule 5."""
         known, touched = self.direct, self._has(_TRAINING)
-        self.direct, self.sole = True, 0
+        self.direct, self.plain.sole = True, 0
         if not self._parts or touched:
             if not known and not touched and self.step:
                 return  # the hooks have written this step; from the next one on the user's boundaries count
@@ -576,7 +556,8 @@ class StepRecorder:
         """Write complete steps when the rank ends. Rule 5."""
         if self._pacemaker:
             for part in self._parts:
-                part.values.step = GONE
+                if part.values.pending is not None:
+                    part.values.pending.step = GONE
                 self.late(self.step, 0, 0.0, 0.0, part.values.tokens, part.values.samples)
             self._parts.clear()
         elif self._parts:
@@ -587,17 +568,18 @@ class StepRecorder:
         self.flush()
         self.trace.clear()
         self.arguments.clear()
-        self._carry, self._clean, self.restarts = None, False, self.restarts + 1
-        self.values.step = GONE
-        self.values = StepValues()
+        self._carry, self.plain.clean, self.restarts = None, False, self.restarts + 1
+        if (pending := self._take_values().pending) is not None:
+            pending.step = GONE
         self.values.flags = StepFlag.UNTIMED
-        self._early, self.in_pass = _UNSEEN if self._seen_backward else 0, False
+        self._early, self.plain.in_pass = _UNSEEN if self._seen_backward else 0, False
 
     def _close(self, calls: dict[int, int], now_ns: int) -> None:
         """Close a part: divide its time, and add the sizes of its batches to its values."""
         self._note_late_begin()
-        values, self.values, self.sole, self._early = self.values, StepValues(), 0, 0
-        divided = divide(self.trace, self.arguments, self._begun_ns, now_ns, self._carry)
+        plain, values, self._early = self.plain, self._take_values(), 0
+        plain.sole = 0
+        divided = divide(self.trace, self.arguments, plain.begun_ns, now_ns, self._carry)
         self.trace.clear()
         self.arguments.clear()
         self.evaluations.extend(divided.evaluations)
@@ -605,24 +587,26 @@ class StepRecorder:
             tokens, samples = self.sizes.get(loader, (0, 0))
             values.tokens += number * tokens
             values.samples = min(values.samples + number * samples, _U32)
-        self._carry, self._clean, self._begun_ns = divided.carry, divided.carry.is_clean, now_ns
+        self._carry, plain.clean, plain.begun_ns = divided.carry, divided.carry.is_clean, now_ns
         self._parts.append(_Part(calls, values, divided.spent_ns, now_ns))
 
     def _write_parts(self) -> None:
         """Write the parts as one step."""
         parts, self._parts = self._parts, []
-        last, values, step = parts[-1], parts[-1].values, self.step + 1
+        plain, last, values, step = self.plain, parts[-1], parts[-1].values, self.step + 1
         for part in reversed(parts[:-1]):
-            values.merge(part.values)
+            merge(values, part.values)
+        if values.pending is not None:
+            values.pending.step = step
         spent = [sum(lengths) for lengths in zip(*[part.spent_ns for part in parts], strict=True)]
-        values.step = self.step = step
+        plain.step = step
         if self._carry is not None:
             self._carry.has_batch = False
-        self.metered = not step % METER_EVERY
+        plain.metered = not step % METER_EVERY
         norm = sqrt(values.norm_squared) if values.flags & StepFlag.GRAD_NORM else 0.0
-        phases = tuple([length / 1e9 for length in spent]) if self._timed else _UNTIMED
-        is_plain = not self.direct and len(parts) == 1 and last.calls == {self._pacemaker: 1}
-        self.sole = self._pacemaker if is_plain and self._pacemaker in self._alive else 0
+        phases = tuple([length / 1e9 for length in spent]) if plain.timed else _UNTIMED
+        is_plain = not self.direct and len(parts) == 1 and last.calls == {self._pacemaker: 1} and plain.pending is None
+        plain.sole = self._pacemaker if is_plain and self._pacemaker in self._alive else 0
         duration_s = sum(spent[phase] for phase in WITHIN_STEP) / 1e9
         self._append(
             step, last.ended_ns, RecordKind.STEP, values.flags, values.losses & _U32, duration_s, values.loss_sum,
@@ -643,7 +627,7 @@ class StepRecorder:
     def _forget(self, key: int, first: TensorReference | None) -> None:
         """Note that an optimizer was deleted. In any thread, at any moment."""
         self._alive.pop(key, None)
-        self.sole = 0 if self.sole == key else self.sole
+        self.plain.sole = 0 if self.plain.sole == key else self.plain.sole
         self._gone.append((key, first))
 
     def _rename_deleted(self) -> None:

@@ -13,24 +13,17 @@ import threading
 import weakref
 from threading import get_ident
 from time import monotonic_ns
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.catalog.findings import finding
-from torchobs.flight.native import make_hook
 from torchobs.flight.step_record import StepFlag
-from torchobs.probes.backward import BackwardWatch
 from torchobs.probes.cuda_graphs import CudaGraphs
 from torchobs.probes.never_stepped import NeverStepped
 from torchobs.probes.optimizer import OptimizerProbe, number_of
 from torchobs.probes.step_recorder import ModelChanges
-from torchobs.probes.timeline import (
-    BACKWARD_ENDS,
-    CLOSURE_BEGINS,
-    CLOSURE_GOES_ON,
-    LONG_TRACE,
-    STEP_BEGINS,
-)
+from torchobs.probes.timeline import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_BEGINS, CLOSURE_GOES_ON, LONG_TRACE, STEP_BEGINS
 from torchobs.support.error_guard import call
 from torchobs.support.graph_safe import dispatch_modes, graph_being_made
 from torchobs.taps import taps
@@ -48,6 +41,8 @@ if TYPE_CHECKING:
 
     Hook = Callable[..., Any]
 
+_ACCUMULATE, _CREATE_GRAPH, _INPUTS = 6, 3, 4
+"""Positions among the arguments of the engine's ``run_backward``"""
 _OPTIMIZER_FILE = "torch/optim/optimizer.py"
 _PATIENCE = 3
 """Steps of another thread without one of the training thread, after which the latter no longer counts as such"""
@@ -57,14 +52,11 @@ class StepProbe:
     """Divides the training into steps."""
 
     name = "step"
-    __slots__ = ("__dict__", "_depth", "_given", "_outer", "_untraced")  # the compiled part has them in place
 
     def __init__(self, rates: RateSource) -> None:
         self._rates = rates
-        self._depth = self._outer = 0
-        """Nesting depth of running steps, and the id of the outermost optimizer"""
-        self._given = self._untraced = False
-        """Whether the step was given a closure; whether its pre hook has found that no graph is being made"""
+        self._given = False
+        """Whether the step was given a closure"""
         self._nests = False
         """Whether an optimizer's step has called another's"""
         self._no_backward: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
@@ -75,16 +67,18 @@ class StepProbe:
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
         self._context, self._recorder, self._training = context, context.recorder, context.training
-        self._before_step, self._steps_within = context.hooks.before_step, context.hooks.steps_within.listeners
+        self._plain, self._before_step, self._steps_within = (
+            context.recorder.plain, context.hooks.before_step, context.hooks.steps_within.listeners,
+        )  # fmt: skip
         breaker, self._modes, self._graph_being_made = context.breaker(self.name), dispatch_modes(), graph_being_made()
         self._changes = ModelChanges(context.recorder.models, context.writer)
         self._relieve = breaker.guard(self._recorder.relieve)
-        self._others, self._graphs = OtherThreads(context), CudaGraphs(context, breaker, self._rates)
+        self._others, self._graphs = OtherThreads(context), CudaGraphs(context, breaker)
         self._never_stepped = NeverStepped(context, breaker)
         self._backward = BackwardWatch(context, breaker)
         self._backward.install()
         self._graphs.install()
-        before, after = self._compiled(breaker, self._plain_before(breaker), self._plain_after(breaker))
+        before, after = self._hooks(breaker)
         taps.BEFORE_STEP.lead(before)
         taps.AFTER_STEP.lead(after)
 
@@ -107,104 +101,57 @@ class StepProbe:
         if len(self._recorder.trace) > LONG_TRACE:
             self._context.at_backward(self._relieve)
 
-    def _plain_before(self, breaker: CircuitBreaker) -> Callable[..., Any]:  # noqa: C901  # inline: a call costs 1 µs there
-        """Return the pre hook: the fast path of nearly every step, inline; other steps call ``_before``.
+    def _hooks(self, breaker: CircuitBreaker) -> tuple[Hook, Hook]:
+        """Return the hooks: those of ``PlainSteps``, which hands other steps to :meth:`_any_before` and :meth:`_any_after`."""
+        plain = self._plain
+        plain.slow_before, plain.slow_after = self._any_before(breaker), self._any_after(breaker)
+        plain.notify, plain.read_rate = breaker.guard(self._before_step.notify), self._read_rate
+        before_step, after_step = plain.before_step, plain.after_step
+        if isinstance(before_step, MethodType):
+            return before_step, after_step
 
-        It touches half of what ``_before`` does: 4 µs instead of 10 between real steps, where every object is a cache miss.
-        """
-        recorder, rates, before_step, trace = self._recorder, self._rates, self._before_step, self._recorder.trace
-        before, notify = breaker.guard(self._before), breaker.guard(before_step.notify)
-        note, known = trace.append, recorder.alive
-        number_safely, clock, learning_rate = self._number_safely, monotonic_ns, StepFlag.LEARNING_RATE
+        # functions of a file that Dynamo is told to skip: of a compiled callable it makes a graph, or fails
+
+        def call_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            return before_step(optimizer, args, kwargs)
+
+        def call_after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            return after_step(optimizer, args, kwargs)
+
+        return call_before, call_after
+
+    def _any_before(self, breaker: CircuitBreaker) -> Callable[..., Any]:
+        """Return the pre hook of steps that are not plain."""
+        plain, recorder, before_step, before = self._plain, self._recorder, self._before_step, breaker.guard(self._before)
         modes, is_made = self._modes, self._graph_being_made
 
-        def plain_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            key = id(optimizer)
-            if recorder.in_pass and not (self._depth or self._nests) and known(key) is optimizer:  # one of hundreds
-                if recorder.step >= before_step.due_at or recorder.step == before_step.last:
-                    notify(optimizer, False)  # noqa: FBT003  # a listener
+        def any_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            # one of hundreds in a backward pass
+            if plain.in_pass and not (plain.depth or self._nests) and recorder.alive(id(optimizer)) is optimizer:
+                if plain.step >= plain.due_at or plain.step == before_step.last:
+                    plain.notify(optimizer, False)  # noqa: FBT003  # a listener
                 return None
             if modes() and is_made():
-                self._untraced = False
+                plain.stepping = False
                 return None
-            # metered steps take the full path, which also detects a change of thread
-            if (
-                key != recorder.sole or self._depth or recorder.metered or kwargs or len(args) > 1 or breaker.is_open
-                or not trace or trace[-1] & 15 != BACKWARD_ENDS
-            ):  # fmt: skip
-                return before(clock(), optimizer, args, kwargs)
-            self._depth, self._outer, self._untraced = 1, key, True
-            note(clock() << 4 | STEP_BEGINS)
-            if key == rates.key:
-                try:
-                    rate = optimizer.param_groups[0]["lr"]
-                except (AttributeError, LookupError, TypeError):  # groups of another kind
-                    rate = None
-                if type(rate) is not float:
-                    rate = number_safely(rate)
-                if rate is not None:
-                    values = recorder.values
-                    values.learning_rate = rate
-                    values.flags |= learning_rate
-            if recorder.step >= before_step.due_at:
-                notify(optimizer, False)  # noqa: FBT003  # a listener
-            return None
+            return before(monotonic_ns(), optimizer, args, kwargs)
 
-        return plain_before
+        return any_before
 
-    def _plain_after(self, breaker: CircuitBreaker) -> Callable[..., None]:
-        """Return the post hook: the fast path of nearly every step, inline; other steps call ``_after``.
+    def _any_after(self, breaker: CircuitBreaker) -> Callable[..., None]:
+        """Return the post hook of steps that are not plain; one within a backward pass needs nothing."""
+        plain, after, modes, is_made = self._plain, self._after, self._modes, self._graph_being_made
 
-        A step within a backward pass that the pre hook took on its fast path needs nothing.
-        """
-        recorder, training, running = self._recorder, self._training, self._others.running
-        after, end_plainly, clock = self._after, self._recorder.end_plainly, monotonic_ns
-        modes, is_made = self._modes, self._graph_being_made
-
-        def plain_after(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> None:
-            if (recorder.in_pass and not self._depth) or breaker.is_open or (not self._untraced and modes() and is_made()):
+        def any_after(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> None:
+            if (plain.in_pass and not plain.depth) or breaker.is_open or (not plain.stepping and modes() and is_made()):
                 return
-            self._untraced = False
             try:
-                now_ns = clock()
-                if (
-                    id(optimizer) != recorder.sole or self._depth != 1 or self._given or recorder.metered
-                    or training.backwards or running
-                ):  # fmt: skip
-                    after(now_ns, optimizer)
-                else:
-                    self._depth = 0
-                    end_plainly(now_ns)
+                after(monotonic_ns(), optimizer)
             except Exception as error:
                 if not breaker.takes(error):
                     raise
 
-        return plain_after
-
-    def _compiled(self, breaker: CircuitBreaker, before: Hook, after: Hook) -> tuple[Hook, Hook]:
-        """Return the hooks for nearly every step, which call ``before`` and ``after`` for others, where they are compiled."""
-        context, recorder, rates = self._context, self._recorder, self._rates
-        step = make_hook(
-            context.writer.native, "PlainOptimizerStep",
-            (recorder, self._training, self, breaker, self._before_step, rates),
-            (
-                recorder.trace, recorder.arguments, self._others.running, context.writer.plain_steps, before, after,
-                breaker.guard(recorder.end_plainly), breaker.guard(self._before_step.notify), self._read_rate, self._modes,
-            ),
-        )  # fmt: skip
-        if step is None:
-            return before, after
-        compiled_before, compiled_after = step.before, step.after
-
-        # functions of a file that Dynamo is told to skip: of another callable it makes a graph, or fails
-
-        def call_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            return compiled_before(optimizer, args, kwargs)
-
-        def call_after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            return compiled_after(optimizer, args, kwargs)
-
-        return call_before, call_after
+        return any_after
 
     def _read_rate(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the learning rate of the step in progress, if it is a number, in groups as torch has them."""
@@ -217,48 +164,48 @@ class StepProbe:
             self._recorder.set_rate(number)
 
     def _before(self, now_ns: int, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        training, recorder, ident = self._training, self._recorder, get_ident()
-        if self._graphs.capturing and ident == training.thread:
+        training, recorder, plain, ident = self._training, self._recorder, self._plain, get_ident()
+        if self._graphs.capturing and ident == plain.thread:
             self._leave_out(ident)
             if self._others.running[ident] == 1:
                 self._graphs.note_step(optimizer)
             return None
-        if ident != training.thread and (self._is_inside(ident) or self._others.is_other(optimizer)):
+        if ident != plain.thread and (self._is_inside(ident) or self._others.is_other(optimizer)):
             self._leave_out(ident)
             return None
         self._others.has_begun = True
-        if self._depth and _steps_running() > 1:
-            self._depth += 1
+        if plain.depth and _steps_running() > 1:
+            plain.depth += 1
             self._nests = True
             for note_within in self._steps_within:
-                note_within(self._outer, optimizer)
+                note_within(plain.outer, optimizer)
             return None
-        self._depth, self._outer = 1, id(optimizer)
+        plain.depth, plain.outer, plain.stepping = 1, id(optimizer), False
         closure = (len(args) > 1 and args[1] is not None) or (bool(kwargs) and kwargs.get("closure") is not None)
         evaluates = closure and not self._no_backward.get(optimizer)
-        within = bool(training.backwards)
+        within = plain.backwards
         fresh = self._begins(optimizer, ident, evaluates=evaluates, within_backward=within)
         self._given = closure and not within
         if evaluates:
             recorder.begin_closure()
         if not within:
-            training.thread, training.in_closure = ident, evaluates
+            plain.thread, plain.in_closure = ident, evaluates
             recorder.trace.append(now_ns << 4 | (CLOSURE_BEGINS if evaluates else STEP_BEGINS))
         self._note_rate(optimizer)
-        if recorder.metered or not recorder.step:
+        if plain.metered or not plain.step:
             training.loop.note()
             self._context.record_overhead(self.name, monotonic_ns() - now_ns)
-        hook, step = self._before_step, recorder.step
-        if step >= hook.due_at or step == hook.last or evaluates or fresh:
+        hook, step = self._before_step, plain.step
+        if step >= hook.due_at or step == hook.last or evaluates or (fresh and self._rates.wanted):
             hook.notify(optimizer, evaluates)
         return self._watched(optimizer, args, kwargs) if evaluates and self._given else None
 
     def _begins(self, optimizer: torch.optim.Optimizer, ident: int, *, evaluates: bool, within_backward: bool) -> bool:
         """Let the recorder know that an optimizer begins to step; return True if it has never stepped."""
         recorder = self._recorder
-        if ident != self._training.thread and not within_backward:
+        if ident != self._plain.thread and not within_backward:
             recorder.note_unseen()
-        return id(optimizer) != recorder.sole and recorder.optimizer_begins(
+        return id(optimizer) != self._plain.sole and recorder.optimizer_begins(
             optimizer, evaluates=evaluates, within_backward=within_backward
         )
 
@@ -274,10 +221,10 @@ class StepProbe:
     def _note_rate(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the learning rate, also of an optimizer that took the fast path."""
         recorder = self._recorder
-        key = self._rates.key
+        key = self._plain.rated
         if recorder.values.flags & StepFlag.LEARNING_RATE or not key:
             return
-        rated = optimizer if id(optimizer) == key else recorder.alive(key) if self._training.backwards else None
+        rated = optimizer if id(optimizer) == key else recorder.alive(key) if self._plain.backwards else None
         if rated is not None:
             self._read_rate(rated)
 
@@ -288,11 +235,11 @@ class StepProbe:
         """Return the arguments with a closure that records where each evaluation begins, if there may be several."""
         if self._evaluations.get(optimizer, 2) < 2:  # noqa: PLR2004  # unknown: several
             return None
-        training, note, closure = self._training, self._recorder.trace.append, args[1] if len(args) > 1 else kwargs["closure"]
+        plain, note, closure = self._plain, self._recorder.trace.append, args[1] if len(args) > 1 else kwargs["closure"]
 
         @functools.wraps(closure, updated=())
         def evaluate(*arguments: Any, **named: Any) -> Any:
-            if training.in_closure:
+            if plain.in_closure:
                 note(monotonic_ns() << 4 | CLOSURE_BEGINS)
             return closure(*arguments, **named)
 
@@ -305,22 +252,21 @@ class StepProbe:
             if not running[ident]:
                 del running[ident]
             return
-        self._depth -= 1
-        if self._depth > 0:
+        plain = self._plain
+        plain.depth -= 1
+        if plain.depth > 0:
             return
-        training, recorder = self._training, self._recorder
-        metered = recorder.metered
-        self._depth = 0
+        metered, plain.depth, plain.stepping = plain.metered, 0, False
         if self._given:
             self._closure_ends(optimizer)
-        if not training.backwards:  # else the pass is the step
-            recorder.optimizer_ends(optimizer, now_ns)
+        if not plain.backwards:  # else the pass is the step
+            self._recorder.optimizer_ends(optimizer, now_ns)
         if metered:
             self._context.record_overhead(self.name, monotonic_ns() - now_ns)
 
     def _closure_ends(self, optimizer: torch.optim.Optimizer) -> None:
         """Record whether it did a backward. One that once did may do without: Lightning's, when a batch is skipped."""
-        self._given = self._training.in_closure = False
+        self._given = self._plain.in_closure = False
         self._evaluations[optimizer] = sum(stamp & 15 == CLOSURE_GOES_ON for stamp in self._recorder.trace)
         for stamp in reversed(self._recorder.trace):
             code = stamp & 15
@@ -332,6 +278,114 @@ class StepProbe:
                     self._no_backward[optimizer] = True
                     self._before_step.due_at = 0  # its gradients are measured before its step from now on
                 return
+
+
+class BackwardWatch:
+    """Records where the outermost backward pass begins and ends. A part of :class:`StepProbe`.
+
+    It is ``torch.autograd.backward``, ``torch.autograd.grad``, or a direct call of the engine. ``Tensor.backward`` resolves
+    ``torch.autograd.backward`` by attribute. All other callers, names imported before ``init()`` and Megatron-LM's direct call
+    included, look ``run_backward`` up at the engine, which returns its own while a backward pass runs. ``torch.autograd.grad``
+    is a backward pass where it differentiates parameters and builds no graph (``create_graph=False``): with a graph it is part
+    of the forward (gradient penalties, physics-informed losses, second derivatives), and the gradient of anything else is an
+    analysis (saliency, an adversarial input). Functional transforms (``torch.func``) are not observed.
+    """
+
+    def __init__(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
+        self._context, self._breaker = context, breaker
+        self._end_pass = breaker.guard(context.recorder.end_pass)
+        self._notify = breaker.guard(context.hooks.after_closure_backward.notify)
+
+    def install(self) -> None:
+        """Wrap ``torch.autograd.backward`` and the engine."""
+        plain = self._context.recorder.plain
+        plain.step_breaker, plain.end_pass, plain.modes = self._breaker, self._end_pass, dispatch_modes()
+        plain.listeners, plain.slow_backward = self._context.hooks.takes_loss.listeners, self._any_backward()
+        taps.BACKWARD.lead_shared(self._watched, self._breaker.probe)
+        taps.ENGINE.lead(self._watched_engine, self._breaker.probe)
+
+    def _watched(self, original: Any, busy: Any, divert: Any) -> Any:
+        recorded = self._context.recorder.plain.backward
+
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            return divert(*args, **kwargs) if busy else recorded(original, args, kwargs)
+
+        return backward
+
+    def _any_backward(self) -> Callable[..., Any]:
+        """Return what records a backward pass that is no plain step's, and how it is called."""
+        breaker, recorder, plain = self._breaker, self._context.recorder, self._context.recorder.plain
+        record, modes, is_made = self._record, dispatch_modes(), graph_being_made()
+
+        def backward(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if plain.backwards or breaker.is_open or get_ident() != plain.thread or (modes() and is_made()):
+                if not plain.backwards and get_ident() != plain.thread:
+                    recorder.note_unseen()
+                return original(*args, **kwargs)  # nested (reentrant checkpointing), in another thread, or traced
+            return record(original, args, kwargs, accumulates=True)
+
+        return backward
+
+    def _record(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulates: bool) -> Any:
+        plain, note = self._context.recorder.plain, self._context.recorder.trace.append
+        tensors = args[0] if args else kwargs.get("tensors")
+        gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
+        note(monotonic_ns() << 4 | BACKWARD_BEGINS)
+        for take_loss in plain.listeners:
+            take_loss(tensors, gradients, accumulates)
+        plain.backwards = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            plain.backwards = False
+            note(monotonic_ns() << 4 | (CLOSURE_GOES_ON if plain.in_closure else BACKWARD_ENDS))
+            if accumulates and plain.in_closure:
+                self._notify()
+            elif plain.in_pass:
+                self._end_pass()
+
+    def _watched_engine(self, engine: Any) -> Any:
+        """Return a stand-in for the engine, of which there is one in a process, with our ``run_backward``.
+
+        Within a backward pass that is recorded already it returns the original, so that no frame of ours is between torch's.
+        """
+        plain, breaker, original = self._context.recorder.plain, self._breaker, engine.run_backward
+        run_backward, modes, is_made = self._watched_run(original), dispatch_modes(), graph_being_made()
+
+        def found(_: object) -> Any:
+            bypass = plain.backwards or breaker.is_open or get_ident() != plain.thread or (modes() and is_made())
+            return original if bypass else run_backward
+
+        kind = type("_ImperativeEngine", (type(engine),), {"__slots__": (), "run_backward": property(found)})
+        return kind()
+
+    def _watched_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the engine's ``run_backward``, recording calls that did not come through ``torch.autograd.backward``."""
+        record, trains = self._record, self._breaker.guard(_trains)
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            # autograd.grad gives it by name
+            accumulates = args[_ACCUMULATE] if len(args) > _ACCUMULATE else kwargs.get("accumulate_grad", False)
+            if not accumulates and ((len(args) > _CREATE_GRAPH and args[_CREATE_GRAPH]) or not trains(args, kwargs)):
+                return original(*args, **kwargs)
+            return record(original, args, kwargs, accumulates=bool(accumulates))
+
+        return run_backward
+
+    def remove(self) -> None:
+        """Restore them."""
+        taps.ENGINE.leave()
+        taps.BACKWARD.leave()
+
+
+def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if the gradients are a model's, and will not be differentiated in turn."""
+    import torch
+
+    create_graph = args[_CREATE_GRAPH] if len(args) > _CREATE_GRAPH else kwargs.get("create_graph")
+    inputs: Any = args[_INPUTS] if len(args) > _INPUTS else kwargs.get("inputs")
+    return bool(inputs) and not create_graph and isinstance(inputs[-1], torch.nn.Parameter)  # the first may be the data
 
 
 class OtherThreads:

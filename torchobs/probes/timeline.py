@@ -21,7 +21,7 @@ Rollouts of a reinforcement learner in ``eval()`` mode look like an evaluation, 
 
 Boundaries are integers, ``ns << 4 | code``, which are interpreted when the step ends. Between real steps caches are cold, and a
 hook costs what it touches: the same arithmetic took ten times longer spread over five hooks than in one place. So a hook
-appends one integer. The boundaries of a plain step (``StepRecorder.end_plainly``) go into the record as they are; any others
+appends one integer. The boundaries of a plain step (``hot_path.PlainSteps``) go into the record as they are; any others
 go through :func:`divide` as the step ends, which sees all of it: what a fetch was for, and whether an ``eval()`` was an
 evaluation, shows behind it.
 """

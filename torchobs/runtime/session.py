@@ -147,12 +147,12 @@ class Session:
         self.recorded_in = writer.path
         self.run = RunSpan(chosen, writer, lambda: self.writer)
         self.run.begin()
-        training, pauses, spent_ns = TrainingState(), SamplerPauses(), dict[str, int]()
-        safe_point = SafePoint(training)
+        recorder, pauses, spent_ns = StepRecorder(writer), SamplerPauses(), dict[str, int]()
+        training, hooks = TrainingState(recorder.plain), Hooks(spent_ns, recorder.plain)
         context = self.context = ProbeContext(
-            settings=chosen, writer=writer, recorder=StepRecorder(writer), device=DeviceValues(), training=training,
-            hooks=Hooks(spent_ns), scalars=Scalars(writer.table), write_span=self.run.write, warn_limited=LimitedLog().warn,
-            yield_gil=pauses.yield_gil, at_backward=safe_point.arm, spent_ns=spent_ns,
+            settings=chosen, writer=writer, recorder=recorder, device=DeviceValues(), training=training, hooks=hooks,
+            scalars=Scalars(writer.table), write_span=self.run.write, warn_limited=LimitedLog().warn,
+            yield_gil=pauses.yield_gil, at_backward=(safe_point := SafePoint(training)).arm, spent_ns=spent_ns,
         )  # fmt: skip
         self.run.watch(context)
         self._probe_manager = ProbeManager(
@@ -221,7 +221,7 @@ class Session:
         """Install the probes that need torch, now or when torch has been imported."""
         if self.context is None or self._probe_manager is None:
             return
-        self.context.training.thread = threading.get_ident()
+        self.context.recorder.plain.thread = threading.get_ident()
         self._probe_manager.begin()
         self._dynamo.install(self.context.breaker("dynamo"))
         graph_safe.use_torch()

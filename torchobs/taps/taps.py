@@ -286,9 +286,15 @@ SCALER = {name: Tap(_scaler(name), nests=name == "step") for name in ("step", "s
 class Training(Protocol):
     """The training thread, as the session knows it."""
 
-    thread: int
-    backwards: int
     captures: Any
+
+    @property
+    def thread(self) -> int:
+        """Its identifier."""
+
+    @property
+    def backwards(self) -> bool:
+        """Whether a backward pass runs in it."""
 
 
 class SafePoint:
