@@ -610,7 +610,7 @@ from torchobs.flight import reader
 def told():
     file = reader.open_path(torchobs.init().writer.path)
     try:
-        return sum(fields.get("name") == "torchobs.exception" for fields in flights.frames(file))
+        return sum(getattr(event, "name", "") == "torchobs.exception" for event in file.events())
     finally:
         file.close()
 """
