@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -312,33 +311,6 @@ def test_a_run_that_failed_beside_this_one_is_worth_a_look() -> None:
     assert found.text.endswith("Another run here is in trouble: gpt run-2.")
     assert found.level is Severity.WARNING
     assert health_beside(well, [well]).level is Severity.INFO
-
-
-def test_ranks_whose_averaged_gradient_differs_are_told_at_once() -> None:
-    """By the judgement of `torchobs inspect`."""
-    norms = [{step: (1.5 if rank == 2 else 1.0) * step for step in (28, 29, 30)} for rank in range(3)]
-    alike = [row(rank, derived={"alike_norms": own}) for rank, own in enumerate(norms)]
-    judged = health(run(*alike))
-    assert judged.level is Severity.ERROR
-    assert "its norm is not the same on rank 2." in judged.text
-    assert "not the same" not in health(run(alike[0], alike[1], row(2))).text
-
-
-def test_norms_are_compared_only_where_ddp_averages_whole_gradients() -> None:
-    """A shard's norm is a rank's own."""
-    norms, one = {3: 1.0}, ("gloo", "ddp", "")
-
-    def alike(attributes: Sequence[tuple[str, ...]], norm_ranks: float | None) -> Mapping[int, float]:
-        values: Values = {catalog.DISTRIBUTED_INFO.name: dict.fromkeys(attributes, 1.0)}
-        values |= {catalog.GRAD_NORM_RANKS.name: {(): norm_ranks}} if norm_ranks else {}
-        return row(values=values, derived={"norms": norms}).alike_norms
-
-    for found in ([one], [("nccl", "ddp+tensor", "dp=4,tp=2")]):
-        assert alike(found, None) == norms
-        assert alike(found, 1.0) == norms
-        assert alike(found, 2.0) == {}
-    for other in ([], [("gloo", "fsdp2", "")], [("gloo", "", "")]):
-        assert alike(other, 1.0) == {}
 
 
 def test_when_a_worker_died_is_known_from_its_event() -> None:

@@ -144,7 +144,7 @@ def _findings(every: Sequence[RankView], known: RunDiagnosis, names: set[str]) -
 
 def figures(rank: RankView, run: RunView) -> Figures:
     """Return the key figures of a run, by the rank that is shown in full."""
-    phases, still, total = sum(typical_phases(rank.steps).values()), rank.standstill, run.total_steps
+    still, total = rank.standstill, run.total_steps
     goodput, rates = rank.by_attribute(catalog.GOODPUT_TIME), rank.of(catalog.LEARNING_RATE)
     whole, done = sum(goodput.values()), f"{text_format.percent(min(run.steps / total, 1.0))} of {total:,}, " if total else ""
     productive = goodput.get("productive", 0.0) / whole if whole else None
@@ -157,7 +157,8 @@ def figures(rank: RankView, run: RunView) -> Figures:
         Figure("Steps", f"{run.steps:,}", f"{done}in {rank.lifetime}", run.steps),
         Figure("Time left", text_format.span(run.left_s), "at the present speed") if run.left_s is not None else None,
         Figure("Loss", text_format.number(rank.loss), "the last one", rank.loss) if rank.loss is not None else None,
-        Figure("Step time", text_format.duration(phases), "typical of the last steps") if phases else None,
+        Figure("Step time", text_format.duration(rank.pace.step_s), "typical of the last steps", rank.pace.step_s)
+        if rank.pace else None,
         Figure("Speed", "–", f"no step for {text_format.span(still.seconds)}") if still is not None else None,
         Figure("Speed", text_format.rate(pace.per_s, "steps"), _work(pace, share), pace.per_s) if pace and pace.per_s else None,
         Figure("Goodput", text_format.percent(productive), f"of the time since {rank.since}", productive)
