@@ -151,7 +151,7 @@ class NonfiniteProbe:
             else:
                 self._report(origin)
         if self._raising is not None:
-            self._raising.expect(f"The loss is not finite in step {step}.", self._found)
+            self._raising.expect(finding("nonfinite_loss", step=step).short, self._found)
 
     def _of_weights(
         self, bad: Sequence[Any], likely: NonfiniteOrigin | None, nodes: Sequence[GraphNode] = ()
@@ -194,7 +194,7 @@ class NonfiniteProbe:
                 self._report(self._inferred(bad, user_frames(sys._getframe()), step, parameters))
                 self._arm()
         if self._raising is not None:
-            self._raising.expect(f"Gradients are not finite in step {step}, of a finite loss.", self._found)
+            self._raising.expect(finding("nonfinite_gradient", step=step).short, self._found)
 
     def _inferred(self, bad: set[int], frames: list[FrameType], step: int, given: Sequence[Any] = ()) -> NonfiniteOrigin | None:
         """Return the origin by the graph of a loss that a running function of the user's still holds.
