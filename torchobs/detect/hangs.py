@@ -239,8 +239,8 @@ def _groups(ranks: Mapping[str, Mapping[str, GroupProgress]]) -> list[str]:
 
 
 LEAST_RANKS = 2
-ASIDE = frozenset({"evaluation", "checkpoint", "compile", "idle"})
-"""Phases in which a rank takes no part in training."""
+PATIENT_PHASES = frozenset({"evaluation", "checkpoint", "compile", "idle"})
+"""Phases in which a rank takes no part in training, and that may last arbitrarily long; an idle rank has left its loop."""
 EXCHANGING = frozenset({"backward", "optimizer"})
 """Phases in which gradients are exchanged."""
 _ORDER = {"data": 1, "forward": 2, "backward": 3, "optimizer": 4}
@@ -302,7 +302,7 @@ def alone(position: Position) -> Blamed:
     """Return what a rank does of which it is known otherwise that the others wait for it."""
     if position.state in {"finished", "failed", "lost"}:
         return Blamed(ENDED, position)
-    if position.phase in ASIDE:
+    if position.phase in PATIENT_PHASES:
         return Blamed(ASIDE_OF_TRAINING, position)
     if position.frames and not waits(position.frames):
         return Blamed(NOT_IN_COLLECTIVE, position)
@@ -356,7 +356,7 @@ _RULES = (
     (ENDED, _where(lambda one: one.state in {"finished", "failed", "lost"})),
     (SILENT, _where(lambda one: one.state == "unresponsive")),
     (NOT_ARRIVED, _not_arrived),
-    (ASIDE_OF_TRAINING, _where(lambda one: one.phase in ASIDE)),
+    (ASIDE_OF_TRAINING, _where(lambda one: one.phase in PATIENT_PHASES)),
     (NOT_IN_COLLECTIVE, _out_of_collective),
     (FETCHING, _where(lambda one: one.phase == "data")),
     (ELSEWHERE, _elsewhere),
@@ -395,9 +395,6 @@ LEAST_STEPS = 2
 
 _FEW_STEPS = 100
 """Below it the 99th percentile is the longest step"""
-
-PATIENT_PHASES = frozenset({"evaluation", "checkpoint", "compile", "idle"})
-"""Phases that may last arbitrarily long without a step; an idle rank has left its training loop."""
 
 
 class Durations(NamedTuple):
@@ -448,7 +445,7 @@ def standstill(
     ``progress_age_s``: seconds since its last step. ``quiet_s``: since the last sign of a step or its phases, which is shorter
     after an evaluation. ``usual_s``: median of its latest steps, ``None`` before the first.
     """
-    if usual_s is None or quiet_s < max(LEAST_S, standstill_limit_s(usual_s, durations)) or phase in PATIENT_PHASES:
+    if usual_s is None or quiet_s < standstill_limit_s(usual_s, durations) or phase in PATIENT_PHASES:
         return None
     return Standstill(progress_age_s, usual_s, progress_age_s <= _habitual_pause_s(durations))
 

@@ -160,10 +160,8 @@ class ActivationProbe:
         """Look for the modules that are trained."""
         context = self._context
         self._scans += 1
-        groups = [group for optimizer in context.recorder.optimizers() for group in optimizer.param_groups]
-        trained = {id(parameter) for group in groups for parameter in group["params"]}
-        known = [model for watched in context.watched if (model := watched()) is not None]
-        models = [model for model in known if _trains(model, trained)]
+        trained = set(map(id, context.trained()))
+        models = [model for model in context.models() if _trains(model, trained)]
         models = models or [model for model in roots(all_modules(context.yield_gil)) if _trains(model, trained)]
         if models:
             modules, self._chosen = choose(models, min(MOST_LAYERS, context.settings.layers * WIDER))

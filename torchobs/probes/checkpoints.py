@@ -217,7 +217,7 @@ class CheckpointProbe:
     def _begin(self, kind: str, saved: Any, target: Any, group: Any) -> _Saving | None:
         recorder = self._context.recorder
         step = recorder.logged_step()
-        if kind != "distributed" and step != self._step and not holds_state(saved, self._trained()):
+        if kind != "distributed" and step != self._step and not holds_state(saved, self._context.trained()):
             return None  # a data cache or results; saved beside a checkpoint, it is part of it
         saving = _Saving(kind, target, monotonic_ns(), step, early=not recorder.ended, group=group)
         if kind == "torch" and not isinstance(target, (str, os.PathLike)):
@@ -227,10 +227,6 @@ class CheckpointProbe:
         if saving.pinned:
             recorder.mark(PIN, saving.started_ns, CHECKPOINT)
         return saving
-
-    def _trained(self) -> list[Any]:
-        groups = [group for optimizer in self._context.recorder.optimizers() for group in optimizer.param_groups]
-        return [parameter for group in groups for parameter in group["params"]]
 
     def _in_step(self) -> bool:
         recorder = self._context.recorder
@@ -284,7 +280,7 @@ class CheckpointProbe:
     def _room(self, saving: _Saving) -> dict[str, object]:
         """Return which checkpoint is the last good one, and whether there was room for another: torch's writer says neither."""
         # nbytes raises of a sparse one
-        needed = self._bytes or sum(each.numel() * each.element_size() for each in self._trained())
+        needed = self._bytes or sum(each.numel() * each.element_size() for each in self._context.trained())
         found: dict[str, object] = {"saved_step": max(self._step, 0), "needed": needed}
         if isinstance(saving.target, (str, os.PathLike)):
             with suppress(OSError):

@@ -186,10 +186,9 @@ class ClipWatch:
         else:
             made.total = norm.detach()
         if seen is not None and made.each is None:
-            keys, norms = seen.keys_and_results()
             self._pace.spend(seen.spent_ns)
-            whole = len(norms) == len(tensors)  # else computed without foreach
-            made.each = from_norms(keys, norms, self._devices) if whole else self._measure(tensors)
+            whole = len(seen.results) == len(tensors)  # else computed without foreach
+            made.each = from_norms(seen.keys, seen.results, self._devices) if whole else self._measure(tensors)
         if made.each is not None:
             self._pace.spend(monotonic_ns() - begun_ns)
         self._keep(made)

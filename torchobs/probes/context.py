@@ -103,6 +103,15 @@ class ProbeContext:
         """Return the circuit breaker of that probe."""
         return self.breakers.setdefault(probe, CircuitBreaker(probe))
 
+    def trained(self) -> list[Any]:
+        """Return the parameters of the optimizers that have stepped."""
+        groups = [group for optimizer in self.recorder.optimizers() for group in list(optimizer.param_groups)]
+        return [parameter for group in groups for parameter in list(group["params"])]
+
+    def models(self) -> list[Any]:
+        """Return the models given to ``torchobs.watch`` that are alive."""
+        return [model for known in list(self.watched) if (model := known()) is not None]
+
     def event(self, event: Event, attributes: Mapping[str, object]) -> None:
         """Record an event, with the number of the last step that has ended."""
         self.writer.event(event.name, attributes, self.recorder.step)

@@ -131,10 +131,8 @@ def components(context: ProbeContext, device: str) -> Components:
     from torchobs.tensors.values import stored  # which imports torch: there is a model by now
 
     optimizers, models = context.recorder.optimizers(), roots(all_modules(_dont_wait))
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     named = {id(tensor): (tensor, name) for model in models for name, tensor in model.named_parameters()}
-    trained = (parameter for group in groups for parameter in group["params"])
-    parameters = {id(one): one for one in trained} | {key: tensor for key, (tensor, _) in named.items()}
+    parameters = {id(one): one for one in context.trained()} | {key: tensor for key, (tensor, _) in named.items()}
     state: dict[int, list[Any]] = {}
     for optimizer in optimizers:
         for parameter, values in list(optimizer.state.items()):

@@ -69,7 +69,7 @@ class FlopsProbe:
         optimizers = self._context.recorder.optimizers()
         key = tuple(sorted(map(id, optimizers)))
         if key != self._key or self._parameters is None:
-            self._key, self._parameters = key, count_parameters(self._modules(), _trained(optimizers))
+            self._key, self._parameters = key, count_parameters(self._modules(), self._trained())
         if self._parameters is None:
             return None
         context_parallel = by_axis(of_process_groups()).get("cp")  # it splits each sample after it was loaded
@@ -77,13 +77,14 @@ class FlopsProbe:
         return step_flops(self._parameters, lately.tokens / lately.steps / parts)
 
     def _modules(self) -> list[Any]:
-        watched = [module for known in list(self._context.watched) if (module := known()) is not None]
-        return watched + [module for outermost in list(self._context.modules) for module in outermost()]
+        return self._context.models() + [module for outermost in list(self._context.modules) for module in outermost()]
+
+    def _trained(self) -> list[Any]:
+        return [parameter for parameter in self._context.trained() if parameter.requires_grad]
 
     def _peak(self) -> float | None:
         """Return the peak of all devices with parameters; ``None`` if one is unknown or no GPU."""
-        trained = _trained(self._context.recorder.optimizers())
-        devices = {parameter.device: parameter for parameter in trained}
+        devices = {parameter.device: parameter for parameter in self._trained()}
         peaks = [self._peak_of(device, parameter) for device, parameter in devices.items()]
         known = [peak for peak in peaks if peak is not None]
         return sum(known) if known and len(known) == len(peaks) else None
@@ -137,11 +138,6 @@ def _own_elements(parameter: Any) -> float:
             if axis_of(name) in _SPLIT and placement.is_shard():
                 elements /= mesh.size(at)
     return elements
-
-
-def _trained(optimizers: Iterable[Any]) -> list[Any]:
-    groups = [group for optimizer in optimizers for group in list(optimizer.param_groups)]
-    return [parameter for group in groups for parameter in list(group["params"]) if parameter.requires_grad]
 
 
 def _uses_tf32() -> bool:

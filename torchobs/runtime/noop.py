@@ -60,24 +60,11 @@ def init(**_: object) -> Session:
     return Session()
 
 
-def shutdown() -> None:
+def nothing(*_: Any, **__: Any) -> None:
     """Do nothing."""
 
 
-def step() -> None:
-    """Do nothing."""
-
-
-def log(**_: Any) -> None:
-    """Do nothing."""
-
-
-def event(name: str, **_: Any) -> None:
-    """Do nothing."""
-
-
-def watch(model: Any) -> None:
-    """Do nothing."""
+shutdown = step = log = event = watch = nothing
 
 
 def phase(name: str) -> AbstractContextManager[None]:

@@ -18,39 +18,32 @@ class CapturedResults(TorchFunctionMode):
         """``keep``: keep the first arguments themselves, too."""
         super().__init__()
         self._function, self._keep = function, keep
-        self._keys: list[int] = []
+        self.keys: list[int] = []
+        """ids of the tensors that the results are of"""
         self.given: list[Any] = []
         self.results: list[Any] = []
-        self._spent_ns = 0
-
-    @property
-    def spent_ns(self) -> int:
-        """Overhead in ns, after the block: a torch function mode runs Python code around every torch call."""
-        return self._spent_ns
+        self.spent_ns = 0
+        """Overhead, after the block: a torch function mode runs Python code around every torch call"""
 
     def __enter__(self) -> Any:
         """Enter the mode."""
-        self._spent_ns = -monotonic_ns()
+        self.spent_ns = -monotonic_ns()
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
 
     def __exit__(self, *error: object) -> None:
         """Leave the mode."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
-        self._spent_ns += monotonic_ns()
+        self.spent_ns += monotonic_ns()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call it and keep the result; of the arguments by default only the ids, so that no tensor lives longer."""
         begun_ns = monotonic_ns()
         result = func(*args, **(kwargs or {}))
-        self._spent_ns += begun_ns - monotonic_ns()
+        self.spent_ns += begun_ns - monotonic_ns()
         if func is self._function:
             several = isinstance(result, (list, tuple))
-            self._keys += [id(each) for each in args[0]] if several else [id(args[0])]
+            self.keys += [id(each) for each in args[0]] if several else [id(args[0])]
             self.results += result if several else [result]
             if self._keep:
                 self.given.append(args[0])
         return result
-
-    def keys_and_results(self) -> tuple[list[int], list[Any]]:
-        """Return the ids of the tensors given and the result for each."""
-        return self._keys, self.results

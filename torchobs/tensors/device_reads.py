@@ -316,13 +316,13 @@ class DeviceValues:
         if kind == "cpu":
             deliver(float(value.item()))
             return True
-        if kind == "cuda":
-            return self.expect(value, deliver)
         if kind == "meta" or kind in self.unread:  # a meta tensor has no value
             return False
         try:
             return self.expect(value, deliver)
         except (RuntimeError, TypeError, NotImplementedError) as error:
+            if kind == "cuda":
+                raise
             self.unread[kind] = type(error).__name__
             return False
 

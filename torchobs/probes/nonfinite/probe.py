@@ -331,9 +331,7 @@ class NonfiniteProbe:
 
     def _known(self) -> tuple[list[Any], list[Any]]:
         """Return the models given to ``torchobs.watch`` and all parameters that are trained."""
-        models = [model for known in self._context.watched if (model := known()) is not None]
-        groups = [group for optimizer in self._context.recorder.optimizers() for group in optimizer.param_groups]
-        return models, [parameter for group in groups for parameter in group["params"]]
+        return self._context.models(), self._context.trained()
 
     def _report(self, origin: NonfiniteOrigin | None) -> None:
         if origin is None:
