@@ -9,8 +9,7 @@ import http.client
 import shutil
 import ssl
 import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -22,6 +21,10 @@ from tests.web_configs import ACCEPTED, HASH, PASSWORD, REFUSED, STRICTER, TLS, 
 from torchobs.exporter import access, daemon, web_config
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.web_config import BusyError, Passwords
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 METRICS = "torchobs_build_info"
 
@@ -163,12 +166,11 @@ def test_a_password_opens_the_metrics_and_everything_else(serve: Callable[[str],
     assert served.get("/", password=PASSWORD).status == 200
 
 
-@pytest.mark.parametrize(
-    "header", ["", "Basic", "Basic !", "Bearer x", "Basic bm9jb2xvbg==", f"Basic {'A' * 9000}", "Basic /zo6", "Basic OgA="]
-)
-def test_a_strange_authorization_is_no_authorization(serve: Callable[[str], Served], header: str) -> None:
+def test_a_strange_authorization_is_no_authorization(serve: Callable[[str], Served]) -> None:
     """Whatever it holds."""
-    assert serve(USERS).service.get(Authorization=header).status == 401
+    served = serve(USERS).service
+    strange = ("", "Basic", "Basic !", "Bearer x", "Basic bm9jb2xvbg==", f"Basic {'A' * 9000}", "Basic /zo6", "Basic OgA=")
+    assert [header for header in strange if served.get(Authorization=header).status != 401] == []
 
 
 @pytest.mark.parametrize(("text", "status"), [(USERS, 200), ("", 403)])
@@ -215,15 +217,6 @@ def test_guesses_neither_queue_up_nor_push_the_scraper_out() -> None:
     assert asyncio.run(ask()) == (184, 0, 0)
 
 
-def test_metrics_over_tls(serve: Callable[[str], Served]) -> None:
-    """TLS 1.2 at least; who speaks plainly gets nothing."""
-    served = serve(f"{TLS}}}")
-    assert served.secure_status() == 200
-    assert served.secure_status(most=ssl.TLSVersion.TLSv1_2) == 200
-    with pytest.raises((OSError, http.client.HTTPException)):
-        served.get()
-
-
 def test_the_least_version_is_kept(serve: Callable[[str], Served]) -> None:
     """And so are suites, of which those of TLS 1.3 alone leave no other version."""
     served = serve(f"{TLS}, min_version: TLS13}}")
@@ -239,23 +232,6 @@ def test_configured_headers_are_on_every_response(serve: Callable[[str], Served]
     page = served.get("/", password=PASSWORD)
     assert page.headers["x-frame-options"] == "deny"
     assert page.headers["content-security-policy"].startswith("default-src 'none'")
-
-
-def test_a_changed_file_is_in_force_without_a_restart(serve: Callable[[str], Served]) -> None:
-    """A broken one is not: the one before stays, and torchobs_exporter_config_ok is 0 until it is mended."""
-    served = serve(USERS)
-    assert served.get().status == 401
-    served.write("basic_auth_users: {prometheus: oops}")
-    wait_until(lambda: b"torchobs_exporter_config_ok 0" in served.get(password=PASSWORD).body)
-    assert served.get().status == 401
-    served.path.unlink()
-    wait_until(lambda: b"No such file" in served.get("/", password=PASSWORD).body)
-    assert served.get().status == 401
-    served.write("")
-    wait_until(lambda: served.get().status == 200)
-    wait_until(lambda: served.service.value("torchobs_exporter_config_ok") == 1)  # in force first, then said
-    served.write(f"{TLS}}}")
-    wait_until(lambda: served.secure_status() == 200)
 
 
 MISTAKES = {
@@ -319,15 +295,7 @@ def test_a_file_that_is_broken_from_the_start_opens_nothing(serve: Callable[[str
     assert served.get().status == 401
 
 
-MISTYPED = (
-    "--web.config.file=missing.yml",
-    "--web.config.file=",
-    "--web.config-file=web.yml",
-    "--web.config.file no.yml --grace",
-)
-
-
-@pytest.mark.parametrize("mistyped", MISTYPED)
+@pytest.mark.parametrize("mistyped", ["--web.config.file=missing.yml", "--web.config-file=web.yml"])
 def test_a_mistake_on_the_command_line_opens_nothing(
     start: Callable[..., subprocess.Popen[str]], free_port: Callable[[], int], tmp_path: Path, flight_dir: Path, mistyped: str
 ) -> None:
