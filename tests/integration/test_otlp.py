@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.otlp import NO_VALUE, Fast, Pushing, Receiver, attributes, only_metrics, points, records, spans, to
+from tests.otlp import NO_VALUE, Pushing, Receiver, attributes, only_metrics, points, records, spans, to
 from tests.rank_files import BORN_WALL_NS, File, S
 from tests.support import wait_until
 from torchobs import catalog
@@ -66,7 +66,7 @@ def test_points_are_what_the_file_holds(flight_dir: Path, receiver: Receiver, fi
     assert ours["torchobs.rank.up"].point.as_double == 1.0
 
 
-@pytest.mark.parametrize("path", ["/v1/metrics", "", "/otlp/in?tenant=a%2Fb"])
+@pytest.mark.parametrize("path", ["", "/otlp/in?tenant=a%2Fb"])
 def test_a_signal_s_own_endpoint_is_used_as_it_is(flight_dir: Path, receiver: Receiver, file: File, path: str) -> None:
     """Its path, none, or one with a query; headers and compression go with it."""
     file.save()
@@ -113,26 +113,6 @@ def test_an_end_is_pushed_at_once_and_ends_the_gauges(flight_dir: Path, receiver
     assert all(point.flags & NO_VALUE for point in gone.values())
     assert {("torchobs.steps", None), ("torchobs.rank.up", None)} <= gone.keys()
     assert ("my.share", None) not in gone  # it has ended before
-
-
-def test_exemplars_are_those_of_the_page(flight_dir: Path, receiver: Receiver, file: File) -> None:
-    """Of each bucket the newest step that has a span."""
-    clock = Fast()
-    with Pushing(flight_dir, only_metrics(receiver), clock) as pushing:
-        for step, duration_s in ((1, 0.1), (2, 0.1), (3, 0.6)):
-            at_s = clock.now()
-            file.step(step, at_s, duration_s=duration_s)
-            if step != 2:
-                file.span(step, at_s, attrs={"duration_s": duration_s})
-            file.save()
-            pushing.look(float(step))
-    of_steps = [one.point for one in points(receiver.taken) if one.metric.name == "torchobs.step.duration"]
-    seen = [[attributes(one.filtered_attributes)["step"] for one in point.exemplars] for point in of_steps]
-    assert seen == [[1], [1], [1, 3]]
-    header, newest = file.header, of_steps[-1].exemplars[-1]
-    assert (newest.trace_id.hex(), newest.span_id.hex()) == SpanIds(header).step(3)
-    assert newest.as_double == 0.6
-    assert of_steps[-1].start_time_unix_nano <= newest.time_unix_nano <= of_steps[-1].time_unix_nano
 
 
 def test_an_application_s_instrument_takes_no_name_of_ours(flight_dir: Path, receiver: Receiver, file: File) -> None:
@@ -339,24 +319,6 @@ def test_spans_are_what_the_ring_holds_each_of_them_once(flight_dir: Path, recei
     assert scope == ("my.package", "1.0")
 
 
-def test_the_run_s_span_comes_when_it_ends(flight_dir: Path, receiver: Receiver, file: File) -> None:
-    """As the rank says itself, and once."""
-    file.writer.events.append(run_span(file, parent="e" * 16))
-    file.save()
-    with Pushing(flight_dir, only_traces(receiver)) as pushing:
-        pushing.look(1.0)
-        ended = {"k": "span", "t1": BORN_WALL_NS + 2 * S, "status": "ok", "attrs": {}, "parent": "e" * 16}
-        file.writer.events.append(run_span(file, **ended))
-        file.writer.exit(Exit.FINISHED, 0)
-        assert not receiver.taken
-        file.save().release()
-        pushing.look(4.0)
-        pushing.look(5.0)
-    (run,) = spans(receiver.taken)
-    assert (run.name, run.parent_span_id.hex(), run.status.code) == ("torchobs.run", "e" * 16, 1)
-    assert run.end_time_unix_nano == BORN_WALL_NS + 2 * S
-
-
 def test_a_killed_run_has_a_span(flight_dir: Path, receiver: Receiver, file: File) -> None:
     """Its end is its last heartbeat, and an error."""
     file.writer.events.append(run_span(file))
@@ -388,21 +350,6 @@ def test_no_frame_stops_the_others(flight_dir: Path, receiver: Receiver, file: F
         pushing.look(1.0)
     assert [span.name for span in spans(receiver.of(TRACES))] == ["work 102", "work 1"]
     assert records(receiver.of(LOGS))[-1].event_name == "my.last"
-
-
-def test_what_a_ring_loses_between_two_looks_is_said(
-    flight_dir: Path, receiver: Receiver, file: File, caplog: pytest.LogCaptureFixture
-) -> None:
-    """On the log once a minute."""
-    with Pushing(flight_dir, only_traces(receiver)) as pushing:
-        for second in (1, 2, 3):
-            for number in range(2000):
-                file.writer.events.append(frame(second * 10_000 + number, 0.1, 0.2))
-            file.beat(second)
-            file.save()
-            pushing.look(second)
-    assert 6000 - len(spans(receiver.of("/v1/traces"))) > 2000
-    assert caplog.text.count("writes more spans and events than its ring holds") == 1
 
 
 def segment(file: File, part: int, begun_s: float, **more: object) -> dict[str, object]:

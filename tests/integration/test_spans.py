@@ -18,7 +18,6 @@ from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.flight.events import SpanIds, scan
 from torchobs.flight.layout import Region
-from torchobs.flight.step_record import StepFlag
 from torchobs.probes.context import EpochStart
 from torchobs.runtime.spans import RootSpans
 
@@ -207,19 +206,6 @@ def test_sampled_steps_link_to_run_and_segment(run: Recording) -> None:
         assert (step["trace_id"], step["span_id"]) == ids.step(number)
         assert "parent" not in step
         assert links(step) == {"run": ids.run, "segment": ids.segment(1, 0)}
-
-
-def test_a_step_s_span_says_what_the_histograms_count(run: Recording) -> None:
-    """So that their exemplars are the observations themselves; the first step, which has no begin, has no duration."""
-    tracer = trace.get_tracer("application")
-    train(8, lambda number: tracer.start_span("work").end() if number in {1, 3} else None)
-    records = {record.step: record for record in run.steps()}
-    for step in awaited(run, "user", 2):
-        attributes = step["attrs"]
-        record = records[attributes["step"]]
-        assert attributes.get("duration_s") == (None if record.flags & StepFlag.UNTIMED else record.duration_s)
-        assert attributes["grad_norm"] == record.grad_norm
-    assert records[1].flags & StepFlag.UNTIMED
 
 
 def test_a_slow_step_is_there_with_its_phases(run: Recording) -> None:
