@@ -293,20 +293,6 @@ def test_transient_errors_are_repeated() -> None:
         recovery.retry(lambda: (_ for _ in ()).throw(PermissionError(13, "denied")))
 
 
-def test_what_was_done_is_recorded(run: Recording) -> None:
-    """Promise: counts by category and action, and events with a severity."""
-    trained = Trained(model(), nonfinite=1)
-    bad = {"x": torch.full((4, 8), nan), "y": torch.zeros(4, 1)}
-    trained.step(bad)
-    with pytest.raises(guard.NonFiniteLossError):
-        trained.step(bad)
-    run.whole_round()
-    values = run.values()
-    assert values["torchobs.guard.recoveries", "skip", "numerics", "warning"] == 1
-    assert values["torchobs.guard.recoveries", "raise", "numerics", "error"] == 1
-    assert [frame["attrs"]["severity"] for frame in run.frames("torchobs.guard.recovery")] == ["warning", "error"]
-
-
 def micro_batches(batch: Batch, *lengths: int) -> list[Batch]:
     """A batch in parts of these lengths."""
     parts = {name: torch.split(value, list(lengths)) for name, value in batch.items()}

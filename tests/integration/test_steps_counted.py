@@ -16,7 +16,6 @@ import torchobs
 from tests import support
 from tests.training import Recording, StepFlag, has, loss_of, mlp, norm_of, recording
 from torchobs import catalog
-from torchobs.probes.step_recorder import LEAST_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,18 +44,6 @@ def test_an_optimizer_made_before_init_is_seen(flight_dir: Path) -> None:
         assert len(run.steps()) == 3
 
 
-def test_a_subclass_that_calls_super_steps_once(run: Recording) -> None:
-    """The wrapper around every class's step fires two pairs of hooks; that is one step."""
-
-    class Doubled(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
-    model = mlp()
-    train(model, Doubled(model.parameters(), lr=0.1), 5)
-    assert len(run.steps()) == 5
-
-
 def test_a_step_that_raised_does_not_hide_the_next(run: Recording) -> None:
     """An exception inside a step leaves no post hook behind; the following steps count."""
 
@@ -77,32 +64,6 @@ def test_a_step_that_raised_does_not_hide_the_next(run: Recording) -> None:
     optimizer.broken = False
     train(model, optimizer, 3)
     assert len(run.steps()) == 5
-
-
-def test_lbfgs_evaluates_its_closure_many_times_in_one_step(run: Recording) -> None:
-    """The loss is what `step()` returns, its first evaluation's; the norm the last one's, which p.grad holds afterwards."""
-    model = mlp()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
-    losses: list[float] = []
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.item())
-        return loss
-
-    norms = []
-    returned = []
-    for _ in range(3):
-        returned.append(optimizer.step(closure).item())  # type: ignore[no-untyped-call]
-        norms.append(norm_of(model))
-    steps = run.steps()
-    assert len(steps) == 3
-    assert len(losses) > 3
-    assert [record.loss for record in steps] == pytest.approx(returned, rel=1e-12)
-    assert [record.grad_norm for record in steps] == pytest.approx(norms, rel=1e-4)
-    assert all(has(record, StepFlag.CLOSURE) for record in steps)
 
 
 def test_a_closure_that_skips_a_batch_remains_one(run: Recording) -> None:
@@ -468,14 +429,6 @@ def test_each_fold_is_judged_by_its_own_past(run: Recording, *, keeps: bool) -> 
     assert run.frames(catalog.EVENT_MODEL_CHANGE.name)[-1]["step"] == 2 * STEPS + 1
 
 
-def test_folds_just_worth_a_baseline_are_each_another(run: Recording) -> None:
-    """The shortest there are."""
-    for fold in range(4):
-        fit(*new(fold), steps=LEAST_STEPS)
-    run.look()
-    assert begun(run) == [fold * LEAST_STEPS + 1 for fold in (1, 2, 3)]
-
-
 def test_what_is_unusual_among_models_of_few_steps_is_found(run: Recording) -> None:
     """Their losses are one training's, and one of them is far from all the others."""
     for task in range(100):
@@ -497,53 +450,6 @@ def test_what_is_unusual_within_a_later_fold_is_still_found(run: Recording) -> N
     fit(model, optimizer, 10)
     values = run.look()
     assert values[catalog.ANOMALIES.name, "loss_spike"] > 0
-
-
-def two_networks() -> None:
-    """A GAN's optimizers, one of which does ten steps alone before."""
-    (one, first), (two, second) = new(0), new(1)
-    fit(one, first, LEAST_STEPS // 2)
-    for _ in range(STEPS):
-        fit(one, first, 1)
-        fit(two, second, 1)
-
-
-def another_optimizer() -> None:
-    """The same model goes on with another optimizer, and then with a layer more."""
-    model, optimizer = new(0)
-    fit(model, optimizer)
-    fit(model, torch.optim.SGD(model.parameters(), lr=1e-4))
-    added = torch.nn.Linear(1, 1)
-    fit(torch.nn.Sequential(model, added), torch.optim.Adam([*model.parameters(), *added.parameters()], lr=1e-3))
-
-
-def one_each_few_steps() -> None:
-    """A new model every five steps, none of which is worth a baseline: Reptile's."""
-    for task in range(3 * LEAST_STEPS // 5):
-        fit(*new(task), steps=5)
-
-
-def late_part() -> None:
-    """An actor whose optimizer begins to step late, with the gradients of the critic's backward pass."""
-    torch.manual_seed(0)
-    critic, actor = torch.nn.Linear(8, 1), torch.nn.Linear(8, 4)
-    first, second = torch.optim.SGD(critic.parameters(), lr=0.01), torch.optim.SGD(actor.parameters(), lr=0.01)
-    for number in range(STEPS):
-        inputs = torch.randn(16, 8)
-        for optimizer in (first, second):
-            optimizer.zero_grad()
-        torch.autograd.backward((critic(inputs) - inputs[:, :1]).square().mean() + actor(inputs).square().mean())
-        first.step()
-        if number >= 2 * LEAST_STEPS:
-            second.step()
-
-
-@pytest.mark.parametrize("train", [two_networks, another_optimizer, one_each_few_steps, late_part])
-def test_one_training_of_several_optimizers_is_one(run: Recording, train: Callable[[], None]) -> None:
-    """Nothing begins anew."""
-    train()
-    run.look()
-    assert begun(run) == []
 
 
 def test_boundaries_of_the_user_s_own_change_nothing(run: Recording) -> None:

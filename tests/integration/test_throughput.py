@@ -300,12 +300,6 @@ def test_what_cannot_be_is_not_shown(run: Recording) -> None:
     assert MFU not in run.values()
 
 
-def test_the_type_of_autocast_is_known(run: Recording) -> None:
-    """By the type of device, once it was entered in training."""
-    train(2, torch.bfloat16)
-    assert given(run).training.autocast == {"cpu": "bfloat16"}
-
-
 def given(run: Recording) -> ProbeContext:
     """The session's context."""
     assert run.session.context is not None
