@@ -135,17 +135,6 @@ def test_a_profile_of_three_steps(run: Recording, flight_dir: Path, ask: Callabl
     assert ended["attrs"] == {"reason": "complete", "steps": 3, "evidence": one.id, "size": size}
 
 
-def test_no_profile_beside_the_application_s_own(run: Recording, ask: Callable[..., int], step: Callable[[], None]) -> None:
-    """Ours does not begin, and says why."""
-    step()
-    with profiler.profile() as own:
-        ask(profile_steps=1)
-        training(run, step, "torchobs.profile.failed")
-    (failed,) = run.frames("torchobs.profile.failed")
-    assert failed["attrs"]["reason"] == "profiler_in_use"
-    assert own.events()
-
-
 def test_ours_makes_way_for_the_application_s_own(
     run: Recording, flight_dir: Path, ask: Callable[..., int], step: Callable[[], None]
 ) -> None:
@@ -421,8 +410,9 @@ def ends_well(code: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("preset", ["full", "autograd_profiler"])
-@pytest.mark.parametrize("own", [OWN_PROFILER, OWN_SCHEDULE], ids=["one", "schedule"])
+@pytest.mark.parametrize(
+    ("preset", "own"), [("full", OWN_PROFILER), ("autograd_profiler", OWN_SCHEDULE)], ids=["one", "schedule"]
+)
 def test_a_script_profiles_itself_under_switches(preset: str, own: str) -> None:
     """Its profiler sees what it would see without ours, and the interpreter exits with 0, with the switches on or off."""
     ends_well(f"debug.enable({preset!r}, profile_every=2)\n{own}\nfor _ in range(3): step()\ndebug.disable()\n")
@@ -498,7 +488,7 @@ def test_the_script_s_profiler_within_ours(ours: str) -> None:
     ends_well(f"{block}\nassert result.steps is None and 'own profiler began' in result.anomalies[0], result\n")
 
 
-@pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "threading.Thread(target=raise_soon).start()"])
+@pytest.mark.parametrize("end", ["raise SystemExit(0)", "threading.Thread(target=raise_soon).start()"])
 def test_a_profile_in_progress_at_the_exit(end: str) -> None:
     """A thread that still profiles with ours when the interpreter exits does not crash it."""
     ends_well(f"""
