@@ -337,14 +337,6 @@ def test_shutdown_leaves_dynamo_as_it_was(flight_dir: Path) -> None:
     assert points[catalog.COMPILE_COMPILATIONS.name, ("cause", "first")] == 1
 
 
-def test_an_import_of_dynamo_never_fails_for_us(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list of files that are not traced is private, too."""
-    monkeypatch.delattr(trace_rules, "add")
-    with torchobs.init(flight_dir=flight_dir) as session:
-        run = Recording(session)
-        support.wait_until(lambda: run.values().get(("torchobs.probe.disabled", "dynamo")) == 1.0)
-
-
 def test_a_probe_that_breaks_within_a_compilation_leaves_no_endless_one(flight_dir: Path) -> None:
     """A phase that never ended would keep a hang from being called one."""
     with torchobs.init(flight_dir=flight_dir) as session:
@@ -490,10 +482,6 @@ def test_a_failure_is_read(fail_type: str, fail_reason: str, expected: str) -> N
     assert read_failure(fail_type, fail_reason) == expected
 
 
-DYNAMO, AOT, BACKWARD = (f"{name}_cumulative_compile_time_us" for name in ("dynamo", "aot_autograd", "backward"))
-INDUCTOR, KERNELS = "inductor_cumulative_compile_time_us", "triton_compile_time_us"
-
-
 SCRIPT = """
 import torch
 
@@ -573,10 +561,10 @@ def trained_model() -> tuple[nn.Sequential, torch.optim.SGD]:
     return model, optimizer
 
 
-def mode(training: bool) -> Function:  # noqa: FBT001  # what is asked for
-    """``train()`` or ``eval()`` before the forward."""
+def mode() -> Function:
+    """``train()`` before the forward."""
     model = mlp()
-    return lambda inputs: model.train(mode=training)(inputs)  # noqa: PLW0108  # in what is compiled, not before
+    return lambda inputs: model.train()(inputs)  # noqa: PLW0108  # in what is compiled, not before
 
 
 def evaluation() -> Function:
@@ -593,23 +581,12 @@ def evaluation() -> Function:
     return function
 
 
-def assigned(name: str, value: object) -> Function:
-    """A module is given something."""
+def registered() -> Function:
+    """A module is given a parameter."""
     model = mlp()
 
     def function(inputs: torch.Tensor) -> Any:
-        setattr(model, name, value)
-        return model(inputs)
-
-    return function
-
-
-def registered(method: str, value: object) -> Function:
-    """The same by a method."""
-    model = mlp()
-
-    def function(inputs: torch.Tensor) -> Any:
-        getattr(model, method)("more", value)
+        model.register_parameter("more", nn.Parameter(torch.ones(2)))
         return model(inputs)
 
     return function
@@ -629,50 +606,20 @@ def containers() -> Function:
 
 def checkpointed() -> Function:
     """``train()`` in a checkpointed part."""
-    inner = mode(training=True)
+    inner = mode()
     return lambda inputs: checkpoint(inner, inputs, use_reentrant=False)
 
 
-def clipped(by_value: bool) -> Function:  # noqa: FBT001  # which of the two
+def clipped() -> Function:
     """Clipping."""
     model, _ = trained_model()
-
-    def function(inputs: torch.Tensor) -> Any:
-        if by_value:
-            nn.utils.clip_grad_value_(model.parameters(), 1.0)
-            return inputs + 1
-        return inputs + nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-    return function
+    return lambda inputs: inputs + nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-def autocast() -> Function:
-    """A forward in mixed precision."""
-    model = mlp()
-
-    def function(inputs: torch.Tensor) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return model(inputs)
-
-    return function
-
-
-def backward() -> Function:
-    """A whole forward and backward."""
-    model = mlp()
-
-    def function(inputs: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(inputs).sum()
-        torch.autograd.backward(loss)
-        return torch.zeros(1) + loss.detach()
-
-    return function
-
-
-def whole_step(scaled: bool) -> Function:  # noqa: FBT001  # with a loss scaler
-    """A whole step."""
+def whole_step() -> Function:
+    """A whole step, with a loss scaler."""
     model, optimizer = trained_model()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
     def function(inputs: torch.Tensor) -> torch.Tensor:
         model.train()
@@ -687,13 +634,13 @@ def whole_step(scaled: bool) -> Function:  # noqa: FBT001  # with a loss scaler
     return function
 
 
-def scheduled(make: Callable[[torch.optim.Optimizer], Any], *given: float) -> Function:
+def scheduled() -> Function:
     """A scheduler's step, after the optimizer's."""
     _, optimizer = trained_model()
-    scheduler = make(optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
     def function(inputs: torch.Tensor) -> torch.Tensor:
-        scheduler.step(*given)
+        scheduler.step()
         return inputs + 1
 
     return function
@@ -735,38 +682,19 @@ def described() -> Function:
     return function
 
 
-def zeroed() -> Function:
-    """Gradients are zeroed by the module and by the optimizer."""
-    model, _ = trained_model()
-
-    def function(inputs: torch.Tensor) -> torch.Tensor:
-        model.zero_grad()
-        return inputs + 1
-
-    return function
-
-
 CASES: dict[str, Callable[[], Function]] = {
-    "train": lambda: mode(training=True),
-    "eval": lambda: mode(training=False),
+    "train": mode,
     "train of a module's own": Frozen,
     "no_grad": evaluation,
-    "assigned parameter": lambda: assigned("more", nn.Parameter(torch.ones(2))),
-    "register_parameter": lambda: registered("register_parameter", nn.Parameter(torch.ones(2))),
-    "add_module": lambda: registered("add_module", nn.Identity()),
+    "register_parameter": registered,
     "containers": containers,
     "checkpoint": checkpointed,
-    "clip_grad_norm_": lambda: clipped(by_value=False),
-    "clip_grad_value_": lambda: clipped(by_value=True),
-    "autocast": autocast,
-    "backward": backward,
-    "step": lambda: whole_step(scaled=False),
-    "scaled step": lambda: whole_step(scaled=True),
-    "StepLR": lambda: scheduled(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)),
+    "clip_grad_norm_": clipped,
+    "scaled step": whole_step,
+    "StepLR": scheduled,
     "loader": loaded,
     "save": saved,
     "torchobs": described,
-    "zero_grad": zeroed,
 }
 
 
@@ -802,7 +730,7 @@ def attempt(act: Callable[[], object]) -> str:
     return ""
 
 
-def exported(function: Function, *, strict: bool) -> Compiled:
+def exported(function: Function) -> Compiled:
     """Export it."""
     torch._dynamo.reset()
     nodes: list[tuple[str, ...]] = []
@@ -812,7 +740,7 @@ def exported(function: Function, *, strict: bool) -> Compiled:
             return function(inputs)
 
     def act() -> None:
-        graph = torch.export.export(Whole(), (torch.ones(2, 8),), strict=strict).graph
+        graph = torch.export.export(Whole(), (torch.ones(2, 8),), strict=False).graph
         nodes.append(tuple(str(node.target) for node in graph.nodes))
 
     return Compiled(attempt(act), tuple(nodes))
@@ -835,8 +763,7 @@ def traced(function: Function, *, by_jit: bool) -> Compiled:
 WAYS: dict[str, Callable[[Function], Compiled]] = {
     "fullgraph": lambda function: compiled_by(function, fullgraph=True),
     "compile": lambda function: compiled_by(function, fullgraph=False),
-    "export": lambda function: exported(function, strict=False),
-    "strict export": lambda function: exported(function, strict=True),
+    "export": exported,
     "make_fx": lambda function: traced(function, by_jit=False),
     "jit.trace": lambda function: traced(function, by_jit=True),
 }
