@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -22,15 +21,13 @@ from torchobs.flight import reader
 from torchobs.flight.step_record import RecordKind
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable
     from pathlib import Path
 
 
-RULES = sorted((ROOT / "deploy" / "prometheus" / "rules").glob("*.yml"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-SMALL = ("--layers", "2", "--width", "64", "--batch-size", "8", "--block-size", "64", "--characters", "200000", "--sample", "0")
 PHASES = ("data", "forward", "backward", "optimizer")
-Start = "Callable[..., subprocess.Popen[str]]"
 
 
 @pytest.fixture
@@ -141,48 +138,7 @@ def spans_of(path: Path) -> list[tuple[tuple[str, str], dict[str, Any]]]:
     return [((fields["trace_id"], fields["span_id"]), fields["attrs"]) for fields in frames]
 
 
-PACED = """
-import runpy, sys, time
-from torch.optim.optimizer import register_optimizer_step_post_hook
-register_optimizer_step_post_hook(lambda *_: time.sleep(0.05))
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""Runs a script of which a hundred steps last five seconds at least, so that a scrape a second sees them on any machine."""
-
-
-def test_a_blown_up_learning_rate_makes_the_shipped_alert_fire(
-    start: Callable[..., subprocess.Popen[str]],
-    program: Callable[[str], str],
-    environ: dict[str, str],
-    exporter: Program,
-    tmp_path: Path,
-) -> None:
-    """Two healthy ranks are quiet; with ten thousand times the learning rate the alert reaches ``firing``, once for the run."""
-    arguments = ("--steps", "160", "--blow-up-at", "100", "--blow-up-factor", "10000", "--eval-every", "0", *SMALL)
-    with PrometheusServer(program("prometheus"), scrape=[exporter.address], rules=RULES, interval="1s") as prometheus:
-        prometheus.wait_for_scrapes()
-        paced = tmp_path / "paced.py"
-        paced.write_text(PACED)
-        example = str(ROOT / "examples" / "char_gpt.py")
-        job = start(*TORCHRUN, "2", str(paced), example, *arguments, torch=True, env=environ)
-        quiet = set()
-
-        def firing() -> list[Any]:
-            alerts = prometheus.alerts("TorchobsGradientExplosion")
-            steps = by_rank(prometheus, "torchobs_steps_total")  # afterwards: at the alerts' time there were no more
-            if steps and max(steps.values()) < 95:
-                quiet.add(not alerts)
-            return [alert for alert in alerts if alert.state == "firing"]
-
-        (alert,) = wait_until(firing, timeout_s=240)
-        assert job.poll() in (None, 0)
-    assert quiet == {True}
-    assert (alert.labels["run_id"], alert.labels["severity"]) == ("run", "ticket")
-    assert alert.annotations["runbook_url"].endswith("TorchobsGradientExplosion.md")
-
-
-LAST, FEWER = 30, 2
+LAST, FEWER = 40, 2
 """Steps of the last life, and how many more each one before it had: whatever a scrape misses, a restart is seen as a reset."""
 RESTARTED = f"""
 import os, sys, time, torch, torchobs
@@ -199,7 +155,7 @@ sys.exit(int(left > 0))
 """
 
 
-def test_five_elastic_restarts_merge_nothing(
+def test_elastic_restarts_merge_nothing(
     start: Callable[..., subprocess.Popen[str]],
     program: Callable[[str], str],
     environ: dict[str, str],
@@ -207,12 +163,12 @@ def test_five_elastic_restarts_merge_nothing(
     flight_dir: Path,
     tmp_path: Path,
 ) -> None:
-    """Six incarnations, each on the page alone; to Prometheus five counter resets, over which increase() adds up."""
+    """Three incarnations, each on the page alone; to Prometheus two counter resets, over which increase() adds up."""
     script = tmp_path / "restarted.py"
     script.write_text(RESTARTED)
     with PrometheusServer(program("prometheus"), scrape=[exporter.address], interval="500ms") as prometheus:
         prometheus.wait_for_scrapes()
-        job = start(*TORCHRUN, "1", "--max-restarts", "5", str(script), torch=True, env=environ)
+        job = start(*TORCHRUN, "1", "--max-restarts", "2", str(script), torch=True, env=environ)
         shown = []
 
         def ended() -> bool:
@@ -224,9 +180,9 @@ def test_five_elastic_restarts_merge_nothing(
         assert job.returncode == 0
         wait_until(lambda: prometheus.value("torchobs_steps_total") == LAST, timeout_s=20)
         assert set(shown) <= {0, 1}
-        assert len(list(flight_dir.glob("*.flight"))) == 6
-        assert prometheus.value("torchobs_rank_restarts_total") == 5
-        assert prometheus.value("resets(torchobs_steps_total[5m])") == 5
+        assert len(list(flight_dir.glob("*.flight"))) == 3
+        assert prometheus.value("torchobs_rank_restarts_total") == 2
+        assert prometheus.value("resets(torchobs_steps_total[5m])") == 2
         # each incarnation's first sample counts from 0, and what a scrape every 0.5 s misses at its end is lost
-        all_lives = sum(LAST + FEWER * left for left in range(6))
+        all_lives = sum(LAST + FEWER * left for left in range(3))
         assert prometheus.value("increase(torchobs_steps_total[5m])") == pytest.approx(all_lives, rel=0.25)
