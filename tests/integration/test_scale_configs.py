@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable
@@ -11,12 +12,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-import pytest
 import yaml
 
 from tests.exporters import Service, start_program
 from tests.otlp import listens, pairs_of_json
-from tests.prometheus_server import DIRECT, LISTENING, PrometheusServer
+from tests.prometheus_server import DIRECT, LISTENING, PrometheusServer, newest_prometheus
 from tests.prometheus_server import FLAG as RECEIVER
 from tests.rank_files import begin_run, live_rank, live_span, train
 from tests.support import free_port, wait_until
@@ -27,7 +27,6 @@ from torchobs.flight.layout import Exit
 
 SHARDS = 2
 TARGETS = 32
-AGENT = {"prometheus": "--enable-feature=agent", "prometheus3": "--agent"}
 
 
 def shipped(checkout: Path, name: str) -> dict[str, Any]:
@@ -77,26 +76,22 @@ def shard(checkout: Path, number: int, targets: list[str], receiver: str) -> dic
     return config
 
 
-def start_agents(
-    start: Callable[..., object], name: str, executable: str, configs: list[dict[str, Any]], home: Path
-) -> list[Path]:
+def start_agents(start: Callable[..., object], executable: str, configs: list[dict[str, Any]], home: Path) -> list[Path]:
     """Start an agent with each of these configurations; return their logs."""
-    logs = []
+    logs, agent = [], "--agent" if executable == newest_prometheus(3) else "--enable-feature=agent"
     for number, config in enumerate(configs):
         file, log = home / f"agent-{number}.yml", home / f"agent-{number}.log"
         file.write_text(yaml.safe_dump(config))
         paths = f"--config.file={file}", f"--storage.agent.path={home / f'wal-{number}'}"
         options = "--web.listen-address=127.0.0.1:0", "--scrape.discovery-reload-interval=100ms"
         with log.open("w") as output:
-            start(executable, AGENT[name], *paths, *options, stdout=output)
+            start(executable, agent, *paths, *options, stdout=output)
         logs.append(log)
     return logs
 
 
-@pytest.mark.parametrize("name", ["prometheus", "prometheus3"])
 def test_shards_of_agents_write_each_exporter_once_to_the_prometheus_that_has_the_rules(
-    name: str,
-    program: Callable[[str], str],
+    prometheus_program: str,
     start: Callable[..., subprocess.Popen[str]],
     checkout: Path,
     flight_dir: Path,
@@ -108,9 +103,9 @@ def test_shards_of_agents_write_each_exporter_once_to_the_prometheus_that_has_th
     writer = live_rank(flight_dir)
     train(writer, range(1, 4))
     with (
-        PrometheusServer(program(name), arguments=[RECEIVER]) as long_term,
+        PrometheusServer(prometheus_program, arguments=[RECEIVER]) as long_term,
         PrometheusServer(
-            program(name),
+            prometheus_program,
             rules=rules,
             settings={
                 "storage": central["storage"],
@@ -123,7 +118,7 @@ def test_shards_of_agents_write_each_exporter_once_to_the_prometheus_that_has_th
         port = exporter.address.rpartition(":")[2]
         targets = [f"127.0.0.{number}:{port}" for number in range(1, TARGETS + 2)]
         shards = [shard(checkout, number, targets, behind.url) for number in range(SHARDS)]
-        logs = start_agents(start, name, program(name), shards, tmp_path)
+        logs = start_agents(start, prometheus_program, shards, tmp_path)
 
         def scraped(log: Path) -> set[str]:
             found = LISTENING.search(log.read_text())
@@ -186,7 +181,7 @@ def test_victoria_metrics_takes_what_agents_write_and_its_ruler_the_rules(
         port = exporter.address.rpartition(":")[2]
         targets = [f"127.0.0.{number}:{port}" for number in range(1, 12)]
         shards = [shard(checkout, number, targets, f"http://{address}") for number in range(SHARDS)]
-        start_agents(start, "prometheus", program("prometheus"), shards, tmp_path)
+        start_agents(start, program("prometheus"), shards, tmp_path)
         start(
             program("vmalert"), f"-rule={rules}/torchobs-recordings.yml", "-evaluationInterval=1s", f"-httpListenAddr={ruler}",
             f"-datasource.url=http://{address}", f"-remoteWrite.url=http://{address}",
@@ -229,9 +224,7 @@ def gateway(checkout: Path, program: str, out: Path) -> tuple[dict[str, Any], bo
     return config, samples
 
 
-@pytest.mark.parametrize("name", ["otelcol", "otelcol-contrib"])
 def test_the_gateway_passes_on_what_exporters_push(
-    name: str,
     program: Callable[[str], str],
     start: Callable[..., subprocess.Popen[str]],
     checkout: Path,
@@ -239,7 +232,7 @@ def test_the_gateway_passes_on_what_exporters_push(
     tmp_path: Path,
 ) -> None:
     """Each span once, where the Collector can sample no routine step, unless it was slow on another rank; and all metrics."""
-    found, out = program(name), tmp_path / "collected.json"
+    found, out = shutil.which("otelcol-contrib") or program("otelcol"), tmp_path / "collected.json"
     config, samples = gateway(checkout, found, out)
     file = tmp_path / "gateway.yml"
     file.write_text(yaml.safe_dump(config))
