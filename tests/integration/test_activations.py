@@ -366,6 +366,14 @@ def test_most_units_of_a_layer_are_dead(wide: Recording) -> None:
     assert {name: found[name] for name in ("layer", "units_dead", "units")} == {"layer": "3", "units_dead": 12, "units": 16}
 
 
+def test_channels_of_an_image(wide: Recording) -> None:
+    """Ten of sixteen; of the other layer all fire, in some places."""
+    model = nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 1))
+    weaken(model[0], 10)
+    (found,) = told(wide, model, torch.empty(32, 1, 6, 6))
+    assert (found["layer"], found["units_dead"]) == ("1", 10)
+
+
 def test_units_that_fire_seldom_are_alive(wide: Recording) -> None:
     """Each for one sample in forty; and a hinge is no unit."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1), nn.ReLU())

@@ -727,3 +727,59 @@ def test_the_signal_is_named(tmp_path: Path, flight_dir: Path, body: str) -> Non
     assert f"{support.ROOT / 'torchobs'}{os.sep}" not in error, "no frame of ours"
     raised = report.events_named(catalog.EVENT_EXCEPTION)
     assert all(fact.attributes.get("exception.message", "secret") == "secret" for fact in raised)
+
+
+CLOSING = """
+import atexit
+from torchobs.flight.writer import FlightWriter
+from torchobs.probes.steps import StepProbe
+before = {FlightWriter.exit: "exit", StepProbe.remove: "remove"}
+left = []
+for function, name in before.items():
+    def interrupted(*given, function=function, name=name):
+        if name not in left:
+            left.append(name)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        return function(*given)
+    setattr({"exit": FlightWriter, "remove": StepProbe}[name], name, interrupted)
+backward = torch.autograd.backward
+train(20)
+"""
+
+
+def test_ctrl_c_in_shutdown_is_the_script_s(tmp_path: Path, flight_dir: Path) -> None:
+    """It comes out when everything is removed, and the script may handle it."""
+    body = "import torchobs\ntry:\n torchobs.shutdown()\nexcept KeyboardInterrupt:\n print('interrupted', file=sys.stderr)\n"
+    restored = "assert 'torchobs' not in torch.optim.Optimizer.zero_grad.__module__\nassert not torchobs.Session().active\n"
+    status, error, report = run_handling(tmp_path, flight_dir, f"{CLOSING}{body}{restored}train(3)\n")
+    assert (status, error.strip(), report.reason) == (0, "interrupted", "finished")
+    assert report.last_step == 20
+
+
+def test_an_exception_is_told_though_a_handler_interrupts_its_recording(tmp_path: Path, flight_dir: Path) -> None:
+    """As torch's for SIGCHLD does, where a worker dies while its end is told to the main process by a closed connection."""
+    script = f"""
+{HANDLING}
+import torchobs
+from torchobs.probes import exits
+describe = exits.describe
+def interrupted(error, **given):
+    exits.describe = describe
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return describe(error, **given)
+exits.describe = interrupted
+signal.signal(signal.SIGUSR1, fail)
+torchobs.init()
+train(3)
+raise ConnectionResetError("by a worker")
+"""
+    (tmp_path / "train.py").write_text(script)
+    environment = {**support.clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(support.ROOT)}
+    done = fork_server.run(
+        (sys.executable, "train.py"), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 1
+    (report,), _ = load_reports(list(flight_dir.glob("*.flight")))
+    (text, *_) = [finding.long for finding in diagnose(report)]
+    assert 'ended by ConnectionResetError "by a worker" at' in text
