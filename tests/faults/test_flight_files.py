@@ -43,17 +43,6 @@ def test_a_file_of_another_user_is_refused_where_an_owner_is_asked_for(directory
         reader.open_file(directory_fd, writer.name, os.getuid() + 1)
 
 
-@pytest.mark.parametrize(
-    "other",
-    ["r0-0.flight", f"x{name(1)}", f"{name(1)}.bak", lock_name(name(1)), "\udcff"],
-)
-def test_other_names_are_nobody_s_flight_files(flight_dir: Path, directory_fd: int, other: str) -> None:
-    """What is not text at all harms nobody."""
-    (flight_dir / other).write_bytes(b"")
-    assert reader.names(directory_fd) == []
-    assert not reader.is_name(other)
-
-
 def test_of_ten_thousand_flight_names_the_living_are_read_first(
     flight_dir: Path, directory_fd: int, writer: FlightWriter
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +21,7 @@ from torchobs.flight.step_record import RecordKind
 from torchobs.probes import amp, clipping, steps
 from torchobs.probes.amp import AmpProbe, LossScaling
 from torchobs.probes.device_times import LONGEST_S, DeviceTimeProbe, Mark, phase_times
-from torchobs.probes.gradient_norms import Clipping, is_l2
+from torchobs.probes.gradient_norms import is_l2
 from torchobs.probes.gradients import GradientProbe
 from torchobs.probes.loss import LossProbe
 from torchobs.probes.timeline import BACKWARD, BACKWARD_BEGINS, DATA, FORWARD, OPTIMIZER, OTHER
@@ -426,33 +425,6 @@ def test_nothing_of_ours_gets_into_a_captured_graph(late: Late, parameters: list
     late.device.is_capturing = False
     assert vars(late.gradients._updates)["_copied"] is None  # replays have changed the weights since
     assert late.run.errors() == []
-
-
-def test_the_norm_of_shards_is_not_completed_within_a_capture(late: Late, parameters: list[torch.nn.Parameter]) -> None:
-    """The division by the coefficient would be a part of the graph, and the norm's memory that of the graph's pool."""
-    clip, number = late.gradients._clip, parameters[0].new_empty(())
-    seen: Any = SimpleNamespace(given=[number], results=[number])
-    for capturing in (True, False):
-        clip.forget()
-        late.device.is_capturing = capturing
-        clip._keep(Clipping(1))
-        with Calls() as calls:
-            clip._note_clip(1.0, number, seen)
-        assert bool(calls.names) == (clip._seen[-1].total is not None) == (not capturing)
-    late.device.is_capturing = False
-    assert late.run.errors() == []
-
-
-def test_a_loss_is_not_unscaled_within_a_capture(late: Late) -> None:
-    """Nor is it taken: the division would be a part of the graph."""
-    scaled, scale = torch.ones(()) * 8, torch.full((), 8.0)
-    late.device.is_capturing = True
-    with Calls() as seen:
-        late.loss._note_scaled(torch.ones(()), scaled, scale)
-        del scaled
-        late.loss._take(torch.tensor(2.0), None, True)  # noqa: FBT003  # as the hook calls it
-    assert "aten.div.Tensor" not in seen.names
-    assert not late.context.recorder.values.losses
 
 
 def test_a_profile_begins_and_ends_outside_of_captures(late: Late) -> None:

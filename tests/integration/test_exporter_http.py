@@ -86,15 +86,6 @@ def test_the_metrics_in_each_format(writer: FlightWriter, exporter: Service) -> 
     assert writer.name
 
 
-@pytest.mark.parametrize(("path", "said"), [("/-/healthy", b"healthy"), ("/-/ready", b"ready")])
-def test_health_is_answered(exporter: Service, path: str, said: bytes) -> None:
-    """With and without a rank."""
-    exporter.page()
-    answer = exporter.get(path)
-    assert answer.status == 200
-    assert said in answer.body
-
-
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("POST", "/metrics", 405), ("DELETE", "/-/healthy", 405), ("GET", "/nope", 404), ("GET", "/metrics/x", 404),
@@ -251,17 +242,6 @@ def test_a_unix_socket_needs_no_password_where_a_port_does(flight_dir: Path, pat
     with Service(config(flight_dir, path, web_config_file=str(tmp_path / "web.yml"))) as exporter:
         assert exporter.get().status == 401
         assert b"torchobs_build_info" in ask(path)
-
-
-def test_a_socket_on_which_somebody_listens_is_left_alone_and_waited_for(flight_dir: Path, path: Path) -> None:
-    """It says so, and takes the name when it is free."""
-    other = bind_unix(path)
-    with Service(config(flight_dir, path)) as exporter:
-        assert f"cannot listen on unix:{path}" in exporter.page("/")
-        assert exporter.value("torchobs_exporter_config_ok") == 0
-        other.remove()
-        other.close()
-        wait_until(lambda: b"torchobs_build_info" in ask(path))
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link"])

@@ -401,20 +401,6 @@ def test_each_bucket_shows_its_newest_step_that_has_a_span(exporter: Exporter, f
     assert " # {" not in exporter.text()
 
 
-@pytest.mark.parametrize("given", [{}, {"trace_id": "0af7651916cd43dd8448eb211c80319c"}], ids=["run id", "launcher"])
-def test_all_ranks_exemplars_of_a_step_lead_to_one_trace(exporter: Exporter, flight_dir: Path, given: dict[str, Any]) -> None:
-    """Derived from the run's id, or from the trace that the launcher gave; in it each rank has a span of its own."""
-    for rank in range(2):
-        file = File(flight_dir, seed=1 + rank, rank=rank, **given)
-        file.step(1, 0.1)
-        file.span(1, 0.1)
-        exporter.scan(1.0, file)
-    found = [one.exemplar.labels for one in exporter.samples(DURATION) if one.exemplar]
-    assert len(found) == 2
-    assert len({labels["trace_id"] for labels in found}) == 1
-    assert len({labels["span_id"] for labels in found}) == 2
-
-
 def test_the_ranks_together_have_a_limit_too(flight_dir: Path, file: File) -> None:
     """Whoever comes last stays outside, is counted, and gets in as soon as another has gone."""
     other = File(flight_dir, seed=2, rank=1).save()

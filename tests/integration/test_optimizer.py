@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 import torchobs
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.flight.step_record import RecordKind
 from torchobs.probes import optimizer as probe
 from torchobs.probes import schedulers
 
@@ -148,20 +147,6 @@ def test_who_goes_on_is_shown_in_place_of_who_went_before(run: Recording, *, sam
         train(model, kept[-1], steps=30)
         assert groups(run.look(), RATE) == {"0": rate}
     assert [record.learning_rate for record in run.steps()] == [0.5] * 30 + [0.25] * 30 + [0.125] * 30
-
-
-def test_a_rate_on_its_way_from_a_device_belongs_to_its_step(run: Recording) -> None:
-    """It is written as a late value of the step in which it was taken, and shown as the first group's."""
-    context = run.session.context
-    assert context is not None
-    model = mlp()
-    train(model, torch.optim.Adagrad(model.parameters(), lr=0.5))
-    watching = probe.OptimizerProbe(probe.RateSource())
-    watching.install(context)
-    watching._write_first(2, 0.125)
-    late = [record for record in run.records() if record.kind == RecordKind.LATE]
-    assert [(record.step, record.learning_rate, has(record, StepFlag.LOSS)) for record in late] == [(2, 0.125, False)]
-    assert groups(run.look(), RATE) == {"0": 0.125}
 
 
 SHOWN = ("torchobs.steps.resumed_from",)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -41,27 +40,6 @@ def test_shutdown_leaves_everything_as_it_was(flight_dir: Path) -> None:
             assert len(run.steps()) == 2
         assert surface() | {"threads": before["threads"]} == before
         support.wait_until(lambda: surface() == before)  # its thread is waited for, but not for ever
-
-
-def test_foreign_patches_made_later_stay(flight_dir: Path) -> None:
-    """Somebody wrapped what we had wrapped: theirs stays in place and works; what is ours beneath it does nothing."""
-    original = torch.autograd.backward
-    calls = []
-    torchobs.init(flight_dir=flight_dir)
-    ours = torch.autograd.backward
-
-    def foreign(*args: Any, **kwargs: Any) -> None:
-        calls.append(1)
-        ours(*args, **kwargs)
-
-    torch.autograd.backward = foreign
-    torchobs.shutdown()
-    try:
-        assert torch.autograd.backward is foreign
-        train(2)
-        assert len(calls) == 2
-    finally:
-        torch.autograd.backward = original
 
 
 def test_init_is_idempotent_and_thread_safe(flight_dir: Path) -> None:
@@ -307,27 +285,6 @@ def test_dataloader_workers_leave_no_trace(run: Recording, flight_dir: Path, met
     assert len(list(flight_dir.glob("*.flight"))) == 1
     assert len(run.view().points) >= series
     assert run.errors() == []
-
-
-def test_a_forked_child_is_inert(run: Recording) -> None:
-    """It trains, logs, exits: nothing of that reaches the parent's file, and the parent goes on."""
-    train(2)
-    context = multiprocessing.get_context("fork")
-    child = context.Process(target=child_trains)
-    child.start()
-    child.join(30)
-    assert child.exitcode == 0
-    train(2)
-    assert len(run.steps()) == 4
-    assert run.values()[("torchobs.tokens",)] == 0
-
-
-def child_trains() -> None:
-    """What the child does."""
-    torchobs.log(tokens=1000)
-    torchobs.event("from the child")
-    train(3)
-    assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
 
 
 def test_an_end_while_a_round_hangs_is_written_with_all_steps_and_makes_no_round_beside_it(flight_dir: Path) -> None:
