@@ -116,7 +116,6 @@ def positions(snapshot: Snapshot) -> dict[str, tuple[str, float]]:
     ("place", "culprit", "told"),
     [
         ("forward", ("forward", 5.4), "Rank 1 stays in forward of step 6, and the other rank waits in backward of step 6."),
-        ("data", ("data", 5.2), "Rank 1 fetches data of step 6, and the other rank waits in backward of step 6."),
         ("skip", ("idle", 20.0), "Rank 1 has left its training loop, and the other rank waits in backward of step 20."),
     ],
 )
@@ -428,10 +427,6 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
 rank = dist.get_rank()
 model = torch.nn.Linear(4, 1)
 
-def crunch():
-    while True:
-        pass
-
 def hook(module, inputs, output):
     if place == "hook" and rank == 1 and number == 20:
         output.register_hook(lambda _: time.sleep(600))
@@ -443,8 +438,6 @@ for number in range(30):
     if number == 20 and rank == 1:
         if place in {"sleep", "barrier"}:
             time.sleep(600)
-        if place == "loop":
-            crunch()
     if number == 20 and place == "barrier":
         dist.monitored_barrier(timeout=timedelta(seconds=seconds))
     model(torch.randn(2, 4)).sum().backward()
@@ -492,7 +485,6 @@ def ended(start: Any, flight_dir: Path, tmp_path: Path, place: str) -> list[str]
     ("place", "told"),
     [
         ("sleep", "Rank 1 stays between two phases of step 21, and the other rank waits in backward of step 21. "),
-        ("loop", "Rank 1 stays between two phases of step 21, and the other rank waits in backward of step 21. "),
         ("hook", ""),
         ("save", ""),
     ],
