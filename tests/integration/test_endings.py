@@ -780,6 +780,6 @@ raise ConnectionResetError("by a worker")
         (sys.executable, "train.py"), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 1
-    (report,), _ = load_reports(list(flight_dir.glob("*.flight")))
+    (report,), _ = load(list(flight_dir.glob("*.flight")))
     (text, *_) = [finding.long for finding in diagnose(report)]
     assert 'ended by ConnectionResetError "by a worker" at' in text
