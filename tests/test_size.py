@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CEILINGS = {"torchobs": (64_768, 285), "tests": (66_794, 362)}
+CEILINGS = {"torchobs": (63_990, 265), "tests": (61_620, 268)}
 """Lines of Python and files, by folder"""
 
 
