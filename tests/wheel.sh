@@ -61,4 +61,4 @@ for rules in rules rules-native; do
 done
 torchobs inspect | grep -q 'rank' || { echo "torchobs inspect says nothing about the rank"; exit 1; }
 unset TORCHOBS_DIR
-"$work/full/bin/python" -m pytest -q -c "$work/pyproject.toml" --rootdir . tests/unit/test_{conventions,settings,import_hooks}.py
+"$work/full/bin/python" -m pytest -q -c "$work/pyproject.toml" --rootdir . tests/unit/test_{conventions,settings,support}.py
