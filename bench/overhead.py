@@ -52,8 +52,8 @@ class Rounds(NamedTuple):
 
 
 ROUNDS = {
-    **dict.fromkeys(("mlp", "compiled", "pinn"), Rounds(11, 60, 0.3)),
-    "cnn": Rounds(3, 20, 3.0),
+    **dict.fromkeys(("mlp", "mlp-10ms", "compiled", "pinn"), Rounds(11, 60, 0.3)),
+    **dict.fromkeys(("mlp-50ms", "cnn"), Rounds(3, 20, 3.0)),
     "gpt": Rounds(3, 16, 3.0),
 }
 COUNTED_STEPS = {"mlp": 30, "gpt": 6}
