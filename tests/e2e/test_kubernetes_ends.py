@@ -120,7 +120,8 @@ def assert_both_know(stage: Stage, pod: str, run: str, expected: str) -> None:
     """Both have the end of the pod's rank, no state of it afterwards is alive, and no rule takes it for vanished."""
 
     def known() -> bool:
-        return all(reason(watching, pod) and watching.query(f'{LEFT}{{run_id="{run}"}} > 0') for watching in both(stage))
+        left = f'last_over_time({LEFT}{{run_id="{run}"}}[1h]) > 0'  # a Job may have ended long before it is asked
+        return all(reason(watching, pod) and watching.query(left) for watching in both(stage))
 
     wait_until(known, timeout_s=180.0, interval_s=2.0)
     for watching in both(stage):

@@ -563,7 +563,7 @@ def test_the_line_is_reported_once_it_is_clear(run: Recording, monkeypatch: pyte
     context = run.session.context
     assert context is not None
     samples = StackSamples(context)
-    monkeypatch.setattr(context.training, "thread", threading.get_ident())
+    monkeypatch.setattr(context.recorder.plain, "thread", threading.get_ident())
     for _ in range(LEAST_SAMPLES - 1):
         samples.sample()
     assert run.attributes(EVENT_STEP_BETWEEN.name) == []

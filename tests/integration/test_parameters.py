@@ -172,7 +172,7 @@ def test_parameters_without_a_gradient_are_named(flight_dir: Path) -> None:
     """By the names in the model that DDP wraps."""
     for run in recording(flight_dir):
         found = raised(run, DistributedDataParallel(SpareHead()))
-        assert (found["unused"], found["unused_count"], found["unused_of"]) == (["spare.weight", "spare.bias"], 2, "Heads")
+        assert (found["unused"], found["unused_count"], found["unused_of"]) == (["spare.weight", "spare.bias"], 2, "SpareHead")
 
 
 @pytest.mark.usefixtures("group")

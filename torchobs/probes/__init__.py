@@ -41,16 +41,16 @@ def factories(scaling: LossScaling) -> ProbeFactories:
     from torchobs.probes.loss import LossProbe
     from torchobs.probes.memory_growth import Suspicion
     from torchobs.probes.nonfinite.probe import NonfiniteProbe
-    from torchobs.probes.optimizer import OptimizerProbe, RateSource, ResumeProbe
+    from torchobs.probes.optimizer import OptimizerProbe, ResumeProbe
     from torchobs.probes.phases import PhaseProbe
     from torchobs.probes.process_memory import CgroupProbe, MemoryProbe
     from torchobs.probes.replicas import Replicas
     from torchobs.probes.schedulers import SchedulerProbe
     from torchobs.probes.steps import StepProbe
 
-    rates, epochs, suspicion, replicas = RateSource(), EpochCount(), Suspicion(), Replicas()
+    epochs, suspicion, replicas = EpochCount(), Suspicion(), Replicas()
     return {
-        StepProbe.name: partial(StepProbe, rates),
+        StepProbe.name: StepProbe,
         PhaseProbe.name: PhaseProbe,
         DeviceTimeProbe.name: DeviceTimeProbe,
         DataProbe.name: DataProbe,
@@ -60,7 +60,7 @@ def factories(scaling: LossScaling) -> ProbeFactories:
         LossProbe.name: LossProbe,
         AmpProbe.name: partial(AmpProbe, scaling),
         GradientProbe.name: partial(GradientProbe, scaling, replicas),
-        OptimizerProbe.name: partial(OptimizerProbe, rates),
+        OptimizerProbe.name: OptimizerProbe,
         ResumeProbe.name: ResumeProbe,
         SchedulerProbe.name: partial(SchedulerProbe, epochs),
         GpuProbe.name: GpuProbe,

@@ -74,23 +74,10 @@ class _Container:
         return living if outer is not None and held.issuperset(_parameters(outer)) else []
 
 
-class RateSource:
-    """Whether learning rates are recorded; ``PlainSteps.rated`` is the optimizer. Written by the optimizer probe."""
-
-    __slots__ = ("wanted",)
-
-    def __init__(self) -> None:
-        self.wanted = False
-        """Whether the optimizer probe is on: then it is called before an optimizer's first step"""
-
-
 class OptimizerProbe:
     """Reads ``param_groups``."""
 
     name = "optimizer"
-
-    def __init__(self, rates: RateSource) -> None:
-        self._rates = rates
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
@@ -109,7 +96,7 @@ class OptimizerProbe:
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
-        self._rates.wanted, self._context.recorder.plain.rated = False, 0
+        self._context.recorder.plain.rated = 0
 
     def _take(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
         del closure

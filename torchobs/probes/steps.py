@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     import torch
 
     from torchobs.probes.context import ProbeContext
-    from torchobs.probes.optimizer import RateSource
     from torchobs.support.error_guard import CircuitBreaker
 
     Hook = Callable[..., Any]
@@ -53,8 +52,7 @@ class StepProbe:
 
     name = "step"
 
-    def __init__(self, rates: RateSource) -> None:
-        self._rates = rates
+    def __init__(self) -> None:
         self._given = False
         """Whether the step was given a closure"""
         self._nests = False
@@ -196,7 +194,7 @@ class StepProbe:
             training.loop.note()
             self._context.record_overhead(self.name, monotonic_ns() - now_ns)
         hook, step = self._before_step, plain.step
-        if step >= hook.due_at or step == hook.last or evaluates or (fresh and self._rates.wanted):
+        if step >= hook.due_at or step == hook.last or evaluates or fresh:
             hook.notify(optimizer, evaluates)
         return self._watched(optimizer, args, kwargs) if evaluates and self._given else None
 
