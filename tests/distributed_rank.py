@@ -155,6 +155,7 @@ class Data(torch.utils.data.Dataset[torch.Tensor]):
 def hang(directory: str, place: str, often_s: str = "") -> None:
     """Train until stopped; see the module."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # of the weights it hangs whether the norms of two ranks cross
     if often_s:
         sampler.OBSERVE_INTERVAL_S = float(often_s)
     torchobs.init(flight_dir=directory)
