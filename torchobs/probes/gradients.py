@@ -249,7 +249,7 @@ class GradientProbe:
             self._clip.forget()
             return
         context, pace, begun_ns = self._context, self._pace, monotonic_ns()
-        step, changes = context.recorder.step, context.recorder.models.changes
+        step, changes = context.recorder.plain.step, context.recorder.models.changes
         if changes != self._paced:
             self._paced = changes
             pace.begin(step)

@@ -108,8 +108,9 @@ class OptimizerProbe:
         if number is not None and id(optimizer) == recorder.plain.rated and not recorder.values.flags & StepFlag.LEARNING_RATE:
             recorder.set_rate(number)
         self._take_from_device(rate, number)
-        if hook.due_at <= recorder.step:  # the gradient probe, which is called first, has not set it
-            hook.due_at, hook.last = recorder.step + LOOK_STEPS, recorder.step
+        step = recorder.plain.step
+        if hook.due_at <= step:  # the gradient probe, which is called first, has not set it
+            hook.due_at, hook.last = step + LOOK_STEPS, step
 
     def _note_within(self, outer: int, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer steps within the step of the one with this id."""
