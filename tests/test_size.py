@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CEILINGS = {"torchobs": (63_971, 265), "tests": (61_622, 268)}
+CEILINGS = {"torchobs": (63_969, 265), "tests": (61_622, 268)}
 """Lines of Python and files, by folder"""
 
 

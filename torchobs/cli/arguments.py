@@ -39,14 +39,14 @@ class CommandError(Exception):
 
 def found(read: Callable[[], T]) -> T:
     """Return what ``read`` returns; its errors over runs and files become the command's, with exit status 2."""
-    from torchobs.ranks import runs as load  # slow to import, and most commands need no file
+    from torchobs.ranks.runs import NoRunError, reason  # slow to import, and most commands need no file
 
     try:
         return read()
-    except load.NoRunError as problem:
+    except NoRunError as problem:
         raise CommandError(str(problem), NOTHING) from None
     except OSError as problem:
-        raise CommandError(load.reason(problem), NOTHING) from None
+        raise CommandError(reason(problem), NOTHING) from None
 
 
 class Parser(argparse.ArgumentParser):

@@ -36,7 +36,7 @@ overrides."""
 
 _GROUPS = {
     "where to serve": ("--web.",),
-    "limits": ("--series-limit", "--memory-limit", "--drop-metrics"),
+    "limits": ("--series-limit-total", "--memory-limit", "--drop-metrics"),
     "commands to ranks": ("--api.", "--control."),
     "metrics of the machine": ("--collect.", "--path."),
     "push over OTLP": ("--otlp.",),

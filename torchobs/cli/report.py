@@ -15,9 +15,8 @@ from torchobs.cli.arguments import CommandError, tolerant
 from torchobs.document.blocks import Table
 from torchobs.document.text import render, style_for, table
 from torchobs.flight.events import plain
-from torchobs.ranks import runs as load
 from torchobs.ranks.rank_view import RankView
-from torchobs.ranks.runs import Chosen, RunFiles
+from torchobs.ranks.runs import Chosen, RunFiles, default_directory, find, listing, load
 from torchobs.support import text as text_format
 
 _DESCRIPTION = """\
@@ -71,7 +70,7 @@ def main(given: Sequence[str]) -> int:
     output = options.output if options.output is not None else None if options.plots else Path("report.html")
     if output is not None:
         _check(output)
-    chosen = arguments.found(lambda: load.find(options.run, options.flight_dir))
+    chosen = arguments.found(lambda: find(options.run, options.flight_dir))
     lines = [_plots(chosen, options.plots, options.format)] if options.plots is not None else []
     if output is not None:
         _write(output, files.report_text(chosen, output.suffix))
@@ -150,7 +149,7 @@ def compare(given: Sequence[str]) -> int:
 
     if options.output is not None:
         _check(options.output)
-    first, second = (arguments.found(partial(load.find, run, options.flight_dir)) for run in (options.first, options.second))
+    first, second = (arguments.found(partial(find, run, options.flight_dir)) for run in (options.first, options.second))
     comparison = comparing.compare(first, second)
     out, suffix = tolerant(sys.stdout), options.output.suffix.lower() if options.output is not None else ""
     if options.json or suffix == ".json":
@@ -198,11 +197,11 @@ class RunList(NamedTuple):
 
 def list_runs(directory: Path) -> RunList:
     """Return the runs in a directory. Raises ``OSError`` when it cannot be read."""
-    listed = load.listing(directory)
+    listed = listing(directory)
     bad = list(listed.bad)
     found = []
     for run in listed.runs:
-        reports, worse = load.load(run.newest()[0], _RECORDS, evidence=False)
+        reports, worse = load(run.newest()[0], _RECORDS, evidence=False)
         bad += worse
         if reports:
             found.append(_summary(run, reports))
@@ -247,7 +246,7 @@ def runs_parser() -> argparse.ArgumentParser:
 def runs(given: Sequence[str]) -> int:
     """Run ``torchobs runs`` with these arguments and return its exit status."""
     options = runs_parser().parse_args(list(given))
-    directory = arguments.found(lambda: options.flight_dir or load.default_directory())
+    directory = arguments.found(lambda: options.flight_dir or default_directory())
     try:
         runs, bad, left_out, notes = arguments.found(lambda: list_runs(directory))
     except CommandError as problem:

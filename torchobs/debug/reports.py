@@ -82,8 +82,7 @@ def plots(path: str | os.PathLike[str], format: str = "png") -> list[Path]:  # n
 
 
 def _read() -> Chosen:
-    from torchobs.ranks import runs as load
-    from torchobs.ranks.runs import Chosen
+    from torchobs.ranks.runs import Chosen, load
 
     session = current()
     if session is None:
@@ -92,7 +91,7 @@ def _read() -> Chosen:
         raise RuntimeError("this session has recorded nothing")
     if session.writer is not None:
         session.writer.publish()
-    ranks, bad = load.load([Path(session.recorded_in)])
+    ranks, bad = load([Path(session.recorded_in)])
     if not ranks:
         raise RuntimeError(f"the flight file cannot be read: {'; '.join(why for _, why in bad)}")
     return Chosen(ranks, bad, [], [])

@@ -265,7 +265,7 @@ RISING = Z_LIMIT / sqrt(SETTLED / 4)
 """Deviations of one value, by which the mean of the second half of ``SETTLED`` is above that of the first"""
 HALF = 0.5
 MOST_RISE = 10.0
-"""As ``detect.spikes.LEFT``, of a loss that has left its start"""
+"""As ``LEFT``, of a loss that has left its start"""
 SHORT_LOSS, SHORT_NORM = 4.0, 2.0
 """Times the distance of a longer spike that one or two batches need: in 50 runs of a flow of heavy-tailed returns, 500 steps
 each, losses of single batches reach 3.8 times"""
@@ -496,7 +496,7 @@ class Divergence:
 
 
 HEALTHY = 50
-"""Steps after which an anomaly is past, as many as a loss that diverges is watched for (``divergence.LEAST_AFTER``)"""
+"""Steps after which an anomaly is past, as many as a loss that diverges is watched for (``LEAST_AFTER``)"""
 
 
 class LastAnomaly(NamedTuple):

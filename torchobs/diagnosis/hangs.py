@@ -37,7 +37,7 @@ from torchobs.support import text
 _MOST_NAMED = 4
 _MOST_GROUPS = 3
 _RECENT = re.compile(r"(.{1,200}) #(\d{1,18}) (\w+ at .+)")
-"""Group, number, kind and line of ``probes.lifecycle.collectives``"""
+"""Group, number, kind and line of ``probes.collectives``"""
 _LAUNCHER = re.compile(r"/torchobs/(?:cli/|__main__\.py)|/bin/torchobs:|^<frozen runpy>")
 _LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.[0-9]+/|/torchobs/(?:probes|runtime|cli)/|^<frozen ")
 _RECENT_STEPS = 200

@@ -116,7 +116,7 @@ class Live:
     STEPS_SINCE_NS = 7
     """CLOCK_MONOTONIC since when steps are recorded; 0: since the start; all ones: recording is off"""
     COMMAND = 8
-    """number of the newest command read (``flight.files.control``)"""
+    """number of the newest command read (``flight.control``)"""
 
 
 LIVE_WORDS = 32

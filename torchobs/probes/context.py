@@ -41,7 +41,7 @@ class Probe(Protocol):
 
     The sampler thread also calls, where a probe has them: ``sample()`` ten times a second, to process quickly what the training
     thread has recorded; ``observe()`` one second after its start, every ten seconds and when the rank ends, for what is slower;
-    ``level_changed(level)`` when the debug level has changed (``hooks.DebugLevel``).
+    ``level_changed(level)`` when the debug level has changed (``DebugLevel``).
     """
 
     name: str
@@ -241,7 +241,7 @@ class DebugLevel(HookList[[int]]):
     def __init__(self, spent_ns: dict[str, int]) -> None:
         super().__init__(spent_ns)
         self.value = 1
-        """Index into ``flight.files.control.LEVELS``: 0 off, 1 basic, 2 advanced, 3 extreme"""
+        """Index into ``flight.control.LEVELS``: 0 off, 1 basic, 2 advanced, 3 extreme"""
 
 
 class Hooks:

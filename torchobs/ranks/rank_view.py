@@ -126,7 +126,7 @@ class RankView:
     same_boot: bool = True
     memory_use: MemoryUse = field(default_factory=MemoryUse)
     details: Mapping[str, Any] = field(default_factory=dict)
-    """how the run was started (``flight.documents``); empty if that is turned off"""
+    """how the run was started (``flight.details``); empty if that is turned off"""
     history: History = field(default_factory=History)
     """gauges over time, since the start"""
     left: tuple[ArtifactName, ...] = ()

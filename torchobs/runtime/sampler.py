@@ -140,7 +140,7 @@ class Sampler:
         if self._busy.locked():
             self._context.writer.fold()
             return
-        with self._busy:  # see flight.writer.value_block.ValueBlock.publish
+        with self._busy:  # see flight.value_blocks.ValueBlock.publish
             self.round(last=True)
 
     def round(self, *, last: bool = False) -> None:
