@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from math import ceil
+from threading import Lock, get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, Protocol
 
@@ -358,6 +360,7 @@ LONGEST_S = 60.0
 _PATIENCE_S, _REST_S = 0.2, 0.0005
 """Age of a round, of usually some ms, from which on no capture waits for it: the driver may not answer for long"""
 _HOOKS_FILE = "torch/optim/optimizer.py"
+_GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 """Calls the hooks in a loop, which is not the training's"""
 
 _COLLECTIVES_FILE = "torch/distributed/distributed_c10d.py"
@@ -461,7 +464,9 @@ class TrainingLoop:
                 return True
             if at.co_filename.endswith(_COLLECTIVES_FILE):
                 return True
-            frame = frame.f_back
+            before, frame = frame, frame.f_back
+            if frame is None and before.f_code.co_flags & _GENERATOR:
+                return True  # it has yielded meanwhile: what called it is not known
         return False
 
 
@@ -481,6 +486,35 @@ class LeftPhase(NamedTuple):
     left_ns: int
 
 
+class OtherThreads:
+    """The threads beside the training thread that run backward passes.
+
+    A backward pass replaces gradients without the GIL, and who reads one of them meanwhile crashes the process. So gradients
+    that may be of another thread's model are read in ``read`` alone.
+    """
+
+    __slots__ = ("_lock", "_threads")
+
+    def __init__(self) -> None:
+        self._lock, self._threads = Lock(), set[int]()
+
+    def note(self, thread: int) -> None:
+        """Note that a backward pass is about to begin in that thread; what is being read is read to its end before."""
+        if thread not in self._threads:
+            with self._lock:
+                self._threads.add(thread)
+
+    def read(self, read: Callable[[], object]) -> None:
+        """Call a function that reads gradients, in the training thread, unless another living thread runs backward passes."""
+        with self._lock:
+            others = self._threads - {get_ident()}
+            if others:
+                with ThreadFrames() as frames:
+                    others &= frames.keys()
+            if not others:
+                read()
+
+
 class TrainingState:
     """State of the training thread. The step probe owns it: others read, but for what is named here.
 
@@ -490,7 +524,7 @@ class TrainingState:
     """
 
     __slots__ = (
-        "_plain", "autocast", "captures", "epoch", "epochs", "evaluating_since_ns", "idle", "left", "loop",
+        "_plain", "autocast", "captures", "epoch", "epochs", "evaluating_since_ns", "idle", "left", "loop", "others",
     )  # fmt: skip
 
     def __init__(self, plain: PlainSteps | None = None) -> None:
@@ -501,6 +535,8 @@ class TrainingState:
         """The phase that an exception has left which may end the training"""
         self.captures = Captures()
         """Captures of CUDA graphs, in whatever thread"""
+        self.others = OtherThreads()
+        """The threads that train beside it"""
         self.loop = TrainingLoop()
         """The loops of the training on that thread's stack"""
         self.idle = False

@@ -483,9 +483,13 @@ class NotInOptimizer:
     def before_step(self) -> None:
         """Look at the candidates, if that is due; a step is about to be done. In the training thread."""
         if self.due:
-            self.due, self._looked = False, True
-            for candidate in list(self._candidates.values()):
-                candidate.look()
+            self.due = False
+            self._context.training.others.read(self._look)
+
+    def _look(self) -> None:
+        self._looked = True
+        for candidate in list(self._candidates.values()):
+            candidate.look()
 
     def sample(self, modules: Callable[[], Iterable[Any]]) -> None:
         """Judge the last look, and find the candidates for the next. ``modules``: the outermost ones known."""

@@ -11,11 +11,12 @@ import sys
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from torchobs import catalog
 from torchobs.catalog.findings import finding
 from torchobs.probes.timeline import BACKWARD_ENDS
-from torchobs.tensors.references import TensorReference, living_optimizers
+from torchobs.tensors.references import living_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,8 +42,10 @@ class NeverStepped:
         self._context, self._clock = context, clock
         self._watch, self._unwatch = breaker.guard(self._watch_now), breaker.guard(self.remove)
         self._due, self._since_s, self._said = LEAST, 0.0, False
-        self._candidates: list[tuple[str, TensorReference]] = []
+        self._candidates: list[ref[Any]] = []
         self._handles: list[RemovableHandle] = []
+        self._looked_at = 0
+        """Backward passes after which the candidates were looked at; 0 while they are to be"""
         self._reached = ""
         """Class of an optimizer to whose parameter a gradient has come"""
 
@@ -57,6 +60,8 @@ class NeverStepped:
         self._since_s = self._since_s or (self._clock() if count else 0.0)
         if self._reached and count >= LEAST_MISTAKEN:
             self._report(self._reached, count)
+        elif self._looked_at and not (self._handles or self._said):
+            self._say(self._looked_at)
         elif not self._reached and (count >= self._due or self._is_late(count)):
             self._look(count)
 
@@ -66,32 +71,36 @@ class NeverStepped:
     def _look(self, count: int) -> None:
         """Watch optimizers whose parameters have gradients; say that there is no step if there are none, or none is reached."""
         self._context.yield_gil()
-        watched, self._due, self._since_s = bool(self._handles), 4 * count if self._said else count + LEAST, self._clock()
-        found = [
-            (type(each).__name__, first) for each in living_optimizers() if (first := _with_gradient(each, count)) is not None
-        ]
-        if found and not watched:
-            self._candidates = [(kind, TensorReference(parameter)) for kind, parameter in found[:_MOST]]
-            self._context.at_backward(self._watch)
+        self._due, self._since_s = 4 * count if self._said else count + LEAST, self._clock()
+        found = [] if self._handles else living_optimizers()
+        self._candidates = [ref(each) for each in found]
+        if found:
+            self._context.at_backward(partial(self._watch, count))
         elif not self._said:
-            self._said = True
-            passes = f"{count} backward pass{'' if count == 1 else 'es'}"
-            text = (
-                f"{passes} and no step of an optimizer of torch's: if steps are made otherwise, call torchobs.step() after each"
-            )
-            self._context.warn_limited("no steps", text)
+            self._say(count)
 
-    def _watch_now(self) -> None:
+    def _say(self, count: int) -> None:
+        self._said = True
+        passes = f"{count} backward pass{'' if count == 1 else 'es'}"
+        text = f"{passes} and no step of an optimizer of torch's: if steps are made otherwise, call torchobs.step() after each"
+        self._context.warn_limited("no steps", text)
+
+    def _watch_now(self, count: int) -> None:
         """Note which of the optimizers a gradient comes to. In the training thread, as a backward pass begins."""
         import torch  # torch is optional until training begins
 
-        candidates, self._candidates = self._candidates, []
+        optimizers, self._candidates = [each for known in self._candidates if (each := known()) is not None], []
         if torch.compiler.is_compiling() or self._context.device.cuda.capturing():
             return
-        for kind, known in candidates:
-            parameter = known()
-            if parameter is not None and _can_be_watched(parameter):
-                self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._note, kind)))
+        self._context.training.others.read(lambda: self._watch_those(optimizers, count))
+
+    def _watch_those(self, optimizers: list[Any], count: int) -> None:
+        self._looked_at = count
+        for optimizer in optimizers:
+            parameter: Any = _with_gradient(optimizer, count)
+            if parameter is not None and len(self._handles) < _MOST:
+                note = partial(self._note, type(optimizer).__name__)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(note))
 
     def _note(self, kind: str, _: object) -> None:
         self._reached = kind

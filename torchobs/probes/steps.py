@@ -71,7 +71,7 @@ class StepProbe:
         breaker, self._modes, self._graph_being_made = context.breaker(self.name), dispatch_modes(), graph_being_made()
         self._changes = ModelChanges(context.recorder.models, context.writer)
         self._relieve = breaker.guard(self._recorder.relieve)
-        self._others, self._graphs = OtherThreads(context), CudaGraphs(context, breaker)
+        self._others, self._graphs = OtherSteps(context), CudaGraphs(context, breaker)
         self._never_stepped = NeverStepped(context, breaker)
         self._backward = BackwardWatch(context, breaker)
         self._backward.install()
@@ -203,6 +203,8 @@ class StepProbe:
         recorder = self._recorder
         if ident != self._plain.thread and not within_backward:
             recorder.note_unseen()
+            if recorder.step:
+                self._training.others.note(self._plain.thread)
         return id(optimizer) != self._plain.sole and recorder.optimizer_begins(
             optimizer, evaluates=evaluates, within_backward=within_backward
         )
@@ -314,11 +316,14 @@ class BackwardWatch:
     def _any_backward(self) -> Callable[..., Any]:
         """Return what records a backward pass that is no plain step's, and how it is called."""
         breaker, recorder, plain = self._breaker, self._context.recorder, self._context.recorder.plain
-        record, modes, is_made = self._record, dispatch_modes(), graph_being_made()
+        record, modes, is_made, others = self._record, dispatch_modes(), graph_being_made(), self._context.training.others
 
         def backward(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if plain.backwards or breaker.is_open or get_ident() != plain.thread or (modes() and is_made()):
-                if not plain.backwards and get_ident() != plain.thread:
+            elsewhere = get_ident() != plain.thread
+            if plain.backwards or breaker.is_open or elsewhere or (modes() and is_made()):
+                if elsewhere and not breaker.is_open:
+                    others.note(get_ident())
+                if elsewhere and not plain.backwards:
                     recorder.note_unseen()
                 return original(*args, **kwargs)  # nested (reentrant checkpointing), in another thread, or traced
             return record(original, args, kwargs, accumulates=True)
@@ -348,12 +353,21 @@ class BackwardWatch:
 
         Within a backward pass that is recorded already it returns the original, so that no frame of ours is between torch's.
         """
-        plain, breaker, original = self._context.recorder.plain, self._breaker, engine.run_backward
+        plain, breaker, original, others = (
+            self._context.recorder.plain,
+            self._breaker,
+            engine.run_backward,
+            self._context.training.others,
+        )
         run_backward, modes, is_made = self._watched_run(original), dispatch_modes(), graph_being_made()
 
         def found(_: object) -> Any:
-            bypass = plain.backwards or breaker.is_open or get_ident() != plain.thread or (modes() and is_made())
-            return original if bypass else run_backward
+            if plain.backwards or breaker.is_open:
+                return original
+            if get_ident() != plain.thread:
+                others.note(get_ident())
+                return original
+            return original if modes() and is_made() else run_backward
 
         kind = type("_ImperativeEngine", (type(engine),), {"__slots__": (), "run_backward": property(found)})
         return kind()
@@ -386,7 +400,7 @@ def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(inputs) and not create_graph and isinstance(inputs[-1], torch.nn.Parameter)  # the first may be the data
 
 
-class OtherThreads:
+class OtherSteps:
     """Optimizer steps of threads other than the training thread: their backward passes and fetches are not recorded.
 
     One thread at a time is the training thread. Another one replaces it when it steps the same optimizer, or when the former
