@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from html import escape
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,45 @@ class Result:
 
     def _repr_html_(self) -> str:
         return f"<div><b>{escape(type(self).__name__)}</b>{_html(self)}</div>"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem(Result):
+    """One thing that is wrong."""
+
+    kind: str
+    """A stable word for programs: ``"nonfinite"``"""
+    where: str
+    """What has it: a parameter, a module, an argument, a file; empty: the whole"""
+    text: str
+    """A sentence for people"""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text}" if self.where else self.text
+
+
+@dataclass(frozen=True)
+class Checked(Result):
+    """Base of results that say whether something is as it should be; each has a field ``problems``, which is empty then."""
+
+    __slots__ = ()
+    if TYPE_CHECKING:
+
+        @property
+        def problems(self) -> tuple[Problem, ...]:
+            """What is wrong."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no problem."""
+        return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return ``ok`` and the fields, as :meth:`Result.to_dict` does."""
+        return {"ok": self.ok, **super().to_dict()}
 
 
 def fill(result: Result, **values: Any) -> None:

@@ -1,0 +1,66 @@
+"""One ``loss_fn`` in all toolboxes: ``compute_loss``."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  # as everybody does
+
+from torchobs.tensors.losses import compute_loss
+
+X, Y = torch.ones(3, 2), torch.zeros(3, 1)
+
+
+def model(inputs: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Sums of the rows: 2 each."""
+    return scale * inputs.sum(1, keepdim=True)
+
+
+def of_three(first: object, second: object, third: object) -> None:
+    """Of neither form."""
+
+
+def whole(model: Any, batch: Any) -> torch.Tensor:
+    """The first form."""
+    loss: torch.Tensor = (model(batch[0]) - batch[1]).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("batch", "loss_fn", "target", "expected"),
+    [
+        ((X, Y), whole, None, 4.0),
+        ((X, Y), nn.MSELoss(), None, 4.0),
+        ((X, Y), F.mse_loss, None, 4.0),
+        ((X, Y), torch.dist, None, torch.dist(2 * torch.ones(3, 1), Y).item()),
+        ((X, Y), partial(F.mse_loss, reduction="sum"), None, 12.0),
+        ((X, 2.0, Y), nn.MSELoss(), None, 16.0),
+        (X, nn.MSELoss(), Y, 4.0),
+        ({"inputs": X, "scale": 2.0}, lambda output: output.mean(), None, 4.0),
+        ({"inputs": X}, lambda output, batch: (output - batch["inputs"].sum(1, keepdim=True)).sum(), None, 0.0),
+        (X, lambda *arguments: arguments[0].mean() + arguments[1].mean(), None, 3.0),
+        (X, None, None, 6.0),
+    ],
+)
+def test_a_loss_function_of_each_form_is_called_as_it_asks(batch: Any, loss_fn: Any, target: Any, expected: float) -> None:
+    """A model's name first asks for model and batch; everything else gets the output, and a target if it takes one."""
+    assert compute_loss(model, batch, loss_fn, target=target).item() == pytest.approx(expected)
+
+
+def test_without_a_function_the_output_has_the_loss_or_nothing_has() -> None:
+    """As models of Transformers return it."""
+    loss = torch.tensor(3.0)
+    assert compute_loss(lambda _: SimpleNamespace(loss=loss), X) is loss
+    assert compute_loss(lambda _: "no tensor", X) is None
+
+
+@pytest.mark.parametrize("loss_fn", ["mse", 3, lambda: 0, of_three])
+def test_what_is_no_loss_function_is_refused_with_both_forms(loss_fn: Any) -> None:
+    """Before the model runs."""
+    with pytest.raises(TypeError, match=r"loss_fn\(model, batch\), or loss_fn\(output, target\)"):
+        compute_loss(lambda _: pytest.fail("the model has run"), X, loss_fn)

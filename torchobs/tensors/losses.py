@@ -1,0 +1,84 @@
+"""How a loss is computed from a model, a batch and what a person gives as ``loss_fn``: one place for all toolboxes."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchobs.tensors.batches import call, is_sequence, walk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FORMS = "loss_fn(model, batch), or loss_fn(output, target)"
+_MODEL_NAMES = frozenset({"model", "module", "net", "network"})
+"""Names of a first parameter that takes the model"""
+_PAIR = 2
+
+
+def compute_loss(model: Any, batch: Any, loss_fn: Callable[..., Any] | None = None, *, target: Any = None) -> Any:
+    """Run a model's forward pass on a batch, and return its loss.
+
+    A ``loss_fn`` whose first parameter is named ``model`` (or ``module``, ``net``, ``network``) is called with the model and
+    the batch, and calls the model itself. Any other is called with the model's output and, if it takes two arguments, with
+    ``target``; where none is given, with the last item of a batch that is a tuple or a list, which the model does not get
+    then, and else with the batch. Without ``loss_fn`` the loss is the output's ``loss``, or else the sum of its floating-point
+    tensors.
+
+    The model is called with a tensor as its only argument, a tuple as its arguments, a mapping as its keyword arguments.
+
+    Returns:
+        What ``loss_fn`` returns; ``None`` without one if the output has no floating-point tensor.
+
+    Raises:
+        TypeError: ``loss_fn`` is no function, or takes neither one argument nor two.
+    """
+    if loss_fn is None:
+        return output_loss(call(model, batch))
+    parameters = _parameters(loss_fn)
+    if target is not None:
+        return loss_fn(call(model, batch), target)
+    if parameters and parameters[0] in _MODEL_NAMES:
+        return loss_fn(model, batch)
+    if len(parameters) == 1:
+        return loss_fn(call(model, batch))
+    if is_sequence(batch) and len(batch) >= _PAIR:
+        *inputs, last = batch
+        return loss_fn(call(model, inputs[0] if len(inputs) == 1 else tuple(inputs)), last)
+    return loss_fn(call(model, batch), batch)
+
+
+def output_loss(output: Any) -> Any:
+    """Return an output's own ``loss``, or the sum of its floating-point tensors; ``None`` if it has none."""
+    if isinstance(getattr(output, "loss", None), torch.Tensor):
+        return output.loss
+    tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for _, tensor in walk(output)]
+    # in float64, where the device has it, so that the sum of finite numbers is finite
+    sums = [tensor.sum(dtype=wide_type(tensor.device)) for tensor in tensors if tensor.is_floating_point()]
+    return torch.stack([each.to(sums[0].device) for each in sums]).sum() if sums else None
+
+
+def wide_type(device: torch.device) -> torch.dtype:
+    """Return the widest floating-point type of a device."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _parameters(loss_fn: Any) -> list[str]:
+    """Return the names of the positional parameters without a default; what has no signature is taken for a loss of torch's."""
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is a function, {FORMS}, not {type(loss_fn).__name__}")
+    function = loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return ["input", "target"]
+    positional = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    parameters = list(signature.parameters.values())
+    names = [each.name for each in parameters if each.kind in positional and each.default is inspect.Parameter.empty]
+    if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters):
+        names += ["input", "target"][len(names) :]
+    if len(names) not in {1, _PAIR}:
+        raise TypeError(f"loss_fn takes {len(names)} arguments; it is {FORMS}")
+    return names
