@@ -29,6 +29,7 @@ from torchobs.detect.spikes import (
     healthy_steps,
     judge,
     leaves_start,
+    skewed_reach,
 )
 from torchobs.flight.fold import fold
 from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord
@@ -47,9 +48,9 @@ def feed(
     """Judge the values in turn."""
     verdicts = []
     for value in values:
-        is_spike, *rest = judge(value, *baseline, least_excess, skewed=skewed)
-        mean, variance, seen = rest
-        baseline = (float(mean), float(variance), int(seen))
+        is_spike, mean, variance, seen = judge(value, *baseline, least_excess)
+        is_spike = is_spike and (not skewed or value - baseline[0] > skewed_reach(baseline[0], baseline[1]))
+        baseline = (mean, variance, seen)
         verdicts.append(is_spike)
     return verdicts, baseline
 

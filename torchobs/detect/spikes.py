@@ -175,22 +175,18 @@ class Bursts:
         self.length = 0.0
 
 
-def judge(
-    value: float, mean: float, variance: float, seen: int, least_excess: float, *, skewed: bool = False
-) -> tuple[bool, float, float, int]:
-    """Judge one finite value against its baseline and return ``(is_spike, mean, variance, seen)`` updated.
+def judge(value: float, mean: float, variance: float, seen: int, least_excess: float) -> tuple[bool, float, float, int]:
+    """Judge one finite value against its baseline and return ``(is_high, mean, variance, seen)`` updated.
 
-    ``least_excess`` is the smallest distance above the mean that counts, in the value's own unit; ``skewed`` values must also
-    exceed ``skewed_reach``. A value moves the baseline by at most 3 standard deviations (winsorised), so that one outlier does
-    not hide the next. A lasting new level is a spike for some tens of values at most, then the baseline: a hundredfold norm for
-    10 values where the logarithm's deviation was 0.3, for 24 where it was 0.02. Values whose squares overflow reset
-    the baseline: with an infinite variance nothing would ever be a spike again.
+    ``least_excess`` is the smallest distance above the mean that counts, in the value's own unit. A value moves the baseline by
+    at most 3 standard deviations (winsorised), so that one outlier does not hide the next. A lasting new level is a spike for
+    some tens of values at most, then the baseline: a hundredfold norm for 10 values where the logarithm's deviation was 0.3,
+    for 24 where it was 0.02. Values whose squares overflow reset the baseline: with an infinite variance nothing would ever be
+    a spike again.
     """
     deviation = sqrt(variance)
     excess = value - mean
-    is_spike = seen >= WARM_UP and excess > max(Z_LIMIT * deviation, least_excess)
-    if is_spike and skewed:  # costly, so only for candidates: the fold judges every step
-        is_spike = excess > skewed_reach(mean, variance)
+    is_high = seen >= WARM_UP and excess > max(Z_LIMIT * deviation, least_excess)
     if seen >= WARM_UP:
         bound = max(LEARN_LIMIT * deviation, least_excess / 8)  # a new level is learned even without variance
         excess = min(max(excess, -bound), bound)
@@ -198,8 +194,8 @@ def judge(
     step = alpha * excess
     mean, variance = mean + step, (1.0 - alpha) * (variance + excess * step)
     if not (isfinite(mean) and isfinite(variance)):
-        return is_spike, value, 0.0, 1
-    return is_spike, mean, variance, min(seen + 1, WARM_UP * 100)
+        return is_high, value, 0.0, 1
+    return is_high, mean, variance, min(seen + 1, WARM_UP * 100)
 
 
 class LossBaseline:
@@ -220,7 +216,8 @@ class LossBaseline:
         """
         least = LEAST_LOSS_EXCESS * max(1.0, abs(self.mean)) if least_excess is None else least_excess
         likely = self._bursts.peak + max(0.0, self._bursts.peak - self.mean)  # twice as far from the mean
-        far, mean, variance, seen = judge(loss, self.mean, self._variance, self._seen, least, skewed=True)
+        high, mean, variance, seen = judge(loss, self.mean, self._variance, self._seen, least)
+        far = high and loss - self.mean > skewed_reach(self.mean, self._variance)
         found = self._bursts.judge(loss, likely, is_spike=far)
         if learns or not found:
             self.mean, self._variance, self._seen = mean, variance, seen
@@ -313,16 +310,17 @@ class Excursions:
         first: the first of them"""
 
     def judge(
-        self, candidate: Candidate, mean: float, variance: float, *, far: bool, explained: bool
+        self, candidate: Candidate, mean: float, variance: float, *, high: bool, far: bool, explained: bool
     ) -> tuple[list[Candidate], bool, Level | None]:
-        """Take the next value, which was ``far`` above this baseline or not. ``explained``: data may have made it so.
+        """Take the next value. ``explained``: data may have made it high.
 
-        Return the spikes that are certain by now, whether this value is one, and the new level if it is one.
+        ``high``: it is above this baseline by as many deviations as a normal value never is; ``far``: by as much as a spike
+        has to be. Return the spikes that are certain by now, whether this value is one, and the new level if it is one.
         """
-        if not self.waiting and (self.bursts.length or not far):
+        if not self.waiting and (self.bursts.length or not high):
             is_spike = self._is_spike(candidate, mean, far=far)
             return [candidate] if is_spike else [], is_spike, None
-        if not far and candidate.value - mean < self._reach(mean, variance, CALM_LIMIT):
+        if not high and candidate.value - mean < self._reach(mean, variance, CALM_LIMIT):
             self.calm += 1.0
             return (self._release(mean, variance) if self.calm >= CALM else []), False, None
         if not self.waiting:

@@ -34,6 +34,7 @@ from torchobs.detect.spikes import (
     judge,
     judge_low,
     leaves_start,
+    skewed_reach,
     stays_away,
 )
 from torchobs.flight.forward import ForwardShare
@@ -166,16 +167,30 @@ class UsualValues:
                 self.usual = min(self.usual, log(self._start) if logs else self._start)
             return [candidate], True
         least = LEAST_NORM_EXCESS if logs else LEAST_LOSS_EXCESS * max(1.0, abs(self._mean))
-        far, mean, variance, seen = judge(number, self._mean, self._variance, self._seen, least, skewed=not logs)
-        spikes, is_spike, level = self.excursions.judge(candidate, self._mean, self._variance, far=far, explained=explained)
+        high, mean, variance, seen = judge(number, self._mean, self._variance, self._seen, least)
+        far = high and (logs or number - self._mean > skewed_reach(self._mean, self._variance))
+        waited = self.excursions.waiting
+        spikes, is_spike, level = self.excursions.judge(
+            candidate, self._mean, self._variance, high=high, far=far, explained=explained
+        )
         self.settled, waiting = level is not None, self.excursions.waiting
-        self.is_high = far or self.settled or bool(waiting and waiting[-1] is candidate)
+        self.is_high = high or self.settled or bool(waiting and waiting[-1] is candidate)
         if not waiting:
-            self._mean, self._variance, self._seen = level or (mean, variance, seen)
+            baseline = self._with_tail([*waited, candidate], least) if waited and not logs else (mean, variance, seen)
+            self._mean, self._variance, self._seen = level or baseline
             self.usual = self.usual if is_spike else self._mean
             if self._seen <= START:
                 self._start = max(self._start, abs(value)) if self._seen > 1 else abs(value)
         return spikes, is_spike
+
+    def _with_tail(self, candidates: list[Candidate], least: float) -> tuple[float, float, int]:
+        """Return the baseline with those losses that are no further above it than losses of a long tail are."""
+        most = self._mean + skewed_reach(self._mean, self._variance)
+        mean, variance, seen = self.baseline
+        for candidate in candidates:
+            if candidate.value <= most:
+                _, mean, variance, seen = judge(candidate.value, mean, variance, seen, least)
+        return mean, variance, seen
 
     def give_up(self, *, ended: bool = False) -> list[Candidate]:
         """Return the spikes among the candidates, which one follows that is not finite; ``ended``: which nothing follows."""

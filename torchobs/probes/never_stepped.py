@@ -1,7 +1,7 @@
 """Detect backward passes without any step: an optimizer that never steps, or steps that are made without one of torch's.
 
 An analysis (saliency, an adversarial input, influence functions) has backward passes, too, but no optimizer of what it looks
-at; and optimizers may be left from before. So a hook on one parameter of each shows whether backward passes reach it. Whether a
+at; and optimizers may be left from before. So hooks on the parameters of each show whether backward passes reach it. Whether a
 step comes after all is known when the event is read: some accumulate gradients over hundreds of micro-batches.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -21,7 +22,6 @@ from torchobs.tensors.references import living_optimizers
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from torch.utils.hooks import RemovableHandle
 
     from torchobs.probes.context import ProbeContext
@@ -31,8 +31,8 @@ LEAST, LEAST_MISTAKEN = 50, 100
 """Backward passes without a step after which that is said, and after which the optimizer's step is missing"""
 PATIENCE_S = 120.0
 """Time since the first one after which it is said as well"""
-_MOST = 8
-"""Optimizers of which a parameter is watched"""
+_MOST, _MOST_PARAMETERS = 32, 256
+"""Optimizers, and parameters of each, that are watched until a gradient comes to one"""
 
 
 class NeverStepped:
@@ -58,18 +58,21 @@ class NeverStepped:
             return
         count = sum(stamp & 15 == BACKWARD_ENDS for stamp in recorder.trace.copy())
         self._since_s = self._since_s or (self._clock() if count else 0.0)
-        if self._reached and count >= LEAST_MISTAKEN:
-            self._report(self._reached, count)
+        if self._reached:
+            if self._handles:
+                self._context.at_backward(self._unwatch)
+            if count >= LEAST_MISTAKEN:
+                self._report(self._reached, count)
         elif self._looked_at and not (self._handles or self._said):
             self._say(self._looked_at)
-        elif not self._reached and (count >= self._due or self._is_late(count)):
+        elif count >= self._due or self._is_late(count):
             self._look(count)
 
     def _is_late(self, count: int) -> bool:
         return not self._said and bool(count) and self._clock() - self._since_s > PATIENCE_S
 
     def _look(self, count: int) -> None:
-        """Watch optimizers whose parameters have gradients; say that there is no step if there are none, or none is reached."""
+        """Watch which optimizer gradients reach; say that there is no step if there is none, or none is reached."""
         self._context.yield_gil()
         self._due, self._since_s = 4 * count if self._said else count + LEAST, self._clock()
         found = [] if self._handles else living_optimizers()
@@ -92,14 +95,10 @@ class NeverStepped:
         optimizers, self._candidates = [each for known in self._candidates if (each := known()) is not None], []
         if torch.compiler.is_compiling() or self._context.device.cuda.capturing():
             return
-        self._context.training.others.read(lambda: self._watch_those(optimizers, count))
-
-    def _watch_those(self, optimizers: list[Any], count: int) -> None:
         self._looked_at = count
-        for optimizer in optimizers:
-            parameter: Any = _with_gradient(optimizer, count)
-            if parameter is not None and len(self._handles) < _MOST:
-                note = partial(self._note, type(optimizer).__name__)
+        for optimizer in optimizers[:_MOST]:
+            note: Any = partial(self._note, type(optimizer).__name__)
+            for parameter in _watched_parameters(optimizer, count):
                 self._handles.append(parameter.register_post_accumulate_grad_hook(note))
 
     def _note(self, kind: str, _: object) -> None:
@@ -117,19 +116,8 @@ class NeverStepped:
         self._context.warn_limited("loop never_stepped", finding("never_stepped", optimizer=kind, backward_passes=count).short)
 
 
-def _with_gradient(optimizer: Any, count: int) -> torch.Tensor | None:
-    """Return a parameter of the optimizer that has a gradient, and was not updated by hand after those backward passes."""
+def _watched_parameters(optimizer: Any, count: int) -> list[Any]:
+    """Return parameters of the optimizer that autograd takes a hook on, and that no hand updated in those backward passes."""
     parameters = (each for group in list(getattr(optimizer, "param_groups", ())) for each in list(group["params"]))
-    return next(
-        (
-            each
-            for each in parameters
-            if _can_be_watched(each) and each.grad is not None and each._version < max(count, LEAST) // 2
-        ),
-        None,
-    )
-
-
-def _can_be_watched(parameter: torch.Tensor) -> bool:
-    """Return True if autograd takes a hook on it: not of a frozen parameter, which may have a gradient from before."""
-    return parameter.requires_grad and parameter.is_leaf
+    found = (each for each in parameters if each.requires_grad and each.is_leaf and each._version < max(count, LEAST) // 2)
+    return list(islice(found, _MOST_PARAMETERS))
