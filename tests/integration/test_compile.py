@@ -528,7 +528,7 @@ def test_a_storm_and_a_graph_break_are_told_with_place_and_cause(
         f"torch.compile ends a graph at {script}:13 (",
     )
     for begin in begins:
-        assert any(text.startswith(begin) for text in said), said
+        assert any(text.startswith(begin) for text in said), (begin, "\n".join(said))
     assert rank["compile"]["failures"]["recompile_limit"] >= 1
 
 
