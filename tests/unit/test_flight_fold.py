@@ -246,6 +246,15 @@ def test_what_is_usual_is_so_of_healthy_steps(field: str, healthy: int) -> None:
     assert all(2.0 <= anomaly.baseline <= 3.0 for anomaly in found)
 
 
+@pytest.mark.parametrize(("left", "vanishes"), [(1e-8, False), (0.5, True)])
+def test_a_gradient_has_not_vanished_where_the_loss_went_with_it(*, left: float, vanishes: bool) -> None:
+    """Norms of a fit that are measured seldom, on a busy machine, fall by orders of magnitude within a few measurements."""
+    usual = [{"loss": 2.0, "grad_norm": 1.0 + index % 3} for index in range(30)]
+    fall = [{"loss": 2.0 * left ** (index / 10), "grad_norm": 10.0 ** (-index / 2)} for index in range(1, 20)]
+    _, found = fold_steps(*usual, *fall)
+    assert any(one.kind == "gradient_vanishing" for one in found) == vanishes
+
+
 @pytest.mark.parametrize(("loss", "vanishes"), [(0.0, False), (0.3, True)])
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_zero_gradient_has_vanished_unless_the_loss_is_zero(*, loss: float, vanishes: bool, apart: bool) -> None:

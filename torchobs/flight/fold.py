@@ -236,8 +236,17 @@ _LATE_SHARE = 0.25
 """The mean of the last squared norms has a memory of this share of all"""
 
 
-def fold_course(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly]) -> None:
-    """Follow loss, learning rate and norm; before the newest step's number is moved by the losses themselves."""
+_FITTED = 1e-3
+"""Of the first loss: with so little left to learn a gradient is small because the training has succeeded"""
+
+
+def fold_course(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly]) -> set[int]:
+    """Follow loss, learning rate and norm; before the newest step's number is moved by the losses themselves.
+
+    Return the numbers of the records with a norm at whose time the newest loss was next to nothing of the first, or exactly 0:
+    a margin loss (hinge, triplet) that every example of a batch satisfies.
+    """
+    fitted = set[int]()
     floats, ints, losses = totals.floats, totals.ints, _Losses(totals)
     rate_sum, rates, top = floats[Word.RATE_SUM], ints[Word.RATES], floats[Word.TOP_RATE]
     number, late_square = ints[Word.NORMS], floats[Word.LATE_SQUARE]
@@ -252,9 +261,12 @@ def fold_course(totals: Totals, records: Sequence[StepRecord], found: list[Anoma
             late_square += (norm * norm - late_square) / max(1.0, _LATE_SHARE * number)
         if flags & StepFlag.LOSS and record.step >= losses.newest and losses.stays_away_with(record):
             losses.judge(record, rate_sum / rates if rates else None, late_square if number else None, found)
+        if losses.is_fitted and record.step >= losses.newest and flags & StepFlag.GRAD_NORM:
+            fitted.add(record.seq)
     floats[Word.RATE_SUM], ints[Word.RATES], floats[Word.TOP_RATE] = rate_sum, rates, top
     ints[Word.NORMS], floats[Word.LATE_SQUARE] = number, late_square
     losses.store(totals)
+    return fitted
 
 
 def begin_course(totals: Totals) -> None:
@@ -268,7 +280,7 @@ def begin_course(totals: Totals) -> None:
 class _Losses:
     """A model's losses while records are added: whether they have left their start."""
 
-    __slots__ = ("diverged", "first", "least_known", "left", "newest", "number", "times")
+    __slots__ = ("diverged", "first", "is_fitted", "least_known", "left", "newest", "number", "times")
 
     def __init__(self, totals: Totals) -> None:
         ints = totals.ints
@@ -276,11 +288,18 @@ class _Losses:
         self.first, self.diverged = totals.floats[Word.FIRST_LOSS], is_active(totals, DIVERGED)
         self.least_known = max(ints[Word.MODEL_STEP], 1) + _NEAR_FIRST
         self.times = 0
+        is_known = self.newest > 0 and not is_active(totals, NONFINITE_LOSS)
+        self.is_fitted = is_known and self._is_fitted(totals.floats[Word.LOSS])
+        """Whether the newest loss is next to nothing of the first"""
+
+    def _is_fitted(self, loss: float) -> bool:
+        return abs(loss) <= _FITTED * abs(self.first)
 
     def stays_away_with(self, record: StepRecord) -> bool:
         """Add the loss of a record that is none of an earlier step's; return True if it stays away and was not yet told."""
         loss, left = record.loss, self.left
         self.newest = record.step  # a device may deliver an earlier one later
+        self.is_fitted = False
         if not isfinite(loss):
             self.left, self.diverged = BACK if left != AT_START else left, False  # another anomaly
             return False
@@ -292,6 +311,7 @@ class _Losses:
             self.first = loss
         elif left != BACK and (left != AT_START or number <= WARM_UP):
             self.left = follow(loss, self.first, number, left)
+        self.is_fitted = self._is_fitted(loss)
         stays = stays_away(number, self.left)
         self.diverged = self.diverged and stays
         return stays and not self.diverged
@@ -361,10 +381,10 @@ def fold_late(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly
     if steps:
         _fold_progress(totals, steps)
         _fold_times(totals, steps)
-    converged, faster = _converged(totals, records), _after_jumps(totals, records)
-    fold_course(totals, records, found)
+    faster = _after_jumps(totals, records)
+    fitted = fold_course(totals, records, found)
     rises = _fold_losses(totals, records, found, faster)
-    fold_norms(totals, records, found, converged, rises)
+    fold_norms(totals, records, found, fitted, rises)
     totals.ints[Word.STEPS_SKIPPED] += sum(1 for record in records if record.flags & StepFlag.SKIPPED)
     _fold_clipped(totals, [record.step for record in records if record.flags & StepFlag.CLIPPED])
 
@@ -423,22 +443,6 @@ def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
         floats[Word.GOODPUT + index] = value
 
 
-def _converged(totals: Totals, records: Sequence[StepRecord]) -> set[int]:
-    """Return the numbers of the records with a gradient norm that follow a loss of exactly 0.
-
-    It is the newest loss before each record in ring order, or in it, so that it does not matter how the records were cut into
-    batches; a device may deliver the loss of the same step later.
-    """
-    newest, found = totals.ints[Word.LOSS_STEP], set[int]()
-    zero = newest > 0 and not totals.floats[Word.LOSS] and not is_active(totals, NONFINITE_LOSS)
-    for record in records:
-        if record.flags & StepFlag.LOSS and record.step >= newest:
-            newest, zero = record.step, not record.loss
-        if zero and record.step >= newest and record.flags & StepFlag.GRAD_NORM:
-            found.add(record.seq)
-    return found
-
-
 def _after_jumps(totals: Totals, records: Sequence[StepRecord]) -> set[int]:
     """Return the numbers of the records soon after a jump of the learning rate."""
     top, rates, jump, found = totals.floats[Word.TOP_RATE], totals.ints[Word.RATES], totals.ints[Word.RATE_JUMP], set[int]()
@@ -494,12 +498,11 @@ def _fold_losses(
 
 
 def fold_norms(
-    totals: Totals, records: Sequence[StepRecord], found: list[Anomaly], converged: Collection[int], rises: Mapping[int, Rise]
+    totals: Totals, records: Sequence[StepRecord], found: list[Anomaly], fitted: Collection[int], rises: Mapping[int, Rise]
 ) -> None:
     """Add the norms of ``records``, in ring order (see :func:`fold`).
 
-    ``converged``: numbers of records after a loss of exactly zero. A margin loss (hinge, triplet) that every example of a
-    batch satisfies has a zero gradient because nothing is left to learn; it has not vanished. ``rises``: by number of a record,
+    ``fitted``: numbers of records whose norm may be small since nothing is left to learn. ``rises``: by number of a record,
     what its norm may be high by.
     """
     ints, floats = totals.ints, totals.floats
@@ -519,8 +522,7 @@ def fold_norms(
                 found_here[GRADIENT_EXPLOSION] += past.report(past.give_up(), found)
             add_anomaly(found, kind, record, norm, exp(past.usual) if past.baseline[2] else last)
         elif record.step >= since:
-            at_rest = not norm and record.seq in converged
-            vanished, low = (False, 0) if at_rest else judge_low(norm, *past.baseline, low)
+            vanished, low = (False, 0) if record.seq in fitted else judge_low(norm, *past.baseline, low)
             usual, explained = past.usual, rises[record.seq].explains(record.step, newest, past)
             earlier, exploded = _explode(past, record, found, explained=explained) if norm > 0.0 else (0, False)
             found_here[GRADIENT_EXPLOSION] += earlier
