@@ -26,7 +26,7 @@ SAMPLE: dict[str, object] = {
     "badge": "All well", "headline": "Training: 2 of 2 ranks alive.", "stacks": ["r0.stacks.txt"],
     "worker": "worker 1 (pid 20), then sleeping in futex", "command": "`torchobs stacks`", "took": 40.0, "more": 2,
     "now": 0.4, "steps": 640, "share": 0.46, "wait": 30.0, "age": 300.0, "lost": 40, "saves": 2,
-    "why": "OSError: 1 GiB were left on the file system, a checkpoint takes 4 GiB", "saved_step": 800, "format": "torch",
+    "why": "OSError", "needed": 4 * 2**30, "saved_step": 800, "format": "torch",
     "exception.type": "OSError", "device": "cuda:0", "requested": 2 * 2**30, "free": 2**30, "allocated": 70 * 2**30,
     "reserved": 74 * 2**30, "model": "parameters 20 GiB, gradients 20 GiB, optimizer state 40 GiB",
     "largest": "train.py:40, 30 GiB", "used": 60 * 2**20, "size": 64 * 2**20, "memory": "Host", "per_step": 3 * 2**20,

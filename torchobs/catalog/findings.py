@@ -31,6 +31,8 @@ ORIGIN = "nonfinite_origin"
 """The kinds on where a NaN or an infinity was born begin so"""
 _UNNAMED, _NAMELESS = "unnamed", "a parameter of no module"
 """A parameter that neither a module nor a variable holds (``probes.nonfinite.origin.UNNAMED``), and what is said of it"""
+_ALIKE = "[ The same goes for {alike:more rank}.]"
+"""Behind a finding that stands for equal ones of other ranks"""
 _CONDITION = re.compile(r"(\w+)([?!])")
 
 
@@ -81,8 +83,7 @@ class Finding(NamedTuple):
     @property
     def long(self) -> str:
         """The finding with its figures, and what to do."""
-        also = self.values.get("also")
-        return sentence(KINDS[self.kind].long or KINDS[self.kind].short, self._values()) + (str(also) if also else "")
+        return sentence((KINDS[self.kind].long or KINDS[self.kind].short) + _ALIKE, self._values())
 
     def _values(self) -> dict[str, object]:
         who = {"who": f"Rank {self.rank}", "count": 1} if self.rank else {}
@@ -366,11 +367,12 @@ checkpoint_age info
       must be done again][lost!nothing has to be done again].
 checkpoint_failed error alert=TorchobsCheckpointFailed
     short: Checkpoints cannot be saved.
-    long: {saves:checkpoint} could not be saved[ ({why})], and none was since.[ The last one that was is of step
-      {saved_step:,}.]
+    long: {saves:checkpoint} could not be saved[ ({why})], and none was since.[ {free:size} were left on the file system, and a
+      checkpoint takes {needed:size}.][ The last one that was is of step {saved_step:,}.]
 checkpoint_failed_once info
     short: Checkpoints could not be saved for a time.
-    long: {saves:checkpoint} could not be saved[ ({why})]; a later one was.
+    long: {saves:checkpoint} could not be saved[ ({why})]; a later one was.[ {free:size} were left on the file system, and a
+      checkpoint takes {needed:size}.]
 save_raised warning source=torchobs.checkpoint.failed
     short: A save raises {exception.type}.
     long: A save ({format}) raised {exception.type}[, {ago:s} before the end].
@@ -442,6 +444,8 @@ same_batches warning
     short: All ranks train on the same data: give the data loader a DistributedSampler.
     long: All ranks train on the same data: from step {step:,} on their batches were the same, and their losses are equal to the
       last bit. Give the data loader a DistributedSampler, and call its set_epoch() in each epoch.
+other_run warning
+    short: Another run here is in trouble: {name}[ and {more:,} more].
 slowest_rank warning alert=TorchobsStraggler
     short: Rank {rank} [up?is][up!was] {factor:n} times slower than the others in the phase {phase}.
     long: Rank {rank} [up?is][up!was] {factor:n} times slower than the others in the phase {phase}: it took {own:s} of a step

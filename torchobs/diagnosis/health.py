@@ -340,12 +340,13 @@ def failed_saves(ranks: Sequence[RankView]) -> Iterator[Finding]:
         return
     told = from_events(failed.events).get("save_raised")
     values = dict[str, Any](told.values if told else {})
-    why, free, needed = values.get("exception.type"), values.get("free"), values.get("needed")
-    if isinstance(free, (int, float)) and isinstance(needed, (int, float)) and free < needed:
-        why = f"{why}: {text.size(free)} were left on the file system, a checkpoint takes {text.size(needed)}"
+    free, needed = values.get("free"), values.get("needed")
+    full = isinstance(free, (int, float)) and isinstance(needed, (int, float)) and free < needed
+    room = {"free": free, "needed": needed} if full else dict[str, Any]()
     last = [rank.value(catalog.CHECKPOINT_FAILURE_STREAK) for rank in ranks if saves[rank.rank]]
     kind = "checkpoint_failed" if any(last) or None in last else "checkpoint_failed_once"
-    yield finding(kind, saves=saves[failed.rank], why=why, saved_step=values.get("saved_step") or None)
+    saved_step = values.get("saved_step") or None
+    yield finding(kind, saves=saves[failed.rank], why=values.get("exception.type"), saved_step=saved_step, **room)
 
 
 def _growing(ranks: Sequence[RankView]) -> Iterator[Finding]:

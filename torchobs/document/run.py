@@ -136,8 +136,7 @@ def _findings(every: Sequence[RankView], known: RunDiagnosis, names: set[str]) -
             others.setdefault((report.state, report.reason), []).append(known.by_rank[index][0])
     endings = []
     for ending, *alike in others.values():
-        also = f" The same goes for {text_format.plural(len(alike), 'more rank')}." if alike else ""
-        endings.append(ending._replace(values={**ending.values, "also": also}))
+        endings.append(ending._replace(values={**ending.values, "alike": len(alike) or None}))
     found = (*known.together, *known.by_rank[known.principal], *endings)
     return Items(tuple(Item(one.severity, one.long, one.section if one.section in names else "") for one in found))
 
