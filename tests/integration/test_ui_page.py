@@ -22,10 +22,10 @@ from tests.rank_files import Clock, File, live_rank, train
 from tests.support import clean_environment, free_port, wait_until
 from torchobs import catalog
 from torchobs.document import live
-from torchobs.document.live import PARTS, Choice, Model, focused, heading, model, rendered
+from torchobs.document.live import Choice, Model, model, page_document
 from torchobs.exporter import access, page
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.page import Feed
+from torchobs.exporter.page import PARTS, Feed, focused, rendered
 from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.flight import artifacts
 from torchobs.flight.directory import open_directory
@@ -341,10 +341,11 @@ def test_a_run_that_is_not_there_is_never_another(started: Callable[..., File], 
     missing = shown(scanner.scan(), choice)
     assert (missing.run, missing.focus, missing.ranks, missing.choice) == (None, None, (), choice)
     assert focused(scanner.scan().ranks, choice) is None
-    page = {name: Parsed(part) for name, part in rendered(missing).items()}
+    parts = rendered(page_document(missing))
+    page = {name: Parsed(part) for name, part in parts.items()}
     assert "No such run (any more)" in page["health"].text
     assert page["runs"].links == ["./?run=jobs%2Fa#health"]
-    assert heading(missing) == f"<bdi>{B}</bdi>"
+    assert parts["heading"] == f"<bdi>{B}</bdi>"
     file = started("b", 1.0)
     assert shown(scanner.scan(), choice).run is not None
     file.writer.exit(Exit.FINISHED, 0)
@@ -368,8 +369,8 @@ def test_each_run_in_the_list_begins_with_how_it_is(served: Callable[..., Flight
     failed.close()
 
     def signs() -> dict[str, str]:
-        listed = exporter.page("/").partition("<h2>Runs</h2>")[2].partition("</ul>")[0]
-        return dict(re.findall(r'<li class="\w+"><span class="sign" role="img" aria-label="([^"]*):">(.)</span>', listed))
+        listed = exporter.page("/").partition(">Runs</h2>")[2].partition("</ul>")[0]
+        return dict(re.findall(r'<li class="\w+"><span role="img" aria-label="([^"]*):" class="symbol">(.)</span>', listed))
 
     wait_until(lambda: signs() == {"Worth a look": "▲", "Trouble": "✕"})  # a rank of it has not appeared
 
@@ -377,7 +378,7 @@ def test_each_run_in_the_list_begins_with_how_it_is(served: Callable[..., Flight
 def left_by(exporter: Service, run: str) -> list[tuple[str, ...]]:
     """The rank and the link of what is listed as left by that run's ranks."""
     page = exporter.page(f"/?run={run}").partition('<section id="evidence"')[2].partition("</section>")[0]
-    return re.findall(r'<td class="n"><bdi>([^<]*)</bdi></td><td><a href="\.([^"]*)">', page)
+    return re.findall(r'<td class="n">([^<]*)</td><td class="words"><a href="\.([^"]*)">', page)
 
 
 def test_what_ranks_have_left_is_on_the_page_of_their_run(

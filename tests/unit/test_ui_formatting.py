@@ -10,13 +10,14 @@ from tests import flights
 from tests.diagnosis_files import row
 from torchobs import catalog
 from torchobs.catalog import Severity
-from torchobs.document.charts import BUCKETS, alternative, curve, height_of, sparkline, stacked
+from torchobs.document.blocks import LineChart, Series
+from torchobs.document.charts import SMALL_BUCKETS, curve, small, stacked
 from torchobs.document.event_log import EventRow, log_of, merged_ranks, rows_of
-from torchobs.document.live import Choice, choice_of, query_of
+from torchobs.document.live import Choice
 from torchobs.document.markup import tag
+from torchobs.exporter.page import choice_of
 from torchobs.flight.layout import Header
 from torchobs.ranks.events import events_of
-from torchobs.support import text as text_format
 
 NAN, INF = math.nan, math.inf
 
@@ -29,41 +30,38 @@ def test_elements_without_content_are_closed_as_html_and_as_svg_want_it() -> Non
 
 def test_a_curve_has_as_many_points_as_can_be_seen() -> None:
     """Means within their extremes, by step, also where a device delivered them late."""
-    found = curve([(step, float(step % 10)) for step in [*range(11, 4001), *range(1, 11)]])
+    found = curve([(step, float(step % 10)) for step in [*range(11, 4001), *range(1, 11)]], SMALL_BUCKETS)
     assert found is not None
-    assert (len(found.buckets), found.first_step, found.last_step, found.last) == (BUCKETS, 1, 4000, 0.0)
+    assert (len(found.buckets), found.first, found.end, found.last) == (SMALL_BUCKETS, 1, 4000, 0.0)
     assert all(bucket.mean is not None and bucket.least <= bucket.mean <= bucket.greatest for bucket in found.buckets)
-    height = height_of(found)
-    assert all(0 <= height(bucket.least) <= height(bucket.greatest) <= 1 for bucket in found.buckets)
 
 
 def test_what_is_not_finite_is_counted_and_leaves_a_gap() -> None:
     """A NaN is data."""
-    found = curve([(1, 1.0), (2, NAN), (3, 2.0), (4, -INF)])
+    points = [(1.0, 1.0), (2.0, NAN), (3.0, 2.0), (4.0, -INF)]
+    found = curve(points, SMALL_BUCKETS)
     assert found is not None
     assert (found.nonfinite, found.last, [one.mean for one in found.buckets]) == (2, 2.0, [1.0, None, 2.0, None])
-    drawn = sparkline(found, "Loss", text_format.number)
+    drawn = small(LineChart("Loss", (Series("Loss", points),)))
     assert drawn.count('class="line"') == 2
     assert drawn.count('class="odd"') == 2
     assert "2 not finite" in drawn
-    assert alternative(found, "Loss", text_format.number) == (
-        "Loss from step 1 to 4: from 1 to 2, least 1, greatest 2, 2 values not finite"
-    )
+    assert 'aria-label="Loss from step 1 to 4: from 1 to 2, least 1, greatest 2, 2 values not finite"' in drawn
 
 
-@pytest.mark.parametrize("values", [[], [(1, NAN)], [(5, INF), (6, -INF)]])
-def test_a_curve_of_nothing_is_none(values: list[tuple[int, float]]) -> None:
+@pytest.mark.parametrize("values", [[], [(1.0, NAN)], [(5.0, INF), (6.0, -INF)]])
+def test_a_curve_of_nothing_is_none(values: list[tuple[float, float]]) -> None:
     """And the page says so."""
-    assert curve(values) is None
-    assert "No value yet" in sparkline(curve(values), "Loss", text_format.number)
+    assert curve(values, SMALL_BUCKETS) is None
+    assert "No value yet" in small(LineChart("Loss", (Series("Loss", values),), empty="No value yet."))
 
 
 def test_a_spike_does_not_flatten_the_curve() -> None:
     """Where it is thirty times the usual the scale is logarithmic; with zeros it cannot be."""
-    spiky = curve([(step, 40.0 if step == 50 else 1.0 + step / 1000) for step in range(100)])
+    spiky = curve([(step, 40.0 if step == 50 else 1.0 + step / 1000) for step in range(100)], SMALL_BUCKETS)
     assert spiky is not None
     assert spiky.logarithmic
-    with_zero = curve([(step, 40.0 if step == 50 else 0.0) for step in range(100)])
+    with_zero = curve([(step, 40.0 if step == 50 else 0.0) for step in range(100)], SMALL_BUCKETS)
     assert with_zero is not None
     assert not with_zero.logarithmic
 
@@ -84,7 +82,7 @@ def test_a_spike_does_not_flatten_the_curve() -> None:
 def test_a_query_is_a_choice_and_never_an_error(query: str, choice: Choice) -> None:
     """Whatever stands in it; and a choice's own query means that choice."""
     assert choice_of(query) == choice
-    assert choice_of(query_of(choice).removeprefix("?")) == choice
+    assert choice_of(choice.query.removeprefix("?")) == choice
 
 
 HEADER = Header(1, b"i" * 16, b"b" * 16, 0, 1_700_000_000 * 10**9, 1, 1, {}, {})

@@ -12,39 +12,25 @@ import sys
 import termios
 import time
 import tty
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import NamedTuple, TextIO
 
-from torchobs import catalog
-from torchobs.catalog import Severity
 from torchobs.cli import arguments
 from torchobs.cli.arguments import tolerant
 from torchobs.config import settings
 from torchobs.config.options import Option, duration
-from torchobs.detect.hangs import PATIENT_PHASES
-from torchobs.diagnosis import health
-from torchobs.document.blocks import LineChart, Series, Table
-from torchobs.document.sections import points_of
-from torchobs.document.text import STATE_COLOURS, TerminalStyle, curve, size_of, style_for, table
+from torchobs.document.blocks import Table
+from torchobs.document.live import screen_document
+from torchobs.document.text import SEVERITY_COLOURS, TerminalStyle, block_lines, size_of, style_for, table
 from torchobs.exporter.config import ExporterConfig
 from torchobs.ranks.live import DetailsReader, RunsReader
-from torchobs.ranks.rank_view import RankView, RunView, ordered
+from torchobs.ranks.rank_view import RunView
 from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.snapshot import Snapshot, grouped
 from torchobs.ranks.state import FADED_AFTER_S
 from torchobs.support import text as text_format
 
-_MOST_SCALARS = 4
-_SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other", "between": "between"}
-_HEAD = (
-    "rank", "state", "step", "steps/s", "last step", "loss", "grad norm", "slow", "memory", "anomalies", "tokens/s",
-    "samples/s", "MFU", *_SHORT.values(),
-)  # fmt: skip
-_WORDS = frozenset({1, 9})
-_FINE = frozenset({"alive", "finished"})
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
 """Alternate screen, no cursor, no wrapping."""
 _LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
@@ -121,75 +107,19 @@ def _shown(blocks: Sequence[_Block], first: int, room: int) -> tuple[list[str], 
 
 
 def _block(run: RunView, style: TerminalStyle, now: str, *, crowded: bool = False) -> _Block:
-    ranks = ordered(run.ranks, "worst" if crowded else "rank")
-    listed = Table("", _HEAD, tuple(map(_row, ranks)), _WORDS)
-    heading, *rows = table(listed, replace(style, colour=False))
-    colours = (_colour(one) for one in ranks)
-    above = [
-        _heading(run, style, now),
-        *_verdict(run, style),
-        *([] if crowded else _curves(run, style)),
-        style("dim", heading),
-    ]
-    return _Block(above, [style(colour, row) for colour, row in zip(colours, rows, strict=True)])
-
-
-def _colour(one: RankView) -> str:
-    return "yellow" if one.up and (one.anomalies or one.standstill) else STATE_COLOURS.get(one.state, "")
-
-
-def _heading(run: RunView, style: TerminalStyle, now: str) -> str:
-    states = Counter(one.state for one in run.ranks)
-    words = [", ".join(f"{count} {state}" for state, count in states.items())]
-    if run.total_steps:
-        left = "" if run.left_s is None else f", {text_format.duration(run.left_s)} left"
-        words.append(f"step {run.steps:,} of {run.total_steps:,}{left}")
-    line = text_format.cut("  ".join([text_format.clean(run.job_name), text_format.clean(run.run_id), *words]), style.width)
+    document = screen_document(run, crowded=crowded)
+    severity, badge = document.badge
+    colour = SEVERITY_COLOURS[severity]
+    line = text_format.cut("  ".join([document.title, *document.subtitle.split(" · ")]), style.width)
     room = style.width - text_format.columns(line) - 2
-    return style("red" if set(states) - _FINE else "bold", f"{line}  {now:>{room}}" if now and room >= len(now) else line)
-
-
-def _verdict(run: RunView, style: TerminalStyle) -> list[str]:
-    """Return the findings in the live page's words, after its headline if that is one; none if all is well."""
-    whole = health.health(run)
-    if whole.level is Severity.INFO:
-        found = (one for one in whole.findings if one.kind == "between")
-        return [style("dim", text_format.cut(text_format.clean(one.long, style.width), style.width)) for one in found]
-    words = " ".join(one.long if one.kind == "progress" else one.short for one in whole.findings)
-    line = f"{whole.badge}: {text_format.clean(words, style.width)}"
-    return [style("red" if whole.level is Severity.ERROR else "yellow", text_format.cut(line, style.width))]
-
-
-def _curves(run: RunView, style: TerminalStyle) -> list[str]:
-    """Return loss, gradient norm and step time of the first rank, and what its script logs."""
-    rank = run.ranks[0]
-    scalars = list(rank.events.scalars.items())[:_MOST_SCALARS]
-    charts = [
-        LineChart("loss", (Series("", points_of(rank.steps, "loss")),)),
-        LineChart("grad norm", (Series("", points_of(rank.steps, "grad_norm")),)),
-        LineChart("step time", (Series("", points_of(rank.steps, "duration_s")),), text_format.duration),
-        *(LineChart(text_format.clean(name), (Series("", points),)) for name, points in scalars),
-    ]
-    drawn = ((chart, [value for _, value in chart.series[0].points]) for chart in charts)
-    lines = [curve(f"{text_format.pad(chart.name, 9)} ", values, chart, style) for chart, values in drawn if values]
-    return [*(style("cyan", line) for line in lines), *([""] if lines else [])]
-
-
-def _row(one: RankView) -> tuple[str, ...]:
-    pace = one.speed
-    shares = one.pace.shares if one.pace else ()
-    tokens, samples = (pace.tokens_per_s, pace.samples_per_s) if pace else (None, None)
-    mfu = one.value(catalog.MFU) if pace else None
-    state = f"{one.state}, {one.phase}" if one.state == "alive" and one.phase in PATIENT_PHASES else one.state
-    anomalies = (f"{kind.replace('_', ' ')} {count:,}" for kind, count in one.counted.items() if count)
-    return (
-        one.rank, state, f"{one.done}" if one.done else "-", text_format.rate(pace.per_s if pace else None),
-        health.last_step(one), text_format.number(one.loss), text_format.number(one.grad_norm),
-        f"{one.slowness.factor:.2f}×" if one.up and one.slowness else "-",
-        text_format.size(one.memory) + (f" ({one.memory_limit})" if one.memory_limit else ""), ", ".join(anomalies),
-        text_format.rate(tokens) if tokens else "", text_format.rate(samples) if samples and not tokens else "",
-        "" if mfu is None else text_format.percent(mfu), *map(text_format.percent, shares or [None] * len(_SHORT)),
-    )  # fmt: skip
+    above = [style("red" if severity == "error" else "bold", f"{line}  {now:>{room}}" if now and room >= len(now) else line)]
+    if document.headline:
+        words = f"{badge}: {document.headline}" if colour else document.headline
+        above += [style(colour or "dim", text_format.cut(words, style.width))]
+    *charts, ranks = (block for section in document.sections for block in section.blocks)
+    curves = [line for chart in charts for line in block_lines(chart, style)]
+    heading, *rows = table(ranks, style) if isinstance(ranks, Table) else [""]
+    return _Block([*above, *curves, *([""] if curves else []), heading], rows)
 
 
 class Terminal:

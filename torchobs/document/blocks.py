@@ -1,4 +1,8 @@
-"""What a report says, without its form: sections of blocks, which HTML, Markdown and matplotlib each render in their way."""
+"""What is shown of a run, without its form: sections of blocks.
+
+The live page and the report's page (``html``), ``top`` and ``inspect`` (``text``), Markdown (``files``) and matplotlib
+(``plots``) each render them in their way.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,50 @@ class Text(NamedTuple):
     tone: str = ""
 
 
+class Link(NamedTuple):
+    """Where words of a page lead to. ``label``: for screen readers; ``current``: it is what is shown."""
+
+    href: str
+    label: str = ""
+    current: bool = False
+
+
+class Cell(str):
+    """Words of a table with what a page adds to them. For every other form it is its words, with ``more`` behind them."""
+
+    __slots__ = ("at_s", "exact", "link", "more", "shares", "tone", "words")
+
+    words: str
+    more: str
+    exact: float | None
+    """the number that was rounded for the eye"""
+    tone: str
+    """a rank's state, a severity, or a class of the style sheet; a row has its first cell's, a heading the order"""
+    link: Link | None
+    at_s: float | None
+    """the moment that the words give, in Unix time"""
+    shares: tuple[tuple[str, float], ...]
+    """parts of a whole, drawn as a bar"""
+
+    def __new__(  # noqa: PYI034  # typing.Self needs Python 3.11
+        cls, words: str, more: str = "", *, exact: float | None = None, tone: str = "", link: Link | None = None,
+        at_s: float | None = None, shares: tuple[tuple[str, float], ...] = (),
+    ) -> Cell:  # fmt: skip
+        """Return a cell; ``more``: quieter words behind it."""
+        made = super().__new__(cls, f"{words} {more}" if more else words)
+        made.words, made.more, made.exact, made.tone = words, more, exact, tone
+        made.link, made.at_s, made.shares = link, at_s, shares
+        return made
+
+
 class Item(NamedTuple):
     """A finding. ``severity``: as of ``diagnosis.health``; ``section``: id of the section with the data behind it, or empty."""
 
     severity: str
     words: str
     section: str = ""
+    run: Cell | None = None
+    """the run that it is about, where there are several"""
 
 
 class Items(NamedTuple):
@@ -57,6 +99,14 @@ class Table(NamedTuple):
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     words: frozenset[int] = frozenset({0})
+    name: str = ""
+    """a name that stays while the caption changes"""
+    foot: tuple[str, ...] = ()
+    """a row on all of them"""
+    keys: tuple[str, ...] = ()
+    """names of the parts of its bars"""
+    pages: tuple[Cell, ...] = ()
+    """links to its pages, where these rows are one of several"""
 
 
 class Shares(NamedTuple):
@@ -101,6 +151,10 @@ class LineChart(NamedTuple):
     note: str = ""
     timed: bool = False
     from_zero: bool = False
+    last: float | None = None
+    """the last value, finite or not, where that is not the curve's"""
+    empty: str = "No finite value."
+    """what is said if there is no curve"""
 
 
 class StripChart(NamedTuple):
@@ -130,16 +184,20 @@ Block = Text | Items | Figures | Table | Shares | Code | Chart
 
 
 class Section(NamedTuple):
-    """A section; ``name`` is its id in the page. ``wide``: its charts take the whole width each."""
+    """A section; ``name`` is its id in the page.
+
+    ``wide``: its charts take the whole width each; ``cards``: each block is a small card.
+    """
 
     name: str
     title: str
     blocks: tuple[Block, ...]
     wide: bool = False
+    cards: bool = False
 
 
 class Document(NamedTuple):
-    """A whole report. ``badge``: severity and words of the verdict."""
+    """A whole page, screen or report. ``badge``: severity and words of the verdict; severity ``wait``: there is no run yet."""
 
     title: str
     subtitle: str
@@ -147,6 +205,8 @@ class Document(NamedTuple):
     headline: str
     sections: tuple[Section, ...]
     footer: tuple[str, ...] = ()
+    gist: str = ""
+    """the headline without figures that change all the time, for screen readers to announce"""
 
     def charts(self) -> tuple[Chart, ...]:
         """Return all charts, in their order."""
@@ -154,6 +214,6 @@ class Document(NamedTuple):
         return tuple(block for block in blocks if isinstance(block, (LineChart, StripChart, HeatMap)))
 
 
-def section(name: str, title: str, *blocks: Block | None, wide: bool = False) -> Section:
+def section(name: str, title: str, *blocks: Block | None, wide: bool = False, cards: bool = False) -> Section:
     """Return a section of the blocks that there are."""
-    return Section(name, title, tuple(block for block in blocks if block is not None), wide)
+    return Section(name, title, tuple(block for block in blocks if block is not None), wide, cards)

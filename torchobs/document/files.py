@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchobs.document import blocks
-from torchobs.document.charts import curve_of, described
+from torchobs.document.charts import curve, described
 from torchobs.document.html import page
 from torchobs.document.run import Options, document, run_document
 from torchobs.ranks.runs import Chosen
@@ -77,7 +77,7 @@ def _block(block: blocks.Block) -> Iterator[str]:  # one case for each kind
 def _lines(chart: blocks.LineChart) -> Iterator[str]:
     yield f"**{_plain(chart.name)}**"
     for one in chart.series:
-        found = curve_of(one.points, _BARS)
+        found = curve(one.points, _BARS)
         if found is not None:
             bars = text_format.sparkline([bucket.mean for bucket in found.buckets], _BARS)
             yield ""

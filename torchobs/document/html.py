@@ -1,247 +1,56 @@
-"""A report as one HTML file: no script, no request, the same offline, printed, on a phone and to a screen reader.
+"""A document as HTML: a report as one file without script or request, the sections of the live page, a notebook's output.
 
-Every drawing stretches to its place, has a text alternative, and is drawn from the same curves as the live page's
-(:mod:`torchobs.document.charts`). Colours are set in the style sheet.
+The same offline, printed, on a phone and to a screen reader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from math import ceil, floor, isfinite, log, log10
-from typing import NamedTuple
-
+from torchobs.catalog.findings import BADGES
+from torchobs.catalog.model import Severity
 from torchobs.document import blocks, charts
-from torchobs.document.charts import Curve, curve_of, described, spreads, stacked
-from torchobs.document.markup import EMPTY, Html, exact, heading_cell, joined, named, number_cell, style_sheet, table, tag
+from torchobs.document.blocks import Cell
+from torchobs.document.charts import drawn, stacked
+from torchobs.document.markup import EMPTY, Html, exact, joined, moment, named, style_sheet, tag, text, unseen
 from torchobs.support import text as text_format
 
-WIDTH, HEIGHT = 600.0, 180.0
-BUCKETS = 240
-SHADES = 9
-_ROW = 18.0
-_MOST_TICKS = 5
-_DECADE = 10.0
-_COLOURED = 8
-SYMBOLS = {"info": ("good", "✓"), "warning": ("notice", "▲"), "error": ("bad", "✕")}
+SYMBOLS = {"info": ("good", "✓"), "warning": ("notice", "▲"), "error": ("bad", "✕"), "wait": ("quiet", "…")}
 """Severity to CSS class and symbol"""
+STATE_SYMBOLS = {"alive": "●", "finished": "✓", "unresponsive": "▲", "hung": "▲", "failed": "✕", "lost": "✕"}
+"""Symbols beside the state's name, so that its meaning does not depend on colour"""
 _WORDS = {"info": "Note", "warning": "Warning", "error": "Error"}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-
-
-class Scale(NamedTuple):
-    """A vertical scale, from the bottom to the top."""
-
-    low: float
-    high: float
-    logarithmic: bool = False
-
-    def y(self, value: float) -> float:
-        """Return the place of a value, downwards."""
-        low, high, at = (log10(one) if self.logarithmic else one for one in (self.low, self.high, max(value, self._least)))
-        return HEIGHT * (1 - min(1.0, max(0.0, (at - low) / (high - low))))
-
-    @property
-    def _least(self) -> float:
-        return self.low if self.logarithmic else -float("inf")
-
-    def ticks(self, *, binary: bool = False) -> list[float]:
-        """Return round values within the scale; ``binary``: round in KiB, MiB and so on."""
-        if not self.logarithmic:
-            unit = 1024.0 ** max(0, floor(log(max(self.high, 1.0), 1024))) if binary else 1.0
-            return [value * unit for value in round_values(self.low / unit, self.high / unit)]
-        first, last = ceil(log10(self.low) - 1e-9), floor(log10(self.high) + 1e-9)
-        every = max(1, ceil((last - first + 1) / _MOST_TICKS))
-        decades = [_DECADE**power for power in range(first, last + 1, every)]
-        return decades if len(decades) > 1 else [self.low, self.high]
-
-
-def scale_of(values: Iterable[float], *, from_zero: bool = False) -> Scale | None:
-    """Return a scale with room for all finite values; ``None`` if there are none."""
-    finite = [value for value in values if isfinite(value)]
-    if not finite:
-        return None
-    low, high = min(finite), max(finite)
-    if spreads(finite) and not from_zero:
-        return Scale(low, high, logarithmic=True)
-    low = min(low, 0.0) if from_zero else low
-    if not isfinite(high - low):
-        return Scale(-1e308, 1e308)
-    margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    return Scale(low if from_zero else low - margin, high + margin)
-
-
-def round_values(low: float, high: float) -> list[float]:
-    """Return some five multiples of 1, 2 or 5 times a power of ten between the two."""
-    room = (high - low) / (_MOST_TICKS - 1)
-    if not room > 0 or not isfinite(room):
-        return [low]
-    power = _DECADE ** floor(log10(room))
-    unit = next(power * part for part in (1, 2, 5, 10) if power * part >= room * 0.8)
-    return [number * unit for number in range(ceil(low / unit - 1e-9), floor(high / unit + 1e-9) + 1)]
-
-
-def drawn(chart: blocks.Chart) -> Html:
-    """Return a chart as a figure; nothing if it has no value."""
-    if isinstance(chart, blocks.LineChart):
-        return _lines(chart)
-    return _strip(chart) if isinstance(chart, blocks.StripChart) else _heat(chart)
-
-
-def _figure(chart: blocks.Chart, plot: Html, *more: Html) -> Html:
-    note = tag("p", chart.note, class_="note") if chart.note else EMPTY
-    return tag("figure", tag("figcaption", chart.name), plot, *more, note, class_="chart")
-
-
-def _frame(  # the parts of a drawing
-    shapes: Sequence[Html], alternative: str, ys: Sequence[tuple[float, str]], xs: Sequence[tuple[float, str]],
-    height: float = HEIGHT, *, grid: bool = True, class_: str = "plot",
-) -> Html:  # fmt: skip
-    """Return the drawing with the labels of its axes; places in ``ys`` and ``xs`` are shares from the top and the left."""
-    lines = [tag("path", d=f"M0 {at * height:.1f}H{WIDTH:g}", class_="grid") for at, _ in ys] if grid else []
-    svg = tag(
-        "svg", *lines, *shapes, viewBox=f"0 0 {WIDTH:g} {height:g}", preserveAspectRatio="none", role="img",
-        aria_label=alternative,
-    )  # fmt: skip
-    left = tag("div", *(tag("span", words, style=f"top:{at:.2%}") for at, words in ys), class_="ys", aria_hidden="true")
-    # a label is shifted by its own width times its place, so that the outer ones stay inside
-    below = tag(
-        "div", *(tag("span", words, style=f"left:{at:.2%};transform:translateX(-{at:.0%})") for at, words in xs),
-        class_="xs", aria_hidden="true",
-    )  # fmt: skip
-    return tag("div", left, svg, below, class_=class_)
-
-
-class _Axis(NamedTuple):
-    """The horizontal axis."""
-
-    first: float
-    last: float
-    timed: bool = False
-
-    def share(self, at: float) -> float:
-        return (at - self.first) / (self.last - self.first) if self.last > self.first else 0.5
-
-    def x(self, at: float) -> float:
-        return WIDTH * self.share(at)
-
-    def ticks(self) -> list[tuple[float, str]]:
-        inner = [at for at in round_values(self.first, self.last) if 0.1 < self.share(at) < 0.88]  # noqa: PLR2004  # clear of the ends
-        places = [self.first, *inner, self.last] if self.last > self.first else [self.first]
-        return [(self.share(at), self.word(at, first=index == 0)) for index, at in enumerate(places)]
-
-    def word(self, at: float, *, first: bool = False) -> str:
-        if self.timed:
-            return text_format.span(at)
-        return f"step {at:,.0f}" if first else f"{at:,.0f}"
-
-
-def _lines(chart: blocks.LineChart) -> Html:
-    curves = [curve_of(one.points, BUCKETS) for one in chart.series]
-    values = [value for one in chart.series for _, value in one.points] + [value for _, value in chart.levels]
-    scale = scale_of(values, from_zero=chart.from_zero)
-    if scale is None:
-        return _figure(chart, tag("p", "No finite value.", class_="note")) if values else EMPTY
-    places = [at for one in chart.series for at, _ in one.points]
-    axis = _Axis(min(places, default=0.0), max(places, default=1.0), chart.timed)
-    shapes = [
-        tag(
-            "path",
-            tag("title", f"{mark.name}, step {mark.at:,.0f}"),
-            d=f"M{axis.x(mark.at):.1f} 0V{HEIGHT:g}",
-            class_=f"mark {mark.severity}",
-        )
-        for mark in chart.marks
-    ]
-    shapes += [tag("path", d=f"M0 {scale.y(value):.1f}H{WIDTH:g}", class_="level") for _, value in chart.levels]
-    for index, found in enumerate(curves):
-        if found is not None:
-            places = [axis.x(bucket.at / 1000) for bucket in found.buckets]
-            line = f"line s{index % _COLOURED}"
-            shapes += charts.drawn(found, places.__getitem__, scale.y, line, banded=len(chart.series) == 1)
-    ys = [(scale.y(value) / HEIGHT, chart.rounded(value)) for value in scale.ticks(binary=chart.rounded is text_format.size)]
-    pairs = zip(chart.series, curves, strict=True)
-    said = [f"{one.name}: {described(found, chart.rounded)}" for one, found in pairs if found]
-    said += [text_format.plural(len(chart.marks), "mark")] if chart.marks else []
-    plot = _frame(shapes, f"{chart.name}. {'; '.join(said)}", ys, axis.ticks())
-    return _figure(chart, plot, _legend(chart, curves, logarithmic=scale.logarithmic))
-
-
-def _legend(chart: blocks.LineChart, curves: Sequence[Curve | None], *, logarithmic: bool) -> Html:
-    keys = [
-        tag("span", tag("i", class_=f"key s{index % _COLOURED}"), one.name, class_="entry")
-        for index, one in enumerate(chart.series)
-        if len(chart.series) > 1
-    ]
-    keys += [
-        tag("span", tag("i", class_="key level"), f"{name} {chart.rounded(value)}", class_="entry")
-        for name, value in chart.levels
-    ]
-    finite = [found for found in curves if found is not None]
-    notes = (
-        [f"{chart.rounded(min(f.least for f in finite))} to {chart.rounded(max(f.greatest for f in finite))}"] if finite else []
-    )
-    notes += [f"last {chart.rounded(finite[0].last)}"] if len(finite) == 1 else []
-    notes += ["log scale"] * logarithmic
-    lost = sum(found.nonfinite for found in finite)
-    notes += [f"{lost:,} not finite (dots at the top)"] * bool(lost)
-    return tag("p", *keys, tag("span", " · ".join(notes)), class_="legend")
-
-
-def _strip(chart: blocks.StripChart) -> Html:
-    axis, height = _Axis(*chart.span), max(_ROW * len(chart.rows), _ROW)
-    shapes, ys, said = list[Html](), [], []
-    for index, (name, severity, steps) in enumerate(chart.rows):
-        y = _ROW * (index + 0.5)
-        shapes.append(tag("path", d=f"M0 {y:g}H{WIDTH:g}", class_="grid"))
-        shapes += [
-            tag("path", tag("title", f"{name}, step {at:,.0f}"), d=f"M{axis.x(at):.1f} {y:g}h.1", class_=f"dot {severity}")
-            for at in steps
-        ]
-        ys.append((y / height, name))
-        said.append(f"{name} {text_format.plural(len(steps), 'time')}, first at step {min(steps):,.0f}")
-    plot = _frame(shapes, f"{chart.name}. {'; '.join(said)}", ys, axis.ticks(), height, grid=False, class_="plot named")
-    return _figure(chart, tag("div", plot, style=f"--rows:{len(chart.rows)}"))
-
-
-def _heat(chart: blocks.HeatMap) -> Html:
-    positive = [value for row in chart.values for value in row if value is not None and value > 0 and isfinite(value)]
-    if not positive or not chart.steps:
-        return EMPTY
-    low, high = log10(min(positive)), log10(max(positive))
-    width, height = WIDTH / len(chart.steps), _ROW * len(chart.names)
-    shapes = [
-        tag(
-            "rect", x=f"{column * width:.2f}", y=f"{index * _ROW:g}", width=f"{width + 0.05:.2f}", height=f"{_ROW - 1:g}",
-            class_=f"h{_shade(value, low, high)}",
-        )
-        for index, row in enumerate(chart.values)
-        for column, value in enumerate(row)
-        if value is not None
-    ]  # fmt: skip
-    ys = [((index + 0.5) / len(chart.names), name) for index, name in enumerate(chart.names)]
-    axis = _Axis(0, len(chart.steps) - 1)
-    places = sorted({0, (len(chart.steps) - 1) // 2, len(chart.steps) - 1})
-    xs = [(axis.share(at), f"{'step ' if not at else ''}{chart.steps[at]:,}") for at in places]
-    over = f"{len(chart.names)} rows over steps {chart.steps[0]:,} to {chart.steps[-1]:,}"
-    said = f"{chart.name}: {over}; the table below has the figures"
-    plot = _frame(shapes, said, ys, xs, height, grid=False, class_="plot named")
-    shades = [tag("i", class_=f"key h{shade}") for shade in range(SHADES)]
-    words = (chart.rounded(min(positive)), chart.rounded(max(positive)))
-    legend = tag(
-        "p", tag("span", words[0], " ", *shades, " ", words[1], " (log scale)", class_="entry"), class_="legend shades"
-    )
-    return _figure(chart, tag("div", plot, style=f"--rows:{len(chart.names)}"), legend)
-
-
-def _shade(value: float, low: float, high: float) -> str:
-    if value <= 0:
-        return "zero"
-    return str(min(SHADES - 1, int((log10(value) - low) / (high - low) * SHADES))) if high > low else str(SHADES // 2)
+_LEAST_NAMED = 0.005
+_MOST_TITLE = 80
 
 
 def page(document: blocks.Document) -> str:
-    """Return the file's text."""
-    return f"<!doctype html>\n{tag('html', _head(document), _body(document), lang='en')}\n"
+    """Return a report as the text of a file."""
+    head = [
+        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        tag("style", Html(style_sheet("report.css"))),
+    ]
+    links = [tag("li", tag("a", one.title, href=f"#{one.name}")) for one in document.sections]
+    parts = [tag("section", content(one), id=one.name, aria_labelledby=f"{one.name}-title") for one in document.sections]
+    body = tag(
+        "body",
+        tag("a", "Skip to the findings", href=f"#{document.sections[0].name}" if document.sections else "#main", class_="skip"),
+        tag("header", tag("h1", named(document.title)), tag("p", document.subtitle, class_="subtitle")),
+        tag("main", verdict(document), tag("nav", tag("ul", *links), aria_label="Sections"), *parts, id="main"),
+        footer(document),
+    )
+    return whole(title(document), head, body)
+
+
+def whole(title: str, head: list[Html], body: Html) -> str:
+    """Return the text of a page, whose head has ``head`` beside what every one has."""
+    every = [
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", title),
+        tag("link", rel="icon", href="data:,"),
+    ]
+    return f"<!doctype html>\n{tag('html', tag('head', *every, *head), body, lang='en')}\n"
 
 
 def fragment(document: blocks.Document) -> str:
@@ -255,39 +64,44 @@ def fragment(document: blocks.Document) -> str:
     )
 
 
-def _head(document: blocks.Document) -> Html:
+def title(document: blocks.Document) -> str:
+    """Return the document's title, which a background tab shows."""
     _, symbol = SYMBOLS[document.badge[0]]
-    return tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", f"{symbol} {document.title} – torchobs"),
-        tag("link", rel="icon", href="data:,"),
-        tag("style", Html(style_sheet("torchobs.document", "report.css"))),
-    )
+    return f"{symbol} {document.title[:_MOST_TITLE]} – torchobs"
 
 
-def _body(document: blocks.Document) -> Html:
+def verdict(document: blocks.Document) -> Html:
+    """Return the verdict: its badge, the sentence, and the gist for who hears it."""
     class_, symbol = SYMBOLS[document.badge[0]]
     badge = tag("span", f"{symbol} {document.badge[1]}", class_="badge")
-    links = [tag("li", tag("a", one.title, href=f"#{one.name}")) for one in document.sections]
-    return tag(
-        "body",
-        tag("a", "Skip to the findings", href=f"#{document.sections[0].name}" if document.sections else "#main", class_="skip"),
-        tag("header", tag("h1", named(document.title)), tag("p", document.subtitle, class_="subtitle")),
-        tag("main", tag("p", badge, " ", document.headline, class_=f"sentence {class_}"),
-            tag("nav", tag("ul", *links), aria_label="Sections"), *map(_section, document.sections), id="main"),
-        tag("footer", *(tag("p", words) for words in document.footer)),
-    )  # fmt: skip
+    gist = tag("p", document.gist, class_="unseen", role="status", aria_live="polite") if document.gist else EMPTY
+    return joined([tag("p", badge, " ", document.headline, class_=f"sentence {class_}"), gist])
 
 
-def _section(one: blocks.Section) -> Html:
-    parts = [_block(block) for block in one.blocks]
-    class_ = "wide-charts" if one.wide else None
-    return tag("section", tag("h2", one.title, id=f"{one.name}-title"), tag("div", *parts, class_="blocks"), id=one.name,
-               aria_labelledby=f"{one.name}-title", class_=class_)  # fmt: skip
+def footer(document: blocks.Document) -> Html:
+    """Return the last lines."""
+    return tag("footer", *(tag("p", words) for words in document.footer))
+
+
+def content(one: blocks.Section) -> Html:
+    """Return a section's title and blocks; nothing if it has none."""
+    if not one.blocks:
+        return EMPTY
+    heading = tag("h2", one.title, id=f"{one.name}-title") if one.title else EMPTY
+    if one.cards:
+        return joined([heading, tag("div", *(tag("div", _card(block), class_="card") for block in one.blocks), class_="cards")])
+    class_ = "blocks wide-charts" if one.wide else "blocks"
+    return joined([heading, tag("div", *map(_block, one.blocks), class_=class_)])
+
+
+def _card(block: blocks.Block) -> Html:
+    """Return a block in little: a curve without axes, a table of pairs as a list."""
+    if isinstance(block, blocks.LineChart):
+        value = exact(block.rounded(block.last) if block.last is not None else text_format.NONE, block.last)
+        return joined([tag("h3", block.name), tag("p", value, class_="value"), charts.small(block)])
+    if isinstance(block, blocks.Table):
+        return joined([tag("h3", block.name), _terms([(text(name), text(value)) for name, value in block.rows])])
+    return joined([tag("h3", block.caption), _shares(block)]) if isinstance(block, blocks.Shares) else _block(block)
 
 
 def _block(block: blocks.Block) -> Html:  # one return for each kind
@@ -298,13 +112,13 @@ def _block(block: blocks.Block) -> Html:  # one return for each kind
     if isinstance(block, blocks.Items):
         return tag("ul", *map(_item, block.items), class_="findings")
     if isinstance(block, blocks.Figures):
-        return figures(block)
-    if isinstance(block, blocks.Table):
-        return _table(block)
-    return _shares(block) if isinstance(block, blocks.Shares) else drawn(block)
+        return _figures(block)
+    if isinstance(block, blocks.Shares):
+        return tag("figure", tag("figcaption", block.caption), _shares(block))
+    return _table(block) if isinstance(block, blocks.Table) else drawn(block)
 
 
-def figures(block: blocks.Figures) -> Html:
+def _figures(block: blocks.Figures) -> Html:
     """Return key figures side by side."""
     parts = (
         [tag("dt", one.name), tag("dd", exact(one.value, one.exact)), tag("dd", one.more, class_="more") if one.more else EMPTY]
@@ -315,34 +129,96 @@ def figures(block: blocks.Figures) -> Html:
 
 def _item(one: blocks.Item) -> Html:
     class_, symbol = SYMBOLS[one.severity]
-    mark = tag("span", symbol, role="img", aria_label=_WORDS[one.severity], class_="symbol")
+    label = _WORDS[one.severity] if one.run is None else BADGES[Severity[one.severity.upper()]]
+    mark = tag("span", symbol, role="img", aria_label=f"{label}:", class_="symbol")
     link = joined([" ", tag("a", "See the data", href=f"#{one.section}")]) if one.section else EMPTY
-    return tag("li", mark, tag("span", one.words, link), class_=class_)
+    run = EMPTY if one.run is None else joined([_cell(one.run), " "])
+    return tag("li", mark, " ", tag("span", run, one.words, link), class_=class_)
 
 
 def _table(block: blocks.Table) -> Html:
-    head = [heading_cell(name, "" if index in block.words else "n") for index, name in enumerate(block.head)]
-    body = [
-        tag(
-            "tr",
-            tag("th", name, scope="row"),
-            *(tag("td", cell, class_="words" if index in block.words else "n") for index, cell in enumerate(cells, 1)),
-        )
-        for name, *cells in block.rows
+    """Return a table in a container that scrolls sideways, also by keyboard, with what belongs to it below."""
+    head = [
+        tag("th", _cell(name), scope="col", class_=None if index in block.words else "n", aria_sort=_tone(name))
+        for index, name in enumerate(block.head)
     ]
-    return table(block.caption, block.caption, head, body)
+    parts = [
+        tag("caption", block.caption),
+        tag("thead", tag("tr", *head)),
+        tag("tbody", *(_row(row, block.words) for row in block.rows)),
+        tag("tfoot", _row(block.foot, block.words)) if block.foot else EMPTY,
+    ]
+    label = block.name or block.caption
+    listed = tag("div", tag("table", *parts), class_="wide", role="region", aria_label=label, tabindex="0")
+    keys = [joined([tag("span", _key(name), name, class_="entry"), " "]) for name in block.keys]
+    links = [joined([_cell(page), " "]) for page in block.pages]
+    below = [tag("p", *keys, class_="legend")] if keys else []
+    below += [tag("nav", *links, aria_label=f"Pages of {block.name.lower()}", class_="pager")] if links else []
+    return tag("div", listed, *below) if below else listed
+
+
+def _row(row: tuple[str, ...], words: frozenset[int]) -> Html:
+    """Return a row, which has the first cell's tone."""
+    name, *cells = row
+    heading = _cell(name) if isinstance(name, Cell) else named(name)
+    shown = [
+        tag("td", _cell(cell), class_=" ".join(filter(None, ("words" if index in words else "n", _class(cell)))))
+        for index, cell in enumerate(cells, 1)
+    ]
+    return tag("tr", tag("th", heading, scope="row", class_=None if 0 in words else "n"), *shown, class_=_tone(name))
+
+
+def _tone(cell: str) -> str | None:
+    return (cell.tone or None) if isinstance(cell, Cell) else None
+
+
+def _class(cell: str) -> str | None:
+    tone = _tone(cell)
+    return None if tone in STATE_SYMBOLS else SYMBOLS[tone][0] if tone in SYMBOLS else tone
+
+
+def _cell(cell: str) -> Html:
+    if not isinstance(cell, Cell):
+        return text(cell)
+    words = exact(cell.words, cell.exact)
+    if cell.at_s is not None:
+        words = moment(cell.words, cell.at_s)
+    if cell.link is not None:
+        current = "true" if cell.link.current else None
+        words = tag("a", words, href=cell.link.href, aria_label=cell.link.label or None, aria_current=current)
+    if cell.shares:
+        parts = ", ".join(f"{name} {text_format.percent(part)}" for name, part in cell.shares if part >= _LEAST_NAMED)
+        words = joined([stacked(cell.shares), tag("span", words, aria_hidden="true"), unseen(parts)])
+    if cell.tone in STATE_SYMBOLS:
+        symbol = tag("span", STATE_SYMBOLS[cell.tone], aria_hidden="true")
+        words = tag("span", symbol, " ", words, class_=f"state {cell.tone}")
+    elif cell.tone in _WORDS:
+        symbol = tag("span", SYMBOLS[cell.tone][1], role="img", aria_label=f"{_WORDS[cell.tone]}:")
+        words = joined([symbol, " ", words])
+    return joined([words, " ", tag("span", cell.more, class_="why")]) if cell.more else words
+
+
+def _key(name: str) -> Html:
+    """Return the colour of a part, for the words beside it."""
+    return tag("i", class_=f"key is-{name}")
 
 
 def _shares(block: blocks.Shares) -> Html:
+    """Return parts of a whole as a bar, with a list of them, the largest first."""
     whole = sum(block.parts.values())
     parts = sorted(((name, seconds) for name, seconds in block.parts.items() if seconds > 0), key=lambda part: -part[1])
     if not whole or not parts:
         return EMPTY
-    bar = stacked([(f"{block.colours}{name}", seconds / whole) for name, seconds in parts])
-    rows = [
-        tag("tr", tag("th", tag("i", class_=f"key is-{block.colours}{name}"), name, scope="row"),
-            number_cell(text_format.duration(seconds)), number_cell(text_format.percent(seconds / whole)))
+    lines = [
+        (
+            joined([_key(f"{block.colours}{name}"), name]),
+            joined([exact(text_format.duration(seconds), seconds), f" ({text_format.percent(seconds / whole)})"]),
+        )
         for name, seconds in parts
-    ]  # fmt: skip
-    head = [heading_cell("Part"), heading_cell("Time", "n"), heading_cell("Share", "n")]
-    return tag("div", bar, table(block.caption, block.caption, head, rows), class_="shares")
+    ]
+    return joined([stacked([(f"{block.colours}{name}", seconds / whole) for name, seconds in parts]), _terms(lines)])
+
+
+def _terms(lines: list[tuple[Html, Html]]) -> Html:
+    """Return a list of terms, each with its value."""
+    return tag("dl", *(tag("div", tag("dt", term), tag("dd", value)) for term, value in lines), class_="terms")

@@ -1,60 +1,39 @@
-"""The live page: what it shows for one choice of a viewer, and its sections as HTML.
-
-Sections are rendered separately, so that only changed ones are sent to viewers.
-"""
+"""Runs that live, as documents: what the live page shows for one choice of a viewer, and ``top`` of each run. Pure."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-from urllib.parse import parse_qs, urlencode
+from urllib.parse import urlencode
 
 from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.catalog import PHASES, Severity
-from torchobs.catalog.findings import BADGES
+from torchobs.catalog.findings import BADGES, finding
 from torchobs.detect.hangs import PATIENT_PHASES
 from torchobs.diagnosis.health import Health, health, last_step
-from torchobs.document import charts, html, sections
+from torchobs.document import sections
+from torchobs.document.blocks import Cell, Document, Figure, Figures, Item, Items, LineChart, Link, Series, Table, Text, section
 from torchobs.document.event_log import EventGroup, log_of, rows_of
-from torchobs.document.markup import EMPTY, Html, definitions, exact, heading_cell, joined, named, number_cell, table, tag, text
-from torchobs.document.run import figures
-from torchobs.ranks.live import LAYERS, key_of
+from torchobs.ranks.live import LAYERS
 from torchobs.ranks.rank_file import DIGITS
 from torchobs.ranks.rank_view import SORTS, descending, ordered
-from torchobs.ranks.snapshot import grouped
 from torchobs.support import text as text_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from torchobs.document.blocks import Section
+    from torchobs.flight.throughput import Throughput
     from torchobs.ranks.rank_view import RankView, RunView
-    from torchobs.ranks.snapshot import Rank
 
 PER_PAGE = 50
 MOST_EVIDENCE = 50
 LAYER_SORTS = ("model", "name", *LAYERS)
-STREAM_PATH, STYLE_PATH, SCRIPT_PATH = "/live/stream", "/live/live.css", "/live/live.js"
-LEVELS = {Severity.INFO: ("good", "✓"), Severity.WARNING: ("notice", "▲"), Severity.ERROR: ("bad", "✕")}
-"""CSS class and symbol"""
-SYMBOLS = {"alive": "●", "finished": "✓", "unresponsive": "▲", "hung": "▲", "failed": "✕", "lost": "✕"}
-"""Symbols beside the state's name, so that its meaning does not depend on colour"""
-_GOODPUT = frozenset({*catalog.GOODPUT_STATES, catalog.STARTUP})
-_MOST_NAMED = 4
-_LONGEST_NAME = 40
-_MOST_QUERY = 16_000
-"""Enough for the longest name of a run: it is from a header of 4 KiB, and each byte may take three in a query"""
-_MOST_PAGE = 1000
-_COLUMNS = (
-    ("rank", "rank", "n"), ("state", "worst", ""), ("step", "step", "n"), ("step time", "time", "n"), ("phases", "", ""),
-    ("slowdown", "", "n"), ("loss", "loss", "n"), ("gradient norm", "norm", "n"), ("memory", "memory", "n"),
-    ("last step", "", "n"),
-)  # fmt: skip
-"""Heading, the sort order it links to, and its CSS class"""
 NO_RANK = Health(
     Severity.INFO,
     "No rank has been seen yet. One appears as soon as a training calls torchobs.init().",
@@ -62,6 +41,15 @@ NO_RANK = Health(
 )
 MISSING = Health(Severity.INFO, "No such run (any more). Once it is there it is shown here.", "No such run (any more).")
 """Health of a chosen run that does not exist"""
+WAITING = "wait"
+"""Severity of the badge while there is no run"""
+_SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other", "between": "between"}
+_ORDERS = {"rank": "ascending", "step": "ascending", "name": "ascending"}
+"""How columns are sorted, if not with the highest value first"""
+_MOST_NAMED = 4
+_MOST_CURVES = 7
+_HALF_A_DAY_S = 43_200
+_LONGEST_NAME = 40
 
 T = TypeVar("T")
 
@@ -77,44 +65,15 @@ class Choice(NamedTuple):
     page: int = 1
     layers: str = LAYER_SORTS[0]
 
+    @property
+    def query(self) -> str:
+        """The query string; empty for the default choice."""
+        chosen = {name: str(value) for name, value in self._asdict().items() if value != self._field_defaults[name]}
+        return f"?{urlencode(chosen, errors='replace')}" if chosen else ""
 
-def choice_of(query: str) -> Choice:
-    """Return the choice in a query string. Invalid parts are ignored, never an error."""
-    try:
-        fields = parse_qs(query[:_MOST_QUERY], max_num_fields=16)
-    except ValueError:
-        return Choice()
-    given = {name: fields[name][0] for name in ("run", "rank", "sort", "layers") if name in fields}
-    page = fields.get("page", ["1"])[0]
-    return Choice(**given, page=min(int(page), _MOST_PAGE) if page.isdecimal() and page.isascii() else 1)
-
-
-def query_of(choice: Choice) -> str:
-    """Return the query string for a choice; empty for the default one."""
-    chosen = {name: str(value) for name, value in choice._asdict().items() if value != Choice._field_defaults[name]}
-    return f"?{urlencode(chosen, errors='replace')}" if chosen else ""
-
-
-def stream_of(choice: Choice) -> str:
-    """Return the URL of the event stream for a choice."""
-    return f".{STREAM_PATH}{query_of(choice)}"
-
-
-def _link(choice: Choice, words: str, section: str, *, label: str | None = None, current: bool = False) -> Html:
-    """Return a link to the page with another choice."""
-    target = f"./{query_of(choice)}#{section}"
-    return tag("a", words, href=target, aria_label=label, aria_current="true" if current else None)
-
-
-def focused(ranks: Iterable[Rank], choice: Choice) -> str | None:
-    """Return the incarnation of the chosen rank, which is shown with curves and details."""
-    members = _chosen({key_of(run): run for run in grouped(ranks)}, choice) or []
-    return next((rank.incarnation for rank in members if rank.rank == choice.rank), members[0].incarnation if members else None)
-
-
-def _chosen(runs: Mapping[str, T], choice: Choice) -> T | None:
-    """Return the chosen run (``runs``: by key). If the chosen one does not exist, no other is shown in its place."""
-    return runs.get(choice.run) if choice.run else next(iter(runs.values()), None)
+    def link(self, section: str, label: str = "", *, current: bool = False, **changed: str | int) -> Link:
+        """Return a link to a section of the page with this choice, or a changed one."""
+        return Link(f"./{self._replace(**changed).query}#{section}", label, current)  # type: ignore[arg-type]  # its fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +84,6 @@ class Model:
     runs: tuple[RunView, ...]
     run: RunView | None
     """``None``: there is no run, or not the chosen one"""
-    health: Health
-    """of the run shown; failed other runs are mentioned, too"""
     focus: RankView | None
     ranks: tuple[RankView, ...]
     """those shown: one page of the sorted table"""
@@ -137,9 +94,14 @@ class Model:
     """Unix time"""
 
 
+def chosen_run(runs: Mapping[str, T], choice: Choice) -> T | None:
+    """Return the chosen run (``runs``: by key). If the chosen one does not exist, no other is shown in its place."""
+    return runs.get(choice.run) if choice.run else next(iter(runs.values()), None)
+
+
 def model(runs: tuple[RunView, ...], choice: Choice, evidence: Iterable[Mapping[str, Any]], now_s: float) -> Model:
     """Return the model for one viewer. ``evidence``: the API's list of artifacts, newest first; ``now_s``: Unix time."""
-    run = _chosen({one.key: one for one in runs}, choice)
+    run = chosen_run({one.key: one for one in runs}, choice)
     ranks = run.ranks if run else ()
     focus = next((rank for rank in ranks if rank.rank == choice.rank), ranks[0] if ranks else None)
     pages = max(1, -(-len(ranks) // PER_PAGE))
@@ -152,28 +114,8 @@ def model(runs: tuple[RunView, ...], choice: Choice, evidence: Iterable[Mapping[
         layers=choice.layers if choice.layers in LAYER_SORTS else LAYER_SORTS[0],
     )
     first = (choice.page - 1) * PER_PAGE
-    return Model(
-        choice=choice,
-        runs=runs,
-        run=run,
-        health=health_beside(run, runs) if run else MISSING if choice.run else NO_RANK,
-        focus=focus,
-        ranks=tuple(ordered(ranks, choice.sort)[first : first + PER_PAGE]),
-        pages=pages,
-        evidence=tuple(_evidence_of(run, evidence))[:MOST_EVIDENCE],
-        now_s=now_s,
-    )
-
-
-def health_beside(run: RunView, runs: Iterable[RunView]) -> Health:
-    """Return the health of a run among others: failed ones are mentioned, too."""
-    own, failed = health(run), [other for other in runs if other is not run and health(other).level is Severity.ERROR]
-    if not failed:
-        return own
-    names = f"{failed[0].job_name[:80]} {failed[0].run_id[:80]}" + (f" and {len(failed) - 1:,} more" * (len(failed) > 1))
-    words = f"Another run here is in trouble: {names}."
-    level = max(own.level, Severity.WARNING, key=lambda level: level.value)
-    return Health(level, f"{own.text} {words}", f"{own.gist} {words}")
+    shown = tuple(ordered(ranks, choice.sort)[first : first + PER_PAGE])
+    return Model(choice, runs, run, focus, shown, pages, tuple(_evidence_of(run, evidence))[:MOST_EVIDENCE], now_s)
 
 
 def _evidence_of(run: RunView | None, evidence: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -184,205 +126,300 @@ def _evidence_of(run: RunView | None, evidence: Iterable[Mapping[str, Any]]) -> 
             yield {**one, "rank": names.get(one["incarnation"], f"{one['rank']}-{one['incarnation'][:DIGITS]}")}
 
 
-def page(model: Model, problems: Sequence[str], links: Sequence[tuple[str, str]]) -> Html:
-    """Return the document. ``links``: the exporter's other pages, as (path, name)."""
-    alerts = [tag("p", tag("strong", problem), role="alert", class_="problem") for problem in problems]
-    parts = [
-        tag("section", content, id=name, aria_label=PARTS[name][0], tabindex="-1" if name == "ranks" else None)
-        for name, content in rendered(model).items()
-    ]
-    body = tag(
-        "body",
-        tag("a", "Skip to the ranks", href="#ranks", class_="skip"),
-        _header(model, links),
-        tag("main", *alerts, *parts),
-        tag("footer", tag("p", f"torchobs {__version__}")),
-        data_stream=stream_of(model.choice),
+def health_beside(run: RunView, runs: Iterable[RunView]) -> Health:
+    """Return the health of a run among others: failed ones are mentioned, too."""
+    own, failed = health(run), [other for other in runs if other is not run and health(other).level is Severity.ERROR]
+    if not failed:
+        return own
+    name = f"{failed[0].job_name[:80]} {failed[0].run_id[:80]}"
+    other = finding("other_run", name=name, more=len(failed) - 1 or None)
+    level = max(own.level, Severity.WARNING, key=lambda level: level.value)
+    return own._replace(
+        level=level, badge=BADGES[level], text=f"{own.text} {other.short}", gist=f"{own.gist} {other.short}",
+        findings=(*own.findings, other),
+    )  # fmt: skip
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------------
+
+
+def page_document(shown: Model) -> Document:
+    """Return the live page; sections without content are left out."""
+    run, focus = shown.run, shown.focus
+    how = health_beside(run, shown.runs) if run else MISSING if shown.choice.run else NO_RANK
+    parts = [_runs(shown)]
+    if run is None or focus is None:
+        parts += [section("ranks", "Ranks", Text("None yet.", "note"))]
+    else:
+        of = f"Rank {focus.rank}"
+        parts += [
+            section("figures", "", figures(focus, run)),
+            section("curves", f"{of} over its last steps", *curves(focus), cards=True),
+            section("ranks", "Ranks", _rank_table(shown, run)),
+            section(
+                "details", f"{of} in detail", sections.goodput(focus), sections.memory_table(focus),
+                sections.precision_table(focus), sections.compile_table(focus),
+                sections.checkpoint_table(focus, shown.now_s), cards=True,
+            ),
+        ]  # fmt: skip
+    parts += [section("events", "Events", _events(shown)), section("evidence", "Evidence", _evidence(shown))]
+    parts += [section("layers", "Layers", _layers(shown))]
+    return Document(
+        title=run.job_name if run else shown.choice.run or "torchobs exporter",
+        subtitle=run.run_id if run else "",
+        badge=(how.level.name.lower(), how.badge) if run else (WAITING, "Waiting"),
+        headline=how.text,
+        sections=tuple(one for one in parts if one.blocks),
+        footer=(f"torchobs {__version__}",),
+        gist=how.gist,
     )
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", title(model)),
-        tag("link", rel="icon", href="data:,"),
-        tag("link", rel="stylesheet", href=f".{STYLE_PATH}"),
-        tag("script", src=f".{SCRIPT_PATH}", defer=True),
-    )
-    return Html(f"<!doctype html>\n{tag('html', head, body, lang='en')}\n")
 
 
-def _header(model: Model, links: Sequence[tuple[str, str]]) -> Html:
-    status = tag("p", "As of when it was loaded", id="link", class_="link", data_state="still")
-    pause = tag("button", "Pause", type="button", id="pause", hidden=True)
-    others = tag("nav", *(tag("a", words, href=f".{path}") for path, words in links), aria_label="Elsewhere")
-    return tag("header", tag("h1", heading(model), id="heading"), tag("div", status, pause, class_="controls"), others)
-
-
-def rendered(model: Model) -> dict[str, Html]:
-    """Return every section's content by its element's ``id``."""
-    return {name: render(model) for name, (_, render) in PARTS.items()}
-
-
-def title(model: Model) -> str:
-    """Return the document's title, which a background tab shows."""
-    _, symbol = LEVELS[model.health.level]
-    return f"{symbol} {model.run.job_name[:80]} – torchobs" if model.run else "torchobs exporter"
-
-
-def heading(model: Model) -> Html:
-    """Return the page's heading: the run shown, or the one waited for."""
-    if model.run is None:
-        return named(model.choice.run) if model.choice.run else text("torchobs exporter")
-    return joined([named(model.run.job_name), " ", tag("span", named(model.run.run_id), class_="run")])
-
-
-def _health(model: Model) -> Html:
-    health = model.health
-    class_, symbol = LEVELS[health.level] if model.run else ("quiet", "…")
-    badge = tag("span", f"{symbol} {BADGES[health.level] if model.run else 'Waiting'}", class_="badge")
-    sentence = tag("p", badge, " ", health.text, class_=f"sentence {class_}")
-    return joined([sentence, tag("p", health.gist, class_="unseen", role="status", aria_live="polite")])
-
-
-def _runs(model: Model) -> Html:
-    """Return the list of runs to choose from, if there is another than the one shown."""
-    if all(run is model.run for run in model.runs):
-        return EMPTY
-    return joined([tag("h2", "Runs"), tag("ul", *(_run(run, chosen=run is model.run) for run in model.runs))])
-
-
-def _run(run: RunView, *, chosen: bool) -> Html:
-    """Return a line of the list of runs, which begins with how the run is."""
+def screen_document(run: RunView, *, crowded: bool = False) -> Document:
+    """Return a run as ``top`` shows it. ``crowded``: without curves, the ranks in trouble first."""
     how = health(run)
-    class_, symbol = LEVELS[how.level]
-    sign = tag("span", symbol, class_="sign", role="img", aria_label=f"{BADGES[how.level]}:")
-    name = _link(Choice(run=run.key), run.job_name, "health", current=chosen)
-    return tag("li", sign, " ", name, " ", named(run.run_id), " ", tag("span", how.text, class_="quiet"), class_=class_)
-
-
-def _figures(model: Model) -> Html:
-    return EMPTY if model.run is None or model.focus is None else html.figures(figures(model.focus, model.run))
-
-
-def _curves(model: Model) -> Html:
-    focus = model.focus
-    if focus is None:
-        return EMPTY
-    number = text_format.number
-    had_loss, had_norm = (bool(focus.steps) and focus.value(one) is not None for one in (catalog.LOSS, catalog.GRAD_NORM))
-    norm_name = "Gradient norm of its shard" if (focus.value(catalog.GRAD_NORM_RANKS) or 1.0) > 1.0 else "Gradient norm"
-    times = charts.curve([(one.step, one.duration_s) for one in focus.steps if one.duration_s is not None])
-    cards = [
-        _card("Loss", focus.loss, charts.sparkline(charts.curve(focus.losses.items()), "Loss", number, stale=had_loss)),
-        _card(
-            norm_name,
-            focus.grad_norm,
-            charts.sparkline(charts.curve(focus.norms.items()), norm_name, number, stale=had_norm),
-        ),
-        _card(
-            "Step time",
-            times.last if times else None,
-            charts.sparkline(times, "Step time", text_format.duration),
-            text_format.duration,
-        ),
+    quiet = how.level is Severity.INFO
+    words = [
+        one.long if one.kind in {"progress", "between"} else one.short
+        for one in how.findings
+        if not quiet or one.kind == "between"
     ]
-    for name, points in focus.events.scalars.items():  # the script's own, since the run began
-        chart = charts.sparkline(charts.curve(points), name[:_LONGEST_NAME], number, stale=True)
-        cards.append(_card(named(name[:_LONGEST_NAME]), focus.value(catalog.SCALAR_VALUE, name), chart))
-    return joined([tag("h2", "Rank ", named(focus.rank), " over its last steps"), tag("div", *cards, class_="cards")])
+    states = Counter(rank.state for rank in run.ranks)
+    done = ""
+    if run.total_steps:
+        left = "" if run.left_s is None else f", {text_format.duration(run.left_s)} left"
+        done = f"step {run.steps:,} of {run.total_steps:,}{left}"
+    count = ", ".join(f"{count} {state}" for state, count in states.items())
+    ranks = ordered(run.ranks, "worst" if crowded else "rank")
+    rows = tuple(tuple(column.cell(rank) for column in _ON_SCREEN) for rank in ranks)
+    head = tuple(column.short or column.name for column in _ON_SCREEN)
+    drawn = [chart for chart in curves(run.ranks[0]) if chart.series]
+    return Document(
+        title=text_format.clean(run.job_name),
+        subtitle=" · ".join(filter(None, (text_format.clean(run.run_id), count, done))),
+        badge=(how.level.name.lower(), how.badge),
+        headline=text_format.clean(" ".join(words), 10_000),
+        sections=(
+            section("curves", "", *([] if crowded else drawn[:_MOST_CURVES])),
+            section("ranks", "", Table("", head, rows, frozenset({1, 9}))),
+        ),
+    )
 
 
-def _card(name: str, last: float | None, chart: Html, rounded: Callable[[float | None], str] = text_format.number) -> Html:
-    """Return a card with a quantity's name, last value and curve."""
-    return tag("div", tag("h3", name), tag("p", exact(rounded(last), last), class_="value"), chart, class_="card")
+def _runs(shown: Model) -> Section:
+    """Return the list of runs to choose from, if there is another than the one shown; each begins with how it is."""
+    items = [
+        Item(
+            health(run).level.name.lower(),
+            health(run).text,
+            run=Cell(run.job_name, run.run_id, link=Choice(run=run.key).link("health", current=run is shown.run)),
+        )
+        for run in shown.runs
+    ]
+    return section("runs", "Runs", *([Items(tuple(items))] if any(run is not shown.run for run in shown.runs) else []))
 
 
-def _ranks(model: Model) -> Html:
-    if model.run is None:
-        return joined([tag("h2", "Ranks"), tag("p", "None yet.", class_="none")])
-    head = [_heading(model, *column) for column in _COLUMNS]
-    body = [_row(model, rank) for rank in model.ranks]
-    foot = [_summary_row(model.run.ranks)] if len(model.run.ranks) > 1 else []
-    keys = (tag("span", charts.stacked([(phase, 1.0)]), phase, class_="key") for phase in PHASES)
-    legend = tag("p", "Phases: ", joined(keys, " "), class_="legend")
-    listed = table("Ranks", _caption(model, len(model.run.ranks)), head, body, foot)
-    return joined([tag("h2", "Ranks"), listed, legend, _pager(model)])
+def figures(rank: RankView, run: RunView) -> Figures:
+    """Return the key figures of a run, by the rank that is shown in full."""
+    still, total = rank.standstill, run.total_steps
+    goodput, rates = rank.by_attribute(catalog.GOODPUT_TIME), rank.of(catalog.LEARNING_RATE)
+    whole, done = sum(goodput.values()), f"{text_format.percent(min(run.steps / total, 1.0))} of {total:,}, " if total else ""
+    productive = goodput.get("productive", 0.0) / whole if whole else None
+    rate = rates.get(("0",), next(iter(rates.values()), None))
+    peaks = [size for size in rank.by_attribute(catalog.MEMORY_DEVICE_PEAK).values() if size]
+    rss = [value for _, value in rank.history.of(catalog.MEMORY_HOST_RSS.name).get("", [])]
+    pace, share = rank.speed if rank.up else rank.pace, rank.value(catalog.MFU)
+    found = [
+        Figure("State", rank.state, rank.reason if rank.reason not in {"", rank.state} else ""),
+        Figure("Steps", f"{run.steps:,}", f"{done}in {rank.lifetime}", run.steps),
+        Figure("Time left", text_format.span(run.left_s), "at the present speed") if run.left_s is not None else None,
+        Figure("Loss", text_format.number(rank.loss), "the last one", rank.loss) if rank.loss is not None else None,
+        Figure("Step time", text_format.duration(rank.pace.step_s), "typical of the last steps", rank.pace.step_s)
+        if rank.pace else None,
+        Figure("Speed", "–", f"no step for {text_format.span(still.seconds)}") if still is not None else None,
+        Figure("Speed", text_format.rate(pace.per_s, "steps"), _work(pace, share), pace.per_s) if pace and pace.per_s else None,
+        Figure("Goodput", text_format.percent(productive), f"of the time since {rank.since}", productive)
+        if productive is not None else None,
+        Figure("Learning rate", text_format.number(rate), f"first of {len(rates)} groups" if len(rates) > 1 else "", rate)
+        if rate is not None else None,
+        Figure("Device memory", text_format.size(max(peaks)), "peak of a device") if peaks else None,
+        Figure("Host memory", text_format.size(max(rss)), "greatest RSS seen") if rss else None,
+        Figure("Ranks", f"{len(run.ranks):,}", "") if len(run.ranks) > 1 else None,
+    ]  # fmt: skip
+    return Figures(tuple(figure for figure in found if figure is not None))
 
 
-def _heading(model: Model, words: str, sort: str, class_: str) -> Html:
-    content = _link(model.choice._replace(sort=sort, page=1), words, "ranks") if sort else tag("span", words)
-    order = "ascending" if sort in {"rank", "step"} else "descending"
-    return heading_cell(content, class_, order if sort == model.choice.sort else None)
+def _work(pace: Throughput, share: float | None) -> str:
+    rates = ((pace.tokens_per_s, "tokens"), (pace.samples_per_s, "samples"))
+    more = [text_format.rate(per_s, what) for per_s, what in rates if per_s]
+    more += [f"MFU {text_format.percent(share)}"] if share is not None else []
+    return ", ".join([*more, f"over {text_format.plural(pace.steps, 'step')}"])
 
 
-def _caption(model: Model, count: int) -> str:
-    order = {"worst": "the worst first", "rank": "in their order", "step": "the least advanced first"}
-    first = (model.choice.page - 1) * PER_PAGE
-    numbers = f"{count:,}" if model.pages == 1 else f"{first + 1:,}–{first + len(model.ranks):,} of {count:,}"
-    return f"{numbers} on this node, {order.get(model.choice.sort, 'the highest first')}"
+def curves(rank: RankView) -> Iterator[LineChart]:
+    """Yield the curves of a rank over its last steps, and of what its script logs since the run began."""
+    had_loss, had_norm = (bool(rank.steps) and rank.value(one) is not None for one in (catalog.LOSS, catalog.GRAD_NORM))
+    norm = "Gradient norm of its shard" if (rank.value(catalog.GRAD_NORM_RANKS) or 1.0) > 1.0 else "Gradient norm"
+    times = sections.points_of(rank.steps, "duration_s")
+    yield _curve("Loss", rank.losses.items(), rank.loss, had=had_loss)
+    yield _curve(norm, rank.norms.items(), rank.grad_norm, had=had_norm)
+    yield _curve("Step time", times, times[-1][1] if times else None)._replace(rounded=text_format.duration)
+    for name, points in rank.events.scalars.items():
+        yield _curve(text_format.clean(name, _LONGEST_NAME), points, rank.value(catalog.SCALAR_VALUE, name), had=True)
 
 
-def _row(model: Model, rank: RankView) -> Html:
-    chosen, pace = rank is model.focus, rank.pace
-    words = _link(model.choice._replace(rank=rank.rank), rank.rank, "curves", label=f"Show rank {rank.rank}", current=chosen)
+def _curve(name: str, points: Iterable[tuple[float, float]], last: float | None, *, had: bool = False) -> LineChart:
+    """Return a curve; ``had``: there were values before those of the points."""
+    known = tuple(points)
+    empty = "No finite value lately." if had else "No value yet."
+    return LineChart(name, (Series(name, known),) if known else (), last=last, empty=empty)
+
+
+# -- the table of ranks ------------------------------------------------------------------------------------------------------
+
+
+class Column(NamedTuple):
+    """A column of the table of ranks. ``sort``: the order that its heading links to; ``short``: its name on a terminal."""
+
+    name: str
+    cell: Callable[[RankView], str]
+    sort: str = ""
+    short: str = ""
+
+
+def _number(rounded: Callable[[float | None], str], value: float | None, more: str = "") -> Cell:
+    return Cell(rounded(value), more, exact=value)
+
+
+def _state(rank: RankView) -> Cell:
+    """Return the state, how the rank ended, and its active anomalies."""
+    details = [rank.exception or rank.reason.replace("_", " ")] if rank.reason not in {"", rank.state} else []
+    details += [rank.phase] if rank.up and rank.phase in PATIENT_PHASES else []
+    details += [kind.replace("_", " ") for kind in rank.anomalies]
+    return Cell(rank.state, ", ".join(details), tone=rank.state)
+
+
+def _state_on_screen(rank: RankView) -> Cell:
+    is_busy = rank.state == "alive" and rank.phase in PATIENT_PHASES
+    return Cell(f"{rank.state}, {rank.phase}" if is_busy else rank.state, tone=rank.state)
+
+
+def _phases(shares: Sequence[float]) -> Cell:
+    """Return the phases' shares, in words the largest one's."""
+    parts = tuple(zip(PHASES, shares, strict=True))
+    if not parts:
+        return Cell(text_format.NONE)
+    largest = max(parts, key=lambda part: part[1])
+    return Cell(f"{largest[0]} {text_format.percent(largest[1])}", shares=parts, tone="phases")
+
+
+def _slowdown(rank: RankView) -> str:
     slow = rank.slowness
-    limit = f" ({rank.memory_limit})" if rank.memory_limit and rank.memory is not None else ""
-    cells = [
-        tag("td", _state(rank)),
-        _number(text_format.count, rank.done if rank.value(catalog.STEPS) is not None else None),
-        _number(text_format.duration, pace.step_s if pace else None),
-        tag("td", charts.phases(pace.shares) if pace else text_format.NONE, class_="phases"),
-        tag("td", _slowdown(rank), class_="n slow" if slow and slow.is_slow else "n"),
-        _number(text_format.number, rank.loss),
-        _number(text_format.number, rank.grad_norm),
-        number_cell(joined([exact(text_format.size(rank.memory), rank.memory), limit])),
-        number_cell(last_step(rank)),
-    ]
-    return tag("tr", tag("th", words, scope="row", class_="n"), *cells, class_="chosen" if chosen else None)
+    if slow is None or not rank.up:
+        return text_format.NONE
+    words = f"{slow.factor:.2f}×"
+    return Cell(words, PHASES[slow.phase], exact=slow.factor, tone="slow") if slow.is_slow else Cell(words, exact=slow.factor)
 
 
-def _state(status: RankView) -> Html:
-    """Return the state with its symbol, how the rank ended, and its active anomalies."""
-    symbol = tag("span", SYMBOLS.get(status.state, "●"), aria_hidden="true")
-    details = [status.exception or status.reason.replace("_", " ")] if status.reason not in {"", status.state} else []
-    details += [status.phase] if status.up and status.phase in PATIENT_PHASES else []
-    details += [kind.replace("_", " ") for kind in status.anomalies]
-    state = tag("span", symbol, " ", status.state, class_=f"state {status.state}")
-    return joined([state, " ", tag("span", ", ".join(details), class_="why")]) if details else state
+def _memory(rank: RankView) -> Cell:
+    limit = f"({rank.memory_limit})" if rank.memory_limit and rank.memory is not None else ""
+    return _number(text_format.size, rank.memory, limit)
 
 
-def _number(rounded: Callable[[float | None], str], value: float | None) -> Html:
-    return number_cell(exact(rounded(value), value))
+def _anomalies(rank: RankView) -> str:
+    return ", ".join(f"{kind.replace('_', ' ')} {count:,}" for kind, count in rank.counted.items() if count)
 
 
-def _slowdown(status: RankView) -> Html:
-    slow = status.slowness
-    if slow is None or not status.up:
-        return tag("span", text_format.NONE)
-    words = exact(f"{slow.factor:.2f}×", slow.factor)
-    return joined([words, f" {PHASES[slow.phase]}"]) if slow.is_slow else words
+def _flops_share(rank: RankView) -> str:
+    share = rank.value(catalog.MFU) if rank.speed else None
+    return "" if share is None else text_format.percent(share)
 
 
-def _summary_row(ranks: Sequence[RankView]) -> Html:
+def _share(index: int, rank: RankView) -> str:
+    return text_format.percent(rank.pace.shares[index] if rank.pace else None)
+
+
+def _speed(rank: RankView, field: str) -> str:
+    """Return a rate of the rank's throughput; nothing where there is none."""
+    per_s = getattr(rank.speed, field, None)
+    return text_format.rate(per_s) if per_s else ""
+
+
+_RANK = Column("rank", lambda one: Cell(one.rank, tone="warning" if one.up and (one.anomalies or one.standstill) else ""))
+_STATE = Column("state", _state, "worst")
+_STEP = Column("step", lambda one: _number(text_format.count, None if one.value(catalog.STEPS) is None else one.done), "step")
+_LOSS = Column("loss", lambda one: _number(text_format.number, one.loss), "loss")
+_NORM = Column("gradient norm", lambda one: _number(text_format.number, one.grad_norm), "norm", "grad norm")
+_SLOW = Column("slowdown", _slowdown, short="slow")
+_MEMORY = Column("memory", _memory, "memory")
+_LAST_STEP = Column("last step", last_step)
+_ON_PAGE = (
+    _RANK._replace(sort="rank"), _STATE, _STEP,
+    Column("step time", lambda one: _number(text_format.duration, one.pace.step_s if one.pace else None), "time"),
+    Column("phases", lambda one: _phases(one.pace.shares if one.pace else ())), _SLOW, _LOSS, _NORM, _MEMORY, _LAST_STEP,
+)  # fmt: skip
+_ON_SCREEN = (
+    _RANK, Column("state", _state_on_screen), _STEP, Column("steps/s", lambda one: _speed(one, "per_s") or text_format.NONE),
+    _LAST_STEP, _LOSS, _NORM, _SLOW, _MEMORY,
+    Column("anomalies", _anomalies),
+    Column("tokens/s", lambda one: _speed(one, "tokens_per_s")),
+    Column("samples/s", lambda one: "" if _speed(one, "tokens_per_s") else _speed(one, "samples_per_s")),
+    Column("MFU", _flops_share),
+    *(Column(phase, partial(_share, index), short=_SHORT.get(phase, phase)) for index, phase in enumerate(PHASES)),
+)  # fmt: skip
+
+
+def _rank_table(shown: Model, run: RunView) -> Table:
+    choice, first, count = shown.choice, (shown.choice.page - 1) * PER_PAGE, len(run.ranks)
+    rows = []
+    for rank in shown.ranks:
+        chosen = rank is shown.focus
+        link = choice.link("curves", f"Show rank {rank.rank}", current=chosen, rank=rank.rank)
+        cells = (column.cell(rank) for column in _ON_PAGE[1:])
+        rows.append((Cell(rank.rank, link=link, tone="chosen" if chosen else ""), *cells))
+    order = {"worst": "the worst first", "rank": "in their order", "step": "the least advanced first"}
+    numbers = f"{count:,}" if shown.pages == 1 else f"{first + 1:,}–{first + len(shown.ranks):,} of {count:,}"
+    at, last = choice.page, shown.pages
+    pages = sorted({1, 2, at - 1, at, at + 1, last - 1, last} & set(range(1, last + 1))) if last > 1 else []
+    return Table(
+        f"{numbers} on this node, {order.get(choice.sort, 'the highest first')}",
+        tuple(_heading(one.name, one.sort, choice.sort, choice.link("ranks", sort=one.sort, page=1)) for one in _ON_PAGE),
+        tuple(rows),
+        frozenset({1, 4}),
+        name="Ranks",
+        foot=_all(run.ranks) if count > 1 else (),
+        keys=PHASES,
+        pages=tuple(
+            Cell(f"{page:,}", link=choice.link("ranks", f"Page {page:,}", current=page == at, page=page)) for page in pages
+        ),
+    )
+
+
+def _heading(name: str, sort: str, chosen: str, link: Link) -> Cell:
+    """Return the heading of a column; its tone is how the table is sorted, if by this column."""
+    if not sort:
+        return Cell(name)
+    return Cell(name, link=link, tone=_ORDERS.get(sort, "descending") if sort == chosen else "")
+
+
+def _all(ranks: Sequence[RankView]) -> tuple[str, ...]:
     """Return the number of ranks by state, and the range of each value."""
     counts = Counter(rank.state for rank in ranks)
-    states = ", ".join(f"{counts[name]:,} {name}" for name in catalog.RANK_STATES if counts[name])
     paces = [rank.pace for rank in ranks if rank.pace]
     mean = [sum(column) / len(paces) for column in zip(*(pace.shares for pace in paces), strict=True)]
     memory = [size for rank in ranks if (size := rank.memory) is not None]
-    cells = [
-        tag("td", states),
-        number_cell(_range(text_format.count, [rank.done for rank in ranks])),
-        number_cell(text_format.duration(median(pace.step_s for pace in paces) if paces else None)),
-        tag("td", charts.phases(mean) if mean else text_format.NONE, class_="phases"),
-        tag("td", ""),
-        number_cell(_range(text_format.number, [rank.loss for rank in ranks])),
-        number_cell(_range(text_format.number, [rank.grad_norm for rank in ranks])),
-        number_cell(text_format.size(sum(memory) if memory else None)),
-        tag("td", ""),
-    ]
-    return tag("tr", tag("th", "all", scope="row", class_="n"), *cells)
+    return (
+        "all",
+        ", ".join(f"{counts[name]:,} {name}" for name in catalog.RANK_STATES if counts[name]),
+        _range(text_format.count, [rank.done for rank in ranks]),
+        text_format.duration(median(pace.step_s for pace in paces) if paces else None),
+        _phases(mean),
+        "",
+        _range(text_format.number, [rank.loss for rank in ranks]),
+        _range(text_format.number, [rank.grad_norm for rank in ranks]),
+        text_format.size(sum(memory) if memory else None),
+        "",
+    )
 
 
 def _range(rounded: Callable[[float | None], str], values: Iterable[float | None]) -> str:
@@ -393,81 +430,29 @@ def _range(rounded: Callable[[float | None], str], values: Iterable[float | None
     return ", ".join([*([" – ".join(ends)] if ends else []), *nonfinite]) or text_format.NONE
 
 
-def _pager(model: Model) -> Html:
-    if model.pages == 1:
-        return EMPTY
-    at = model.choice.page
-    wanted = sorted({1, 2, at - 1, at, at + 1, model.pages - 1, model.pages} & set(range(1, model.pages + 1)))
-    links = [
-        _link(model.choice._replace(page=number), f"{number:,}", "ranks", label=f"Page {number:,}", current=number == at)
-        for number in wanted
-    ]
-    return tag("nav", joined(links, " "), aria_label="Pages of ranks", class_="pager")
+# -- events, evidence, layers ------------------------------------------------------------------------------------------------
 
 
-def _details(model: Model) -> Html:
-    """Return the chosen rank's panels, without empty ones."""
-    focus = model.focus
-    if focus is None:
-        return EMPTY
-    tables = {
-        "Memory": sections.memory_table(focus),
-        "Mixed precision": sections.precision_table(focus),
-        "torch.compile": sections.compile_table(focus),
-        "Checkpoints and gradients": sections.checkpoint_table(focus, model.now_s),
-    }
-    panels = {"Where the time since the start went": _goodput(focus)}
-    panels |= {name: definitions((what, value) for what, value in one.rows) for name, one in tables.items() if one is not None}
-    cards = [tag("div", tag("h3", name), content, class_="card") for name, content in panels.items() if content]
-    return joined([tag("h2", "Rank ", named(focus.rank), " in detail"), tag("div", *cards, class_="cards")])
-
-
-def _goodput(rank: RankView) -> Html:
-    times = {key[0]: value for key, value in rank.of(catalog.GOODPUT_TIME).items() if key and value > 0}
-    whole = sum(times.values())
-    if not whole:
-        return EMPTY
-    order = sorted(times, key=lambda name: -times[name])
-    bar = charts.stacked([(f"goodput-{name}", times[name] / whole) for name in order if name in _GOODPUT])
-    lines = [
-        (name, joined([charts.stacked([(f"goodput-{name}", 1.0)]) if name in _GOODPUT else EMPTY,
-                       exact(text_format.duration(times[name]), times[name]),
-                       f" ({text_format.percent(times[name] / whole)})"]))
-        for name in order
-    ]  # fmt: skip
-    return joined([bar, definitions(lines, "keyed")])
-
-
-def _events(model: Model) -> Html:
-    log = log_of(rows_of(rank.rank, rank.events) for rank in (model.run.ranks if model.run else ()))
+def _events(shown: Model) -> Table | Text:
+    log = log_of(rows_of(rank.rank, rank.events) for rank in (shown.run.ranks if shown.run else ()))
     if not log.lines:
-        return joined([tag("h2", "Events"), tag("p", "None yet.", class_="none")])
-    head = [heading_cell("when"), heading_cell("rank", "n"), heading_cell("step", "n"), heading_cell("what")]
-    rows = [_event(model, line) for line in log.lines]
+        return Text("None yet.", "note")
+    rows = [_event(line, shown.now_s) for line in log.lines]
     if log.cause is not None and len(log.lines) > 1:
-        rows.insert(0, _event(model, EventGroup(1, log.cause, log.cause), "First: "))
+        when, who, step, what, words = _event(EventGroup(1, log.cause, log.cause), shown.now_s)
+        rows.insert(
+            0, (Cell(when, at_s=log.cause.at_s, tone="first"), who, step, Cell(f"First: {what}", tone=what.tone), words)
+        )
     caption = f"{len(log.lines):,}, the newest first, many of a kind as one, with this machine’s time"
-    return joined([tag("h2", "Events"), table("Events", caption, head, rows)])
+    return Table(caption, ("when", "rank", "step", "event", "what"), tuple(rows), frozenset({0, 3, 4}), name="Events")
 
 
-def _event(model: Model, line: EventGroup, before: str = "") -> Html:
-    event, first = line.last, line.first
-    class_, symbol = LEVELS[event.severity]
-    sign = EMPTY
-    if event.severity is not Severity.INFO:
-        sign = tag("span", f"{symbol} ", role="img", aria_label=f"{BADGES[event.severity]}: ")
-    what: list[str] = [before, sign, tag("b", named(event.title))]
-    if line.number > 1:
-        in_step = "" if first.step is None else f" in step {text_format.count(first.step)}"
-        what += [tag("span", f" ×{line.number:,}", class_="times"), " since ", _when(model.now_s, first.at_s)]
-        what += [f"{in_step}, last:"]
-    cells = [
-        tag("td", _when(model.now_s, event.at_s)),
-        number_cell(named(_who(event.ranks))),
-        number_cell(text_format.count(event.step)),
-        tag("td", *what, " ", tag("span", event.text), class_=f"what {class_}"),
-    ]
-    return tag("tr", *cells, class_="first" if before else None)
+def _event(line: EventGroup, now_s: float) -> tuple[Cell, str, str, Cell, str]:
+    step, title = sections.event_words(line)
+    since = f"since {_when(now_s, line.first.at_s)}" if line.number > 1 else ""
+    tone = "" if line.last.severity is Severity.INFO else line.last.severity.name.lower()
+    what = Cell(title, since, tone=tone)
+    return Cell(_when(now_s, line.last.at_s), at_s=line.last.at_s), _who(line.last.ranks), step, what, line.last.text
 
 
 def _who(ranks: Sequence[str]) -> str:
@@ -479,60 +464,41 @@ def _who(ranks: Sequence[str]) -> str:
     return ", ".join(ranks[:_MOST_NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
 
-def _when(now_s: float, at_s: float) -> Html:
-    moment = time.localtime(at_s)
-    local = time.strftime("%H:%M:%S" if now_s - at_s < 43_200 else "%Y-%m-%d %H:%M", moment)  # noqa: PLR2004  # half a day
-    return tag("time", local, datetime=time.strftime("%Y-%m-%dT%H:%M:%S%z", moment))
+def _when(now_s: float, at_s: float) -> str:
+    return text_format.moment(at_s, "%H:%M:%S" if now_s - at_s < _HALF_A_DAY_S else "%Y-%m-%d %H:%M")
 
 
-def _evidence(model: Model) -> Html:
+def _evidence(shown: Model) -> Table | None:
     """Return the list of the ranks' artifacts, if there are any."""
-    if not model.evidence:
-        return EMPTY
-    head = [heading_cell("when"), heading_cell("rank", "n"), heading_cell("what"), heading_cell("size", "n")]
-    rows = [
-        tag("tr", tag("td", tag("time", one["time"][:19].replace("T", " "), datetime=one["time"])),
-            number_cell(named(one["rank"])),
-            tag("td", tag("a", one["kind"].replace("_", " "), href=f".{one['href']}")),
-            number_cell(exact(text_format.size(one["size_bytes"]), one["size_bytes"])))
-        for one in model.evidence
-    ]  # fmt: skip
-    return joined([tag("h2", "Evidence"), table("Evidence", f"{len(rows):,}, the newest first, in UTC", head, rows)])
+    rows = tuple(
+        (
+            one["time"][:19].replace("T", " "),
+            one["rank"],
+            Cell(one["kind"].replace("_", " "), link=Link(f".{one['href']}")),
+            Cell(text_format.size(one["size_bytes"]), exact=one["size_bytes"]),
+        )
+        for one in shown.evidence
+    )
+    caption = f"{len(rows):,}, the newest first, in UTC"
+    return Table(caption, ("when", "rank", "what", "size"), rows, frozenset({0, 2}), name="Evidence") if rows else None
 
 
-def _layers(model: Model) -> Html:
+def _layers(shown: Model) -> Table | None:
     values: dict[str, dict[str, float]] = {}
     for column, (metric, _) in LAYERS.items():
-        for key, value in model.focus.of(metric).items() if model.focus else ():
+        for key, value in shown.focus.of(metric).items() if shown.focus else ():
             values.setdefault(key[0] if key else "", {})[column] = value
-    if not values or model.focus is None:
-        return EMPTY
-    sort, columns = model.choice.layers, [name for name in LAYERS if any(name in row for row in values.values())]
+    if not values or shown.focus is None:
+        return None
+    sort, columns = shown.choice.layers, [name for name in LAYERS if any(name in row for row in values.values())]
     rows = list(values.items())
     if sort != "model":
         rows.sort(key=(lambda row: row[0]) if sort == "name" else (lambda row: descending(row[1].get(sort))))
-    head = []
-    for name, words, class_ in (("name", "layer", ""), *((name, LAYERS[name][1], "n") for name in columns)):
-        order = "ascending" if name == "name" else "descending"
-        content = _link(model.choice._replace(layers=name), words, "layers")
-        head.append(heading_cell(content, class_, order if name == sort else None))
-    body = [
-        tag("tr", tag("th", named(name), scope="row"), *(_number(text_format.number, row.get(column)) for column in columns))
-        for name, row in rows
-    ]
+    names = (("name", "layer"), *((name, LAYERS[name][1]) for name in columns))
     order = {"model": "largest layers as the model has them", "name": "by name"}.get(sort, "the highest first")
-    return joined([tag("h2", "Layers"), table("Layers", f"Of rank {model.focus.rank}, {order}", head, body)])
-
-
-PARTS: dict[str, tuple[str, Callable[[Model], Html]]] = {
-    "health": ("Health", _health),
-    "runs": ("Runs", _runs),
-    "figures": ("Key figures", _figures),
-    "curves": ("Curves", _curves),
-    "ranks": ("Ranks", _ranks),
-    "details": ("Details", _details),
-    "events": ("Events", _events),
-    "evidence": ("Evidence", _evidence),
-    "layers": ("Layers", _layers),
-}
-"""By ``id``: the section's name for screen readers, and the function that renders it"""
+    return Table(
+        f"Of rank {shown.focus.rank}, {order}",
+        tuple(_heading(words, name, sort, shown.choice.link("layers", layers=name)) for name, words in names),
+        tuple((name, *(_number(text_format.number, row.get(column)) for column in columns)) for name, row in rows),
+        name="Layers",
+    )

@@ -7,8 +7,10 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from torchobs.support import text as text_format
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
 _VOID = frozenset({"meta", "link", "rect", "path"})
 _MOST_NAME = 160
@@ -60,33 +62,12 @@ def unseen(words: str) -> Html:
     return tag("span", words, class_="unseen")
 
 
-def definitions(lines: Iterable[tuple[str, str]], class_: str | None = None) -> Html:
-    """Return a list of terms, each with its value; nothing if there are none."""
-    items = [tag("div", tag("dt", term), tag("dd", value)) for term, value in lines]
-    return tag("dl", *items, class_=class_) if items else EMPTY
-
-
-def heading_cell(words: str, class_: str = "", order: str | None = None) -> Html:
-    """Return the heading of a column; ``order``: how the table is sorted, if by this column."""
-    return tag("th", words, scope="col", class_=class_ or None, aria_sort=order)
-
-
-def number_cell(*content: str) -> Html:
-    """Return a cell of a column of numbers."""
-    return tag("td", *content, class_="n")
-
-
-def table(name: str, caption: str, head: Sequence[Html], body: Sequence[Html], foot: Sequence[Html] = ()) -> Html:
-    """Return a table in a container that scrolls sideways, also by keyboard."""
-    parts = [tag("caption", caption), tag("thead", tag("tr", *head)), tag("tbody", *body)]
-    parts += [tag("tfoot", *foot)] if foot else []
-    return tag("div", tag("table", *parts), class_="wide", role="region", aria_label=name, tabindex="0")
+def moment(words: str, at_s: float) -> Html:
+    """Return words for a moment, with the moment attached; ``at_s``: Unix time."""
+    return tag("time", words, datetime=text_format.moment(at_s, "%Y-%m-%dT%H:%M:%S%z"))
 
 
 @cache
-def style_sheet(package: str, *path: str) -> str:
-    """Return what the live page and reports have in common, and a file in a package: one text, for it is one request."""
-    own = files(package)
-    for name in path:
-        own = own.joinpath(name)
-    return "\n".join(sheet.read_text(encoding="utf-8") for sheet in (files(__package__).joinpath("shared.css"), own))
+def style_sheet(name: str) -> str:
+    """Return what the live page and reports have in common, and a style sheet of one: one text, for it is one request."""
+    return "\n".join(files(__package__).joinpath(sheet).read_text(encoding="utf-8") for sheet in ("shared.css", name))

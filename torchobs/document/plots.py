@@ -14,7 +14,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from torchobs.document.blocks import Chart, Document, HeatMap, LineChart, StripChart
-from torchobs.document.charts import curve_of, spreads
+from torchobs.document.charts import curve, spreads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,10 +72,10 @@ def _drawn(chart: Chart, axes: Axes) -> bool:
 def _lines(chart: LineChart, axes: Axes) -> bool:
     values = []
     for index, one in enumerate(chart.series):
-        found = curve_of(one.points, _BUCKETS)
+        found = curve(one.points, _BUCKETS)
         if found is not None:
             known = [bucket for bucket in found.buckets if bucket.mean is not None]
-            places, colour = [bucket.at / 1000 for bucket in known], _COLOURS[index % len(_COLOURS)]
+            places, colour = [bucket.at for bucket in known], _COLOURS[index % len(_COLOURS)]
             if len(chart.series) == 1:
                 axes.fill_between(
                     places, [b.least for b in known], [b.greatest for b in known], color=colour, alpha=0.18, linewidth=0

@@ -20,8 +20,6 @@ from torchobs.document import sections
 from torchobs.document.blocks import (
     Code,
     Document,
-    Figure,
-    Figures,
     Item,
     Items,
     LineChart,
@@ -31,12 +29,13 @@ from torchobs.document.blocks import (
     Text,
     section,
 )
+from torchobs.document.live import figures
 from torchobs.document.sections import points_of
 from torchobs.flight.events import plain
 from torchobs.flight.layout import Region
-from torchobs.flight.throughput import Throughput, speed
+from torchobs.flight.throughput import speed
 from torchobs.ranks.events import Fact, units
-from torchobs.ranks.rank_view import RankView, RunView, Step, run_at_end
+from torchobs.ranks.rank_view import RankView, Step, run_at_end
 from torchobs.ranks.runs import Chosen
 from torchobs.support import text as text_format
 
@@ -139,43 +138,6 @@ def _findings(every: Sequence[RankView], known: RunDiagnosis, names: set[str]) -
         endings.append(ending._replace(values={**ending.values, "alike": len(alike) or None}))
     found = (*known.together, *known.by_rank[known.principal], *endings)
     return Items(tuple(Item(one.severity, one.long, one.section if one.section in names else "") for one in found))
-
-
-def figures(rank: RankView, run: RunView) -> Figures:
-    """Return the key figures of a run, by the rank that is shown in full."""
-    still, total = rank.standstill, run.total_steps
-    goodput, rates = rank.by_attribute(catalog.GOODPUT_TIME), rank.of(catalog.LEARNING_RATE)
-    whole, done = sum(goodput.values()), f"{text_format.percent(min(run.steps / total, 1.0))} of {total:,}, " if total else ""
-    productive = goodput.get("productive", 0.0) / whole if whole else None
-    rate = rates.get(("0",), next(iter(rates.values()), None))
-    peaks = [size for size in rank.by_attribute(catalog.MEMORY_DEVICE_PEAK).values() if size]
-    rss = [value for _, value in rank.history.of(catalog.MEMORY_HOST_RSS.name).get("", [])]
-    pace, share = rank.speed if rank.up else rank.pace, rank.value(catalog.MFU)
-    found = [
-        Figure("State", rank.state, rank.reason if rank.reason not in {"", rank.state} else ""),
-        Figure("Steps", f"{run.steps:,}", f"{done}in {rank.lifetime}", run.steps),
-        Figure("Time left", text_format.span(run.left_s), "at the present speed") if run.left_s is not None else None,
-        Figure("Loss", text_format.number(rank.loss), "the last one", rank.loss) if rank.loss is not None else None,
-        Figure("Step time", text_format.duration(rank.pace.step_s), "typical of the last steps", rank.pace.step_s)
-        if rank.pace else None,
-        Figure("Speed", "–", f"no step for {text_format.span(still.seconds)}") if still is not None else None,
-        Figure("Speed", text_format.rate(pace.per_s, "steps"), _work(pace, share), pace.per_s) if pace and pace.per_s else None,
-        Figure("Goodput", text_format.percent(productive), f"of the time since {rank.since}", productive)
-        if productive is not None else None,
-        Figure("Learning rate", text_format.number(rate), f"first of {len(rates)} groups" if len(rates) > 1 else "", rate)
-        if rate is not None else None,
-        Figure("Device memory", text_format.size(max(peaks)), "peak of a device") if peaks else None,
-        Figure("Host memory", text_format.size(max(rss)), "greatest RSS seen") if rss else None,
-        Figure("Ranks", f"{len(run.ranks):,}", "") if len(run.ranks) > 1 else None,
-    ]  # fmt: skip
-    return Figures(tuple(figure for figure in found if figure is not None))
-
-
-def _work(pace: Throughput, share: float | None) -> str:
-    rates = ((pace.tokens_per_s, "tokens"), (pace.samples_per_s, "samples"))
-    more = [text_format.rate(per_s, what) for per_s, what in rates if per_s]
-    more += [f"MFU {text_format.percent(share)}"] if share is not None else []
-    return ", ".join([*more, f"over {text_format.plural(pace.steps, 'step')}"])
 
 
 def _limits(chosen: Chosen) -> Iterator[Text]:

@@ -23,7 +23,7 @@ from torchobs.document.blocks import (
     Text,
     section,
 )
-from torchobs.document.event_log import log_of, rows_of
+from torchobs.document.event_log import EventGroup, log_of, rows_of
 from torchobs.ranks.events import Fact, attribute_text, title_of
 from torchobs.ranks.rank_view import WHOLES, RankView, Step
 from torchobs.support import text as text_format
@@ -206,16 +206,21 @@ def points_of(steps: Iterable[Step], field: str) -> list[Point]:
 def time_spent(report: RankView, of: str) -> Section:
     """Return where the time went, of the run and of a step."""
     times = [(float(step.step), step.duration_s) for step in report.steps if step.duration_s is not None]
-    goodput = report.by_attribute(catalog.GOODPUT_TIME)
     phases, device = report.by_attribute(catalog.STEP_PHASE_TIME), report.by_attribute(catalog.STEP_DEVICE_TIME)
     return section(
         "time", f"Time{of}",
-        Shares(f"Time since {report.since}", goodput, "goodput-") if sum(goodput.values()) else None,
+        goodput(report),
         Shares("Time by phase of a step, all steps", phases) if sum(phases.values()) else None,
         Shares("Phases on the GPU, of its time in a step", device) if sum(device.values()) else None,
         LineChart("Step time", (Series("step time", times),), text_format.duration, note=_spread(report)) if times else None,
         _phases(report), *_operations(report),
     )  # fmt: skip
+
+
+def goodput(rank: RankView) -> Shares | None:
+    """Return where the time went since the process began."""
+    times = rank.by_attribute(catalog.GOODPUT_TIME)
+    return Shares(f"Time since {rank.since}", times, "goodput-") if sum(times.values()) else None
 
 
 def _phases(report: RankView) -> LineChart | None:
@@ -286,17 +291,17 @@ def memory_table(rank: RankView) -> Table | None:
         rows.append((f"{space} memory full in", text_format.span(left_s)))
     if kills := rank.value(catalog.CGROUP_MEMORY_OOM_KILLS):
         rows.append(("killed in its cgroup for memory", text_format.plural(int(kills), "process", "processes")))
-    return _pairs("In use, as last seen", rows)
+    return _pairs("Memory", "In use, as last seen", rows)
 
 
 def _of_limit(size: float, limit: float | None) -> str:
     return f"{text_format.size(size)} of {text_format.size(limit)}" if limit else text_format.size(size)
 
 
-def _pairs(caption: str, rows: Iterable[tuple[str, str]]) -> Table | None:
+def _pairs(name: str, caption: str, rows: Iterable[tuple[str, str]]) -> Table | None:
     """Return a table of names and values; none of no rows."""
-    rows = tuple((text_format.clean(name, 80), value) for name, value in rows)
-    return Table(caption, ("What", "Value"), rows, frozenset({0, 1})) if rows else None
+    rows = tuple((text_format.clean(what, 80), value) for what, value in rows)
+    return Table(caption, ("What", "Value"), rows, frozenset({0, 1}), name) if rows else None
 
 
 def precision_table(rank: RankView) -> Table | None:
@@ -309,7 +314,7 @@ def precision_table(rank: RankView) -> Table | None:
         for (scaler,), one in scales.items()
     ]
     counts = (("steps skipped", catalog.AMP_STEPS_SKIPPED), ("in a row now", catalog.AMP_SKIP_STREAK)) if scales else ()
-    return _pairs("Mixed precision", [*rows, *_counted(rank, counts)])
+    return _pairs("Mixed precision", "Mixed precision", [*rows, *_counted(rank, counts)])
 
 
 def compile_table(rank: RankView) -> Table | None:
@@ -325,7 +330,7 @@ def compile_table(rank: RankView) -> Table | None:
         rows += [
             (f"{name}, {kind.replace('_', ' ')}", f"{int(count):,}") for (kind,), count in rank.of(metric).items() if count
         ]
-    return _pairs("torch.compile; stages contain one another", rows)
+    return _pairs("torch.compile", "torch.compile; stages contain one another", rows)
 
 
 def checkpoint_table(rank: RankView, now_s: float) -> Table | None:
@@ -340,7 +345,7 @@ def checkpoint_table(rank: RankView, now_s: float) -> Table | None:
     if at_s:
         rows += [("last one", f"{text_format.span(now_s - at_s)} ago" + (f", {text_format.size(size)}" if size else ""))]
     counts = (("steps clipped", catalog.GRAD_CLIPPED_STEPS), ("not finite", catalog.GRAD_NONFINITE_STEPS))
-    return _pairs("Checkpoints and gradients", [*rows, *_counted(rank, counts)])
+    return _pairs("Checkpoints and gradients", "Checkpoints and gradients", [*rows, *_counted(rank, counts)])
 
 
 def _counted(rank: RankView, wanted: Iterable[tuple[str, catalog.Metric]]) -> Iterator[tuple[str, str]]:
@@ -422,14 +427,17 @@ def stack(report: RankView, of: str) -> Section:
 
 def events(report: RankView, of: str, most: int) -> Section:
     """Return the last events that the file holds, in their order, many of a kind as one."""
-    rows = []
-    for line in reversed(log_of([rows_of(report.rank, report.events)]).lines[:most]):
-        step, title = text_format.count(line.last.step) if line.last.step is not None else "", line.last.title
-        if line.number > 1:
-            title, since = f"{title} ×{line.number:,}", line.first.step
-            step = step if since is None else f"{since:,} to {step}"
-        rows.append((text_format.moment(line.last.at_s, "%H:%M:%S"), step, title, line.last.text))
-    table = Table(
-        "Those that the flight file still holds", ("Time", "Step", "Event", "What"), tuple(rows), frozenset({0, 2, 3})
+    rows = tuple(
+        (text_format.moment(line.last.at_s, "%H:%M:%S"), *event_words(line), line.last.text)
+        for line in reversed(log_of([rows_of(report.rank, report.events)]).lines[:most])
     )
+    table = Table("Those that the flight file still holds", ("Time", "Step", "Event", "What"), rows, frozenset({0, 2, 3}))
     return section("events", f"Events{of}", table if rows else None, wide=True)
+
+
+def event_words(line: EventGroup) -> tuple[str, str]:
+    """Return the steps and the title of a line of the event log."""
+    last, first = (text_format.count(step) if step is not None else "" for step in (line.last.step, line.first.step))
+    if line.number == 1:
+        return last, line.last.title
+    return f"{first} to {last}" if first else last, f"{line.last.title} ×{line.number:,}"

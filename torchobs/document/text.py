@@ -17,10 +17,11 @@ from torchobs.support import text as text_format
 NARROWEST, WIDEST, UNKNOWN = 40, 200, 120
 MANY = 40
 """Most rows of a table that are printed"""
-STATE_COLOURS = {
+SEVERITY_COLOURS = {"error": "red", "warning": "yellow", "info": ""}
+_COLOURS = SEVERITY_COLOURS | {
     "alive": "", "finished": "", "hung": "red", "failed": "red", "lost": "red", "unresponsive": "yellow",
 }  # fmt: skip
-SEVERITY_COLOURS = {"error": "red", "warning": "yellow", "info": ""}
+"""By severity, and by a rank's state"""
 _CODES = {"bold": "1", "dim": "2", "red": "31", "yellow": "33", "cyan": "36"}
 _GAP = "  "
 _NARROWEST_TEXT = 20
@@ -123,30 +124,27 @@ def table(block: Table, style: TerminalStyle, most: int | None = None) -> list[s
     while sum(text_format.columns(first) + len(_GAP) for first, *_ in columns[:-1]) + needed[len(columns) - 1] > style.width:
         columns.pop()
     lines = [text_format.cut(_GAP.join(cells).rstrip(), style.width) for cells in zip(*columns, strict=True)]
-    colours = [next((STATE_COLOURS[cell] for cell in row if cell in STATE_COLOURS), "") for row in rows]
+    tones = ([getattr(cell, "tone", "") or cell for cell in row] for row in rows)
+    colours = [next((_COLOURS[tone] for tone in row if tone in _COLOURS), "") for row in tones]
     return [style(colour, line) for colour, line in zip(("dim", *colours), lines, strict=True)]
 
 
 def _curves(chart: LineChart, style: TerminalStyle) -> Iterator[str]:
+    """Yield each series as bars in a line that ends with their range and the last one."""
     name_room = max(len(chart.name), 14)
     series_room = max(map(len, (one.name for one in chart.series)), default=0) if len(chart.series) > 1 else 0
     for index, one in enumerate(chart.series):
         name = text_format.pad(chart.name if not index else "", name_room)
         before = f"{name} {text_format.pad(one.name, series_room)} " if series_room else f"{name} "
-        yield curve(before, [value for _, value in one.points], chart, style)
+        values = [value for _, value in one.points]
+        finite = sorted(value for value in values if abs(value) < float("inf"))
+        ends = f"{chart.rounded(finite[0])} to {chart.rounded(finite[-1])}, " if finite else ""
+        after = f" {ends}last {chart.rounded(values[-1])}"
+        room = min(_WIDEST_CURVE, style.width - text_format.columns(before) - len(after))
+        bars = text_format.sparkline(values, room, ascii_only=not style.unicode)
+        yield style("cyan", text_format.cut(f"{before}{bars}{after}", style.width))
     if chart.note:
         yield from bullets([chart.note], style.width, "  ")
-
-
-def curve(before: str, values: Sequence[float], chart: LineChart, style: TerminalStyle) -> str:
-    """Return the values as bars in a line that begins with ``before`` and ends with their range and the last one."""
-    finite = sorted(value for value in values if abs(value) < float("inf"))
-    ends = f"{chart.rounded(finite[0])} to {chart.rounded(finite[-1])}, " if finite else ""
-    after = f" {ends}last {chart.rounded(values[-1])}"
-    room = min(_WIDEST_CURVE, style.width - text_format.columns(before) - len(after))
-    return text_format.cut(
-        f"{before}{text_format.sparkline(values, room, ascii_only=not style.unicode)}{after}", style.width
-    )  # fmt: skip
 
 
 def bullets(texts: Sequence[str], width: int, mark: str = "- ") -> list[str]:

@@ -10,26 +10,29 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qs
 
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from torchobs.document import live
-from torchobs.document.live import SCRIPT_PATH, STREAM_PATH, STYLE_PATH, choice_of, focused, model, page, stream_of
-from torchobs.document.markup import style_sheet
+from torchobs.document import html
+from torchobs.document.live import WAITING, Choice, chosen_run, model, page_document
+from torchobs.document.markup import EMPTY, Html, joined, named, style_sheet, tag
 from torchobs.exporter import access
 from torchobs.exporter.snapshot_cache import DEADLINE_S, FRESH_S
-from torchobs.ranks.live import DetailsReader, RunsReader
+from torchobs.ranks.live import DetailsReader, RunsReader, key_of
+from torchobs.ranks.snapshot import grouped
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
     from starlette.requests import Request
 
-    from torchobs.document.live import Choice, Model
+    from torchobs.document.blocks import Document
+    from torchobs.document.live import Model
     from torchobs.exporter.snapshot_cache import SnapshotCache
     from torchobs.ranks.live import Details
-    from torchobs.ranks.snapshot import Snapshot
+    from torchobs.ranks.snapshot import Rank, Snapshot
 
 
 TICK_S = 1.0
@@ -59,6 +62,77 @@ T = TypeVar("T")
 
 Parts = dict[str, str]
 """Content by element id; also ``title``, and ``stream``, the URL to reconnect to"""
+
+STREAM_PATH, STYLE_PATH, SCRIPT_PATH = "/live/stream", "/live/live.css", "/live/live.js"
+PARTS = {
+    "health": "Health", "runs": "Runs", "figures": "Key figures", "curves": "Curves", "ranks": "Ranks", "details": "Details",
+    "events": "Events", "evidence": "Evidence", "layers": "Layers",
+}  # fmt: skip
+"""The sections' ids, with names for screen readers"""
+_MOST_QUERY = 16_000
+"""Enough for the longest name of a run: it is from a header of 4 KiB, and each byte may take three in a query"""
+_MOST_PAGE = 1000
+
+
+def choice_of(query: str) -> Choice:
+    """Return the choice in a query string. Invalid parts are ignored, never an error."""
+    try:
+        fields = parse_qs(query[:_MOST_QUERY], max_num_fields=16)
+    except ValueError:
+        return Choice()
+    given = {name: fields[name][0] for name in ("run", "rank", "sort", "layers") if name in fields}
+    page = fields.get("page", ["1"])[0]
+    return Choice(**given, page=min(int(page), _MOST_PAGE) if page.isdecimal() and page.isascii() else 1)
+
+
+def focused(ranks: Iterable[Rank], choice: Choice) -> str | None:
+    """Return the incarnation of the chosen rank, which is shown with curves and details."""
+    members = chosen_run({key_of(run): run for run in grouped(ranks)}, choice) or []
+    return next((rank.incarnation for rank in members if rank.rank == choice.rank), members[0].incarnation if members else None)
+
+
+def stream_of(choice: Choice) -> str:
+    """Return the URL of the event stream for a choice."""
+    return f".{STREAM_PATH}{choice.query}"
+
+
+def rendered(document: Document) -> Parts:
+    """Return every section's content by its element's ``id``, and the heading."""
+    made = {one.name: html.content(one) for one in document.sections}
+    run = [" ", tag("span", named(document.subtitle), class_="run")] if document.subtitle else []
+    parts = {"health": html.verdict(document), "heading": joined([named(document.title), *run])}
+    return {**dict.fromkeys(PARTS, EMPTY), **made, **parts, "title": _title(document)}
+
+
+def _title(document: Document) -> str:
+    return "torchobs exporter" if document.badge[0] == WAITING else html.title(document)
+
+
+def page(shown: Model, problems: Sequence[str], links: Sequence[tuple[str, str]]) -> str:
+    """Return the page. ``links``: the exporter's other pages, as (path, name)."""
+    document = page_document(shown)
+    parts = rendered(document)
+    sections = [
+        tag("section", Html(parts[name]), id=name, aria_label=label, tabindex="-1" if name == "ranks" else None)
+        for name, label in PARTS.items()
+    ]
+    status = tag("p", "As of when it was loaded", id="link", class_="link", data_state="still")
+    pause = tag("button", "Pause", type="button", id="pause", hidden=True)
+    others = tag("nav", *(tag("a", words, href=f".{path}") for path, words in links), aria_label="Elsewhere")
+    heading = tag("h1", Html(parts["heading"]), id="heading")
+    body = tag(
+        "body",
+        tag("a", "Skip to the ranks", href="#ranks", class_="skip"),
+        tag("header", heading, tag("div", status, pause, class_="controls"), others),
+        tag("main", *(tag("p", tag("strong", one), role="alert", class_="problem") for one in problems), *sections),
+        html.footer(document),
+        data_stream=stream_of(shown.choice),
+    )
+    links_of_head = [
+        tag("link", rel="stylesheet", href=f".{STYLE_PATH}"),
+        tag("script", src=f".{SCRIPT_PATH}", defer=True),
+    ]
+    return html.whole(parts["title"], links_of_head, body)
 
 
 class Feed:
@@ -178,7 +252,7 @@ async def _in_time(answer: Awaitable[T], otherwise: T) -> T:
 def _parts(models: Mapping[Choice, Model]) -> dict[Choice, Parts]:
     parts: dict[Choice, Parts] = {}
     for choice, one in models.items():
-        parts[choice] = {**live.rendered(one), "heading": live.heading(one), "title": live.title(one)}
+        parts[choice] = rendered(page_document(one))
         if one.run and not choice.run:  # a page opened before any run: from now on it shows this one
             parts[choice]["stream"] = stream_of(choice._replace(run=one.run.key))
     return parts
@@ -207,7 +281,7 @@ class LivePage:
         return [
             Route("/", _guarded(self._page)),
             Route(STREAM_PATH, _guarded(self._stream)),
-            Route(STYLE_PATH, _guarded(partial(_asset, partial(style_sheet, "torchobs.document", "live.css"), "text/css"))),
+            Route(STYLE_PATH, _guarded(partial(_asset, partial(style_sheet, "live.css"), "text/css"))),
             Route(SCRIPT_PATH, _guarded(partial(_asset, _script, "text/javascript"))),
         ]
 
