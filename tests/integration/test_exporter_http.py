@@ -21,7 +21,7 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from starlette.responses import PlainTextResponse
 
 from tests.diagnosis_files import Parsed
-from tests.exporters import Answer, Service
+from tests.exporters import Answer, Service, value_on
 from tests.prometheus_server import PrometheusServer
 from tests.rank_files import Clock, live_rank, train
 from tests.support import wait_until
@@ -87,6 +87,15 @@ def test_the_metrics_in_each_format(writer: FlightWriter, exporter: Service) -> 
 
 
 @pytest.mark.parametrize(
+    ("accepted", "encoding"),
+    [("gzip", "gzip"), ("br, GZIP ; q=0.1", "gzip"), ("gzip;q=0", None), ("gzip; q=0.000, deflate", None), ("x-gzip", None)],
+)
+def test_a_page_is_compressed_where_gzip_is_accepted(exporter: Service, accepted: str, encoding: str | None) -> None:
+    """With any weight but 0, by which a client refuses it."""
+    assert exporter.get(Accept_Encoding=accepted).headers.get("content-encoding") == encoding
+
+
+@pytest.mark.parametrize(
     ("method", "path", "status"),
     [("POST", "/metrics", 405), ("DELETE", "/-/healthy", 405), ("GET", "/nope", 404), ("GET", "/metrics/x", 404),
      ("GET", "/../etc/passwd", 404), ("HEAD", "/metrics", 200)],
@@ -130,8 +139,9 @@ def test_the_landing_page_shows_the_ranks_and_loads_nothing(exporter: Service, f
 def test_the_exporter_counts_its_own_scrapes(flight_dir: Path) -> None:
     """The page has how many were served before it, up to a second ago, and how long they took."""
     with Service(ExporterConfig(flight_dir=str(flight_dir))) as exporter:
-        assert exporter.value("torchobs_exporter_scrapes_total") == 0
-        assert exporter.value("torchobs_exporter_scrape_time_seconds_total") == 0
+        first = exporter.page()
+        assert value_on(first, "torchobs_exporter_scrapes_total") == 0
+        assert value_on(first, "torchobs_exporter_scrape_time_seconds_total") == 0
         wait_until(lambda: (exporter.value("torchobs_exporter_scrapes_total") or 0) >= 2)
         spent_s = exporter.value("torchobs_exporter_scrape_time_seconds_total")
         assert spent_s is not None

@@ -23,7 +23,7 @@ from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.web_config import BusyError, Passwords
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 METRICS = "torchobs_build_info"
@@ -72,25 +72,23 @@ class Served:
         encoded = base64.b64encode(f"{user}:{password}".encode()).decode()
         return self.service.get(path, **({} if password is None else {"Authorization": f"Basic {encoded}"}))
 
-    def secure(self, client: str | None = None, most: ssl.TLSVersion | None = None) -> http.client.HTTPSConnection:
-        """A connection that trusts `server.pem`, perhaps with a certificate of its own."""
+    def trust(self, client: str | None = None, most: ssl.TLSVersion | None = None) -> ssl.SSLContext:
+        """A client's context that trusts the present `server.pem`, perhaps with a certificate of its own."""
         context = ssl.create_default_context(cafile=str(self.home / "server.pem"))
         if client is not None:
             context.load_cert_chain(self.home / f"{client}.pem", self.home / f"{client}.key")
         if most is not None:
             context.maximum_version = most
-        return http.client.HTTPSConnection(self.service.address, timeout=10, context=context)
+        return context
 
-    def secure_status(self, client: str | None = None, most: ssl.TLSVersion | None = None) -> int | None:
-        """The status of the metrics over TLS; None: not even a connection."""
-        connection = self.secure(client, most)
-        try:
-            connection.request("GET", "/metrics")
-            return connection.getresponse().status
-        except OSError:
-            return None
-        finally:
-            connection.close()
+    def page(self, trust: ssl.SSLContext) -> bytes:
+        """The metrics over TLS; empty if there is not even a connection."""
+        with contextlib.closing(http.client.HTTPSConnection(self.service.address, timeout=10, context=trust)) as connection:
+            try:
+                connection.request("GET", "/metrics")
+                return connection.getresponse().read()
+            except OSError:
+                return b""
 
 
 @pytest.fixture
@@ -219,10 +217,10 @@ def test_guesses_neither_queue_up_nor_push_the_scraper_out() -> None:
 
 def test_the_least_version_is_kept(serve: Callable[[str], Served]) -> None:
     """And so are suites, of which those of TLS 1.3 alone leave no other version."""
-    served = serve(f"{TLS}, min_version: TLS13}}")
-    assert (served.secure_status(), served.secure_status(most=ssl.TLSVersion.TLSv1_2)) == (200, None)
-    only = serve(f"{TLS}, cipher_suites: [TLS_AES_128_GCM_SHA256]}}")
-    assert (only.secure_status(), only.secure_status(most=ssl.TLSVersion.TLSv1_2)) == (200, None)
+    for text in (f"{TLS}, min_version: TLS13}}", f"{TLS}, cipher_suites: [TLS_AES_128_GCM_SHA256]}}"):
+        served = serve(text)
+        assert METRICS.encode() in served.page(served.trust())
+        assert served.page(served.trust(most=ssl.TLSVersion.TLSv1_2)) == b""
 
 
 def test_configured_headers_are_on_every_response(serve: Callable[[str], Served]) -> None:
@@ -254,9 +252,7 @@ def test_a_change_that_cannot_be_is_none(serve: Callable[[str], Served], caplog:
         if before == USERS:
             assert served.get().status == 401
             return served.get(password=PASSWORD).body
-        with contextlib.closing(served.secure()) as connection:
-            connection.request("GET", "/metrics")
-            return connection.getresponse().read()
+        return served.page(served.trust())
 
     for name, (text, words) in MISTAKES.items():
         caplog.clear()
@@ -268,13 +264,22 @@ def test_a_change_that_cannot_be_is_none(serve: Callable[[str], Served], caplog:
         wait_until(lambda: b"torchobs_exporter_config_ok 1" in page())
 
 
-def test_a_renewed_certificate_is_presented(serve: Callable[[str], Served], program: Callable[[str], str]) -> None:
-    """As cert-manager renews it: the files change, the configuration does not."""
+@pytest.mark.parametrize("order", [("key", "pem"), ("pem", "key")])
+def test_a_renewed_certificate_is_presented(
+    serve: Callable[[str], Served], program: Callable[[str], str], tmp_path: Path, order: Sequence[str]
+) -> None:
+    """One file comes after the other: while they do not belong together, the old pair stays in force, and the page says so."""
     served = serve(f"{TLS}}}")
-    first = ssl.get_server_certificate(_split(served))
-    certify(program("openssl"), served.home, "server")
-    wait_until(lambda: ssl.get_server_certificate(_split(served)) != first)
-    assert served.secure_status() == 200
+    first, old = ssl.get_server_certificate(_split(served)), served.trust()
+    renewed = tmp_path / "renewed"
+    renewed.mkdir()
+    certify(program("openssl"), renewed, "server")
+    (renewed / f"server.{order[0]}").replace(served.home / f"server.{order[0]}")
+    wait_until(lambda: b"torchobs_exporter_config_ok 0" in served.page(old))
+    assert ssl.get_server_certificate(_split(served)) == first
+    (renewed / f"server.{order[1]}").replace(served.home / f"server.{order[1]}")
+    wait_until(lambda: b"torchobs_exporter_config_ok 1" in served.page(served.trust()))
+    assert ssl.get_server_certificate(_split(served)) != first
 
 
 def _split(served: Served) -> tuple[str, int]:

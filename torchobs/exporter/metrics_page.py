@@ -6,6 +6,7 @@ Simultaneous scrapes share one page, so that all but the first are served from t
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qs
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.exposition import gzip_accepted
 from starlette.responses import PlainTextResponse
 
 from torchobs.exporter import text_format
@@ -198,6 +198,15 @@ def gzipped(page: Iterable[bytes]) -> bytes:
     return b"".join([*map(made.compress, page), made.flush()])
 
 
+_REFUSED = re.compile(r"q=0(\.0*)?")
+
+
+def accepts_gzip(accept_encoding: str) -> bool:
+    """Return whether the header has gzip, unless with a weight of 0, which refuses it (RFC 9110, 12.4.2)."""
+    codings = ("".join(coding.lower().split()).partition(";") for coding in accept_encoding.split(","))
+    return any(name == "gzip" and not _REFUSED.fullmatch(weight) for name, _, weight in codings)
+
+
 _SCRAPE_TIMEOUT = b"x-prometheus-scrape-timeout-seconds"
 _METHODS = ("GET", "HEAD")
 _misdirected = PlainTextResponse(
@@ -232,7 +241,7 @@ class MetricsPage:
         headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}  # the first of duplicates wins
         timeout_s = _timeout_s(headers.get(_SCRAPE_TIMEOUT))
         scrape = await self._fresh(DEADLINE_S if timeout_s is None else min(DEADLINE_S, max(0.1, timeout_s / 2)))
-        compressed = gzip_accepted(headers.get(b"accept-encoding", ""))
+        compressed = accepts_gzip(headers.get(b"accept-encoding", ""))
         acknowledged = self._scrapers.acknowledged(time.monotonic())
         page = await self._pages.get(scrape, headers.get(b"accept", ""), compressed=compressed, acknowledged=acknowledged)
         sent = [
