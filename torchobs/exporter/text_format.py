@@ -1,15 +1,15 @@
-"""Lines and numbers of the metrics page, byte for byte as prometheus-client writes them, five times as fast.
+"""Lines and numbers of the metrics page, in OpenMetrics and in the classic text format 0.0.4.
 
-prometheus-client is the tests' reference, and renders its own process metrics. Two formats: OpenMetrics and the classic text
-format 0.0.4. Names and labels consist of legacy characters only, so that they need no escaping scheme.
+prometheus-client is the tests' reference, and renders its own process metrics; it is five times as slow. Names and labels
+consist of legacy characters only, so that they need no escaping scheme.
 
-Labels are escaped once, and many numbers formatted at a time, for they take most of a page's time: ``repr`` takes 0.8 µs for a
-float of 17 digits, msgspec 0.08 µs. Both write the shortest digits that round-trip, and the same text where neither writes an
-exponent: no difference in 2 million floats, including powers of two, their neighbours and 32-bit floats.
+Labels are escaped once, and many numbers are formatted at a time, for they take most of a page's time: ``repr`` takes 0.8 µs
+for a float of 17 digits, msgspec 0.08 µs. Both write the shortest digits that round-trip.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, groupby
 from math import isfinite
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from torchobs.ranks.labels import Shown
 
 
-PLAIN_FROM, PLAIN_BELOW = 1e-4, 1e6
-"""Numbers that are written without an exponent: Python writes one below, Go from there on."""
 END = "# EOF\n"
 """The last line of a page in OpenMetrics."""
 _PIECE = 64 * 1024
@@ -73,24 +71,56 @@ def sample_name(family: Family) -> str:
     return f"{family.name}_total" if family.kind is Kind.COUNTER else family.name
 
 
-class LabelledSeries(NamedTuple):
-    """A series with its family and labels. Keeps ``series`` alive, because its ``id`` is a cache key."""
+@dataclass(slots=True, eq=False)
+class LabelledSeries:
+    """A series with its family, its labels and its lines. Keeps ``series`` alive, because its ``id`` is a cache key."""
 
     series: Series
     family: Family
-    labels: dict[str, str]
-    buckets: tuple[dict[str, str], ...]
+    labels: Mapping[str, str]
     brief: str
     survives: bool
     """whether a dead rank keeps it"""
     quiet: float | None
     shared: bool
     """as in :class:`~torchobs.catalog.Metric`"""
+    _prefixes: Sequence[str] = ()
 
     @property
     def lines(self) -> int:
         """Most lines on the page."""
-        return len(self.buckets) + 2 if self.buckets else 1
+        return len(self.series.bounds) + 3 if self.series.kind is Kind.HISTOGRAM else 1
+
+    @property
+    def prefixes(self) -> Sequence[str]:
+        """The lines up to their numbers; made when they are needed, for most quiet series never are."""
+        if not self._prefixes and self.series.kind is Kind.HISTOGRAM:
+            name, edges = self.family.name, [*map(_go, self.series.bounds), "+Inf"]
+            buckets = [prefix(f"{name}_bucket", {**self.labels, "le": edge}) for edge in edges]
+            self._prefixes = (*buckets, *(prefix(f"{name}{suffix}", self.labels) for suffix in ("_count", "_sum")))
+        elif not self._prefixes:
+            self._prefixes = (prefix(sample_name(self.family), self.labels),)
+        return self._prefixes
+
+    def numbers(self, value: Value | None) -> Sequence[float]:
+        """Return the numbers of the first lines; none for values that a page cannot show (not finite, a negative counter)."""
+        if isinstance(value, Distribution):
+            return self._of_histogram(value) if self.series.kind is Kind.HISTOGRAM else ()
+        if value is None or self.series.kind is Kind.HISTOGRAM or not isfinite(value):
+            return ()
+        if value < 0 and self.series.kind is Kind.COUNTER:
+            return ()
+        return (float(value),)
+
+    def _of_histogram(self, value: Distribution) -> Sequence[float]:
+        totals, bounds = [*map(float, accumulate(value.counts))], self.series.bounds
+        # with negative values the sum is not monotonic, and OpenMetrics then forbids both sum and count
+        return totals if value.sum < 0 or (bounds and bounds[0] < 0) else [*totals, totals[-1], value.sum]
+
+    def exemplars(self, found: Shown) -> list[tuple[int, str]]:
+        """Return the exemplars to append to bucket lines, with their line's index."""
+        own = rank_labels.exemplars_of(self.series, found) if self.series.kind is Kind.HISTOGRAM else {}
+        return [(index, exemplar(one.labels, one.value, one.at_ns)) for index, one in own.items()]
 
 
 def label(series: Series, family: Family, identity: Mapping[str, str]) -> LabelledSeries:
@@ -98,13 +128,10 @@ def label(series: Series, family: Family, identity: Mapping[str, str]) -> Labell
     known = BY_NAME.get(series.name)
     shared = known is not None and known.shared
     described = {name: value for name, value in identity.items() if name != "rank"} if shared else identity
-    own = {**rank_labels.of_attributes(series.attributes), **described}
-    edges = [*map(floatToGoString, series.bounds), "+Inf"] if series.kind is Kind.HISTOGRAM else []
     return LabelledSeries(
         series=series,
         family=family,
-        labels=own,
-        buckets=tuple({**own, "le": edge} for edge in edges),
+        labels={**rank_labels.of_attributes(series.attributes), **described},
         brief=known.brief if known else series.brief or f"OpenTelemetry instrument {series.name}.",
         survives=cumulative(series.kind) or (known is not None and known.survives),
         quiet=known.quiet if known is not None else None,
@@ -170,19 +197,15 @@ def exemplar(labels: Mapping[str, str], value: float, at_ns: int) -> str:
     ``at_ns``: time of the observation, Unix ns; a float would lose the last two digits.
     """
     pairs = ",".join(f'{label}="{_text(text)}"' for label, text in sorted(labels.items()))
-    return f" # {{{pairs}}} {_go(value)} {at_ns // _SECOND}.{at_ns % _SECOND:09d}"
+    return f" # {{{pairs}}} {value!r} {at_ns // _SECOND}.{at_ns % _SECOND:09d}"
 
 
 def _text(value: str) -> str:
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
-def number(value: float) -> str:
-    """Return a finite value as Go formats it."""
-    return repr(float(value)) if value < PLAIN_BELOW else _go(value)
-
-
 def _go(value: float) -> str:
+    """Return a bucket's bound as Go writes it, which makes it the same label as other exporters have."""
     text: str = floatToGoString(value)  # type: ignore[no-untyped-call]  # it has no types
     return text
 
@@ -191,23 +214,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 def numbers(values: Sequence[float]) -> list[str]:
-    """Return finite floats as :func:`number` formats each. No integers: they would have no decimal point."""
-    if not values:
-        return []
-    encoded = _encode(values)
-    texts = encoded[1:-1].decode().split(",")
-    # searching the text takes a tenth of comparing the values: a number below 1e-4 has an exponent or four zeros behind the
-    # point, and non-negative numbers are all below 1e6 if their sum is
-    if b"e" in encoded or b"-" in encoded or b"0.0000" in encoded or not sum(values) < PLAIN_BELOW:
-        _correct(texts, values)
-    return texts
-
-
-def _correct(texts: list[str], values: Sequence[float]) -> None:
-    """Format those numbers again that msgspec formats in another way."""
-    for index, value in enumerate(values):
-        if not PLAIN_FROM <= value < PLAIN_BELOW and value:
-            texts[index] = number(value)
+    """Return the texts of finite floats. No integers: they would have no decimal point."""
+    return _encode(values)[1:-1].decode().split(",") if values else []
 
 
 def pieces(form: Format, foreign: bytes, families: Iterable[str]) -> Iterator[bytes]:
@@ -256,68 +264,20 @@ class SampleRenderer:
         """``labels_of`` returns the labels for a sample's attributes."""
         self._form, self._labels_of = form, labels_of
         self._series: list[tuple[Metric, Mapping[str, str]]] = []
-        self._order: list[int] = []
         self._template = LineTemplate((), ())
 
     def lines(self, samples: Sequence[Sample]) -> list[FamilyLines]:
-        """Return the lines by family, in the order of the families' first samples."""
+        """Return the lines in the order of the samples."""
         series = [(one.metric, one.attributes) for one in samples]
         if series != self._series:
-            self._series, self._template = series, self._plan(series)
-        return self._template.fill(numbers([float(samples[index].value) for index in self._order]))
+            self._series, self._template = series, LineTemplate(*zip(*map(self._line, samples), strict=True))
+        return self._template.fill(numbers([float(one.value) for one in samples]))
 
-    def _plan(self, series: Sequence[tuple[Metric, Mapping[str, str]]]) -> LineTemplate:
-        first: dict[str, int] = {}
-        for index, (metric, _) in enumerate(series):
-            first.setdefault(metric.name, index)
-        self._order = sorted(range(len(series)), key=lambda index: first[series[index][0].name])
-        headings: list[Heading] = []
-        prefixes: list[str] = []
-        for metric, attributes in (series[index] for index in self._order):
-            family = family_of(metric.name, metric.kind, metric.unit)
-            headings.append(heading(self._form, family, metric.brief))
-            prefixes.append(prefix(sample_name(family), self._labels_of(attributes)))
-        return LineTemplate(headings, prefixes)
-
-
-class SeriesLines:
-    """The lines of one series in one format. ``in_block``: its index in the block."""
-
-    __slots__ = ("_prefixes", "entry", "heading", "in_block")
-
-    def __init__(self, in_block: int, entry: LabelledSeries, heading: Heading) -> None:
-        self.in_block, self.entry, self.heading = in_block, entry, heading
-        self._prefixes: list[str] = []
-
-    @property
-    def prefixes(self) -> Sequence[str]:
-        """The lines up to their numbers; made when they are needed, for most quiet series never are."""
-        entry, name = self.entry, self.entry.family.name
-        if not self._prefixes and entry.buckets:
-            self._prefixes = [prefix(f"{name}_bucket", own) for own in entry.buckets]
-            self._prefixes += [prefix(f"{name}{suffix}", entry.labels) for suffix in ("_count", "_sum")]
-        elif not self._prefixes:
-            self._prefixes = [prefix(sample_name(entry.family), entry.labels)]
-        return self._prefixes
-
-    def numbers(self, value: Value | None) -> Sequence[float]:
-        """Return the numbers of the first lines; none for values that a page cannot show (not finite, a negative counter)."""
-        entry = self.entry
-        if isinstance(value, Distribution):
-            return self._of_histogram(value) if entry.buckets else ()
-        if value is None or entry.buckets or not isfinite(value) or (value < 0 and entry.series.kind is Kind.COUNTER):
-            return ()
-        return (float(value),)
-
-    def _of_histogram(self, value: Distribution) -> Sequence[float]:
-        totals, bounds = [*map(float, accumulate(value.counts))], self.entry.series.bounds
-        # with negative values the sum is not monotonic, and OpenMetrics then forbids both sum and count
-        return totals if value.sum < 0 or (bounds and bounds[0] < 0) else [*totals, totals[-1], value.sum]
-
-    def exemplars(self, found: Shown) -> list[tuple[int, str]]:
-        """Return the exemplars to append to bucket lines, with their line's index."""
-        own = rank_labels.exemplars_of(self.entry.series, found) if self.entry.buckets else {}
-        return [(index, exemplar(one.labels, one.value, one.at_ns)) for index, one in own.items()]
+    def _line(self, sample: Sample) -> tuple[Heading, str]:
+        """Return a sample's heading, and its line up to the number."""
+        metric = sample.metric
+        family = family_of(metric.name, metric.kind, metric.unit)
+        return heading(self._form, family, metric.brief), prefix(sample_name(family), self._labels_of(sample.attributes))
 
 
 class _Plan(NamedTuple):
@@ -374,6 +334,14 @@ class QuietSeries:
         return values
 
 
+class _Row(NamedTuple):
+    """A series that is looked at one by one. ``in_block``: its index in the block."""
+
+    in_block: int
+    entry: LabelledSeries
+    heading: Heading
+
+
 class BlockRenderer:
     """Renders a value block in one format and one state of the rank; again only when the block has changed.
 
@@ -405,14 +373,14 @@ class BlockRenderer:
             if entry.quiet is not None or (entry.series.kind, entry.series.value_type) != gauges
         }
         self._rows = [
-            SeriesLines(index, entry, headings[entry.family.name]) for index, entry in in_order if entry.family.name in mixed
+            _Row(index, entry, headings[entry.family.name]) for index, entry in in_order if entry.family.name in mixed
         ]
         self._hidden, self._shown = [row for row in self._rows if row.entry.quiet is not None], self._rows
         self._pick_hidden = _picking(())
         self._hidden_values: tuple[Value | None, ...] = ()
         self._revealed = -1
         self._gauges = [
-            (index, headings[entry.family.name], prefix(entry.family.name, entry.labels))
+            (index, headings[entry.family.name], entry.prefixes[0])
             for index, entry in in_order
             if entry.family.name not in mixed
         ]
@@ -451,8 +419,8 @@ class BlockRenderer:
         self._hidden_values, self._revealed = self._pick_hidden(values), self._quiet.revealed
         self._shape, self._exemplars = None, (rank_labels.NO_EXEMPLARS, [])
 
-    def _numbers(self, row: SeriesLines, value: Value | None) -> Sequence[float]:
-        found = row.numbers(value)
+    def _numbers(self, row: _Row, value: Value | None) -> Sequence[float]:
+        found = row.entry.numbers(value)
         if row.entry.quiet is None:
             return found
         shown = self._quiet.shown(row.entry, found)
@@ -467,7 +435,7 @@ class BlockRenderer:
         starts = list[int]()
         for row, length in zip(self._shown, lengths, strict=True):
             starts.append(len(prefixes))
-            prefixes += row.prefixes[:length]
+            prefixes += row.entry.prefixes[:length]
             headings += [row.heading] * length
         template = LineTemplate(headings, prefixes)
         template.ranges.sort(key=lambda one: self._positions[one[0].family])
@@ -476,7 +444,7 @@ class BlockRenderer:
     def _exemplar_texts(self, exemplars: Shown) -> list[tuple[int, int, str]]:
         """Return the row, the bucket and the text of each exemplar."""
         if exemplars is not self._exemplars[0]:
-            by_row = ((number, row.exemplars(exemplars)) for number, row in enumerate(self._shown))
+            by_row = ((number, row.entry.exemplars(exemplars)) for number, row in enumerate(self._shown))
             self._exemplars = exemplars, [(number, bucket, text) for number, found in by_row for bucket, text in found]
         return self._exemplars[1]
 
