@@ -30,7 +30,7 @@ from torchobs.config.options import Address
 from torchobs.exporter import daemon
 from torchobs.exporter import http as server
 from torchobs.exporter.config import ExporterConfig, UnixAddress, address_of
-from torchobs.exporter.http import Server, bind_unix, serve_on
+from torchobs.exporter.http import Server, bind_unix
 from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.ranks.scanner import system_clock
 from torchobs.ranks.snapshot import EMPTY, Snapshot
@@ -295,9 +295,10 @@ Address4 = tuple[str, int]
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp = APP, context: ssl.SSLContext | None = None) -> AsyncIterator[tuple[Server, Address4]]:
     """A server on a free port, and its address."""
-    running = await serve_on(bound := socket.create_server(("127.0.0.1", 0)), app, context)
-    yield running, bound.getsockname()
-    await running.shutdown(sockets=[bound])
+    running = Server(socket.create_server(("127.0.0.1", 0)), app)
+    await running.start(context)
+    yield running, running.bound.getsockname()
+    await running.end()
 
 
 @pytest.fixture
@@ -372,22 +373,6 @@ def test_connections_take_a_quarter_of_the_descriptors(files: int, most: int, mo
     assert asyncio.run(left()) == most
 
 
-def test_silent_connections_make_room_for_a_scraper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise: above the cap the connection that has been silent for longest is closed, and a request is answered."""
-    monkeypatch.setattr(server, "MOST_CONNECTIONS", 4)
-
-    async def closed() -> list[bool]:
-        async with serving() as (_, address):
-            silent = [await asyncio.open_connection(*address) for _ in range(6)]
-            scraper = await asked(address)
-            found = [reader.at_eof() for reader, _ in silent]
-            for _, writer in (*silent, scraper):
-                writer.close()
-            return found
-
-    assert asyncio.run(closed()) == [True] * 3 + [False] * 3
-
-
 async def stream(scope: Scope, receive: Receive, send: Send) -> None:
     """Responses that are pages, but for one that begins like a page and never ends."""
     if scope["path"] != "/stream":
@@ -402,6 +387,7 @@ async def stream(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.mark.parametrize(
     ("kinds", "closed"),
     [
+        ("ssss", [True, False, False, False]),
         ("iiss", [False, False, True, False]),
         ("rsii", [False, True, False, False]),
         ("riri", [False, True, False, False]),

@@ -106,37 +106,34 @@ def bind_near(address: Address) -> socket.socket:
 class UnixSocket(socket.socket):
     """A listening Unix socket. Use :func:`bind_unix`."""
 
-    __slots__ = ("_inode", "_path")
-
-    def listen_at(self, path: Path) -> None:
-        """Listen at ``path``, for the owner and the group from the start. Raises ``OSError``."""
-        before = os.umask(0o777 - MODE)
-        try:
-            self.bind(os.fspath(path))
-        finally:
-            os.umask(before)
-        self._path, self._inode = path, _inode(path)
-        self.listen(_BACKLOG)
+    __slots__ = ("inode",)
+    inode: tuple[int, int]
 
     def remove(self) -> None:
         """Remove the file, unless it is another socket's by now. Idempotent; call it while the socket still listens."""
+        path = Path(self.getsockname())
         with contextlib.suppress(OSError):
-            if _inode(self._path) == self._inode:
-                self._path.unlink()
+            if _inode(path) == self.inode:
+                path.unlink()
 
 
 def bind_unix(path: Path) -> UnixSocket:
-    """Return a socket listening on ``path``; the file that a killed exporter has left there is replaced.
+    """Return a socket listening on ``path``, for the owner and the group from the start.
 
-    Raises ``OSError``: another process listens there, the path is no socket, or it cannot be created.
+    The file that a killed exporter has left there is replaced. Raises ``OSError``: another process listens there, the path is
+    no socket, or it cannot be created.
     """
     _make_free(path)
-    listening = UnixSocket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening, before = UnixSocket(socket.AF_UNIX, socket.SOCK_STREAM), os.umask(0o777 - MODE)
     try:
-        listening.listen_at(path)
+        listening.bind(os.fspath(path))
+        listening.inode = _inode(path)
+        listening.listen(_BACKLOG)
     except OSError:
         listening.close()
         raise
+    finally:
+        os.umask(before)
     return listening
 
 
@@ -164,13 +161,40 @@ def _inode(path: Path) -> tuple[int, int]:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server on one socket, with a cap on its connections."""
+    """uvicorn's server on one socket, with a cap on its connections. The owner calls ``on_tick`` every second."""
 
-    def __init__(self, config: uvicorn.Config, bound: socket.socket) -> None:
+    def __init__(self, bound: socket.socket, app: ASGIApp) -> None:
+        config = uvicorn.Config(
+            app,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=MOST_HEAD,
+        )
+        config.load()
         super().__init__(config)
-        self._bound = bound
+        self.lifespan, self.servers = config.lifespan_class(config), []
+        self.bound = bound
         self.recent: dict[HttpProtocol, None] = {}
         """the connections, the one first that came, or got its last response, the longest ago"""
+
+    async def start(self, context: ssl.SSLContext | None) -> None:
+        """Accept connections, with that context of TLS."""
+        await self.on_tick(0)  # sets the Date header
+        asyncio.get_running_loop().set_exception_handler(_handle)
+        await self.accept(context)
+        self.started = True
+
+    async def end(self) -> None:
+        """Stop, after removing a Unix socket's file."""
+        if isinstance(self.bound, UnixSocket):
+            self.bound.remove()  # while it still listens
+        await self.shutdown(sockets=[self.bound])
 
     async def accept(self, context: ssl.SSLContext | None) -> None:
         """Accept connections with that context of TLS from now on; the others end, after a response that is under way."""
@@ -182,7 +206,7 @@ class Server(uvicorn.Server):
             server.close()  # which has a duplicate of the socket: who is in its queue waits
         limit_s = None if context is None else HEAD_S
         serving = loop.create_server(
-            partial(HttpProtocol, self), sock=self._bound.dup(), backlog=_BACKLOG, ssl=context, ssl_handshake_timeout=limit_s
+            partial(HttpProtocol, self), sock=self.bound.dup(), backlog=_BACKLOG, ssl=context, ssl_handshake_timeout=limit_s
         )
         self.servers = [await serving]
         for connection in list(self.recent):
@@ -260,30 +284,6 @@ class HttpProtocol(H11Protocol):
         return cast("object", self.cycle) is not None
 
 
-async def serve_on(bound: socket.socket, app: ASGIApp, context: ssl.SSLContext | None = None) -> Server:
-    """Start a server on a socket. The caller calls its ``on_tick`` every second, and its ``shutdown`` at the end."""
-    config = uvicorn.Config(
-        app,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=1,
-        h11_max_incomplete_event_size=MOST_HEAD,
-    )
-    config.load()
-    server = Server(config, bound)
-    server.lifespan, server.servers = config.lifespan_class(config), []
-    await server.on_tick(0)  # sets the Date header
-    asyncio.get_running_loop().set_exception_handler(_handle)
-    await server.accept(context)
-    server.started = True
-    return server
-
-
 def _most_connections() -> int:
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_CONNECTIONS if most == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, max(8, most // _SHARE_OF_DESCRIPTORS))
@@ -309,13 +309,6 @@ class Endpoint(NamedTuple):
     address: Address | UnixAddress | None = None
 
 
-class _Listener(NamedTuple):
-    """A server on a socket."""
-
-    server: Server
-    bound: socket.socket
-
-
 class Listeners:
     """Listens as configured. To be used in one event loop.
 
@@ -333,7 +326,7 @@ class Listeners:
         """``app``: the application without authentication, which ``web_config`` adds where it is reached by the network."""
         self.unannounced = 0
         self._config, self._web_config, self._announce = config, web_config, announce
-        self._listeners: list[_Listener] = []
+        self._servers: list[Server] = []
         # no TLS and no passwords for a Unix socket: its file's mode controls access
         apps = {UnixAddress: app, Address: web_config.guard(app)}
         self._unbound = [
@@ -350,12 +343,11 @@ class Listeners:
     @property
     def sockets(self) -> list[socket.socket]:
         """The listening sockets."""
-        return [listener.bound for listener in self._listeners]
+        return [server.bound for server in self._servers]
 
     def has_connection(self, client: tuple[str, int]) -> bool:
         """Return whether there is a connection with this other end."""
-        connections = (one for listener in self._listeners for one in listener.server.server_state.connections)
-        return any(cast("HttpProtocol", connection).client == client for connection in connections)
+        return any(connection.client == client for server in self._servers for connection in server.recent)
 
     async def open(self) -> None:
         """Listen as far as possible, by the web configuration that was loaded meanwhile."""
@@ -364,33 +356,31 @@ class Listeners:
 
     async def tick(self) -> None:
         """Do the periodic work, once a second."""
-        await self._renew()
+        if self._web_config.context is not self._context:
+            await self._renew()
         if self._unbound and time.monotonic() >= self._next_bind_s:
             await self._bind()
         self._announce_address()
-        for listener in self._listeners:
-            await listener.server.on_tick(0)
+        for server in self._servers:
+            await server.on_tick(0)
 
     async def close(self) -> None:
         """Remove the sockets' files, and stop."""
-        for listener in self._listeners:
-            if isinstance(listener.bound, UnixSocket):
-                listener.bound.remove()  # while it still listens
-            await listener.server.shutdown(sockets=[listener.bound])
+        for server in self._servers:
+            await server.end()
 
     async def _renew(self) -> None:
         """Take over a change of TLS."""
-        if self._web_config.context is not self._context:
-            self._context = self._web_config.context
-            for listener in self._listeners:
-                if not isinstance(listener.bound, UnixSocket):
-                    await listener.server.accept(self._context)
+        self._context = self._web_config.context
+        for server in self._servers:
+            if not isinstance(server.bound, UnixSocket):
+                await server.accept(self._context)
 
     async def _bind(self) -> None:
         self._next_bind_s = time.monotonic() + RETRY_S
         self.problems = ()
         for endpoint in list(self._unbound):
-            if endpoint.address is None and self._config.mode == "node" and not self._listeners:
+            if endpoint.address is None and self._config.mode == "node" and not self._servers:
                 continue  # a node's exporter without a port gives up
             try:
                 bound = endpoint.bind()
@@ -401,8 +391,8 @@ class Listeners:
                 continue
             if bound is not None:
                 self._unbound.remove(endpoint)
-                context = None if isinstance(bound, UnixSocket) else self._context
-                self._listeners.append(_Listener(await serve_on(bound, endpoint.app, context), bound))
+                self._servers.append(server := Server(bound, endpoint.app))
+                await server.start(None if isinstance(bound, UnixSocket) else self._context)
                 self._log_address(bound, endpoint.address)
 
     def _bound_to(self, address: Address | UnixAddress) -> socket.socket:
