@@ -3,10 +3,9 @@
 The event loop only hands over each snapshot. A rank that has ended, is gone or is new is pushed at once: when a pod is deleted,
 no time is left after the training's end; and a counter that the receiver knows from 0 on loses no first increase.
 
-The oldest requests go first, and each is tried until it is accepted or refused. A refused one goes out once more in parts, one
-for each rank: one rank's data may be the cause, and must not cost the others theirs. When the queue is full, the oldest are
-dropped: the newest are worth most, for they hold the final state of ranks that have ended, and cumulative points supersede
-older ones.
+A request is of one rank, so that data which a receiver refuses costs no other rank its own. The oldest go first, and each is
+tried until it is accepted or refused. When the queue is full, the oldest are dropped: the newest are worth most, for they hold
+the final state of ranks that have ended, and cumulative points supersede older ones.
 """
 
 from __future__ import annotations
@@ -124,14 +123,11 @@ class Sender:
         while (batch := self._take()) is not None:
             try:
                 outcome = self._transport.send(batch.body)
-                if outcome.kind == "refused" and not outcome.of_address and len(batch.owners) > 1:
-                    self._put_back(batch, source.divided(self._signal, batch))
-                    continue
             except Exception as problem:  # noqa: BLE001  # the thread goes on: the next request may be accepted
                 _log.exception("OTLP %s: a request could not be sent", self._signal)
                 outcome = send.Outcome("refused", words=repr(problem), of_address=True)
             self._settle(batch, outcome)
-            self._log_outcome(outcome, batch.owners[0][0] if len(batch.owners) == 1 and not outcome.of_address else "")
+            self._log_outcome(outcome, batch.owner)
             if outcome.kind == "retry":
                 self._pause(outcome.after_s)
 
@@ -147,20 +143,14 @@ class Sender:
             if outcome.kind == "retry":
                 self._failures += 1
                 self._attempts += 1
-                self._put_back(batch, [batch])
+                self._waiting.appendleft(batch)
+                self._make_room()
                 return
             self._attempts = 0
             self._forget(batch)
             rejected = batch.items if outcome.kind == "refused" else min(outcome.rejected, batch.items)
             self._dropped["refused" if outcome.kind == "refused" else "rejected"] += rejected
             self._sent += batch.items - rejected
-
-    def _put_back(self, batch: Batch, parts: Sequence[Batch]) -> None:
-        """Put a request back into the queue, whole or in parts, which have as many items and are the oldest then."""
-        with self._changed:
-            self._waiting.extendleft(reversed(parts))
-            self._bytes += sum(len(part.body) for part in parts) - len(batch.body)
-            self._make_room()
 
     def _make_room(self) -> None:
         while self._waiting and (self._closed or self._bytes > self._limit):
@@ -185,8 +175,8 @@ class Sender:
                     return
                 self._clock.wait(self._changed, left_s)
 
-    def _log_outcome(self, outcome: Outcome, rank: str) -> None:
-        """Log what went wrong; ``rank``: the only one that the request was of, or empty.
+    def _log_outcome(self, outcome: Outcome, owner: str) -> None:
+        """Log what went wrong; ``owner``: whose data it was.
 
         Each cause of a refusal is logged once an hour: a receiver without this signal would fill the log. Numbers in the
         receiver's words, such as times, make no other cause.
@@ -194,8 +184,8 @@ class Sender:
         if outcome.kind == "retry":
             _log.warning("OTLP %s: not sent, they will be sent again: %s", self._signal, outcome.words)
         elif outcome.kind == "refused":
-            if self._causes.take(self._clock.now(), (bool(rank), _NUMBER.sub("0", outcome.words))):
-                refused = f"those of {rank}" if rank else "them"
+            if self._causes.take(self._clock.now(), _NUMBER.sub("0", outcome.words)):
+                refused = "them" if outcome.of_address else f"those of {owner}"
                 _log.error("OTLP %s: the receiver refuses %s: %s", self._signal, refused, outcome.words)
         elif outcome.rejected or outcome.words:
             _log.warning("OTLP %s: the receiver rejected %d: %s", self._signal, outcome.rejected, outcome.words)

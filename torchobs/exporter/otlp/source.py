@@ -25,7 +25,6 @@ import re
 import socket
 import time
 import uuid
-from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -154,12 +153,11 @@ class Item(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One serialised request and the number of its items."""
+    """One serialised request and the number of its items. ``owner``: the rank or service that they are all of."""
 
     body: bytes
     items: int
-    owners: tuple[tuple[str, int], ...] = ()
-    """the rank or service of each resource, and its number of items"""
+    owner: str = ""
 
 
 class _Shape(NamedTuple):
@@ -178,44 +176,33 @@ _SHAPES = {
 }
 
 
-def batches(signal: str, items: Sequence[Item]) -> list[Batch]:
-    """Return requests that hold the items in their order. One that is too large is halved."""
-    most = MOST_ITEMS[signal]
-    parts = (items[begin : begin + most] for begin in range(0, len(items), most))
+def batches(signal: str, items: Iterable[Item]) -> list[Batch]:
+    """Return requests that hold the items in their order, each of one resource: a receiver refuses a request as a whole."""
+    most, owned = MOST_ITEMS[signal], dict[int, list[Item]]()
+    for item in items:
+        owned.setdefault(id(item.place.resource), []).append(item)
+    parts = (own[begin : begin + most] for own in owned.values() for begin in range(0, len(own), most))
     return [batch for part in parts for batch in _halved(_SHAPES[signal], part)]
 
 
-def divided(signal: str, batch: Batch) -> list[Batch]:
-    """Divide a request into one for each resource, that is for each incarnation of a rank."""
-    shape = _SHAPES[signal]
-    resources = getattr(shape.request.FromString(batch.body), shape.resources)
-    return [
-        Batch(shape.request(**{shape.resources: [resource]}).SerializeToString(), number, ((owner, number),))
-        for resource, (owner, number) in zip(resources, batch.owners, strict=True)
-    ]
-
-
 def _halved(shape: _Shape, items: Sequence[Item]) -> list[Batch]:
+    """Return a request with the items of one resource; two if it would be too large."""
     request = _request(shape, items)
     if request.ByteSize() > MOST_BYTES and len(items) > 1:
         half = len(items) // 2
         return [*_halved(shape, items[:half]), *_halved(shape, items[half:])]
-    owners = Counter((id(item.place.resource), item.place.owner) for item in items)
-    return [Batch(request.SerializeToString(), len(items), tuple((owner, number) for (_, owner), number in owners.items()))]
+    return [Batch(request.SerializeToString(), len(items), items[0].place.owner)]
 
 
-def _request(shape: _Shape, items: Iterable[Item]) -> Any:
+def _request(shape: _Shape, items: Sequence[Item]) -> Any:
     request = shape.request()
-    resources: dict[int, Any] = {}
+    levels = getattr(getattr(request, shape.resources).add(resource=items[0].place.resource), shape.scopes)
     scopes: dict[Place, Any] = {}
     metrics: dict[tuple[Place, MetricKey | None], Any] = {}
     for place, message, metric in items:
         points = metrics.get((place, metric))
         if points is None:
             if place not in scopes:
-                if id(place.resource) not in resources:
-                    resources[id(place.resource)] = getattr(request, shape.resources).add(resource=place.resource)
-                levels = getattr(resources[id(place.resource)], shape.scopes)
                 scopes[place] = getattr(levels.add(scope=place.scope, schema_url=place.schema_url), shape.items)
             points = metrics[place, metric] = scopes[place] if metric is None else _points(scopes[place], metric)
         points.append(message)
