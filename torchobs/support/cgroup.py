@@ -14,8 +14,6 @@ import os
 import re
 from typing import Any, NamedTuple
 
-from torchobs.support.descriptors import content
-
 _NO_LIMIT = 1 << 62
 """v1 expresses "no limit" by a number near 2^63."""
 _MAX_NUMBER_LENGTH = 40
@@ -162,7 +160,8 @@ def pressure(text: str) -> dict[str, float]:
 def read(path: str) -> str:
     """Return a file's text; ``""`` if it is missing or unreadable (a disabled controller: EOPNOTSUPP)."""
     try:
-        return content(path).decode(errors="replace")
+        with open(path, "rb", buffering=0) as file:
+            return file.read().decode(errors="replace")
     except OSError:
         return ""
 
