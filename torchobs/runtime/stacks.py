@@ -203,70 +203,63 @@ class Watchdog:
         self._timer = ctypes.c_void_p()
         self._thread: threading.Thread | None = None
         self._signal = -1
-        self._file: Descriptor | None = None
-        self._number = -1
-        """The file's number, as ``faulthandler`` has it"""
         self._handler = b""
-        self._no_file = True
-        """No file to write to"""
+        self._file: Descriptor | None = None
+        self._ready = False
+        """Whether that file is empty, for the next stacks"""
         self._last_error = ""
         self._last_ns = 0
         self._own = named(writer.name, STUCK, 0)
         self._libc: Any = None
 
     def sample(self) -> None:
-        """Reset the timer; the first call sets everything up. Raises ``OSError`` without a free descriptor."""
+        """Reset the timer; the first call sets everything up."""
         if self._thread is None:
             self._thread = threading.current_thread()
             self._set_up()
-        if self._signal < 0 or self._thread is not threading.current_thread():
+        place, file = self._writer.place, self._file
+        if self._signal < 0 or place is None or file is None or self._thread is not threading.current_thread():
             return  # unavailable; or the session's last round, in another thread
-        self._restore_file()
-        if self._no_file and not self._create_file():
-            self._disarm()
-            return
+        if not file.is_intact():
+            self._ready = False  # the program has closed it: ``faulthandler`` has its number, which may be another file's
         now_ns = time.monotonic_ns()
-        if now_ns - self._last_ns > self._silence_ns and self._last_ns:
-            self._report_stacks((now_ns - self._last_ns) / 1e9)
+        if self._ready and now_ns - self._last_ns > self._silence_ns and self._last_ns:
+            self._report_stacks(place, file, (now_ns - self._last_ns) / 1e9)
         self._last_ns = now_ns
-        if self._is_ours() and not self._no_file:
-            self._set(self._armed)
-        else:
-            self._disarm()
+        self._set(self._armed if (self._ready or self._create_file()) and self._is_ours() else self._unarmed)
 
     def close(self) -> None:
         """Release the timer, the signal and the file. Idempotent, from any thread."""
+        place, thread, file = self._writer.place, self._thread, self._file
         if self._signal < 0:
             return
-        self._disarm()
-        thread = self._thread
+        self._set(self._unarmed)
+        with contextlib.suppress(OSError):
+            if place is not None and file is not None and not os.fstat(file.number()).st_size:
+                artifacts.remove(place, self._own.name)
         if thread is threading.current_thread() or thread is None or not thread.is_alive():
             self.unregister()  # else a pending signal would kill the process by default
-        place = self._writer.place
-        if place is not None and _size(self._own, place.fd) == 0:
-            artifacts.remove(place, self._own.name)
 
     def unregister(self) -> None:
         """Unregister the handler: at the end, and in a forked child."""
         number, self._signal = self._signal, -1
         _registered.discard(self)
-        if number < 0:
-            return
-        if self._action(number) == self._handler:
+        if number >= 0 and self._action(number) == self._handler:
             faulthandler.unregister(number)
             if self._file is not None:
                 self._file.close()
 
     def _set_up(self) -> None:
-        place, number = self._writer.place, _unused_signal()
-        self._libc = _library()
-        if place is None or number is None or self._libc is None:
+        number, self._libc = _unused_signal(), _library()
+        if number is None or self._libc is None:
             return
         # It may still count as registered where somebody replaced an earlier session's handler and took theirs away again;
         # register() would install nothing then, and the signal's default action kills the process.
         faulthandler.unregister(number)
         self._signal = number
-        self._write_to(_nowhere())
+        if not self._create_file():
+            self._signal = -1
+            return
         self._handler = self._action(number)
         _registered.add(self)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
@@ -274,34 +267,8 @@ class Watchdog:
         if self._libc.timer_create(_CLOCK_MONOTONIC, ctypes.byref(how), ctypes.byref(self._timer)):
             self.unregister()
 
-    def _write_to(self, file: Descriptor) -> None:
-        """Have the stacks written to that file."""
-        before, self._file = self._file, file
-        self._number = file.number()
-        faulthandler.register(self._signal, file=self._number, all_threads=True, chain=False)
-        if before is not None and before is not file:
-            before.close()
-
-    def _restore_file(self) -> None:
-        """Open the file again if the program has closed it: ``faulthandler`` has its number, which may be another file's."""
-        file = self._file
-        try:
-            if file is not None and file.number() != self._number:
-                self._write_to(file)
-        except OSError:  # its name is gone as well
-            self._no_file = True
-            self._disarm()
-            try:
-                self._write_to(_nowhere())
-            except OSError:
-                self.unregister()
-                raise
-
     def _set(self, when: _ITimerSpec) -> None:
         self._libc.timer_settime(self._timer, 0, ctypes.byref(when), None)
-
-    def _disarm(self) -> None:
-        self._set(self._unarmed)
 
     def _is_ours(self) -> bool:
         return self._action(self._signal) == self._handler
@@ -312,70 +279,44 @@ class Watchdog:
         self._libc.sigaction(number, None, action)
         return action.raw[:_HANDLER_SIZE]
 
-    def _report_stacks(self, silent_s: float) -> None:
+    def _report_stacks(self, place: FlightDirectory, file: Descriptor, silent_s: float) -> None:
         """Store the stacks written while the sampler was blocked under their own name, and record an event."""
-        place, file = self._writer.place, self._file
-        if place is None or file is None:
-            return
-        size, done = _size(self._own, place.fd), named(self._writer.name, STUCK, time.time_ns() // 1_000_000)
-        problem = None if size is None else _complete(file, size)
-        if size:
-            try:
+        done = named(self._writer.name, STUCK, time.time_ns() // 1_000_000)
+        try:
+            size = os.fstat(file.number()).st_size
+            os.ftruncate(file.number(), min(size, LIMITS[STUCK] - len(END)))
+            artifacts.append(file, END)
+            if size:  # nothing was written although there was space, as after SIGSTOP: nothing to report
                 artifacts.finish(place, self._own.name, done)
-            except OSError as error:
-                os.ftruncate(file.number(), 0)
-                problem = error
-            else:
-                self._no_file = True  # the next stacks go to another file
                 attributes = {"cause": "stuck", "evidence": done.id, "silent_s": round(silent_s, 3)}
                 self._writer.event(catalog.EVENT_STACKS.name, attributes)
-        if problem is not None:
+        except OSError as problem:
             self._report_failure(artifacts.refusal(problem), done)
-        if size is None or self._no_file:
-            self._create_file()
+        self._ready = False  # the next stacks go to another file
 
     def _report_failure(self, refused: dict[str, str], wanted: ArtifactName) -> None:
         self._writer.event(catalog.EVENT_STACKS_FAILED.name, {"cause": "stuck", **refused, "evidence": wanted.id})
 
     def _create_file(self) -> bool:
         """Create an empty file for the next stacks; return True on success. Without one no timer is set; an event says why."""
-        place, self._no_file = self._writer.place, True
+        place, before = self._writer.place, self._file
         if place is None:
             return False
+        if before is not None:
+            self._set(self._unarmed)
+            before.close()  # before another file may get its number, and its inode
+        artifacts.remove(place, self._own.name)
         try:
-            self._write_to(artifacts.create(place, self._own.name))
+            file = artifacts.create(place, self._own.name)
         except OSError as problem:
             refused = artifacts.refusal(problem)
             if refused["detail"] != self._last_error:  # this runs up to ten times a second
                 self._last_error = refused["detail"]
                 self._report_failure(refused, self._own)
             return False
-        self._no_file, self._last_error = False, ""
+        faulthandler.register(self._signal, file=file.number(), all_threads=True, chain=False)
+        self._file, self._ready, self._last_error = file, True, ""
         return True
-
-
-def _complete(file: Descriptor, size: int) -> OSError | None:
-    """Append the end marker to stacks of that size; return the error where that failed."""
-    try:
-        os.ftruncate(file.number(), min(size, LIMITS[STUCK] - len(END)))
-        artifacts.append(file, END)
-    except OSError as problem:
-        return problem
-    finally:
-        if not size:  # nothing was written although there was space, as after SIGSTOP
-            os.ftruncate(file.number(), 0)
-    return None
-
-
-def _nowhere() -> Descriptor:
-    return Descriptor("watchdog", os.devnull, os.O_WRONLY)
-
-
-def _size(own: ArtifactName, directory_fd: int) -> int | None:
-    try:
-        return os.stat(own.name, dir_fd=directory_fd, follow_symlinks=False).st_size
-    except FileNotFoundError:
-        return None
 
 
 def _library() -> Any:
