@@ -120,8 +120,7 @@ def test_html_is_escaped() -> None:
     """Promise: a hostile name is text in a notebook."""
     html = FOUND._repr_html_()
     assert "&lt;b&gt;" in html
-    assert "<b>Found</b>" in html
-    assert html.count("<td>longer</td>") == 1
+    assert "    longer  inf\n" in html
 
 
 def test_a_module_is_imported_once_its_import_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ class Result:
         return "\n".join([type(self).__name__, *_lines(self, indent="  ")])
 
     def _repr_html_(self) -> str:
-        return f"<div><b>{escape(type(self).__name__)}</b>{_html(self)}</div>"
+        return f"<div><pre>{escape(str(self))}</pre></div>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,19 +137,3 @@ def _lines(result: Result, indent: str) -> list[str]:
 def _aligned(header: list[str], rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
-
-
-def _html(value: Any) -> str:
-    if isinstance(value, Result):
-        rows = "".join(
-            f"<tr><th style='text-align:left'>{escape(name)}</th><td>{_html(item)}</td></tr>" for name, item in _items(value)
-        )
-        return f"<table>{rows}</table>"
-    table = _table(value)
-    if table is None:
-        text = escape(_text(value))
-        return f"<pre>{text}</pre>" if "\n" in text else text
-    header, rows_of_text = table
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows_of_text)
-    return f"<table><tr>{head}</tr>{body}</table>"
