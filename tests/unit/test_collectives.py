@@ -96,7 +96,7 @@ def test_operations_have_the_lines_that_called_them() -> None:
 @pytest.mark.parametrize(
     "dumped",
     [
-        b"", b"\x80", pickle.dumps([]), pickle.dumps(GLOO)[:-9], b"cos\nsystem\n(S'true'\ntR.",
+        b"", b"\x80", pickle.dumps([]), pickle.dumps(GLOO)[:-9],
         pickle.dumps({"version": "3.0", "pg_status": {}}),
         pickle.dumps({"version": "2.10"}),
         pickle.dumps({"version": "2.10", "pg_status": {}, "entries": {"a": 1}}),
@@ -105,7 +105,7 @@ def test_operations_have_the_lines_that_called_them() -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_understood_is_refused(dumped: bytes) -> None:
-    """Other versions changed fields that are relied on, and no class is looked up for a pickle."""
+    """Other versions changed fields that are relied on."""
     with pytest.raises(UnreadableError, match="not as torch writes version 2"):
         decode(dumped)
 
