@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from torchobs.debug import operations
 from torchobs.debug.findings import record_findings
-from torchobs.probes.torch_profiler import Recording
+from torchobs.runtime.profiler import Recording
 from torchobs.support.arguments import is_whole
 from torchobs.support.result import Result, fill
 

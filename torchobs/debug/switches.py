@@ -18,7 +18,7 @@ from torchobs.debug.steps import Collector, activations, monitor_step
 from torchobs.debug.stopping import early_stopping
 from torchobs.debug.tensors import require
 from torchobs.flight.totals import Word
-from torchobs.probes.torch_profiler import ProfilerBusyError
+from torchobs.runtime.profiler import ProfilerBusyError
 from torchobs.runtime.session import current, init
 from torchobs.support.arguments import is_whole
 from torchobs.support.error_guard import CircuitBreaker, call

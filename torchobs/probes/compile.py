@@ -54,6 +54,7 @@ SKIPPED = (
     "torchobs.tensors",
     "torchobs.flight",
     "torchobs.support.error_guard",
+    "torchobs.runtime.profiler",
     "torchobs.runtime.session",
 )
 
