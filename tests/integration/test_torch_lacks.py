@@ -170,7 +170,8 @@ def private_names() -> set[str]:
     """Those that the probes use of objects that are not theirs; their own are those that a class of the file sets."""
     names: set[object] = set()
     package = Path(torchobs.__file__).parent
-    for path in (path for room in ("probes", "taps", "tensors") for path in (package / room).rglob("*.py")):
+    rooms = [path for room in ("probes", "taps", "tensors") for path in (package / room).rglob("*.py")]
+    for path in (*rooms, package / "runtime" / "profiler.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
         own = {node.attr for node in attributes if isinstance(node.ctx, ast.Store) and is_name(node.value, "self")}
