@@ -28,7 +28,7 @@ import psutil
 from torchobs import catalog
 from torchobs.detect.growth import FastWindow, MemoryPoint
 from torchobs.probes.memory_growth import Floor, GrowthGauges, GrowthVerdict, Suspicion
-from torchobs.support.cgroup import cpu_of, field, hierarchy, number, pressure, read, reread_memory, tightest
+from torchobs.support.cgroup import cpu_of, field, number, of_process, pressure, read, reread_memory, tightest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torchobs.detect.growth import Growth
     from torchobs.flight.writer import FlightWriter
     from torchobs.probes.context import ProbeContext
-    from torchobs.support.cgroup import Hierarchy, Memory
+    from torchobs.support.cgroup import Memory
 
     Trends = tuple[Growth | None, Growth | None]
 
@@ -52,20 +52,6 @@ class Resident(NamedTuple):
 
     all: int
     anonymous: int
-
-
-class ChildProcesses(NamedTuple):
-    """Descendants of this process. Pages that they share count in each of them."""
-
-    processes: int
-    rss: int
-
-
-class Files(NamedTuple):
-    """Open file descriptors, and their limit (``None``: unlimited)."""
-
-    open: int
-    limit: int | None
 
 
 class Machine(NamedTuple):
@@ -85,9 +71,8 @@ class Machine(NamedTuple):
 class ProcessStats:
     """Reads the figures of this process."""
 
-    def __init__(self, *, linux: bool = sys.platform == "linux") -> None:
-        """``linux``: read ``/proc`` where psutil is slow."""
-        self._linux = linux
+    def __init__(self) -> None:
+        self._linux = sys.platform == "linux"
         self._this = psutil.Process()
 
     def resident(self) -> Resident:
@@ -103,16 +88,19 @@ class ProcessStats:
         """Return the number of threads."""
         return self._this.num_threads()
 
-    def files(self) -> Files:
-        """Return the open descriptors."""
+    def files(self) -> tuple[int, int | None]:
+        """Return the number of open file descriptors, and its limit (``None``: unlimited)."""
         import resource  # not on Windows, where this module is imported all the same
 
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         listing = int(sys.platform == "linux")  # there psutil lists a directory, and counts the descriptor by which it does
-        return Files(self._this.num_fds() - listing, None if limit == resource.RLIM_INFINITY else limit)
+        return self._this.num_fds() - listing, None if limit == resource.RLIM_INFINITY else limit
 
-    def children(self) -> ChildProcesses | None:
-        """Return the descendants; ``None`` where the kernel does not list them (macOS, without CONFIG_PROC_CHILDREN)."""
+    def children(self) -> tuple[int, int] | None:
+        """Return the number of descendants and their resident bytes; pages that they share count in each of them.
+
+        ``None`` where the kernel does not list them (macOS, without CONFIG_PROC_CHILDREN).
+        """
         pid = self._this.pid
         if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
             return None
@@ -122,7 +110,7 @@ class ProcessStats:
             fresh = _children_of(waiting.pop())
             known += fresh
             waiting += fresh
-        return ChildProcesses(len(known), sum(_rss_in(read(f"/proc/{child}/statm")) for child in known))
+        return len(known), sum(_rss_in(read(f"/proc/{child}/statm")) for child in known)
 
     def machine(self) -> Machine:
         """Return the machine's memory."""
@@ -163,38 +151,27 @@ MAX_RATE = 2e9
 MAX_INTERVAL_S = 1.0
 
 
-class MemoryCgroup:
-    """Tightest memory cgroup of this process; searched again on request, since limits change and processes move."""
+class Group(NamedTuple):
+    """A memory cgroup, and its memory at the last reading."""
 
-    def __init__(self, root: str = "") -> None:
-        self._root = root
-        self._mounts = read(f"{root}/proc/self/mountinfo")
-        self._membership = ""
-        self._found: Hierarchy | None = None
-        self.path = ""
-        self.memory: Memory | None = None
-        """Its memory at the last reading; ``None`` outside of any cgroup"""
+    path: str
+    v2: bool
+    memory: Memory
 
-    def find(self) -> None:
-        """Find this process's cgroups and the tightest of them."""
-        membership = read(f"{self._root}/proc/self/cgroup")
-        if membership != self._membership:
-            self._membership = membership
-            self._found = hierarchy(membership, self._mounts, "memory", self._root)
-        self.path, self.memory = (tightest(self._found, self._root) if self._found else None) or ("", None)
 
-    def read_again(self) -> None:
-        """Read the same group again."""
-        if self._found and self.memory is not None:
-            self.memory = reread_memory(self.path, self.memory, v2=self._found.v2, root=self._root)
+def tightest_group(root: str = "") -> Group | None:
+    """Return the tightest memory cgroup of this process; ``None`` outside of any. Limits change, and processes move."""
+    groups = of_process("memory", root)
+    found = tightest(groups, root) if groups else None
+    return Group(found[0], groups.v2, found[1]) if groups and found else None
 
 
 class MemoryLimits:
     """Publishes ``torchobs.memory.context.utilization`` and counts OOM kills."""
 
     def __init__(self, writer: FlightWriter, machine: Callable[[], Machine], root: str = "") -> None:
-        self._writer, self._machine = writer, machine
-        self._cgroup = MemoryCgroup(root) if sys.platform == "linux" else None
+        self._writer, self._machine, self._root = writer, machine, root
+        self._group: Group | None = None
         self._counted: tuple[str, int] | None = None
         self._due = 0.0
         self.left, self.total = inf, inf
@@ -220,17 +197,16 @@ class MemoryLimits:
         self._due = time.monotonic() + min([MAX_INTERVAL_S, *delays])
 
     def _of_group(self, machine: Machine, *, thorough: bool) -> _Headroom | None:
-        cgroup = self._cgroup
-        if cgroup is None:
-            return None
+        group = self._group
         if thorough:
-            cgroup.find()
-        elif cgroup.memory is not None and cgroup.memory.limit is not None:
-            cgroup.read_again()
-        if cgroup.memory is None:
+            group = tightest_group(self._root)
+        elif group is not None and group.memory.limit is not None:
+            group = group._replace(memory=reread_memory(group.path, group.memory, v2=group.v2, root=self._root))
+        self._group = group
+        if group is None:
             return None
-        self._count(cgroup.path, cgroup.memory.oom_kills)
-        return _of_memory(cgroup.memory, machine)
+        self._count(group.path, group.memory.oom_kills)
+        return _of_memory(group.memory, machine)
 
     def _count(self, path: str, kills: int | None) -> None:
         """Count the kills since ``init()``: the group may be older than the process."""
@@ -281,48 +257,30 @@ class CgroupProbe:
         """See :class:`~torchobs.probes.context.Probe`."""
         self._context = context
         self._totals.clear()
-        self._found = sys.platform == "linux"
-        if self._found:
-            self._cgroup = MemoryCgroup(self._root)
-            membership, mounts = (read(f"{self._root}/proc/self/{name}") for name in ("cgroup", "mountinfo"))
-            self._cpu = hierarchy(membership, mounts, "cpu", self._root)
-            unified = hierarchy(membership, mounts, "", self._root)
-            # only v2's root lacks this file; pressure there is the machine's
-            inside = unified and os.path.exists(f"{self._root}{unified.levels[0]}/cgroup.events")
-            self._pressure = unified.levels[0] if unified and inside else None
-            self.observe()  # counters start at 0 here: earlier events are not this rank's
+        self._cpu, unified = of_process("cpu", self._root), of_process("", self._root)
+        # only v2's root lacks this file; pressure there is the machine's
+        inside = unified and os.path.exists(f"{self._root}{unified.levels[0]}/cgroup.events")
+        self._pressure = unified.levels[0] if unified and inside else None
+        self.observe()  # counters start at 0 here: earlier events are not this rank's
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.context.Probe`: there are no hooks."""
 
     def observe(self) -> None:
         """Read and publish all series."""
-        if self._found:
-            self._show_memory()
-            self._show_cpu()
-            self._show_pressure()
-
-    def _show_memory(self) -> None:
-        self._cgroup.find()
-        memory = self._cgroup.memory
-        if memory is not None:
-            self._context.set_gauge(catalog.CGROUP_MEMORY_WORKING_SET, memory.working_set)
-            self._context.set_gauge(catalog.CGROUP_MEMORY_LIMIT, memory.limit)
-            self._context.set_gauge(catalog.CGROUP_MEMORY_PEAK, memory.peak)
-            self._context.set_gauge(catalog.CGROUP_MEMORY_SWAP, memory.swap)
-
-    def _show_cpu(self) -> None:
+        group = tightest_group(self._root)
+        if group is not None:
+            self._context.set_gauge(catalog.CGROUP_MEMORY_WORKING_SET, group.memory.working_set)
+            self._context.set_gauge(catalog.CGROUP_MEMORY_LIMIT, group.memory.limit)
+            self._context.set_gauge(catalog.CGROUP_MEMORY_PEAK, group.memory.peak)
+            self._context.set_gauge(catalog.CGROUP_MEMORY_SWAP, group.memory.swap)
         cpu = cpu_of(self._cpu, self._root) if self._cpu else None
         if cpu is not None:
             self._context.set_gauge(catalog.CGROUP_CPU_LIMIT, cpu.limit)
             self._count(catalog.CGROUP_CPU_PERIODS, cpu.periods)
             self._count(catalog.CGROUP_CPU_THROTTLED_PERIODS, cpu.throttled)
             self._count(catalog.CGROUP_CPU_THROTTLED_TIME, cpu.throttled_s)
-
-    def _show_pressure(self) -> None:
-        if self._pressure is None:
-            return
-        for resource in catalog.RESOURCE.values:
+        for resource in catalog.RESOURCE.values if self._pressure is not None else ():
             found = pressure(read(f"{self._root}{self._pressure}/{resource}.pressure"))
             for waiting, seconds in found.items():
                 if waiting in catalog.WAITING.values:
@@ -389,13 +347,13 @@ class MemoryProbe:
         self._context.set_gauge(catalog.MEMORY_HOST_RSS, process.resident().all)
         self._show_pss()
         self._context.yield_gil()
-        machine, children, files = process.machine(), process.children(), process.files()
-        self._context.set_gauge(catalog.MEMORY_HOST_AVAILABLE, machine.available)
-        self._context.set_gauge(catalog.MEMORY_HOST_CHILDREN_RSS, children.rss if children else None)
-        self._context.set_gauge(catalog.PROCESS_CHILDREN, children.processes if children else None)
+        (children, children_rss), (files, most_files) = process.children() or (None, None), process.files()
+        self._context.set_gauge(catalog.MEMORY_HOST_AVAILABLE, process.machine().available)
+        self._context.set_gauge(catalog.MEMORY_HOST_CHILDREN_RSS, children_rss)
+        self._context.set_gauge(catalog.PROCESS_CHILDREN, children)
         self._context.set_gauge(catalog.PROCESS_THREADS, process.threads())
-        self._context.set_gauge(catalog.PROCESS_OPEN_FILES, files.open)
-        self._context.set_gauge(catalog.PROCESS_MAX_FILES, files.limit)
+        self._context.set_gauge(catalog.PROCESS_OPEN_FILES, files)
+        self._context.set_gauge(catalog.PROCESS_MAX_FILES, most_files)
         self._context.yield_gil()
         self._evaluate_growth()
 
