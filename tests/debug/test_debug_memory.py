@@ -7,6 +7,7 @@ import random
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,35 @@ def test_tracking_leaves_the_user_s_own_tracing_on() -> None:
         tracemalloc.stop()
     assert found.host is not None
     assert _python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_blocks_of_two_threads_may_overlap() -> None:
+    """Promise: that which began first ends first, and neither raises; Python's tracing ends with the last one."""
+    errors, second_runs, first_ends = list[BaseException](), Event(), Event()
+
+    def first() -> None:
+        try:
+            with debug.memory_tracking("first"):
+                begun.set()
+                second_runs.wait(60)
+        except BaseException as error:  # noqa: BLE001  # the assertion is about it
+            errors.append(error)
+        first_ends.set()
+
+    begun, thread = Event(), Thread(target=first)
+    thread.start()
+    begun.wait(60)
+    with debug.memory_tracking("second") as found:
+        second_runs.set()
+        first_ends.wait(60)
+    thread.join()
+    assert (errors, found.host is not None, tracemalloc.is_tracing()) == ([], True, False)
+
+
+def test_a_model_without_memory_is_refused() -> None:
+    """On the device meta nothing has been allocated: zero bytes would be no answer."""
+    with pytest.raises(ValueError, match="device meta"):
+        debug.memory_usage(wide().to("meta"), torch.randn(4, 64))
 
 
 def test_a_point_has_the_tensors_by_shape() -> None:

@@ -125,7 +125,7 @@ def test_slow_operations() -> None:
     assert {row.operation: (row.count, row.anomalies) for row in summary.operations} == {
         "sleep": (1, 1), "nothing": (2, 0), "broken": (1, 0), "retry": (1, 0), "inner": (1, 0),
     }  # fmt: skip
-    assert summary.recent_anomalies[0].startswith("sleep: sleep took")
+    assert summary.problems[0].text.startswith("sleep: sleep took")
 
 
 BATCH, LENGTH, WIDTH = 3, 10, 16

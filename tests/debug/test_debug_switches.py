@@ -136,9 +136,23 @@ def test_an_error_in_a_switch_is_its_own(caplog: pytest.LogCaptureFixture, tmp_p
     debug.enable("tensorboard_traces", trace_dir=tmp_path / "file", profile_every=1)
     training.run(3)
     row = next(row for row in debug.status().switches if row.name == "tensorboard_traces")
-    assert row.error is not None
+    assert (row.on, row.error is not None, debug.status().enabled) == (False, True, ())
     wait_until(lambda: "probe 'debug.tensorboard_traces' failed" in caplog.text)
     assert not torch.autograd._profiler_enabled()
+    assert debug.enable("tensorboard_traces", trace_dir=tmp_path / "traces").enabled == ("tensorboard_traces",)
+
+
+def test_steps_that_are_looked_at_are_steps_that_were_checked() -> None:
+    """Promise: ``training_summary()`` counts them, with their anomalies; two switches that look at one step count it once."""
+    for switches in ("basic", "gradient_checking"):
+        debug.clear()
+        training = Training()
+        debug.enable(switches, gradients_every=1)
+        training.run(2)
+        training.run(1, scale=float("nan"))
+        found = debug.training_summary()
+        assert (found.total_steps, found.anomaly_steps, found.loss_anomalies, found.source) == (3, 1, 1, "monitored")
+        debug.disable()
 
 
 def refuse() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from torchobs.flight.totals import NORM_SUM, Word
 from torchobs.runtime.session import current
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.rate_limit import RateLimiter, anomaly_limiter
-from torchobs.support.result import Result
+from torchobs.support.result import Problem, Result
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -47,6 +47,10 @@ def record_finding(kind: str, message: str, *, function: str, name: str = "", **
     """
     now = time.monotonic()
     with _lock:
+        _problems.pop((kind, name), None)  # the last one is the newest
+        _problems[kind, name] = Problem(kind, name, message)
+        if len(_problems) > MOST_RECENT:
+            del _problems[next(iter(_problems))]
         logged, left_out = _log_limiter.take(now, (kind, name)), _log_limiter.held_back((kind, name))
         recorded, unrecorded = _event_limiter.take(now, kind), _event_limiter.held_back(kind)
     if logged:
@@ -147,6 +151,8 @@ class OperationSummary(Result):
     memory_peak: int
     gpu_memory_peak: int
     anomalies: int
+    errors: int
+    """That an exception ended"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +169,11 @@ class DebugSummary(Result):
     gpu_memory_peak: int
     anomalies: int
     """Operations with one"""
+    errors: int
+    """Operations that an exception ended"""
     operations: tuple[OperationSummary, ...]
-    recent_anomalies: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    """The last hundred findings of all functions, each kind of one thing once, the newest last"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,23 +202,22 @@ class TrainingSummary(Result):
 _operations: dict[str, OperationSummary] = {}
 _steps, _recorded_before = Counter[str](), Counter[str]()
 """Steps that were checked: by kind of anomaly, all, and those with any; the session's counts at the last ``clear()``"""
-_anomalies: deque[str] = deque(maxlen=MOST_RECENT)
+_problems: dict[tuple[str, str], Problem] = {}
 
 
-def record_operation(name: str, time_s: float, memory: int, gpu_memory: int, anomalies: tuple[str, ...]) -> None:
+def record_operation(name: str, time_s: float, memory: int, gpu_memory: int, *, is_anomalous: bool, has_raised: bool) -> None:
     """Count an operation that has ended."""
     with _lock:
         if name not in _operations and len(_operations) >= MOST_OPERATIONS:
             name = OTHER
-        old = _operations.get(name, OperationSummary(name, 0, 0.0, 0.0, 0, 0, 0))
+        old = _operations.get(name, OperationSummary(name, 0, 0.0, 0.0, 0, 0, 0, 0))
         runs, spent = old.count + 1, old.average_time * old.count + time_s
-        longest, anomalous = max(old.longest_time, time_s), old.anomalies + bool(anomalies)
+        longest, counts = max(old.longest_time, time_s), (old.anomalies + is_anomalous, old.errors + has_raised)
         peaks = max(old.memory_peak, memory), max(old.gpu_memory_peak, gpu_memory)
-        total = _operations[name] = OperationSummary(name, runs, spent / runs, longest, *peaks, anomalous)
-        _anomalies.extend(f"{name}: {text}" for text in anomalies)
+        total = _operations[name] = OperationSummary(name, runs, spent / runs, longest, *peaks, *counts)
     api.count(catalog.DEBUG_OPERATIONS, 1, operation=name)
     api.count(catalog.DEBUG_OPERATION_TIME, time_s, operation=name)
-    api.count(catalog.DEBUG_OPERATION_ANOMALIES, bool(anomalies), operation=name)
+    api.count(catalog.DEBUG_OPERATION_ANOMALIES, is_anomalous, operation=name)
     api.set_gauge(catalog.DEBUG_OPERATION_LONGEST, total.longest_time, operation=name)
     api.set_gauge(catalog.DEBUG_OPERATION_MEMORY, total.memory_peak, operation=name, space="host")
     if total.gpu_memory_peak:
@@ -229,14 +237,15 @@ def record_step(kinds: Collection[str], *, anomalous: bool) -> None:
 def summary() -> DebugSummary:
     """Return the operations that contexts enclosed so far: how many, how long, how much memory, how many with anomalies."""
     with _lock:
-        rows, texts = tuple(_operations.values()), tuple(_anomalies)
+        rows, problems = tuple(_operations.values()), tuple(_problems.values())
     count, longest = sum(row.count for row in rows), max(rows, key=lambda row: row.longest_time, default=None)
     return DebugSummary(
         total_operations=count, average_time=sum(row.average_time * row.count for row in rows) / count if count else None,
         longest_time=longest.longest_time if longest else None, longest_operation=longest.operation if longest else None,
         memory_peak=max((row.memory_peak for row in rows), default=0),
         gpu_memory_peak=max((row.gpu_memory_peak for row in rows), default=0),
-        anomalies=sum(row.anomalies for row in rows), operations=rows, recent_anomalies=texts,
+        anomalies=sum(row.anomalies for row in rows), errors=sum(row.errors for row in rows), operations=rows,
+        problems=problems,
     )  # fmt: skip
 
 
@@ -281,4 +290,4 @@ def clear() -> None:
         _recorded_before.update(recorded)  # the session's counts never fall
         _operations.clear()
         _steps.clear()
-        _anomalies.clear()
+        _problems.clear()

@@ -7,6 +7,7 @@ import tracemalloc
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from torchobs.debug import operations
@@ -14,6 +15,7 @@ from torchobs.debug.steps import RAISED
 from torchobs.debug.tensors import bytes_of, is_uninitialized, require, wide
 from torchobs.probes.device_memory import has_statistics
 from torchobs.probes.nonfinite.locate import is_users_file
+from torchobs.support.after_fork import renew_in_child
 from torchobs.support.result import Result, fill
 from torchobs.tensors.batches import call, is_sequence, rebuilt, walk
 from torchobs.tensors.references import collections_paused, living, types_of_objects
@@ -73,10 +75,13 @@ def memory_usage(
 
     Raises:
         TypeError: ``model`` is no module, or the batch has no tensor. What the model raises goes on.
+        ValueError: the model is on the device meta.
     """
     require(model, "nn.Module", "memory_usage")
     if optimizer is not None:
         require(optimizer, "optim.Optimizer", "memory_usage")
+    if any(x.device.type == "meta" for x in model.parameters()):
+        raise ValueError("memory_usage() runs the model, which is on the device meta, where nothing is: move it to a real one")
     size = batch_size(batch)
     if not size:
         what = f"{type(batch).__name__}{' of none' if _tensors_in(batch) else ''}"
@@ -328,9 +333,8 @@ def memory_tracking(label: str = "") -> Iterator[MemoryGrowth]:
     """
     from torchobs.debug.operator_watch import AllocationWatch  # torch is optional until training begins
 
-    growth, own = MemoryGrowth(label), not tracemalloc.is_tracing()
-    if own:
-        tracemalloc.start()
+    growth = MemoryGrowth(label)
+    _trace(+1)
     gc.collect()
     objects, before, lines = _counted(), operations.read(), tracemalloc.take_snapshot()
     watch = AllocationWatch(lines=True)
@@ -341,14 +345,36 @@ def memory_tracking(label: str = "") -> Iterator[MemoryGrowth]:
         gc.collect()
         grown = _grown(objects)
         after, later = operations.read(), tracemalloc.take_snapshot()
-        if own:
-            tracemalloc.stop()
+        _trace(-1)
         host, device = operations.use(before, after)
         live = watch.live()
         fill(
             growth, host=host, gpu_memory=device, tensor_size=watch.current, tensor_peak=watch.peak,
             tensor_lines=_by_line(live), python_lines=_python_lines(later, lines), objects=grown,
         )  # fmt: skip
+
+
+class _Tracing:
+    """Python's own ``tracemalloc``, which is one for the process, for as many blocks as want it."""
+
+    lock = Lock()
+    blocks = 0
+    begun = False
+    """Whether the first of these blocks began it, and the last one is to end it"""
+
+
+renew_in_child(_Tracing, lock=Lock)
+
+
+def _trace(more: int) -> None:
+    with _Tracing.lock:
+        if not _Tracing.blocks:
+            _Tracing.begun = not tracemalloc.is_tracing()
+            if _Tracing.begun:
+                tracemalloc.start()
+        _Tracing.blocks += more
+        if not _Tracing.blocks and _Tracing.begun:
+            tracemalloc.stop()
 
 
 def _by_line(live: Iterable[Live]) -> tuple[Growth, ...]:

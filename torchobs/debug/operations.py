@@ -296,7 +296,10 @@ def _finish(opened: _Open, elapsed: float, before: Reading, model: Any) -> None:
         info, execution_time=elapsed, memory_usage=host, gpu_memory=device, gradient_norm=norm,
         anomaly_detected=bool(anomalies), anomalies=anomalies,
     )  # fmt: skip
-    record_operation(info.operation, elapsed, host.peak, device.peak if device is not None else 0, anomalies)
+    record_operation(
+        info.operation, elapsed, host.peak, device.peak if device is not None else 0,
+        is_anomalous=bool(anomalies), has_raised=info.error is not None,
+    )  # fmt: skip
     about = {"epoch": info.epoch, "batch": info.batch, "model": info.model_name}
     for text in anomalies:
         if opened.parent is None or text not in opened.parent.texts:  # else the outermost tells it

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch._dynamo  # torch imports it at a mode's first operator: five seconds and 80 MB of what is measured within
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from torchobs.debug.tensors import own_work

@@ -29,7 +29,7 @@ class StepCheck(Result):
     """One step of a training loop."""
 
     step: int
-    loss: float
+    loss: float | None
     gradient_norm: float
     """L2 norm of all gradients, unscaled"""
     gradient_explosion: bool
@@ -55,7 +55,7 @@ _models: WeakKeyDictionary[Any, _Steps] = WeakKeyDictionary()
 
 
 def monitor_step(
-    model: Any, loss: Any, step: int | None = None, *, scaler: Any = None, exploding: float | None = None,
+    model: Any, loss: Any = None, step: int | None = None, *, scaler: Any = None, exploding: float | None = None,
     vanishing: float = VANISHING,
 ) -> StepCheck:  # fmt: skip
     """Check loss and gradients of the step in progress, after one transfer from each device, and count it.
@@ -66,7 +66,7 @@ def monitor_step(
 
     Args:
         model: the module.
-        loss: a tensor with one element, or a number.
+        loss: a tensor with one element, or a number; without it the gradients alone are checked.
         step: its number; without one, calls for this model are counted.
         scaler: as for :func:`torchobs.debug.check_gradients`.
         exploding: gradient norm, in total or of one parameter, above which it explodes. Without one: 10; from the 20th step of
@@ -78,15 +78,22 @@ def monitor_step(
         TypeError: ``model`` is no module, or ``loss`` not one number.
         ValueError: a threshold is not above 0.
     """
+    return check_step(model, loss, step, scaler=scaler, exploding=exploding, vanishing=vanishing)
+
+
+def check_step(
+    model: Any, loss: Any, step: int | None = None, *, scaler: Any = None, exploding: float | None = None,
+    vanishing: float = VANISHING, counts: bool = True,
+) -> StepCheck:  # fmt: skip
+    """Do what :func:`monitor_step` does; ``counts``: the step has not been counted yet."""
     tensors.require(model, "nn.Module", "monitor_step")
-    if loss is None:
-        raise TypeError("monitor_step() takes a loss: a tensor with one element, or a number")
     exploding = _explodes_above(model) if exploding is None else exploding
     check = gradients_of(model, loss, scaler, "monitor_step", exploding, vanishing)
     verdict, anomalies = _judge(model, check, "monitor_step", exploding, vanishing)
-    record_step(verdict, anomalous=bool(anomalies))
+    if counts:
+        record_step(verdict, anomalous=bool(anomalies))
     return StepCheck(
-        step=_models[model].number if step is None else step, loss=nan if check.loss is None else check.loss,
+        step=_models[model].number if step is None else step, loss=check.loss,
         gradient_norm=check.total_norm, gradient_explosion="gradient_explosion" in verdict,
         gradient_vanishing="gradient_vanishing" in verdict, loss_anomaly="loss_anomaly" in verdict,
         anomaly_detected=bool(anomalies), anomalies=anomalies, gradients=check,
@@ -106,12 +113,13 @@ def _judge(
 
     A loss scaler skips a step whose gradients overflow: that is how it finds its scale, and no anomaly.
     """
-    loss, norm, verdict = nan if check.loss is None else check.loss, check.total_norm, dict[str, str]()
+    loss, norm, verdict = 0.0 if check.loss is None else check.loss, check.total_norm, dict[str, str]()
     is_skipped = check.loss_scale != 1.0 and not isfinite(norm)
     steps = _models.setdefault(model, _Steps())
     steps.number += 1
     steps.norms.add(norm)
-    is_spike, has_diverged = isfinite(loss) and steps.baseline.is_spike(loss), isfinite(loss) and steps.divergence.add(loss)
+    is_finite = check.loss is not None and isfinite(loss)
+    is_spike, has_diverged = is_finite and steps.baseline.is_spike(loss), is_finite and steps.divergence.add(loss)
     if not isfinite(loss):
         verdict["loss_anomaly"] = f"the loss is {loss}"
     elif has_diverged:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from threading import RLock, get_ident
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchobs import catalog
 from torchobs.debug import operations
 from torchobs.debug.findings import logger, record_finding, record_findings, record_series
-from torchobs.debug.gradients import StepHook, check_gradients, scale_in_use
+from torchobs.debug.gradients import StepHook, scale_in_use
 from torchobs.debug.placement import devices
 from torchobs.debug.profiles import Recorder
-from torchobs.debug.steps import Collector, activations, monitor_step
+from torchobs.debug.steps import Collector, StepCheck, activations, check_step
 from torchobs.debug.stopping import early_stopping
 from torchobs.debug.tensors import require
 from torchobs.flight.totals import Word
@@ -35,7 +36,8 @@ MOST_TRACES = 8
 """Trace files that one ``enable`` writes"""
 
 
-class Look(NamedTuple):
+@dataclass
+class Look:
     """The update of a step begins."""
 
     model: Any
@@ -44,6 +46,13 @@ class Look(NamedTuple):
     loss: Any
     """That from which the last backward pass began, without the loss scale; ``None`` before one"""
     context: ProbeContext
+    is_first: bool
+    """No optimizer has been looked at in this step"""
+
+    @cached_property
+    def check(self) -> StepCheck | None:
+        """Loss and gradients, which count as those of a step that was checked; ``None`` as long as the model is unknown."""
+        return None if self.model is None else check_step(self.model, self.loss, counts=self.is_first)
 
 
 class SwitchProbe:
@@ -156,12 +165,11 @@ def memory_usage(look: Look) -> str:
 
 
 def gradient_norms(look: Look) -> str:
-    """``check_gradients``."""
-    if look.model is None:
+    """``monitor_step``."""
+    if look.check is None:
         return ""
-    norm = check_gradients(look.model).total_norm
-    record_series({"debug.gradient_norm": norm})
-    return f"norm {norm:.4g}"
+    record_series({"debug.gradient_norm": look.check.gradient_norm})
+    return f"norm {look.check.gradient_norm:.4g}"
 
 
 class ForwardPass(SwitchProbe):
@@ -217,11 +225,10 @@ class ForwardPass(SwitchProbe):
 
 
 def backward_pass(look: Look) -> str:
-    """``monitor_step`` of the loss that the backward pass began from."""
-    if look.loss is None or look.model is None:
+    """The same, as soon as there is a loss."""
+    if look.loss is None or look.check is None:
         return ""
-    check = monitor_step(look.model, look.loss)
-    return f"loss {check.loss:.4g}, norm {check.gradient_norm:.4g}"
+    return f"loss {look.check.loss:.4g}, norm {look.check.gradient_norm:.4g}"
 
 
 def device_placement(look: Look) -> str:
@@ -327,7 +334,7 @@ class Switch(Result):
     last: str = ""
     """What it saw last"""
     error: str | None = None
-    """Said of a switch that does nothing after an exception"""
+    """Said of a switch that an exception has turned off"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,7 +417,7 @@ class _Board:
     def __init__(self) -> None:
         self._probes: dict[str, SwitchProbe] = {}
         self._context: ProbeContext | None = None
-        self._begun = 0
+        self._begun, self._looked_at = 0, -1
         self._hook: Any = None
         self._model: Any = None
         self._loss: Any = None
@@ -438,6 +445,8 @@ class _Board:
         """Switch on; those that are on get the new interval."""
         for name in names:
             kind, interval = SWITCHES[name]
+            if name in self._probes and self._probes[name].breaker.is_open:
+                self.stop(name)
             if name in self._probes:
                 self._probes[name].every = intervals[interval]
             elif self._context is not None:
@@ -449,9 +458,7 @@ class _Board:
         """Switch off; with the last one the hooks go."""
         context = self._context
         for name in names:
-            if context is not None and (probe := self._probes.pop(name, None)) is not None:
-                probe.breaker.is_open = False  # also one that has failed
-                probe.run("remove")
+            self.stop(name)
         if context is not None and not self._probes:
             self._hook.remove()
             context.hooks.takes_loss.unregister(_NAME)
@@ -459,6 +466,12 @@ class _Board:
             self._context = self._model = self._loss = None
             self._searched.clear()
             StepProfile._several_train = False
+
+    def stop(self, name: str) -> None:
+        """Put back what one switch has changed, if it is on."""
+        if (probe := self._probes.pop(name, None)) is not None:
+            probe.breaker.is_open = False  # also of one that has failed
+            probe.run("remove")
 
     def _before_step(self, optimizer: Any) -> None:
         context = self._context
@@ -472,9 +485,12 @@ class _Board:
             self._searched.add(optimizer)
             if (model := model_of(optimizer)) is not None:
                 self._model = weakref.ref(model)
-        look = Look(self.model, optimizer, self._loss, context)
+        step = context.recorder.step
+        look = Look(self.model, optimizer, self._loss, context, step != self._looked_at)
         for probe in sorted(self._probes.values(), key=lambda probe: probe.due):  # of two that profile, that which waits longer
-            call(probe.breaker, probe.before_step, context.recorder.step, look)
+            call(probe.breaker, probe.before_step, step, look)
+        if "check" in vars(look):
+            self._looked_at = step
 
     def _take_loss(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
         import torch
@@ -491,12 +507,13 @@ class _Board:
         rows = []
         for name in SWITCHES:
             probe = self._probes.get(name)
-            error = "failed, see the log" if probe is not None and probe.breaker.is_open else None
-            row = Switch(name) if probe is None else Switch(name, True, probe.every, probe.looks, probe.last, error)  # noqa: FBT003  # a row
+            has_failed = probe is not None and probe.breaker.is_open
+            error = "failed, see the log" if has_failed else None
+            row = Switch(name) if probe is None else Switch(name, not has_failed, probe.every, probe.looks, probe.last, error)
             rows.append(row)
         steps = self._context.recorder.step - self._begun if self._context is not None else 0
         model = type(self.model).__name__ if self.model is not None else None
-        return SwitchStatus(tuple(self._probes), steps, model, tuple(rows))
+        return SwitchStatus(tuple(row.name for row in rows if row.on), steps, model, tuple(rows))
 
 
 _board = _Board()
