@@ -167,6 +167,7 @@ def test_the_examples_run(
     page, names = (checkout / f"docs/{name}.md").read_text(), {"__name__": "__main__"}
     blocks = list(BLOCK.finditer(page))
     assert len(blocks) >= least
+    debug.clear()  # of what other tests have done
     with torch.random.fork_rng(devices=[]):
         for block in blocks:
             before = page[: block.start(1)].count("\n")

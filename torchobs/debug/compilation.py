@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchobs.catalog.findings import RECOMPILE_REMEDIES
 from torchobs.debug.findings import record_findings
 from torchobs.debug.steps import RAISED, first_line, raised_by
@@ -133,7 +135,6 @@ def _on_trial() -> Iterator[None]:
 
 def _recompiles(model: Any, batch: Any, more_batches: Sequence[Any]) -> tuple[list[Recompile], str | None]:
     """Return what each variant of the call compiles anew, and what the compiler raised."""
-    import torch
     from torch._dynamo.utils import get_compilation_metrics
 
     def called(*args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import inf, nan
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchobs.debug.findings import record_findings, record_series
 from torchobs.debug.tensors import Rows, bytes_of, elements_of, require
 from torchobs.support.result import Result
@@ -62,8 +64,6 @@ def analyze_diffusion(pipeline: Any) -> DiffusionCheck:
     Raises:
         TypeError: it has no module among its components.
     """
-    import torch
-
     parts = {name: part for name, part in _parts(pipeline).items() if not name.startswith("_")}
     modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
     if not modules:
@@ -83,8 +83,6 @@ def analyze_diffusion(pipeline: Any) -> DiffusionCheck:
 
 
 def _parts(pipeline: Any) -> dict[str, Any]:
-    import torch
-
     components = getattr(pipeline, "components", None)
     if components is not None and hasattr(components, "items"):
         return dict(components.items())
@@ -187,8 +185,6 @@ class DiffusionMonitor:
 
     def step(self, latents: Any, timestep: Any = None, step: int | None = None) -> None:
         """Take the latents after one step, in a loop of one's own. Steps beyond 10,000 are left out."""
-        import torch
-
         require(latents, "Tensor", "diffusion_monitor")
         if len(self._seen) >= MOST_STEPS:
             return

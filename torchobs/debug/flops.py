@@ -10,10 +10,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchobs.debug.memory import loss_of
+import torch
+
 from torchobs.debug.tensors import require
 from torchobs.support.result import Result
-from torchobs.tensors.batches import call
+from torchobs.tensors.losses import compute_loss
 from torchobs.tensors.running import beside_grad, state_kept
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class _AllTogether(AbstractContextManager[None]):
         """Leave no hook, since there is none."""
 
 
-def count_flops(model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None = None) -> FlopCount:
+def count_flops(model: Any, batch: Any, *, loss_fn: Callable[..., Any] | None = None) -> FlopCount:
     """Count the operations of the matrix products, convolutions and attention in a forward and a backward pass of a batch.
 
     By ``torch.utils.flop_counter.FlopCounterMode``; nothing else counts (no normalisation, no activation). Products that it has
@@ -67,13 +68,12 @@ def count_flops(model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None 
     Args:
         model: the module, not compiled; in train mode, as it is trained.
         batch: as for :func:`torchobs.debug.forward_pass`, on the model's device.
-        loss_fn: of the output; without it, the output's ``loss``, or the sum of its floating-point tensors.
+        loss_fn: as for :func:`torchobs.debug.trace_nan`.
 
     Raises:
         TypeError: ``model`` is no module. What the model raises goes on.
     """
     require(model, "nn.Module", "count_flops")
-    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -92,7 +92,7 @@ def count_flops(model: Any, batch: Any, *, loss_fn: Callable[[Any], Any] | None 
 
     def passes(backward: Backward) -> tuple[int, int]:
         with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), UnknownProducts(), counter:
-            loss = loss_of(call(model, batch), loss_fn)
+            loss = compute_loss(model, batch, loss_fn)
             forward = counter.get_total_flops()
             backward(loss)
             return int(forward), int(counter.get_total_flops())

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from torchobs import catalog
 from torchobs.debug import tensors
 from torchobs.debug.findings import record_findings
@@ -21,12 +23,12 @@ from torchobs.support.import_hooks import imported
 from torchobs.support.process_group import greatest, is_shared
 from torchobs.support.result import Result
 from torchobs.taps import taps
+from torchobs.tensors.losses import wide_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from types import TracebackType
 
-    import torch
     from torch.utils.hooks import RemovableHandle
 
     from torchobs.probes.context import ProbeContext
@@ -138,12 +140,10 @@ def gradients_of(
 
 def _add_scalar(numbers: tensors.Numbers, value: Any, function: str) -> int | None:
     """Add a number, or a tensor with one element; return its index."""
-    import torch
-
     if value is None:
         return None
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return numbers.add(value.detach().reshape(1).to(tensors.wide(torch, value.device)))
+        return numbers.add(value.detach().reshape(1).to(wide_type(value.device)))
     if isinstance(value, (int, float)):
         return numbers.add(torch.tensor([float(value)], dtype=torch.float64, device="cpu"))
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -208,8 +208,6 @@ class StepHook:
     """Calls a function with the optimizer before each step of any, in whichever thread, until ``remove`` is called."""
 
     def __init__(self, function: Callable[[Any], None]) -> None:
-        import torch
-
         def before_step(optimizer: Any) -> None:
             if not torch.compiler.is_compiling():
                 function(optimizer)
@@ -219,8 +217,6 @@ class StepHook:
 
 def norm_of(parameters: Iterable[Any], scale: Any) -> Any:
     """Return the L2 norm of gradients, divided by the scale, as a tensor; ``None`` without any. Of a DTensor the shard's."""
-    import torch
-
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     by_device: dict[Any, list[Any]] = {}
     with torch.no_grad():
@@ -263,8 +259,6 @@ class NanGuard:
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Take the gradients away if one is not finite: an optimizer leaves parameters without a gradient as they are."""
-        import torch
-
         if not self._handles:
             return  # removed, but not by torch yet
         if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:

@@ -9,6 +9,8 @@ from math import nan
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from torchobs.debug.findings import record_findings
 from torchobs.support.arguments import is_whole
 from torchobs.support.result import Result
@@ -133,8 +135,6 @@ def dataloader(loader: Any, *, batches: int = 20) -> LoaderCheck:
 
 
 def _taken(loader: Any, batches: int) -> Iterator[_Fetch]:
-    import torch
-
     with random_states_kept(generators(loader)):
         begun = time.perf_counter()
         iterator = loader._get_iterator() if isinstance(loader, torch.utils.data.DataLoader) else iter(loader)
@@ -204,8 +204,6 @@ class _Batches:
 
 def _labels(batch: Any) -> Any:
     """Return the labels of a batch: by a usual name, or the last part; ``None`` if that is no tensor."""
-    import torch
-
     if hasattr(batch, "keys"):
         labels = next((batch[name] for name in _LABELS if name in batch), None)
     else:

@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchobs.debug import operations
 from torchobs.debug.steps import RAISED
-from torchobs.debug.tensors import bytes_of, is_uninitialized, require, wide
+from torchobs.debug.tensors import bytes_of, is_uninitialized, require
 from torchobs.probes.device_memory import has_statistics
 from torchobs.probes.nonfinite.locate import is_users_file
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.result import Result, fill
-from torchobs.tensors.batches import call, is_sequence, rebuilt, walk
+from torchobs.tensors.batches import is_sequence, rebuilt, walk
+from torchobs.tensors.losses import compute_loss
 from torchobs.tensors.references import collections_paused, living, types_of_objects
 from torchobs.tensors.running import beside_grad, running_modules, state_kept
 from torchobs.tensors.values import storages
@@ -60,7 +63,7 @@ class MemoryBreakdown(Result):
 
 
 def memory_usage(
-    model: Any, batch: Any, *, optimizer: Any = None, loss_fn: Callable[[Any], Any] | None = None
+    model: Any, batch: Any, *, optimizer: Any = None, loss_fn: Callable[..., Any] | None = None
 ) -> MemoryBreakdown:
     """Measure a model's memory by component with a forward and a backward pass.
 
@@ -71,7 +74,7 @@ def memory_usage(
         model: the module; in train mode, as it is trained.
         batch: as for :func:`torchobs.debug.forward_pass`; the first dimension of its tensors is the batch size.
         optimizer: for its state.
-        loss_fn: of the output; without it, the output's ``loss``, or the sum of its floating-point tensors.
+        loss_fn: as for :func:`torchobs.debug.trace_nan`.
 
     Raises:
         TypeError: ``model`` is no module, or the batch has no tensor. What the model raises goes on.
@@ -96,10 +99,8 @@ def memory_usage(
     )  # fmt: skip
 
 
-def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> tuple[int, dict[tuple[str, str], int]]:
+def _measured(model: Any, batch: Any, loss_fn: Callable[..., Any] | None) -> tuple[int, dict[tuple[str, str], int]]:
     """Return the most memory at one time, and what each module keeps, by its path and class."""
-    import torch
-
     from torchobs.debug.operator_watch import AllocationWatch
 
     there = [*model.parameters(), *model.buffers(), *_tensors_in(batch)]
@@ -119,26 +120,12 @@ def _measured(model: Any, batch: Any, loss_fn: Callable[[Any], Any] | None) -> t
                 return x.detach()  # a node that holds its own output is a cycle of C++ objects, which no collector sees
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-                loss = loss_of(call(model, batch), loss_fn)
+                loss = compute_loss(model, batch, loss_fn)
             backward(loss)
             del loss
         return watch.peak, modules
 
     return beside_grad(model, passes)
-
-
-def loss_of(output: Any, loss_fn: Callable[[Any], Any] | None = None) -> Any:
-    """Return the loss to differentiate: the function's, the output's own, or the sum of its tensors; ``None`` without any."""
-    import torch
-
-    if loss_fn is not None:
-        return loss_fn(output)
-    if isinstance(getattr(output, "loss", None), torch.Tensor):
-        return output.loss
-    parts = [torch.view_as_real(x) if x.is_complex() else x for x in _tensors_in(output)]
-    # in float64: the sum of finite numbers is to be finite
-    sums = [x.sum(dtype=wide(torch, x.device)) for x in parts if x.is_floating_point()]
-    return torch.stack([each.to(sums[0].device) for each in sums]).sum() if sums else None
 
 
 def _tensors_in(values: Any) -> list[Any]:
@@ -157,7 +144,6 @@ def batch_size(batch: Any) -> int:
 
 def resized(values: Any, size: int, other: int) -> Any:
     """Return the batch with another number of samples, the first ones or all of them again; what cannot be cut, as it is."""
-    import torch
     from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
     if isinstance(values, torch.Tensor):
@@ -186,8 +172,6 @@ def _optimizer_state(optimizer: Any) -> int | None:
 
     Before its first step, one of the same class steps on the device meta, where nothing is allocated or computed.
     """
-    import torch
-
     if optimizer is None:
         return None
     groups = [{**group, "params": [x for x in group["params"] if x.requires_grad]} for group in optimizer.param_groups]
@@ -307,16 +291,12 @@ def profile_memory(label: str = "") -> MemoryPoint:
 
 def _tensors() -> list[Any]:
     """Return the live dense tensors."""
-    import torch
-
     dense = (x for x in living(torch.Tensor) if not is_uninitialized(x) and x.layout is torch.strided and not x.is_nested)
     wrappers = {"FakeTensor", "FunctionalTensor", "DTensor"}
     return [x for x in dense if x.device.type != "meta" and type(x).__name__ not in wrappers]
 
 
 def _devices() -> tuple[DeviceMemory, ...]:
-    import torch
-
     cuda: Any = torch.cuda
     indices = range(cuda.device_count()) if cuda.is_initialized() and has_statistics(torch) else ()
     read = cuda.memory_allocated, cuda.memory_reserved, cuda.max_memory_allocated

@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchobs import catalog
-from torchobs.debug.memory import loss_of
 from torchobs.debug.operator_watch import UNWRITTEN, user_line
 from torchobs.debug.tensors import require
 from torchobs.probes.nonfinite.backward import BackwardWatch
@@ -25,7 +24,8 @@ from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, Origi
 from torchobs.runtime.session import current
 from torchobs.support.error_guard import CircuitBreaker
 from torchobs.support.process_group import is_shared
-from torchobs.tensors.batches import call, is_sequence, walk
+from torchobs.tensors.batches import walk
+from torchobs.tensors.losses import compute_loss
 from torchobs.tensors.names import clean
 from torchobs.tensors.running import checkpoints_kept, running_modules, state_kept
 from torchobs.tensors.values import Condition, TensorStatistics, bad_elements, condition, statistics
@@ -247,10 +247,9 @@ def trace_nan(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor]
 
     Args:
         model: in the mode (``train()`` or ``eval()``) that is to be traced.
-        batch: what the model is called with: a tensor, a dictionary of keyword arguments, or a tuple of arguments. With
-            ``loss_fn`` a tuple's last item is the target.
-        loss_fn: called with the output, and with the target if the batch is a tuple; without it the output's own ``loss``, or
-            the sum of its elements (of all tensors, however nested), is taken.
+        batch: a tensor, a mapping of keyword arguments, or a tuple of arguments, the last of which ``loss_fn`` may want.
+        loss_fn: ``loss_fn(model, batch)``, or ``loss_fn(output, target)``; without it the output's own ``loss``, or the sum of
+            its tensors.
 
     Returns:
         The origin; ``None`` if the loss and all gradients are finite.
@@ -269,27 +268,17 @@ def trace_nan(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor]
             sites = CallSites(running)
             flow = ValueFlow(sites)
             with checkpoints_kept(), sites, flow, torch.compiler.set_stance("force_eager"):
-                loss = _loss(model, batch, loss_fn)
+                loss: Any = compute_loss(model, batch, loss_fn)
+        if loss is None or loss.numel() != 1 or loss.grad_fn is None:
+            what = "there is no loss" if loss is None else "the loss has no gradient, or more than one element"
+            raise ValueError(f"{what}: trace_nan() needs one number that parameters have been used for; give loss_fn")
+        if loss.is_meta:
+            raise ValueError("the loss is on the device meta, where nothing is computed: move model and batch first")
         origin = _traced(model, loss, sites, flow, batch)
     session = current()
     if origin is not None and session is not None and session.context is not None:
         session.context.event(catalog.EVENT_NONFINITE_ORIGIN, attributes_of(origin))
     return origin
-
-
-def _loss(model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor] | None) -> torch.Tensor:
-    target: tuple[Any, ...] = ()
-    if is_sequence(batch) and loss_fn is not None and len(batch) > 1:
-        *batch, last = batch
-        target = (last,)
-    output = call(model, batch)
-    loss: Any = loss_of(output) if loss_fn is None else loss_fn(output, *target)
-    if loss is None or loss.numel() != 1 or loss.grad_fn is None:
-        what = "there is no loss" if loss is None else "the loss has no gradient, or more than one element"
-        raise ValueError(f"{what}: trace_nan() needs one number that parameters have been used for; give loss_fn")
-    if loss.is_meta:
-        raise ValueError("the loss is on the device meta, where nothing is computed: move model and batch to a real one first")
-    return loss  # type: ignore[no-any-return]
 
 
 def _traced(model: nn.Module, loss: torch.Tensor, sites: CallSites, flow: ValueFlow, batch: Any) -> NonfiniteOrigin | None:

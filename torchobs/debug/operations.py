@@ -14,6 +14,8 @@ from math import isfinite
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 
+import torch
+
 from torchobs.debug.findings import record_finding, record_operation
 from torchobs.debug.gradients import StepHook, norm_of, scale_in_use
 from torchobs.debug.tensors import require
@@ -119,8 +121,6 @@ def entered(anomaly: str, found: Callable[[Birth], None]) -> Iterator[None]:
 @contextmanager
 def _torch_raises() -> Iterator[None]:
     """Torch's anomaly mode, from the first context that wants it to the last."""
-    import torch
-
     global _count  # noqa: PLW0603  # of the process, as the mode is
     with _lock:
         _count += 1

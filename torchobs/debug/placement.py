@@ -9,6 +9,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchobs.debug.findings import record_findings
 from torchobs.debug.tensors import bytes_of, require
 from torchobs.support.result import Result
@@ -152,8 +154,6 @@ def _uses(groups: dict[str, list[tuple[str, Any]]]) -> tuple[DeviceUse, ...]:
 
 
 def _watched(model: Any, batch: Any) -> tuple[tuple[SilentCopy, ...], str | None]:
-    import torch
-
     from torchobs.debug.operator_watch import TransferWatch
     from torchobs.debug.steps import raised_by
 

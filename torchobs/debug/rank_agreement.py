@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from zlib import crc32
 
+import torch
+
 from torchobs.debug.findings import record_findings
 from torchobs.debug.tensors import require
 from torchobs.support.process_group import let_backend_finish
@@ -90,8 +92,6 @@ def ddp(model: Any, *, group: Any = None) -> RankAgreement:
 
 
 def _side(model: Any) -> _Side:
-    import torch
-
     named = list(model.named_parameters())
     replicated = [(name, x) for name, x in named if not _is_part(x)]
     tensors = [(("parameter", name), x) for name, x in replicated]
@@ -104,7 +104,7 @@ def _side(model: Any) -> _Side:
         sums: dict[Any, list[Any]] = {}
         for key, x in whole:
             magnitudes = (x.detach().abs() if x.is_complex() else x.detach()).to(torch.float32).reshape(-1)
-            sums.setdefault(x.device, []).append((key, _checksum(torch, x), torch.linalg.vector_norm(magnitudes)))
+            sums.setdefault(x.device, []).append((key, _checksum(x), torch.linalg.vector_norm(magnitudes)))
     prints = {}
     for rows in sums.values():
         checksums = torch.stack([checksum for _, checksum, _ in rows]).tolist()
@@ -121,7 +121,7 @@ def _is_part(parameter: Any) -> bool:
     return hasattr(parameter, "placements") or bool(getattr(parameter, "_fsdp_flattened", False))
 
 
-def _checksum(torch: Any, x: Any) -> Any:
+def _checksum(x: Any) -> Any:
     """Return a checksum of the bits, on the tensor's device: equal tensors have equal ones, others almost never."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     flat = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()

@@ -10,6 +10,8 @@ from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from torchobs.debug import operations, tensors
 from torchobs.debug.findings import record_finding, record_findings, record_step
 from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, check_gradients, gradients_of, require_positive
@@ -171,8 +173,6 @@ def activations(model: Any, collector: Collector, *, wanted: bool) -> Iterator[N
 
     Scripted modules take no hooks: what passes between them is not seen.
     """
-    import torch
-
     handles = []
     try:
         for name, module in model.named_modules() if wanted else ():
@@ -309,8 +309,6 @@ def backward_pass(loss: Any, model: Any, *, scaler: Any = None) -> BackwardPass:
 
 
 def _backward(loss: Any, model: Any, scaler: Any, exploding: float, vanishing: float) -> BackwardPass:
-    import torch
-
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"a loss is a tensor, not {type(loss).__name__}: return what loss_fn computes, before item()")
     if loss.numel() != 1:
@@ -334,8 +332,6 @@ def optimization_step(optimizer: Any, *, scaler: Any = None) -> OptimizationStep
     Raises:
         TypeError: ``optimizer`` is no ``torch.optim.Optimizer``.
     """
-    import torch
-
     tensors.require(optimizer, "optim.Optimizer", "optimization_step")
     tensors.require_scaler(scaler, "optimization_step", "scale")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -426,8 +422,6 @@ def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPa
         TypeError: ``model`` is no ``torch.nn.Module``. What the model raises goes on.
     """
     tensors.require(model, "nn.Module", "inference")
-    import torch
-
     # tables that a first pass makes would stay in inference mode, and the training that comes after refuses those
     with evaluating(model), torch.no_grad():
         return _forward(model, batch, "inference", wanted=activations)

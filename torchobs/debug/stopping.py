@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from torchobs import api, catalog
 from torchobs.debug.findings import record_finding, record_findings, record_series
 from torchobs.debug.operations import noting_error
-from torchobs.debug.tensors import require, wide
+from torchobs.debug.tensors import require
 from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.result import Result, fill
+from torchobs.tensors.losses import wide_type
 from torchobs.tensors.running import evaluating
 
 if TYPE_CHECKING:
@@ -172,9 +175,7 @@ def _wide(value: Any) -> Any:
     """Return a value in a type in which sums are exact enough: a sum in bfloat16 stops growing at 256 times its terms."""
     if not hasattr(value, "detach"):
         return float(value)
-    import torch
-
-    return value.detach().to(wide(torch, value.device))
+    return value.detach().to(wide_type(value.device))
 
 
 @contextmanager
@@ -188,8 +189,6 @@ def validation(model: Any = None, name: str = "validation", *, stopper: EarlySto
     Raises:
         TypeError: ``model`` is no module.
     """
-    import torch
-
     if model is not None:
         require(model, "nn.Module", "validation")
     result, begun = Validation(name), time.perf_counter()

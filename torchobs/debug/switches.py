@@ -9,6 +9,8 @@ from functools import cached_property
 from threading import RLock, get_ident
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from torchobs import catalog
 from torchobs.debug import operations
 from torchobs.debug.findings import logger, record_finding, record_findings, record_series
@@ -195,8 +197,6 @@ class ForwardPass(SwitchProbe):
             self._watch(look.model)
 
     def _watch(self, model: Any) -> None:
-        import torch
-
         is_compiled = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
         if is_compiled or isinstance(model, torch.jit.ScriptModule):
             self.last = "a compiled model takes no hooks"
@@ -239,8 +239,6 @@ def device_placement(look: Look) -> str:
 
 def mixed_precision(look: Look) -> str:
     """What autocast computes in, weights in float16, and the loss scale."""
-    import torch
-
     named = look.model.named_parameters() if look.model is not None else ()
     half = [name for name, x in named if x.dtype is torch.float16 and x.requires_grad]
     if half:
@@ -493,8 +491,6 @@ class _Board:
             self._looked_at = step
 
     def _take_loss(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
-        import torch
-
         loss = tensors[0] if isinstance(tensors, (tuple, list)) and len(tensors) == 1 else tensors
         if accumulates and gradients is None and isinstance(loss, torch.Tensor) and loss.numel() == 1:
             loss, scale = loss.detach().reshape(()), scale_in_use(None)
@@ -539,7 +535,6 @@ def _names_of(wanted: object) -> tuple[str, ...]:
 
 def model_of(optimizer: Any) -> Any:
     """Return the outermost module that has all of the optimizer's parameters; ``None`` without one. It takes some 100 ms."""
-    import torch
 
     def ids(module: Any) -> set[int]:
         return set(map(id, module.parameters()))

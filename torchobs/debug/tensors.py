@@ -15,8 +15,11 @@ from math import hypot, inf, isnan, nan, prod, sqrt
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from torchobs.debug.findings import record_finding, record_findings
 from torchobs.support.result import Result
+from torchobs.tensors.losses import wide_type
 from torchobs.tensors.values import evenly_sampled, stored
 
 if TYPE_CHECKING:
@@ -25,8 +28,6 @@ if TYPE_CHECKING:
 
 def require(value: Any, kind: str, function: str) -> None:
     """Raise ``TypeError`` unless a value is of that class of torch, such as ``nn.Module``."""
-    import torch
-
     if not isinstance(value, attrgetter(kind)(torch)):
         raise TypeError(f"{function}() takes a torch.{kind}, not {type(value).__name__}")
 
@@ -43,16 +44,14 @@ def values_of(x: Any) -> tuple[Any, str]:
     Where there are none it is ``None``, and why. An uncoalesced sparse tensor is coalesced, and a strided nested one is put
     together, which on a device waits for it; nothing else does. Of a DTensor it is the local shard, without a collective.
     """
-    import torch
-
-    if _has_no_data(torch, x):
+    if _has_no_data(x):
         return None, "no data"
     x = x.detach()
     if hasattr(x, "placements") and hasattr(x, "device_mesh"):
         values, kind = values_of(x.to_local())
         return values, f"{kind} of the local shard"
     try:
-        dense, kind = _dense(torch, x)
+        dense, kind = _dense(x)
         if dense.is_complex():
             dense = dense.to(torch.complex64) if dense.dtype is torch.complex32 else dense
             dense, kind = dense.abs().masked_fill_(dense.isnan(), nan), f"magnitudes of {kind}"  # that of inf + nan j is inf
@@ -62,7 +61,7 @@ def values_of(x: Any) -> tuple[Any, str]:
     return dense, kind
 
 
-def _dense(torch: Any, x: Any) -> tuple[Any, str]:
+def _dense(x: Any) -> tuple[Any, str]:
     if x.is_nested:
         parts = [x.values()] if x.layout is torch.jagged else x.unbind()
         return torch.cat([part.reshape(-1) for part in parts]) if len(parts) else x.new_empty(0), "elements"
@@ -78,13 +77,11 @@ def _dense(torch: Any, x: Any) -> tuple[Any, str]:
 
 def is_uninitialized(x: Any) -> bool:
     """Return True for a parameter of a lazy module that has no shape yet."""
-    import torch
-
     lazy: Any = torch.nn.parameter
     return isinstance(x, lazy.UninitializedTensorMixin)
 
 
-def _has_no_data(torch: Any, x: Any) -> bool:
+def _has_no_data(x: Any) -> bool:
     if is_uninitialized(x) or x.device.type == "meta":
         return True
     return type(x).__name__ == "FakeTensor" or torch._C._functorch.is_functorch_wrapped_tensor(x)
@@ -114,9 +111,7 @@ def elements_of(x: Any) -> int:
 
 def bytes_of(x: Any) -> int:
     """Return the bytes that hold the tensor's elements (of a sparse one with its indices, of a DTensor the local shard)."""
-    import torch
-
-    if _has_no_data(torch, x):
+    if _has_no_data(x):
         return 0
     if hasattr(x, "placements") and hasattr(x, "device_mesh"):
         return bytes_of(x.to_local())
@@ -148,8 +143,6 @@ own_work = _OwnWork()
 
 @contextmanager
 def _computing() -> Iterator[None]:
-    import torch
-
     before, own_work.on = own_work.on, True
     try:
         with torch.no_grad():
@@ -189,19 +182,12 @@ NOTHING = Moments(0, 0, 0, 0, nan, 0, nan, nan, 0)
 """Moments of no elements"""
 
 
-def wide(torch: Any, device: Any) -> Any:
-    """Return the type to compute in: Apple's GPUs have no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
 def _moments(x: Any) -> Any:
     """Return the :class:`Moments` of a strided tensor as a one-dimensional tensor on its device."""
-    import torch
-
     if not x.numel():
-        return _numbers(torch, NOTHING, x.device)
-    parts, number = x.reshape(-1).split(CHUNK), wide(torch, x.device)
-    rows = torch.stack([_sums(torch, part.to(number)) for part in parts])
+        return _numbers(NOTHING, x.device)
+    parts, number = x.reshape(-1).split(CHUNK), wide_type(x.device)
+    rows = torch.stack([_sums(part.to(number)) for part in parts])
     count, is_nan, infinite, zeros, total, norm = rows[:, :6].sum(0)
     mean = total / count  # NaN without a finite element
     odd = ((part.to(number) - mean).nan_to_num_(0.0, 0.0, 0.0) for part in parts)
@@ -210,7 +196,7 @@ def _moments(x: Any) -> Any:
     return torch.stack([count, is_nan, infinite, zeros, mean, squares, least, greatest, norm])
 
 
-def _sums(torch: Any, x: Any) -> Any:
+def _sums(x: Any) -> Any:
     is_finite, is_nan = x.isfinite(), x.isnan()
     count, nans = is_finite.sum(), is_nan.sum()
     counts = count, nans, x.numel() - count - nans, (x == 0).sum()
@@ -219,9 +205,9 @@ def _sums(torch: Any, x: Any) -> Any:
     return torch.stack([*(each.to(x.dtype) for each in counts), finite.sum(), finite.square().sum(), *extremes])
 
 
-def _numbers(torch: Any, numbers: Iterable[float], device: Any) -> Any:
+def _numbers(numbers: Iterable[float], device: Any) -> Any:
     """Return numbers on a device, filled in there: a copy from the host would wait."""
-    return torch.stack([torch.full((), number, dtype=wide(torch, device), device=device) for number in numbers])
+    return torch.stack([torch.full((), number, dtype=wide_type(device), device=device) for number in numbers])
 
 
 def _distribution(x: Any) -> Any:
@@ -229,13 +215,11 @@ def _distribution(x: Any) -> Any:
 
     The last number is how many elements the sample has. ``x`` is not empty.
     """
-    import torch
-
-    number = wide(torch, x.device)
+    number = wide_type(x.device)
     sample = evenly_sampled(x.reshape(-1), SAMPLE).to(number)
     ordered = torch.where(sample.isfinite(), sample, inf).sort().values
     count = sample.isfinite().sum()
-    places = _numbers(torch, QUANTILES, x.device) * (count - 1).clamp(min=0)
+    places = _numbers(QUANTILES, x.device) * (count - 1).clamp(min=0)
     quantiles = torch.lerp(ordered[places.floor().long()], ordered[places.ceil().long()], places.frac())
     low, high = ordered[0], ordered[(count - 1).clamp(min=0).reshape(1)]  # a 0-dimensional index would be read
     steps = torch.arange(1, BINS, dtype=number, device=x.device) / BINS
@@ -259,8 +243,6 @@ class Numbers:
 
     def read(self) -> list[list[float]]:
         """Return the numbers, after one copy for each device."""
-        import torch
-
         found: list[list[float]] = [[] for _ in range(self._count)]
         for parts in self._parts.values():
             numbers = iter(torch.cat([tensor for _, tensor in parts]).tolist())
