@@ -19,7 +19,7 @@ from tests.diagnosis.observing import read
 from tests.training import Recording, recording
 from torchobs import catalog
 from torchobs.cli.top import Watch, screen
-from torchobs.detect.disagreement import LOOKED_BATCHES, drifted, same_batches
+from torchobs.detect.disagreement import LOOKED_BATCHES, drifted, same_batches, same_losses
 from torchobs.diagnosis.health import health
 from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
@@ -320,13 +320,15 @@ def test_the_verdict_needs_batches_and_losses() -> None:
     batches = [float(number) for number in range(LOOKED_BATCHES)]
     losses = {step: 1.0 / (1 + step) for step in range(1, 20)}
     other = losses | {19: losses[19] * (1 + 2**-50)}
-    assert same_batches({"0": {1: batches}, "1": {1: batches}}, {"0": losses, "1": losses}) == 1
-    assert same_batches({"0": {1: batches}, "1": {1: batches}}, {"0": losses, "1": other}) is None
-    assert same_batches({"0": {1: batches}, "1": {1: batches[::-1]}}, {"0": losses, "1": losses}) is None
-    assert same_batches({"0": {1: [1.0] * 8}, "1": {1: [1.0] * 8}}, {"0": losses, "1": losses}) is None
-    assert same_batches({"0": {1: batches}, "1": {}}, {"0": losses, "1": losses}) is None
-    assert same_batches({"0": {1: batches}}, {"0": losses}) is None
-    assert same_batches({}, {}) is None
+    assert same_losses([losses, losses])
+    assert not same_losses([losses, other])
+    assert not same_losses([])
+    assert same_batches({"0": {1: batches}, "1": {1: batches}}) == 1
+    assert same_batches({"0": {1: batches}, "1": {1: batches[::-1]}}) is None
+    assert same_batches({"0": {1: [1.0] * 8}, "1": {1: [1.0] * 8}}) is None
+    assert same_batches({"0": {1: batches}, "1": {}}) is None
+    assert same_batches({"0": {1: batches}}) is None
+    assert same_batches({}) is None
 
 
 _WEIGHTS = """

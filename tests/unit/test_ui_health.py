@@ -179,7 +179,7 @@ def test_a_mistake_that_is_taken_back_is_none() -> None:
         # the loss that is shown is that of the first rank that has any
         ([row(0, anomalies=("nonfinite_loss",))], f"loss NaN, {WELL} The loss is not finite.", ERROR),
         ([row(0), row(1, anomalies=("nonfinite_loss",))], f"loss 2.313, {WELL} The loss is not finite on rank 1.", ERROR),
-        ([finished(derived={"losses": {12_400: math.inf}})], "last loss Inf. The loss is not finite.", ERROR),
+        ([finished(derived={"steps": (step(12_400, math.inf),)})], "last loss Inf. The loss is not finite.", ERROR),
         # waiting for data: by the rank's verdict of a minute; a short run, and one that is over, by their totals
         ([row(0, values={"torchobs.data.starved": {(): 1.0}}), row(1)], "Training waits for its data on rank 0.", WARNING),
         ([finished(values=waited(83.0, 17.0))], "Training waited for its data: 83 % of the time of its steps.", WARNING),

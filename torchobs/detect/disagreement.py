@@ -7,7 +7,7 @@ differ once stay so, though the gradients agree: they are compared by what every
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite, sqrt
 from statistics import fmean, median_low
 
@@ -63,21 +63,26 @@ def _apart(values: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
     return tuple(values) if odd and 2 * len(odd) >= len(values) else odd
 
 
-def same_batches(batches: Mapping[str, Mapping[int, Sequence[float]]], losses: Mapping[str, Mapping[int, float]]) -> int | None:
-    """Return since which step ranks are given the same batches, and compute the same of them; ``None`` if they do not.
+def same_batches(batches: Mapping[str, Mapping[int, Sequence[float]]]) -> int | None:
+    """Return since which step ranks are given the same batches; ``None`` if they are not.
 
-    ``batches``: by rank and step what tells a batch from others, of those that begin there; ``losses``: of the steps that are
-    known. One batch that comes again and again is a test whether a model can learn it. Losses that are equal to the bit rule
-    out ranks that take their part of a common batch.
+    ``batches``: by rank and step what tells a batch from others, of those that begin there. One batch that comes again and
+    again is a test whether a model can learn it.
     """
     steps = sorted(set.intersection(*(set(own) for own in batches.values()))) if len(batches) > 1 else []
-    common = sorted(set.intersection(*(set(own) for own in losses.values())))[-_LAST:] if losses else []
-    alike = all(len({own[step] for own in losses.values()}) == 1 for step in common)
-    first = next(iter(losses.values()), {})
-    if len(common) < LOOKED_BATCHES or not alike or len({first[step] for step in common}) < LOOKED_BATCHES:
-        return None
-    found = [step for step in steps if _are_same([own[step] for own in batches.values()])]
-    return found[0] if found and len(found) == len(steps) else None
+    alike = all(_are_same([own[step] for own in batches.values()]) for step in steps)
+    return steps[0] if steps and alike else None
+
+
+def same_losses(losses: Iterable[Mapping[int, float]]) -> bool:
+    """Return whether ranks compute the same of their batches: losses that are equal to the bit, and change.
+
+    ``losses``: each rank's by step, of the last steps. Ranks that take their part of a common batch have others.
+    """
+    rows = [dict([*own.items()][-_LAST:]) for own in losses]
+    common = sorted(set.intersection(*map(set, rows))) if rows else []
+    alike = all(len({own[step] for own in rows}) == 1 for step in common)
+    return alike and len(common) >= LOOKED_BATCHES and len({rows[0][step] for step in common}) >= LOOKED_BATCHES
 
 
 def _are_same(rows: Sequence[Sequence[float]]) -> bool:

@@ -222,7 +222,7 @@ def zero_rate(rates: Sequence[tuple[int, float | None]], began: int = 0) -> Zero
     ``rates``: of steps, oldest first, the rate of the first parameter group; ``None`` where it is not known. ``began``: the
     step in which the training of the last model began, or 0: what is negligible for it has no measure in another one's rates.
     """
-    highest = max((rate for step, rate in rates if step >= began and rate is not None and isfinite(rate)), default=0.0)
+    highest = max([rate for step, rate in rates if step >= began and rate is not None and isfinite(rate)], default=0.0)
     return _at_most(0.0, rates, 0.0) or _at_most(NEGLIGIBLE * highest, rates, highest)
 
 

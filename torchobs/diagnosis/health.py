@@ -25,7 +25,7 @@ from torchobs.catalog.findings import (
     finding,
     sentence,
 )
-from torchobs.detect.disagreement import differing, drifted, same_batches
+from torchobs.detect.disagreement import differing, drifted, same_batches, same_losses
 from torchobs.detect.growth import NEAR_S
 from torchobs.detect.hangs import PATIENT_PHASES
 from torchobs.detect.learning import is_stuck
@@ -248,16 +248,16 @@ def _weights_apart(ranks: Sequence[RankView]) -> Iterator[Finding]:
 
 def _batches_alike(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield that all ranks are given the same data."""
-    batches = {rank.rank: rank.batches for rank in ranks}
-    since = same_batches(batches, {rank.rank: rank.last_losses for rank in ranks})
-    if since is not None:
+    since = same_batches({rank.rank: rank.batches for rank in ranks})
+    if since is not None and same_losses(rank.losses for rank in ranks):
         yield finding("same_batches", step=since)
 
 
 def _anomalies(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield anomalies of now, where their values come from; and a loss that was not finite at the end of a run."""
+    sick = [rank for rank in ranks if rank.up and rank.anomalies]
     for kind in catalog.ANOMALY_KINDS:
-        affected = [rank for rank in ranks if rank.up and kind in rank.anomalies]
+        affected = [rank for rank in sick if kind in rank.anomalies]
         if affected:
             told = next(
                 (from_events(rank.events)[kind] for rank in affected if kind in from_events(rank.events)), finding(kind)
@@ -279,6 +279,8 @@ def _anomalies(ranks: Sequence[RankView]) -> Iterator[Finding]:
 
 def _past(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield past anomalies; one from which the training has not recovered for certain is a warning, if it is a recent one."""
+    if not any(any(rank.counted.values()) for rank in ranks):
+        return
     ended = not any(rank.up for rank in ranks)
     active = {kind for rank in ranks if rank.up for kind in rank.anomalies}
     counts = {kind: max((rank.counted.get(kind, 0) for rank in ranks), default=0) for kind in PAST}

@@ -351,18 +351,26 @@ class FlightFile:
         """Return whether a step was ever recorded: the first goes into the ring's first slot."""
         return any(self._records_at(0, 1))
 
-    def latest(self, limit: int) -> list[StepRecord]:
+    def latest(self, limit: int, known: Sequence[StepRecord] = ()) -> list[StepRecord]:
         """Return up to ``limit`` records, oldest first, the last being the newest one in the view of :meth:`read`.
 
-        Only these are read, not the whole ring; overwritten or damaged ones are missing.
+        Only these are read, not the whole ring; overwritten or damaged ones are missing. ``known``: what an earlier call with
+        the same limit, or a greater one, returned: only newer records are read.
         """
-        count = self.header.regions[Region.STEPS].count
+        count, seed = self.header.regions[Region.STEPS].count, self.header.seed
         first = max(self._upto - min(limit, count), 0) + 1
-        slots = [(seq - 1) % count for seq in range(first, self._upto + 1)]
-        wrap = slots.index(0) if 0 in slots else 0
-        raw = b"".join(self._records_at(row[0], len(row)) for row in (slots[:wrap], slots[wrap:]) if row)
-        decoded = (unpack(raw[at : at + RECORD_SIZE], self.header.seed) for at in range(0, len(raw), RECORD_SIZE))
-        return [item for seq, item in zip(range(first, self._upto + 1), decoded, strict=False) if item and item.seq == seq]
+        records = [record for record in known if record.seq >= first]
+        seq = records[-1].seq + 1 if records else first
+        while seq <= self._upto:
+            slot = (seq - 1) % count
+            many = min(self._upto + 1 - seq, count - slot)
+            raw = self._records_at(slot, many)
+            for at in range(0, many * RECORD_SIZE, RECORD_SIZE):
+                record = unpack(raw[at : at + RECORD_SIZE], seed)
+                if record is not None and record.seq == seq:
+                    records.append(record)
+                seq += 1
+        return records
 
     def events(self) -> list[Event | Span | Late]:
         """Return the events and spans that are still in the ring, oldest first."""

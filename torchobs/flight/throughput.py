@@ -66,23 +66,23 @@ def pace(records: Sequence[StepRecord], share: ForwardShare = NO_SHARE) -> Throu
     steps = _latest([record for record in recent if _is_timed(record)])
     if not steps:
         return None
-    phases = [fmean(record.phase_s[index] for record in steps) for index in map(PHASE_NAMES.index, PHASES)]
+    columns = dict(zip(PHASE_NAMES, zip(*[record.phase_s for record in steps], strict=True), strict=True))
     divided = zip(*map(share.divide, steps), strict=True)
-    for phase, lengths in zip(("forward", "other", "between"), divided, strict=True):
-        phases[PHASES.index(phase)] = fmean(lengths)
-    elapsed_s = (steps[-1].end_ns - steps[0].end_ns) / 1e9
+    columns |= dict(zip(("forward", "other", "between"), divided, strict=True))
+    durations, first_ns = [record.duration_s for record in steps], steps[0].end_ns
+    elapsed_s = (steps[-1].end_ns - first_ns) / 1e9
     timed = elapsed_s if elapsed_s > 0 else None
     # the first step's samples were processed before the window
-    later = [record for record in recent if record.end_ns > steps[0].end_ns]
+    later = [record for record in recent if record.end_ns > first_ns]
     return Throughput(
         steps=len(steps),
-        step_s=median(record.duration_s for record in steps),
-        mean_s=fmean(record.duration_s for record in steps),
-        phases_s=tuple(phases),
+        step_s=median(durations),
+        mean_s=fmean(durations),
+        phases_s=tuple(fmean(columns[phase]) for phase in PHASES),
         window_s=max(elapsed_s, 0.0),
         per_s=(len(steps) - 1) / timed if timed else None,
-        tokens_per_s=_per_s(sum(record.tokens for record in later), timed),
-        samples_per_s=_per_s(sum(record.samples for record in later), timed),
+        tokens_per_s=_per_s(sum([record.tokens for record in later]), timed),
+        samples_per_s=_per_s(sum([record.samples for record in later]), timed),
     )
 
 

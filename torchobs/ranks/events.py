@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
 from typing import Any, NamedTuple
@@ -47,6 +47,8 @@ class Fact(NamedTuple):
     time_s: float
     step: int | None
     attributes: Mapping[str, Any]
+    position: int = 0
+    """in the ring: that of a later event is greater"""
 
     def text(self, name: str, longest: int = text_format.LONGEST) -> str:
         """Return an attribute as one sanitised line; empty if absent."""
@@ -82,6 +84,7 @@ class SpanFact(NamedTuple):
     attributes: Mapping[str, Any]
     ours: bool = False
     """made by torchobs, not by the application"""
+    position: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +95,8 @@ class Events:
     """without logged scalars"""
     spans: tuple[SpanFact, ...] = ()
     """the finished ones"""
-    scalars: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
-    """the curves that the script logs, by name"""
+    logged: tuple[Event, ...] = ()
+    """logged scalars"""
 
     def __iter__(self) -> Iterator[Fact]:
         """Return an iterator over the events."""
@@ -102,6 +105,11 @@ class Events:
     def of(self, event: catalog.Event) -> list[Fact]:
         """Return the events of that name."""
         return [fact for fact in self.facts if fact.name == event.name]
+
+    @cached_property
+    def scalars(self) -> Mapping[str, tuple[Point, ...]]:
+        """The curves that the script logs, by name."""
+        return curves(self.logged)
 
     @cached_property
     def anomalies(self) -> Mapping[str, LastAnomaly]:
@@ -145,18 +153,23 @@ NO_EVENTS = Events()
 
 def events_of(ring: Iterable[Event | Span | Late], header: Header) -> Events:
     """Return what a ring holds, oldest first."""
-    every = list(ring)
-    facts = [
-        Fact(event.name, header.wall_s(event.time_ns), event.step, event.values)
-        for event in every
-        if isinstance(event, Event) and event.name != catalog.EVENT_SCALARS.name
-    ]
-    spans = [
-        SpanFact(span.name, span.begun_ns / 1e9, span.ended_ns / 1e9, span.values, span.is_ours)
-        for span in every
-        if isinstance(span, Span) and span.ended_ns is not None
-    ]
-    return Events(tuple(facts), tuple(spans), curves(every))
+    return extended(NO_EVENTS, ring, header, 0)
+
+
+def extended(before: Events, fresh: Iterable[Event | Span | Late], header: Header, oldest: int) -> Events:
+    """Return the events known before and the fresh ones, as far as they are in the ring, that is from ``oldest`` on."""
+    facts = [fact for fact in before.facts if fact.position >= oldest]
+    spans = [span for span in before.spans if span.position >= oldest]
+    logged = [event for event in before.logged if event.position >= oldest]
+    for item in fresh:
+        if isinstance(item, Event) and item.name == catalog.EVENT_SCALARS.name:
+            logged.append(item)
+        elif isinstance(item, Event):
+            facts.append(Fact(item.name, header.wall_s(item.time_ns), item.step, item.values, item.position))
+        elif isinstance(item, Span) and item.ended_ns is not None:
+            begun_s, ended_s = item.begun_ns / 1e9, item.ended_ns / 1e9
+            spans.append(SpanFact(item.name, begun_s, ended_s, item.values, item.is_ours, item.position))
+    return Events(tuple(facts), tuple(spans), tuple(logged))
 
 
 def curves(ring: Iterable[Event | Span | Late]) -> dict[str, tuple[Point, ...]]:

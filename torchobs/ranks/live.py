@@ -8,23 +8,27 @@ from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Protocol
 
 from torchobs import catalog
+from torchobs.flight.events import Tail
+from torchobs.flight.layout import Region
 from torchobs.flight.throughput import RECORDS as LATEST
 from torchobs.flight.throughput import pace
 from torchobs.ranks import comparison, labels
-from torchobs.ranks.events import events_of
+from torchobs.ranks.events import extended
 from torchobs.ranks.rank_file import READ_ERRORS
-from torchobs.ranks.rank_view import LAST_LOSSES, NOT_READ, Recorded, RunView, run_of, steps_of, view_of
+from torchobs.ranks.rank_view import NOT_READ, Recorded, RunView, run_of, steps_of, view_of
 from torchobs.ranks.snapshot import Reader, grouped
 
 if TYPE_CHECKING:
     from torchobs.flight.reader import FlightFile
+    from torchobs.flight.step_record import StepRecord
     from torchobs.ranks.snapshot import Rank, Snapshot
 
+LEAST_RECORDS = 64
 RECORDS = 16_384
-"""Records read per update over all ranks, at least 64 of each; one takes 5 µs. Beyond 64 ranks, the throughput of ranks that
-are not focused is over fewer steps."""
+"""Records kept over all ranks, at least 64 of each; a new one takes 10 µs, an old one 2. Beyond 64 ranks, the throughput of
+ranks that are not focused is over fewer steps."""
 EVENTS_S = 0.2
-"""Time limit per update for event rings, each of which takes up to 5 ms; the remaining rings are read by the next update."""
+"""Time limit per update for event rings, each of which takes up to 5 ms at first; the next update reads the remaining ones."""
 MOST_FOCUSED = 16
 MOST_RUNS = 50
 KEPT = 4096
@@ -71,10 +75,14 @@ Details = Mapping[str, Recorded]
 
 
 class _RingReader:
-    """Reads one rank's rings, if they have changed since the last time."""
+    """Reads what is new in one rank's rings."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: Rank) -> None:
+        header = rank.view.header
+        self._header = header
         self.recorded = NOT_READ
+        self._records: list[StepRecord] = []
+        self._tail = Tail(header.regions[Region.EVENTS].length, header.seed)
         self._core: object = _UNREAD
         """the values of the rank when its records were read"""
         self._limit = 0
@@ -85,16 +93,18 @@ class _RingReader:
         if core is self._core and limit <= self._limit:
             return
         with suppress(*READ_ERRORS), files.flight_file(rank.incarnation) as file:  # gone or unreadable: earlier data stays
-            records = file.latest(limit)
-            made, share = steps_of(records, rank.view.header), file.forward_share()
-            self.recorded = self.recorded._replace(steps=made, pace=pace(records, share))
+            self._records = file.latest(limit, self._records if limit <= self._limit else ())
+            steps = steps_of(self._records, self._header, self.recorded.steps)
+            self.recorded = self.recorded._replace(steps=steps, pace=pace(self._records, file.forward_share()))
             self._core, self._limit = core, limit
 
     def read_events(self, files: FileSource, rank: Rank) -> None:
         head = rank.view.live.event_head
         if head != self._event_head:
             with suppress(*READ_ERRORS), files.flight_file(rank.incarnation) as file:
-                self.recorded = self.recorded._replace(events=events_of(file.events(), rank.view.header))
+                fresh = file.fresh_events(self._tail, head)
+                oldest = head - self._header.regions[Region.EVENTS].length
+                self.recorded = self.recorded._replace(events=extended(self.recorded.events, fresh, self._header, oldest))
             self._event_head = head
 
 
@@ -107,8 +117,8 @@ class DetailsReader:
     def gather(self, files: FileSource, snapshot: Snapshot, focused: Iterable[str]) -> Details:
         """Return it for all ranks of a snapshot, with all steps of the incarnations in ``focused``."""
         chosen = list(dict.fromkeys(focused))[:MOST_FOCUSED]
-        limit = min(LATEST, max(LAST_LOSSES, RECORDS // max(1, len(snapshot.ranks))))
-        self._readers = {rank.incarnation: self._readers.get(rank.incarnation) or _RingReader() for rank in snapshot.ranks}
+        limit = min(LATEST, max(LEAST_RECORDS, RECORDS // max(1, len(snapshot.ranks))))
+        self._readers = {rank.incarnation: self._readers.get(rank.incarnation) or _RingReader(rank) for rank in snapshot.ranks}
         for rank in snapshot.ranks:
             self._readers[rank.incarnation].read_steps(files, rank, KEPT if rank.incarnation in chosen else limit)
         deadline = time.perf_counter() + EVENTS_S

@@ -6,7 +6,7 @@ a property of it, and computed once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, isfinite, isnan, nan
@@ -32,7 +32,6 @@ from torchobs.ranks.snapshot import Rank, Readings
 from torchobs.ranks.state import MemoryUse
 from torchobs.support import text
 
-LAST_LOSSES = 64
 MOST_COMPARED = 256
 """Living ranks of a run up to which they are compared by their last steps: with more that takes as long as all else"""
 WHOLES = {"cgroup": "container", "machine": "machine"}
@@ -268,18 +267,20 @@ class RankView:
     @property
     def loss(self) -> float | None:
         """The last one, finite or not: NaN while that is an anomaly, as the metric holds the last finite one."""
-        return self._last(catalog.LOSS, "nonfinite_loss", self.losses)
+        return self._last(catalog.LOSS, "nonfinite_loss", (step.loss for step in reversed(self.steps)))
 
     @property
     def grad_norm(self) -> float | None:
         """The last one that was measured, likewise."""
-        return self._last(catalog.GRAD_NORM, "nonfinite_gradient", self.norms)
+        return self._last(catalog.GRAD_NORM, "nonfinite_gradient", (step.grad_norm for step in reversed(self.steps)))
 
-    def _last(self, metric: Metric, anomaly: str, known: Mapping[int, float]) -> float | None:
-        newest = [*known.values()][-1:]  # from the records: it distinguishes NaN from infinity
-        if newest and not isfinite(newest[0]):
-            return newest[0]
-        return nan if not newest and self.value(catalog.ANOMALY_ACTIVE, anomaly) else self.value(metric)
+    def _last(self, metric: Metric, anomaly: str, latest: Iterator[float | None]) -> float | None:
+        newest = next(
+            (value for value in latest if value is not None), None
+        )  # from the records: it distinguishes NaN from infinity
+        if newest is not None and not isfinite(newest):
+            return newest
+        return nan if newest is None and anomaly in self.anomalies else self.value(metric)
 
     @property
     def measured_norms(self) -> int:
@@ -287,15 +288,17 @@ class RankView:
         finite = self.readings.distribution(catalog.GRAD_NORM_DISTRIBUTION)
         return sum(finite.counts if finite else ()) + self.count(catalog.GRAD_NONFINITE_STEPS)
 
-    @property
+    @cached_property
     def anomalies(self) -> tuple[str, ...]:
         """Kinds that are active now."""
-        return tuple(kind for kind in catalog.ANOMALY_KINDS if self.value(catalog.ANOMALY_ACTIVE, kind))
+        active = self.of(catalog.ANOMALY_ACTIVE)
+        return tuple(kind for kind in catalog.ANOMALY_KINDS if active.get((kind,)))
 
     @cached_property
     def counted(self) -> Mapping[str, int]:
         """Anomalies since the start, by kind."""
-        return {kind: self.count(catalog.ANOMALIES, kind) for kind in catalog.ANOMALY_KINDS}
+        numbers = self.of(catalog.ANOMALIES)
+        return {kind: int(numbers.get((kind,), 0)) for kind in catalog.ANOMALY_KINDS}
 
     @cached_property
     def lately(self) -> Mapping[str, int]:
@@ -305,7 +308,7 @@ class RankView:
     @cached_property
     def past(self) -> Mapping[str, int]:
         """Healthy steps since the last anomaly, of the kinds from which the training has recovered (``detect.spikes``)."""
-        over = [kind for kind, count in self.counted.items() if count and not self.value(catalog.ANOMALY_ACTIVE, kind)]
+        over = [kind for kind, count in self.counted.items() if count and kind not in self.anomalies]
         last = self.events.anomalies
         steps = {kind: healthy_steps(kind, self.counted[kind], last.get(kind), self.losses, self.norms) for kind in over}
         return {kind: number for kind, number in steps.items() if number}
@@ -314,11 +317,12 @@ class RankView:
     def zero_rate(self) -> ZeroRate | None:
         """Since when all learning rates are zero, or next to it."""
         began = next((step.step for step in reversed(self.steps) if step.new_model), 0)
-        found = zero_rate([(step.step, step.learning_rate) for step in self.steps], began)
-        others = [self.value(catalog.LEARNING_RATE, str(group)) for group in range(1, OTHER_GROUPS + 1)]
-        if found is None or others[-1] is not None or any((rate or 0.0) > NEGLIGIBLE * found.highest for rate in others):
+        zero = zero_rate([(step.step, step.learning_rate) for step in self.steps], began)
+        if zero is None:
             return None
-        return found
+        others = [self.value(catalog.LEARNING_RATE, str(group)) for group in range(1, OTHER_GROUPS + 1)]
+        trains = others[-1] is not None or any((rate or 0.0) > NEGLIGIBLE * zero.highest for rate in others)
+        return None if trains else zero
 
     @property
     def scale(self) -> float | None:
@@ -342,11 +346,6 @@ class RankView:
         """What it has written down of its weights, by step."""
         return self.events.replicas(catalog.EVENT_REPLICA_WEIGHTS)
 
-    @property
-    def last_losses(self) -> Mapping[int, float]:
-        """Those by which ranks are compared that may have the same batches."""
-        return dict(sorted(self.losses.items())[-LAST_LOSSES:]) if self.batches else {}
-
     @cached_property
     def batches(self) -> Mapping[int, tuple[float, ...]]:
         """What it has written down of its batches, by step."""
@@ -369,7 +368,8 @@ class RankView:
     @property
     def phase_times(self) -> dict[str, float]:
         """Seconds in each phase of its steps."""
-        return {phase: self.value(catalog.STEP_PHASE_TIME, phase) or 0.0 for phase in catalog.PHASES}
+        times = self.of(catalog.STEP_PHASE_TIME)
+        return {phase: times.get((phase,), 0.0) for phase in catalog.PHASES}
 
     @property
     def waiting(self) -> float | None:
@@ -413,7 +413,8 @@ class RankView:
     @property
     def probes_off(self) -> tuple[str, ...]:
         """Probes that failed."""
-        return tuple(probe for probe in PROBES if self.value(catalog.PROBE_DISABLED, probe))
+        disabled = self.of(catalog.PROBE_DISABLED)
+        return tuple(probe for probe in PROBES if disabled.get((probe,)))
 
     # -- its end -------------------------------------------------------------------------------------------------------------
 
@@ -573,39 +574,33 @@ def with_late(records: Sequence[StepRecord]) -> list[list[StepRecord]]:
     return [[record, *late.get(record.step, ())] for record in records if record.kind == RecordKind.STEP]
 
 
-def steps_of(records: Sequence[StepRecord], header: Header) -> tuple[Step, ...]:
-    """Merge late records into their steps; oldest first."""
-    return tuple(_step(parts, header) for parts in with_late(records))
-
-
-_LOSS, _NORM, _RATE, _UNTIMED, _SKIPPED, _CLIPPED, _NEW = map(int, (
-    StepFlag.LOSS, StepFlag.GRAD_NORM, StepFlag.LEARNING_RATE, StepFlag.UNTIMED, StepFlag.SKIPPED, StepFlag.CLIPPED,
-    StepFlag.NEW_MODEL,
-))  # fmt: skip
-"""As plain integers: an operation on a flag takes longer than all else that a step takes"""
+def steps_of(records: Sequence[StepRecord], header: Header, known: Sequence[Step] = ()) -> tuple[Step, ...]:
+    """Merge late records into their steps; oldest first. ``known``: steps made earlier of some of the same records."""
+    late = {record.step for record in records if record.kind == RecordKind.LATE}
+    before = {step.step: step for step in known if step.step not in late}
+    return tuple([before.get(parts[0].step) or _step(parts, header) for parts in with_late(records)])
 
 
 def _step(parts: Sequence[StepRecord], header: Header) -> Step:
     first, flags, tokens = parts[0], 0, 0
     loss = norm = rate = None
     for part in parts:
-        own = int(part.flags)
-        flags, tokens = flags | own, tokens + part.tokens
-        loss = part.loss if own & _LOSS else loss
-        norm = part.grad_norm if own & _NORM else norm
-        rate = part.learning_rate if own & _RATE else rate
+        flags, tokens = flags | part.flags, tokens + part.tokens
+        loss = part.loss if part.flags & StepFlag.LOSS else loss
+        norm = part.grad_norm if part.flags & StepFlag.GRAD_NORM else norm
+        rate = part.learning_rate if part.flags & StepFlag.LEARNING_RATE else rate
     return Step(
         step=first.step,
         end_s=header.wall_s(first.end_ns),
-        duration_s=first.duration_s if not int(first.flags) & _UNTIMED and isfinite(first.duration_s) else None,
+        duration_s=first.duration_s if not first.flags & StepFlag.UNTIMED and isfinite(first.duration_s) else None,
         loss=loss,
         grad_norm=norm,
         learning_rate=rate,
         phases=first.phase_s,
         tokens=tokens,
-        skipped=bool(flags & _SKIPPED),
-        clipped=bool(flags & _CLIPPED),
-        new_model=bool(flags & _NEW),
+        skipped=bool(flags & StepFlag.SKIPPED),
+        clipped=bool(flags & StepFlag.CLIPPED),
+        new_model=bool(flags & StepFlag.NEW_MODEL),
     )
 
 

@@ -130,6 +130,7 @@ class Scanner:
         self._config, self._clock, self._series_limit = config, clock, series_limit
         self._directory = Directory(config)
         self._tracked: dict[str, RankFile] = {}
+        self._by_incarnation: dict[str, RankFile] = {}
         self._past: dict[str, RankCandidate] = {}
         """files that are served no more, of dead ranks: they stay candidates, so that no older incarnation is served instead"""
         self._bad: dict[str, int] = {}
@@ -151,6 +152,7 @@ class Scanner:
         for tracked in self._tracked.values():
             self._observe(tracked, now)
         ranks, left, files = self._select(now)
+        self._by_incarnation = {tracked.incarnation: tracked for tracked in self._tracked.values()}
         standings, runs = self._comparator.of(ranks, now.monotonic_ns)
         return Snapshot(
             number=self._number,
@@ -172,10 +174,10 @@ class Scanner:
 
         Raises one of :data:`READ_ERRORS` if it is unreadable or gone.
         """
-        found = next((one for one in self._tracked.values() if one.incarnation == incarnation), None)
-        if found is None:
+        tracked = self._by_incarnation.get(incarnation)
+        if tracked is None:
             raise FileNotFoundError(incarnation)
-        with found.access(self._directory.fd) as file:
+        with tracked.access(self._directory.fd) as file:
             yield file
 
     def close(self) -> None:

@@ -220,7 +220,8 @@ class Readings:
 
     def get(self, metric: Metric, *key: str) -> float | None:
         """Return one value; ``None`` if absent."""
-        return self._values.get(metric.name, {}).get(key)
+        values = self._values.get(metric.name)
+        return None if values is None else values.get(key)
 
     def of(self, metric: Metric) -> dict[Key, float]:
         """Return all values of a metric, by the values of its attributes."""
