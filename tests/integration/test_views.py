@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import torchobs
 from tests import flights
 from tests.diagnosis_files import shorten_seconds
 from tests.exporters import Caller, Service
-from tests.rank_files import PHASES_S, live_rank
+from tests.rank_files import PHASES_S, live_rank, live_span, train
 from tests.support import wait_until
 from tests.training import loss_of, mlp, recording
 from torchobs import catalog
@@ -23,11 +24,13 @@ from torchobs.cli import inspect
 from torchobs.cli.top import Watch, screen
 from torchobs.document.text import TerminalStyle
 from torchobs.exporter.config import ExporterConfig
+from torchobs.flight.layout import Region
 from torchobs.flight.step_record import RecordKind, StepFlag
 from torchobs.flight.value_blocks import CORE
 from torchobs.probes.scalars import EVERY_S, POINTS, Scalars
 from torchobs.ranks import state
 from torchobs.ranks.events import curves
+from torchobs.ranks.live import DetailsReader
 from torchobs.ranks.scanner import Scanner
 from torchobs.support import text as text_format
 
@@ -66,6 +69,34 @@ def test_what_is_left_is_kept_at_the_end(kept: Scalars) -> None:
     kept.set("acc", 2, 0.2)
     assert kept.points(EVERY_S / 2) is None
     assert kept.points(EVERY_S / 2, last=True) == {"names": ["acc"], "steps": [2], "values": [0.2]}
+
+
+def test_what_is_read_bit_by_bit_is_what_is_read_at_once(flight_dir: Path) -> None:
+    """Steps with late values, events, spans and curves of the rings, also once these have been overwritten."""
+    writer = live_rank(flight_dir)
+    bit_by_bit, head = DetailsReader(), writer.header.regions[Region.EVENTS].length
+    with closing(Scanner(ExporterConfig(flight_dir=str(flight_dir)))) as scanner:
+        for batch in range(8):
+            numbers = range(1 + 700 * batch, 701 + 700 * batch)
+            train(writer, numbers)
+            writer.append(numbers[-3], 0, RecordKind.LATE, StepFlag.GRAD_NORM, 0, 0.0, 0.0, batch, 0.0, PHASES_S, 0, 0)
+            train(writer, [])
+            for number in range(head // 4000):  # twice the ring in all
+                attributes = {"names": ["acc"], "steps": [number], "values": [0.5], "padding": "x" * 900}
+                time_ns = time.monotonic_ns()
+                writer.events.append({"k": "event", "name": "torchobs.scalars", "t": time_ns, "attrs": attributes})
+                live_span(writer, number)
+            writer.heartbeat()
+            snapshot = scanner.scan()
+            focused = [snapshot.ranks[0].incarnation] if batch % 3 else []
+            (kept,) = bit_by_bit.gather(scanner, snapshot, focused).values()
+            (fresh,) = DetailsReader().gather(scanner, snapshot, focused).values()
+            assert kept.pace == fresh.pace
+            assert kept.steps == fresh.steps
+            assert kept.events.facts == fresh.events.facts
+            assert kept.events.spans == fresh.events.spans
+            assert kept.events.scalars == fresh.events.scalars
+    writer.close()
 
 
 def test_an_event_of_the_same_name_is_no_curve() -> None:
