@@ -216,6 +216,26 @@ def test_the_rates_of_a_scheduler_of_one_s_own_are_left_alone() -> None:
         assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.1**epochs)
 
 
+def test_another_optimizer_goes_on_with_the_schedule() -> None:
+    """Promise: before the first step and after some, its rates are those that the pipeline's own would have had."""
+
+    def rates(steps_before: int | None) -> list[float]:
+        run, seen = tune.pipeline(nn.Linear(16, 4), lr=1.0, warmup_steps=2, total_steps=8, amp=False), list[float]()
+        for step in range(8):
+            if step == steps_before:
+                run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0)
+            seen.append(run.optimizer.param_groups[0]["lr"])
+            run.train_step(PAIR, loss_fn)
+        return seen
+
+    assert rates(0) == rates(3) == rates(None)
+    run = tune.pipeline(nn.Linear(16, 4), total_steps=2, amp=False)
+    run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 2)
+    run.optimizer = torch.optim.SGD(run.model.parameters())
+    with pytest.raises(ValueError, match="the scheduler is of another optimizer"):
+        run.fit([PAIR], 1, loss_fn)
+
+
 @pytest.mark.parametrize(
     ("returned", "words"), [(1.0, "not float"), ({"loss": 1}, "not dict"), (torch.ones(2), r"not one of shape \(2,\)")]
 )

@@ -76,9 +76,11 @@ class Schedule:
         """True if the rate depends on the number of steps in all."""
         return self.name in {"cosine", "linear"}
 
-    def scheduler(self, optimizer: Optimizer, total_steps: Callable[[], int | None]) -> LRScheduler:
-        """Return torch's scheduler of an optimizer."""
-        return LambdaLR(optimizer, lambda step: self.factor(total_steps(), step))
+    def scheduler(self, optimizer: Optimizer, total_steps: Callable[[], int | None], step: int = 0) -> LRScheduler:
+        """Return torch's scheduler of an optimizer, at that step."""
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        return LambdaLR(optimizer, lambda step: self.factor(total_steps(), step), last_epoch=step - 1)
 
     def factor(self, total_steps: int | None, step: int) -> float:
         """Return the factor of the learning rate at a step, from 0."""
@@ -150,7 +152,7 @@ class Pipeline:
         max_grad_norm: float | None,
     ) -> None:
         self.model = model
-        self.optimizer = optimizer
+        self._optimizer = optimizer
         self.total_steps = total_steps
         self._counts_steps = total_steps is None
         self._schedule = schedule
@@ -166,6 +168,19 @@ class Pipeline:
         self._micro_steps = 0
         self._batches_done = 0
         self._loss_sum = torch.zeros((), device=self.device)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer. Another one goes on with the schedule where the last one was, by its own learning rates."""
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Optimizer) -> None:
+        own = self.scheduler is self._own_scheduler
+        self._own_scheduler = self._schedule.scheduler(optimizer, lambda: self.total_steps, self._own_scheduler.last_epoch)
+        self._optimizer = optimizer
+        if own:
+            self.scheduler = self._own_scheduler
 
     def train_step(self, batch: Any, loss_fn: LossFunction) -> torch.Tensor:
         """Train on one micro-batch, a pair of input and target; every ``accumulate``-th call steps the optimizer.
@@ -186,7 +201,9 @@ class Pipeline:
         return self._micro_step(batch, loss_fn, self.accumulate, last=self._micro_steps % self.accumulate == 0)
 
     def _check_schedule(self) -> None:
-        """Raise ValueError if the rate is not known, before the model has changed and not after its first steps."""
+        """Raise ValueError if the rate is not known, or another optimizer's, before the model has changed."""
+        if getattr(self.scheduler, "optimizer", self._optimizer) is not self._optimizer:
+            raise ValueError("the scheduler is of another optimizer: make it of run.optimizer, once that is replaced")
         if self.scheduler is self._own_scheduler and self._schedule.ends and self.total_steps is None:
             self._schedule.factor(None, sys.maxsize)
 
@@ -221,6 +238,7 @@ class Pipeline:
             raise ValueError(f"epochs and every are whole numbers, every 0 or more, not {epochs!r} and {every!r}")
         self._check_place(checkpoint)  # now, and not after an epoch
         self._plan_steps(epochs, length(loader))
+        self._check_schedule()
         self.model.train()
         losses = []
         while self.epoch < epochs:
