@@ -199,7 +199,7 @@ def one_bad_batch(*, agree: bool, accumulate: bool = False) -> dict[str, Any]:
         batch: Any = inputs(source, bad=step == BAD_STEP)
         batch = [inputs(source), batch] if accumulate else batch
         try:
-            outcome = recovery.step(batch, lambda part: network(part).square().mean(), accumulate=accumulate)
+            outcome = recovery.step(batch, lambda output: output.square().mean(), accumulate=accumulate)
             actions.append(outcome.action)
         except guard.NonFiniteLossError:
             actions.append("raise")
@@ -215,7 +215,7 @@ def spike() -> dict[str, Any]:
     actions = []
     for step in range(40):
         target = y + 1e4 if step == 30 and dist.get_rank() == BAD_RANK else y
-        actions.append(recovery.step((x, target), lambda part: torch.nn.functional.mse_loss(network(part[0]), part[1])).action)
+        actions.append(recovery.step((x, target), torch.nn.functional.mse_loss).action)
     return {"actions": actions, "weights": weights(network)}
 
 
@@ -227,7 +227,7 @@ def averaged_once() -> dict[str, Any]:
     own = everything[8 * dist.get_rank() :][:8]
     calls: list[object] = []
     network.register_comm_hook(calls, lambda state, bucket: (state.append(bucket), allreduce_hook(None, bucket))[1])  # type: ignore[arg-type]
-    recovery.step(list(own.split(2)), lambda part: network(part).square().mean(), accumulate=True)
+    recovery.step(list(own.split(2)), lambda output: output.square().mean(), accumulate=True)
     alone = linear()[0].module
     alone(everything).square().mean().backward()
     with torch.no_grad():
@@ -255,11 +255,10 @@ def out_of_memory() -> dict[str, Any]:
     network, optimizer = linear()
     recovery = guard.Recovery(network, optimizer, guard.RecoveryPolicy(agree=True))
 
-    def compute(part: torch.Tensor) -> torch.Tensor:
+    def compute(output: torch.Tensor) -> torch.Tensor:
         if dist.get_rank() == BAD_RANK:
             raise torch.OutOfMemoryError("too many samples")
-        loss: torch.Tensor = network(part).square().mean()
-        return loss
+        return output.square().mean()
 
     try:
         recovery.step(torch.ones(8, 4), compute)

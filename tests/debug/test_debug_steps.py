@@ -370,4 +370,4 @@ def test_a_model_that_fills_a_table_in_its_first_pass_can_be_trained_afterwards(
     model(x).sum().backward()
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     scripted(x).sum().backward()
-    assert getattr(look(scripted, x), "success", True)
+    assert getattr(look(scripted, x), "ok", True)

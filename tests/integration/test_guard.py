@@ -58,6 +58,15 @@ def test_every_finding_has_a_category_and_a_severity(run: Recording, tmp_path: P
     guard.check_outputs(torch.zeros(4, 2), classes=1)
     guard.safe_inference(lambda x: x, torch.tensor([nan]))
     guard.resources(cpu=None, memory=0, disk=None, gpu_memory=None).check()
+    guard.record(KeyError("label"), "info", "data")
+    guard.record(torch.OutOfMemoryError())
+    for wrong, error in (
+        ((KeyError(), "bad"), ValueError),
+        ((KeyError(), "info", "dates"), ValueError),
+        (("late",), TypeError),
+    ):
+        with pytest.raises(error, match=r"use one of|error is an exception"):
+            guard.record(*wrong)
     run.whole_round()
     found = [event for event in vars(catalog).values() if isinstance(event, catalog.Event) and ".guard." in event.name]
     frames = [(event.name, frame["attrs"]) for event in found for frame in run.frames(event.name)]
@@ -65,6 +74,7 @@ def test_every_finding_has_a_category_and_a_severity(run: Recording, tmp_path: P
         ("torchobs.guard.file", "file", "error"), ("torchobs.guard.model", "numerics", "warning"),
         ("torchobs.guard.outputs", "numerics", "warning"), ("torchobs.guard.outputs", "numerics", "error"),
         ("torchobs.guard.recovery", "numerics", "error"), ("torchobs.guard.resource", "resources", "warning"),
+        ("torchobs.guard.recovery", "data", "info"), ("torchobs.guard.recovery", "memory", "warning"),
     }  # fmt: skip
     values = run.values()
     for by, category, severity in (
@@ -75,6 +85,7 @@ def test_every_finding_has_a_category_and_a_severity(run: Recording, tmp_path: P
         assert values["torchobs.guard.findings", by, category, severity] == 1
     assert values["torchobs.guard.exceeded", "resources", "memory", "warning"] == 1
     assert values["torchobs.guard.recoveries", "return", "numerics", "error"] == 1
+    assert values["torchobs.guard.recoveries", "record", "data", "info"] == 1
 
 
 Batch = dict[str, torch.Tensor]
@@ -109,11 +120,11 @@ class Trained:
         self.largest = 10**9
         """samples that fit"""
 
-    def loss(self, batch: Batch) -> torch.Tensor:
+    def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """The mean loss; raises what a device raises whose memory is too small."""
         if len(batch["x"]) > self.largest:
             raise torch.OutOfMemoryError("too many samples")
-        return torch.nn.functional.mse_loss(self.network(batch["x"]), batch["y"])
+        return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
 
     def step(self, batch: Batch) -> guard.StepOutcome:
         """One step."""
@@ -152,7 +163,7 @@ def test_a_bad_batch_is_skipped_and_kept() -> None:
             bad["x"][3, 2] = nan
             outcome = trained.step(bad)
             assert (outcome.stepped, outcome.action) == (False, "skip")
-            assert outcome.reason == "the loss is nan"
+            assert [str(problem) for problem in outcome.problems] == ["step 8: the loss is nan"]
         assert trained.step(batch).stepped
         assert spared.step(batch).stepped
     assert same(weights(trained.network), weights(spared.network))
@@ -167,8 +178,8 @@ def test_a_gradient_that_is_not_finite_is_skipped_too(scaler: Any) -> None:
     trained.recovery.scaler = scaler
     before = weights(trained.network)
     zeros = {"x": torch.zeros(4, 8), "y": torch.zeros(4, 1)}
-    outcome = trained.recovery.step(zeros, lambda batch: (trained.network(batch["x"]) * 0).abs().sqrt().mean())
-    assert (outcome.action, outcome.reason) == ("skip", "a gradient is not finite")
+    outcome = trained.recovery.step(zeros, lambda model, batch: (model(batch["x"]) * 0).abs().sqrt().mean())
+    assert (outcome.action, outcome.problems[0].text) == ("skip", "a gradient is not finite")
     assert same(before, weights(trained.network))
 
 
@@ -194,9 +205,9 @@ def test_a_batch_that_does_not_fit_is_split(largest: int) -> None:
     trained.largest = largest
     calls: list[int] = []
 
-    def compute(part: Batch) -> torch.Tensor:
+    def compute(model: torch.nn.Module, part: Batch) -> torch.Tensor:
         calls.append(len(part["x"]))
-        return trained.loss(part)
+        return trained.loss(model, part)
 
     for batch in batches(5):
         outcome = trained.recovery.step(batch, compute)
@@ -212,11 +223,15 @@ def sized(number: int) -> Batch:
     return {"x": torch.randn(number, 8), "y": torch.randn(number, 1)}
 
 
+def _without_memory(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    raise RuntimeError("CUDA out of memory, it says", model, batch)
+
+
 def test_other_errors_are_the_user_s() -> None:
     """Promise: an error that is none of these is raised at once, a RuntimeError with fitting words too."""
     trained = Trained(model())
     with pytest.raises(RuntimeError, match="out of memory"):
-        trained.recovery.step(batches(1)[0], lambda _: (_ for _ in ()).throw(RuntimeError("CUDA out of memory, it says")))
+        trained.recovery.step(batches(1)[0], _without_memory)
 
 
 def test_a_loss_that_jumps_goes_back_to_the_snapshot() -> None:
@@ -232,7 +247,7 @@ def test_a_loss_that_jumps_goes_back_to_the_snapshot() -> None:
         trained.step(batch)
     outcome = trained.step({"x": good[0]["x"], "y": good[0]["y"] + 1e4})
     assert outcome.action == "restore"
-    assert "back to step 41" in outcome.reason
+    assert "back to step 41" in outcome.problems[0].text
     assert at_snapshot is not None
     assert same(at_snapshot[0], weights(trained.network))
     assert str(trained.optimizer.state_dict()) == str(at_snapshot[1])
@@ -243,8 +258,8 @@ def test_jumps_that_a_training_always_makes_undo_nothing_more() -> None:
     """Promise: where the loss is high once in thirty steps, as when an episode ends, two are undone and the run goes on."""
     trained, extra = Trained(model(), snapshot_every=10), 0.0
 
-    def loss(part: Batch) -> torch.Tensor:
-        return trained.loss(part) + extra
+    def loss(model: torch.nn.Module, part: Batch) -> torch.Tensor:
+        return trained.loss(model, part) + extra
 
     done = []
     for index, batch in enumerate(batches(600)):
@@ -310,7 +325,7 @@ def test_micro_batches_make_the_step_of_the_whole_batch(lengths: tuple[int, ...]
     for batch in batches(3):
         outcome = recovery.step(
             micro_batches(batch, *lengths),
-            lambda part: torch.nn.functional.mse_loss(ours(part["x"]), part["y"]),
+            lambda model, part: torch.nn.functional.mse_loss(model(part["x"]), part["y"]),
             accumulate=True,
         )
         assert (outcome.action, outcome.parts, outcome.stepped) == ("none", len(lengths), True)
@@ -357,7 +372,7 @@ def test_with_a_scaler_gradients_are_the_scaler_s_affair() -> None:
     recovery = guard.Recovery(network, optimizer, scaler=scaler)
     batch = batches(1)[0]
     before = weights(network)
-    outcome = recovery.step(batch, lambda part: (network(part["x"]) * 1e3).square().mean())
+    outcome = recovery.step(batch, lambda model, part: (model(part["x"]) * 1e3).square().mean())
     assert (outcome.action, outcome.stepped) == ("none", False)
     assert isfinite(outcome.loss)
     assert same(before, weights(network))
@@ -387,8 +402,8 @@ def test_a_failed_attempt_leaves_no_statistics() -> None:
     trained = Trained(with_buffers())
     attempts = iter([True, False, False])
 
-    def compute(part: Batch) -> torch.Tensor:
-        loss = torch.nn.functional.mse_loss(trained.network(part["x"]), part["y"])
+    def compute(model: torch.nn.Module, part: Batch) -> torch.Tensor:
+        loss = torch.nn.functional.mse_loss(model(part["x"]), part["y"])
         if next(attempts):
             raise torch.OutOfMemoryError("in the backward, say")
         return loss
@@ -418,10 +433,10 @@ def test_a_snapshot_shares_nothing_with_what_it_was_taken_of() -> None:
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     recovery = guard.Recovery(network, optimizer, guard.RecoveryPolicy(snapshot_every=1000), extra=[counted])
 
-    def compute(batch: Batch) -> torch.Tensor:
+    def compute(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         counted.state["history"].append(1)
         counted.state["best"]["loss"] -= 1.0
-        return torch.nn.functional.mse_loss(network(batch["x"]), batch["y"])
+        return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
 
     for batch in batches(30):
         recovery.step(batch, compute)
@@ -458,9 +473,9 @@ def test_a_lasting_error_of_data_is_raised() -> None:
 
 
 NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
-    "model": ({"model": "resnet"}, "model is str, and a Module is needed"),
-    "optimizer": ({"optimizer": 0.1}, "optimizer is float, and a Optimizer is needed"),
-    "policy": ({"policy": {"oom": 1}}, "policy is dict, and a RecoveryPolicy is needed"),
+    "model": ({"model": "resnet"}, "model is a torch.nn.Module, not str"),
+    "optimizer": ({"optimizer": 0.1}, "optimizer is one of torch.optim over the model's parameters, not float"),
+    "policy": ({"policy": {"oom": 1}}, "policy is a guard.RecoveryPolicy, not dict"),
     "scaler": ({"scaler": 128.0}, "scaler is float"),
     "extra": ({"extra": ["ema"]}, "extra is a list of objects that have"),
     "norm": ({"max_grad_norm": nan}, "max_grad_norm is nan; it is a number above 0"),

@@ -19,7 +19,7 @@ IMAGES = guard.Contract(shape="batch 3 height width", dtype="floating", min=0.0,
 
 def problems(contract: guard.Contract, x: Any) -> list[str]:
     """What is wrong, in words."""
-    return [violation.what for violation in contract.violations(x)]
+    return [problem.kind for problem in contract.inspect(x).problems]
 
 
 def test_the_message_says_what_was_found_and_where() -> None:
@@ -33,8 +33,9 @@ def test_the_message_says_what_was_found_and_where() -> None:
         "images: min: -7, and 1 of 48 values are beyond, the first at [1, 0, 1, 1]; expected 0 or more",
         "images: max: inf, and 1 of 48 values are beyond, the first at [3, 0, 0, 0]; expected 1 or less",
     ]
-    assert caught.value.violations[0].where == (2, 1, 0, 1)
-    assert pickle.loads(pickle.dumps(caught.value)).violations == caught.value.violations  # noqa: S301  # our own
+    assert caught.value.problems[0].index == (2, 1, 0, 1)
+    assert IMAGES.inspect(x, "images").problems == caught.value.problems
+    assert pickle.loads(pickle.dumps(caught.value)).problems == caught.value.problems  # noqa: S301  # our own
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_names_have_one_size_in_all_tensors_of_a_check() -> None:
     contracts = {"x": guard.Contract("batch features"), "y": guard.Contract("batch")}
     with pytest.raises(guard.ContractError) as caught:
         guard.validate_inputs(inputs, contracts)
-    assert [(found.tensor, found.what) for found in caught.value.violations] == [("y", "shape"), ("z", "finite")]
+    assert [(found.where, found.kind) for found in caught.value.problems] == [("y", "shape"), ("z", "finite")]
     guard.validate_inputs({"x": (inputs["x"], contracts["x"]), "y": (torch.zeros(4), contracts["y"])})
     with pytest.raises(TypeError, match="a dictionary of tensors by name"):
         guard.validate_inputs([inputs["x"]])  # type: ignore[arg-type]

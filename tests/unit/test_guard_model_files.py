@@ -137,8 +137,8 @@ def test_verdict_and_loading(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     make(path)
     found = guard.scan_file(path)
-    assert found.verdict == verdict, found
-    assert bool(found.reasons) == (verdict != "clean")
+    assert found.risk == verdict, found
+    assert found.ok == (verdict == "clean")
     if name in {"state.pt", "old.pt", "weights.safetensors"}:
         assert guard.load(path)
         return
@@ -176,7 +176,7 @@ def test_no_flipped_bit_is_loaded(tmp_path: Path) -> None:
         except ValueError as error:
             if "the checksum of a/data/" in str(error):
                 refused += 1
-                assert guard.scan_file(path).verdict == "unreadable"
+                assert guard.scan_file(path).risk == "unreadable"
         else:
             assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
     assert refused >= 600 * 4 // 97
@@ -267,12 +267,12 @@ def test_what_hides_from_a_scanner_is_not_clean(tmp_path: Path, name: str, suffi
     """Promise: no pickle that Python's unpickler would run is clean, whatever the scanner's parser makes of it."""
     path = tmp_path / f"crooked.{suffix}"
     path.write_bytes(CROOKED[name])
-    assert guard.scan_file(path).verdict != "clean"
+    assert guard.scan_file(path).risk != "clean"
     torch_file = tmp_path / "crooked-torch.pt"
     with zipfile.ZipFile(torch_file, "w") as archive:
         archive.writestr("a/data.pkl", CROOKED[name])
         archive.writestr("a/version", "3")
-    assert guard.scan_file(torch_file).verdict != "clean"
+    assert guard.scan_file(torch_file).risk != "clean"
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -287,7 +287,7 @@ def test_damaged_files_do_nothing(tmp_path: Path, data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 8))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
-    assert guard.scan_file(path).verdict in {"clean", "suspicious", "dangerous", "unreadable"}
+    assert guard.scan_file(path).risk in {"clean", "suspicious", "dangerous", "unreadable"}
     with suppress(ValueError):
         guard.load(path)
 
@@ -305,9 +305,9 @@ def test_without_modelscan_what_it_alone_reads_is_not_clean(tmp_path: Path, monk
         guard.scan_file(keras)
     monkeypatch.setattr("torchobs.guard.model_files._WITHOUT_MODELSCAN", (3, 0))
     scan = guard.scan_file(keras)
-    assert (scan.verdict, "no release" in scan.reasons[0]) == ("unreadable", True)
-    assert guard.scan_file(dangerous).verdict == "dangerous"
-    assert guard.scan_file(tmp_path / "model.safetensors").verdict == "clean"
+    assert (scan.risk, "no release" in scan.problems[0].text) == ("unreadable", True)
+    assert guard.scan_file(dangerous).risk == "dangerous"
+    assert guard.scan_file(tmp_path / "model.safetensors").risk == "clean"
 
 
 @pytest.mark.parametrize(
@@ -319,8 +319,8 @@ def test_what_holds_no_model_is_said_in_words(name: str, content: bytes, words: 
     """Promise: an empty file and a pointer of git lfs are named, by scan and load alike."""
     path = tmp_path / name
     path.write_bytes(content)
-    assert guard.scan_file(path).verdict == "unreadable"
-    assert words in guard.scan_file(path).reasons[0]
+    assert guard.scan_file(path).risk == "unreadable"
+    assert words in guard.scan_file(path).problems[0].text
     with pytest.raises(ValueError, match=words):
         guard.load(path)
 
@@ -333,7 +333,7 @@ def test_a_name_that_would_steer_a_terminal_is_escaped(tmp_path: Path) -> None:
         guard.load(path)
     assert str(refused.value).isprintable()
     pickled(Attack(), path)
-    assert all(reason.isprintable() for reason in guard.scan_file(path).reasons)
+    assert all(str(problem).isprintable() for problem in guard.scan_file(path).problems)
 
 
 @pytest.mark.parametrize("read", [guard.load, guard.scan_file, partial(guard.verify, sha256="0" * 64)])

@@ -76,9 +76,9 @@ def test_buffers_that_are_ill_are_named(value: float) -> None:
     """Promise: a NaN in a mask is a finding, and anything that is not finite in a norm's statistics."""
     model = buffered(mask=torch.tensor([0.0, -inf, value]), running_mean=torch.tensor([1.0, -value]))
     report = guard.check_model(model)
-    assert [layer.name for layer in report.problems] == ["mask", "running_mean"]
+    assert [layer.where for layer in report.problems] == ["mask", "running_mean"]
     everything = {"module." + name: tensor for name, tensor in model.state_dict().items()}
-    assert [layer.name for layer in guard.check_model(everything).problems] == ["mask", "running_mean"]
+    assert [layer.where for layer in guard.check_model(everything).problems] == ["mask", "running_mean"]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize_per_tensor", "ignore:torch.ao.quantization")
@@ -89,17 +89,28 @@ def test_tensors_of_every_kind_are_looked_at() -> None:
         "complex": bad.to(torch.complex64), "coo": bad.to_sparse(), "csr": bad.to_sparse_csr(),
         "float8": bad.to(torch.float8_e5m2),
     }  # fmt: skip
-    assert {layer.name for layer in guard.check_model(kinds).problems} == kinds.keys()
+    assert {layer.where for layer in guard.check_model(kinds).problems} == kinds.keys()
     sound = {
-        "empty": torch.empty(0, 3), "scalar": torch.tensor(2.0), "meta": torch.empty(3, 3, device="meta"),
+        "empty": torch.empty(0, 3), "scalar": torch.tensor(2.0),
         "bool": torch.tensor([[True, True]]), "quantized": torch.quantize_per_tensor(torch.rand(4), 0.1, 0, torch.qint8),
         "text": "not a tensor",
     }  # fmt: skip
     assert guard.check_model(sound).ok  # type: ignore[arg-type]
     (layer,) = guard.check_model({"wide": torch.tensor([1e39, 0.0], dtype=torch.float64)}).problems
-    assert layer.problem == "a magnitude of 1e+39"
+    assert layer.text == "a magnitude of 1e+39"
     with pytest.raises(ValueError, match=r"weight has no values before the first forward pass"):
         guard.check_model(torch.nn.LazyLinear(3))
+
+
+def test_a_model_without_values_is_not_sound() -> None:
+    """Promise: on the device meta nothing can be looked at, which is an error, or beside a reference a remark."""
+    real, meta = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta")
+    for given in (meta, torch.nn.Sequential(real, meta)):
+        with pytest.raises(ValueError, match="weight is on the device meta, where it has no values"):
+            guard.check_model(given)
+    report = guard.check_model(meta, real)
+    assert report.ok
+    assert [(each.kind, each.where) for each in report.remarks] == [("meta", "weight"), ("meta", "bias")]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -140,15 +151,15 @@ def test_damage_is_named(damage: Damage, problem: str) -> None:
         damage(model.get_parameter("0.weight"))  # type: ignore[arg-type]
     report = guard.check_model(model)
     assert not report.ok
-    assert [(layer.name, layer.problem[: len(problem)]) for layer in report.problems] == [("0.weight", problem)]
+    assert [(layer.where, layer.text[: len(problem)]) for layer in report.problems] == [("0.weight", problem)]
 
 
 def test_differences_from_a_reference() -> None:
     """Promise: layers that were added, lost or reshaped are named."""
     reference = {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(4)}
     report = guard.check_model({"a": torch.ones(2), "b": torch.ones(5), "d": torch.ones(1)}, reference)
-    assert (report.missing, report.added, report.ok) == (("c",), ("d",), False)
-    assert [layer.problem for layer in report.problems] == ["the reference has the shape (3,)"]
+    assert [(each.kind, each.where) for each in report.problems] == [("shape", "b"), ("missing", "c"), ("added", "d")]
+    assert report.problems[0].text == "its shape is (5,), and the reference has (3,)"
     assert guard.check_model(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).ok
     with pytest.raises(TypeError, match="state_dict"):
         guard.check_model([1])  # type: ignore[arg-type]
@@ -162,7 +173,7 @@ def test_a_checkpoint_is_looked_into() -> None:
     assert guard.check_model(state).ok
     state["model"]["net"]["0.weight"].fill_(float("nan"))
     (layer,) = guard.check_model(state).problems
-    assert layer.name == "model.net.0.weight"
+    assert layer.where == "model.net.0.weight"
     for nothing in ({}, {"epoch": 3}):
         with pytest.raises(ValueError, match=r"there is no tensor in it: it has (epoch|nothing)"):
             guard.check_model(nothing)  # type: ignore[arg-type]
@@ -174,7 +185,7 @@ def test_a_tied_weight_is_not_missed() -> None:
     for device in ("cpu", "meta"):
         model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9, bias=False)).to(device)
         saved = {"0.weight": torch.randn(9, 4)}
-        assert guard.check_model(saved, reference=model).missing == ("1.weight",)
+        assert [str(each) for each in guard.check_model(saved, model).problems] == ["1.weight: only the reference has it"]
         model[1].weight = model[0].weight
         for reference in (model, model.state_dict()):
             assert guard.check_model(saved, reference=reference).ok
@@ -185,7 +196,7 @@ def test_zeros_are_remarked_as_what_is_common() -> None:
     """Promise: a zero convolution or LoRA's B is no problem, and is said; a bias of zeros is not worth a word."""
     report = guard.check_model(MODELS["adapter"]())
     assert report.ok
-    assert [(each.name, each.problem[:27]) for each in report.remarks] == [("weight", "every value is 0: common be")]
+    assert [(each.where, each.text[:27]) for each in report.remarks] == [("weight", "every value is 0: common be")]
     assert not guard.check_model(torch.nn.LayerNorm(8)).remarks
     remarks = guard.check_model(torch.nn.LayerNorm([4, 8])).remarks
-    assert [(each.name, each.problem[:14]) for each in remarks] == [("weight", "every value is"), ("bias", "every value is")]
+    assert [(each.where, each.text[:14]) for each in remarks] == [("weight", "every value is"), ("bias", "every value is")]

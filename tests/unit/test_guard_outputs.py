@@ -13,6 +13,7 @@ import torch
 from transformers.utils import ModelOutput
 
 from torchobs import guard
+from torchobs.support.result import Problem
 
 
 class Pair(NamedTuple):
@@ -78,7 +79,7 @@ def test_dataclasses_of_tensors_are_looked_into(made: Any) -> None:
     output = made(logits=torch.tensor([nan, 3.0]))
     with pytest.raises(guard.NonFiniteOutputError, match=r"output\.logits: 1 NaN"):
         guard.sanitize_outputs(output)
-    assert not guard.safe_inference(lambda _: output, torch.ones(1)).success
+    assert not guard.safe_inference(lambda _: output, torch.ones(1)).ok
     found = guard.sanitize_outputs(output, "nan_to_num")
     assert type(found) is made
     assert found.logits.tolist() == [0.0, 3.0]
@@ -95,7 +96,7 @@ def test_wrong_arguments() -> None:
     for bounds in ({"low": "0"}, {"nan": nan}, {"high": True}):
         with pytest.raises(ValueError, match="a number is needed"):
             guard.sanitize_outputs(torch.ones(1), "nan_to_num", **bounds)
-    with pytest.raises(TypeError, match="floating-point"):
+    with pytest.raises(TypeError, match="floating-point numbers: Tensor has none"):
         guard.check_outputs(torch.tensor([1]))
     with pytest.raises(ValueError, match="classes is '1': the number of a dimension"):
         guard.check_outputs(torch.ones(4, 2), classes="1")  # type: ignore[arg-type]
@@ -116,13 +117,28 @@ def test_each_sickness_is_told(outputs: torch.Tensor, problem: str) -> None:
     """Promise: what is wrong is said in words."""
     report = guard.check_outputs(outputs, classes=1)
     assert not report.ok
-    assert any(text.startswith(problem) for text in report.problems), report
+    assert any(found.text.startswith(problem) for found in report.problems), report
 
 
 def test_a_contract_s_range_is_part_of_the_report() -> None:
     """Promise: a violation is listed, not raised."""
     report = guard.check_outputs(torch.tensor([[0.5, 3.0]]), contract=guard.Contract(max=1.0))
-    assert report.problems == ("max: 3, and 1 of 2 values are beyond; expected 1 or less",)
+    assert [str(each) for each in report.problems] == [
+        "output: max: 3, and 1 of 2 values are beyond, the first at [0, 1]; expected 1 or less"
+    ]
+
+
+@pytest.mark.parametrize("made", [_Output, _ModelOutput, lambda logits: {"logits": logits, "ids": torch.tensor([1])}])
+def test_outputs_are_looked_into(made: Any) -> None:
+    """Promise: check_outputs takes what sanitize_outputs takes, names each part, and is never content with no values."""
+    report = guard.check_outputs(made(logits=torch.tensor([[nan, 1.0], [2.0, 3.0]])), classes=1)
+    assert [(each.kind, each.where) for each in report.problems] == [("nonfinite", "output.logits")]
+    assert (report["output.logits"].nan, report["output.logits"].elements) == (1, 4)
+    with pytest.raises(KeyError, match=r"there is output\.logits"):
+        report["output.text"]
+    assert not guard.check_outputs([torch.tensor([1j * nan]), torch.eye(2).to_sparse()])
+    with pytest.raises(ValueError, match="on the device meta"):
+        guard.check_outputs(torch.empty(2, device="meta"))
 
 
 class Flaky:
@@ -141,22 +157,38 @@ def test_safe_inference_returns_what_became_of_it() -> None:
     """Promise: success with data, or an error with its kind; what may pass is tried again, what may not is not."""
     x = torch.ones(2)
     result = guard.safe_inference(Flaky(torch.OutOfMemoryError(), ConnectionError()), x, backoff_s=0.0)
-    assert (result.success, result.attempts, result.severity, result.error) == (True, 3, guard.Severity.WARNING, None)
+    assert (result.ok, result.attempts, result.severity, result.error) == (True, 3, guard.Severity.WARNING, None)
     assert result.data.tolist() == [2.0, 2.0]
     assert not result.data.requires_grad
     lasting = guard.safe_inference(Flaky(TypeError("wrong")), x, backoff_s=0.0)
-    assert (lasting.success, lasting.attempts, lasting.category) == (False, 1, guard.Category.DATA)
+    assert (lasting.ok, lasting.attempts, lasting.category) == (False, 1, guard.Category.DATA)
     assert "TypeError: wrong" in str(lasting)
     spent = guard.safe_inference(Flaky(*[torch.OutOfMemoryError() for _ in range(9)]), x, max_retries=2, backoff_s=0.0)
-    assert (spent.success, spent.attempts, spent.category) == (False, 3, guard.Category.MEMORY)
+    assert (spent.ok, spent.attempts, spent.category) == (False, 3, guard.Category.MEMORY)
     not_finite = guard.safe_inference(Flaky(), torch.tensor([nan]))
-    assert (not_finite.success, not_finite.attempts, not_finite.category) == (False, 1, guard.Category.NUMERICS)
+    assert (not_finite.ok, not_finite.attempts, not_finite.category) == (False, 1, guard.Category.NUMERICS)
     assert guard.safe_inference(lambda a, b: a + b, {"a": x, "b": x}).data.tolist() == [2.0, 2.0]
     for wrong in ({"max_retries": -1}, {"max_retries": 2.5}, {"backoff_s": nan}, {"backoff_s": "1"}):
         with pytest.raises(ValueError, match="0 or more"):
             guard.safe_inference(Flaky(), x, **wrong)
     with pytest.raises(TypeError, match="cannot be called"):
         guard.safe_inference("model", x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on the device meta"):
+        guard.safe_inference(torch.nn.Linear(2, 2, device="meta"), x)
+
+
+def test_safe_inference_evaluates() -> None:
+    """Promise: dropout is off and statistics stay, which the result says; each module's mode is as before."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout())
+    model[0].eval()
+    before = [module.training for module in model.modules()]
+    first, second = (guard.safe_inference(model, torch.ones(3, 4)) for _ in range(2))
+    assert torch.equal(first.data, second.data)
+    assert (first.evaluation_mode, guard.safe_inference(torch.abs, torch.ones(2)).evaluation_mode) == (True, False)
+    assert int(model[1].num_batches_tracked) == 0  # type: ignore[arg-type]
+    assert [module.training for module in model.modules()] == before
+    pair = guard.safe_inference(lambda a, b: a + b, (torch.ones(2), torch.ones(2)))
+    assert pair.data.tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e5m2])
@@ -172,12 +204,15 @@ def test_a_bound_that_the_type_cannot_hold_is_its_end(dtype: torch.dtype) -> Non
     assert guard.sanitize_outputs(small, "clamp", high=0.1) is small
 
 
+CONSTANT = (Problem("constant", "output", "the same output for every sample"),)
+
+
 @pytest.mark.parametrize(("offset", "scale"), [(1.7e9, 1e3), (-1e12, 1.0), (1e15, 100.0)])
 def test_values_far_from_zero_are_not_constant(offset: float, scale: float) -> None:
     """Promise: what a type tells apart are different answers, such as times since 1970; equal ones are constant there, too."""
     torch.manual_seed(0)
     given = offset + scale * torch.randn(256, 2, dtype=torch.float64)
     assert guard.check_outputs(given).ok
-    assert guard.check_outputs(given[:1].repeat(256, 1)).problems == ("the same output for every sample",)
+    assert guard.check_outputs(given[:1].repeat(256, 1)).problems == CONSTANT
     noise = torch.rand(256, 2, dtype=torch.float64) * 2**-52 * abs(offset)  # of rounding
-    assert guard.check_outputs(given[:1] + noise).problems == ("the same output for every sample",)
+    assert guard.check_outputs(given[:1] + noise).problems == CONSTANT

@@ -37,9 +37,9 @@ def test_percent_is_of_the_container_s_limits(tmp_path: Path) -> None:
     container(tmp_path, used_s=1e9)
     time.sleep(LEAST_CPU_S)
     usages = by_name(watched.check())
-    assert (usages["cpu"].where, usages["cpu"].limit, usages["cpu"].exceeded) == ("container", 0.5, True)
+    assert (usages["cpu"].where, usages["cpu"].limit, usages["cpu"].ok) == ("container", 0.5, False)
     memory = usages["memory"]
-    assert (memory.where, memory.percent, memory.exceeded) == ("container", 62.5, True)
+    assert (memory.where, memory.percent, memory.ok) == ("container", 62.5, False)
 
 
 def test_without_a_container_it_is_the_machine() -> None:
@@ -56,14 +56,23 @@ def test_one_call_for_each_time_that_it_is_too_much(tmp_path: Path) -> None:
     """Promise: while it stays above nothing is repeated; after it was below it counts again."""
     calls: list[guard.ResourceReport] = []
     watched = ResourceGuard({"memory": 60.0}, calls.append, ".", 10.0, container(tmp_path, used_s=1.0))
-    assert watched.check().exceeded
-    assert watched.check().exceeded
+    assert not watched.check()
+    assert not watched.check()
     assert len(calls) == 1
     container(tmp_path, used_s=1.0, memory_limit=4 * GIB)
-    assert not watched.check().exceeded
+    assert watched.check()
     container(tmp_path, used_s=1.0)
-    assert watched.check().exceeded
+    assert not watched.check()
     assert len(calls) == 2
+
+
+def test_a_threshold_may_be_in_bytes(tmp_path: Path) -> None:
+    """Promise: 1.25 GiB of 2 are above 1 GiB, in words of percent, and not above 1.5 GiB."""
+    root = container(tmp_path, used_s=1.0)
+    report = ResourceGuard({"memory": GIB}, None, ".", 10.0, root).check()
+    assert [str(problem) for problem in report.problems] == ["container: memory is at 62 %, above 50 %"]
+    assert report["memory"].threshold == 50.0
+    assert ResourceGuard({"memory": 1.5 * GIB}, None, ".", 10.0, root).check().ok
 
 
 def test_it_watches_in_a_thread_that_ends() -> None:
@@ -79,7 +88,9 @@ def test_it_watches_in_a_thread_that_ends() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"cpu": 900}, "from 0 to 100"),
+        ({"cpu": 900}, "from 0 to 100, or None"),
+        ({"cpu": 2**30}, "from 0 to 100, or None"),
+        ({"memory": 900}, r"or bytes, from 1 MiB \(2\*\*20\) on"),
         ({"memory": -1}, "from 0 to 100"),
         ({"disk": float("nan")}, "from 0 to 100"),
         ({"gpu_memory": "90"}, "from 0 to 100"),

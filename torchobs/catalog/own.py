@@ -25,13 +25,13 @@ GUARD_SANITIZED = counter(
 GUARD_RECOVERIES = counter(
     "torchobs.guard.recoveries",
     "{time}",
-    Attribute("category", "what the error was about", ("memory", "numerics", "data", "io", "other")),
-    Attribute("action", "what was done", ("split", "skip", "restore", "retry", "raise", "return")),
+    Attribute("category", "what it is about", ("memory", "numerics", "data", "io", "contract", "resources", "file", "other")),
+    Attribute("action", "what was done", ("split", "skip", "restore", "retry", "raise", "return", "record")),
     GUARD_SEVERITY,
     quiet=0.0,
 ).described(
-    "Errors that torchobs.guard.Recovery went on after, or raised because its budget was spent, and that "
-    "torchobs.guard.safe_inference repeated an inference for, or returned."
+    "Errors that torchobs.guard.Recovery went on after, or raised because its budget was spent, that "
+    "torchobs.guard.safe_inference repeated an inference for, or returned, and those given to torchobs.guard.record."
 )
 GUARD_EXCEEDED = counter(
     "torchobs.guard.exceeded",

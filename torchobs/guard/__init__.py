@@ -7,28 +7,29 @@ from typing import TYPE_CHECKING
 from torchobs.support.import_hooks import attach
 
 if TYPE_CHECKING:
-    from torchobs.guard.contracts import Contract, ContractError, Violation, validate_inputs
+    from torchobs.guard.contracts import Contract, ContractError, ContractReport, Violation, validate_inputs
     from torchobs.guard.model_files import FileScan, UnsafeFileError, WrongFileError, load, scan_file, verify
-    from torchobs.guard.models import LayerReport, ModelReport, check_model
+    from torchobs.guard.models import ModelReport, check_model
     from torchobs.guard.outputs import (
         InferenceResult,
         NonFiniteOutputError,
         OutputReport,
+        OutputTensor,
         check_outputs,
         safe_inference,
         sanitize_outputs,
     )
-    from torchobs.guard.record import Category, LossSpikeError, NonFiniteLossError, Severity
+    from torchobs.guard.records import Category, LossSpikeError, NonFiniteLossError, Severity, record
     from torchobs.guard.recovery import BadBatch, Recovery, RecoveryPolicy, StepOutcome
     from torchobs.guard.resource_usage import ResourceGuard, ResourceReport, Usage, resources
 
 _HOMES: dict[str, str] = {
-    **dict.fromkeys(("Contract", "ContractError", "Violation", "validate_inputs"), "contracts"),
-    **dict.fromkeys(("Category", "LossSpikeError", "NonFiniteLossError", "Severity"), "record"),
-    **dict.fromkeys(("InferenceResult", "NonFiniteOutputError", "OutputReport"), "outputs"),
+    **dict.fromkeys(("Contract", "ContractError", "ContractReport", "Violation", "validate_inputs"), "contracts"),
+    **dict.fromkeys(("Category", "LossSpikeError", "NonFiniteLossError", "Severity", "record"), "records"),
+    **dict.fromkeys(("InferenceResult", "NonFiniteOutputError", "OutputReport", "OutputTensor"), "outputs"),
     **dict.fromkeys(("check_outputs", "safe_inference", "sanitize_outputs"), "outputs"),
     **dict.fromkeys(("FileScan", "UnsafeFileError", "WrongFileError", "load", "scan_file", "verify"), "model_files"),
-    **dict.fromkeys(("LayerReport", "ModelReport", "check_model"), "models"),
+    **dict.fromkeys(("ModelReport", "check_model"), "models"),
     **dict.fromkeys(("BadBatch", "Recovery", "RecoveryPolicy", "StepOutcome"), "recovery"),
     **dict.fromkeys(("ResourceGuard", "ResourceReport", "Usage", "resources"), "resource_usage"),
 }
@@ -39,14 +40,15 @@ __all__ = [
     "Category",
     "Contract",
     "ContractError",
+    "ContractReport",
     "FileScan",
     "InferenceResult",
-    "LayerReport",
     "LossSpikeError",
     "ModelReport",
     "NonFiniteLossError",
     "NonFiniteOutputError",
     "OutputReport",
+    "OutputTensor",
     "Recovery",
     "RecoveryPolicy",
     "ResourceGuard",
@@ -60,6 +62,7 @@ __all__ = [
     "check_model",
     "check_outputs",
     "load",
+    "record",
     "resources",
     "safe_inference",
     "sanitize_outputs",

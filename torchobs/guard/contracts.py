@@ -16,27 +16,29 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from torchobs import catalog
-from torchobs.guard.record import Category, Severity, count, record
+from torchobs.guard.records import Category, Severity, count, record_event
 from torchobs.support.arguments import is_number
-from torchobs.support.result import Result
+from torchobs.support.result import Checked, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Violation(Problem):
+    """One thing that a tensor is not: ``type``, ``shape``, ``dtype``, ``device``, ``finite``, ``min``, ``max`` or ``norm``."""
+
+    index: tuple[int, ...] | None = None
+    """of the first element that is wrong; its first number is the sample, where the first dimension is the batch"""
+
+
+def _violation(kind: str, name: str, expected: str, found: str, index: tuple[int, ...] | None = None) -> Violation:
+    place = f", the first at {list(index)}" if index else ""
+    return Violation(kind, name, f"{kind}: {found}{place}{_EXPECTED}{expected}", index)
 
 
 @dataclass(frozen=True)
-class Violation(Result):
-    """One thing that a tensor is not."""
+class ContractReport(Checked):
+    """What :meth:`Contract.inspect` found."""
 
-    tensor: str
-    """its name"""
-    what: str
-    """``type``, ``shape``, ``dtype``, ``device``, ``finite``, ``min``, ``max`` or ``norm``"""
-    expected: str
-    found: str
-    where: tuple[int, ...] | None = None
-    """index of the first element that is wrong; its first number is the sample, where the first dimension is the batch"""
-
-    def __str__(self) -> str:
-        place = f", the first at {list(self.where)}" if self.where else ""
-        return f"{self.tensor}: {self.what}: {self.found}{place}; expected {self.expected}"
+    problems: tuple[Violation, ...]
 
 
 class _Values:
@@ -77,7 +79,7 @@ class _Values:
         if contract.max is not None and largest > (high := rounded(contract.max, dtype)):
             found.append(self._beyond("max", f"{contract.max:g} or less", largest, values > high))
         if norm and contract.max_norm is not None and not norm[0] <= contract.max_norm:
-            found.append(Violation(self._name, "norm", f"{contract.max_norm:g} or less", f"{norm[0]:.6g}"))
+            found.append(_violation("norm", self._name, f"{contract.max_norm:g} or less", f"{norm[0]:.6g}"))
         return found
 
     def _not_finite(self) -> Violation:
@@ -85,11 +87,11 @@ class _Values:
         nans = int(torch.isnan(self._values).sum())
         counts = ((nans, "NaN"), (int(wrong.sum()) - nans, "Inf"))
         found = f"{' and '.join(f'{number:,} {word}' for number, word in counts if number)} among {wrong.numel():,} values"
-        return Violation(self._name, "finite", "finite values", found, self._place(wrong))
+        return _violation("finite", self._name, "finite values", found, self._place(wrong))
 
     def _beyond(self, what: str, expected: str, extreme: float, wrong: torch.Tensor) -> Violation:
         found = f"{extreme:g}, and {int(wrong.sum()):,} of {wrong.numel():,} values are beyond"
-        return Violation(self._name, what, expected, found, self._place(wrong))
+        return _violation(what, self._name, expected, found, self._place(wrong))
 
     def _extremes_beside_nan(self) -> tuple[float, float]:
         values = self._values
@@ -226,17 +228,18 @@ KINDS = ("floating", "integer", "complex", "bool")
 """Names for groups of dtypes, which a contract takes in place of a dtype"""
 MOST_NAMED = 8
 """Tensors that an event names"""
+_EXPECTED = "; expected "
 
 
 class ContractError(ValueError):
-    """A tensor is not what its contract says. ``violations`` has everything that is wrong."""
+    """A tensor is not what its contract says. ``problems`` has everything that is wrong."""
 
-    def __init__(self, violations: tuple[Violation, ...]) -> None:
-        super().__init__("\n".join(map(str, violations)))
-        self.violations = violations
+    def __init__(self, problems: tuple[Violation, ...]) -> None:
+        super().__init__("\n".join(map(str, problems)))
+        self.problems = problems
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.violations,)  # by its argument, not by its message: it travels between processes
+        return type(self), (self.problems,)  # by its argument, not by its message: it travels between processes
 
 
 @dataclass(frozen=True)
@@ -278,14 +281,12 @@ class Contract:
             raise ValueError(f"max_norm is {self.max_norm}, and a norm is 0 or more")
 
     def check(self, x: torch.Tensor, name: str = "tensor", sizes: dict[str, object] | None = None) -> None:
-        """Return if ``x`` keeps the contract.
+        """Return if ``x`` keeps the contract. In a region that torch.compile traces nothing is checked.
 
         Args:
             x: the tensor; its values are read without its gradients. Values of meta and fake tensors are not checked.
             name: its name in messages.
             sizes: sizes of named dimensions, shared by the tensors of one check.
-
-        In a region that torch.compile traces nothing is checked.
 
         Raises:
             ContractError: it does not; the error says what was found, and where.
@@ -293,29 +294,27 @@ class Contract:
         """
         if torch.compiler.is_compiling():
             return  # values are not known while a graph is made of them
-        found = self.violations(x, name, sizes)
-        if found:
-            refuse(found)
+        if problems := self.inspect(x, name, sizes).problems:
+            refuse(problems)
 
-    def violations(
-        self, x: torch.Tensor, name: str = "tensor", sizes: dict[str, object] | None = None
-    ) -> tuple[Violation, ...]:
+    def inspect(self, x: torch.Tensor, name: str = "tensor", sizes: dict[str, object] | None = None) -> ContractReport:
         """Return what :meth:`check` would raise; nothing is recorded."""
-        return tuple(self._outer(x, name, {} if sizes is None else sizes)) or tuple(_Values(self, x, name).violations())
+        outer = self._outer(x, name, {} if sizes is None else sizes)
+        return ContractReport(tuple(outer or _Values(self, x, name).violations()))
 
     def _outer(self, x: Any, name: str, sizes: dict[str, object]) -> list[Violation]:
         """Check what needs no values."""
         if not isinstance(x, torch.Tensor):
-            return [Violation(name, "type", "a tensor", type(x).__name__)]
+            return [_violation("type", name, "a tensor", type(x).__name__)]
         found = []
         if self._pattern is not None and (why := self._pattern.mismatch(shape_of(x), sizes)) is not None:
-            found.append(Violation(name, "shape", repr(self._pattern.text), f"{shape_of(x)}, {why}"))
+            found.append(_violation("shape", name, repr(self._pattern.text), f"{shape_of(x)}, {why}"))
         if self.dtype is not None and not any(_is_dtype(x.dtype, kind) for kind in _several(self.dtype)):
-            found.append(Violation(name, "dtype", " or ".join(map(_dtype_name, _several(self.dtype))), _dtype_name(x.dtype)))
+            found.append(_violation("dtype", name, " or ".join(map(_dtype_name, _several(self.dtype))), _dtype_name(x.dtype)))
         if self._device is not None and not (
             x.device.type == self._device.type and self._device.index in {None, x.device.index}
         ):
-            found.append(Violation(name, "device", str(self.device), str(x.device)))
+            found.append(_violation("device", name, str(self.device), str(x.device)))
         return found
 
 
@@ -329,7 +328,7 @@ def validate_inputs(
         contracts: by name.
 
     Raises:
-        ContractError: with the violations of all tensors.
+        ContractError: with the problems of all tensors.
         ValueError: a contract names no input.
         TypeError: an argument is no dictionary, or a contract none.
     """
@@ -345,19 +344,20 @@ def validate_inputs(
         x, contract = given if isinstance(given, tuple) and len(given) == 2 else (given, contracts.get(name, Contract()))  # noqa: PLR2004
         if not isinstance(contract, Contract):
             raise TypeError(f"{name} has {type(contract).__name__} for a contract: guard.Contract(...) is needed")
-        found += contract.violations(x, name, sizes)
+        found += contract.inspect(x, name, sizes).problems
     if found:
         refuse(tuple(found))
 
 
-def refuse(found: tuple[Violation, ...]) -> NoReturn:
+def refuse(problems: tuple[Violation, ...]) -> NoReturn:
     """Record what is wrong, and raise ``ContractError``."""
-    for what, number in Counter(violation.what for violation in found).items():
-        count(catalog.GUARD_VIOLATIONS, number, Category.CONTRACT, Severity.ERROR, what=what)
-    first, tensors = found[0], dict.fromkeys(violation.tensor for violation in found)
-    attributes = {"tensor": ", ".join(list(tensors)[:MOST_NAMED]), "found": first.found, "expected": first.expected}
-    record(catalog.EVENT_GUARD_VIOLATION, Category.CONTRACT, Severity.ERROR, what=first.what, **attributes)
-    raise ContractError(found)
+    for kind, number in Counter(problem.kind for problem in problems).items():
+        count(catalog.GUARD_VIOLATIONS, number, Category.CONTRACT, Severity.ERROR, what=kind)
+    first, tensors = problems[0], dict.fromkeys(problem.where for problem in problems)
+    found, _, expected = first.text.removeprefix(f"{first.kind}: ").partition(_EXPECTED)
+    about = {"what": first.kind, "tensor": ", ".join(list(tensors)[:MOST_NAMED]), "found": found, "expected": expected}
+    record_event(catalog.EVENT_GUARD_VIOLATION, Category.CONTRACT, Severity.ERROR, **about)
+    raise ContractError(problems)
 
 
 def _several(dtype: Any) -> tuple[Any, ...]:

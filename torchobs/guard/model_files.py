@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple
 
-from torchobs.guard.record import Severity, found_wrong, text_of
+from torchobs.guard.records import Severity, found_wrong, text_of
 from torchobs.support.arguments import is_text
-from torchobs.support.result import Result
+from torchobs.support.result import Checked, Problem
 from torchobs.support.torch_files import DAMAGE
 
 if TYPE_CHECKING:
     from fickling.fickle import Pickled
 
 
-Verdict = Literal["clean", "suspicious", "dangerous", "unreadable"]
-_ORDER: tuple[Verdict, ...] = ("clean", "unreadable", "suspicious", "dangerous")
+Risk = Literal["clean", "suspicious", "dangerous", "unreadable"]
+_ORDER: tuple[Risk, ...] = ("clean", "unreadable", "suspicious", "dangerous")
 UNKNOWABLE = (
     "weights that were changed to answer wrongly (a backdoor) look like any others: compare their hash with the publisher's",
     "code that comes with a model beside its file is not looked at",
@@ -58,14 +58,16 @@ class UnsafeFileError(ValueError):
 
 
 @dataclass(frozen=True)
-class FileScan(Result):
+class FileScan(Checked):
     """What :func:`scan_file` found. It is no word about the weights in the file."""
 
+    problems: tuple[Problem, ...]
+    """each of the kind ``suspicious``, ``dangerous`` or ``unreadable``"""
     path: str
-    verdict: Verdict
-    kind: str
+    risk: Risk
+    """the gravest of these kinds, or ``clean``"""
+    format: str
     """``safetensors``, ``zip``, ``pickle``, ``npy`` or ``other``"""
-    reasons: tuple[str, ...]
     imports: tuple[str, ...]
     """names that its pickles ask for and that torch's restricted loader does not allow"""
     unknowable: tuple[str, ...] = UNKNOWABLE
@@ -73,7 +75,7 @@ class FileScan(Result):
 
 
 class _Finding(NamedTuple):
-    verdict: Verdict
+    risk: Risk
     reasons: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
 
@@ -86,9 +88,9 @@ def scan_file(path: str | os.PathLike[str]) -> FileScan:
     ``modelscan[tensorflow,h5py]`` brings, and on Python 3.13 and newer, for which modelscan has no release.
 
     Returns:
-        ``dangerous``: it runs commands, by one of both. ``suspicious``: it asks for code that torch's restricted loader does
-        not allow, which may be a class of the model's author. ``unreadable``: a damaged file, or a kind that neither reads.
-        Else ``clean``.
+        Its ``risk`` is ``dangerous``: it runs commands, by one of both; ``suspicious``: it asks for code that torch's
+        restricted loader does not allow, which may be a class of the model's author; ``unreadable``: a damaged file, or a
+        kind that neither reads; else ``clean``.
 
     Raises:
         OSError: the file cannot be read.
@@ -106,17 +108,17 @@ def scan_file(path: str | os.PathLike[str]) -> FileScan:
     kind = _kind(name, head)
     try:
         findings = [_Finding("unreadable", (f"it {_no_model(head)}",))] if _no_model(head) else list(_read(name, kind))
-    except Exception as error:  # noqa: BLE001  # a damaged file raises anything in what reads it, which the verdict says
+    except Exception as error:  # noqa: BLE001  # a damaged file raises anything in what reads it, which the answer says
         findings = [_Finding("unreadable", (f"{type(error).__name__}: {error}"[:200],))]
-    is_read = kind != "other" and all(finding.verdict != "unreadable" for finding in findings)
+    is_read = kind != "other" and all(finding.risk != "unreadable" for finding in findings)
     findings.append(_by_modelscan(name, is_read=is_read))
-    verdict = max((finding.verdict for finding in findings), key=_ORDER.index)
-    reasons = tuple(dict.fromkeys(reason for finding in findings for reason in finding.reasons))
+    risk = max((finding.risk for finding in findings), key=_ORDER.index)
+    problems = dict.fromkeys(Problem(finding.risk, text_of(name), reason) for finding in findings for reason in finding.reasons)
     imports = tuple(dict.fromkeys(name for finding in findings for name in finding.imports))
-    if verdict in {"suspicious", "dangerous"}:
-        severity = Severity.ERROR if verdict == "dangerous" else Severity.WARNING
-        found_wrong("scan_file", verdict, reasons[0] if reasons else "", severity)
-    return FileScan(name, verdict, kind, reasons, imports)
+    if risk in {"suspicious", "dangerous"}:
+        severity = Severity.ERROR if risk == "dangerous" else Severity.WARNING
+        found_wrong("scan_file", risk, next(iter(problems)).text, severity)
+    return FileScan(tuple(problems), name, risk, kind, imports)
 
 
 def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:

@@ -1,4 +1,4 @@
-"""A model's weights: not finite, huge, constant, unlike their reference; a verdict with its reasons and its limits."""
+"""A model's weights: not finite, huge, constant, unlike their reference."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from torchobs import catalog
 from torchobs.guard.contracts import dense_values
-from torchobs.guard.record import Category, Severity, count, record
-from torchobs.support.result import Result
+from torchobs.guard.records import Category, Severity, count, record_event
+from torchobs.support.result import Checked, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,28 +46,15 @@ UNKNOWABLE = (
 
 
 @dataclass(frozen=True)
-class LayerReport(Result):
-    """What is unusual about one parameter or buffer."""
-
-    name: str
-    shape: tuple[int, ...]
-    problem: str
-
-
-@dataclass(frozen=True)
-class ModelReport(Result):
+class ModelReport(Checked):
     """What :func:`check_model` found. ``ok`` is True if nothing was; it is no word of trust."""
 
-    ok: bool
+    problems: tuple[Problem, ...]
+    """of the kind ``value``, or beside a reference ``shape``, ``missing`` (only the reference has it) or ``added``"""
     tensors: int
     elements: int
-    problems: tuple[LayerReport, ...]
-    missing: tuple[str, ...]
-    """tensors that only the reference has"""
-    added: tuple[str, ...]
-    """tensors that the reference has not"""
-    remarks: tuple[LayerReport, ...] = ()
-    """what is common in some models and no problem by itself: a matrix of zeros or of ones"""
+    remarks: tuple[Problem, ...] = ()
+    """what is common in some models and no problem by itself: a matrix of zeros or of ones; what has no values to look at"""
     unknowable: tuple[str, ...] = UNKNOWABLE
 
 
@@ -87,43 +74,41 @@ def check_model(
         -inf or a type's lowest number) are no problem, and neither is -inf in a buffer, or one that is infinite as a whole: a
         minimum of nothing yet. What is a buffer is known of a module, or by the reference if that is one. A tensor that is
         tied to another (they share their memory) is not missed or added where the other is on both sides. Of a DTensor it is
-        this rank's part that is looked at; a meta tensor has no values.
+        this rank's part that is looked at. Of tensors on the device meta names and shapes alone are compared, as is remarked.
 
     Raises:
         TypeError: an argument is neither.
-        ValueError: a lazy layer has not seen an input yet, or a dictionary has no tensor.
+        ValueError: a lazy layer has not seen an input yet, a dictionary has no tensor, or tensors are on the device meta and
+            there is no reference: nothing could be looked at.
     """
     state, other = _state(model), _state(reference) if reference is not None else None
     buffers = _buffers(model if isinstance(model, torch.nn.Module) else reference)
+    if (on_meta := [name for name, tensor in state.items() if tensor.is_meta]) and other is None:
+        raise ValueError(
+            f"{on_meta[0]} is on the device meta, where it has no values: load the weights first, or give a reference"
+        )
     looked = [
-        LayerReport(name, tuple(tensor.shape), problem)
+        Problem("value", name, text)
         for name, tensor in state.items()
-        if (problem := _problem(tensor, name, is_buffer=name in buffers)) is not None
+        if (text := _problem(tensor, name, is_buffer=name in buffers)) is not None
     ]
-    problems = [each for each in looked if each.problem not in {ZEROS, ONES}]
-    remarks = tuple(each for each in looked if each.problem in {ZEROS, ONES})
+    problems = [each for each in looked if each.text not in {ZEROS, ONES}]
+    remarks = [each for each in looked if each.text in {ZEROS, ONES}]
+    remarks += [Problem("meta", name, "on the device meta, where it has no values to look at") for name in on_meta]
     if other is not None:
         problems += [
-            LayerReport(name, tuple(tensor.shape), f"the reference has the shape {tuple(other[name].shape)}")
+            Problem("shape", name, f"its shape is {tuple(tensor.shape)}, and the reference has {tuple(other[name].shape)}")
             for name, tensor in state.items()
             if name in other and other[name].shape != tensor.shape
         ]
-    missing = _lacking(other, state) if other is not None else ()
-    added = _lacking(state, other) if other is not None else ()
+        problems += [Problem("missing", name, "only the reference has it") for name in _lacking(other, state)]
+        problems += [Problem("added", name, "the reference has it not") for name in _lacking(state, other)]
+    if problems:
+        count(catalog.GUARD_FINDINGS, 1, Category.NUMERICS, Severity.WARNING, by="check_model")
+        about = {"layer": problems[0].where, "problem": problems[0].text, "problems": len(problems)}
+        record_event(catalog.EVENT_GUARD_MODEL, Category.NUMERICS, Severity.WARNING, **about)
     elements = sum(tensor.numel() for tensor in state.values())
-    ok = not (problems or missing or added)
-    if not ok:
-        _record(problems, missing, added)
-    return ModelReport(ok, len(state), elements, tuple(problems), missing, added, remarks)
-
-
-def _record(problems: list[LayerReport], missing: tuple[str, ...], added: tuple[str, ...]) -> None:
-    found = [(each.name, each.problem) for each in problems]
-    found += [(name, "only the reference has it") for name in missing]
-    found += [(name, "the reference has it not") for name in added]
-    count(catalog.GUARD_FINDINGS, 1, Category.NUMERICS, Severity.WARNING, by="check_model")
-    about = {"layer": found[0][0], "problem": found[0][1], "problems": len(found)}
-    record(catalog.EVENT_GUARD_MODEL, Category.NUMERICS, Severity.WARNING, **about)
+    return ModelReport(tuple(problems), len(state), elements, tuple(remarks))
 
 
 def _state(model: object) -> dict[str, torch.Tensor]:

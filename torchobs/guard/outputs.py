@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf, isfinite, isnan, log
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
@@ -12,14 +12,16 @@ import torch
 
 from torchobs import catalog
 from torchobs.guard.contracts import Contract, dense_values, rounded
-from torchobs.guard.record import Category, Severity, category_of, count, is_transient, record, recovered
+from torchobs.guard.records import Category, Severity, category_of, count, is_transient, record_event, recovered
 from torchobs.guard.recovery import free_memory
 from torchobs.support.arguments import is_number, is_whole
-from torchobs.support.result import Result
-from torchobs.tensors.batches import SEQUENCES, parts_of, with_parts
+from torchobs.support.result import Checked, Problem, Result, row_of
+from torchobs.tensors.batches import SEQUENCES, call, parts_of, walk, with_parts
+from torchobs.tensors.losses import check_trained
+from torchobs.tensors.running import evaluating
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 T = TypeVar("T")
@@ -42,11 +44,10 @@ class NonFiniteOutputError(ValueError):
 
 
 @dataclass(frozen=True)
-class OutputReport(Result):
-    """What :func:`check_outputs` found."""
+class OutputTensor(Result):
+    """Numbers of one tensor of the outputs."""
 
-    ok: bool
-    problems: tuple[str, ...]
+    name: str
     elements: int
     nan: int
     inf: int
@@ -54,6 +55,18 @@ class OutputReport(Result):
     """mean entropy of the predicted classes as a share of the largest possible one; None without ``classes``"""
     spread: float | None
     """standard deviation between samples as a share of the mean size; None for fewer than two samples"""
+
+
+@dataclass(frozen=True)
+class OutputReport(Checked):
+    """What :func:`check_outputs` found: ``report["output.logits"]`` has the numbers of a tensor."""
+
+    problems: tuple[Problem, ...]
+    tensors: tuple[OutputTensor, ...]
+
+    def __getitem__(self, name: str) -> OutputTensor:
+        """Return a tensor's numbers."""
+        return row_of(self.tensors, name)
 
 
 def sanitize_outputs(
@@ -97,55 +110,62 @@ def sanitize_outputs(
 
 
 def check_outputs(
-    outputs: Any,
-    *,
-    contract: Contract | None = None,
-    classes: int | None = None,
-    name: str = "output",
+    outputs: Any, *, contract: Contract | None = None, classes: int | None = None, name: str = "output"
 ) -> OutputReport:
     """Look for outputs that are not finite, out of range, uniform or constant.
 
     Args:
-        outputs: floating point, the samples in its first dimension.
-        contract: what the outputs have to be.
+        outputs: what :func:`sanitize_outputs` takes; of each floating-point tensor in it the first dimension is the samples.
+        contract: what each of these tensors has to be.
         classes: dimension of class scores (logits or probabilities), to find predictions that prefer no class.
-        name: the outputs' name in messages.
+        name: the outputs' name in messages; parts are named after their place, as ``output.logits`` or ``output[0]``.
 
     Raises:
-        TypeError: ``outputs`` is no tensor of real floating-point numbers.
-        ValueError: ``classes`` is no dimension.
+        TypeError: there is no floating-point tensor in it, or ``contract`` is none.
+        ValueError: ``classes`` is a dimension of none, or a tensor is on the device meta, where it has no values.
     """
-    _refuse_nonsense(outputs, contract, classes, name)
-    values = outputs.detach() if outputs.dtype == torch.float64 else outputs.detach().float()
-    nans, wrong = int(torch.isnan(values).sum()), int((~torch.isfinite(values)).sum())
-    problems = [f"{wrong:,} of {values.numel():,} values are not finite"] if wrong else []
-    if contract is not None:
-        problems += [f"{found.what}: {found.found}; expected {found.expected}" for found in contract.violations(outputs, name)]
-    entropy = spread = None
-    if not wrong and values.numel():
-        entropy, spread = _entropy(values, classes), _spread(values)
-    if entropy is not None and entropy >= UNIFORM_ENTROPY:
-        problems.append(f"predictions prefer no class: their mean entropy is {entropy:.2%} of the largest")
-    if spread is not None and spread <= min(CONSTANT_SPREAD, CONSTANT_UNITS * torch.finfo(outputs.dtype).eps):
-        problems.append("the same output for every sample")
-    if problems:
-        count(catalog.GUARD_FINDINGS, 1, Category.NUMERICS, Severity.WARNING, by="check_outputs")
-        _event(name, problems[0], "check", Severity.WARNING)
-    return OutputReport(not problems, tuple(problems), values.numel(), nans, wrong - nans, entropy, spread)
-
-
-def _refuse_nonsense(outputs: Any, contract: Any, classes: Any, name: str) -> None:
-    """Raise for what :func:`check_outputs` cannot look at."""
-    if not isinstance(outputs, torch.Tensor) or not outputs.is_floating_point():
-        raise TypeError(f"{name} has to be a tensor of floating-point numbers")
-    if outputs.layout is not torch.strided or outputs.device.type == "meta" or hasattr(outputs, "to_local"):
-        raise TypeError(f"{name} has to be dense, on a device, and whole: not sparse, nested, meta or distributed")
+    tensors = [(path, x) for path, x in walk(outputs, name) if x.is_floating_point() or x.is_complex()]
+    if not tensors:
+        raise TypeError(f"{name} has to have a tensor of floating-point numbers: {type(outputs).__name__} has none")
     if contract is not None and not isinstance(contract, Contract):
         raise TypeError(f"contract is {type(contract).__name__}: guard.Contract(...) is needed")
     if classes is not None and not is_whole(classes):
         raise ValueError(f"classes is {classes!r}: the number of a dimension of {name}")
-    if classes is not None and not -outputs.dim() <= classes < outputs.dim():
-        raise ValueError(f"classes is {classes}: a dimension of {name}, whose shape is {tuple(outputs.shape)}")
+    if classes is not None and not any(-x.dim() <= classes < x.dim() for _, x in tensors):
+        shapes = ", ".join(f"{path} {tuple(x.shape)}" for path, x in tensors)
+        raise ValueError(f"classes is {classes}: a dimension of {shapes}")
+    if on_meta := [path for path, x in tensors if x.is_meta]:
+        raise ValueError(f"{on_meta[0]} is on the device meta, where it has no values")
+    rows, problems = list[OutputTensor](), list[Problem]()
+    for path, x in tensors:
+        row = _measured(path, x, classes if classes is not None and -x.dim() <= classes < x.dim() else None)
+        rows.append(row)
+        problems += _problems(row, x.dtype)
+        problems += contract.inspect(x, path).problems if contract is not None else ()
+    if problems:
+        count(catalog.GUARD_FINDINGS, 1, Category.NUMERICS, Severity.WARNING, by="check_outputs")
+        _event(problems[0].where, problems[0].text, "check", Severity.WARNING)
+    return OutputReport(tuple(problems), tuple(rows))
+
+
+def _measured(name: str, x: torch.Tensor, classes: int | None) -> OutputTensor:
+    values = dense_values(x.detach())
+    values = values if values.dtype == torch.float64 else values.float()
+    nans, wrong = int(torch.isnan(values).sum()), int((~torch.isfinite(values)).sum())
+    entropy = spread = None
+    if not wrong and values.shape == x.shape and values.numel():  # else it is sparse, nested, complex or a rank's part
+        entropy, spread = _entropy(values, classes), _spread(values)
+    return OutputTensor(name, values.numel(), nans, wrong - nans, entropy, spread)
+
+
+def _problems(row: OutputTensor, dtype: torch.dtype) -> Iterator[Problem]:
+    if wrong := row.nan + row.inf:
+        yield Problem("nonfinite", row.name, f"{wrong:,} of {row.elements:,} values are not finite")
+    if row.entropy is not None and row.entropy >= UNIFORM_ENTROPY:
+        text = f"predictions prefer no class: their mean entropy is {row.entropy:.2%} of the largest"
+        yield Problem("uniform", row.name, text)
+    if row.spread is not None and row.spread <= min(CONSTANT_SPREAD, CONSTANT_UNITS * torch.finfo(dtype).eps):
+        yield Problem("constant", row.name, "the same output for every sample")
 
 
 def _sanitized(x: torch.Tensor, name: str, policy: Policy, limits: tuple[float | None, float | None, float]) -> torch.Tensor:
@@ -185,7 +205,7 @@ def _record(name: str, number: int, policy: Policy, severity: Severity) -> None:
 
 
 def _event(name: str, problem: str, policy: str, severity: Severity) -> None:
-    record(catalog.EVENT_GUARD_OUTPUTS, Category.NUMERICS, severity, output=name, problem=problem, policy=policy)
+    record_event(catalog.EVENT_GUARD_OUTPUTS, Category.NUMERICS, severity, output=name, problem=problem, policy=policy)
 
 
 def _mapped(value: Any, name: str, function: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
@@ -217,33 +237,35 @@ def _spread(values: torch.Tensor) -> float | None:
 
 
 @dataclass(frozen=True)
-class InferenceResult(Result):
+class InferenceResult(Checked):
     """What :func:`safe_inference` returns."""
 
-    success: bool
+    problems: tuple[Problem, ...]
     data: Any
-    """the output; None without success"""
+    """the output; None if there is a problem"""
     error: Exception | None
     attempts: int
     severity: Severity
     category: Category | None
     """what the error is about; None if there was none"""
+    evaluation_mode: bool
+    """the model was put into evaluation mode for it; False of what has no modes, a function"""
 
 
-def safe_inference(model: Callable[..., Any], x: Any, max_retries: int = 3, *, backoff_s: float = 0.1) -> InferenceResult:
-    """Call a model for its output, without gradients, and return what became of it instead of raising.
+def safe_inference(model: Callable[..., Any], batch: Any, *, max_retries: int = 3, backoff_s: float = 0.1) -> InferenceResult:
+    """Call a model for its output, in evaluation mode and without gradients, and return what became of it instead of raising.
 
     What may be better next time is tried again: an out-of-memory error after freeing cached memory, a transient error of input
-    or output. An output that is not finite is no success, and is not tried again.
+    or output. An output that is not finite is a problem, and is not tried again. Each module's own mode is put back.
 
     Args:
-        model: called with ``x``, or with ``**x`` for a mapping. A module is called in the mode that it is in.
-        x: the input.
+        model: a module, or a function.
+        batch: what it is called with: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         max_retries: further attempts after the first.
         backoff_s: wait before the first of them in seconds; doubled each time.
 
     Raises:
-        ValueError: ``max_retries`` or ``backoff_s`` is negative, or no number.
+        ValueError: ``max_retries`` or ``backoff_s`` is negative, or no number, or the model is on the device meta.
         TypeError: the model cannot be called.
     """
     if not is_whole(max_retries) or max_retries < 0:
@@ -251,21 +273,29 @@ def safe_inference(model: Callable[..., Any], x: Any, max_retries: int = 3, *, b
     if not (is_number(backoff_s) and 0 <= backoff_s < inf):
         raise ValueError(f"backoff_s is {backoff_s!r}; it is a time in seconds, 0 or more")
     if not callable(model):
-        raise TypeError(f"model is {type(model).__name__}, which cannot be called")
-    attempt = 0
+        raise TypeError(f"model is a torch.nn.Module or a function, not {type(model).__name__}, which cannot be called")
+    module = model if isinstance(model, torch.nn.Module) else None
+    if module is not None:
+        check_trained(module)
+    attempt, is_module = 0, module is not None
     while True:
         attempt += 1
         try:
-            with torch.no_grad():  # tables that a first pass makes, in inference mode, would break a training that comes after
-                data = model(**x) if isinstance(x, Mapping) else model(x)
+            # not in inference mode: tables that a first pass makes there would break a training that comes after
+            with nullcontext() if module is None else evaluating(module), torch.no_grad():
+                data = call(model, batch)
             sanitize_outputs(data)
         except Exception as error:  # noqa: BLE001  # returned to the caller, who asked for that
             category = Category.NUMERICS if isinstance(error, NonFiniteOutputError) else category_of(error)
             if attempt > max_retries or not (category is Category.MEMORY or is_transient(error)):
                 recovered(category, Severity.ERROR, "return", error)
-                return InferenceResult(False, None, error.with_traceback(None), attempt, Severity.ERROR, category)  # noqa: FBT003
+                problem = Problem(category.value, "", f"{type(error).__name__}: {error}")
+                return InferenceResult(
+                    (problem,), None, error.with_traceback(None), attempt, Severity.ERROR, category, is_module
+                )
             recovered(category, Severity.INFO, "retry", error)
         else:
-            return InferenceResult(True, data, None, attempt, Severity.INFO if attempt == 1 else Severity.WARNING, None)  # noqa: FBT003
+            severity = Severity.INFO if attempt == 1 else Severity.WARNING
+            return InferenceResult((), data, None, attempt, severity, None, is_module)
         free_memory()
         time.sleep(backoff_s * 2 ** (attempt - 1))

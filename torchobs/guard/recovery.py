@@ -21,11 +21,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchobs.detect.spikes import LossBaseline
-from torchobs.guard.record import Category, LossSpikeError, NonFiniteLossError, Severity, is_transient, recovered
+from torchobs.guard.records import Category, LossSpikeError, NonFiniteLossError, Severity, is_transient, recovered
 from torchobs.support.arguments import are_exceptions, is_number, is_whole
 from torchobs.support.process_group import gradient_sync, greatest, is_shared
-from torchobs.support.result import Result
+from torchobs.support.result import Checked, Problem
 from torchobs.tensors.batches import rebuilt, walk
+from torchobs.tensors.losses import FORMS, check_trained, compute_loss
 from torchobs.tensors.running import Buffers
 
 if TYPE_CHECKING:
@@ -72,11 +73,17 @@ class RecoveryPolicy:
         if not are_exceptions(self.data_errors):
             raise ValueError(f"data_errors is {self.data_errors!r}: a tuple of exception classes, as (ValueError, KeyError)")
 
+    def around(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Recovery:
+        """Return a :class:`Recovery` by this policy: ``tune.pipeline(recovery=policy)`` makes one of its parts."""
+        return Recovery(model, optimizer, self, **options)
+
 
 @dataclass(frozen=True)
-class StepOutcome(Result):
+class StepOutcome(Checked):
     """What became of one step."""
 
+    problems: tuple[Problem, ...]
+    """of the kind ``nonfinite`` or ``spike``: why the step was skipped, or undone"""
     loss: float
     """mean over the batch"""
     stepped: bool
@@ -85,7 +92,6 @@ class StepOutcome(Result):
     """``none``, ``split``, ``skip`` or ``restore``"""
     parts: int = 1
     """backward passes of the step: its micro-batches, and the parts that they were split into"""
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -195,15 +201,16 @@ class Recovery:
 
         recovery = guard.Recovery(model, optimizer)
         for batch in recovery.batches(loader):
-            outcome = recovery.step(batch, lambda part: loss_fn(model(part["x"]), part["y"]))
+            outcome = recovery.step(batch, loss_fn)  # loss_fn(model, batch), or loss_fn(output, target)
 
-    ``step`` does what a loop does: it clears gradients, calls the function, goes backward, clips and steps. The function gets a
-    batch, or a part of it, and returns the mean loss over its samples. A batch is a tensor, or a structure of tensors that have
-    the samples in their first dimension. A step of several micro-batches is given them all, so that it is skipped as a whole::
+    ``step`` does what a loop does: it clears gradients, computes the loss, goes backward, clips and steps. The loss function
+    gets a batch, or a part of it, and returns the mean loss over its samples. A batch is a tensor, or a structure of tensors
+    that have the samples in their first dimension. A step of several micro-batches is given them all, and is skipped as a
+    whole::
 
         batches = recovery.batches(loader)
         while micro_batches := list(islice(batches, 4)):
-            recovery.step(micro_batches, compute, accumulate=True)
+            recovery.step(micro_batches, loss_fn, accumulate=True)
 
     Under DDP nothing is skipped unless ``agree`` is set, since the others would wait for ever; and a batch that does not fit in
     memory is always an error there: gradients are already being exchanged when it is noticed.
@@ -243,12 +250,13 @@ class Recovery:
     def __post_init__(self) -> None:
         _refuse_nonsense(self)
 
-    def step(self, batch: Any, compute: Callable[[Any], torch.Tensor], *, accumulate: bool = False) -> StepOutcome:
+    def step(self, batch: Any, loss_fn: Callable[..., torch.Tensor], *, accumulate: bool = False) -> StepOutcome:
         """Do one training step.
 
         Args:
             batch: the batch; with ``accumulate`` a list of micro-batches.
-            compute: returns the mean loss of a micro-batch, or of a part of one, as one number.
+            loss_fn: ``loss_fn(model, batch)``, or ``loss_fn(output, target)``: returns the mean loss of a micro-batch, or of a
+                part of one, as one number; see :func:`torchobs.tensors.losses.compute_loss`.
             accumulate: add up the gradients of all micro-batches, each by its share of the samples (equal shares where their
                 numbers are not known), so that they are those of one large batch; then step once, or skip all of it. DDP
                 averages the gradients with the last one.
@@ -257,8 +265,11 @@ class Recovery:
             torch.OutOfMemoryError: a single sample does not fit, or the budget is spent; always under DDP.
             NonFiniteLossError: the budget is spent. The optimizer has not stepped, and its gradients are there to look at.
             LossSpikeError: likewise.
-            TypeError: ``accumulate`` without a list of micro-batches, or ``compute`` returns no number.
+            TypeError: ``accumulate`` without a list of micro-batches, or ``loss_fn`` is none, or returns no number.
         """
+        if loss_fn is None:
+            raise TypeError(f"loss_fn is a function, {FORMS}, not None")
+        check_trained(self.model, loss_fn)
         if accumulate and not (isinstance(batch, (list, tuple)) and batch):
             raise TypeError(f"accumulate=True takes a list of micro-batches, at least one, not {type(batch).__name__}")
         micro_batches: Sequence[Any] = batch if accumulate else [batch]
@@ -267,7 +278,7 @@ class Recovery:
         is_due = snapshot is None or self.steps - snapshot[0] >= self.policy.snapshot_every
         if is_due and self._judges_spikes():
             snapshot = self.steps, state_of(self._stateful())
-        parts, losses = self._forward_backward(micro_batches, compute, buffers)
+        parts, losses = self._forward_backward(micro_batches, loss_fn, buffers)
         loss = sum(each * part.share for each, part in zip(losses, parts, strict=True))
         problem = self._problem(loss)
         own = _SKIP if isinstance(problem, NonFiniteLossError) else _RESTORE
@@ -278,7 +289,7 @@ class Recovery:
             stepped = self._optimizer_step()
             self._snapshot = snapshot if stepped else self._snapshot  # its weights have given a usual loss
             action = "split" if len(parts) > len(micro_batches) else "none"
-            return StepOutcome(loss, stepped=stepped, action=action, parts=len(parts))
+            return StepOutcome((), loss, stepped=stepped, action=action, parts=len(parts))
         if problem is None or verdict == _RESTORE:
             problem = problem if isinstance(problem, LossSpikeError) else _OTHERS[verdict]("another rank found it")
         bad = next(
@@ -288,12 +299,13 @@ class Recovery:
         buffers.put_back()
         action = self._pay_for(problem)
         self.optimizer.zero_grad(set_to_none=True)
-        reason = str(problem)
+        text = str(problem)
         if action == "restore" and self._snapshot is not None:
             for each, state in zip(self._stateful(), self._snapshot[1], strict=True):
                 each.load_state_dict(copied(state))  # an optimizer keeps what it is given
-            reason = f"{problem}; back to step {self._snapshot[0]}"
-        return StepOutcome(loss, stepped=False, action=action, parts=len(parts), reason=reason)
+            text = f"{problem}; back to step {self._snapshot[0]}"
+        kind = "spike" if isinstance(problem, LossSpikeError) else "nonfinite"
+        return StepOutcome((Problem(kind, f"step {self.steps}", text),), loss, stepped=False, action=action, parts=len(parts))
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield a loader's batches without those that cannot be read.
@@ -345,7 +357,7 @@ class Recovery:
         return self.policy.spikes > 0 and (self.policy.agree or not is_shared())
 
     def _forward_backward(
-        self, micro_batches: Sequence[Any], compute: Callable[[Any], torch.Tensor], buffers: Buffers
+        self, micro_batches: Sequence[Any], loss_fn: Callable[..., torch.Tensor], buffers: Buffers
     ) -> tuple[list[Part], list[float]]:
         """Return what went through the model at once, and the mean loss of each."""
         while True:
@@ -353,7 +365,7 @@ class Recovery:
             largest = max(samples_in(part.batch) for part in parts)
             self.optimizer.zero_grad(set_to_none=True)
             try:
-                losses = [self._one(part, compute, last=part is parts[-1]) for part in parts]
+                losses = [self._one(part, loss_fn, last=part is parts[-1]) for part in parts]
                 return parts, [float(loss) for loss in losses]  # read together: a device is waited for once
             except torch.OutOfMemoryError as error:
                 if is_shared() or largest <= 1:
@@ -366,12 +378,12 @@ class Recovery:
             buffers.put_back()
             free_memory()
 
-    def _one(self, part: Part, compute: Callable[[Any], torch.Tensor], *, last: bool) -> torch.Tensor:
+    def _one(self, part: Part, loss_fn: Callable[..., torch.Tensor], *, last: bool) -> torch.Tensor:
         with gradient_sync(self.model, on=last):
-            loss: Any = compute(part.batch)
+            loss: Any = compute_loss(self.model, part.batch, loss_fn)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-                raise TypeError(f"compute has to return the mean loss, a tensor of one number, not {found}")
+                raise TypeError(f"loss_fn returns the mean loss, a tensor of one number, not {found}")
             scaled = loss * part.share if part.share != 1.0 else loss
             (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()  # type: ignore[no-untyped-call]
         detached: torch.Tensor = loss.detach()
@@ -448,17 +460,15 @@ _OTHERS: dict[int, type[NonFiniteLossError | LossSpikeError]] = {_SKIP: NonFinit
 
 
 def _refuse_nonsense(recovery: Recovery) -> None:
-    kinds = {"model": torch.nn.Module, "optimizer": torch.optim.Optimizer, "policy": RecoveryPolicy}
-    for name, kind in kinds.items():
-        if not isinstance(given := getattr(recovery, name), kind):
-            raise TypeError(f"{name} is {type(given).__name__}, and a {kind.__name__} is needed")
-    if recovery.scaler is not None and not isinstance(recovery.scaler, torch.amp.GradScaler):
-        raise TypeError(f"scaler is {type(recovery.scaler).__name__}, and a torch.amp.GradScaler, or None, is needed")
+    if not isinstance(recovery.policy, RecoveryPolicy):
+        raise TypeError(f"policy is a guard.RecoveryPolicy, not {type(recovery.policy).__name__}")
+    if recovery.optimizer is None:
+        raise TypeError("optimizer is one of torch.optim over the model's parameters, not None")
     if isinstance(recovery.optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS calls a closure several times in a step, which a Recovery cannot skip: use another optimizer")
-    own = {id(parameter) for parameter in recovery.model.parameters()}
-    if own and not any(id(each) in own for group in recovery.optimizer.param_groups for each in group["params"]):
-        raise ValueError("the optimizer has none of the model's parameters: make it of model.parameters()")
+    check_trained(recovery.model, None, recovery.optimizer)
+    if recovery.scaler is not None and not isinstance(recovery.scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler is {type(recovery.scaler).__name__}, and a torch.amp.GradScaler, or None, is needed")
     if not isinstance(recovery.extra, (list, tuple)) or any(not hasattr(each, "load_state_dict") for each in recovery.extra):
         raise TypeError("extra is a list of objects that have state_dict() and load_state_dict(), as (scheduler, ema)")
     limit = recovery.max_grad_norm

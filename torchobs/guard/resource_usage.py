@@ -8,23 +8,26 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from torchobs import catalog
-from torchobs.guard.record import Category, Severity, count, record
+from torchobs.guard.records import Category, Severity, count, record_event
 from torchobs.probes.device_memory import used_devices
 from torchobs.support import cgroup
 from torchobs.support.arguments import is_number
 from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.import_hooks import imported
-from torchobs.support.result import Result
+from torchobs.support.result import Checked, Problem, Result, row_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from types import TracebackType
 
+PERCENT, LEAST_BYTES = 100, 2**20
+"""Thresholds up to the one are percentages, from the other on bytes"""
 LEAST_CPU_S = 0.1
 """Shorter times say nothing of a processor, whose use the kernel counts in ticks of 10 ms"""
 _log = logging.getLogger("torchobs.guard")
@@ -41,19 +44,29 @@ class Usage(Result):
     limit: float
     percent: float
     threshold: float
-    exceeded: bool
+    """in percent"""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is not above its threshold."""
+        return self.percent <= self.threshold
 
 
 @dataclass(frozen=True)
-class ResourceReport(Result):
-    """All resources at one moment."""
+class ResourceReport(Checked):
+    """All resources at one moment: ``report["memory"]`` is one of them, of several devices the first."""
 
     usages: tuple[Usage, ...]
 
     @property
-    def exceeded(self) -> tuple[Usage, ...]:
+    def problems(self) -> tuple[Problem, ...]:
         """Those above their threshold."""
-        return tuple(usage for usage in self.usages if usage.exceeded)
+        texts = ((each, f"at {each.percent:.0f} %, above {each.threshold:.0f} %") for each in self.usages if not each.ok)
+        return tuple(Problem(each.resource, each.where, f"{each.resource} is {text}") for each, text in texts)
+
+    def __getitem__(self, resource: str) -> Usage:
+        """Return one resource."""
+        return row_of(self.usages, resource)
 
 
 class ResourceGuard:
@@ -83,16 +96,17 @@ class ResourceGuard:
         ``on_exceed`` is called with the report if a resource is newly above its threshold, which is recorded as an event. It
         is called again once the resource has been below.
         """
-        found = tuple(
-            Usage(name, where, used, limit, percent, self._thresholds[name], percent > self._thresholds[name])
+        usages = tuple(
+            Usage(
+                name, where, used, limit, 100.0 * used / limit, threshold if threshold <= PERCENT else 100.0 * threshold / limit
+            )
             for name, where, used, limit in self._readings()
             if limit > 0
-            for percent in [100.0 * used / limit]
+            for threshold in [self._thresholds[name]]
         )
-        report = ResourceReport(found)
-        above = frozenset((usage.resource, usage.where) for usage in report.exceeded)
-        new = [usage for usage in report.exceeded if (usage.resource, usage.where) not in self._above]
-        self._above = above
+        report, before = ResourceReport(usages), self._above
+        self._above = frozenset((usage.resource, usage.where) for usage in usages if not usage.ok)
+        new = [usage for usage in usages if (usage.resource, usage.where) in self._above - before]
         for usage in new:
             _record(usage)
         if new and self._on_exceed is not None:
@@ -152,7 +166,7 @@ def resources(
     path: str | os.PathLike[str] = ".",
     interval_s: float = 10.0,
 ) -> ResourceGuard:
-    """Watch resources against thresholds in percent of what this container may have (its cgroup's limits), else the machine.
+    """Watch resources against thresholds: percent of what this container may have (else the machine), or bytes from 1 MiB on.
 
     ``with guard.resources(on_exceed=...):`` watches a training; ``guard.resources().check()`` looks once. What is above its
     threshold is also an event of the run. The alerts on the same limits, without this function, are ``TorchobsCpuSaturated``,
@@ -168,14 +182,17 @@ def resources(
         interval_s: how often to look, in seconds.
 
     Raises:
-        ValueError: a threshold is no percentage, or the interval is no time.
+        ValueError: a threshold is neither a percentage nor a number of bytes, or the interval is no time.
         TypeError: ``on_exceed`` cannot be called.
         OSError: ``path`` does not exist.
     """
     thresholds = {"cpu": cpu, "memory": memory, "gpu_memory": gpu_memory, "disk": disk}
     for name, threshold in thresholds.items():
-        if threshold is not None and not (is_number(threshold) and 0 <= threshold <= 100):  # noqa: PLR2004  # percent
-            raise ValueError(f"{name} is {threshold!r}; a threshold is a percentage, from 0 to 100, or None")
+        if threshold is not None and not (
+            is_number(threshold) and (0 <= threshold <= PERCENT or (name != "cpu" and LEAST_BYTES <= threshold < inf))
+        ):
+            in_bytes = "" if name == "cpu" else ", or bytes, from 1 MiB (2**20) on"
+            raise ValueError(f"{name} is {threshold!r}; a threshold is a percentage, from 0 to 100{in_bytes}, or None")
         if threshold is not None and 0 < threshold < 1:
             raise ValueError(f"{name} is {threshold!r}, less than one percent: as a share it is {100 * threshold:g} percent")
     if not (is_number(interval_s) and 0 < interval_s <= threading.TIMEOUT_MAX):
@@ -226,5 +243,5 @@ def _memory(root: str) -> tuple[str, str, float, float]:
 def _record(usage: Usage) -> None:
     count(catalog.GUARD_EXCEEDED, 1, Category.RESOURCES, Severity.WARNING, resource=usage.resource)
     about = {"resource": usage.resource, "where": usage.where, "percent": round(usage.percent, 1), "threshold": usage.threshold}
-    record(catalog.EVENT_GUARD_RESOURCE, Category.RESOURCES, Severity.WARNING, **about)
+    record_event(catalog.EVENT_GUARD_RESOURCE, Category.RESOURCES, Severity.WARNING, **about)
     _log.warning("%s of %s is at %.0f %%, above %.0f %%", usage.resource, usage.where, usage.percent, usage.threshold)

@@ -6,7 +6,9 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from html import escape
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+R = TypeVar("R", bound="Result")
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,20 @@ class Checked(Result):
         return self.ok
 
     def to_dict(self) -> dict[str, Any]:
-        """Return ``ok`` and the fields, as :meth:`Result.to_dict` does."""
-        return {"ok": self.ok, **super().to_dict()}
+        """Return ``ok``, ``problems`` and the fields, as :meth:`Result.to_dict` does."""
+        return {"ok": self.ok, "problems": _plain(self.problems), **super().to_dict()}
+
+
+def row_of(rows: tuple[R, ...], name: str) -> R:
+    """Return the row of a result whose first field is that name.
+
+    Raises:
+        KeyError: there is none; the message says which there are.
+    """
+    by_name = {_items(row)[0][1]: row for row in rows}
+    if name not in by_name:
+        raise KeyError(f"there is no {name!r}; there is {', '.join(map(str, by_name)) or 'nothing'}")
+    return by_name[name]
 
 
 def fill(result: Result, **values: Any) -> None:

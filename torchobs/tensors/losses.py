@@ -65,6 +65,28 @@ def wide_type(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def check_trained(model: Any, loss_fn: Any = None, optimizer: Any = None) -> None:
+    """Raise for a model that computes nothing, and for a loss function or an optimizer that is none of it, where given.
+
+    Raises:
+        TypeError: one is of another type; the message says what to give.
+        ValueError: the model is on the device meta, or the optimizer has none of its parameters.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a torch.nn.Module, not {type(model).__name__}")
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError("the model is on the device meta, where nothing is computed: move it to a real one first")
+    if loss_fn is not None:
+        _parameters(loss_fn)
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is one of torch.optim over the model's parameters, not {type(optimizer).__name__}")
+    own = set(map(id, model.parameters()))
+    if own and not any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+        raise ValueError("the optimizer has none of the model's parameters: make it of model.parameters()")
+
+
 def _parameters(loss_fn: Any) -> list[str]:
     """Return the names of the positional parameters without a default; what has no signature is taken for a loss of torch's."""
     if not callable(loss_fn):

@@ -1,15 +1,17 @@
-"""Records what the guard found and did, each with its category and severity; the errors that it raises and knows."""
+"""Records what the guard, or the program itself, found and did, with category and severity; the errors that it knows."""
 
 from __future__ import annotations
 
 import errno
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torchobs import api, catalog
 
 if TYPE_CHECKING:
     from torchobs.catalog import Event, Metric
+
+E = TypeVar("E", bound=Enum)
 
 
 class Severity(Enum):
@@ -43,7 +45,33 @@ class Category(Enum):
     OTHER = "other"
 
 
-def record(event: Event, category: Category, severity: Severity, **attributes: object) -> None:
+def record(error: BaseException, severity: Severity | str = Severity.WARNING, category: Category | str | None = None) -> None:
+    """Record an error that the program itself has dealt with, as an event and a metric of the run, if one is recorded.
+
+    Args:
+        error: the exception; nothing of its message is recorded.
+        severity: how bad it is: ``"info"``, ``"warning"``, ``"error"``, or a :class:`Severity`.
+        category: what it is about, a :class:`Category` or its word; by default by the exception's type.
+
+    Raises:
+        TypeError: ``error`` is no exception.
+        ValueError: an unknown severity or category.
+    """
+    if not isinstance(error, BaseException):
+        raise TypeError(f"error is an exception, as from `except Exception as error`, not {type(error).__name__}")
+    about = category_of(error) if category is None else _member(Category, category)
+    recovered(about, _member(Severity, severity), "record", error)
+
+
+def _member(kind: type[E], value: object) -> E:
+    try:
+        return kind(value)
+    except ValueError:
+        words = ", ".join(str(each.value) for each in kind)
+        raise ValueError(f"unknown {kind.__name__.lower()} {value!r}: use one of {words}") from None
+
+
+def record_event(event: Event, category: Category, severity: Severity, **attributes: object) -> None:
     """Record an event of the run, if one is recorded; never raises."""
     api.record_event(event, {"category": category.value, "severity": severity.value, **attributes})
 
@@ -53,16 +81,16 @@ def count(metric: Metric, amount: float, category: Category, severity: Severity,
     api.count(metric, amount, category=category.value, severity=severity.value, **labels)
 
 
-def recovered(category: Category, severity: Severity, action: str, error: Exception) -> None:
+def recovered(category: Category, severity: Severity, action: str, error: BaseException) -> None:
     """Record what was done about an error."""
     count(catalog.GUARD_RECOVERIES, 1, category, severity, action=action)
-    record(catalog.EVENT_GUARD_RECOVERY, category, severity, action=action, error=type(error).__name__)
+    record_event(catalog.EVENT_GUARD_RECOVERY, category, severity, action=action, error=type(error).__name__)
 
 
 def found_wrong(by: str, verdict: str, reason: str, severity: Severity = Severity.ERROR) -> None:
     """Record that the function ``by`` found a file wrong."""
     count(catalog.GUARD_FINDINGS, 1, Category.FILE, severity, by=by)
-    record(catalog.EVENT_GUARD_FILE, Category.FILE, severity, verdict=verdict, reason=reason)
+    record_event(catalog.EVENT_GUARD_FILE, Category.FILE, severity, verdict=verdict, reason=reason)
 
 
 def text_of(name: str) -> str:
