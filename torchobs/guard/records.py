@@ -58,7 +58,7 @@ def record(error: BaseException, severity: Severity | str = Severity.WARNING, ca
         ValueError: an unknown severity or category.
     """
     if not isinstance(error, BaseException):
-        raise TypeError(f"error is an exception, such as ValueError("..."), not {type(error).__name__}")
+        raise TypeError(f"error is an exception, caught or new, not {type(error).__name__}")
     about = category_of(error) if category is None else _member(Category, category)
     recovered(about, _member(Severity, severity), "record", error)
 
