@@ -67,6 +67,11 @@ def step(model: nn.Module, optimizer: Any, batch: Batch) -> torch.Tensor:
     return loss
 
 
+def texts(result: Any) -> tuple[str, ...]:
+    """Return a result's problems as people read them."""
+    return tuple(map(str, result.problems))
+
+
 def hooks(model: nn.Module) -> int:
     """How many forward hooks its modules have."""
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())

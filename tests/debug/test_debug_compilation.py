@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.debug.models import texts
 from torchobs import debug
 
 
@@ -53,7 +54,7 @@ def test_a_constant_that_changes_is_named_as_what_recompiles() -> None:
     again = next(row for row in found.recompiles if row.call == "the same batch again")
     assert again.guard == "value"
     assert "calls" in again.expression
-    assert any(text.endswith(again.remedy) for text in found.anomalies)
+    assert any(text.endswith(again.remedy) for text in texts(found))
 
 
 def test_what_is_compiled_anew_is_a_function_of_the_program() -> None:
@@ -72,7 +73,7 @@ def test_what_is_tried_beside_the_training_is_no_mistake_of_it() -> None:
             return super().forward(x.view(4, 4))
 
     found = debug.compile(OfFour(4, 2), torch.randn(4, 4))
-    assert (found.error, found.anomalies) == (None, ())
+    assert (found.error, found.problems) == (None, ())
     assert [row.call for row in found.recompiles] == ["no gradients (evaluation)"]
     assert debug.compile(OfWords(), {"words": ["a", "b"]}).error is None
 
@@ -91,7 +92,7 @@ def test_what_the_model_raises_is_told() -> None:
     """As ``error``, with its message."""
     found = debug.compile(nn.Linear(4, 4), torch.ones(6, 5))
     assert found.error is not None
-    assert found.anomalies[-1].startswith("the model raised")
+    assert found.problems[-1].text.startswith("the model raised")
     with pytest.raises(TypeError, match="compile"):
         debug.compile(torch.relu, torch.ones(2))
 

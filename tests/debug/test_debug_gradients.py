@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.debug.models import texts
 from tests.training import Recording, loss_of, mlp, norm_of
 from torchobs import debug
 from torchobs.debug import findings, tensors
@@ -23,10 +24,10 @@ def test_norms_and_counts_are_those_of_the_gradients() -> None:
     loss = loss_of(model)
     loss.backward()
     found = debug.check_gradients(model, loss)
-    assert found.total_norm == pytest.approx(norm_of(model), rel=1e-9)
+    assert found.gradient_norm == pytest.approx(norm_of(model), rel=1e-9)
     assert found.loss == pytest.approx(loss.item())
     assert [row.norm for row in found.parameters] == pytest.approx([p.grad.norm().item() for p in model.parameters()])
-    assert (found.anomalies, found.missing, found.loss_scale) == ((), (), 1.0)
+    assert (found.problems, found.missing, found.loss_scale) == ((), (), 1.0)
     assert found.exploding(1e-3) == tuple(name for name, _ in model.named_parameters())
     assert found.vanishing(1e3) == found.exploding(1e-3)
     assert found.exploding() == found.vanishing() == ()
@@ -45,17 +46,17 @@ def test_each_sickness_is_said_in_words_with_its_parameter(caplog: pytest.LogCap
         found = debug.check_gradients(model, float("nan"))
         again = debug.check_gradients(model, float("nan"))
     assert (
-        found.anomalies
-        == again.anomalies
+        texts(found)
+        == texts(again)
         == (
-            "the loss is nan",
+            "loss: the loss is nan",
             "0.weight: 1 NaN and 1 Inf of 128 elements of the gradient",
             "0.bias: the gradient's norm 400 is above 10 (exploding)",
             "2.weight: the gradient's norm 4e-09 is below 1e-06 (vanishing)",
         )
     )
     assert (found.missing, found.exploding(), found.vanishing()) == (("2.bias",), ("0.weight", "0.bias"), ("2.weight",))
-    assert isnan(found.total_norm)
+    assert isnan(found.gradient_norm or 0)
     logged = [(record.torchobs_kind, record.torchobs_subject) for record in caplog.records]  # type: ignore[attr-defined]
     assert logged == [
         ("nonfinite_loss", "loss"), ("nonfinite_gradient", "0.weight"), ("gradient_explosion", "0.bias"),
@@ -81,12 +82,12 @@ def test_a_loss_scale_is_divided_out(session: bool, fused: bool, request: pytest
         scaler.scale(loss_of(model, seed)).backward()
         reference = norm_of(model) / 2.0**20
         found = debug.check_gradients(model, scaler=None if session else scaler)
-        assert (found.loss_scale, found.total_norm) == (2.0**20, pytest.approx(reference, rel=1e-6))
-        assert found.anomalies == ()
+        assert (found.loss_scale, found.gradient_norm) == (2.0**20, pytest.approx(reference, rel=1e-6))
+        assert found.problems == ()
         if not fused:
             scaler.unscale_(optimizer)
             found = debug.check_gradients(model, scaler=None if session else scaler)
-            assert (found.loss_scale, found.total_norm) == (1.0, pytest.approx(reference, rel=1e-6))
+            assert (found.loss_scale, found.gradient_norm) == (1.0, pytest.approx(reference, rel=1e-6))
         scaler.step(optimizer)
         scaler.update()
     assert debug.check_gradients(model, scaler=torch.amp.GradScaler("cpu", enabled=False)).loss_scale == 1.0
@@ -97,7 +98,7 @@ def test_a_flood_is_logged_and_recorded_in_part(run: Recording, caplog: pytest.L
     model = torch.nn.ModuleList([torch.nn.Linear(1, 1) for _ in range(50)])
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, nan)
-    assert len(debug.check_gradients(model).anomalies) == 100
+    assert len(debug.check_gradients(model).problems) == 100
     events = [event["attrs"] for event in run.frames("torchobs.debug.finding")]
     assert len(caplog.records) == len(events) == findings.FLOOD
     names = {(event["function"], event["kind"], event["name"]) for event in events}
@@ -144,12 +145,12 @@ def test_zeros_that_are_about_to_learn_are_no_anomaly(make: Callable[[], torch.n
     model = make()
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(4, 8)
     steps = [debug.training_step(model, optimizer, torch.nn.functional.mse_loss, x, x + 1) for _ in range(3)]
-    assert [step.anomalies for step in steps] == [()] * 3
+    assert [step.problems for step in steps] == [()] * 3
     checks = [step.backward.gradients for step in steps]
     remark = f"{first} is all zeros and has a gradient: until its first step it may pass none on to {zero}"
     assert [check.remarks for check in checks] == [(remark,), (), ()]
     model.get_parameter(zero).grad.zero_()
-    assert debug.check_gradients(model).anomalies == (f"{zero}: the gradient's norm is exactly zero (vanishing)",)
+    assert texts(debug.check_gradients(model)) == (f"{zero}: the gradient's norm is exactly zero (vanishing)",)
 
 
 def test_a_sparse_gradient_is_that_of_its_stored_elements() -> None:
@@ -228,6 +229,8 @@ def test_a_bridge_leaves_the_user_s_own_propagation(monkeypatch: pytest.MonkeyPa
 def test_without_any_gradient_it_asks_for_backward() -> None:
     """Called too late or too early."""
     found = debug.check_gradients(mlp())
-    assert found.anomalies == ("no parameter of Sequential has a gradient: was backward() called, and not yet zero_grad()?",)
-    assert isnan(found.total_norm)
-    assert debug.check_gradients(torch.nn.Module()).anomalies == ()
+    assert texts(found) == (
+        "Sequential: no parameter of Sequential has a gradient: was backward() called, and not yet zero_grad()?",
+    )
+    assert found.gradient_norm is None
+    assert debug.check_gradients(torch.nn.Module()).problems == ()

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
+from tests.debug.models import texts
 from torchobs import debug, tune
 
 
@@ -46,12 +47,12 @@ def test_what_is_in_the_batches() -> None:
     loader = DataLoader(samples([0, 0, 0, 1] * 25 + [1, 1]), batch_size=10)
     found = debug.dataloader(loader)
     assert (found.dataset, found.dataset_size, found.batch_size, found.workers) == ("TensorDataset", 102, 10, 0)
-    assert (found.batches, found.samples, found.classes, found.anomalies) == (11, 102, {"0": 75, "1": 27}, ())
+    assert (found.batches, found.samples, found.classes, found.problems) == (11, 102, {"0": 75, "1": 27}, ())
     assert [(part.name, part.dtype, part.shapes) for part in found.parts] == [
         ("batch[0]", "float32", ("10x3", "2x3")), ("batch[1]", "int64", ("10", "2")),
     ]  # fmt: skip
-    assert found.throughput > 0
-    assert found.first_batch > 0
+    assert (found.samples_per_s or 0) > 0
+    assert (found.first_batch_s or 0) > 0
 
 
 def test_training_s_order_is_not_changed() -> None:
@@ -83,15 +84,15 @@ def test_a_slow_worker_is_named_and_workers_are_ended() -> None:
     before = set(torch.multiprocessing.active_children())
     found = debug.dataloader(DataLoader(Slow(), batch_size=2, num_workers=2), batches=10)
     assert [load.worker for load in found.worker_loads] == [0, 1]
-    assert any(text.startswith("worker 1 is waited for") for text in found.anomalies)
-    assert not any(text.startswith("worker 0") for text in found.anomalies)
+    assert any(text.startswith("worker 1: it is waited for") for text in texts(found))
+    assert not any(text.startswith("worker 0") for text in texts(found))
     assert set(torch.multiprocessing.active_children()) <= before
 
 
 def test_equal_workers_are_not_slow() -> None:
     """Promise: of two equal workers the one that is a moment behind has all of the wait, and is not slow."""
     found = debug.dataloader(DataLoader(Even(), batch_size=2, num_workers=2), batches=12)
-    assert found.anomalies == ()
+    assert found.problems == ()
 
 
 def test_many_balanced_classes_are_not_imbalanced_by_chance() -> None:
@@ -101,7 +102,7 @@ def test_many_balanced_classes_are_not_imbalanced_by_chance() -> None:
         torch.manual_seed(seed)
         found = debug.dataloader(DataLoader(TensorDataset(labels, labels), batch_size=60, shuffle=True), batches=4)
         ratios.append(found.imbalance or 0)
-        assert found.anomalies == ()
+        assert found.problems == ()
     assert max(ratios) >= 10
 
 
@@ -110,8 +111,8 @@ def test_bad_batches() -> None:
     data = samples([0] * 190 + [1] * 10)
     data.tensors[0][3, 1] = float("nan")
     found = debug.dataloader(DataLoader(data, batch_size=100))
-    assert found.anomalies == ("batch[0] has NaN or Inf", "class 0 is 19 times as frequent as class 1")
+    assert texts(found) == ("batch[0]: it has NaN or Inf", "classes: class 0 is 19 times as frequent as class 1")
     assert found.imbalance == 19.0
     sorted_data = DataLoader(samples([0] * 120 + [1] * 120), batch_size=20)
-    assert debug.dataloader(sorted_data, batches=6).anomalies[0].startswith("all 120 labels seen are 0")
-    assert debug.dataloader([]).anomalies == ("the loader gives no batch",)
+    assert debug.dataloader(sorted_data, batches=6).problems[0].text.startswith("all 120 labels seen are 0")
+    assert texts(debug.dataloader([])) == ("loader: the loader gives no batch",)

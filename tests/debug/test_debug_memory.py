@@ -32,19 +32,20 @@ def test_components_are_counted_to_the_byte() -> None:
     count = sum(x.numel() for x in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
     found = debug.memory_usage(model, torch.randn(16, 64), optimizer=optimizer)
-    assert (found.parameters, found.gradients, found.buffers, found.inputs) == (4 * count, 4 * count, 72, 16 * 64 * 4)
-    assert found.optimizer_state == 8 * count + 4 * len(list(model.parameters()))  # two moments, and each one's step
-    assert {(row.name, row.size) for row in found.modules} >= {
+    assert (found.parameters_bytes, found.gradients_bytes, found.buffers_bytes) == (4 * count, 4 * count, 72)
+    assert found.inputs_bytes == 16 * 64 * 4
+    assert found.optimizer_state_bytes == 8 * count + 4 * len(list(model.parameters()))  # two moments, and each one's step
+    assert {(row.name, row.size_bytes) for row in found.modules} >= {
         ("1", 16 * 256 * 4),
         ("3", 16 * 8 * 4 + 2 * 8 * 4),
     }  # the input, and mean and deviation
-    assert found.activations == sum(row.size for row in found.modules)
+    assert found.activations_bytes == sum(row.size_bytes for row in found.modules)
     assert str(found.batch_size) in str(found)
     for x in model.parameters():
         x.grad = torch.ones_like(x)
     optimizer.step()
     stepped = debug.memory_usage(model, torch.randn(16, 64), optimizer=optimizer)
-    assert stepped.optimizer_state == found.optimizer_state
+    assert stepped.optimizer_state_bytes == found.optimizer_state_bytes
 
 
 def test_the_state_of_an_optimizer_that_has_not_stepped() -> None:
@@ -53,11 +54,11 @@ def test_the_state_of_an_optimizer_that_has_not_stepped() -> None:
     for kind in kinds:
         model = wide()
         optimizer = kind(model.parameters())
-        foretold = debug.memory_usage(model, torch.randn(4, 64), optimizer=optimizer).optimizer_state
+        foretold = debug.memory_usage(model, torch.randn(4, 64), optimizer=optimizer).optimizer_state_bytes
         for x in model.parameters():
             x.grad = torch.ones_like(x)
         optimizer.step()
-        assert debug.memory_usage(model, torch.randn(4, 64), optimizer=optimizer).optimizer_state == foretold
+        assert debug.memory_usage(model, torch.randn(4, 64), optimizer=optimizer).optimizer_state_bytes == foretold
 
 
 def test_lines_and_objects_that_grew_are_named() -> None:
@@ -71,11 +72,11 @@ def test_lines_and_objects_that_grew_are_named() -> None:
         kept.append([str(number) * 100 for number in range(1000)])  # the texts' line
     lines = Path(__file__).read_text().splitlines()
     (row,) = found.tensor_lines
-    assert (row.size, row.count, found.tensor_size) == (5 * 400_000, 5, 5 * 400_000)
-    assert found.tensor_peak == 6 * 400_000
+    assert (row.size_bytes, row.count, found.tensor_bytes) == (5 * 400_000, 5, 5 * 400_000)
+    assert found.tensor_peak_bytes == 6 * 400_000
     assert "the tensors' line" in lines[int(row.name.rpartition(":")[2]) - 1]
     assert "the texts' line" in lines[int(found.python_lines[0].name.rpartition(":")[2]) - 1]
-    assert found.python_lines[0].size > 200_000
+    assert found.python_lines[0].size_bytes > 200_000
     assert {one.name: one.count for one in found.objects}["torch.Tensor"] == 5
     assert not tracemalloc.is_tracing()
     assert "leak" in str(found)
@@ -129,10 +130,10 @@ def test_a_point_has_the_tensors_by_shape() -> None:
     views = [kept[:], kept[:]]
     found = debug.profile_memory("here")
     (row,) = (row for row in found.largest if row.shape == (123, 1000))
-    assert (row.count, row.size, row.dtype, row.device) == (3, 492_000, "float32", "cpu")
-    assert found.host > 10 << 20
+    assert (row.count, row.size_bytes, row.dtype, row.device) == (3, 492_000, "float32", "cpu")
+    assert found.host_bytes > 10 << 20
     assert (found.label, found.devices, len(views)) == ("here", (), 2)
-    assert found.tensor_size >= 492_000
+    assert found.tensor_bytes >= 492_000
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # what torch says of sparse, quantised and nested tensors
@@ -270,9 +271,9 @@ def test_nothing_of_it_is_changed(function: Callable[..., Any], mode: Callable[[
 def test_gradients_are_on_where_they_are_measured() -> None:
     """Promise: called where gradients are off, as in an evaluation, the answers are the same, and they are off afterwards."""
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(6, 4)
-    expected = debug.memory_usage(model, x).activations, debug.count_flops(model, x).flops
+    expected = debug.memory_usage(model, x).activations_bytes, debug.count_flops(model, x).flops
     with torch.no_grad():
-        assert (debug.memory_usage(model, x).activations, debug.count_flops(model, x).flops) == expected
+        assert (debug.memory_usage(model, x).activations_bytes, debug.count_flops(model, x).flops) == expected
         assert debug.trace_nan(model, x) is None
         assert not torch.is_grad_enabled()
 

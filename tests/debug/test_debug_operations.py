@@ -37,20 +37,20 @@ def test_the_info_is_filled_at_the_end() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with debug.context("train", model_name="MLP", epoch=1, batch=2) as info:
-        assert (info.execution_time, info.memory_usage, info.operation) == (None, None, "train")
+        assert (info.time_s, info.memory, info.operation) == (None, None, "train")
         loss_of(model).backward()
         expected = norm_of(model)
         optimizer.step()
         optimizer.zero_grad()
     assert info.gradient_norm == pytest.approx(expected, rel=1e-6)
-    assert info.execution_time is not None
-    assert info.execution_time > 0
-    assert info.memory_usage is not None
-    assert info.memory_usage.peak >= max(info.memory_usage.before, info.memory_usage.after) > 0
+    assert info.time_s is not None
+    assert info.time_s > 0
+    assert info.memory is not None
+    assert info.memory.peak_bytes >= max(info.memory.before_bytes, info.memory.after_bytes) > 0
     assert (info.model_name, info.epoch, info.batch, info.gpu_memory) == ("MLP", 1, 2, None)
-    assert (info.anomaly_detected, info.anomalies, info.error) == (False, (), None)
+    assert (info.ok, info.problems, info.error) == (True, (), None)
     assert "train" in str(info)
-    assert info.to_dict()["memory_usage"]["before"] > 0
+    assert info.to_dict()["memory"]["before_bytes"] > 0
 
 
 def test_without_a_step_the_model_s_gradients_count() -> None:
@@ -70,18 +70,18 @@ def test_contexts_nest_and_count() -> None:
         with debug.context("inner"):
             pass
     assert (inner.parent, outer.parent) == ("outer", None)
-    assert outer.execution_time is not None
-    assert inner.execution_time is not None
-    assert outer.execution_time >= inner.execution_time
+    assert outer.time_s is not None
+    assert inner.time_s is not None
+    assert outer.time_s >= inner.time_s
     found = debug.summary()
     assert found.total_operations == 4
     assert {row.operation: row.count for row in found.operations} == {"inner": 3, "outer": 1}
-    assert found.longest_time is not None
-    assert found.average_time is not None
-    assert found.longest_time >= found.average_time > 0
-    assert found.memory_peak > 0
+    assert found.maximum_s is not None
+    assert found.mean_s is not None
+    assert found.maximum_s >= found.mean_s > 0
+    assert found.memory_peak_bytes > 0
     debug.clear()
-    assert (debug.summary().total_operations, debug.summary().longest_time) == (0, None)
+    assert (debug.summary().total_operations, debug.summary().maximum_s) == (0, None)
     for number in range(40):
         with debug.context(f"step {number}"):
             pass
@@ -107,7 +107,7 @@ def test_tasks_of_an_event_loop_do_not_mix() -> None:
 
     (bad, bad_inner), (good, good_inner) = asyncio.run(program())
     assert (bad_inner.parent, good_inner.parent) == ("bad", "good")
-    assert (bad.anomaly_detected, good.anomaly_detected) == (True, False)
+    assert (bad.ok, good.ok) == (False, True)
 
 
 @debug.operation("named", model_name="M")
@@ -141,10 +141,10 @@ def test_raise_is_torch_s_anomaly_mode() -> None:
     y = x.sqrt()
     with pytest.raises(RuntimeError, match="SqrtBackward0"), debug.context("step", anomaly="raise") as info:
         (y * 0).sum().backward()
-    assert (info.anomaly_detected, info.error, debug.summary().total_operations) == (True, "RuntimeError", 1)
-    assert info.execution_time is not None
-    assert "SqrtBackward0" in info.anomalies[0]
-    assert (debug.summary().anomalies, debug.summary().errors) == (1, 1)
+    assert (info.ok, info.error, debug.summary().total_operations) == (False, "RuntimeError", 1)
+    assert info.time_s is not None
+    assert "SqrtBackward0" in info.problems[0].text
+    assert (debug.summary().with_problems, debug.summary().errors) == (1, 1)
 
 
 def test_the_user_s_own_anomaly_mode_is_restored() -> None:
@@ -163,9 +163,9 @@ def test_warn_names_the_forward_operator_and_goes_on() -> None:
         x = torch.tensor([1.0, -1.0])
         y = (torch.log(x) * 2 + 1).sum()
     assert y.isnan()
-    (text,) = info.anomalies
-    assert text.startswith("1 NaN from log at ")
-    assert f"{Path(__file__).name}:" in text
+    (problem,) = info.problems
+    assert problem.text == "1 NaN from log"
+    assert f"{Path(__file__).name}:" in problem.where
 
 
 def test_warn_names_the_backward_operator_by_its_node_and_the_forward_line() -> None:
@@ -176,10 +176,10 @@ def test_warn_names_the_backward_operator_by_its_node_and_the_forward_line() -> 
         line = y.grad_fn
         y.sum().backward()
     assert line is not None
-    (text,) = info.anomalies
-    assert text.startswith("1 Inf from div in the backward of SqrtBackward0 at ")
+    (problem,) = info.problems
+    assert problem.text == "1 Inf from div in the backward of SqrtBackward0"
     here = Path(__file__).read_text().splitlines()
-    assert here[int(text.rpartition(":")[2]) - 1].strip() == "y = x.sqrt()"
+    assert here[int(problem.where.rpartition(":")[2]) - 1].strip() == "y = x.sqrt()"
 
 
 def test_masks_and_unwritten_memory_are_no_anomalies() -> None:
@@ -192,7 +192,7 @@ def test_masks_and_unwritten_memory_are_no_anomalies() -> None:
         torch.empty(10).new_empty(1000).normal_()
         query = torch.randn(1, 2, 4, 8)
         torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
-    assert info.anomalies == ()
+    assert info.problems == ()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -212,7 +212,7 @@ def test_healthy_models_have_no_anomaly_and_train_bit_identically(name: str) -> 
             else:
                 with debug.context("step", anomaly=anomaly) as info:
                     step(model, optimizer, batch())
-                assert info.anomalies == ()
+                assert info.problems == ()
         results[anomaly] = [parameter.detach().clone() for parameter in model.parameters()]
     for anomaly in ("off", "warn", "raise"):
         assert all(map(torch.equal, results[None], results[anomaly]))
@@ -231,7 +231,7 @@ def test_a_session_counts_operations_and_records_anomalies(run: Recording) -> No
     assert values["torchobs.debug.operation.time", "step"] >= values["torchobs.debug.operation.longest", "step"] > 0
     assert values["torchobs.debug.operation.memory", "rest", "host"] > 0
     attributes = run.frames("torchobs.debug.finding")[0]["attrs"]
-    assert (attributes["kind"], attributes["name"], attributes["epoch"]) == ("anomaly", "step", 4)
+    assert (attributes["kind"], attributes["operation"], attributes["epoch"]) == ("nonfinite_result", "step", 4)
     assert "1 Inf from log" in attributes["message"]
 
 
@@ -257,6 +257,6 @@ def test_memory_that_is_kept_is_seen() -> None:
     """64 MiB more after than before; from the system, since the allocator may have as much left of an earlier test."""
     with debug.context("allocate") as info:
         kept = torch.frombuffer(mmap(-1, 64 << 20), dtype=torch.float32).fill_(1.0)
-    assert info.memory_usage is not None
-    assert info.memory_usage.growth >= 60 << 20
+    assert info.memory is not None
+    assert info.memory.growth_bytes >= 60 << 20
     assert kept.numel()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.debug.models import texts
 from torchobs import debug
 from torchobs.debug.profiles import device_and_host_time
 
@@ -30,7 +31,7 @@ def test_steps_of_a_function(tmp_path: Path) -> None:
     found = debug.profile(step, wait=1, warmup=1, active=4, batch_size=8, trace=trace, tensorboard=tmp_path / "logs")
     assert (calls, found.steps) == (6, 4)
     assert found.flops == 4 * 2 * 8 * 16 * 32
-    assert found.time_per_sample == pytest.approx(found.time / 4 / 8)
+    assert found.sample_time_s == pytest.approx(found.time_s / 4 / 8)
     assert all(name in found.table for name in ("aten::addmm", "aten::_local_scalar_dense", "[8, 16]"))
     assert found.top_operator in found.table
     assert "aten::addmm" in gzip.decompress(trace.read_bytes()).decode()
@@ -84,7 +85,9 @@ def test_a_loop_that_ends_early() -> None:
         layer(batch)
         break
     assert loop.result.steps is None
-    assert loop.result.anomalies == ("no step was recorded: the loop ended within wait=0 and warmup=2 steps, or in the next",)
+    assert texts(loop.result) == (
+        "profile: no step was recorded: the loop ended within wait=0 and warmup=2 steps, or in the next",
+    )
     assert not torch.autograd._profiler_enabled()
 
 
@@ -109,7 +112,7 @@ def test_slow_operations() -> None:
     with debug.performance("sleep", slow_s=0.01, samples=10) as slow:
         time.sleep(0.02)
     assert slow.slow
-    assert slow.time_per_sample == pytest.approx(slow.time / 10)
+    assert slow.sample_time_s == pytest.approx(slow.time_s / 10)
     nothing = debug.performance("nothing")(lambda: 3)
     assert nothing() == nothing() == 3
     with pytest.raises(KeyError), debug.performance("broken") as broken:  # it is entered, then raises
@@ -122,10 +125,10 @@ def test_slow_operations() -> None:
             validated.add(1)
         assert (again.error, info.error, validated.error) == (None, None, None)
     summary = debug.summary()
-    assert {row.operation: (row.count, row.anomalies) for row in summary.operations} == {
+    assert {row.operation: (row.count, row.with_problems) for row in summary.operations} == {
         "sleep": (1, 1), "nothing": (2, 0), "broken": (1, 0), "retry": (1, 0), "inner": (1, 0),
     }  # fmt: skip
-    assert summary.problems[0].text.startswith("sleep: sleep took")
+    assert str(summary.problems[0]).startswith("sleep: it took")
 
 
 BATCH, LENGTH, WIDTH = 3, 10, 16

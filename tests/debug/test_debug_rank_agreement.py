@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests import fork_server
-from tests.debug.models import MODELS, hooks
+from tests.debug.models import MODELS, hooks, texts
 from torchobs import debug
 
 
@@ -47,12 +47,12 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_ranks_that_agree_and_ranks_that_differ(said: list[dict[str, Any]]) -> None:
     """After a backward pass with different data batch norm's buffers differ, which is usual; what differs is named on both."""
     for rank, one in enumerate(said):
-        assert (one["begun"]["agree"], one["begun"]["world_size"], one["begun"]["rank"]) == (True, 2, rank)
+        assert (one["begun"]["ok"], one["begun"]["world_size"], one["begun"]["rank"]) == (True, 2, rank)
         trained = one["trained"]
-        assert (trained["agree"], trained["anomalies"]) == (True, [])
+        assert (trained["ok"], trained["problems"]) == (True, [])
         assert {row["kind"] for row in trained["disagreements"]} == {"buffer"}
         rows = {(row["kind"], row["name"]): row for row in one["differ"]["disagreements"]}
-        assert not one["differ"]["agree"]
+        assert not one["differ"]["ok"]
         assert rows["parameter", "0.weight"]["ranks"] == rows["gradient", "2.weight"]["ranks"] == [1]
         assert len(rows["gradient", "2.weight"]["norms"]) == 2
         assert one["mode"]["structure_differs"] == [1]
@@ -63,7 +63,7 @@ def test_one_process_agrees_with_itself() -> None:
     model = nn.Linear(3, 3).to(torch.bfloat16)
     model.register_buffer("frequencies", torch.ones(2, dtype=torch.complex64))
     found = debug.ddp(model)
-    assert (found.agree, found.world_size, found.disagreements, found.anomalies) == (True, 1, (), ())
+    assert (found.ok, found.world_size, found.disagreements, found.problems) == (True, 1, (), ())
     with pytest.raises(TypeError, match="ddp"):
         debug.ddp(3)
 
@@ -100,7 +100,7 @@ def sharded_main(rank: int, directory: str) -> None:
         found: dict[str, Any] = {"agreement": debug.ddp(sharded(layout)).to_dict()}
         flops = debug.count_flops(sharded(layout), batch)
         found["flops"] = [flops.forward, flops.backward, list(flops.unknown)]
-        found["parameters"] = debug.memory_usage(sharded(layout), batch).parameters
+        found["parameters"] = debug.memory_usage(sharded(layout), batch).parameters_bytes
         batch[3, 1] = float("nan") if rank else 1.0
         model = sharded(layout)
         origin = debug.trace_nan(model, batch)
@@ -126,7 +126,7 @@ def test_sharded_models(answers: list[dict[str, Any]], layout: str) -> None:
     products = 2 * 6 * (4 * 8 + 8 * 2)
     for one in answers:
         agreement = one[layout]["agreement"]
-        assert (agreement["agree"], agreement["anomalies"]) == (True, [])
+        assert (agreement["ok"], agreement["problems"]) == (True, [])
         assert agreement["sharded"] == (2 if layout == "fsdp1" else 4)
         assert one[layout]["flops"] == [products, products + 2 * 6 * 8 * 2, []]
     assert sum(one[layout]["parameters"] for one in answers) == 4 * 58
@@ -154,7 +154,7 @@ def test_nothing_is_found_in_healthy_models(name: str) -> None:
     model, (inputs, _) = make(), sample()
     before, random = [x.clone() for x in model.state_dict().values()], torch.get_rng_state()
     found = debug.devices(model, inputs, optimizer=torch.optim.Adam(model.parameters()))
-    assert (found.device, found.misplaced, found.copies, found.error, found.anomalies) == ("cpu", (), (), None, ())
+    assert (found.device, found.misplaced, found.copies, found.error, found.problems) == ("cpu", (), (), None, ())
     assert found.devices[0].parameters == len(list(model.parameters()))
     assert found.devices[0].inputs == 1
     assert all(map(torch.equal, before, model.state_dict().values()))
@@ -170,7 +170,7 @@ def test_a_parameter_and_an_input_elsewhere_are_named() -> None:
     assert [(row.kind, row.name, row.device) for row in found.misplaced] == [
         ("parameter", "1.bias", "meta"), ("input", "input.input", "meta"),
     ]  # fmt: skip
-    assert "parameter 1.bias is on meta, not on cpu" in found.anomalies
+    assert "1.bias: the parameter is on meta, not on cpu" in texts(found)
     assert "misplaced" in str(found)
 
 
@@ -180,7 +180,7 @@ def test_state_of_the_optimizer_elsewhere() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
-    assert debug.devices(model, optimizer=optimizer).anomalies == ()
+    assert debug.devices(model, optimizer=optimizer).problems == ()
     optimizer.state[model.weight]["exp_avg"] = torch.zeros(2, 4, device="meta")
     (row,) = debug.devices(model, optimizer=optimizer).misplaced
     assert (row.kind, row.name) == ("optimizer state", "weight.exp_avg")
@@ -189,5 +189,5 @@ def test_state_of_the_optimizer_elsewhere() -> None:
 def test_a_silent_copy_is_told_with_its_line() -> None:
     """Twelve floats, once a call, from the line of the model."""
     (copy,) = debug.devices(Copying(), torch.zeros(3, 4)).copies
-    assert (copy.operator, copy.source, copy.target, copy.count, copy.size) == ("_to_copy", "cpu", "meta", 1, 48)
+    assert (copy.operator, copy.source, copy.target, copy.count, copy.size_bytes) == ("_to_copy", "cpu", "meta", 1, 48)
     assert f"{__file__}:" in copy.location

@@ -51,7 +51,7 @@ def test_a_validation() -> None:
             found.add(samples, loss=torch.tensor(loss))
         assert not output.requires_grad
     assert (model.training, model[0].training, model[1].training) == (True, True, False)
-    assert (found.samples, found.batches, found.metrics, found.anomalies) == (4, 2, {"loss": 2.0}, ())
+    assert (found.samples, found.batches, found.metrics, found.problems) == (4, 2, {"loss": 2.0}, ())
     assert stopper.last is not None
     assert stopper.last.value == 2.0
     with pytest.raises(ZeroDivisionError), debug.validation(model) as broken:  # it is entered, then raises
@@ -59,7 +59,7 @@ def test_a_validation() -> None:
     assert (broken.error, model.training) == ("ZeroDivisionError", True)
     with debug.validation(name="test") as empty:
         pass
-    assert empty.anomalies[0].startswith("no batch")
+    assert empty.problems[0].text.startswith("no batch")
 
 
 def test_means_are_over_the_samples_and_of_a_wider_type() -> None:

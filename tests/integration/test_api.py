@@ -338,8 +338,10 @@ def test_the_summaries_say_what_debug_s_own_say(flight_dir: Path, local: Caller)
         assert own == {name: told[name] for name in own}
         assert (told["total_steps"], told["loss_anomalies"], told["source"]) == (3, 1, "monitored")
         own, told = debug.summary().to_dict(), local.get("/debug/summary")
-        for name in ("total_operations", "average_time", "longest_time", "memory_peak", "anomalies"):
-            assert told[name] == pytest.approx(own[name])
+        names = {"average_time": "mean_s", "longest_time": "maximum_s", "memory_peak": "memory_peak_bytes"}
+        names |= {"total_operations": "total_operations", "anomalies": "with_problems"}
+        for name, ours in names.items():
+            assert told[name] == pytest.approx(own[ours])
         (row,) = told["operations"]
         assert (row["operation"], row["count"]) == ("step", 3)
     finally:

@@ -15,7 +15,7 @@ from torchobs.debug.steps import RAISED, first_line, raised_by
 from torchobs.debug.tensors import require
 from torchobs.probes.compile import read_break, read_failure, read_guard
 from torchobs.runtime.session import current
-from torchobs.support.result import Result
+from torchobs.support.result import Checked, Problem, Result
 from torchobs.tensors.batches import call
 from torchobs.tensors.running import state_kept
 
@@ -51,12 +51,12 @@ class Recompile(Result):
 
     @property
     def is_of_evaluation(self) -> bool:
-        """It has graphs of its own, since it needs none for a backward pass: no anomaly."""
+        """It has graphs of its own, since it needs none for a backward pass: no problem."""
         return self.call == _EVALUATION and self.guard == "global_state"
 
 
 @dataclass(frozen=True, slots=True)
-class CompileCheck(Result):
+class CompileCheck(Checked):
     """What ``torch.compile`` makes of a model."""
 
     model: str
@@ -70,7 +70,7 @@ class CompileCheck(Result):
     guards: dict[str, int]
     """Conditions that the first call's graphs hold for, by what they check"""
     error: str | None
-    anomalies: tuple[str, ...]
+    problems: tuple[Problem, ...]
 
 
 def compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> CompileCheck:  # noqa: A001  # torch's own name for it
@@ -107,15 +107,15 @@ def compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> Comp
     if explained is not None:
         breaks, graphs, operators = _breaks(explained.break_reasons), explained.graph_count, explained.op_count
         guards = dict(Counter(guard.create_fn_name().lower() for guard in explained.out_guards or ()))
-    texts = [("graph_break", row.location, f"graph break at {row.location}: {row.reason}") for row in breaks]
+    texts = [("graph_break", row.location, f"graph break: {row.reason}") for row in breaks]
     for row in recompiles:
         if not row.is_of_evaluation:
-            text = f"{row.function} is compiled anew for {row.call}: {row.expression}. Remedy: {row.remedy}"
+            text = f"it is compiled anew for {row.call}: {row.expression}. Remedy: {row.remedy}"
             texts.append(("recompile", row.function, text))
     texts += [("compile_error", name, f"the {by} raised {error}")] if error is not None else []
     return CompileCheck(
         model=name, graphs=graphs, operators=operators, full_graph=graphs == 1 and not breaks, breaks=breaks,
-        recompiles=tuple(recompiles), guards=guards, error=error, anomalies=record_findings("compile", texts),
+        recompiles=tuple(recompiles), guards=guards, error=error, problems=record_findings("compile", texts),
     )  # fmt: skip
 
 

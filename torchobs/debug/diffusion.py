@@ -6,14 +6,14 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf, nan
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchobs.debug.findings import record_findings, record_series
 from torchobs.debug.tensors import Rows, bytes_of, elements_of, require
-from torchobs.support.result import Result
+from torchobs.support.result import Checked, Problem, Result
 from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
@@ -33,26 +33,26 @@ class Component(Result):
     """Its class; ``absent`` for one that is ``None``"""
     parameters: int
     trainable: int
-    size: int
-    """Bytes of parameters and buffers"""
+    size_bytes: int
+    """Of parameters and buffers"""
     dtypes: tuple[str, ...]
     devices: tuple[str, ...]
     training: bool
 
 
 @dataclass(frozen=True, slots=True)
-class DiffusionCheck(Result):
+class DiffusionCheck(Checked):
     """A diffusion pipeline."""
 
     pipeline: str
     total_parameters: int
     trainable_parameters: int
-    size: int
-    """Bytes in all; what components share counts once"""
+    size_bytes: int
+    """In all; what components share counts once"""
     dtypes: tuple[str, ...]
     devices: tuple[str, ...]
     components: tuple[Component, ...]
-    anomalies: tuple[str, ...]
+    problems: tuple[Problem, ...]
 
 
 def analyze_diffusion(pipeline: Any) -> DiffusionCheck:
@@ -76,9 +76,9 @@ def analyze_diffusion(pipeline: Any) -> DiffusionCheck:
     return DiffusionCheck(
         pipeline=type(pipeline).__name__, total_parameters=sum(map(elements_of, parameters.values())),
         trainable_parameters=sum(elements_of(x) for x in parameters.values() if x.requires_grad),
-        size=sum(map(bytes_of, every.values())), dtypes=_sorted(row.dtypes for row in rows),
+        size_bytes=sum(map(bytes_of, every.values())), dtypes=_sorted(row.dtypes for row in rows),
         devices=_sorted(row.devices for row in rows), components=rows,
-        anomalies=record_findings("analyze_diffusion", sick),
+        problems=record_findings("analyze_diffusion", sick),
     )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def _mismatches(rows: list[Component]) -> Iterator[tuple[str, str, str]]:
             usual = Counter(value for value in values if value).most_common(1)[0][0]
             for row, value in zip(rows, values, strict=True):
                 if value and value != usual:
-                    text = f"{row.name} has {what} {', '.join(value)}, most others {', '.join(usual)}"
+                    text = f"its {what} is {', '.join(value)}, that of most others {', '.join(usual)}"
                     yield f"component_{what}", row.name, text
 
 
@@ -123,38 +123,38 @@ def _nonfinite(modules: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         for key, x in module.named_parameters():
             rows.add(f"{name}.{key}", x)
     for row in rows.described():
-        if row.anomaly:
-            yield "nonfinite_parameter", row.name, row.anomaly
+        if row.defect:
+            yield "nonfinite_parameter", row.name, row.defect
 
 
 @dataclass(frozen=True, slots=True)
 class DenoisingStep(Result):
-    """The latents after one step. Statistics are of finite elements, the norm of all; seconds since the step before."""
+    """The latents after one step. Statistics are of finite elements, the norm of all."""
 
     step: int
     timestep: float | None
-    norm: float
-    mean: float
-    std: float
+    norm: float | None
+    mean: float | None
+    std: float | None
     nan_count: int
     inf_count: int
-    drift: float
-    """Norm of the change by this step, by the norm before it; NaN for the first"""
-    time: float | None
-    """``None`` for the first, before which nothing was seen"""
+    drift: float | None
+    """Norm of the change by this step, by the norm before it; ``None`` for the first"""
+    time_s: float | None
+    """Since the step before; ``None`` for the first"""
 
 
 @dataclass(frozen=True, slots=True)
-class DenoisingCheck(Result):
+class DenoisingCheck(Checked):
     """All steps that a monitor has seen."""
 
     steps: int
-    time: float
-    average_time: float | None
-    final_norm: float
+    time_s: float
+    mean_s: float | None
+    final_norm: float | None
     first_nonfinite: int | None
     """Step after which latents were not finite"""
-    anomalies: tuple[str, ...]
+    problems: tuple[Problem, ...]
     rows: tuple[DenoisingStep, ...]
 
 
@@ -232,26 +232,27 @@ class DiffusionMonitor:
         """Return all steps so far, after one transfer from each device."""
         read, rows = self._rows.numbers.read(), list[DenoisingStep]()
         for (step, timestep, at, time_s), row in zip(self._seen, self._rows.described(read), strict=True):
-            drift, number = read[at][0] if rows else nan, None if timestep is None else float(timestep)
+            drift, number = read[at][0] if rows else None, None if timestep is None else float(timestep)
             numbers = row.norm, row.mean, row.std, row.nan_count, row.inf_count
             rows.append(DenoisingStep(step, number, *numbers, drift, time_s))
-        times = [row.time for row in rows if row.time is not None]
+        times = [row.time_s for row in rows if row.time_s is not None]
         odd = next((row for row in rows if row.nan_count or row.inf_count), None)
         return DenoisingCheck(
-            steps=len(rows), time=sum(times), average_time=sum(times) / len(times) if times else None,
-            final_norm=rows[-1].norm if rows else nan, first_nonfinite=odd.step if odd is not None else None,
-            anomalies=record_findings("diffusion_monitor", _latent_texts(rows, odd)), rows=tuple(rows),
+            steps=len(rows), time_s=sum(times), mean_s=sum(times) / len(times) if times else None,
+            final_norm=rows[-1].norm if rows else None, first_nonfinite=odd.step if odd is not None else None,
+            problems=record_findings("diffusion_monitor", _latent_texts(rows, odd)), rows=tuple(rows),
         )  # fmt: skip
 
 
 def _latent_texts(rows: list[DenoisingStep], odd: DenoisingStep | None) -> Iterator[tuple[str, str, str]]:
     if odd is not None:
         counts = f"{odd.nan_count} NaN and {odd.inf_count} Inf"
-        text = f"latents have {counts} after step {odd.step} (timestep {odd.timestep}), for the first time"
+        text = f"{counts} after step {odd.step} (timestep {odd.timestep}), for the first time"
         yield "nonfinite_latents", "latents", text
-    grown = next((row for row in rows if DIVERGING * rows[0].norm < row.norm < inf and rows[0].norm), None)
+    norms = [(row.step, row.norm or 0.0) for row in rows]
+    grown = next(((step, norm) for step, norm in norms if DIVERGING * norms[0][1] < norm < inf and norms[0][1]), None)
     if grown is not None:
-        text = f"the latents' norm is {grown.norm:.3g} after step {grown.step}, {rows[0].norm:.3g} at first"
+        text = f"their norm is {grown[1]:.3g} after step {grown[0]}, {norms[0][1]:.3g} at first"
         yield "diverging_latents", "latents", text
 
 

@@ -15,7 +15,7 @@ from torchobs.flight.totals import NORM_SUM, Word
 from torchobs.runtime.session import current
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.rate_limit import RateLimiter, anomaly_limiter
-from torchobs.support.result import Problem, Result
+from torchobs.support.result import Checked, Problem, Result
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -35,8 +35,8 @@ _log_limiter = RateLimiter(LOG_EVERY_S)
 _event_limiter = anomaly_limiter()
 
 
-def record_finding(kind: str, message: str, *, function: str, name: str = "", **fields: Any) -> None:
-    """Log a finding and record it as an event; repeated ones are held back and counted.
+def record_finding(kind: str, message: str, *, function: str, name: str = "", **fields: Any) -> Problem:
+    """Log a finding and record it as an event, where repeated ones are held back and counted; return it.
 
     Args:
         kind: one word for what is wrong, such as ``nonfinite_gradient``.
@@ -48,7 +48,7 @@ def record_finding(kind: str, message: str, *, function: str, name: str = "", **
     now = time.monotonic()
     with _lock:
         _problems.pop((kind, name), None)  # the last one is the newest
-        _problems[kind, name] = Problem(kind, name, message)
+        problem = _problems[kind, name] = Problem(kind, name, message)
         if len(_problems) > MOST_RECENT:
             del _problems[next(iter(_problems))]
         logged, left_out = _log_limiter.take(now, (kind, name)), _log_limiter.held_back((kind, name))
@@ -58,23 +58,24 @@ def record_finding(kind: str, message: str, *, function: str, name: str = "", **
         session = current()
         if session is not None and session.identity is not None and session.context is not None:
             extra |= {"rank": session.identity.rank, "step": session.context.recorder.step}
-        logger.warning("%s: %s", function, message, extra={f"torchobs_{field}": value for field, value in extra.items()})
+        logger.warning("%s: %s", function, problem, extra={f"torchobs_{field}": value for field, value in extra.items()})
     if recorded:
         more = {"left_out": unrecorded} if unrecorded else {}
-        about = {"function": function, "kind": kind, "name": name, "message": message[:300], **more}
+        about = {"function": function, "kind": kind, "name": name, "message": str(problem)[:300], **more}
         # not as keywords: an event has a name of its own, and the attribute `name` is another
         api.record_event(catalog.EVENT_DEBUG_FINDING, about | fields)
+    return problem
 
 
-def record_findings(function: str, findings: Iterable[tuple[str, str, str]]) -> tuple[str, ...]:
-    """Log and record findings (kind, what it was found in, sentence), of each kind the first eight; return all sentences."""
-    seen, texts = Counter[str](), list[str]()
-    for kind, name, text in findings:
-        seen[kind] += 1
-        if seen[kind] <= FLOOD:
-            record_finding(kind, text, function=function, name=name)
-        texts.append(text)
-    return tuple(texts)
+def record_findings(function: str, findings: Iterable[tuple[str, str, str]]) -> tuple[Problem, ...]:
+    """Log and record findings (kind, what it was found in, sentence), of each kind the first eight; return all."""
+    problems = tuple(Problem(*finding) for finding in findings)
+    seen = Counter[str]()
+    for problem in problems:
+        seen[problem.kind] += 1
+        if seen[problem.kind] <= FLOOD:
+            record_finding(problem.kind, problem.text, function=function, name=problem.where)
+    return problems
 
 
 def record_series(values: dict[str, Any]) -> None:
@@ -142,35 +143,36 @@ LOSS_KINDS = ("nonfinite_loss", "loss_spike", "diverged")
 
 @dataclass(frozen=True, slots=True)
 class OperationSummary(Result):
-    """The operations of one name. Times in seconds, memory in bytes."""
+    """The operations of one name."""
 
     operation: str
     count: int
-    average_time: float
-    longest_time: float
-    memory_peak: int
-    gpu_memory_peak: int
-    anomalies: int
+    total_s: float
+    mean_s: float
+    minimum_s: float
+    maximum_s: float
+    memory_peak_bytes: int
+    """Most memory that the process had during one of them"""
+    gpu_memory_peak_bytes: int | None
+    with_problems: int
     errors: int
     """That an exception ended"""
 
 
 @dataclass(frozen=True, slots=True)
-class DebugSummary(Result):
-    """All operations since the start or the last ``clear()``. Times in seconds, memory in bytes."""
+class DebugSummary(Checked):
+    """All operations since the start or the last ``clear()``; what is not known without one is ``None``."""
 
     total_operations: int
-    average_time: float | None
-    """``None`` before the first"""
-    longest_time: float | None
-    longest_operation: str | None
-    memory_peak: int
-    """Most memory that the process had during an operation"""
-    gpu_memory_peak: int
-    anomalies: int
+    with_problems: int
     """Operations with one"""
     errors: int
     """Operations that an exception ended"""
+    mean_s: float | None
+    maximum_s: float | None
+    longest_operation: str | None
+    memory_peak_bytes: int | None
+    gpu_memory_peak_bytes: int | None
     operations: tuple[OperationSummary, ...]
     problems: tuple[Problem, ...]
     """The last hundred findings of all functions, each kind of one thing once, the newest last"""
@@ -205,23 +207,31 @@ _steps, _recorded_before = Counter[str](), Counter[str]()
 _problems: dict[tuple[str, str], Problem] = {}
 
 
-def record_operation(name: str, time_s: float, memory: int, gpu_memory: int, *, is_anomalous: bool, has_raised: bool) -> None:
+def record_operation(
+    name: str, time_s: float, memory: int, gpu_memory: int | None, *, has_problems: bool, has_raised: bool
+) -> None:
     """Count an operation that has ended."""
     with _lock:
         if name not in _operations and len(_operations) >= MOST_OPERATIONS:
             name = OTHER
-        old = _operations.get(name, OperationSummary(name, 0, 0.0, 0.0, 0, 0, 0, 0))
-        runs, spent = old.count + 1, old.average_time * old.count + time_s
-        longest, counts = max(old.longest_time, time_s), (old.anomalies + is_anomalous, old.errors + has_raised)
-        peaks = max(old.memory_peak, memory), max(old.gpu_memory_peak, gpu_memory)
-        total = _operations[name] = OperationSummary(name, runs, spent / runs, longest, *peaks, *counts)
+        old = _operations.get(name, OperationSummary(name, 0, 0.0, 0.0, time_s, time_s, memory, gpu_memory, 0, 0))
+        count, total_s = old.count + 1, old.total_s + time_s
+        row = _operations[name] = OperationSummary(
+            name, count, total_s, total_s / count, min(old.minimum_s, time_s), max(old.maximum_s, time_s),
+            max(old.memory_peak_bytes, memory), _greatest([old.gpu_memory_peak_bytes, gpu_memory]),
+            old.with_problems + has_problems, old.errors + has_raised,
+        )  # fmt: skip
     api.count(catalog.DEBUG_OPERATIONS, 1, operation=name)
     api.count(catalog.DEBUG_OPERATION_TIME, time_s, operation=name)
-    api.count(catalog.DEBUG_OPERATION_ANOMALIES, is_anomalous, operation=name)
-    api.set_gauge(catalog.DEBUG_OPERATION_LONGEST, total.longest_time, operation=name)
-    api.set_gauge(catalog.DEBUG_OPERATION_MEMORY, total.memory_peak, operation=name, space="host")
-    if total.gpu_memory_peak:
-        api.set_gauge(catalog.DEBUG_OPERATION_MEMORY, total.gpu_memory_peak, operation=name, space="device")
+    api.count(catalog.DEBUG_OPERATION_ANOMALIES, has_problems, operation=name)
+    api.set_gauge(catalog.DEBUG_OPERATION_LONGEST, row.maximum_s, operation=name)
+    api.set_gauge(catalog.DEBUG_OPERATION_MEMORY, row.memory_peak_bytes, operation=name, space="host")
+    if row.gpu_memory_peak_bytes:
+        api.set_gauge(catalog.DEBUG_OPERATION_MEMORY, row.gpu_memory_peak_bytes, operation=name, space="device")
+
+
+def _greatest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def record_step(kinds: Collection[str], *, anomalous: bool) -> None:
@@ -235,17 +245,16 @@ def record_step(kinds: Collection[str], *, anomalous: bool) -> None:
 
 
 def summary() -> DebugSummary:
-    """Return the operations that contexts enclosed so far: how many, how long, how much memory, how many with anomalies."""
+    """Return the operations that contexts enclosed so far, how long they took and how much memory, and all problems."""
     with _lock:
         rows, problems = tuple(_operations.values()), tuple(_problems.values())
-    count, longest = sum(row.count for row in rows), max(rows, key=lambda row: row.longest_time, default=None)
+    count, longest = sum(row.count for row in rows), max(rows, key=lambda row: row.maximum_s, default=None)
     return DebugSummary(
-        total_operations=count, average_time=sum(row.average_time * row.count for row in rows) / count if count else None,
-        longest_time=longest.longest_time if longest else None, longest_operation=longest.operation if longest else None,
-        memory_peak=max((row.memory_peak for row in rows), default=0),
-        gpu_memory_peak=max((row.gpu_memory_peak for row in rows), default=0),
-        anomalies=sum(row.anomalies for row in rows), errors=sum(row.errors for row in rows), operations=rows,
-        problems=problems,
+        total_operations=count, with_problems=sum(row.with_problems for row in rows), errors=sum(row.errors for row in rows),
+        mean_s=sum(row.total_s for row in rows) / count if count else None, maximum_s=longest.maximum_s if longest else None,
+        longest_operation=longest.operation if longest else None,
+        memory_peak_bytes=_greatest(row.memory_peak_bytes for row in rows),
+        gpu_memory_peak_bytes=_greatest(row.gpu_memory_peak_bytes for row in rows), operations=rows, problems=problems,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from math import isfinite, nan
+from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from torchobs.support.arguments import is_number
 from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import imported
 from torchobs.support.process_group import greatest, is_shared
-from torchobs.support.result import Result
+from torchobs.support.result import Checked, Problem
 from torchobs.taps import taps
 from torchobs.tensors.losses import wide_type
 
@@ -42,12 +42,12 @@ VANISHING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class GradientCheck(Result):
+class GradientCheck(Checked):
     """The gradients of a model, divided by the loss scale where they are scaled."""
 
     model: str
-    total_norm: float
-    """L2 norm of all of them, on this rank; NaN or infinite if an element is; NaN without any gradient"""
+    gradient_norm: float | None
+    """L2 norm of all of them, on this rank; NaN or infinite if an element is; ``None`` without any gradient"""
     loss: float | None
     loss_scale: float
     """What the gradients were divided by; 1 if they are not scaled"""
@@ -55,7 +55,7 @@ class GradientCheck(Result):
     has_inf: bool
     missing: tuple[str, ...]
     """Trainable parameters without a gradient"""
-    anomalies: tuple[str, ...]
+    problems: tuple[Problem, ...]
     """Not finite, exploding; vanishing for weights alone: a bias before a normalisation has no gradient by construction"""
     remarks: tuple[str, ...]
     """What is no anomaly by itself: gradients that are exactly zero while a parameter that begins with zeros gets one"""
@@ -69,7 +69,7 @@ class GradientCheck(Result):
             ValueError: the threshold is not above 0.
         """
         require_positive(threshold)
-        return tuple(row.name for row in self.parameters if row.anomaly or row.norm > threshold)
+        return tuple(row.name for row in self.parameters if row.defect or (row.norm or 0.0) > threshold)
 
     def vanishing(self, threshold: float = VANISHING) -> tuple[str, ...]:
         """Return the names of parameters whose gradient has a norm below ``threshold``, zero included.
@@ -78,7 +78,7 @@ class GradientCheck(Result):
             ValueError: the threshold is not above 0.
         """
         require_positive(threshold)
-        return tuple(row.name for row in self.parameters if row.norm < threshold)
+        return tuple(row.name for row in self.parameters if row.norm is not None and row.norm < threshold)
 
 
 def check_gradients(
@@ -124,18 +124,18 @@ def gradients_of(
     scale = 1.0 if at_scale is None else read[at_scale][0]
     rows = taken.described(read, scale)
     check = GradientCheck(
-        model=type(model).__name__, total_norm=tensors.total_norm(rows) if rows else nan,
+        model=type(model).__name__, gradient_norm=tensors.norm_of(rows),
         loss=None if at_loss is None else read[at_loss][0], loss_scale=scale, has_nan=any(row.nan_count for row in rows),
-        has_inf=any(row.inf_count for row in rows), missing=missing, anomalies=(), remarks=(), parameters=rows,
+        has_inf=any(row.inf_count for row in rows), missing=missing, problems=(), remarks=(), parameters=rows,
     )  # fmt: skip
-    zero = [row.name for row in rows if _is_weight(row) and row.numel and not row.norm]
-    with_gradient = {row.name for row in rows if row.norm > 0} if zero else ()
+    zero = [row.name for row in rows if _is_weight(row) and row.numel and row.norm == 0]
+    with_gradient = {row.name for row in rows if row.norm} if zero else ()
     first = next((name for name, x in named if name in with_gradient and _is_zero(x, name)), None)
     if first is not None:
         text = f"{first} is all zeros and has a gradient: until its first step it may pass none on to {', '.join(zero)}"
         check = replace(check, remarks=(text,))
     excused = set(zero if first is not None else ())
-    return replace(check, anomalies=record_findings(function, _anomalies(check, excused, exploding, vanishing)))
+    return replace(check, problems=record_findings(function, _findings(check, excused, exploding, vanishing)))
 
 
 def _add_scalar(numbers: tensors.Numbers, value: Any, function: str) -> int | None:
@@ -179,7 +179,7 @@ def _is_zero(parameter: Any, name: str) -> bool:
     return "bias" not in name.rpartition(".")[2] and values is not None and not bool(values.any())
 
 
-def _anomalies(check: GradientCheck, excused: set[str], exploding: float, vanishing: float) -> Iterator[tuple[str, str, str]]:
+def _findings(check: GradientCheck, excused: set[str], exploding: float, vanishing: float) -> Iterator[tuple[str, str, str]]:
     """Yield kind, name and text of each; a gradient of zero of those that are excused is none."""
     if check.loss is not None and not isfinite(check.loss):
         yield "nonfinite_loss", "loss", f"the loss is {check.loss}"
@@ -187,15 +187,14 @@ def _anomalies(check: GradientCheck, excused: set[str], exploding: float, vanish
         text = f"no parameter of {check.model} has a gradient: was backward() called, and not yet zero_grad()?"
         yield "no_gradient", check.model, text
     for row in check.parameters:
-        if row.anomaly:
+        if row.defect:
             more = "; a loss scaler skips such a step" if check.loss_scale != 1.0 else ""
-            yield "nonfinite_gradient", row.name, f"{row.anomaly} of the gradient{more}"
-        elif row.norm > exploding:
-            text = f"{row.name}: the gradient's norm {row.norm:.3g} is above {exploding:.3g} (exploding)"
-            yield "gradient_explosion", row.name, text
-        elif row.norm < vanishing and row.numel and _is_weight(row) and row.name not in excused:
+            yield "nonfinite_gradient", row.name, f"{row.defect} of the gradient{more}"
+        elif row.norm is not None and row.norm > exploding:
+            yield "gradient_explosion", row.name, f"the gradient's norm {row.norm:.3g} is above {exploding:.3g} (exploding)"
+        elif row.norm is not None and row.norm < vanishing and row.numel and _is_weight(row) and row.name not in excused:
             what = f"norm {row.norm:.3g} is below {vanishing:.3g}" if row.norm else "norm is exactly zero"
-            yield "gradient_vanishing", row.name, f"{row.name}: the gradient's {what} (vanishing)"
+            yield "gradient_vanishing", row.name, f"the gradient's {what} (vanishing)"
 
 
 def require_positive(threshold: Any) -> None:

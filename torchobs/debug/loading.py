@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass
-from math import nan
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 
 from torchobs.debug.findings import record_findings
 from torchobs.support.arguments import is_whole
-from torchobs.support.result import Result
+from torchobs.support.result import Checked, Problem, Result
 from torchobs.tensors.batches import walk
 from torchobs.tensors.running import generators, length, random_states_kept
 
@@ -37,15 +36,15 @@ _LABELS = ("labels", "label", "target", "targets", "y")
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad(Result):
-    """What one worker did. Times in seconds."""
+    """What one worker did."""
 
     worker: int
     batches: int
-    wait: float
+    wait_s: float
     """Time that the main process waited for its batches"""
-    typical: float
+    typical_s: float
     """The median wait for one of them"""
-    longest: float
+    longest_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +59,8 @@ class BatchPart(Result):
 
 
 @dataclass(frozen=True, slots=True)
-class LoaderCheck(Result):
-    """A data loader, by its first batches. Times in seconds."""
+class LoaderCheck(Checked):
+    """A data loader, by its first batches; ``None`` is what too few of them do not say."""
 
     dataset: str
     dataset_size: int | None
@@ -70,19 +69,19 @@ class LoaderCheck(Result):
     batches: int
     """That were taken"""
     samples: int
-    first_batch: float
+    first_batch_s: float | None
     """Time to the first batch, the start of workers included"""
-    batch_median: float
-    batch_longest: float
-    throughput: float
-    """Samples a second after the first batch, with nothing between batches; NaN with fewer than two"""
+    median_batch_s: float | None
+    longest_batch_s: float | None
+    samples_per_s: float | None
+    """After the first batch, with nothing between batches"""
     worker_loads: tuple[WorkerLoad, ...]
     parts: tuple[BatchPart, ...]
     classes: dict[str, int]
     """Labels by class, where batches have integer labels"""
     imbalance: float | None
     """The most frequent class to the least frequent one of those seen"""
-    anomalies: tuple[str, ...]
+    problems: tuple[Problem, ...]
 
 
 class _Fetch(NamedTuple):
@@ -126,11 +125,12 @@ def dataloader(loader: Any, *, batches: int = 20) -> LoaderCheck:
     return LoaderCheck(
         dataset=type(dataset).__name__, dataset_size=length(dataset), batch_size=getattr(loader, "batch_size", None),
         workers=getattr(loader, "num_workers", 0), batches=len(seconds), samples=summary.samples,
-        first_batch=seconds[0] if seconds else nan, batch_median=median(later or seconds or [nan]),
-        batch_longest=max(later or seconds or [nan]), throughput=after_first / sum(later) if later and sum(later) else nan,
+        first_batch_s=seconds[0] if seconds else None, median_batch_s=median(later or seconds) if seconds else None,
+        longest_batch_s=max(later or seconds, default=None),
+        samples_per_s=after_first / sum(later) if later and sum(later) else None,
         worker_loads=loads, parts=summary.parts(), classes={str(key): counts[key] for key in sorted(counts)},
         imbalance=max(counts.values()) / min(counts.values()) if counts else None,
-        anomalies=record_findings("dataloader", texts),
+        problems=record_findings("dataloader", texts),
     )  # fmt: skip
 
 
@@ -192,7 +192,7 @@ class _Batches:
     def findings(self) -> Iterator[tuple[str, str, str]]:
         """Yield kind, name and text of what is wrong with the batches."""
         for name in sorted(self._nonfinite):
-            yield "nonfinite_input", name, f"{name} has NaN or Inf"
+            yield "nonfinite_input", name, "it has NaN or Inf"
         counts = self.classes
         if len(counts) > 1 and (rare := min(counts.values())) >= LEAST_OF_CLASS and max(counts.values()) >= IMBALANCE * rare:
             most, least = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
@@ -224,9 +224,9 @@ def _slow_workers(loads: tuple[WorkerLoad, ...], fetches: Sequence[_Fetch]) -> I
 
     The wait alone is no proof: of two equal workers the one that began a moment later has all of it.
     """
-    judged = {load.worker: load.typical for load in loads if load.batches >= LEAST_BATCHES}
+    judged = {load.worker: load.typical_s for load in loads if load.batches >= LEAST_BATCHES}
     for worker, wait in judged.items():
         alone = [fetch.alone for fetch in fetches[1:] if fetch.worker == worker and fetch.alone is not None]
         if sum(alone) >= LEAST_ALONE * len(alone) > 0 and wait >= LEAST_WAIT_S:
-            text = f"worker {worker} is waited for {wait:.3g} s a batch, while the others are idle"
+            text = f"it is waited for {wait:.3g} s a batch, while the others are idle"
             yield "slow_worker", f"worker {worker}", text

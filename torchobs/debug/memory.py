@@ -39,25 +39,25 @@ class ModuleActivations(Result):
 
     name: str
     kind: str
-    size: int
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBreakdown(Result):
-    """A model's memory in bytes."""
+    """A model's memory."""
 
     model: str
     batch_size: int
-    parameters: int
-    buffers: int
-    gradients: int
+    parameters_bytes: int
+    buffers_bytes: int
+    gradients_bytes: int
     """Of the trainable parameters, whether they are there already or not"""
-    optimizer_state: int | None
+    optimizer_state_bytes: int | None
     """Where the optimizer has not stepped yet, what its first step will make; ``None`` without one, or if that is unknown"""
-    inputs: int
-    activations: int
+    inputs_bytes: int
+    activations_bytes: int
     """What the forward pass keeps for the backward pass beside parameters, buffers and inputs; shared memory once"""
-    peak: int
+    peak_bytes: int
     """Most memory that forward and backward allocated at one time, gradients included, at this batch size"""
     modules: tuple[ModuleActivations, ...]
 
@@ -91,11 +91,12 @@ def memory_usage(
         raise TypeError(f"memory_usage() takes a batch with a tensor of at least one sample, not {what}")
     peak, modules = _measured(model, batch, loss_fn)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    rows = sorted((ModuleActivations(*name, size) for name, size in modules.items()), key=lambda row: -row.size)
+    rows = sorted((ModuleActivations(*name, size) for name, size in modules.items()), key=lambda row: -row.size_bytes)
     return MemoryBreakdown(
-        model=type(model).__name__, batch_size=size, parameters=_unique(model.parameters()), buffers=_unique(model.buffers()),
-        gradients=sum(map(bytes_of, parameters)), optimizer_state=_optimizer_state(optimizer),
-        inputs=_unique(_tensors_in(batch)), activations=sum(row.size for row in rows), peak=peak, modules=tuple(rows),
+        model=type(model).__name__, batch_size=size, parameters_bytes=_unique(model.parameters()),
+        buffers_bytes=_unique(model.buffers()), gradients_bytes=sum(map(bytes_of, parameters)),
+        optimizer_state_bytes=_optimizer_state(optimizer), inputs_bytes=_unique(_tensors_in(batch)),
+        activations_bytes=sum(row.size_bytes for row in rows), peak_bytes=peak, modules=tuple(rows),
     )  # fmt: skip
 
 
@@ -200,12 +201,12 @@ _OWN = ("torchobs.debug.", "tracemalloc.", "weakref.")
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory(Result):
-    """One CUDA device, in bytes, as torch's allocator has it."""
+    """One CUDA device, as torch's allocator has it."""
 
     device: str
-    allocated: int
-    reserved: int
-    peak: int
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,22 +217,22 @@ class TensorGroup(Result):
     dtype: str
     device: str
     count: int
-    size: int
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint(Result):
-    """Memory at a point of the program, in bytes."""
+    """Memory at a point of the program."""
 
     label: str
-    host: int
+    host_bytes: int
     """Resident memory of the process"""
-    host_peak: int
+    host_peak_bytes: int
     """The most so far"""
     devices: tuple[DeviceMemory, ...]
     tensors: int
     """Live tensors that Python knows; those of a graph alone are not among them"""
-    tensor_size: int
+    tensor_bytes: int
     largest: tuple[TensorGroup, ...]
 
 
@@ -241,8 +242,8 @@ class Growth(Result):
 
     name: str
     """``file:line``, or module and class"""
-    size: int
-    """Bytes more; 0 for objects, whose size is not known"""
+    size_bytes: int | None
+    """``None`` for objects, whose size is not known"""
     count: int
     """Blocks, tensors or objects more"""
 
@@ -254,9 +255,9 @@ class MemoryGrowth(Result):
     label: str
     host: MemoryUse | None = None
     gpu_memory: MemoryUse | None = None
-    tensor_size: int = 0
-    """Bytes of tensors that were made in between and are live"""
-    tensor_peak: int = 0
+    tensor_bytes: int = 0
+    """Tensors that were made in between and are live"""
+    tensor_peak_bytes: int = 0
     """The most of them at one time"""
     tensor_lines: tuple[Growth, ...] = ()
     """Where they were made"""
@@ -282,10 +283,10 @@ def profile_memory(label: str = "") -> MemoryPoint:
             storages.add(id(storage))
             group[1] += storage.nbytes()
     every = (TensorGroup(*key, *counted) for key, counted in groups.items())
-    rows = sorted(every, key=lambda row: -row.size)
+    rows = sorted(every, key=lambda row: -row.size_bytes)
     return MemoryPoint(
-        label=label, host=reading.host, host_peak=reading.host_peak, devices=_devices(), tensors=len(tensors),
-        tensor_size=sum(row.size for row in rows), largest=tuple(rows[:MOST_ROWS]),
+        label=label, host_bytes=reading.host, host_peak_bytes=reading.host_peak, devices=_devices(), tensors=len(tensors),
+        tensor_bytes=sum(row.size_bytes for row in rows), largest=tuple(rows[:MOST_ROWS]),
     )  # fmt: skip
 
 
@@ -329,7 +330,7 @@ def memory_tracking(label: str = "") -> Iterator[MemoryGrowth]:
         host, device = operations.use(before, after)
         live = watch.live()
         fill(
-            growth, host=host, gpu_memory=device, tensor_size=watch.current, tensor_peak=watch.peak,
+            growth, host=host, gpu_memory=device, tensor_bytes=watch.current, tensor_peak_bytes=watch.peak,
             tensor_lines=_by_line(live), python_lines=_python_lines(later, lines), objects=grown,
         )  # fmt: skip
 
@@ -372,7 +373,7 @@ def _python_lines(later: tracemalloc.Snapshot, lines: tracemalloc.Snapshot) -> t
         for one in grown
         if is_users_file(one.traceback[0].filename)
     ]
-    return tuple(sorted(rows, key=lambda row: -row.size)[:MOST_ROWS])
+    return tuple(sorted(rows, key=lambda row: -(row.size_bytes or 0))[:MOST_ROWS])
 
 
 def _counted() -> Counter[type]:
@@ -382,5 +383,5 @@ def _counted() -> Counter[type]:
 
 def _grown(before: Counter[type]) -> tuple[Growth, ...]:
     more = ((f"{kind.__module__}.{kind.__qualname__}", count) for kind, count in (_counted() - before).most_common())
-    rows = [Growth(name, 0, count) for name, count in more if not name.startswith(_OWN)]
+    rows = [Growth(name, None, count) for name, count in more if not name.startswith(_OWN)]
     return tuple(rows[:MOST_ROWS])

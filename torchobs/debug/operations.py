@@ -24,7 +24,7 @@ from torchobs.probes.process_memory import ProcessStats
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.import_hooks import imported
-from torchobs.support.result import Result, fill
+from torchobs.support.result import Checked, Problem, Result, fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse(Result):
-    """Bytes before, after, and at most meanwhile."""
+    """Memory before, after, and at most meanwhile."""
 
-    before: int
-    after: int
-    peak: int
+    before_bytes: int
+    after_bytes: int
+    peak_bytes: int
     """Exact if the greatest value of the process so far was passed meanwhile; else the greater of both, a lower bound"""
 
     @property
-    def growth(self) -> int:
-        """Bytes after minus bytes before."""
-        return self.after - self.before
+    def growth_bytes(self) -> int:
+        """What is more after than before."""
+        return self.after_bytes - self.before_bytes
 
 
 class Reading(NamedTuple):
@@ -138,14 +138,14 @@ def _torch_raises() -> Iterator[None]:
 
 Anomaly = Literal["off", "warn", "raise"]
 ANOMALY = ("off", "warn", "raise")
-MOST_ANOMALIES = 32
-"""Anomalies of one operation that are kept, each once for an operator and a line"""
+MOST_PROBLEMS = 32
+"""Problems of one operation that are kept, each once for an operator and a line"""
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class DebugInfo(Result):
+class DebugInfo(Checked):
     """One operation. What is only known at its end is ``None``, 0 or empty before it."""
 
     operation: str
@@ -155,16 +155,14 @@ class DebugInfo(Result):
     anomaly: str = "off"
     parent: str | None = None
     """The operation that encloses this one, of the same task"""
-    execution_time: float | None = None
-    """Seconds"""
-    memory_usage: MemoryUse | None = None
-    """Resident memory of the process, in bytes"""
+    time_s: float | None = None
+    memory: MemoryUse | None = None
+    """Resident memory of the process"""
     gpu_memory: MemoryUse | None = None
-    """Bytes that tensors have on CUDA devices; ``None`` without one"""
+    """Memory that tensors have on CUDA devices; ``None`` without one"""
     gradient_norm: float | None = None
     """L2 norm, unscaled, of the gradients of the last optimizer step inside, or of ``model`` at the end; else ``None``"""
-    anomaly_detected: bool = False
-    anomalies: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
     error: str | None = None
     """Class of the exception that ended it"""
 
@@ -175,7 +173,7 @@ class _Open:
     def __init__(self, info: DebugInfo, parent: _Open | None) -> None:
         self.info, self.parent = info, parent
         self.norm: Any = None
-        self.texts: dict[str, None] = {}
+        self.problems: dict[Problem, None] = {}
 
     def enclosing(self) -> Iterator[_Open]:
         """Yield this operation and those around it."""
@@ -192,11 +190,12 @@ class _Open:
             norm = norm_of(parameters, getattr(optimizer, "grad_scale", None))  # a fused one unscales in its kernel
             self.norm = self.norm if norm is None else norm
 
-    def note(self, text: str) -> None:
-        """Keep an anomaly for this operation and those around it."""
+    def note(self, kind: str, text: str, where: str = "") -> None:
+        """Keep a problem for this operation and those around it."""
+        problem = Problem(kind, where or self.info.operation, text)
         for one in self.enclosing():
-            if len(one.texts) < MOST_ANOMALIES:
-                one.texts[text] = None
+            if len(one.problems) < MOST_PROBLEMS:
+                one.problems[problem] = None
 
 
 _current: ContextVar[_Open | None] = ContextVar("torchobs_debug_operation", default=None)
@@ -281,7 +280,7 @@ def _measured(template: DebugInfo, model: Any) -> Iterator[DebugInfo]:
             undo.close()
             for error in errors:
                 if isinstance(error, RuntimeError) and "returned nan values in its" in str(error):  # torch's anomaly mode
-                    opened.note(str(error).splitlines()[0])
+                    opened.note("nonfinite_backward", str(error).splitlines()[0])
             _finish(opened, elapsed, before, model)
 
 
@@ -290,21 +289,18 @@ def _finish(opened: _Open, elapsed: float, before: Reading, model: Any) -> None:
     on_device = opened.norm if opened.norm is not None or model is None else norm_of(model.parameters(), scale_in_use(None))
     norm = None if on_device is None else float(on_device.item())
     if norm is not None and not isfinite(norm):
-        opened.note(f"the gradient norm is {norm}")
-    anomalies = tuple(opened.texts)
-    fill(
-        info, execution_time=elapsed, memory_usage=host, gpu_memory=device, gradient_norm=norm,
-        anomaly_detected=bool(anomalies), anomalies=anomalies,
-    )  # fmt: skip
+        opened.note("nonfinite_gradient", f"the gradient norm is {norm}")
+    problems = tuple(opened.problems)
+    fill(info, time_s=elapsed, memory=host, gpu_memory=device, gradient_norm=norm, problems=problems)
     record_operation(
-        info.operation, elapsed, host.peak, device.peak if device is not None else 0,
-        is_anomalous=bool(anomalies), has_raised=info.error is not None,
+        info.operation, elapsed, host.peak_bytes, None if device is None else device.peak_bytes,
+        has_problems=bool(problems), has_raised=info.error is not None,
     )  # fmt: skip
     about = {"epoch": info.epoch, "batch": info.batch, "model": info.model_name}
-    for text in anomalies:
-        if opened.parent is None or text not in opened.parent.texts:  # else the outermost tells it
+    for kind, where, text in ((each.kind, each.where, each.text) for each in problems):
+        if opened.parent is None or Problem(kind, where, text) not in opened.parent.problems:  # else the outermost says it
             fields = {name: value for name, value in about.items() if value is not None}
-            record_finding("anomaly", f"{info.operation}: {text}", function="context", name=info.operation, **fields)
+            record_finding(kind, text, function="context", name=where, operation=info.operation, **fields)
 
 
 def _note_birth(birth: Birth) -> None:
@@ -312,7 +308,7 @@ def _note_birth(birth: Birth) -> None:
     opened = _current.get()
     for one in opened.enclosing() if opened is not None else ():
         if one.info.anomaly == "warn":
-            one.note(birth.text)
+            one.note("nonfinite_result", birth.text, birth.location)
             return
 
 
@@ -359,13 +355,12 @@ class Performance(Result):
     operation: str
     slow_s: float
     samples: int | None = None
-    time: float | None = None
-    """Seconds by the clock; CUDA devices are waited for at both ends"""
-    cpu_time: float | None = None
-    """Seconds that this process's threads computed: far less than ``time`` is waiting"""
-    time_per_sample: float | None = None
-    throughput: float | None = None
-    """Samples a second"""
+    time_s: float | None = None
+    """By the clock; CUDA devices are waited for at both ends"""
+    cpu_time_s: float | None = None
+    """That this process's threads computed: far less than ``time_s`` is waiting"""
+    sample_time_s: float | None = None
+    samples_per_s: float | None = None
     slow: bool = False
     error: str | None = None
     """Class of the exception that ended it"""
@@ -400,6 +395,13 @@ def performance(operation: str, slow_s: float = 10.0, *, samples: int | None = N
         finally:
             elapsed, cpu = time.perf_counter() - begun, time.process_time() - cpu_begun
             per_sample, throughput = (elapsed / samples, samples / elapsed) if samples else (None, None)
-            fill(measured, time=elapsed, cpu_time=cpu, slow=elapsed > slow_s, time_per_sample=per_sample, throughput=throughput)
+            fill(
+                measured,
+                time_s=elapsed,
+                cpu_time_s=cpu,
+                slow=elapsed > slow_s,
+                sample_time_s=per_sample,
+                samples_per_s=throughput,
+            )
             if measured.slow and (opened := _current.get()) is not None:
-                opened.note(f"{operation} took {elapsed:.3g} s, more than {slow_s:g} s")
+                opened.note("slow", f"it took {elapsed:.3g} s, more than {slow_s:g} s")

@@ -59,7 +59,7 @@ class Birth(NamedTuple):
         """The finding in words."""
         counts = " and ".join(f"{n} {kind}" for n, kind in ((self.nans, "NaN"), (self.infinities, "Inf")) if n)
         where = f" in the backward of {self.node}" if self.node else ""
-        return f"{counts} from {self.operator}{where}{f' at {self.location}' if self.location else ''}"
+        return f"{counts} from {self.operator}{where}"
 
 
 class OperatorWatch(TorchDispatchMode):

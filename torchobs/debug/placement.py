@@ -13,7 +13,8 @@ import torch
 
 from torchobs.debug.findings import record_findings
 from torchobs.debug.tensors import bytes_of, require
-from torchobs.support.result import Result
+from torchobs.support.result import Checked, Problem, Result
+from torchobs.support.text import size
 from torchobs.tensors.batches import walk
 from torchobs.tensors.running import state_kept, wants_gradients
 
@@ -29,8 +30,8 @@ class DeviceUse(Result):
     parameters: int
     buffers: int
     inputs: int
-    size: int
-    """Bytes of all of them"""
+    size_bytes: int
+    """Of all of them"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +53,15 @@ class SilentCopy(Result):
     source: str
     target: str
     count: int
-    size: int
-    """Bytes of all of them"""
+    size_bytes: int
+    """Of all of them"""
     waits: bool
     """The host waits for the device (``item()``, ``cpu()``, a copy from pageable memory)"""
     location: str
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceCheck(Result):
+class DeviceCheck(Checked):
     """Where a model, its batch and its optimizer are."""
 
     model: str
@@ -73,7 +74,7 @@ class DeviceCheck(Result):
     copies: tuple[SilentCopy, ...]
     error: str | None
     """What the forward pass raised"""
-    anomalies: tuple[str, ...]
+    problems: tuple[Problem, ...]
 
 
 def devices(model: Any, batch: Any = None, *, optimizer: Any = None) -> DeviceCheck:
@@ -109,17 +110,17 @@ def devices(model: Any, batch: Any = None, *, optimizer: Any = None) -> DeviceCh
     misplaced += _states(optimizer, {id(x): name for name, x in parameters})
     copies, error = ((), None) if batch is None else _watched(model, batch)
     rows = _uses({"parameters": parameters, "buffers": buffers, "inputs": inputs})
-    anomalies = []
+    findings = []
     for one in misplaced:
-        text = f"{one.kind} {one.name} is on {one.device}, not on {one.expected}"
-        anomalies.append((f"misplaced_{one.kind.replace(' ', '_')}", one.name, text))
+        text = f"the {one.kind} is on {one.device}, not on {one.expected}"
+        findings.append((f"misplaced_{one.kind.replace(' ', '_')}", one.name, text))
     for row in copies:
-        text = f"{row.operator} copies {row.size} bytes from {row.source} to {row.target} in {row.count} calls"
+        text = f"it copies {size(row.size_bytes)} from {row.source} to {row.target} in {row.count} calls"
         text += ", and the host waits for it" * row.waits + (f" at {row.location}" if row.location else "")
-        anomalies.append(("silent_copy", row.operator, text))
-    anomalies += [("forward_error", type(model).__name__, f"the forward pass raised {error}")] if error else []
-    texts = record_findings("devices", anomalies)
-    return DeviceCheck(type(model).__name__, home, spread, rows, tuple(misplaced), copies, error, texts)
+        findings.append(("silent_copy", row.operator, text))
+    findings += [("forward_error", type(model).__name__, f"the forward pass raised {error}")] if error else []
+    problems = record_findings("devices", findings)
+    return DeviceCheck(type(model).__name__, home, spread, rows, tuple(misplaced), copies, error, problems)
 
 
 def _home(tensors: list[Any]) -> str:
@@ -164,5 +165,5 @@ def _watched(model: Any, batch: Any) -> tuple[tuple[SilentCopy, ...], str | None
             error = raised_by(model, batch)
         if error is None or not wants_gradients(error):
             break
-    rows = [SilentCopy(*key[:3], count, size, *key[3:]) for key, (count, size) in watch.seen.items()]
-    return tuple(sorted(rows, key=lambda row: -row.size)), error
+    rows = [SilentCopy(*key[:3], count, copied, *key[3:]) for key, (count, copied) in watch.seen.items()]
+    return tuple(sorted(rows, key=lambda row: -row.size_bytes)), error

@@ -19,7 +19,7 @@ from torchobs.debug import operations
 from torchobs.debug.findings import record_findings
 from torchobs.runtime.profiler import Recording
 from torchobs.support.arguments import is_whole
-from torchobs.support.result import Result, fill
+from torchobs.support.result import Checked, Problem, fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -31,27 +31,27 @@ INTERRUPTED = "nothing is kept: the program's own profiler began before this one
 
 
 @dataclass(frozen=True, slots=True)
-class Profile(Result):
-    """Recorded steps; empty before they are. Times in seconds."""
+class Profile(Checked):
+    """Recorded steps; empty before they are."""
 
     name: str
     steps: int | None = None
-    time: float | None = None
+    time_s: float | None = None
     """Of all recorded steps, by the clock, with the profiler's own cost"""
-    time_per_step: float | None = None
+    step_time_s: float | None = None
     batch_size: int | None = None
-    time_per_sample: float | None = None
-    cpu_time: float = 0.0
+    sample_time_s: float | None = None
+    cpu_time_s: float | None = None
     """Of operators and what they call, on the host; without Python code around them (``record_function``)"""
-    device_time: float = 0.0
+    device_time_s: float | None = None
     """Of kernels and copies"""
-    flops: int = 0
+    flops: int | None = None
     """Estimated by torch, of matrix products and convolutions"""
     top_operator: str | None = None
     """That which took the most time itself, on the device where one computes"""
     trace: str | None = None
     tensorboard: str | None = None
-    anomalies: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
     table: str = ""
     """Torch's own, ``key_averages().table()``: by input shape, and by stack where stacks are recorded"""
 
@@ -171,7 +171,7 @@ class Recorder:
         operations.wait_for_devices()
         elapsed = time.perf_counter() - self._begun
         if not recording.stop():
-            fill(self.result, anomalies=(INTERRUPTED,))
+            fill(self.result, problems=record_findings("profile", [("interrupted", self.result.name, INTERRUPTED)]))
             return
         if not self._begun:
             return
@@ -199,8 +199,8 @@ class Recorder:
         groups = profiler.key_averages(group_by_input_shape=not self._light, group_by_stack_n=_STACK if self._stacks else 0)
         step_s, size = elapsed / steps if steps else None, self.result.batch_size
         fill(
-            self.result, steps=steps, time=elapsed, time_per_step=step_s, time_per_sample=step_s and size and step_s / size,
-            device_time=device, cpu_time=host, flops=sum(int(row.flops or 0) for row in operators),
+            self.result, steps=steps, time_s=elapsed, step_time_s=step_s, sample_time_s=step_s and size and step_s / size,
+            device_time_s=device, cpu_time_s=host, flops=sum(int(row.flops or 0) for row in operators),
             top_operator=operators[0].key if operators else None, table=groups.table(sort_by=cost, row_limit=_ROWS),
         )  # fmt: skip
 
@@ -261,6 +261,6 @@ class ProfiledLoop(Generic[T]):
                 taken += 1
         finally:
             self._recorder.finish(max(0, min(taken, last) - first))  # the loop has ended, or left by break or an exception
-            if not self.result.steps and not self.result.anomalies:
+            if not self.result.steps and not self.result.problems:
                 text = f"no step was recorded: the loop ended within wait={wait} and warmup={warmup} steps, or in the next"
-                fill(self.result, anomalies=record_findings("profile", [("not_profiled", "profile", text)]))
+                fill(self.result, problems=record_findings("profile", [("not_profiled", "profile", text)]))

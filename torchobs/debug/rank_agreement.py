@@ -12,7 +12,7 @@ import torch
 from torchobs.debug.findings import record_findings
 from torchobs.debug.tensors import require
 from torchobs.support.process_group import let_backend_finish
-from torchobs.support.result import Result
+from torchobs.support.result import Checked, Problem, Result
 
 _CHUNK = 1 << 20
 _PERIOD = 8191
@@ -29,25 +29,23 @@ class Disagreement(Result):
     name: str
     ranks: tuple[int, ...]
     """Those that differ from most, or, with no majority, from the lowest"""
-    norms: tuple[float, ...]
-    """L2 norm on each rank that has it, in order of rank; NaN where it is missing"""
+    norms: tuple[float | None, ...]
+    """L2 norm on each rank, in order; ``None`` where it is missing"""
 
 
 @dataclass(frozen=True, slots=True)
-class RankAgreement(Result):
+class RankAgreement(Checked):
     """What ranks of one group have in common."""
 
     model: str
     rank: int
     world_size: int
-    agree: bool
-    """Structure, parameters and gradients are the same on all ranks"""
     structure_differs: tuple[int, ...]
     """Ranks with other parameters' names, shapes, types, or another train mode, than most"""
     disagreements: tuple[Disagreement, ...]
     sharded: int
     """Parameters of which each rank has a part (FSDP, tensor parallel): not compared"""
-    anomalies: tuple[str, ...]
+    problems: tuple[Problem, ...]
 
 
 class _Print(NamedTuple):
@@ -142,17 +140,16 @@ def _compared(model: str, rank: int, sides: list[_Side], *, broadcast: bool) -> 
         if key[0] == "gradient" and None in prints:
             continue  # not all ranks are behind their backward
         if ranks := _minority([one and one.checksum for one in prints]):
-            norms = tuple(float("nan") if one is None else one.norm for one in prints)
+            norms = tuple(None if one is None else one.norm for one in prints)
             rows.append(Disagreement(*key, ranks, norms))
     texts = [("rank_structure", model, f"ranks {_listed(structure)} have another structure or train mode")] * bool(structure)
     for row in rows:
         if row.kind != "buffer" or not broadcast:
-            by_rank = ", ".join(f"{norm:.6g}" for norm in row.norms[:8])
-            text = f"{row.kind} {row.name} of rank {_listed(row.ranks)} differs (norms by rank: {by_rank})"
+            by_rank = ", ".join("-" if norm is None else f"{norm:.6g}" for norm in row.norms[:8])
+            text = f"the {row.kind} of rank {_listed(row.ranks)} differs (norms by rank: {by_rank})"
             texts.append((f"rank_{row.kind}", row.name, text))
-    agree = not structure and all(row.kind == "buffer" for row in rows)
     sharded = max(side.sharded for side in sides)
-    return RankAgreement(model, rank, len(sides), agree, structure, tuple(rows), sharded, record_findings("ddp", texts))
+    return RankAgreement(model, rank, len(sides), structure, tuple(rows), sharded, record_findings("ddp", texts))
 
 
 def _listed(ranks: tuple[int, ...]) -> str:

@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from torchobs.debug import operations, tensors
-from torchobs.debug.findings import record_finding, record_findings, record_step
+from torchobs.debug.findings import record_findings, record_step
 from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, check_gradients, gradients_of, require_positive
 from torchobs.detect.spikes import Divergence, LossBaseline, NormBaseline
-from torchobs.support.result import Result
+from torchobs.support.result import Checked, Problem
 from torchobs.tensors.batches import call, walk
 from torchobs.tensors.running import evaluating
 
@@ -27,19 +27,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class StepCheck(Result):
+class StepCheck(Checked):
     """One step of a training loop."""
 
     step: int
     loss: float | None
-    gradient_norm: float
-    """L2 norm of all gradients, unscaled"""
+    gradient_norm: float | None
+    """L2 norm of all gradients, unscaled; ``None`` without any"""
     gradient_explosion: bool
     gradient_vanishing: bool
     loss_anomaly: bool
     """Not finite, far above the losses of this model before, or grown without end since its first"""
-    anomaly_detected: bool
-    anomalies: tuple[str, ...]
+    problems: tuple[Problem, ...]
     gradients: GradientCheck
 
 
@@ -91,14 +90,14 @@ def check_step(
     tensors.require(model, "nn.Module", "monitor_step")
     exploding = _explodes_above(model) if exploding is None else exploding
     check = gradients_of(model, loss, scaler, "monitor_step", exploding, vanishing)
-    verdict, anomalies = _judge(model, check, "monitor_step", exploding, vanishing)
+    kinds, problems = _judge(model, check, "monitor_step", exploding, vanishing)
     if counts:
-        record_step(verdict, anomalous=bool(anomalies))
+        record_step(kinds, anomalous=bool(problems))
     return StepCheck(
         step=_models[model].number if step is None else step, loss=check.loss,
-        gradient_norm=check.total_norm, gradient_explosion="gradient_explosion" in verdict,
-        gradient_vanishing="gradient_vanishing" in verdict, loss_anomaly="loss_anomaly" in verdict,
-        anomaly_detected=bool(anomalies), anomalies=anomalies, gradients=check,
+        gradient_norm=check.gradient_norm, gradient_explosion="gradient_explosion" in kinds,
+        gradient_vanishing="gradient_vanishing" in kinds, loss_anomaly="loss_anomaly" in kinds, problems=problems,
+        gradients=check,
     )  # fmt: skip
 
 
@@ -110,12 +109,13 @@ def _explodes_above(model: Any) -> float:
 
 def _judge(
     model: Any, check: GradientCheck, function: str, exploding: float, vanishing: float
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return what is wrong with a step as a whole, in words by kind, and that with what is wrong with its gradients.
+) -> tuple[set[str], tuple[Problem, ...]]:
+    """Return the kinds of what is wrong with a step as a whole, and that with what is wrong with its gradients.
 
     A loss scaler skips a step whose gradients overflow: that is how it finds its scale, and no anomaly.
     """
-    loss, norm, verdict = 0.0 if check.loss is None else check.loss, check.total_norm, dict[str, str]()
+    loss, norm = 0.0 if check.loss is None else check.loss, nan if check.gradient_norm is None else check.gradient_norm
+    texts = dict[str, str]()
     is_skipped = check.loss_scale != 1.0 and not isfinite(norm)
     steps = _models.setdefault(model, _Steps())
     steps.number += 1
@@ -123,22 +123,22 @@ def _judge(
     is_finite = check.loss is not None and isfinite(loss)
     is_spike, has_diverged = is_finite and steps.baseline.is_spike(loss), is_finite and steps.divergence.add(loss)
     if not isfinite(loss):
-        verdict["loss_anomaly"] = f"the loss is {loss}"
+        texts["loss_anomaly"] = f"the loss is {loss}"
     elif has_diverged:
-        verdict["loss_anomaly"] = f"the loss {loss:.4g} stays far above the first ones, {steps.divergence.start:.4g} (diverged)"
+        texts["loss_anomaly"] = f"the loss {loss:.4g} stays far above the first ones, {steps.divergence.start:.4g} (diverged)"
     elif is_spike:
-        verdict["loss_anomaly"] = f"the loss {loss:.4g} is far above the usual {steps.baseline.mean:.4g}"
+        texts["loss_anomaly"] = f"the loss {loss:.4g} is far above the usual {steps.baseline.mean:.4g}"
     if norm > exploding and isfinite(norm):
-        verdict["gradient_explosion"] = f"the total gradient norm {norm:.3g} is above {exploding:.3g} (exploding)"
+        texts["gradient_explosion"] = f"the total gradient norm {norm:.3g} is above {exploding:.3g} (exploding)"
     elif not isfinite(norm) and not is_skipped and check.parameters:
-        verdict["gradient_explosion"] = f"the total gradient norm is {norm}"
+        texts["gradient_explosion"] = f"the total gradient norm is {norm}"
     elif norm < vanishing:
-        verdict["gradient_vanishing"] = f"the total gradient norm {norm:.3g} is below {vanishing:.3g} (vanishing)"
-    for kind, text in verdict.items():
-        if isfinite(loss) or kind != "loss_anomaly":  # else the check of the gradients has told it
-            record_finding(kind, text, function=function, name=type(model).__name__)
-    in_gradients = () if is_skipped and isfinite(loss) else check.anomalies
-    return verdict, tuple(dict.fromkeys([*in_gradients, *verdict.values()]))
+        texts["gradient_vanishing"] = f"the total gradient norm {norm:.3g} is below {vanishing:.3g} (vanishing)"
+    name = type(model).__name__
+    in_gradients = () if is_skipped and isfinite(loss) else check.problems
+    # of a loss that is not finite the check of the gradients has said it
+    rest = ((kind, name, text) for kind, text in texts.items() if isfinite(loss) or kind != "loss_anomaly")
+    return set(texts), (*in_gradients, *record_findings(function, rest))
 
 
 MOST_TENSORS = 64
@@ -201,18 +201,18 @@ def first_line(error: BaseException) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardPass(Result):
+class ForwardPass(Checked):
     """A forward pass. ``output`` is what the model returned."""
 
     model: str
-    time: float
+    time_s: float
     """Seconds; on a CUDA device until it had computed"""
     inputs: tuple[tensors.TensorRow, ...]
     outputs: tuple[tensors.TensorRow, ...]
     activations: tuple[tensors.TensorRow, ...]
     memory: MemoryUse
     gpu_memory: MemoryUse | None
-    anomalies: tuple[str, ...]
+    problems: tuple[Problem, ...]
     _output: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -222,45 +222,44 @@ class ForwardPass(Result):
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardPass(Result):
+class BackwardPass(Checked):
     """A backward pass."""
 
     loss: float
-    time: float
+    time_s: float
     gradients: GradientCheck
     memory: MemoryUse
     gpu_memory: MemoryUse | None
-    anomalies: tuple[str, ...]
+    problems: tuple[Problem, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizationStep(Result):
+class OptimizationStep(Checked):
     """A step of an optimizer."""
 
     optimizer: str
-    time: float
+    time_s: float
     learning_rates: tuple[float, ...]
-    parameter_norm: float
+    parameter_norm: float | None
     """L2 norm of its parameters after the step"""
-    update_norm: float
+    update_norm: float | None
     """L2 norm of what the step changed; 0 where a loss scaler skipped it"""
-    update_ratio: float
+    update_ratio: float | None
     """Update over parameter norm before it: about 1e-3 in a training that goes well (Karpathy, "makemore" part 3)"""
     skipped: bool
     memory: MemoryUse
     gpu_memory: MemoryUse | None
-    anomalies: tuple[str, ...]
+    problems: tuple[Problem, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingStep(Result):
+class TrainingStep(Checked):
     """A whole step."""
 
     loss: float
-    time: float
-    gradient_norm: float
-    anomaly_detected: bool
-    anomalies: tuple[str, ...]
+    time_s: float
+    gradient_norm: float | None
+    problems: tuple[Problem, ...]
     forward: ForwardPass
     backward: BackwardPass
     optimization: OptimizationStep
@@ -290,11 +289,10 @@ def _forward(model: Any, batch: Any, function: str, *, wanted: bool) -> ForwardP
     collector.add("outputs", "output", output)
     rows = collector.read()
     in_order = (row for group in ("inputs", "activations", "outputs") for row in rows.get(group, ()))
-    anomalies = tuple(row.anomaly for row in in_order if row.anomaly)
-    record_findings(function, (("nonfinite_tensor", text.partition(":")[0], text) for text in anomalies))
+    problems = record_findings(function, (("nonfinite_tensor", row.name, row.defect) for row in in_order if row.defect))
     return ForwardPass(
-        model=type(model).__name__, time=part.time, inputs=rows.get("inputs", ()), outputs=rows.get("outputs", ()),
-        activations=rows.get("activations", ()), memory=part.host, gpu_memory=part.device, anomalies=anomalies, _output=output,
+        model=type(model).__name__, time_s=part.time_s, inputs=rows.get("inputs", ()), outputs=rows.get("outputs", ()),
+        activations=rows.get("activations", ()), memory=part.host, gpu_memory=part.device, problems=problems, _output=output,
     )  # fmt: skip
 
 
@@ -321,7 +319,7 @@ def _backward(loss: Any, model: Any, scaler: Any, exploding: float, vanishing: f
         (loss if scaler is None else scaler.scale(loss)).backward()
     gradients = check_gradients(model, loss, scaler=scaler, exploding=exploding, vanishing=vanishing)
     value = nan if gradients.loss is None else gradients.loss
-    return BackwardPass(value, part.time, gradients, part.host, part.device, gradients.anomalies)
+    return BackwardPass(value, part.time_s, gradients, part.host, part.device, gradients.problems)
 
 
 def optimization_step(optimizer: Any, *, scaler: Any = None) -> OptimizationStep:
@@ -351,15 +349,15 @@ def optimization_step(optimizer: Any, *, scaler: Any = None) -> OptimizationStep
     for x in (*parameters, *changes, *before):
         taken.add("", x)
     rows = taken.described()
-    norm, update, old = (tensors.total_norm(rows[count * i : count * (i + 1)]) for i in range(3))
-    odd = (("parameters", norm), ("update", update))
-    anomalies = tuple(f"the norm of the {what} is {value} after the step" for what, value in odd if not isfinite(value))
-    record_findings("optimization_step", (("nonfinite_parameter", type(optimizer).__name__, text) for text in anomalies))
+    norm, update, old = (tensors.norm_of(rows[count * i : count * (i + 1)]) for i in range(3))
+    odd = [(what, value) for what, value in (("parameters", norm), ("update", update)) if not isfinite(value or 0.0)]
+    texts = [f"the norm of the {what} is {value} after the step" for what, value in odd]
+    kind, name = "nonfinite_parameter", type(optimizer).__name__
     skipped = scaler is not None and scaler.get_scale() < scale
     return OptimizationStep(
-        optimizer=type(optimizer).__name__, time=part.time, learning_rates=rates, parameter_norm=norm, update_norm=update,
-        update_ratio=update / old if old else nan, skipped=skipped, memory=part.host, gpu_memory=part.device,
-        anomalies=anomalies,
+        optimizer=name, time_s=part.time_s, learning_rates=rates, parameter_norm=norm, update_norm=update,
+        update_ratio=update / old if old and update is not None else None, skipped=skipped, memory=part.host,
+        gpu_memory=part.device, problems=record_findings("optimization_step", [(kind, name, text) for text in texts]),
     )  # fmt: skip
 
 
@@ -402,13 +400,12 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
         loss = loss_fn(forward.output) if target is None else loss_fn(forward.output, target)
     backward = _backward(loss, model, scaler, limit, VANISHING)
     optimization = optimization_step(optimizer, scaler=scaler)
-    verdict, in_gradients = _judge(model, backward.gradients, "training_step", limit, VANISHING)
-    parts = forward.anomalies, in_gradients, optimization.anomalies, _strangers(model, optimizer)
-    anomalies = tuple(dict.fromkeys(text for part in parts for text in part))
-    record_step(verdict, anomalous=bool(anomalies))
+    kinds, in_gradients = _judge(model, backward.gradients, "training_step", limit, VANISHING)
+    problems = (*forward.problems, *in_gradients, *optimization.problems, *_strangers(model, optimizer))
+    record_step(kinds, anomalous=bool(problems))
     return TrainingStep(
-        loss=backward.loss, time=time.perf_counter() - begun, gradient_norm=backward.gradients.total_norm,
-        anomaly_detected=bool(anomalies), anomalies=anomalies, forward=forward, backward=backward, optimization=optimization,
+        loss=backward.loss, time_s=time.perf_counter() - begun, gradient_norm=backward.gradients.gradient_norm,
+        problems=problems, forward=forward, backward=backward, optimization=optimization,
         weights=tensors.analyze_parameters(model) if weights else None,
     )  # fmt: skip
 
@@ -427,7 +424,7 @@ def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPa
         return _forward(model, batch, "inference", wanted=activations)
 
 
-def _strangers(model: Any, optimizer: Any) -> tuple[str, ...]:
+def _strangers(model: Any, optimizer: Any) -> tuple[Problem, ...]:
     """Return what is wrong with an optimizer of other parameters: the model never learns."""
     own = {id(parameter) for parameter in model.parameters()}
     if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
@@ -440,7 +437,7 @@ def _strangers(model: Any, optimizer: Any) -> tuple[str, ...]:
 class _Part:
     """Time and memory of a part, filled at its end."""
 
-    time: float = nan
+    time_s: float = nan
     host: Any = None
     device: Any = None
 
@@ -452,5 +449,5 @@ def _measured() -> Iterator[_Part]:
     begun = time.perf_counter()
     yield part
     operations.wait_for_devices()
-    part.time = time.perf_counter() - begun
+    part.time_s = time.perf_counter() - begun
     part.host, part.device = operations.use(before, operations.read())

@@ -16,7 +16,7 @@ from torchobs.debug.findings import record_finding, record_findings, record_seri
 from torchobs.debug.operations import noting_error
 from torchobs.debug.tensors import require
 from torchobs.support.arguments import is_number, is_text, is_whole
-from torchobs.support.result import Result, fill
+from torchobs.support.result import Checked, Problem, Result, fill
 from torchobs.tensors.losses import wide_type
 from torchobs.tensors.running import evaluating
 
@@ -145,19 +145,17 @@ def early_stopping(monitor: str, patience: int = 10, *, mode: Mode, min_delta: f
 
 
 @dataclass(frozen=True, slots=True)
-class Validation(Result):
+class Validation(Checked):
     """One validation; what is known at its end is empty before. ``add`` counts its batches."""
 
     name: str
     samples: int = 0
     batches: int = 0
-    time: float | None = None
-    """Seconds"""
-    throughput: float | None = None
-    """Samples a second"""
+    time_s: float | None = None
+    samples_per_s: float | None = None
     metrics: dict[str, float] | None = None
     """Means, each over the samples of the batches that gave it"""
-    anomalies: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
     error: str | None = None
     """Class of the exception that ended it"""
     _sums: dict[str, tuple[Any, int]] = field(default_factory=dict, repr=False, compare=False)
@@ -207,8 +205,8 @@ def _finish(result: Validation, elapsed: float) -> None:
     metrics = {key: float(total) / max(count, 1) for key, (total, count) in result._sums.items()}
     texts = [f"{name} is {value}" for name, value in metrics.items() if not isfinite(value)]
     texts += ["no batch was added: call add(samples, ...) for each"] * (not result.batches and result.error is None)
-    fill(result, time=elapsed, metrics=metrics, anomalies=tuple(texts), throughput=elapsed and result.samples / elapsed)
+    problems = record_findings("validation", [("validation", result.name, text) for text in texts])
+    fill(result, time_s=elapsed, metrics=metrics, problems=problems, samples_per_s=elapsed and result.samples / elapsed)
     record_series({f"{result.name}.{name}": value for name, value in metrics.items()})
     about = {"name": result.name, "samples": result.samples, "batches": result.batches, "seconds": elapsed, **metrics}
     api.record_event(catalog.EVENT_DEBUG_VALIDATION, about)
-    record_findings("validation", [("validation", result.name, f"{result.name}: {text}") for text in texts])

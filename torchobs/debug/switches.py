@@ -121,7 +121,7 @@ class StepProfile(SwitchProbe):
             self._recorder, StepProfile._running, StepProfile._ended_at = None, None, step
             recorder.finish(1)
             result = recorder.result
-            self.last = "; ".join(result.anomalies) or f"{result.time:.3g} s, top operator {result.top_operator}"
+            self.last = "; ".join(map(str, result.problems)) or f"{result.time_s:.3g} s, top operator {result.top_operator}"
             self.last += f", trace in {result.tensorboard}" * bool(result.tensorboard)
         elif self._running is None and step >= self.due and step != self._ended_at and not self._several_train:
             self._begin(step)
@@ -189,8 +189,8 @@ class ForwardPass(SwitchProbe):
         if self._collector is not None:
             rows = [row for group in self._collector.read().values() for row in group]
             if rows:
-                odd = [row for row in rows if row.anomaly]
-                record_findings("enable", [("nonfinite_activation", row.name, row.anomaly) for row in odd])
+                odd = [row for row in rows if row.defect]
+                record_findings("enable", [("nonfinite_activation", row.name, row.defect) for row in odd])
                 self.note(step, f"{len(rows)} tensors, {len(odd)} not finite")
             self.remove()
         if step + 1 >= self.due and look.model is not None:

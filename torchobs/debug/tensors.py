@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from torchobs.debug.findings import record_finding, record_findings
-from torchobs.support.result import Result
+from torchobs.debug.findings import record_findings
+from torchobs.support.result import Checked, Problem, Result
 from torchobs.tensors.losses import wide_type
 from torchobs.tensors.values import evenly_sampled, stored
 
@@ -172,10 +172,13 @@ class Moments(NamedTuple):
 
     def described(self, scale: float = 1.0) -> dict[str, Any]:
         """Return what results have of it, by the names of their fields; values are divided by ``scale``."""
-        std = sqrt(self.squares / (self.finite - 1)) if self.finite > 1 else nan
-        values = {"norm": self.norm, "mean": self.mean, "std": std, "min": self.min, "max": self.max}
+        values = {"mean": self.mean, "min": self.min, "max": self.max} if self.finite else {}
+        if self.finite > 1:
+            values["std"] = sqrt(self.squares / (self.finite - 1))
         counts = {"zero_count": self.zeros, "nan_count": self.nan, "inf_count": self.infinite}
-        return {name: value / scale for name, value in values.items()} | {name: int(n) for name, n in counts.items()}
+        absent = dict.fromkeys(("mean", "std", "min", "max"))
+        scaled = {name: value / scale for name, value in (values | {"norm": self.norm}).items()}
+        return absent | scaled | {name: int(n) for name, n in counts.items()}
 
 
 NOTHING = Moments(0, 0, 0, 0, nan, 0, nan, nan, 0)
@@ -253,27 +256,30 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class TensorRow(Result):
-    """One parameter, gradient, input, output or activation. Statistics are of the finite elements, the norm of all."""
+    """One parameter, gradient, input, output or activation. Statistics are of the finite elements, the norm of all.
+
+    ``None`` where there is no such element.
+    """
 
     name: str
     shape: tuple[int | str, ...]
     dtype: str
     device: str
     numel: int
-    mean: float
-    std: float
-    min: float
-    max: float
-    norm: float
+    mean: float | None
+    std: float | None
+    min: float | None
+    max: float | None
+    norm: float | None
     zero_count: int
     nan_count: int
     inf_count: int
 
     @property
-    def anomaly(self) -> str:
-        """What is wrong with it in words, or nothing."""
+    def defect(self) -> str:
+        """What is not finite in it, in words, or nothing."""
         counts = " and ".join(f"{n} {kind}" for n, kind in ((self.nan_count, "NaN"), (self.inf_count, "Inf")) if n)
-        return f"{self.name}: {counts} of {self.numel} elements" if counts else ""
+        return f"{counts} of {self.numel} elements" if counts else ""
 
 
 class Rows:
@@ -294,19 +300,19 @@ class Rows:
     def described(self, read: list[list[float]] | None = None, scale: float = 1.0) -> tuple[TensorRow, ...]:
         """Return a row for each, divided by ``scale``, by what was read of ``numbers``; without it, read them."""
         read = self.numbers.read() if read is None else read
-        unknown = NOTHING._replace(norm_squared=nan)
-        moments = [unknown if index is None else Moments(*read[index]) for _, index in self._taken]
-        return tuple(TensorRow(**about, **m.described(scale)) for (about, _), m in zip(self._taken, moments, strict=True))
+        nothing = NOTHING.described() | {"norm": None}
+        numbers = [nothing if index is None else Moments(*read[index]).described(scale) for _, index in self._taken]
+        return tuple(TensorRow(**about, **each) for (about, _), each in zip(self._taken, numbers, strict=True))
 
 
-def total_norm(rows: Iterable[TensorRow]) -> float:
-    """Return the L2 norm of all elements together; NaN of a tensor without numbers counts for nothing."""
-    rows = list(rows)
-    return nan if any(row.nan_count for row in rows) else hypot(*(row.norm for row in rows if not isnan(row.norm)))
+def norm_of(rows: Iterable[TensorRow]) -> float | None:
+    """Return the L2 norm of all elements together; ``None`` if no tensor has numbers."""
+    norms = [row.norm for row in rows if row.norm is not None]
+    return (nan if any(map(isnan, norms)) else hypot(*norms)) if norms else None
 
 
 @dataclass(frozen=True, slots=True)
-class TensorStats(TensorRow):
+class TensorStats(TensorRow, Checked):
     """One tensor. In ``shape``, ``"*"`` is a dimension whose length varies (nested tensors)."""
 
     layout: str
@@ -321,25 +327,27 @@ class TensorStats(TensorRow):
     has_nan: bool
     has_inf: bool
     quantiles: dict[str, float]
+    """Empty without a finite element"""
     histogram: tuple[int, ...]
     """Counts in 20 equal bins between ``min`` and ``max``"""
     sampled: int
     """Elements that quantiles and histogram are of: evenly spaced ones of a tensor with more than 262,144"""
+    problems: tuple[Problem, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterAnalysis(Result):
+class ParameterAnalysis(Checked):
     """The parameters of a model, each named once however often it is shared."""
 
     model: str
     numel: int
     trainable: int
     size_bytes: int
-    norm: float
+    norm: float | None
     """L2 norm of all parameters on this rank; NaN or infinite if an element is"""
     has_nan: bool
     has_inf: bool
-    anomalies: tuple[str, ...]
+    problems: tuple[Problem, ...]
     parameters: tuple[TensorRow, ...]
 
 
@@ -362,15 +370,14 @@ def analyze_tensor(x: Any, name: str = "tensor") -> TensorStats:
             taken.numbers.add(_distribution(values))
     read = taken.numbers.read()
     (row,), shape = taken.described(read), read[1] if counted else shape
-    stats = TensorStats(
+    odd = [("nonfinite_tensor", name, row.defect)] if row.defect else []
+    return TensorStats(
         **{field.name: getattr(row, field.name) for field in fields(row)}, layout=_name(x.layout), size_bytes=bytes_of(x),
         requires_grad=bool(x.requires_grad), values=kind, counted=counted, has_nan=row.nan_count > 0, has_inf=row.inf_count > 0,
-        quantiles={f"{place:g}": value for place, value in zip(QUANTILES, shape, strict=False)},
+        quantiles={f"{place:g}": value for place, value in zip(QUANTILES, shape, strict=False)} if shape[-1] else {},
         histogram=tuple(int(count) for count in shape[len(QUANTILES) : -1]), sampled=int(shape[-1]),
+        problems=record_findings("analyze_tensor", odd),
     )  # fmt: skip
-    if row.anomaly:
-        record_finding("nonfinite_tensor", row.anomaly, function="analyze_tensor", name=name)
-    return stats
 
 
 def analyze_parameters(model: Any) -> ParameterAnalysis:
@@ -384,11 +391,11 @@ def analyze_parameters(model: Any) -> ParameterAnalysis:
     for name, x in parameters.items():
         taken.add(name, x)
     rows = taken.described()
-    odd = [("nonfinite_parameter", row.name, row.anomaly) for row in rows if row.anomaly]
+    odd = [("nonfinite_parameter", row.name, row.defect) for row in rows if row.defect]
     return ParameterAnalysis(
         model=type(model).__name__, numel=sum(row.numel for row in rows),
         trainable=sum(elements_of(x) for x in parameters.values() if x.requires_grad),
-        size_bytes=sum(map(bytes_of, parameters.values())), norm=total_norm(rows),
+        size_bytes=sum(map(bytes_of, parameters.values())), norm=norm_of(rows),
         has_nan=any(row.nan_count for row in rows), has_inf=any(row.inf_count for row in rows), parameters=rows,
-        anomalies=record_findings("analyze_parameters", odd),
+        problems=record_findings("analyze_parameters", odd),
     )  # fmt: skip

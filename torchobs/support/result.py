@@ -8,6 +8,8 @@ from html import escape
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchobs.support.text import duration, size
+
 R = TypeVar("R", bound="Result")
 
 
@@ -48,7 +50,10 @@ class Problem(Result):
 
 @dataclass(frozen=True)
 class Checked(Result):
-    """Base of results that say whether something is as it should be; each has a field ``problems``, which is empty then."""
+    """Base of results that say whether something is as it should be; each has a field ``problems``, which is empty then.
+
+    ``result["0.weight"]`` is its row with that name.
+    """
 
     __slots__ = ()
     if TYPE_CHECKING:
@@ -64,6 +69,10 @@ class Checked(Result):
 
     def __bool__(self) -> bool:
         return self.ok
+
+    def __getitem__(self, name: str) -> Any:
+        rows = [row for field, value in _items(self) if field != "problems" and isinstance(value, tuple) for row in value]
+        return row_of(tuple(row for row in rows if isinstance(row, Result)), name)
 
     def to_dict(self) -> dict[str, Any]:
         """Return ``ok``, ``problems`` and the fields, as :meth:`Result.to_dict` does."""
@@ -106,9 +115,12 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
-def _text(value: Any) -> str:  # noqa: PLR0911  # one for each kind
+def _text(value: Any, name: str = "") -> str:  # noqa: PLR0911  # one for each kind
+    """Return a field's value for people: numbers of ``*_bytes`` and ``*_s`` with the unit that is read best."""
     if value is None:
         return "-"
+    if name.endswith(("_bytes", "_s")) and isinstance(value, (int, float)):
+        return size(value) if name.endswith("_bytes") else duration(value)
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, float):
@@ -128,7 +140,7 @@ def _table(value: Any) -> tuple[list[str], list[list[str]]] | None:
         return None
     if any(type(item) is not type(value[0]) for item in value):
         return None
-    return [name for name, _ in _items(value[0])], [[_text(item) for _, item in _items(row)] for row in value]
+    return [name for name, _ in _items(value[0])], [[_text(item, name) for name, item in _items(row)] for row in value]
 
 
 def _lines(result: Result, indent: str) -> list[str]:
@@ -141,7 +153,7 @@ def _lines(result: Result, indent: str) -> list[str]:
             lines += [f"{indent}{name}:", *(f"{indent}  {line}" for line in _aligned(*table))]
         elif isinstance(value, Result):
             lines += [f"{indent}{name}:", *_lines(value, indent + "  ")]
-        elif "\n" in (text := _text(value)):
+        elif "\n" in (text := _text(value, name)):
             lines += [f"{indent}{name}:", *text.splitlines()]
         else:
             lines.append(f"{indent}{name:<{width}}  {text}")
