@@ -19,6 +19,7 @@ from torchobs import catalog
 from torchobs.cli import inspect, report
 from torchobs.detect.hangs import Standstill
 from torchobs.exporter import api
+from torchobs.exporter.api_schema import Stall
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight import reader
 from torchobs.flight.directory import KUBERNETES_MOUNT
@@ -234,8 +235,8 @@ def test_a_rank_that_stands_still_is_known_to_everybody(scanner: Scanner, look: 
             file.step(upto, 55.2)
         (seen,) = look(seconds, file).ranks
         with scanner.flight_file(seen.incarnation) as read:
-            found.append((seen.standstill, api.rank_state(seen)["stall"], api.steps(read, seen, 1)["speed"] is None))
-    told = {"seconds": 45.0, "usual_step": 0.1, "habitual": False}
+            found.append((seen.standstill, api.rank_state(seen).stall, api.steps(read, seen, 1).speed is None))
+    told = Stall(seconds=45.0, usual_step=0.1, habitual=False)
     assert found == [(None, None, False), (Standstill(45.0, 0.1), told, True), (None, None, False)]
 
 

@@ -15,6 +15,7 @@ from torchobs._version import __version__
 from torchobs.catalog import PHASES, Severity
 from torchobs.catalog.findings import BADGES, finding
 from torchobs.detect.hangs import PATIENT_PHASES
+from torchobs.diagnosis.from_events import remembered
 from torchobs.diagnosis.health import Health, health, last_step
 from torchobs.document import sections
 from torchobs.document.blocks import Cell, Document, Figure, Figures, Item, Items, LineChart, Link, Series, Table, Text, section
@@ -88,8 +89,8 @@ class Model:
     ranks: tuple[RankView, ...]
     """those shown: one page of the sorted table"""
     pages: int
-    evidence: tuple[Mapping[str, Any], ...]
-    """as in the API, newest first; ``rank``: its label, for an earlier incarnation with that one's first digits behind it"""
+    evidence: tuple[tuple[str, Any], ...]
+    """as in the API, newest first, with the rank's label, of an earlier incarnation with that one's first digits behind it"""
     now_s: float
     """Unix time"""
 
@@ -99,7 +100,7 @@ def chosen_run(runs: Mapping[str, T], choice: Choice) -> T | None:
     return runs.get(choice.run) if choice.run else next(iter(runs.values()), None)
 
 
-def model(runs: tuple[RunView, ...], choice: Choice, evidence: Iterable[Mapping[str, Any]], now_s: float) -> Model:
+def model(runs: tuple[RunView, ...], choice: Choice, evidence: Iterable[Any], now_s: float) -> Model:
     """Return the model for one viewer. ``evidence``: the API's list of artifacts, newest first; ``now_s``: Unix time."""
     run = chosen_run({one.key: one for one in runs}, choice)
     ranks = run.ranks if run else ()
@@ -118,12 +119,12 @@ def model(runs: tuple[RunView, ...], choice: Choice, evidence: Iterable[Mapping[
     return Model(choice, runs, run, focus, shown, pages, tuple(_evidence_of(run, evidence))[:MOST_EVIDENCE], now_s)
 
 
-def _evidence_of(run: RunView | None, evidence: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the artifacts of a run's ranks, including earlier incarnations."""
+def _evidence_of(run: RunView | None, evidence: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the artifacts of a run's ranks, including earlier incarnations, each with its rank."""
     names = {rank.incarnation: rank.rank for rank in run.ranks} if run else {}
     for one in evidence:
-        if one["incarnation"] in names or (run and (one["job_name"], one["run_id"]) == (run.job_name, run.run_id)):
-            yield {**one, "rank": names.get(one["incarnation"], f"{one['rank']}-{one['incarnation'][:DIGITS]}")}
+        if one.incarnation in names or (run and (one.job_name, one.run_id) == (run.job_name, run.run_id)):
+            yield names.get(one.incarnation, f"{one.rank}-{one.incarnation[:DIGITS]}"), one
 
 
 def health_beside(run: RunView, runs: Iterable[RunView]) -> Health:
@@ -387,7 +388,7 @@ def _rank_table(shown: Model, run: RunView) -> Table:
         tuple(rows),
         frozenset({1, 4}),
         name="Ranks",
-        foot=_all(run.ranks) if count > 1 else (),
+        foot=_all(run) if count > 1 else (),
         keys=PHASES,
         pages=tuple(
             Cell(f"{page:,}", link=choice.link("ranks", f"Page {page:,}", current=page == at, page=page)) for page in pages
@@ -402,8 +403,10 @@ def _heading(name: str, sort: str, chosen: str, link: Link) -> Cell:
     return Cell(name, link=link, tone=_ORDERS.get(sort, "descending") if sort == chosen else "")
 
 
-def _all(ranks: Sequence[RankView]) -> tuple[str, ...]:
+@remembered
+def _all(run: RunView) -> tuple[str, ...]:
     """Return the number of ranks by state, and the range of each value."""
+    ranks = run.ranks
     counts = Counter(rank.state for rank in ranks)
     paces = [rank.pace for rank in ranks if rank.pace]
     mean = [sum(column) / len(paces) for column in zip(*(pace.shares for pace in paces), strict=True)]
@@ -472,12 +475,12 @@ def _evidence(shown: Model) -> Table | None:
     """Return the list of the ranks' artifacts, if there are any."""
     rows = tuple(
         (
-            one["time"][:19].replace("T", " "),
-            one["rank"],
-            Cell(one["kind"].replace("_", " "), link=Link(f".{one['href']}")),
-            Cell(text_format.size(one["size_bytes"]), exact=one["size_bytes"]),
+            one.time[:19].replace("T", " "),
+            rank,
+            Cell(one.kind.replace("_", " "), link=Link(f".{one.href}")),
+            _number(text_format.size, one.size_bytes),
         )
-        for one in shown.evidence
+        for rank, one in shown.evidence
     )
     caption = f"{len(rows):,}, the newest first, in UTC"
     return Table(caption, ("when", "rank", "what", "size"), rows, frozenset({0, 2}), name="Evidence") if rows else None

@@ -12,6 +12,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
@@ -20,13 +21,13 @@ from starlette.routing import Mount, Route
 from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.config.settings import PROBES
-from torchobs.exporter import access, api_schema, commands
+from torchobs.exporter import access, commands
+from torchobs.exporter import api_schema as schema
 from torchobs.exporter.access import LET_IN, Problem
-from torchobs.exporter.api_schema import Dated, Position, instant, named, wall_ns
+from torchobs.exporter.api_schema import Answer, Dated, Position, instant, named, wall_ns
 from torchobs.exporter.commands import ArtifactStore, CommandService
 from torchobs.flight.control import LEVELS
 from torchobs.flight.events import Event, plain
-from torchobs.flight.layout import PHASE_NAMES
 from torchobs.flight.reader import Distribution
 from torchobs.flight.step_record import StepFlag
 from torchobs.flight.throughput import RECORDS, pace, speed
@@ -36,7 +37,7 @@ from torchobs.ranks.rank_view import view_of, with_late
 from torchobs.ranks.snapshot import Readings, readings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
     from starlette.requests import Request
 
@@ -61,39 +62,39 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def rank_state(rank: Rank) -> dict[str, Any]:
+def rank_state(rank: Rank) -> Answer:
     """Return a rank's identity, state and progress."""
     readings, header, live = readings_of(rank), rank.view.header, rank.view.live
     last_ns, rates = rank.view.last_step_ns, readings.of(catalog.LEARNING_RATE)
     view = view_of(rank, readings)
-    return {
+    return schema.Rank(
         **named(rank),
-        "state": rank.state,
-        "up": rank.up,
-        "level": level_name(live.level),
-        "phase": live.phase,
-        "started": instant(header.wall_ns),
-        "last_step": None if last_ns is None else instant(wall_ns(header, last_ns)),
-        "progress_age_s": rank.progress_age_s,
-        "stall": rank.standstill._asdict() if rank.standstill else None,
-        "learning_rate": rates.get(("0",), next(iter(rates.values()), None)),  # of the first group, as on the live page
-        "steps": readings.get(catalog.STEPS),
-        "tokens": readings.get(catalog.TOKENS),
-        "samples": readings.get(catalog.SAMPLES),
-        "total_steps": readings.get(catalog.STEPS_PLANNED),
-        "loss": view.loss,
-        "gradient_norm": view.grad_norm,
-    }
+        state=rank.state,
+        up=rank.up,
+        level=level_name(live.level),
+        phase=live.phase,
+        started=instant(header.wall_ns),
+        last_step=None if last_ns is None else instant(wall_ns(header, last_ns)),
+        progress_age_s=rank.progress_age_s,
+        stall=schema.Stall(*rank.standstill) if rank.standstill else None,
+        learning_rate=rates.get(("0",), next(iter(rates.values()), None)),  # of the first group, as on the live page
+        steps=readings.get(catalog.STEPS),
+        tokens=readings.get(catalog.TOKENS),
+        samples=readings.get(catalog.SAMPLES),
+        total_steps=readings.get(catalog.STEPS_PLANNED),
+        loss=view.loss,
+        gradient_norm=view.grad_norm,
+    )
 
 
-def layers(rank: Rank) -> list[dict[str, Any]]:
+def layers(rank: Rank) -> Answer:
     """Return the last value of every per-layer series, by layer; the rank selects which layers have series."""
     by_layer: dict[str, dict[str, Any]] = {}
     for point in rank.view.points:
         layer = dict(point.series.attributes).get(_LAYER)
         if isinstance(layer, str) and not isinstance(point.value, Distribution):
             by_layer.setdefault(layer, {})[point.series.name] = point.value
-    return [{"layer": layer, "values": values} for layer, values in by_layer.items()]
+    return schema.Layers(**named(rank), layers=[schema.Layer(layer, values) for layer, values in by_layer.items()])
 
 
 def level_name(level: int) -> str:
@@ -106,64 +107,66 @@ def dated_events(file: FlightFile, rank: Rank) -> list[Dated]:
     dated = []
     for found in file.events():
         if isinstance(found, Event):
-            name, when_ns = found.name[: api_schema.LONGEST_NAME], wall_ns(rank.view.header, found.time_ns)
-            event = {
+            name, when_ns = found.name[: schema.LONGEST_NAME], wall_ns(rank.view.header, found.time_ns)
+            event = schema.Event(
                 **named(rank),
-                "time": instant(when_ns),
-                "name": name,
-                "severity": catalog.event_severity(name, found.values).name.lower(),
-                "step": found.step,
-                "attributes": found.values,
-                "units": units(name, found.values),
-            }
+                time=instant(when_ns),
+                name=name,
+                severity=catalog.event_severity(name, found.values).name.lower(),
+                step=found.step,
+                attributes=plain(found.values),
+                units=units(name, found.values),
+            )
             dated.append(Dated(Position(when_ns, rank.incarnation, found.position), event))
     return dated
 
 
-def page(events: Iterable[Dated], before: str | None, limit: int) -> dict[str, Any]:
+def page(events: Iterable[Dated], before: str | None, limit: int) -> Answer:
     """Return the newest ``limit`` events, newest first; ``before``: cursor of the page before, from which older ones follow."""
     older = sorted(events, key=lambda one: one.position, reverse=True)
     if before is not None:
         when_ns, incarnation, at = before.rsplit("-", 2)
         older = [one for one in older if one.position < (int(when_ns), incarnation, int(at))]
     taken = older[:limit]
-    more = len(older) > len(taken)
-    return {"events": [one.event for one in taken], "next": "-".join(map(str, taken[-1].position)) if more else None}
+    more = "-".join(map(str, taken[-1].position)) if len(older) > len(taken) else None
+    return schema.Events([one.event for one in taken], more)
 
 
-def steps(file: FlightFile, rank: Rank, last: int) -> dict[str, Any]:
+def steps(file: FlightFile, rank: Rank, last: int) -> Answer:
     """Return the last steps, oldest first, with values delivered after their end, and their throughput while it makes steps."""
     records = file.steps(max(last * LATE_FACTOR, RECORDS))
     found = speed(pace(records)) if rank.trains or not rank.up else None
-    return {"speed": found, "steps": [_step(parts, rank) for parts in with_late(records)[-last:]]}
+    made = [_step(parts, rank) for parts in with_late(records)[-last:]]
+    return schema.Steps(**named(rank), speed=None if found is None else schema.Speed(**found), steps=made)
 
 
-def logged(file: FlightFile, _: Rank) -> dict[str, Any]:
+def logged(file: FlightFile, rank: Rank) -> Answer:
     """Return the curves of the scalars that the script logs, by name, oldest point first."""
     found = curves(file.events())
-    return {"scalars": [{"name": name, "points": [point._asdict() for point in points]} for name, points in found.items()]}
+    scalars = [schema.Scalar(name, [schema.Point(*point) for point in points]) for name, points in found.items()]
+    return schema.Scalars(**named(rank), scalars=scalars)
 
 
-def _step(parts: Sequence[StepRecord], rank: Rank) -> dict[str, Any]:
+def _step(parts: Sequence[StepRecord], rank: Rank) -> Answer:
     record, flags, loss, norm = parts[0], 0, None, None
     for part in parts:
         loss = part.loss if part.flags & StepFlag.LOSS else loss
         norm = part.grad_norm if part.flags & StepFlag.GRAD_NORM else norm
         flags |= part.flags
-    return {
-        "step": record.step,
-        "ended": instant(wall_ns(rank.view.header, record.end_ns)),
-        "duration_s": None if flags & StepFlag.UNTIMED else record.duration_s,
-        "loss": loss,
-        "losses": record.losses,
-        "gradient_norm": norm,
-        "learning_rate": record.learning_rate if flags & StepFlag.LEARNING_RATE else None,
-        "phases_s": dict(zip(PHASE_NAMES, record.phase_s, strict=True)),
-        "tokens": sum(part.tokens for part in parts),
-        "samples": sum(part.samples for part in parts),
-        "loss_scale": record.norm_scale,
-        "skipped": bool(flags & StepFlag.SKIPPED),
-    }
+    return schema.Step(
+        step=record.step,
+        ended=instant(wall_ns(rank.view.header, record.end_ns)),
+        duration_s=None if flags & StepFlag.UNTIMED else record.duration_s,
+        loss=loss,
+        losses=record.losses,
+        gradient_norm=norm,
+        learning_rate=record.learning_rate if flags & StepFlag.LEARNING_RATE else None,
+        phases_s=schema.PhaseSeconds(*record.phase_s),
+        tokens=sum(part.tokens for part in parts),
+        samples=sum(part.samples for part in parts),
+        loss_scale=record.norm_scale,
+        skipped=bool(flags & StepFlag.SKIPPED),
+    )
 
 
 _LOSS_KINDS = ("nonfinite_loss", "loss_spike", "diverged")
@@ -171,59 +174,57 @@ _STEP_ANOMALIES = ("gradient_explosions", "gradient_vanishing", "loss_anomalies"
 """As the API names ``catalog.STEP_ANOMALIES``"""
 
 
-def debug_summary(snapshot: Snapshot, evidence: int) -> dict[str, Any]:
+def debug_summary(snapshot: Snapshot, evidence: int) -> Answer:
     """Return levels, active anomalies, failed probes and the operations of the ranks; ``evidence``: number of artifacts."""
     operations = [row for rank in snapshot.ranks for row in _operations(rank, readings_of(rank))]
-    count = sum(row["count"] for row in operations)
-    times = [row["average_time"] * row["count"] for row in operations]
-    return {
-        "total_operations": count,
-        "average_time": sum(times) / count if count else None,
-        **{name: _greatest(row[name] for row in operations) for name in ("longest_time", "memory_peak", "gpu_memory_peak")},
-        "anomalies": sum(row["anomalies"] for row in operations),
-        "operations": operations,
-        "levels": dict(Counter(level_name(rank.view.live.level) for rank in snapshot.ranks if rank.up)),
-        "anomalies_active": [
-            {**named(rank), "kind": kind}
+    count = sum(row.count for row in operations)
+    alive = [rank for rank in snapshot.ranks if rank.up]
+    return schema.DebugSummary(
+        total_operations=count,
+        average_time=sum(row.average_time * row.count for row in operations) / count if count else None,
+        **{name: _greatest(getattr(row, name) for row in operations) for name in schema.PEAKS},
+        anomalies=sum(row.anomalies for row in operations),
+        operations=operations,
+        levels=dict(Counter(level_name(rank.view.live.level) for rank in alive)),
+        anomalies_active=[
+            schema.ActiveAnomaly(**named(rank), kind=kind) for rank in alive for kind in _raised(rank, catalog.ANOMALY_ACTIVE)
+        ],
+        probes_disabled=[
+            schema.DisabledProbe(**named(rank), probe=probe)
             for rank in snapshot.ranks
-            if rank.up
-            for kind in _raised(rank, catalog.ANOMALY_ACTIVE)
+            for probe in _raised(rank, catalog.PROBE_DISABLED)
         ],
-        "probes_disabled": [
-            {**named(rank), "probe": probe} for rank in snapshot.ranks for probe in _raised(rank, catalog.PROBE_DISABLED)
-        ],
-        "evidence": evidence,
-    }
+        evidence=evidence,
+    )
 
 
-def training_summary(snapshot: Snapshot) -> dict[str, Any]:
+def training_summary(snapshot: Snapshot) -> Answer:
     """Return steps and anomalies, per rank and in total; rates are those of ``debug.training_summary``."""
     counted = [_counts(rank) for rank in snapshot.ranks]
-    ranks = [{**named(rank), **_summary(counts)} for rank, counts in zip(snapshot.ranks, counted, strict=True)]
+    pairs = zip(snapshot.ranks, counted, strict=True)
+    ranks = [schema.RankTraining(**named(rank), **_summary(counts)) for rank, counts in pairs]
     total: Counter[str] = sum(counted, Counter())
-    return {**_summary(total, len(counted)), "ranks": ranks}
+    return schema.TrainingSummary(**_summary(total, len(counted)), ranks=ranks)
 
 
 def _greatest(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _operations(rank: Rank, readings: Readings) -> list[dict[str, Any]]:
-    """Return one row for each operation that was done."""
-    rows = []
+def _operations(rank: Rank, readings: Readings) -> Iterator[Answer]:
+    """Yield a row for each operation that was done."""
     for (name,), count in readings.of(catalog.DEBUG_OPERATIONS).items():
         if count:
-            row = {
-                "operation": name,
-                "count": round(count),
-                "average_time": (readings.get(catalog.DEBUG_OPERATION_TIME, name) or 0.0) / count,
-                "longest_time": readings.get(catalog.DEBUG_OPERATION_LONGEST, name),
-                "memory_peak": readings.get(catalog.DEBUG_OPERATION_MEMORY, name, "host"),
-                "gpu_memory_peak": readings.get(catalog.DEBUG_OPERATION_MEMORY, name, "device"),
-                "anomalies": round(readings.get(catalog.DEBUG_OPERATION_ANOMALIES, name) or 0),
-            }
-            rows.append({**named(rank), **row})
-    return rows
+            yield schema.DebugOperation(
+                **named(rank),
+                operation=name,
+                count=round(count),
+                average_time=(readings.get(catalog.DEBUG_OPERATION_TIME, name) or 0.0) / count,
+                longest_time=readings.get(catalog.DEBUG_OPERATION_LONGEST, name),
+                memory_peak=readings.get(catalog.DEBUG_OPERATION_MEMORY, name, "host"),
+                gpu_memory_peak=readings.get(catalog.DEBUG_OPERATION_MEMORY, name, "device"),
+                anomalies=round(readings.get(catalog.DEBUG_OPERATION_ANOMALIES, name) or 0),
+            )
 
 
 def _raised(rank: Rank, metric: catalog.Metric) -> list[str]:
@@ -256,7 +257,7 @@ def _counts(rank: Rank) -> Counter[str]:
 
 
 def _summary(counts: Counter[str], ranks: int = 1) -> dict[str, Any]:
-    """Return the counts of so many ranks with their rates."""
+    """Return the counts of so many ranks with their rates, as members of a ``StepCounts``."""
     steps, monitored = counts["total_steps"], counts["monitored"]
 
     def rate(name: str, of: int) -> float | None:
@@ -269,9 +270,38 @@ def _summary(counts: Counter[str], ranks: int = 1) -> dict[str, Any]:
         "gradient_explosion_rate": explosions,
         "gradient_vanishing_rate": vanishing,
         "loss_anomaly_rate": rate("loss_anomalies", steps),
-        "anomalies": {kind: counts[f"kind {kind}"] for kind in catalog.ANOMALY_KINDS},
+        "anomalies": schema.AnomalyCounts(*(counts[f"kind {kind}"] for kind in catalog.ANOMALY_KINDS)),
         "source": "recorded" if not monitored else "monitored" if monitored == ranks else "mixed",
     }
+
+
+def ranks_named(snapshot: Snapshot, text: str | None) -> list[Rank]:
+    """Return the ranks with that label or incarnation; all for ``None``."""
+    if text is None:
+        return list(snapshot.ranks)
+    found = [rank for rank in snapshot.ranks if text in {rank.rank, rank.incarnation}]
+    if not found:
+        raise Problem(404, "no-such-rank", "There is no such rank: GET /api/v1/ranks lists those there are.")
+    return found
+
+
+def one_rank(snapshot: Snapshot, text: str | None) -> Rank:
+    """Return the one rank with that label or incarnation; for ``None`` the only rank there is."""
+    found = ranks_named(snapshot, text)
+    if not found:
+        raise Problem(404, "no-such-rank", "No rank has been seen yet.")
+    if len(found) > 1:
+        detail = "There are several: name one by its incarnation, of those that GET /api/v1/ranks lists."
+        raise Problem(409, "ambiguous-rank", detail)
+    return found[0]
+
+
+def living(ranks: list[Rank]) -> list[Rank]:
+    """Return the ranks that are alive."""
+    up = [rank for rank in ranks if rank.up]
+    if not up:
+        raise Problem(409, "rank-ended", "The rank has ended, or no rank has been seen yet: there is nobody to tell.")
+    return up
 
 
 class Api:
@@ -293,7 +323,7 @@ class Api:
 
     def mounts(self, channel: AccessChannel | None = None) -> list[Mount]:
         """Return the API's routes for listeners of that channel; ``None``: TCP, where it is determined per request."""
-        routes = [Route(one.path, self._endpoint(one, channel), methods=[one.method]) for one in api_schema.OPERATIONS]
+        routes = [Route(one.path, self._endpoint(one, channel), methods=[one.method]) for one in schema.OPERATIONS]
         return [Mount(PREFIX, app=Starlette(routes=routes, exception_handlers={HTTPException: _http_problem}))]
 
     async def look(self, snapshot: Snapshot) -> None:
@@ -301,7 +331,7 @@ class Api:
         if self.commands.due(snapshot):
             await self._run(self.commands.look, snapshot)
 
-    async def evidence(self) -> list[dict[str, Any]]:
+    async def evidence(self) -> list[Answer]:
         """Return descriptions of the ranks' artifacts, newest first."""
         return await self._run(self._artifacts.listing)
 
@@ -329,30 +359,31 @@ class Api:
         refusal = access.refusal(request.method, request.headers, channel, self._token, authenticated=known)
         if refusal is not None:
             raise refusal
-        request.state.query = api_schema.query(request, operation.query)
+        request.state.query = schema.query(request, operation.query)
         if operation.body:
-            request.state.body = await api_schema.body(request, operation.body)
+            request.state.body = await schema.body(request, operation.body)
         content = await self._handlers[operation.name](request)
         return content if isinstance(content, Response) else _json(content, operation.status)
 
     # -- reading -----------------------------------------------------------------------------------------------------------
 
     async def _openapi(self, _: Request) -> Response:
-        return Response(api_schema.text(), media_type="application/json", headers=_HEADERS)
+        return Response(schema.text(), media_type="application/json", headers=_HEADERS)
 
     async def _status(self, _: Request) -> object:
         snapshot = await self._watch.fresh()
-        return {
-            "version": __version__,
-            "mode": self._config.mode,
-            "ranks": {**dict.fromkeys(catalog.RANK_STATES, 0), **Counter(rank.state for rank in snapshot.ranks)},
-            "files": dict(snapshot.files),
-            "problems": list(snapshot.problems),
-            "token": self._token.is_configured,
-        }
+        count = Counter(rank.state for rank in snapshot.ranks)
+        return schema.Status(
+            version=__version__,
+            mode=self._config.mode,
+            ranks=schema.RankCounts(*(count[state] for state in catalog.RANK_STATES)),
+            files=dict(snapshot.files),
+            problems=list(snapshot.problems),
+            token=self._token.is_configured,
+        )
 
     async def _ranks(self, _: Request) -> object:
-        return {"ranks": [rank_state(rank) for rank in (await self._watch.fresh()).ranks]}
+        return schema.Ranks([rank_state(rank) for rank in (await self._watch.fresh()).ranks])
 
     async def _debug_summary(self, _: Request) -> object:
         return debug_summary(await self._watch.fresh(), len(await self.evidence()))
@@ -362,27 +393,26 @@ class Api:
 
     async def _events(self, request: Request) -> object:
         query = request.state.query
-        ranks = api_schema.ranks(await self._watch.fresh(), query.get("rank"))
+        ranks = ranks_named(await self._watch.fresh(), query.get("rank"))
         if len(ranks) > MOST_RINGS:
             raise access.bad(f"There are {len(ranks)} ranks: say which one's events by the query parameter rank.")
         nothing: list[Dated] = []
         events = [one for rank in ranks for one in await self._read(rank, dated_events, nothing)]
-        chosen = (one for one in events if query.get("kind") in {None, one.event["name"]})
-        return page(chosen, query.get("before"), query.get("limit", api_schema.DEFAULT_LENGTH))
+        chosen = (one for one in events if query.get("kind") in {None, one.event.name})
+        return page(chosen, query.get("before"), query.get("limit", schema.DEFAULT_LENGTH))
 
     async def _steps(self, request: Request) -> object:
-        last = request.state.query.get("last", api_schema.DEFAULT_LENGTH)
-        return await self._history(request, partial(steps, last=last), {"speed": None, "steps": []})
+        last = request.state.query.get("last", schema.DEFAULT_LENGTH)
+        return await self._history(request, partial(steps, last=last), partial(schema.Steps, speed=None, steps=[]))
 
     async def _scalars(self, request: Request) -> object:
-        return await self._history(request, logged, {"scalars": []})
+        return await self._history(request, logged, partial(schema.Scalars, scalars=[]))
 
     async def _layers(self, request: Request) -> object:
-        rank = await self._rank(request)
-        return {**named(rank), "layers": layers(rank)}
+        return layers(await self._rank(request))
 
     async def _evidence(self, _: Request) -> object:
-        return {"evidence": await self.evidence()}
+        return schema.EvidenceList(await self.evidence())
 
     async def _download(self, request: Request) -> Response:
         identifier = request.path_params["id"]
@@ -413,16 +443,17 @@ class Api:
     # -- commands ----------------------------------------------------------------------------------------------------------
 
     async def _level(self, request: Request) -> object:
-        level = api_schema.level(request)
-        return await self._run(self.commands.level, await self._targets(request), level)
+        level = str(request.path_params["level"])
+        if level not in LEVELS:
+            raise Problem(404, "no-such-level", f"The levels are {', '.join(LEVELS)}.")
+        return await self._run(self.commands.level, await self._targets(request), LEVELS.index(level))
 
     async def _probes(self, request: Request) -> object:
         off = [name for name in PROBES if name in request.state.body.off]
         return await self._run(self.commands.probes_off, await self._targets(request), off)
 
     async def _profile(self, request: Request) -> object:
-        rank = api_schema.one_rank(await self._watch.after_now(), request.state.query.get("rank"))
-        api_schema.living([rank])
+        (rank,) = living([one_rank(await self._watch.after_now(), request.state.query.get("rank"))])
         return await self._run(self.commands.profile, rank, request.state.body.steps)
 
     async def _stacks(self, request: Request) -> object:
@@ -430,22 +461,22 @@ class Api:
 
     async def _clear(self, _: Request) -> object:
         removed, hidden = await self._run(self.commands.clear)
-        return {"removed": removed, "hidden": hidden}
+        return schema.Cleared(removed, hidden)
 
     # -- helpers -----------------------------------------------------------------------------------------------------------
 
     async def _targets(self, request: Request) -> list[Rank]:
         """Return the ranks to command, with what they have read by now."""
-        return api_schema.living(api_schema.ranks(await self._watch.after_now(), request.state.query.get("rank")))
+        return living(ranks_named(await self._watch.after_now(), request.state.query.get("rank")))
 
     async def _rank(self, request: Request) -> Rank:
-        return api_schema.one_rank(await self._watch.fresh(), request.path_params["rank"])
+        return one_rank(await self._watch.fresh(), request.path_params["rank"])
 
     async def _history(
-        self, request: Request, read: Callable[[FlightFile, Rank], dict[str, Any]], otherwise: dict[str, Any]
+        self, request: Request, read: Callable[[FlightFile, Rank], Answer], empty: Callable[..., Answer]
     ) -> object:
         rank = await self._rank(request)
-        return {**named(rank), **await self._read(rank, read, otherwise)}
+        return await self._read(rank, read, empty(**named(rank)))
 
     async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function that accesses the file system in the API's own thread, so that it does not block the event loop."""
@@ -465,8 +496,12 @@ class Api:
 
 
 def _json(content: object, status: int, media_type: str = "application/json", **more: str) -> Response:
-    raw = json.dumps(plain(content), allow_nan=False, separators=(",", ":")).encode()
-    return Response(raw, status, media_type=media_type, headers={**_HEADERS, **more})
+    made = msgspec.to_builtins(content, str_keys=True)
+    try:
+        written = json.dumps(made, allow_nan=False, separators=(",", ":"))
+    except ValueError:  # some number is not finite: looking for it takes as long as all else
+        written = json.dumps(plain(made), allow_nan=False, separators=(",", ":"))
+    return Response(written.encode(), status, media_type=media_type, headers={**_HEADERS, **more})
 
 
 def _problem(problem: Problem) -> Response:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from torchobs.flight.layout import Header
-    from torchobs.ranks.snapshot import Rank, Snapshot
+    from torchobs.ranks import snapshot
 
 MOST_STEPS = 4096
 MOST_EVENTS = 1000
@@ -42,6 +42,10 @@ _LATEST_NS = 253_402_300_799 * 1_000_000_000  # the year 9999
 # -- objects -----------------------------------------------------------------------------------------------------------------
 
 
+Answer = Any
+"""One of the structs below. They are made from tables, so that a type checker does not know their fields"""
+
+
 class Position(NamedTuple):
     """Position of an event in the order of all ranks' events; its fields, joined by ``-``, are the cursor of a page."""
 
@@ -54,7 +58,7 @@ class Dated(NamedTuple):
     """An event and its position."""
 
     position: Position
-    event: dict[str, Any]
+    event: Answer
 
 
 def _object(name: str, /, **fields: Any) -> Any:
@@ -93,30 +97,34 @@ _RATE = _as(
 )
 _LEVEL, _KIND, _PROBES = _enum[LEVELS], _enum[catalog.ANOMALY_KINDS], _list(_enum[PROBES])
 
+AnomalyCounts = _each("AnomalyCounts", catalog.ANOMALY_KINDS, _COUNT)
+RankCounts = _each("RankCounts", catalog.RANK_STATES, _COUNT)
+PhaseSeconds = _each("PhaseSeconds", PHASE_NAMES, _NUMBER)
 _IDENTITY = {"rank": str, "run_id": str, "job_name": str, "incarnation": _INCARNATION}
-_GREATEST = {**dict.fromkeys(("longest_time", "memory_peak", "gpu_memory_peak"), _MAYBE), "anomalies": _COUNT}
+PEAKS = ("longest_time", "memory_peak", "gpu_memory_peak")
+_GREATEST = {**dict.fromkeys(PEAKS, _MAYBE), "anomalies": _COUNT}
 _STEP_COUNTS = {
     "total_steps": _COUNT,
     "anomaly_steps": _as(int, "steps with an anomaly; of recorded ones at least so many, since kinds are counted apart", ge=0),
     "anomaly_steps_most": _as(int, "and at most so many", ge=0),
     **dict.fromkeys(("gradient_explosions", "gradient_vanishing", "loss_anomalies"), _COUNT),
     **dict.fromkeys(("anomaly_rate", "gradient_explosion_rate", "gradient_vanishing_rate", "loss_anomaly_rate"), _RATE),
-    "anomalies": _each("AnomalyCounts", catalog.ANOMALY_KINDS, _COUNT),
+    "anomalies": AnomalyCounts,
     "source": _as(
         _enum["recorded", "monitored", "mixed"],
         "monitored: of the steps given to torchobs.debug; recorded: of all steps, where none was; mixed: where that differs "
         "between ranks",
     ),
 }
-_Link = _object("Link", id=_as(_EVIDENCE_ID, "where the evidence is as soon as it is there"), href=str)
-_Sent = _object("Told", **_IDENTITY, command=_COMMAND)
-_Stall = _object(
+Link = _object("Link", id=_as(_EVIDENCE_ID, "where the evidence is as soon as it is there"), href=str)
+Told = _object("Told", **_IDENTITY, command=_COMMAND)
+Stall = _object(
     "Stall",
     seconds=_as(_NUMBER, "since the last step of a rank that makes none"),
     usual_step=_as(_NUMBER, "the usual duration of one"),
     habitual=_as(bool, "whether it has paused so before"),
 )
-_Rank = _object(
+Rank = _object(
     "Rank",
     **_IDENTITY,
     state=_enum[catalog.RANK_STATES],
@@ -127,9 +135,9 @@ _Rank = _object(
     last_step=_TIME | None,
     **dict.fromkeys(("progress_age_s", "steps", "loss", "gradient_norm", "learning_rate"), _MAYBE),
     **dict.fromkeys(("tokens", "samples", "total_steps"), _MAYBE),
-    stall=_Stall | None,
+    stall=Stall | None,
 )
-_Event = _object(
+Event = _object(
     "Event",
     **_IDENTITY,
     time=_TIME,
@@ -139,7 +147,7 @@ _Event = _object(
     attributes=dict,
     units=_as(_map(str), "of the attributes that have one, in UCUM: By, s"),
 )
-_Speed = _object(
+Speed = _object(
     "Speed",
     steps_per_s=_as(_NUMBER, "of the clock, as rate() over the counters has it"),
     tokens_per_s=_MAYBE,
@@ -147,7 +155,7 @@ _Speed = _object(
     steps=_as(int, "that this is the speed of", ge=0),
     window_s=_as(_NUMBER, "from the end of the first of them to the end of the last"),
 )
-_Step = _object(
+Step = _object(
     "Step",
     step=_COUNT,
     ended=_TIME,
@@ -156,13 +164,13 @@ _Step = _object(
     losses=_as(int, "backward passes that it sums over", ge=0),
     gradient_norm=_MAYBE,
     learning_rate=_MAYBE,
-    phases_s=_each("PhaseSeconds", PHASE_NAMES, _NUMBER),
+    phases_s=PhaseSeconds,
     tokens=_COUNT,
     samples=_COUNT,
     loss_scale=_NUMBER,
     skipped=_as(bool, "whether the loss scaler skipped the optimizer"),
 )
-_Evidence = _object(
+Evidence = _object(
     "Evidence",
     id=_EVIDENCE_ID,
     href=str,
@@ -175,47 +183,54 @@ _Evidence = _object(
     size_bytes=_COUNT,
     media_type=str,
 )
-_StacksOf = _object(
+StacksOf = _object(
     "StacksOf",
     **_IDENTITY,
     command=_COMMAND | None,
-    evidence=_Link | None,
+    evidence=Link | None,
     refused=_as(_MAYBE_TEXT, "why this rank cannot be asked"),
 )
-_Operation = _object("DebugOperation", **_IDENTITY, operation=str, count=_COUNT, average_time=_NUMBER, **_GREATEST)
-_Point = _object("Point", step=_COUNT, value=_NUMBER)
+DebugOperation = _object("DebugOperation", **_IDENTITY, operation=str, count=_COUNT, average_time=_NUMBER, **_GREATEST)
+Point = _object("Point", step=_COUNT, value=_NUMBER)
 
 Status = _object(
     "Status",
     version=str,
     mode=_enum["sidecar", "node"],
-    ranks=_each("RankCounts", catalog.RANK_STATES, _COUNT),
+    ranks=RankCounts,
     files=_map(_COUNT),
     problems=_list(str),
     token=_as(bool, "whether a bearer token admits commands"),
 )
-Ranks = _object("Ranks", ranks=_list(_Rank))
-Steps = _object("Steps", **_IDENTITY, speed=_Speed | None, steps=_list(_Step))
-Layers = _object("Layers", **_IDENTITY, layers=_list(_object("Layer", layer=str, values=_map(_NUMBER))))
-Scalars = _object("Scalars", **_IDENTITY, scalars=_list(_object("Scalar", name=str, points=_list(_Point))))
-Events = _object("Events", events=_list(_Event), next=_as(_MAYBE_TEXT, "`before` of the page with older ones"))
-EvidenceList = _object("EvidenceList", evidence=_list(_Evidence))
+Ranks = _object("Ranks", ranks=_list(Rank))
+Steps = _object("Steps", **_IDENTITY, speed=Speed | None, steps=_list(Step))
+Layer = _object("Layer", layer=str, values=_map(_NUMBER))
+Layers = _object("Layers", **_IDENTITY, layers=_list(Layer))
+Scalar = _object("Scalar", name=str, points=_list(Point))
+Scalars = _object("Scalars", **_IDENTITY, scalars=_list(Scalar))
+Events = _object("Events", events=_list(Event), next=_as(_MAYBE_TEXT, "`before` of the page with older ones"))
+EvidenceList = _object("EvidenceList", evidence=_list(Evidence))
+ActiveAnomaly, DisabledProbe = (
+    _object("ActiveAnomaly", **_IDENTITY, kind=_KIND),
+    _object("DisabledProbe", **_IDENTITY, probe=str),
+)
 DebugSummary = _object(
     "DebugSummary",
     total_operations=_COUNT,
     average_time=_as(_MAYBE, "seconds of an operation of torchobs.debug, as the other times"),
     **_GREATEST,
-    operations=_list(_Operation),
+    operations=_list(DebugOperation),
     levels=_map(_COUNT),
-    anomalies_active=_list(_object("ActiveAnomaly", **_IDENTITY, kind=_KIND)),
-    probes_disabled=_list(_object("DisabledProbe", **_IDENTITY, probe=str)),
+    anomalies_active=_list(ActiveAnomaly),
+    probes_disabled=_list(DisabledProbe),
     evidence=_COUNT,
 )
-TrainingSummary = _object("TrainingSummary", **_STEP_COUNTS, ranks=_list(_object("RankTraining", **_IDENTITY, **_STEP_COUNTS)))
-LevelSet = _object("LevelSet", level=_LEVEL, ranks=_list(_Sent))
-ProbesSet = _object("ProbesSet", off=_PROBES, ranks=_list(_Sent))
-ProfileAsked = _object("ProfileAsked", **_IDENTITY, command=_COMMAND, steps=_COUNT, evidence=_Link)
-StacksAsked = _object("StacksAsked", ranks=_list(_StacksOf))
+RankTraining = _object("RankTraining", **_IDENTITY, **_STEP_COUNTS)
+TrainingSummary = _object("TrainingSummary", **_STEP_COUNTS, ranks=_list(RankTraining))
+LevelSet = _object("LevelSet", level=_LEVEL, ranks=_list(Told))
+ProbesSet = _object("ProbesSet", off=_PROBES, ranks=_list(Told))
+ProfileAsked = _object("ProfileAsked", **_IDENTITY, command=_COMMAND, steps=_COUNT, evidence=Link)
+StacksAsked = _object("StacksAsked", ranks=_list(StacksOf))
 Cleared = _object("Cleared", removed=_COUNT, hidden=_as(int, "what is not this exporter's to remove", ge=0))
 
 Nothing = _object("Nothing")
@@ -234,7 +249,7 @@ def wall_ns(header: Header, monotonic_ns: int) -> int:
     return header.wall_ns + monotonic_ns - header.monotonic_ns
 
 
-def named(rank: Rank) -> dict[str, Any]:
+def named(rank: snapshot.Rank) -> dict[str, Any]:
     """Return a rank's identity."""
     return {"rank": rank.rank, "run_id": rank.run_id, "job_name": rank.job_name, "incarnation": rank.incarnation}
 
@@ -323,43 +338,6 @@ def query(request: Request, names: tuple[str, ...]) -> dict[str, Any]:
         except msgspec.ValidationError as error:
             raise bad(f"The query parameter {name}: {error}.") from None
     return given
-
-
-def level(request: Request) -> int:
-    """Return the level from the path, as an index."""
-    text = str(request.path_params["level"])
-    if text not in LEVELS:
-        raise Problem(404, "no-such-level", f"The levels are {', '.join(LEVELS)}.")
-    return LEVELS.index(text)
-
-
-def ranks(snapshot: Snapshot, text: str | None) -> list[Rank]:
-    """Return the ranks with that label or incarnation; all for ``None``."""
-    if text is None:
-        return list(snapshot.ranks)
-    named = [rank for rank in snapshot.ranks if text in {rank.rank, rank.incarnation}]
-    if not named:
-        raise Problem(404, "no-such-rank", "There is no such rank: GET /api/v1/ranks lists those there are.")
-    return named
-
-
-def one_rank(snapshot: Snapshot, text: str | None) -> Rank:
-    """Return the one rank with that label or incarnation; for ``None`` the only rank there is."""
-    named = ranks(snapshot, text)
-    if not named:
-        raise Problem(404, "no-such-rank", "No rank has been seen yet.")
-    if len(named) > 1:
-        detail = "There are several: name one by its incarnation, of those that GET /api/v1/ranks lists."
-        raise Problem(409, "ambiguous-rank", detail)
-    return named[0]
-
-
-def living(ranks: list[Rank]) -> list[Rank]:
-    """Return the ranks that are alive."""
-    up = [rank for rank in ranks if rank.up]
-    if not up:
-        raise Problem(409, "rank-ended", "The rank has ended, or no rank has been seen yet: there is nobody to tell.")
-    return up
 
 
 async def body(request: Request, wanted: Any) -> Any:

@@ -37,7 +37,7 @@ class Site:
     def __init__(
         self, config: ExporterConfig, snapshots: SnapshotCache, pages: PageCache, scrapers: ScrapeTracker,
         problems: Callable[[], tuple[str, ...]], advice: Callable[[], tuple[str, ...]],
-        evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
+        evidence: Callable[[], Awaitable[Sequence[Any]]],
     ) -> None:  # fmt: skip
         self._snapshots, self._problems, self._telemetry_path = snapshots, problems, config.telemetry_path
         self._metrics = MetricsPage(self._fresh, pages, scrapers, config.pod_uid)

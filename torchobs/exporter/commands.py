@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from torchobs import catalog
 from torchobs.config.settings import PROBES
+from torchobs.exporter import api_schema as schema
 from torchobs.exporter.access import Problem
-from torchobs.exporter.api_schema import instant, named
+from torchobs.exporter.api_schema import Answer, instant, named
 from torchobs.flight import artifacts, control, reader
 from torchobs.flight.artifacts import PROFILE, STACKS, STUCK
 from torchobs.flight.control import Command
@@ -62,7 +63,7 @@ class ArtifactStore:
         self._directory = Directory(config)
         self._hidden: set[str] = set()
 
-    def listing(self) -> list[dict[str, Any]]:
+    def listing(self) -> list[Answer]:
         """Return descriptions of all artifacts, newest first; none if there is no directory."""
         return [content for _, content in sorted(self._described(), key=lambda pair: pair[0], reverse=True)]
 
@@ -104,7 +105,7 @@ class ArtifactStore:
         """Close the directory."""
         self._directory.close()
 
-    def _described(self) -> Iterator[tuple[tuple[int, str, ArtifactName], dict[str, Any]]]:
+    def _described(self) -> Iterator[tuple[tuple[int, str, ArtifactName], Answer]]:
         try:
             directory_fd, owner = self._open()
             present = artifacts.names(directory_fd)
@@ -146,27 +147,28 @@ def media_type(one: ArtifactName) -> str:
     return "application/gzip" if one.kind == PROFILE else "text/plain; charset=utf-8"
 
 
-def link(one: ArtifactName) -> dict[str, str]:
+def link(one: ArtifactName) -> Answer:
     """Return the artifact's id and its path in the API."""
-    return {"id": one.id, "href": f"/api/v1/evidence/{one.id}"}
+    return schema.Link(one.id, f"/api/v1/evidence/{one.id}")
 
 
-def _description(one: ArtifactName, status: os.stat_result, run: dict[str, str] | dict[str, None]) -> dict[str, Any]:
-    return {
-        **link(one),
-        "kind": one.kind,
-        "rank": one.rank,
+def _description(one: ArtifactName, status: os.stat_result, run: dict[str, str] | dict[str, None]) -> Answer:
+    return schema.Evidence(
+        id=one.id,
+        href=link(one).href,
+        kind=one.kind,
+        rank=one.rank,
         **run,
-        "incarnation": one.incarnation,
-        "time": instant(status.st_mtime_ns),
-        "size_bytes": status.st_size,
-        "media_type": media_type(one),
-    }
+        incarnation=one.incarnation,
+        time=instant(status.st_mtime_ns),
+        size_bytes=status.st_size,
+        media_type=media_type(one),
+    )
 
 
 def failure(events: Iterable[Dated], identifier: str) -> Mapping[str, Any] | None:
     """Return the attributes of the event by which a rank reports that it could not write that artifact; if there is one."""
-    reports = (dated.event["attributes"] for dated in events if dated.event["name"] in _FAILURES)
+    reports = (dated.event.attributes for dated in events if dated.event.name in _FAILURES)
     return next((attributes for attributes in reports if attributes.get("evidence") == identifier), None)
 
 
@@ -196,16 +198,16 @@ class CommandService:
         self.failures = 0
         """number of commands that could not be written"""
 
-    def level(self, ranks: Iterable[Rank], level: int) -> dict[str, Any]:
+    def level(self, ranks: Iterable[Rank], level: int) -> Answer:
         """Set the ranks' observability level. Raises ``Problem``."""
-        return {"level": control.LEVELS[level], "ranks": self._send(ranks, Command(level=level))}
+        return schema.LevelSet(control.LEVELS[level], self._send(ranks, Command(level=level)))
 
-    def probes_off(self, ranks: Iterable[Rank], off: list[str]) -> dict[str, Any]:
+    def probes_off(self, ranks: Iterable[Rank], off: list[str]) -> Answer:
         """Switch exactly these probes off, and all others on. Raises ``Problem``."""
         mask = sum(1 << PROBES.index(name) for name in off)
-        return {"off": off, "ranks": self._send(ranks, Command(probes_off=mask))}
+        return schema.ProbesSet(off, self._send(ranks, Command(probes_off=mask)))
 
-    def profile(self, rank: Rank, steps: int) -> dict[str, Any]:
+    def profile(self, rank: Rank, steps: int) -> Answer:
         """Request a profile of that many steps of a rank. Raises ``Problem``."""
         if rank.state == "unresponsive":
             raise Problem(409, "rank-unresponsive", f"Rank {rank.rank} does not respond: ask for its stacks instead.")
@@ -219,19 +221,20 @@ class CommandService:
                 )
                 raise Problem(409, "profile-asked", detail, Retry_After="1")
         (sent,) = self._send([rank], Command(profile_steps=steps))
-        return {"steps": steps, **sent, "evidence": link(artifacts.named(_flight(rank), PROFILE, sent["command"]))}
+        evidence = link(artifacts.named(_flight(rank), PROFILE, sent.command))
+        return schema.ProfileAsked(**named(rank), command=sent.command, steps=steps, evidence=evidence)
 
-    def stacks(self, ranks: list[Rank]) -> dict[str, Any]:
+    def stacks(self, ranks: list[Rank]) -> Answer:
         """Request the ranks' stacks; for a stuck rank return those it has written itself. Raises ``Problem``.
 
         While the rank has yet to read an earlier request, its artifact is returned instead: those stacks will be as recent.
         """
         able = [rank for rank in ranks if rank.state != "unresponsive"]
-        sent = {one["incarnation"]: one for one in self._send(able, Command(stacks=True))} if able else {}
+        sent = {one.incarnation: one.command for one in self._send(able, Command(stacks=True))} if able else {}
         answers = [self._stacks(rank, sent.get(rank.incarnation)) for rank in ranks]
-        if all(answer["evidence"] is None for answer in answers):
-            raise Problem(409, "rank-unresponsive", answers[0]["refused"], Retry_After="1")
-        return {"ranks": answers}
+        if all(answer.evidence is None for answer in answers):
+            raise Problem(409, "rank-unresponsive", answers[0].refused, Retry_After="1")
+        return schema.StacksAsked(answers)
 
     def clear(self) -> tuple[int, int]:
         """Remove all artifacts; return the numbers of removed and hidden."""
@@ -271,20 +274,21 @@ class CommandService:
                     return rank
         return None
 
-    def _stacks(self, rank: Rank, sent: dict[str, Any] | None) -> dict[str, Any]:
-        flight = _flight(rank)
-        if sent is not None:
-            return {**sent, "evidence": link(artifacts.named(flight, STACKS, sent["command"])), "refused": None}
-        answer = {**named(rank), "command": None, "refused": None}
-        if self._store.has(stuck := artifacts.named(flight, STUCK, 0)):  # written by itself, as it is stuck
-            return {**answer, "evidence": link(stuck)}
-        why = (
-            f"Rank {rank.rank} does not respond and has written no stacks down. If it holds Python's lock it does so within "
-            "3 s: ask again. Else it is stopped (send it SIGCONT), waits for a device without end, or is being torn down."
-        )
-        return {**answer, "evidence": None, "refused": why}
+    def _stacks(self, rank: Rank, command: int | None) -> Answer:
+        flight, evidence, refused = _flight(rank), None, None
+        if command is not None:
+            evidence = link(artifacts.named(flight, STACKS, command))
+        elif self._store.has(stuck := artifacts.named(flight, STUCK, 0)):  # written by itself, as it is stuck
+            evidence = link(stuck)
+        else:
+            refused = (
+                f"Rank {rank.rank} does not respond and has written no stacks down. If it holds Python's lock it does so "
+                "within 3 s: ask again. Else it is stopped (send it SIGCONT), waits for a device without end, or is being torn "
+                "down."
+            )
+        return schema.StacksOf(**named(rank), command=command, evidence=evidence, refused=refused)
 
-    def _send(self, ranks: Iterable[Rank], command: Command) -> list[dict[str, Any]]:
+    def _send(self, ranks: Iterable[Rank], command: Command) -> list[Answer]:
         try:
             with self._directory(create=True) as directory_fd:
                 return [self._write(directory_fd, rank, command) for rank in ranks]
@@ -295,12 +299,12 @@ class CommandService:
             detail = f"The control directory cannot be written ({reason}): set --control.dir to one that trainers read as well."
             raise Problem(503, "no-control-directory", detail) from problem
 
-    def _write(self, directory_fd: int, rank: Rank, command: Command) -> dict[str, Any]:
+    def _write(self, directory_fd: int, rank: Rank, command: Command) -> Answer:
         if command.stacks and (unread := _requested(directory_fd, rank, STACKS)).number > rank.view.live.command:
-            return {**named(rank), "command": unread.number}
+            return schema.Told(**named(rank), command=unread.number)
         number = control.write_command(directory_fd, bytes.fromhex(rank.incarnation), command)
         self._commanded.add(rank.incarnation)
-        return {**named(rank), "command": number}
+        return schema.Told(**named(rank), command=number)
 
     @contextlib.contextmanager
     def _directory(self, *, create: bool = False) -> Iterator[int]:

@@ -138,7 +138,7 @@ def page(shown: Model, problems: Sequence[str], links: Sequence[tuple[str, str]]
 class Feed:
     """Renders updates for all viewers. One per exporter; to be used in one event loop."""
 
-    def __init__(self, watch: SnapshotCache, evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]) -> None:
+    def __init__(self, watch: SnapshotCache, evidence: Callable[[], Awaitable[Sequence[Any]]]) -> None:
         """``evidence`` returns the ranks' artifacts."""
         self._watch, self._evidence = watch, evidence
         self._details, self._runs = DetailsReader(), RunsReader()
@@ -270,7 +270,7 @@ class LivePage:
 
     def __init__(
         self, watch: SnapshotCache, problems: Callable[[], Sequence[str]], links: Sequence[tuple[str, str]],
-        evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
+        evidence: Callable[[], Awaitable[Sequence[Any]]],
     ) -> None:  # fmt: skip
         """``evidence`` returns the ranks' artifacts, as in the API."""
         self._watch, self._problems, self._links = watch, problems, links
