@@ -50,13 +50,6 @@ class Screen(NamedTuple):
     first: int = 0
 
 
-class _Block(NamedTuple):
-    """A run: the lines above its ranks, the last with the columns' names, and a line for each rank."""
-
-    above: list[str]
-    rows: list[str]
-
-
 class Watch:
     """Reads the runs of a scanner again and again."""
 
@@ -92,6 +85,10 @@ def screen(runs: Sequence[RunView], style: TerminalStyle, height: int, first: in
     return Screen([*lines, style("dim", text_format.cut(more, style.width))], first)
 
 
+_Block = tuple[list[str], list[str]]
+"""A run: the lines above its ranks, the last with the columns' names, and a line for each rank"""
+
+
 def _shown(blocks: Sequence[_Block], first: int, room: int) -> tuple[list[str], int]:
     """Return the lines from the rank of number ``first`` on that fit, and how many ranks are among them."""
     lines, shown = list[str](), 0
@@ -119,7 +116,7 @@ def _block(run: RunView, style: TerminalStyle, now: str, *, crowded: bool = Fals
     *charts, ranks = (block for section in document.sections for block in section.blocks)
     curves = [line for chart in charts for line in block_lines(chart, style)]
     heading, *rows = table(ranks, style) if isinstance(ranks, Table) else [""]
-    return _Block([*above, *curves, *([""] if curves else []), heading], rows)
+    return [*above, *curves, *([""] if curves else []), heading], rows
 
 
 class Terminal:

@@ -116,6 +116,12 @@ class Shares(NamedTuple):
     parts: Mapping[str, float]
     colours: str = ""
 
+    def largest_first(self) -> list[tuple[str, float, str]]:
+        """Return each part that is not zero: its name, its seconds, and its share in words."""
+        whole = sum(self.parts.values())
+        parts = sorted(self.parts.items(), key=lambda part: -part[1])
+        return [(name, seconds, text_format.percent(seconds / whole)) for name, seconds in parts if seconds > 0]
+
 
 class Code(NamedTuple):
     """Text to be copied, such as a command line."""

@@ -101,6 +101,12 @@ def described(curve: Curve, rounded: Callable[[float], str]) -> str:
     return f"{ends}, least {rounded(curve.least)}, greatest {rounded(curve.greatest)}{odd}"
 
 
+def described_in(chart: blocks.LineChart, series: blocks.Series, curve: Curve) -> str:
+    """Return a chart's curve in words, with its name if there are several."""
+    name = f"{series.name}: " if len(chart.series) > 1 else ""
+    return f"{name}{described(curve, chart.rounded)}"
+
+
 # -- axes --------------------------------------------------------------------------------------------------------------------
 
 
@@ -237,9 +243,9 @@ def _lines(chart: blocks.LineChart) -> Html:
             shapes += _shapes(found, places.__getitem__, scale.y, line, banded=len(chart.series) == 1)
     ys = [(scale.y(value) / HEIGHT, chart.rounded(value)) for value in scale.ticks(binary=chart.rounded is text_format.size)]
     pairs = zip(chart.series, curves, strict=True)
-    said = [f"{one.name}: {described(found, chart.rounded)}" for one, found in pairs if found]
+    said = [described_in(chart, one, found) for one, found in pairs if found]
     said += [text_format.plural(len(chart.marks), "mark")] if chart.marks else []
-    plot = _frame(shapes, f"{chart.name}. {'; '.join(said)}", ys, axis.ticks())
+    plot = _frame(shapes, f"{chart.name}: {'; '.join(said)}", ys, axis.ticks())
     return _figure(chart, plot, _legend(chart, curves, logarithmic=scale.logarithmic))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchobs.document import blocks
-from torchobs.document.charts import curve, described
+from torchobs.document.charts import curve, described_in
 from torchobs.document.html import page
 from torchobs.document.run import Options, document, run_document
 from torchobs.ranks.runs import Chosen
@@ -62,9 +62,7 @@ def _block(block: blocks.Block) -> Iterator[str]:  # one case for each kind
     elif isinstance(block, blocks.Table):
         yield from _table(block)
     elif isinstance(block, blocks.Shares):
-        whole = sum(block.parts.values())
-        parts = sorted(block.parts.items(), key=lambda part: -part[1])
-        rows = tuple((name, text_format.duration(s), text_format.percent(s / whole)) for name, s in parts if s > 0)
+        rows = tuple((name, text_format.duration(seconds), share) for name, seconds, share in block.largest_first())
         yield from _table(blocks.Table(block.caption, ("Part", "Time", "Share"), rows))
     elif isinstance(block, blocks.LineChart):
         yield from _lines(block)
@@ -81,7 +79,7 @@ def _lines(chart: blocks.LineChart) -> Iterator[str]:
         if found is not None:
             bars = text_format.sparkline([bucket.mean for bucket in found.buckets], _BARS)
             yield ""
-            yield f"`{bars}` {_plain(f'{one.name}: {described(found, chart.rounded)}')}"
+            yield f"`{bars}` {_plain(described_in(chart, one, found))}"
     if chart.note:
         yield ""
         yield _plain(chart.note)

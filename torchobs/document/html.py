@@ -205,18 +205,15 @@ def _key(name: str) -> Html:
 
 def _shares(block: blocks.Shares) -> Html:
     """Return parts of a whole as a bar, with a list of them, the largest first."""
-    whole = sum(block.parts.values())
-    parts = sorted(((name, seconds) for name, seconds in block.parts.items() if seconds > 0), key=lambda part: -part[1])
-    if not whole or not parts:
-        return EMPTY
+    parts, whole = block.largest_first(), sum(block.parts.values())
     lines = [
         (
             joined([_key(f"{block.colours}{name}"), name]),
-            joined([exact(text_format.duration(seconds), seconds), f" ({text_format.percent(seconds / whole)})"]),
+            joined([exact(text_format.duration(seconds), seconds), f" ({share})"]),
         )
-        for name, seconds in parts
+        for name, seconds, share in parts
     ]
-    return joined([stacked([(f"{block.colours}{name}", seconds / whole) for name, seconds in parts]), _terms(lines)])
+    return joined([stacked([(f"{block.colours}{name}", seconds / whole) for name, seconds, _ in parts]), _terms(lines)])
 
 
 def _terms(lines: list[tuple[Html, Html]]) -> Html:

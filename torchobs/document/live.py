@@ -18,7 +18,7 @@ from torchobs.detect.hangs import PATIENT_PHASES
 from torchobs.diagnosis.from_events import remembered
 from torchobs.diagnosis.health import Health, health, last_step
 from torchobs.document import sections
-from torchobs.document.blocks import Cell, Document, Figure, Figures, Item, Items, LineChart, Link, Series, Table, Text, section
+from torchobs.document.blocks import Cell, Document, Figure, Figures, Item, Items, Link, Table, Text, section
 from torchobs.document.event_log import EventGroup, log_of, rows_of
 from torchobs.ranks.live import LAYERS
 from torchobs.ranks.rank_file import DIGITS
@@ -50,7 +50,6 @@ _ORDERS = {"rank": "ascending", "step": "ascending", "name": "ascending"}
 _MOST_NAMED = 4
 _MOST_CURVES = 7
 _HALF_A_DAY_S = 43_200
-_LONGEST_NAME = 40
 
 T = TypeVar("T")
 
@@ -155,7 +154,7 @@ def page_document(shown: Model) -> Document:
         of = f"Rank {focus.rank}"
         parts += [
             section("figures", "", figures(focus, run)),
-            section("curves", f"{of} over its last steps", *curves(focus), cards=True),
+            section("curves", f"{of} over its last steps", *sections.curves(focus), cards=True),
             section("ranks", "Ranks", _rank_table(shown, run)),
             section(
                 "details", f"{of} in detail", sections.goodput(focus), sections.memory_table(focus),
@@ -194,7 +193,7 @@ def screen_document(run: RunView, *, crowded: bool = False) -> Document:
     ranks = ordered(run.ranks, "worst" if crowded else "rank")
     rows = tuple(tuple(column.cell(rank) for column in _ON_SCREEN) for rank in ranks)
     head = tuple(column.short or column.name for column in _ON_SCREEN)
-    drawn = [chart for chart in curves(run.ranks[0]) if chart.series]
+    drawn = [chart for chart in sections.curves(run.ranks[0]) if chart.series]
     return Document(
         title=text_format.clean(run.job_name),
         subtitle=" · ".join(filter(None, (text_format.clean(run.run_id), count, done))),
@@ -255,25 +254,6 @@ def _work(pace: Throughput, share: float | None) -> str:
     more = [text_format.rate(per_s, what) for per_s, what in rates if per_s]
     more += [f"MFU {text_format.percent(share)}"] if share is not None else []
     return ", ".join([*more, f"over {text_format.plural(pace.steps, 'step')}"])
-
-
-def curves(rank: RankView) -> Iterator[LineChart]:
-    """Yield the curves of a rank over its last steps, and of what its script logs since the run began."""
-    had_loss, had_norm = (bool(rank.steps) and rank.value(one) is not None for one in (catalog.LOSS, catalog.GRAD_NORM))
-    norm = "Gradient norm of its shard" if (rank.value(catalog.GRAD_NORM_RANKS) or 1.0) > 1.0 else "Gradient norm"
-    times = sections.points_of(rank.steps, "duration_s")
-    yield _curve("Loss", rank.losses.items(), rank.loss, had=had_loss)
-    yield _curve(norm, rank.norms.items(), rank.grad_norm, had=had_norm)
-    yield _curve("Step time", times, times[-1][1] if times else None)._replace(rounded=text_format.duration)
-    for name, points in rank.events.scalars.items():
-        yield _curve(text_format.clean(name, _LONGEST_NAME), points, rank.value(catalog.SCALAR_VALUE, name), had=True)
-
-
-def _curve(name: str, points: Iterable[tuple[float, float]], last: float | None, *, had: bool = False) -> LineChart:
-    """Return a curve; ``had``: there were values before those of the points."""
-    known = tuple(points)
-    empty = "No finite value lately." if had else "No value yet."
-    return LineChart(name, (Series(name, known),) if known else (), last=last, empty=empty)
 
 
 # -- the table of ranks ------------------------------------------------------------------------------------------------------
@@ -463,8 +443,7 @@ def _who(ranks: Sequence[str]) -> str:
     numbers = sorted({int(rank) for rank in ranks if rank.isdecimal()})
     if len(numbers) == len(ranks) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:  # noqa: PLR2004  # two are no range
         return f"{numbers[0]}–{numbers[-1]}"
-    more = len(ranks) - _MOST_NAMED
-    return ", ".join(ranks[:_MOST_NAMED]) + (f" and {more:,} more" if more > 0 else "")
+    return text_format.joined(numbers if len(numbers) == len(ranks) else ranks, _MOST_NAMED)
 
 
 def _when(now_s: float, at_s: float) -> str:

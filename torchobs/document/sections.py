@@ -7,7 +7,6 @@ from math import isfinite
 from statistics import median, quantiles
 
 from torchobs import catalog
-from torchobs.catalog import Severity
 from torchobs.diagnosis.hangs import shown, stall, without_launcher
 from torchobs.document.blocks import (
     Code,
@@ -30,7 +29,7 @@ from torchobs.support import text as text_format
 
 _MOST_MARKS = 40
 _MOST_SCALARS = 16
-_SEVERITIES = {Severity.INFO: "info", Severity.WARNING: "warning", Severity.ERROR: "error"}
+_LONGEST_NAME = 80
 _ORDINARY = frozenset(
     event.name
     for event in (
@@ -63,28 +62,41 @@ _MOST_RANKS = 1e7
 """A damaged file may hold any number"""
 
 
+def curves(rank: RankView) -> Iterator[LineChart]:
+    """Yield the curves of a rank over its last steps, and of what its script logs since the run began."""
+    had_loss, had_norm = (bool(rank.steps) and rank.value(one) is not None for one in (catalog.LOSS, catalog.GRAD_NORM))
+    norm = "Gradient norm of its shard" if (rank.value(catalog.GRAD_NORM_RANKS) or 1.0) > 1.0 else "Gradient norm"
+    times = points_of(rank.steps, "duration_s")
+    yield _curve("Loss", rank.losses.items(), rank.loss, had=had_loss)
+    yield _curve(norm, rank.norms.items(), rank.grad_norm, had=had_norm)
+    yield _curve("Step time", times, times[-1][1] if times else None)._replace(rounded=text_format.duration)
+    for name, points in rank.events.scalars.items():
+        yield _curve(text_format.clean(name, _LONGEST_NAME), points, rank.value(catalog.SCALAR_VALUE, name), had=True)
+
+
+def _curve(name: str, points: Iterable[tuple[float, float]], last: float | None, *, had: bool = False) -> LineChart:
+    """Return a curve; ``had``: there were values before those of the points."""
+    known = tuple(points)
+    empty = "No finite value lately." if had else "No value yet."
+    return LineChart(name, (Series(name, known),) if known else (), last=last, empty=empty)
+
+
 def training(report: RankView, of: str) -> Section:
     """Return the curves of the optimization."""
-    steps = report.steps
-    marks = _marks(report)
-    limit = report.value(catalog.GRAD_CLIP_MAX_NORM)
+    marks, limit = _marks(report), report.value(catalog.GRAD_CLIP_MAX_NORM)
+    loss, norm, _, *scalars = curves(report)
+    rates = points_of(report.steps, "learning_rate")
     charts = [
-        LineChart("Loss", _series(steps, "loss"), marks=tuple(mark for mark in marks if "loss" in mark.name)),
-        LineChart(
-            "Gradient norm", _series(steps, "grad_norm"), marks=tuple(mark for mark in marks if "gradient" in mark.name),
+        loss._replace(marks=tuple(mark for mark in marks if "loss" in mark.name)),
+        norm._replace(
+            marks=tuple(mark for mark in marks if "gradient" in mark.name),
             levels=(("clipping at", limit),) if limit is not None else (), note=_clipped(report),
         ),
-        LineChart("Learning rate", _series(steps, "learning_rate")),
-        _scale(report),
-        *_scalars(report),
+        LineChart("Learning rate", (Series("learning rate", rates),) if rates else ()), _scale(report),
+        *scalars[:_MOST_SCALARS],
     ]  # fmt: skip
     drawn = (chart for chart in charts if chart is not None and chart.series)
     return section("training", f"Training{of}", *drawn, precision_table(report))
-
-
-def _series(steps: Iterable[Step], field: str) -> tuple[Series, ...]:
-    points = points_of(steps, field)
-    return (Series(field.replace("_", " "), points),) if points else ()
 
 
 def _marks(report: RankView) -> list[Mark]:
@@ -116,12 +128,6 @@ def _scale(report: RankView) -> LineChart | None:
     return LineChart("AMP loss scale", series, note=note) if series else None
 
 
-def _scalars(report: RankView) -> Iterator[LineChart]:
-    for name, points in list(report.events.scalars.items())[:_MOST_SCALARS]:
-        shown = text_format.clean(name, 80)
-        yield LineChart(shown, (Series(shown, [(float(point.step), point.value) for point in points]),))
-
-
 def anomalies(report: RankView, of: str) -> Section:
     """Return everything odd on one axis of steps."""
     rows: dict[tuple[str, str], list[float]] = {}
@@ -146,7 +152,7 @@ def anomalies(report: RankView, of: str) -> Section:
 
 
 def _severity(fact: Fact) -> str:
-    return _SEVERITIES[catalog.event_severity(fact.name, fact.attributes)]
+    return catalog.event_severity(fact.name, fact.attributes).name.lower()
 
 
 def _kind(fact: Fact) -> str:
@@ -205,14 +211,14 @@ def points_of(steps: Iterable[Step], field: str) -> list[Point]:
 
 def time_spent(report: RankView, of: str) -> Section:
     """Return where the time went, of the run and of a step."""
-    times = [(float(step.step), step.duration_s) for step in report.steps if step.duration_s is not None]
+    _, _, times, *_ = curves(report)
     phases, device = report.by_attribute(catalog.STEP_PHASE_TIME), report.by_attribute(catalog.STEP_DEVICE_TIME)
     return section(
         "time", f"Time{of}",
         goodput(report),
         Shares("Time by phase of a step, all steps", phases) if sum(phases.values()) else None,
         Shares("Phases on the GPU, of its time in a step", device) if sum(device.values()) else None,
-        LineChart("Step time", (Series("step time", times),), text_format.duration, note=_spread(report)) if times else None,
+        times._replace(note=_spread(report)) if times.series else None,
         _phases(report), *_operations(report),
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 from typing import TextIO
@@ -86,10 +86,11 @@ def block_lines(block: Block, style: TerminalStyle) -> Iterator[str]:
     elif isinstance(block, Code):
         yield from (text_format.cut(line, style.width) for line in block.words.splitlines())
     elif isinstance(block, Figures):
-        parts = ((f"{one.name} {one.value}", one.more) for one in block.figures)
-        yield from flow([f"{words} ({more})" if more else words for words, more in parts], style.width)
+        figures = ((f"{one.name} {one.value}", one.more) for one in block.figures)
+        yield from flow([f"{words} ({more})" if more else words for words, more in figures], style.width)
     elif isinstance(block, Shares):
-        yield from flow([f"{block.caption}:", *shares(block.parts)], style.width)
+        parts = (f"{name} {share}" for name, _, share in block.largest_first())
+        yield from flow([f"{block.caption}:", *parts], style.width)
     elif isinstance(block, Table):
         yield from _table(block, style)
     elif isinstance(block, LineChart):
@@ -154,12 +155,6 @@ def bullets(texts: Sequence[str], width: int, mark: str = "- ") -> list[str]:
         first, *rest = wrap(text, max(_NARROWEST_TEXT, width - len(mark)), break_on_hyphens=False) or [""]
         lines += [mark + first, *(" " * len(mark) + line for line in rest)]
     return lines
-
-
-def shares(parts: Mapping[str, float]) -> list[str]:
-    """Return ``productive 84 %`` for each part of a whole that is not zero."""
-    whole = sum(parts.values())
-    return [f"{name} {text_format.percent(value / whole)}" for name, value in parts.items() if value > 0]
 
 
 def flow(items: Sequence[str], width: int) -> list[str]:
