@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite, nan
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, cast
 
 from opentelemetry import metrics as api
 from opentelemetry.metrics import CallbackOptions, CallbackT, Meter, Observation, _Gauge
@@ -188,75 +188,74 @@ def _form(attributes: object) -> Hashable | None:
     return (items, types) if set(types) != {str} else items
 
 
-DelegateT = TypeVar("DelegateT")
 _NUMBERS = (int, float)
 _MAX = sys.float_info.max
 DEFAULT_BOUNDS = (0.0, 5.0, 10.0, 25.0, 50.0, 75.0, 100.0, 250.0, 500.0, 750.0, 1000.0, 2500.0, 5000.0, 7500.0, 10000.0)
 """Default bucket boundaries of a histogram (OpenTelemetry specification, explicit bucket histogram aggregation)."""
 
 
-class SynchronousInstrument(Generic[DelegateT]):
+class SynchronousInstrument:
     """What the synchronous instruments have in common: their stream, and the application's own instrument once there is one."""
 
     kind: ClassVar[Kind]
     factory: ClassVar[str]
     """the method of a Meter that creates such an instrument"""
+    method: ClassVar[str]
+    """the instrument's method that takes a measurement"""
+    least: ClassVar[float] = -_MAX
 
     def __init__(self, stream: MetricStream) -> None:
         self.stream = stream
-        self._delegate: DelegateT | None = None
+        self._delegate: Any = None
 
     def delegate_to(self, meter: Meter) -> None:
         """Delegate to the same instrument of the application's own provider from now on."""
         self._delegate = getattr(meter, self.factory)(*self.stream.identity)
 
-    def _change(self, change: Change, amount: float, attributes: Attributes, least: float = -_MAX) -> None:
-        """Record an amount, unless it is below ``least`` or not finite."""
+    def _measure(self, change: Change, amount: float, attributes: Attributes, context: Context | None) -> None:
+        """Record an amount, or delegate it. One below ``least`` or not finite is ignored; a gauge becomes absent by it."""
+        if self._delegate is not None:
+            given = {} if context is None else {"context": context}  # SDKs before 1.28 do not have it
+            getattr(self._delegate, self.method)(amount, attributes, **given)
+            return
         if type(amount) not in _NUMBERS:
             amount = number(amount)
-        if least <= amount <= _MAX:
+        if self.least <= amount <= _MAX:
             self.stream.record(change, amount, attributes)
+        elif self.kind is Kind.GAUGE:
+            self.stream.record(change, nan, attributes)
         else:
-            self.stream.warn_once("an amount that is below %g or not finite (%r) is ignored", least, amount)
+            self.stream.warn_once("an amount that is below %g or not finite (%r) is ignored", self.least, amount)
 
 
-class FlightCounter(SynchronousInstrument[api.Counter], api.Counter):
+class FlightCounter(SynchronousInstrument, api.Counter):
     """A sum that never decreases."""
 
-    kind, factory = Kind.COUNTER, "create_counter"
+    kind, factory, method, least = Kind.COUNTER, "create_counter", "add", 0.0
 
     def add(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
         """See :class:`opentelemetry.metrics.Counter`. A negative or non-finite amount is ignored, with one warning."""
-        if self._delegate is not None:
-            self._delegate.add(amount, attributes, **_given(context))
-            return
-        self._change(Cell.add, amount, attributes, least=0.0)
+        self._measure(Cell.add, amount, attributes, context)
 
 
-class FlightUpDownCounter(SynchronousInstrument[api.UpDownCounter], api.UpDownCounter):
+class FlightUpDownCounter(SynchronousInstrument, api.UpDownCounter):
     """A sum that may decrease."""
 
-    kind, factory = Kind.UPDOWN, "create_up_down_counter"
+    kind, factory, method = Kind.UPDOWN, "create_up_down_counter", "add"
 
     def add(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
         """See :class:`opentelemetry.metrics.UpDownCounter`. A non-finite amount is ignored, with one warning."""
-        if self._delegate is not None:
-            self._delegate.add(amount, attributes, **_given(context))
-            return
-        self._change(Cell.add, amount, attributes)
+        self._measure(Cell.add, amount, attributes, context)
 
 
-class FlightHistogram(SynchronousInstrument[api.Histogram], api.Histogram):
+class FlightHistogram(SynchronousInstrument, api.Histogram):
     """A distribution over buckets."""
 
-    kind, factory = Kind.HISTOGRAM, "create_histogram"
+    kind, factory, method, least = Kind.HISTOGRAM, "create_histogram", "record", 0.0
 
     def record(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
         """See :class:`opentelemetry.metrics.Histogram`. A negative or non-finite amount is ignored, with one warning."""
-        if self._delegate is not None:
-            self._delegate.record(amount, attributes, **_given(context))
-            return
-        self._change(Cell.observe, amount, attributes, least=0.0)
+        self._measure(Cell.observe, amount, attributes, context)
 
     def delegate_to(self, meter: Meter) -> None:
         """See :class:`SynchronousInstrument`; boundaries that are not the default ones are advised there, too."""
@@ -265,19 +264,14 @@ class FlightHistogram(SynchronousInstrument[api.Histogram], api.Histogram):
         self._delegate = meter.create_histogram(*self.stream.identity, **advised)
 
 
-class FlightGauge(SynchronousInstrument[_Gauge], _Gauge):
+class FlightGauge(SynchronousInstrument, _Gauge):
     """A present value."""
 
-    kind, factory = Kind.GAUGE, "create_gauge"
+    kind, factory, method = Kind.GAUGE, "create_gauge", "set"
 
     def set(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
         """See :meth:`opentelemetry.metrics.Meter.create_gauge`. A non-finite amount makes the series absent."""
-        if self._delegate is not None:
-            self._delegate.set(amount, attributes, **_given(context))
-            return
-        if type(amount) not in _NUMBERS:
-            amount = number(amount)
-        self.stream.record(Cell.set, amount if -_MAX <= amount <= _MAX else nan, attributes)
+        self._measure(Cell.set, amount, attributes, context)
 
 
 class AsynchronousInstrument:
@@ -364,11 +358,6 @@ class FlightObservableGauge(AsynchronousInstrument, api.ObservableGauge):
     kind, factory = Kind.GAUGE, "create_observable_gauge"
 
 
-def _given(context: Context | None) -> dict[str, Context]:
-    """Return ``context`` as keyword argument, if given: SDKs before 1.28 do not have it."""
-    return {} if context is None else {"context": context}
-
-
 def number(value: object) -> float:
     """Convert a number of NumPy, torch or the standard library to ``int`` or ``float``; NaN for anything else."""
     converted = call(CircuitBreaker("amount"), _convert, value)
@@ -397,7 +386,7 @@ _NAME = re.compile(r"[a-zA-Z][-_./a-zA-Z0-9]{0,254}")
 _UNIT = re.compile(r"[\x00-\x7F]{0,63}")
 _CALLBACK_TIMEOUT_S = 10.0
 
-Instrument = SynchronousInstrument[Any] | AsynchronousInstrument
+Instrument = SynchronousInstrument | AsynchronousInstrument
 InstrumentT = TypeVar("InstrumentT", bound=Instrument)
 
 
