@@ -1,4 +1,4 @@
-"""Life cycle of the exporter: listen, do periodic work every second, shut down in order.
+"""Life cycle of the exporter: its application, listening, periodic work every second, and an orderly end.
 
 A sidecar never exits by itself: kubelet would restart it, and while a sidecar cannot start, no training container does. It
 serves what it can, retries, and reports problems on its page and in its log. It ends on SIGTERM, which comes after the
@@ -22,12 +22,17 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, TextIO
 
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
 from torchobs import catalog
 from torchobs.exporter import access, file_sd
 from torchobs.exporter.api import Api
-from torchobs.exporter.app import Site
+from torchobs.exporter.exporter_metrics import NO_FAILED_WRITES, ScrapeInput, Scrapes
 from torchobs.exporter.http import Endpoint, Listeners, UnixSocket, allow_files, bind_unix
-from torchobs.exporter.metrics_page import PageCache, ScrapeTracker
+from torchobs.exporter.metrics_page import MetricsPage, PageCache, ScrapeTracker
+from torchobs.exporter.page import LivePage
 from torchobs.exporter.pod_advice import PodAdvice
 from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.exporter.web_config import WebConfigMiddleware
@@ -37,12 +42,17 @@ from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.state import FADED_AFTER_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from starlette.requests import Request
+    from starlette.routing import BaseRoute
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.host import HostMetrics
     from torchobs.exporter.metrics_page import Client
     from torchobs.exporter.otlp.push import Push
+    from torchobs.ranks.snapshot import Snapshot
 
 TICK_S = 1.0
 LEAST_DRAIN_S = 1.0
@@ -171,19 +181,58 @@ class _Service:
         self._snapshots = SnapshotCache(Scanner(config, series_limit=int(snapshot.SERIES_IN_FILES * max(most, for_memory))))
         self._pages = PageCache(config, most)
         self._scrapers = ScrapeTracker(self._has_connection)
+        self._metrics = MetricsPage(self._fresh, self._pages, self._scrapers, config.pod_uid)
         self._web_config, self._api = WebConfigMiddleware(config.web_config_file), Api(config, self._snapshots)
         self._pod = PodAdvice(config) if config.mode == "sidecar" and config.pod_uid else None
-        self._site = Site(
-            config, self._snapshots, self._pages, self._scrapers, self._problems, self._advice, self._api.evidence
-        )
-        app, api = self._site.app(self._api.mounts()), None
+        links = {config.telemetry_path: "Metrics", "/api/v1/openapi.json": "API", "/-/healthy": "healthy", "/-/ready": "ready"}
+        self._live = LivePage(self._snapshots, self._words, tuple(links.items()), self._api.evidence)
+        app, api = self._app(self._api.mounts()), None
         if access.is_socket_wanted(config):
-            bind, commands = partial(_bound_for_api, config), self._site.app(self._api.mounts("socket"))
+            bind, commands = partial(_bound_for_api, config), self._app(self._api.mounts("socket"))
             api = Endpoint("no Unix socket for the API", bind, commands)
         self._listeners = Listeners(config, self._web_config, app, api, announce)
         self._targets = file_sd.TargetFile(config.file_sd, gethostname()) if config.file_sd else None
-        self._push, self._site.host = _optional(config)
+        self._push, self._host = _optional(config)
+        self._failed_writes: Mapping[str, int] = NO_FAILED_WRITES
+        self._scrapes = Scrapes()
+        """as of the last tick, so that scrapes of one second share a page"""
         self._done, self._leave, self._hurry = False, asyncio.Event(), asyncio.Event()
+
+    def _app(self, more: Iterable[BaseRoute]) -> ASGIApp:
+        """Return the application of a listener; ``more``: its routes to the API."""
+        routes = [Route("/-/healthy", self._healthy), Route("/-/ready", self._ready), *self._live.routes(), *more]
+        others, path = (
+            Starlette(routes=[Route(self._config.telemetry_path, self._metrics), *routes]),
+            self._config.telemetry_path,
+        )
+
+        async def front(scope: Scope, receive: Receive, send: Send) -> None:
+            # bypasses the router, for speed: see ``metrics_page``
+            is_metrics = scope["type"] == "http" and scope["path"] == path
+            await (self._metrics if is_metrics else others)(scope, receive, send)
+
+        return front
+
+    async def _healthy(self, _: Request) -> Response:
+        return PlainTextResponse("torchobs exporter is healthy.\n")
+
+    async def _ready(self, _: Request) -> Response:
+        # a missing directory or a taken port do not count: Kubernetes' reaction would hold up the training
+        if self._snapshots.latest is snapshot.EMPTY:
+            return PlainTextResponse("torchobs exporter has not looked at the flight files yet.\n", 503)
+        return PlainTextResponse("torchobs exporter is ready.\n")
+
+    async def _fresh(self, deadline_s: float) -> ScrapeInput:
+        """Return the input of a metrics page within so many seconds."""
+        taken = await self._snapshots.fresh(deadline_s=deadline_s)
+        if self._host is not None:
+            await self._host.look()
+        return self._scrape_input(taken)
+
+    def _scrape_input(self, taken: Snapshot) -> ScrapeInput:
+        pushed = self._push.counts if self._push is not None else None
+        host = self._host.latest if self._host is not None else None
+        return ScrapeInput(taken, self._snapshots.timeouts, self._problems(), pushed, self._failed_writes, self._scrapes, host)
 
     async def run(self) -> int:
         self._watch_signals()
@@ -235,14 +284,13 @@ class _Service:
         snapshot = await self._snapshots.fresh(max_age_s=FADED_AFTER_S / 2)
         await self._api.look(snapshot)
         self._count_losses()
-        self._site.count_scrapes()
+        self._scrapes = self._metrics.scrapes
         if self._pod is not None:
             self._pod.look(snapshot, self._scrapers, time.monotonic())
         if self._push is not None:
-            self._site.pushed = self._push.counts
-            if self._push.due and self._site.host is not None:
-                await self._site.host.look()
-            self._push.look(self._site.scrape_input(snapshot))
+            if self._push.due and self._host is not None:
+                await self._host.look()
+            self._push.look(self._scrape_input(snapshot))
         if self._finished is not None and snapshot.number and self._finished(self._status()):
             self._done = True
             self._leave.set()
@@ -251,7 +299,7 @@ class _Service:
         targets = self._targets.failures if self._targets is not None else 0
         lost, failures = lost_lines(), self._api.commands.failures
         announced = self._listeners.unannounced
-        self._site.failed_writes = {"log": lost, "file_sd": targets, "announcement": announced, "control": failures}
+        self._failed_writes = {"log": lost, "file_sd": targets, "announcement": announced, "control": failures}
 
     async def _write_targets(self) -> None:
         if self._targets is not None:
@@ -266,8 +314,9 @@ class _Service:
     def _has_connection(self, client: Client) -> bool:
         return self._listeners.has_connection(client)
 
-    def _advice(self) -> tuple[str, ...]:
-        return () if self._pod is None else self._pod.advice
+    def _words(self) -> tuple[str, ...]:
+        """Return what the live page says besides: problems and advice."""
+        return (*self._problems(), *(self._pod.advice if self._pod is not None else ()))
 
     def _status(self) -> ServiceStatus:
         ranks, last_s = self._snapshots.latest.ranks, self._scrapers.last_s
@@ -276,7 +325,7 @@ class _Service:
             alive=sum(rank.up for rank in ranks),
             last_scrape_age_s=None if last_s is None else time.monotonic() - last_s,
             unscraped_final=sum(not self._scrapers.got(number) for number in ended),
-            viewers=self._site.live.feed.viewers,
+            viewers=self._live.feed.viewers,
         )
 
     async def _drain(self) -> None:
@@ -328,13 +377,13 @@ class _Service:
             await _sleep_until(self._hurry, FADED_AFTER_S / 2)
             snapshot = await self._snapshots.after_now()
         if self._push is not None:
-            self._push.look(self._site.scrape_input(snapshot), final=True)
+            self._push.look(self._scrape_input(snapshot), final=True)
         return snapshot.number
 
     async def _close(self) -> None:
         if self._targets is not None:
             self._targets.remove()
-        self._site.live.feed.close(done=self._done and {rank.up for rank in self._snapshots.latest.ranks} == {False})
+        self._live.feed.close(done=self._done and {rank.up for rank in self._snapshots.latest.ranks} == {False})
         if self._push is not None:
             self._push.close()
         await self._listeners.close()
