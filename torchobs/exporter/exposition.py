@@ -127,18 +127,26 @@ class SeriesLimits:
         self.taken += entry.lines
         return True
 
-    def give_back(self, lines: int) -> bool:
-        """Free the room of ranks that are gone; return True if series were dropped for lack of room."""
+    def give_back(self, ranks: Iterable[_RankLines]) -> bool:
+        """Free the room of ranks; return True if series were dropped for lack of room."""
+        lines = sum(entry.lines for rank in ranks for entry in rank.entries())
         self.taken -= lines
         waiting, self._was_full = self._was_full and lines > 0, False
         return waiting
 
 
-class RankSeries:
-    """Selects and labels the series of one rank. Whether a series is admitted is decided once."""
+class _RankLines:
+    """The lines of one rank: selects and labels its series, and keeps renderers for each format.
 
-    def __init__(self, rank: Rank, names: NameRegistry, limits: SeriesLimits) -> None:
-        self.identity = dict(zip(labels.IDENTITY, (rank.job_name, rank.run_id, rank.rank), strict=True))
+    Whether a series is admitted is decided once.
+    """
+
+    def __init__(self, rank: Rank, number: int, names: NameRegistry, limits: SeriesLimits) -> None:
+        """``number``: that of the first snapshot with the rank."""
+        self.quiet = QuietSeries(number)
+        self.is_holding = False
+        """whether the last page shows a counter of the rank at 0 that has counted"""
+        self._identity = dict(zip(labels.IDENTITY, (rank.job_name, rank.run_id, rank.rank), strict=True))
         self._names, self._limits = names, limits
         self._entries: dict[int, LabelledSeries | None] = {}
         """the admitted series, by the series' id"""
@@ -146,12 +154,39 @@ class RankSeries:
         """series that were counted as dropped; alive, so that no other object gets its id"""
         self._taken: set[tuple[str, ...]] = set()
         """name and labels of each admitted series, to detect duplicates"""
+        self._own: dict[Format, SampleRenderer] = {}
+        self._blocks: dict[tuple[Format, int], _Block] = {}
 
-    def select(self, series: Collection[Series], *, up: bool, shared: bool) -> list[tuple[int, LabelledSeries]]:
-        """Return the series of a block that are shown in the rank's state, with their index in the block.
+    def of_exporter(self, rank: Rank, form: Format) -> list[FamilyLines]:
+        """Return the lines of the exporter's own metrics of the rank."""
+        if form not in self._own:
+            self._own[form] = SampleRenderer(form, lambda own: {**labels.of_catalog(own), **self._identity})
+        return self._own[form].lines([*exporter_metrics.of_rank(rank)])
 
-        ``shared``: include metrics that ranks share.
-        """
+    def of_blocks(self, rank: Rank, form: Format, *, shared: bool) -> Iterator[list[FamilyLines]]:
+        """Yield the lines of each value block; ``shared``: include metrics that ranks share."""
+        self.is_holding = False
+        for index, block in enumerate(rank.view.blocks):
+            known = self._blocks.get((form, index))
+            if known is None or known.series is not block.series or (known.up, known.shared) != (rank.up, shared):
+                shown = self._select(block.series, up=rank.up, shared=shared)
+                renderer = BlockRenderer(shown, form, self.quiet)
+                known = self._blocks[form, index] = _Block(block.series, rank.up, shared, renderer)
+            yield known.renderer.lines(block, NO_EXEMPLARS if index else rank.exemplars)
+            self.is_holding |= known.renderer.is_holding
+
+    def entries(self) -> list[LabelledSeries]:
+        """Return the admitted series."""
+        return [entry for entry in self._entries.values() if entry is not None]
+
+    def clear(self) -> None:
+        """Decide anew about all series; the count of dropped series stays."""
+        self._entries.clear()
+        self._taken.clear()
+        self._blocks.clear()
+
+    def _select(self, series: Collection[Series], *, up: bool, shared: bool) -> list[tuple[int, LabelledSeries]]:
+        """Return the series of a block that are shown in the rank's state, with their index in the block."""
         for one in series:
             if id(one) not in self._entries:
                 self._entries[id(one)] = self._admit(one)
@@ -161,20 +196,6 @@ class RankSeries:
             for index, entry in entries
             if entry is not None and (up or entry.survives) and (shared or not entry.shared)
         ]
-
-    def entries(self) -> Iterator[LabelledSeries]:
-        """Yield the admitted series."""
-        return (entry for entry in self._entries.values() if entry is not None)
-
-    @property
-    def lines(self) -> int:
-        """Number of lines reserved for them."""
-        return sum(entry.lines for entry in self.entries())
-
-    def clear(self) -> None:
-        """Decide anew about all series; the count of dropped series stays."""
-        self._entries.clear()
-        self._taken.clear()
 
     def _admit(self, series: Series) -> LabelledSeries | None:
         admitted = self._place(series)
@@ -192,7 +213,7 @@ class RankSeries:
             return reason
         if not self._names.claim(series, family):
             return "conflict"
-        entry = label(series, family, self.identity)
+        entry = label(series, family, self._identity)
         key = family.name, *chain.from_iterable(sorted(entry.labels.items()))  # one flat tuple: pairs take 240 bytes more
         if key in self._taken:
             return "conflict"
@@ -232,8 +253,7 @@ class Exposition:
         sharing, self.is_holding = _first_ranks(ranks), False
         for key, rank in ranks.items():
             if key not in self._ranks:
-                series = RankSeries(rank, self._names, self._limits)
-                self._ranks[key] = _RankLines(series, QuietSeries(number))
+                self._ranks[key] = _RankLines(rank, number, self._names, self._limits)
             known = self._ranks[key]
             known.quiet.begin(number, acknowledged)
             yield known.of_exporter(rank, form)
@@ -248,11 +268,11 @@ class Exposition:
         gone = [self._ranks.pop(key) for key in self._ranks.keys() - served.keys()]
         if not gone:
             return
-        if self._limits.give_back(sum(one.series.lines for one in gone)):  # the latest ranks had found no room: place all again
-            self._limits.give_back(sum(one.series.lines for one in self._ranks.values()))
+        if self._limits.give_back(gone):  # the latest ranks had found no room: place all again
+            self._limits.give_back(self._ranks.values())
             for one in self._ranks.values():
                 one.clear()
-        self._names.keep({entry.family for one in self._ranks.values() for entry in one.series.entries()})
+        self._names.keep({entry.family for one in self._ranks.values() for entry in one.entries()})
 
 
 def _first_ranks(ranks: Mapping[_Key, Rank]) -> set[_Key]:
@@ -261,40 +281,6 @@ def _first_ranks(ranks: Mapping[_Key, Rank]) -> set[_Key]:
     for key, rank in sorted(ranks.items(), key=lambda one: (not one[1].up, len(one[1].rank), one[1].rank)):
         first.setdefault((rank.job_name, rank.run_id), key)
     return set(first.values())
-
-
-class _RankLines:
-    """The lines of one rank, by its renderers for each format."""
-
-    def __init__(self, series: RankSeries, quiet: QuietSeries) -> None:
-        self.series, self.quiet = series, quiet
-        self._own: dict[Format, SampleRenderer] = {}
-        self._blocks: dict[tuple[Format, int], _Block] = {}
-        self.is_holding = False
-        """whether the last page shows a counter of the rank at 0 that has counted"""
-
-    def clear(self) -> None:
-        """Decide anew about all series."""
-        self.series.clear()
-        self._blocks.clear()
-
-    def of_exporter(self, rank: Rank, form: Format) -> list[FamilyLines]:
-        """Return the lines of the exporter's own metrics of the rank."""
-        if form not in self._own:
-            self._own[form] = SampleRenderer(form, lambda own: {**labels.of_catalog(own), **self.series.identity})
-        return self._own[form].lines([*exporter_metrics.of_rank(rank)])
-
-    def of_blocks(self, rank: Rank, form: Format, *, shared: bool) -> Iterator[list[FamilyLines]]:
-        """Yield the lines of each value block; ``shared``: include metrics that ranks share."""
-        self.is_holding = False
-        for index, block in enumerate(rank.view.blocks):
-            known = self._blocks.get((form, index))
-            if known is None or known.series is not block.series or (known.up, known.shared) != (rank.up, shared):
-                shown = self.series.select(block.series, up=rank.up, shared=shared)
-                renderer = BlockRenderer(shown, form, self.quiet)
-                known = self._blocks[form, index] = _Block(block.series, rank.up, shared, renderer)
-            yield known.renderer.lines(block, NO_EXEMPLARS if index else rank.exemplars)
-            self.is_holding |= known.renderer.is_holding
 
 
 class _Block(NamedTuple):
