@@ -16,13 +16,13 @@ import pytest
 from torchobs.config.options import Address
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.daemon import LogFormatter
-from torchobs.exporter.file_sd import ScrapeTarget, TargetFile
+from torchobs.exporter.file_sd import TargetFile
 from torchobs.exporter.http import UnixSocket, bind_unix
 from torchobs.exporter.metrics_page import ScrapeTracker
 from torchobs.exporter.pod_advice import NO_RANK, NO_RANK_S, PodAdvice
 from torchobs.ranks.snapshot import EMPTY, Rank
 
-EVERYWHERE = ScrapeTarget((Address("::", 10960),), "/metrics", tls=False)
+EVERYWHERE = [Address("::", 10960)]
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def file(tmp_path: Path) -> TargetFile:
 def test_an_address_that_was_chosen_is_said_as_it_is(file: TargetFile, path: Path) -> None:
     """With brackets where it is IPv6, each once, and with the scheme that TLS has."""
     chosen = (Address("10.0.0.7", 1), Address("fd00::7", 2), Address("0.0.0.0", 3), Address("::", 3))
-    file.update(ScrapeTarget(chosen, "/telemetry", tls=True))
+    file.update(chosen, "/telemetry", tls=True)
     (group,) = json.loads(path.read_text())
     assert group["targets"] == ["10.0.0.7:1", "[fd00::7]:2", "node-1:3"]
     assert group["labels"] == {"torchobs_host": "node-1", "__metrics_path__": "/telemetry", "__scheme__": "https"}
@@ -48,11 +48,11 @@ def test_an_address_that_was_chosen_is_said_as_it_is(file: TargetFile, path: Pat
 
 def test_it_is_written_when_it_changes_and_removed_at_the_end(file: TargetFile, path: Path) -> None:
     """Prometheus reads it again whenever it is touched; an exporter without a port is no target."""
-    file.update(EVERYWHERE)
+    file.update(EVERYWHERE, "/metrics", tls=False)
     before = path.stat()
-    file.update(EVERYWHERE)
+    file.update(EVERYWHERE, "/metrics", tls=False)
     assert path.stat() == before
-    file.update(EVERYWHERE._replace(addresses=()))
+    file.update([], "/metrics", tls=False)
     assert json.loads(path.read_text()) == []
     file.remove()
     file.remove()
@@ -61,7 +61,7 @@ def test_it_is_written_when_it_changes_and_removed_at_the_end(file: TargetFile, 
 
 def test_another_s_file_is_not_removed(file: TargetFile, path: Path) -> None:
     """A successor has written its own meanwhile."""
-    file.update(EVERYWHERE)
+    file.update(EVERYWHERE, "/metrics", tls=False)
     other = path.with_name("other")
     other.write_text("[]")
     other.replace(path)
@@ -73,10 +73,10 @@ def test_what_cannot_be_written_is_a_problem_until_it_can(tmp_path: Path) -> Non
     """The directory may come later."""
     path = tmp_path / "later" / "x.json"
     file = TargetFile(str(path), "node-1")
-    file.update(EVERYWHERE)
+    file.update(EVERYWHERE, "/metrics", tls=False)
     assert file.problem == f"--web.file-sd {path}: No such file or directory"
     path.parent.mkdir()
-    file.update(EVERYWHERE)
+    file.update(EVERYWHERE, "/metrics", tls=False)
     assert not file.problem
     assert path.exists()
 

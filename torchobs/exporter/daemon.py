@@ -304,8 +304,7 @@ class _Service:
     async def _write_targets(self) -> None:
         if self._targets is not None:
             addresses, tls = file_sd.listened_on(self._listeners.sockets), self._web_config.context is not None
-            target = file_sd.ScrapeTarget(addresses, self._config.telemetry_path, tls=tls)
-            await asyncio.to_thread(self._targets.update, target)
+            await asyncio.to_thread(self._targets.update, addresses, self._config.telemetry_path, tls=tls)
 
     def _problems(self) -> tuple[str, ...]:
         found = self._web_config.problem, self._targets.problem if self._targets is not None else ""

@@ -11,7 +11,7 @@ import logging
 import socket
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torchobs.config.options import Address
 from torchobs.flight import files
@@ -28,14 +28,6 @@ _MODE = 0o644
 _log = logging.getLogger(__name__)
 
 
-class ScrapeTarget(NamedTuple):
-    """A scrape target: its address and path."""
-
-    addresses: tuple[Address, ...]
-    telemetry_path: str
-    tls: bool
-
-
 class TargetFile:
     """The file, written when its content changes, and removed at the end."""
 
@@ -45,16 +37,21 @@ class TargetFile:
         self.failures = 0
         """number of failed writes"""
         self._path, self._host = Path(path.replace(_HOST, host)), host
-        self._written: ScrapeTarget | None = None
+        self._written = ""
         self._inode = 0
 
-    def update(self, target: ScrapeTarget) -> None:
+    def update(self, addresses: Iterable[Address], telemetry_path: str, *, tls: bool) -> None:
         """Write the file if its content changes. A failed write is a problem, and retried by the next call."""
-        if target == self._written and not self.problem:
+        targets = sorted({str(self._dialled(address)) for address in addresses})
+        labels = {"torchobs_host": self._host, "__metrics_path__": telemetry_path, **({"__scheme__": "https"} if tls else {})}
+        text = json.dumps([{"targets": targets, "labels": labels}] if targets else [], indent=2) + "\n"
+        if text == self._written and not self.problem:
             return
         try:
-            self._write(self._text(target))
-            self._written, self.problem = target, ""
+            with opened(self._path.parent, link=True) as directory_fd:
+                files.replace(directory_fd, self._path.name, text.encode(), _MODE)
+                self._inode = files.inode(directory_fd, self._path.name)
+            self._written, self.problem = text, ""
         except OSError as problem:
             self.failures += 1
             self.problem = f"--web.file-sd {self._path}: {problem.strerror or problem}"
@@ -66,24 +63,11 @@ class TargetFile:
             if self._path.lstat().st_ino == self._inode:
                 self._path.unlink()
 
-    def _text(self, target: ScrapeTarget) -> str:
-        addresses = {str(self._dialled(address)) for address in target.addresses}
-        labels = {"torchobs_host": self._host, "__metrics_path__": target.telemetry_path}
-        if target.tls:
-            labels["__scheme__"] = "https"
-        groups = [{"targets": sorted(addresses), "labels": labels}] if addresses else []
-        return json.dumps(groups, indent=2) + "\n"
-
     def _dialled(self, address: Address) -> Address:
         everywhere = ip_address(address.host.partition("%")[0]).is_unspecified
         return Address(self._host, address.port) if everywhere else address
 
-    def _write(self, text: str) -> None:
-        with opened(self._path.parent, link=True) as directory_fd:
-            files.replace(directory_fd, self._path.name, text.encode(), _MODE)
-            self._inode = files.inode(directory_fd, self._path.name)
 
-
-def listened_on(bound: Iterable[socket.socket]) -> tuple[Address, ...]:
+def listened_on(bound: Iterable[socket.socket]) -> list[Address]:
     """Return the addresses that the TCP sockets among ``bound`` are bound to."""
-    return tuple(Address(*one.getsockname()[:2]) for one in bound if one.family in {socket.AF_INET, socket.AF_INET6})
+    return [Address(*one.getsockname()[:2]) for one in bound if one.family in {socket.AF_INET, socket.AF_INET6}]
