@@ -361,7 +361,7 @@ def test_a_person_s_thresholds_are_in_panels_and_alerts(tmp_path: Path, capsys: 
     assert "> 0.61" in (tmp_path / "out" / "prometheus" / "rules" / "torchobs-alerts.yml").read_text()
     capsys.readouterr()
     for text, message in (
-        ("thresholds: {memory: 61}", "memory is 61, not a share"),
+        ("thresholds: {memory: 61}", "`$.thresholds.memory`"),
         ("disabled: [Nothing]", "there is no alert"),
     ):
         (tmp_path / "my.yml").write_text(text)

@@ -226,12 +226,12 @@ def test_a_person_sets_thresholds_and_severities_in_one_file(tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("treshold: {}", "treshold means nothing here; there are disabled, grafana_url, runbooks, severities, thresholds"),
-        ("thresholds: {memmory: 1}", "thresholds: memmory means nothing here; there are checkpoint_cadences, cpu, "),
-        ("thresholds: {memory: 90}", "memory is 90, not a share between 0 and 1"),
-        ("thresholds: {slower: 0.5}", "slower is 0.5, not a number above 1"),
-        ("grafana_url: grafana.example.org", "begins with http:// or https:// is expected, not 'grafana.example.org'"),
-        ("severities: {TorchobsRankFailed: critical}", "'critical', not one of page, ticket"),
+        ("treshold: {}", "unknown field `treshold`"),
+        ("thresholds: {memmory: 1}", "unknown field `memmory` - at `$.thresholds`"),
+        ("thresholds: {memory: 90}", "Expected `float` < 1.0 - at `$.thresholds.memory`"),
+        ("thresholds: {slower: 0.5}", "Expected `float` > 1.0 - at `$.thresholds.slower`"),
+        ("grafana_url: grafana.example.org", "https?://"),
+        ("severities: {TorchobsRankFailed: critical}", "'critical' - at `$.severities"),
         ("severities: {TorchobsRankFaild: page}", "there is no alert TorchobsRankFaild; there are TorchobsCgroupOomKill, "),
         ("thresholds: {", "line 1, column 14"),
     ],

@@ -6,14 +6,12 @@ Dashboards were rendered when torchobs was built, rules are when the command run
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torchobs
 from torchobs.cli import arguments
 from torchobs.cli.arguments import CommandError
-from torchobs.rules.values import DEFAULT, SEVERITIES, Thresholds, ValuesError
 
 if TYPE_CHECKING:
     import argparse
@@ -87,9 +85,14 @@ thresholds and their defaults; shares are between 0 and 1 (not per cent), times 
 
 def rules_parser() -> argparse.ArgumentParser:
     """Return the parser of ``torchobs rules``."""
-    width = max(len(one.name) for one in fields(Thresholds))
-    listed = [f"  {one.name:<{width}} {getattr(DEFAULT.thresholds, one.name):g}" for one in fields(Thresholds)]
-    examples = _RULES_EXAMPLES.format(severities=" or ".join(SEVERITIES), thresholds="\n".join(listed))
+    from msgspec.structs import asdict  # no part of a plain install, which writes dashboards all the same
+
+    from torchobs.rules.values import DEFAULT, SEVERITIES
+
+    defaults = asdict(DEFAULT.thresholds)
+    width = max(map(len, defaults))
+    listed = "\n".join(f"  {name:<{width}} {default:g}" for name, default in defaults.items())
+    examples = _RULES_EXAMPLES.format(severities=" or ".join(SEVERITIES), thresholds=listed)
     usage = "torchobs rules export DIR\n       torchobs rules render --values FILE [DIR]"
     made = arguments.parser("rules", usage, _RULES, examples)
     made.add_argument("action", choices=("export", "render"), help="what to do")
@@ -131,7 +134,7 @@ def _rendered(values: Path | None) -> dict[str, str]:
     import yaml
 
     from torchobs.rules import files
-    from torchobs.rules.values import load
+    from torchobs.rules.values import DEFAULT, ValuesError, load
 
     try:
         return files.rendered(load(values) if values else DEFAULT)
