@@ -19,7 +19,7 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
@@ -96,8 +96,11 @@ def enter(program: Program) -> None:
 
 
 def execute(program: Program) -> None:
-    """Run the program to its end, in ``__main__``. Its exceptions propagate, and are shown without our frames."""
-    with _AsItsOwn():
+    """Run the program to its end, in ``__main__``.
+
+    Its exceptions propagate to the interpreter (status 1, or SIGINT), with tracebacks that start at the program's frame.
+    """
+    try:
         if program.kind is ProgramKind.MODULE:
             runpy._run_module_as_main(program.name)  # type: ignore[attr-defined]  # noqa: SLF001  # what `python -m` itself calls
         elif program.kind is ProgramKind.PACKAGE:
@@ -105,6 +108,14 @@ def execute(program: Program) -> None:
         else:
             main = vars(sys.modules["__main__"])
             exec(_load(_absolute(program.name), main), main)  # noqa: S102  # running the user's script is the purpose
+    except SystemExit:
+        raise
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        _show_once_from(_without_hooks(trace))
+        raise
 
 
 def _load(path: str, main: dict[str, object]) -> CodeType:
@@ -147,32 +158,16 @@ def _new_main(old: ModuleType) -> ModuleType:
     return main
 
 
-class _AsItsOwn:
-    """Passes exceptions on to the interpreter (status 1, or SIGINT), with tracebacks that start at the program's frame."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None or isinstance(error, SystemExit):
-            return
-        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next
-        _show_once_from(_without_hooks(trace))
-
-
 def _without_hooks(trace: TracebackType | None) -> TracebackType | None:
     """Remove our hooks' frames from a traceback, except one that raised."""
-    kept = [each for each in _entries(trace) if each.tb_next is None or not each.tb_frame.f_code.co_filename.startswith(_HOOKS)]
+    kept = list[TracebackType]()
+    while trace is not None:
+        if trace.tb_next is None or not trace.tb_frame.f_code.co_filename.startswith(_HOOKS):
+            kept.append(trace)
+        trace = trace.tb_next
     for entry, following in zip(kept, [*kept[1:], None], strict=True) if kept else ():
         entry.tb_next = following
     return kept[0] if kept else None
-
-
-def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
 
 
 def _show_once_from(trace: TracebackType | None) -> None:
