@@ -17,8 +17,6 @@ import re
 import signal
 import threading
 import time
-from functools import partial
-from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, TextIO
 
@@ -30,7 +28,7 @@ from torchobs import catalog
 from torchobs.exporter import access, file_sd
 from torchobs.exporter.api import Api
 from torchobs.exporter.exporter_metrics import NO_FAILED_WRITES, ScrapeInput, Scrapes
-from torchobs.exporter.http import Endpoint, Listeners, UnixSocket, allow_files, bind_unix
+from torchobs.exporter.http import Listeners, allow_files
 from torchobs.exporter.metrics_page import MetricsPage, PageCache, ScrapeTracker
 from torchobs.exporter.page import LivePage
 from torchobs.exporter.pod_advice import PodAdvice
@@ -186,11 +184,8 @@ class _Service:
         self._pod = PodAdvice(config) if config.mode == "sidecar" and config.pod_uid else None
         links = {config.telemetry_path: "Metrics", "/api/v1/openapi.json": "API", "/-/healthy": "healthy", "/-/ready": "ready"}
         self._live = LivePage(self._snapshots, self._words, tuple(links.items()), self._api.evidence)
-        app, api = self._app(self._api.mounts()), None
-        if access.is_socket_wanted(config):
-            bind, commands = partial(_bound_for_api, config), self._app(self._api.mounts("socket"))
-            api = Endpoint("no Unix socket for the API", bind, commands)
-        self._listeners = Listeners(config, self._web_config, app, api, announce)
+        commanded = self._app(self._api.mounts("socket")) if access.is_socket_wanted(config) else None
+        self._listeners = Listeners(config, self._web_config, self._app(self._api.mounts()), commanded, announce)
         self._targets = file_sd.TargetFile(config.file_sd, gethostname()) if config.file_sd else None
         self._push, self._host = _optional(config)
         self._failed_writes: Mapping[str, int] = NO_FAILED_WRITES
@@ -389,11 +384,6 @@ class _Service:
         self._api.close()
         self._snapshots.close()
         self._pages.close()
-
-
-def _bound_for_api(config: ExporterConfig) -> UnixSocket | None:
-    address = access.socket_address(config)
-    return bind_unix(Path(address.path)) if address is not None else None
 
 
 def _optional(config: ExporterConfig) -> tuple[Push | None, HostMetrics | None]:

@@ -17,13 +17,14 @@ import stat
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from torchobs.config.options import Address
+from torchobs.exporter import access
 from torchobs.exporter.config import UnixAddress
 
 if TYPE_CHECKING:
@@ -298,17 +299,6 @@ def _handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         loop.default_exception_handler(context)
 
 
-class Endpoint(NamedTuple):
-    """Something to listen on. ``address``: as configured; ``None`` for the API's own socket."""
-
-    failure: str
-    """what is said if it fails"""
-    bind: Callable[[], socket.socket | None]
-    """returns ``None`` while the directory does not exist; raises ``OSError``"""
-    app: ASGIApp
-    address: Address | UnixAddress | None = None
-
-
 class Listeners:
     """Listens as configured. To be used in one event loop.
 
@@ -320,20 +310,20 @@ class Listeners:
         config: ExporterConfig,
         web_config: WebConfigMiddleware,
         app: ASGIApp,
-        api: Endpoint | None,
+        commanded: ASGIApp | None,
         announce: Callable[[str, bool], None] | None,
     ) -> None:
-        """``app``: the application without authentication, which ``web_config`` adds where it is reached by the network."""
+        """``app``: the application without authentication, which ``web_config`` adds where it is reached by the network.
+
+        ``commanded``: that of the API's own Unix socket; ``None``: there is no such socket.
+        """
         self.unannounced = 0
         self._config, self._web_config, self._announce = config, web_config, announce
         self._servers: list[Server] = []
         # no TLS and no passwords for a Unix socket: its file's mode controls access
-        apps = {UnixAddress: app, Address: web_config.guard(app)}
-        self._unbound = [
-            Endpoint(f"cannot listen on {address}", partial(self._bound_to, address), apps[type(address)], address)
-            for address in config.addresses
-        ]
-        self._unbound += [api] if api is not None else []
+        self._apps = {UnixAddress: app, Address: web_config.guard(app), type(None): commanded}
+        self._unbound: list[Address | UnixAddress | None] = [*config.addresses, *([None] if commanded is not None else [])]
+        """where to listen; ``None``: on the API's own socket"""
         self.problems: tuple[str, ...] = ()
         """why it does not listen as configured"""
         self._context: ssl.SSLContext | None = None
@@ -379,26 +369,29 @@ class Listeners:
     async def _bind(self) -> None:
         self._next_bind_s = time.monotonic() + RETRY_S
         self.problems = ()
-        for endpoint in list(self._unbound):
-            if endpoint.address is None and self._config.mode == "node" and not self._servers:
+        for address in list(self._unbound):
+            if address is None and self._config.mode == "node" and not self._servers:
                 continue  # a node's exporter without a port gives up
             try:
-                bound = endpoint.bind()
+                bound = self._bound_to(address)
             except OSError as problem:
-                words = f"{endpoint.failure}: {problem.strerror or problem}"
+                failure = "no Unix socket for the API" if address is None else f"cannot listen on {address}"
+                words = f"{failure}: {problem.strerror or problem}"
                 self.problems = (*self.problems, words)
                 _log.error("%s", words)
                 continue
-            if bound is not None:
-                self._unbound.remove(endpoint)
-                self._servers.append(server := Server(bound, endpoint.app))
+            if bound is not None and (app := self._apps[type(address)]) is not None:
+                self._unbound.remove(address)
+                self._servers.append(server := Server(bound, app))
                 await server.start(None if isinstance(bound, UnixSocket) else self._context)
-                self._log_address(bound, endpoint.address)
+                self._log_address(bound, address)
 
-    def _bound_to(self, address: Address | UnixAddress) -> socket.socket:
-        if isinstance(address, UnixAddress):
-            return bind_unix(Path(address.path))
-        return bind(address) if self._config.mode == "sidecar" or self._config.listen else bind_near(address)
+    def _bound_to(self, address: Address | UnixAddress | None) -> socket.socket | None:
+        """Return the listening socket; ``None`` while the directory of the API's socket does not exist. Raises ``OSError``."""
+        if isinstance(address, Address):
+            return bind(address) if self._config.mode == "sidecar" or self._config.listen else bind_near(address)
+        named = address or access.socket_address(self._config)
+        return bind_unix(Path(named.path)) if named is not None else None
 
     def _log_address(self, bound: socket.socket, address: Address | UnixAddress | None) -> None:
         actual = Address(address.host, bound.getsockname()[1]) if isinstance(address, Address) else address
