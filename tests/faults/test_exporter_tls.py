@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import shutil
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 OK = b"HTTP/1.1 200 OK"
-METRICS = b"torchobs_build_info"
 
 
 @pytest.fixture(autouse=True)
@@ -82,14 +78,3 @@ def test_it_is_told_whether_its_address_has_tls(exporter: Service, home: Path) -
     (home / "web.yml").write_text("")
     wait_until(lambda: exporter.has_tls is False)
     assert doctor.exporter(None, exporter.address).text == f"http://{exporter.address}/ is ready"
-
-
-def test_a_renewed_certificate_closes_what_is_idle(exporter: Service, home: Path) -> None:
-    """And whoever comes anew gets it; who shook hands before it comes anew, too."""
-    with contextlib.closing(http.client.HTTPSConnection(exporter.address, timeout=10, context=context(home))) as idle:
-        idle.request("GET", "/metrics")
-        assert METRICS in idle.getresponse().read()
-        certify(shutil.which("openssl") or "", home, "server")
-        assert idle.sock is not None
-        assert idle.sock.recv(1) == b""
-    assert over_tls(exporter.address, context(home)) == OK

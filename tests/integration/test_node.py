@@ -123,13 +123,17 @@ def log(flight_dir: Path) -> str:
 
 
 def test_a_rank_s_exporter_serves_it_and_says_where(trainer: Trainer, flight_dir: Path) -> None:
-    """Within a second or so of `init()`, without anybody having started anything."""
+    """Within a second or so of `init()`, without anybody having started anything; its files are for this user alone."""
     trainer()
     found = announced(flight_dir)
     wait_until(lambda: ups(found) == {"0": 1.0})  # whoever asks before its first look has ended waits two seconds at most
     assert found.version == torchobs.__version__
     assert found.url in log(flight_dir)
     assert psutil.Process(found.pid).memory_info().rss < 60 * 2**20
+    files = [path for path in flight_dir.glob("exporter.*") if not path.is_socket()]  # which the directory's mode protects
+    modes = {path.name: path.stat().st_mode & 0o777 for path in files}
+    assert modes == {"exporter.json": 0o600, "exporter.lock": 0o600, "exporter.log": 0o600}
+    assert json.loads((flight_dir / "exporter.json").read_text()).keys() == {"pid", "address", "url", "started", "version"}
 
 
 def status_of(pid: int) -> dict[str, str]:
@@ -163,20 +167,14 @@ def test_nothing_that_a_trainer_set_for_itself_is_inherited(trainer: Trainer, fl
     assert not [name for name in ("LD_PRELOAD", "PYTHON", "RANK", "TORCHOBS_RUN_ID") if f"{name}=" in environ]
 
 
-def test_it_descends_from_no_trainer(trainer: Trainer, flight_dir: Path) -> None:
-    """Launchers end whatever descends from a rank; and no zombie is left for the trainer to find."""
-    child = trainer()
+def test_it_descends_from_no_trainer_and_outlives_it(trainer: Trainer, flight_dir: Path) -> None:
+    """Launchers kill whatever descends from a rank, or its whole group: the end is shown by the one who outlives it."""
+    child = trainer(start_new_session=True)
     found = announced(flight_dir)
-    assert psutil.Process(child.pid).children(recursive=True) == []
+    assert psutil.Process(child.pid).children(recursive=True) == [], "no zombie is left for the trainer to find"
     assert child.pid not in {process.pid for process in psutil.Process(found.pid).parents()}
     assert os.getsid(found.pid) not in {os.getsid(child.pid), found.pid}
     assert os.getpgid(found.pid) != os.getpgid(child.pid)
-
-
-def test_a_killed_process_group_leaves_the_exporter_to_tell(trainer: Trainer, flight_dir: Path) -> None:
-    """Launchers and shells kill the whole group; the end is shown by the one who outlives it."""
-    child = trainer(start_new_session=True)
-    found = announced(flight_dir)
     os.killpg(child.pid, signal.SIGKILL)
     child.wait(10)
     wait_until(lambda: ups(found) == {"0": 0.0})
@@ -256,13 +254,3 @@ def test_it_runs_the_trainer_s_own_torchobs(trainer: Trainer, flight_dir: Path, 
     (tmp_path / "h11.py").write_text("raise SystemExit('shadowed')\n")
     trainer(env=clean_environment() | {"PYTHONPATH": str(tmp_path)})
     assert announced(flight_dir).version == "9.8.7"
-
-
-def test_the_announcement_is_for_this_user_alone(trainer: Trainer, flight_dir: Path) -> None:
-    """As are lock and log."""
-    trainer()
-    announced(flight_dir)
-    files = [path for path in flight_dir.glob("exporter.*") if not path.is_socket()]  # which the directory's mode protects
-    modes = {path.name: path.stat().st_mode & 0o777 for path in files}
-    assert modes == {"exporter.json": 0o600, "exporter.lock": 0o600, "exporter.log": 0o600}
-    assert json.loads((flight_dir / "exporter.json").read_text()).keys() == {"pid", "address", "url", "started", "version"}

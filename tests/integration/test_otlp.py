@@ -319,22 +319,6 @@ def test_spans_are_what_the_ring_holds_each_of_them_once(flight_dir: Path, recei
     assert scope == ("my.package", "1.0")
 
 
-def test_a_killed_run_has_a_span(flight_dir: Path, receiver: Receiver, file: File) -> None:
-    """Its end is its last heartbeat, and an error."""
-    file.writer.events.append(run_span(file))
-    file.beat(1.5)
-    file.save()
-    with Pushing(flight_dir, only_traces(receiver)) as pushing:
-        pushing.look(1.6)
-        file.release()
-        pushing.look(4.0)
-    (run,) = spans(receiver.taken)
-    assert run.end_time_unix_nano == BORN_WALL_NS + round(1.5 * S)
-    assert (run.status.code, run.status.message) == (2, "the rank ended before it: lost")
-    assert run.span_id.hex() == SpanIds(file.header).run.span
-    assert run.trace_id.hex() == trace_id(file.header)
-
-
 def test_no_frame_stops_the_others(flight_dir: Path, receiver: Receiver, file: File) -> None:
     """An application may give a span a time that is none, values that OTLP has no type for, or an event an empty name."""
     odd = {"deep": [[[[[[[[[[[[1]]]]]]]]]]]], "nan": "NaN", "huge": 1 << 100, "": 1}
@@ -382,6 +366,8 @@ def test_segments_are_sent_as_they_end_and_the_last_is_completed(flight_dir: Pat
         pushing.look(6.0)
     run, first, last = spans(receiver.taken)
     assert [span.status.code for span in (run, first, last)] == [0, 0, 2]
+    assert last.status.message == "the rank ended before it: lost"
+    assert (run.span_id.hex(), run.trace_id.hex()) == (SpanIds(file.header).run.span, trace_id(file.header))
     assert last.end_time_unix_nano == BORN_WALL_NS + round(2.5 * S)
     assert attributes(last.attributes) == {
         "torchobs.segment.epoch": 1, "torchobs.segment.part": 1, "torchobs.segment.reason": "lost",
