@@ -293,7 +293,7 @@ def test_a_user_s_own_tracing_is_left_alone(run_without_leaks: Recording) -> Non
         assert tracemalloc.get_traceback_limit() == 2
     finally:
         tracemalloc.stop()
-    assert leaking.probe._host is None
+    assert leaking.probe._running is None
     assert leaking.told() == []
 
 

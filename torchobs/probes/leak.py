@@ -1,9 +1,9 @@
 """Names what grows when memory grows without end: lines of the program, types of objects, shapes of tensors.
 
-Nothing is done until the growth detector has told of a leak (:mod:`torchobs.probes.memory_growth`). Then two counts of the
-living objects enclose two snapshots of ``tracemalloc``, and the differences are told. Tracing slows Python down two to three
-times while it lasts: ten seconds, five steps where these are slow, and no longer than a minute, and it ends early when it has
-taken 8 MiB. Where the user runs ``tracemalloc``, nothing is traced or counted (counting would take ten times as long).
+Nothing is done until the growth detector has reported a leak (:mod:`torchobs.probes.memory_growth`). Then two counts of the
+living objects enclose two snapshots of ``tracemalloc``, and the differences are reported. Python is two to three times slower
+while it traces: ten seconds, five steps where these are slow, a minute at most, and less when it has taken 8 MiB. Where the
+user runs ``tracemalloc``, nothing is traced or counted (counting would take ten times as long).
 
 Objects are counted in the training thread, at the beginning of a backward pass, so that nothing is kept alive that this thread
 is about to drop; tensors are asked one by one through weak references. For 300,000 objects it takes some 0.1 s.
@@ -32,7 +32,7 @@ from torchobs.taps.taps import subclasses
 from torchobs.tensors.references import collections_paused, objects_of, types_of_objects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torchobs.probes.context import ProbeContext
     from torchobs.probes.memory_growth import Suspicion
@@ -114,25 +114,15 @@ def _add(found: LiveObjects, known: ref[Any], storages: set[int]) -> None:
     storages.add(key)
 
 
-MOST_TOLD, MOST_ROWS = 5, 30
+MOST_IN_EVENT, MOST_ROWS = 5, 30
 """Rows of a table in the event, and in the artifact"""
-
-
-def tell(context: ProbeContext, attributes: dict[str, object], tables: dict[str, list[str]]) -> None:
-    """Write the event, and the whole tables as an artifact."""
-    writer, place = context.writer, context.writer.place
-    if place is not None:
-        done = artifacts.named(writer.name, artifacts.LEAK, time.time_ns() // 1_000_000)
-        if artifacts.write(place, done, _text(context, attributes, tables).encode()) is None:
-            attributes = {**attributes, "evidence": done.id}
-    context.event(catalog.EVENT_MEMORY_LEAK, attributes)
 
 
 def _text(context: ProbeContext, attributes: dict[str, object], tables: dict[str, list[str]]) -> str:
     rank, now = context.writer.header.resource.get("rank", 0), datetime.now(timezone.utc).isoformat(timespec="seconds")
     head = " ".join(f"{name} {value}" for name, value in attributes.items() if not isinstance(value, list))
     parts = [f"# rank {rank} after step {context.recorder.step}, {now}: what grew ({head})\n"]
-    parts += [f"\n{name}\n" + "".join(f"  {row}\n" for row in rows) for name, rows in tables.items() if rows]
+    parts += [f"\n{name}\n" + "".join(f"  {row}\n" for row in rows[:MOST_ROWS]) for name, rows in tables.items() if rows]
     return "".join(parts)
 
 
@@ -141,7 +131,7 @@ FRAMES = 8
 WARM_S, TRACED_S, LONGEST_S = 2.0, 10.0, 60.0
 LEAST_STEPS = 5
 MOST_TRACED = 8 << 20
-"""Bytes that ``tracemalloc`` may take for some 100,000 allocations, whose comparison takes a second"""
+"""Bytes that ``tracemalloc`` may take for some 100,000 allocations: their comparison takes a second"""
 WAIT_S = 10.0
 """For a backward pass, in which objects are counted"""
 AGAIN_S, MOST_TRACES = 600.0, 3
@@ -156,7 +146,8 @@ class LeakProbe:
         self._suspicion, self._clock = suspicion, clock
         self._traces = RateLimiter(AGAIN_S)
         self._left = MOST_TRACES
-        self._host: HostTrace | None = None
+        self._tracing = _Tracing()
+        self._running: Iterator[None] | None = None
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
@@ -164,132 +155,83 @@ class LeakProbe:
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
-        if self._host is not None:
-            self._host.close()
-        self._host = None
+        self._running = None
+        self._tracing.stop()
 
     def sample(self) -> None:
         """Begin, go on with, or end a trace."""
         suspicion = self._suspicion
-        wanted = suspicion.host and self._host is None and self._left and not tracemalloc.is_tracing()
+        wanted = suspicion.host and self._running is None and self._left and not tracemalloc.is_tracing()
         if wanted and self._traces.take(self._clock()):
             self._left -= 1
-            self._host = HostTrace(self._context, self._clock)
+            self._running = self._trace()
         suspicion.host = False
-        if self._host is not None and self._host.proceed():
-            self._host = None
+        if self._running is not None and next(self._running, True):
+            self._running = None
 
-
-class HostTrace:
-    """One trace: count, trace, snapshot, snapshot, count. For the sampler thread, which calls :meth:`proceed`."""
-
-    def __init__(self, context: ProbeContext, clock: Callable[[], float]) -> None:
-        self._context, self._clock = context, clock
-        self._counts: list[LiveObjects] = []
-        self._snapshots: list[tracemalloc.Snapshot] = []
-        self._resident: list[int] = []
-        self._tracing = _Tracing()
-        self._ended = "complete"
-        self._next = self._trace
-        self._count()
-
-    def proceed(self) -> bool:
-        """Go on if it is time to; return True once the leak was told."""
-        self._next()
-        return self._next == self._done
-
-    def close(self) -> None:
-        """Stop tracing."""
+    def _trace(self) -> Iterator[None]:
+        """Count, trace between two snapshots, count again, and report what grew; yield while there is something to wait for."""
+        clock, recorder, counts = self._clock, self._context.recorder, list[LiveObjects]()
+        yield from self._count(counts)
+        resident = ProcessStats().resident().all
+        self._tracing.start()
+        begun_s = clock()
+        while clock() - begun_s < WARM_S:  # so that every allocation of a step is seen before the first snapshot
+            yield
+        snapshots = self._tracing.snapshot()
+        begun_s, first, is_full, passed_s, steps = clock(), recorder.step, False, 0.0, 0
+        while not is_full and passed_s < LONGEST_S and (passed_s < TRACED_S or steps < LEAST_STEPS):
+            yield
+            passed_s, steps, is_full = clock() - begun_s, recorder.step - first, self._tracing.is_full()
+        snapshots += self._tracing.snapshot()
         self._tracing.stop()
-        self._next = self._done
+        grown = ProcessStats().resident().all - resident
+        yield from self._count(counts)
+        ended = "memory" if is_full else "complete"
+        attributes = {"space": "host", "ended": ended, "seconds": round(passed_s, 1), "steps": steps, "grown": grown}
+        self._report(attributes, self._lines(snapshots), counts)
 
-    def _count(self) -> None:
-        """Have objects counted at the next backward pass."""
-        self._since, wanted = self._clock(), len(self._counts) + 1
-        breaker, counts = self._context.breaker(LeakProbe.name), self._counts
+    def _count(self, counts: list[LiveObjects]) -> Iterator[None]:
+        """Have objects counted at the next backward pass, and wait for that."""
+        wanted, until_s = len(counts) + 1, self._clock() + WAIT_S
 
         def count() -> None:
             if len(counts) < wanted:
                 counts.append(count_objects())
 
-        self._wanted = wanted
-        self._context.at_backward(breaker.guard(count))
+        self._context.at_backward(self._context.breaker(self.name).guard(count))
+        while len(counts) < wanted and self._clock() < until_s:
+            yield
 
-    def _counted(self) -> bool:
-        return len(self._counts) >= self._wanted or self._clock() - self._since >= WAIT_S
-
-    def _trace(self) -> None:
-        """Begin to trace once objects are counted."""
-        if self._counted():
-            self._resident.append(ProcessStats().resident().all)
-            self._tracing.start()
-            self._since, self._first_step = self._clock(), self._context.recorder.step
-            self._next = self._warm_up
-
-    def _warm_up(self) -> None:
-        """Let every allocation of a step be seen before the first snapshot."""
-        if self._clock() - self._since >= WARM_S:
-            self._take()
-            self._since, self._first_step = self._clock(), self._context.recorder.step
-            self._next = self._watch
-
-    def _watch(self) -> None:
-        passed, steps = self._clock() - self._since, self._context.recorder.step - self._first_step
-        full = self._tracing.on and tracemalloc.get_tracemalloc_memory() > MOST_TRACED
-        if full or passed >= LONGEST_S or (passed >= TRACED_S and steps >= LEAST_STEPS):
-            self._ended = "memory" if full else "complete"
-            self._passed_s, self._steps = passed, steps
-            self._take()
-            self._tracing.stop()
-            self._resident.append(ProcessStats().resident().all)
-            self._count()
-            self._next = self._tell
-
-    def _take(self) -> None:
-        if self._tracing.on and tracemalloc.is_tracing():
-            self._snapshots.append(tracemalloc.take_snapshot())
-
-    def _tell(self) -> None:
-        """Tell what grew, once objects are counted again."""
-        if not self._counted():
-            return
-        self._next = self._done
-        lines = self._lines()
-        counts = self._counts if len(self._counts) == 2 else [LiveObjects(), LiveObjects()]  # noqa: PLR2004  # both
-        types, kinds = grown_types(*counts), grown_kinds(*counts)
-        grown, tensor_bytes = self._resident[1] - self._resident[0], counts[1].sizes.total() - counts[0].sizes.total()
-        if tensor_bytes > sum(
-            more.size for _, more in lines
-        ):  # tensors lie outside of Python's memory: by the number of objects
-            lines = sorted(lines, key=lambda row: -row[1].number)
-        told = {
-            "lines": [f"{line} {more.number:,} more, {text.size(more.size)}" for line, more in lines],
-            "objects": [f"{more:,} {name}" for name, more in types],
-            "tensors": [f"{text.plural(more.number, 'tensor')} {kind}, {text.size(more.size)}" for kind, more in kinds],
-        }
-        attributes: dict[str, object] = {
-            "space": "host", "ended": self._ended, "seconds": round(self._passed_s, 1), "steps": self._steps, "grown": grown,
-            "tensor_bytes": tensor_bytes, **{name: rows[:MOST_TOLD] for name, rows in told.items() if rows},
-        }  # fmt: skip
-        tell(self._context, attributes, {name: rows[:MOST_ROWS] for name, rows in told.items()})
-
-    def _done(self) -> None:
-        """Nothing is left to do."""
-
-    def _lines(self) -> list[tuple[str, Amount]]:
-        """Return the lines that grew between the snapshots, the most bytes first."""
-        if len(self._snapshots) < 2:  # noqa: PLR2004  # a difference needs both
-            return []
-        earlier, later = self._snapshots
-        self._snapshots = []
+    def _lines(self, snapshots: list[tracemalloc.Snapshot]) -> list[tuple[str, Amount]]:
+        """Return the lines that grew between two snapshots, the most bytes first; without both none."""
         numbers, sizes = Counter[str](), Counter[str]()
-        for one in later.compare_to(earlier, "traceback"):
+        for one in snapshots[1].compare_to(snapshots[0], "traceback") if len(snapshots) > 1 else ():
             line = innermost(one.traceback) if one.count_diff > 0 and one.size_diff > 0 else None
             if line is not None:
                 numbers[line] += one.count_diff
                 sizes[line] += one.size_diff
             self._context.yield_gil()
         return [(line, Amount(numbers[line], size)) for line, size in sizes.most_common()]
+
+    def _report(self, attributes: dict[str, object], lines: list[tuple[str, Amount]], counts: list[LiveObjects]) -> None:
+        """Write the event, and the whole tables as an artifact."""
+        before, after = counts if len(counts) == 2 else [LiveObjects(), LiveObjects()]  # noqa: PLR2004  # both
+        tensor_bytes, kinds = after.sizes.total() - before.sizes.total(), grown_kinds(before, after)
+        if tensor_bytes > sum(more.size for _, more in lines):
+            lines = sorted(lines, key=lambda row: -row[1].number)  # tensors lie outside of Python's memory: by number
+        tables = {
+            "lines": [f"{line} {more.number:,} more, {text.size(more.size)}" for line, more in lines],
+            "objects": [f"{more:,} {name}" for name, more in grown_types(before, after)],
+            "tensors": [f"{text.plural(more.number, 'tensor')} {kind}, {text.size(more.size)}" for kind, more in kinds],
+        }
+        attributes |= {"tensor_bytes": tensor_bytes} | {name: rows[:MOST_IN_EVENT] for name, rows in tables.items() if rows}
+        writer, place = self._context.writer, self._context.writer.place
+        if place is not None:
+            done = artifacts.named(writer.name, artifacts.LEAK, time.time_ns() // 1_000_000)
+            if artifacts.write(place, done, _text(self._context, attributes, tables).encode()) is None:
+                attributes["evidence"] = done.id
+        self._context.event(catalog.EVENT_MEMORY_LEAK, attributes)
 
 
 class _Tracing:
@@ -304,6 +246,14 @@ class _Tracing:
             tracemalloc.start(FRAMES)
             self.on = True
             renew_in_child(self, on=self._stopped)
+
+    def snapshot(self) -> list[tracemalloc.Snapshot]:
+        """Return a snapshot, or nothing if the program has stopped the tracing, or traces itself."""
+        return [tracemalloc.take_snapshot()] if self.on and tracemalloc.is_tracing() else []
+
+    def is_full(self) -> bool:
+        """Return whether it takes as much memory as it may."""
+        return self.on and tracemalloc.get_tracemalloc_memory() > MOST_TRACED
 
     def stop(self) -> None:
         """Stop what was started here."""
