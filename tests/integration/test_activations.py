@@ -421,7 +421,7 @@ for index in range(24):
     step(index)
 sampler.round(last=True)
 errors = [str(one.failures) for one in session.context.breakers.values() if one.errors]
-told = dict(zip(("layers", "left_out", "compiled", "silent"), getattr(probe, "_told", ()) or ()))
+told = dict(zip(("layers", "left_out", "compiled", "silent"), getattr(probe, "_reported", ()) or ()))
 layers = sorted(probe._latest[1]) if probe._latest else []
 more = len(utils.get_compilation_metrics()) - warm
 print(json.dumps([more, sum(utils.counters["graph_break"].values()), layers, told, errors]))

@@ -272,7 +272,7 @@ def _run_names(environ: Mapping[str, str], settings: Settings, place: RankPlacem
 def _address(environ: Mapping[str, str], place: RankPlacement) -> str | None:
     """Return an id made of the address that all ranks are given; ``None``: there is none, or it is one node's own.
 
-    Not under torchrun, which chooses another port at each restart unless it is told one.
+    Not under torchrun, which chooses another port at each restart unless it is given one.
     """
     host, port = environ.get("MASTER_ADDR", "").strip(), environ.get("MASTER_PORT", "").strip()
     several_nodes = place.world_size is not None and place.world_size not in {1, place.local_world_size}

@@ -8,7 +8,7 @@ other steps, and at the other levels, no module has a hook.
 Numbers leave a device by one copy for all layers, and nothing waits for it.
 
 ``torch.compile`` does not look for hooks where there were none when it compiled, so a compiled region is neither compiled anew
-nor interrupted, and its modules are silent. A module that is silent in two windows gets no hook any more: only what is
+nor interrupted, and its modules are silent. A module that is silent in two windows gets no further hook: only what is
 compiled while a window is open is compiled once more afterwards, and only in those two. Whatever would make a tensor of ours
 part of something else ends a look at once: tracing, CUDA graphs, ``torch.func``, and any dispatch mode, such as the cache of
 selective checkpointing.
@@ -51,7 +51,7 @@ _BUDGETS = 3
 _FIRST_STEP = 3
 """Ended steps before modules are looked for: a compiled training compiles most of what it does in its first two"""
 _SILENT = 2
-"""Windows without a call of a module, after which it gets no hook any more"""
+"""Windows without a call of a module, after which it gets no further hook"""
 _MOST_CALLS = 4
 """Calls of a module that are looked at in one step"""
 _LONGEST = 8
@@ -123,7 +123,7 @@ class ActivationProbe:
         self._open = 0
         self._sent: deque[_Sent] = deque(maxlen=64)
         self._shown_s = 0.0
-        self._told: tuple[int, ...] = ()
+        self._reported: tuple[int, ...] = ()
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
@@ -154,7 +154,7 @@ class ActivationProbe:
     def observe(self) -> None:
         """Publish the last step, and say what is looked at."""
         self._receive(now=True)
-        self._tell()
+        self._report_choice()
 
     def _choose(self) -> None:
         """Look for the modules that are trained."""
@@ -197,9 +197,9 @@ class ActivationProbe:
         return found
 
     def _judge_units(self, layer: str, silent: int, since: Since, step: int) -> None:
-        """Report a layer of which half of the units or more are dead, once."""
+        """Report a layer once if half of its units or more are dead."""
         dead = self._dead_layers
-        if since.enough and silent >= DEAD_SHARE * since.units and layer not in dead and len(dead) < _MOST_TOLD:
+        if since.enough and silent >= DEAD_SHARE * since.units and layer not in dead and len(dead) < _MOST_REPORTED:
             dead.add(layer)
             attributes = {"layer": layer, "units_dead": silent, "units": since.units, "steps": since.steps}
             self._context.writer.event(catalog.EVENT_DEAD_UNITS.name, attributes, step)
@@ -220,16 +220,16 @@ class ActivationProbe:
                     series.set(value)
             self._context.yield_gil()
 
-    def _tell(self) -> None:
+    def _report_choice(self) -> None:
         """Say how many layers are looked at, and why the others are not; whenever that has changed."""
         chosen = self._chosen
         if chosen is None or not self._on:
             return
         silent = sum(1 for slot, _ in self._slots if slot.silent >= _SILENT)
-        told = chosen.layers - silent, chosen.left_out, chosen.compiled, silent
-        if told != self._told:
-            self._told = told
-            named = dict(zip(("layers", "left_out", "compiled", "silent"), told, strict=True))
+        counts = chosen.layers - silent, chosen.left_out, chosen.compiled, silent
+        if counts != self._reported:
+            self._reported = counts
+            named = dict(zip(("layers", "left_out", "compiled", "silent"), counts, strict=True))
             self._context.event(catalog.EVENT_ACTIVATIONS, named)
 
     # -- in the training thread --------------------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ DEAD_SHARE = 0.5
 LEAST_UNITS, LEAST_LOOKS, LEAST_SAMPLES = 8, 16, 1024
 """Before a verdict"""
 _MATRIX, _SEQUENCE = 2, 3
-_MOST_TOLD = 16
+_MOST_REPORTED = 16
 
 
 class Since(NamedTuple):
@@ -413,7 +413,7 @@ class FiredUnits:
 
     A unit that gives zero for every sample, for long, is dead: it has no gradient and learns nothing (Lu et al. 2019, "Dying
     ReLU and Initialization"). The gradient norms of its layer do not show it, for those of the living units are in them. That
-    some units are dead is ordinary; of a layer of which half are, the learning rate or a bias has killed them. A unit that
+    some units are dead is ordinary; where half of a layer is, the learning rate or a bias has killed them. A unit that
     fires seldom is alive: so a verdict takes many samples. A unit is a column of a matrix, a channel of an image, and an
     element of the last dimension of a sequence.
     """

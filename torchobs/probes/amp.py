@@ -404,7 +404,7 @@ class AmpProbe:
             self._overflows.fused(optimizer, found_inf)
 
     def _after_step(self, optimizer: Any) -> None:
-        # without torch's hooks a skip cannot be told from a step
+        # without torch's hooks a skip looks like a step
         if self._optimizer_called or self._removed or not getattr(type(optimizer).step, "hooked", False):
             return
         recorder = self._context.recorder

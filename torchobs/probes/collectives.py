@@ -190,7 +190,7 @@ class CollectivesProbe:
         self._last: object = None
         self._mark: object = None
         self._counted: dict[str, int] = {}
-        self._told = ""
+        self._reported = ""
         self._gauges: dict[tuple[Metric, str, str], dict[str, str]] = {}
         self._living: set[str] = set()
         """Labels of the groups that count their collectives themselves"""
@@ -286,7 +286,7 @@ class CollectivesProbe:
         return read
 
     def _learn(self, read: dict[str, Dump]) -> dict[str, Dump]:
-        """Note the groups by number, and return what was read. Groups whose operations are no longer held stay nameless."""
+        """Note the groups by number, and return what was read. A group without an operation in the recorder stays nameless."""
         for recorder, dump in read.items():
             named = {one.group_id: _group(one) for one in dump.operations}
             for number in dump.groups:
@@ -417,8 +417,8 @@ class CollectivesProbe:
 
     def _say(self, reason: str) -> None:
         """Record once why nothing is known."""
-        if reason != self._told:
-            self._told = reason
+        if reason != self._reported:
+            self._reported = reason
             self._context.event(catalog.EVENT_COLLECTIVES_UNKNOWN, {"reason": reason})
 
 

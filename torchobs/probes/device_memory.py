@@ -245,7 +245,7 @@ def _count(stats: Mapping[str, Any], what: str) -> int:
 
 
 def held(context: ProbeContext, device: str) -> dict[str, Any]:
-    """Return what takes the memory of that device, as attributes of the event; empty if it cannot be told."""
+    """Return what takes the memory of that device, as attributes of the event; empty if that is unknown."""
     found = call(context.breaker("oom"), components, context, device)
     if found is None or not any(found.sizes.values()):
         return {}

@@ -273,7 +273,7 @@ def _signal(number: int | None) -> dict[str, str]:
 
 
 def _by_signal(number: int | None, code: int, otherwise: int) -> int:
-    """Return the reason of an end that a signal led to: who was told to end, and left otherwise than by 0, has not failed."""
+    """Return the reason of an end that a signal led to: leaving otherwise than by 0 on request is no failure."""
     if not code or number not in {signal.SIGTERM, signal.SIGINT}:
         return otherwise
     return Exit.TERMINATED if number == signal.SIGTERM else Exit.INTERRUPTED

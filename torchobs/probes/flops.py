@@ -104,7 +104,7 @@ def count_parameters(modules: Iterable[Any], trained: list[Any]) -> Parameters |
     """Count the parameters of those modules that hold one of the ``trained``; ``None`` if there is none, or sizes are unknown.
 
     An embedding that is only looked up multiplies nothing, so it does not count; one that is the output layer's weight as well
-    does. FSDP1's flat parameters do not tell what is whose.
+    does. FSDP1's flat parameters do not say which module a parameter is of.
     """
     wanted = {id(parameter) for parameter in trained}
     held: dict[int, Any] = {}

@@ -272,7 +272,7 @@ class Xids:
 
 
 def kind(number: int) -> str:
-    """Return the XID's ``error.type``: whose affair it is, by the action that NVIDIA recommends.
+    """Return the XID's ``error.type``: who has to act on it, by what NVIDIA recommends.
 
     *application*: to restart or check the program (a kernel's wild pointer, and the cleanup after it); *hardware*: to reset,
     restart or examine the hardware (its memory, NVLink, the bus; a contained memory error, too); *driver*: firmware, driver,

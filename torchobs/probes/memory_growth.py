@@ -72,7 +72,7 @@ class GrowthGauges:
     def show(self, verdicts: Sequence[GrowthVerdict]) -> bool:
         """Publish the fastest growth and the earliest limit of these spaces (several devices, for example).
 
-        Return True if a limit that is near has just been told of.
+        Return True if a limit that is near has just been reported.
         """
         per_step = max((one.growth.per_step for one in verdicts if one.growth is not None), default=None)
         if per_step is None:

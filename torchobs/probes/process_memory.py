@@ -313,7 +313,7 @@ class MemoryProbe:
     ) -> None:
         """``root`` is put before the paths of ``/proc`` and ``/sys/fs/cgroup`` that describe cgroups.
 
-        ``suspicion``: what the leak probe is told by.
+        ``suspicion``: how the leak probe hears of a leak.
         """
         self._suspicion = suspicion
         self._root, self._shared, self._clock = root, shared, clock
@@ -390,8 +390,8 @@ class MemoryProbe:
 
     def _show_growth(self) -> None:
         fast = self._fast.growth
-        told = self._gauges.show([GrowthVerdict(fast or self._own_trends[0], (*self._limit_trends, fast), self._limits.left)])
-        if told and self._suspicion is not None:
+        verdict = GrowthVerdict(fast or self._own_trends[0], (*self._limit_trends, fast), self._limits.left)
+        if self._gauges.show([verdict]) and self._suspicion is not None:
             self._suspicion.host = True
 
     def _show_pss(self) -> None:

@@ -1,4 +1,4 @@
-"""Write down what tells apart ranks that train one model by DistributedDataParallel: their weights, and their batches.
+"""Write down what differs if ranks that train one model by DistributedDataParallel do not agree: weights and batches.
 
 *Weights*: DDP averages gradients: weights that differ once (a checkpoint loaded on one rank alone, a learning rate of its own)
 differ for ever, while the gradients agree. Steps are powers of two, so that all ranks choose the same without a word to each

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _GIT_WAIT_S = 0.05
 _LONGEST = 1000
 _MOST_ARGUMENTS = 200
-_UNTOLD = frozenset({"traceparent", "tracestate", "resource_attributes", "run_details"})
+_LEFT_OUT = frozenset({"traceparent", "tracestate", "resource_attributes", "run_details"})
 _VARIABLES = ("PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE")
 _GIVEN_UP = ("arguments", "command", "settings", "environment")
 """What is left out, in this order, where all of it does not fit"""
@@ -80,14 +80,14 @@ class RunDetails:
                 self._found["git"] = found._asdict()  # one store: the sampler thread adds to the same dictionary
 
     def _write(self) -> None:
-        told = dict(self._found)
-        if told == self._written:
+        details = dict(self._found)
+        if details == self._written:
             return
         document = self._context.writer.details
         for name in (None, *_GIVEN_UP):
             if name is not None:
-                told.pop(name, None)
-            payload = json.dumps(told, separators=(",", ":"), default=str).encode(errors="replace")
+                details.pop(name, None)
+            payload = json.dumps(details, separators=(",", ":"), default=str).encode(errors="replace")
             if len(payload) <= document.room:
                 if document.replace(payload):
                     self._written = dict(self._found)
@@ -104,7 +104,7 @@ def _settings(chosen: Settings) -> dict[str, str]:
     found = {}
     for option in settings.OPTIONS:
         value = getattr(chosen, option.name)
-        if value is not None and value != getattr(usual, option.name) and option.name not in _UNTOLD:
+        if value is not None and value != getattr(usual, option.name) and option.name not in _LEFT_OUT:
             found[option.name] = redacted_value(option.name, as_text(value))[:_LONGEST]
     return found
 

@@ -222,7 +222,7 @@ class RunSpan:
         if context is None:
             return
         epochs = [context.training.epochs.popleft() for _ in range(len(context.training.epochs))]
-        # of the first step the last call has told: an epoch may be known a little later than its first step
+        # the first step of the last call: an epoch may be known a little later than its first step
         first_ns = self._steps.first_ns if self._steps is not None else 0
         self._roots.advance(epochs, monotonic_ns(), context.recorder.ended, first_ns)
 

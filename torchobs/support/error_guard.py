@@ -3,9 +3,9 @@
 The hooks of every step do without the frame of :meth:`CircuitBreaker.guard`: they look at ``is_open`` themselves, and have an
 ``except Exception`` that asks :meth:`CircuitBreaker.takes` and raises again if it does not.
 
-An **error of the device** that the user's work caused propagates, too. A device works behind the program's back, and what its
-work failed with (an illegal memory access) is told by whichever call comes next, perhaps ours. Most such errors come again with
-every later call (CUDA's runtime API, "sticky"), but a launch that was refused is told once (``cudaGetLastError``).
+An **error of the device** that the user's work caused propagates, too. A device works behind the program's back: its failure
+(an illegal memory access) is raised by whichever call comes next, perhaps ours. Most such errors come again with every later
+call (CUDA's runtime API, "sticky"), but a launch that was refused is raised once (``cudaGetLastError``).
 
 The first exception inside a probe trips its breaker: every guarded function of that probe does nothing from then on, the
 error is counted and published (``torchobs.probe.errors``, ``torchobs.probe.disabled``, an event) and logged once, by the
@@ -206,6 +206,6 @@ _FAILURES = (
 
 
 def is_of_device(error: BaseException) -> bool:
-    """Return True if the error tells of a failure of the user's own work on a device (``torch.AcceleratorError``)."""
+    """Return whether the error is a failure of the user's own work on a device (``torch.AcceleratorError``)."""
     found = _OF_DEVICE.match(str(error)) if isinstance(error, RuntimeError) else None
     return found is not None and any(text in found[1] for text in _FAILURES)

@@ -92,7 +92,7 @@ def row_of(rows: tuple[R, ...], name: str) -> R:
 
 
 def fill(result: Result, **values: Any) -> None:
-    """Set fields of a frozen result whose block has just ended; nobody was told before that it was complete."""
+    """Set fields of a frozen result after its block has ended: until then it was not complete."""
     for name, value in values.items():
         object.__setattr__(result, name, value)
 

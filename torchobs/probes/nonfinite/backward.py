@@ -86,7 +86,7 @@ class BackwardWatch:
             found: called with that node at once, while it still has the values that it has kept.
             breaker: whatever fails in a hook trips it; the hooks are removed then.
         """
-        self._tell: Callable[[GraphNode], object] | None = found
+        self._notify: Callable[[GraphNode], object] | None = found
         self._queued, self._breaker = False, breaker
         self._handles = [node.function.register_hook(self._hook(node)) for node in nodes if node.parameter is None]
 
@@ -104,14 +104,14 @@ class BackwardWatch:
         if not self._queued:
             self._queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self.remove)
-        tell = self._tell
-        if tell is not None and any(_odd(each) for each in made) and not any(_odd(each) for each in given):
-            self._tell = None
-            tell(node)
+        notify = self._notify
+        if notify is not None and any(_odd(each) for each in made) and not any(_odd(each) for each in given):
+            self._notify = None
+            notify(node)
 
     def remove(self) -> None:
         """Remove the hooks, which would keep the graph alive. Idempotent; the end of the backward pass does it."""
-        self._tell = None
+        self._notify = None
         for handle in self._handles:
             handle.remove()
         self._handles = []

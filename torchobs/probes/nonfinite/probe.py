@@ -96,7 +96,7 @@ class NonfiniteProbe:
         self._armed = 0
         self._watch: BackwardWatch | None = None
         self._raising: NonfiniteRaiser | None = None
-        self._told: list[str] = []
+        self._sentences: list[str] = []
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
@@ -126,13 +126,13 @@ class NonfiniteProbe:
         waiting = self._waiting  # the training thread may take it at any time
         if waiting is not None and self._context.recorder.step > (waiting.step or 0):
             self._release()
-        while self._told:
-            _log.info("%s", self._told.pop(0))  # no warning: standard error is the script's own
+        while self._sentences:
+            _log.info("%s", self._sentences.pop(0))  # no warning: standard error is the script's own
 
     # -- in the training thread --------------------------------------------------------------------------------------------
 
     def _loss(self, tensors: Any, frames: list[FrameType] | None = None) -> None:
-        """Trace a loss that is not finite; its backward pass begins. ``frames``: the user's, if they do not run any more."""
+        """Trace a loss that is not finite; its backward pass begins. ``frames``: the user's, if they have ended."""
         step = self._context.recorder.in_progress
         follows = step - self._lost_step <= 1 and self._found is not None  # parameters are what the last step made of it
         self._lost_step = step
@@ -248,7 +248,7 @@ class NonfiniteProbe:
             self._report(self._inferred(spoiled, frames, step) if spoiled else None)
 
     def _last_gradients(self, *, logged: bool = True) -> None:
-        """Tell of gradients that are not finite and that the end leaves unmeasured: the weights are what they made of them."""
+        """Report gradients that are not finite, and that nothing has measured before the end: the weights are made of them."""
         context = self._context
         step = _step_of_gradients(context.recorder)
         if step - self._lost_step <= 1 or step == self._last_examined or self._scaling.losses:
@@ -344,7 +344,7 @@ class NonfiniteProbe:
         origins[step] = origin
         if self._reports.take(monotonic(), (origin.kind, origin.operator, origin.module, origin.parameter)):
             context.writer.event(catalog.EVENT_NONFINITE_ORIGIN.name, attributes_of(origin), step)
-            self._told.append(f"where the NaN or infinity of step {step} was born: {origin.sentence()}")
+            self._sentences.append(f"where the NaN or infinity of step {step} was born: {origin.sentence()}")
 
 
 def _listed(tensors: Any) -> list[Any]:
@@ -393,7 +393,7 @@ class NonfiniteRaiser:
 
 
 def skips_by_itself(optimizer: Any) -> bool:
-    """Return True for a fused step that a loss scaler has told whether to skip: its overflow is no fault."""
+    """Return whether the optimizer skips steps by itself, as the loss scaler asks fused ones to: its overflow is no fault."""
     return isinstance(getattr(optimizer, "found_inf", None), torch.Tensor)
 
 
