@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
 from math import nan
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,6 @@ from torchobs.probes.gpu_sensors import (
     NvmlUnavailableError,
     Sensors,
     Used,
-    Xids,
     fault_of,
     kind,
     used,
@@ -51,11 +49,14 @@ _STATES = ("ok", "degraded", "failed")
 _GPU = ("hw.type", "gpu")
 
 
-class GpuSeries:
-    """Publishes one GPU's readings. Counters start at the first reading; a gauge without a reading is absent."""
+class SampledGpu:
+    """A GPU that is sampled, and its series. Counters start at the first reading; a gauge without a reading is absent."""
 
-    def __init__(self, context: ProbeContext, uuid: str) -> None:
-        self._context, self._uuid = context, uuid
+    def __init__(self, context: ProbeContext, gpu: Gpu, *, idle: bool) -> None:
+        self._context = context
+        self.gpu, self.idle, self.sensors = gpu, idle, Sensors(gpu, idle=idle)
+        self.fresh = True
+        """Whether its handle and sensors have to be created again"""
         self._gauges: set[Key] = set()
         self._totals: dict[Key, float] = {}
         self._state = ""
@@ -78,7 +79,7 @@ class GpuSeries:
 
     def count(self, metric: Metric, attributes: tuple[tuple[str, str], ...], amount: float) -> None:
         """Add to a counter; 0 creates it."""
-        self._context.count(metric, amount, {"hw.id": self._uuid, **dict(attributes)})
+        self._context.count(metric, amount, {"hw.id": self.gpu.uuid, **dict(attributes)})
 
     def state(self, state: str) -> bool:
         """Publish the device's state; return True if it has changed."""
@@ -88,21 +89,11 @@ class GpuSeries:
         return state != before
 
     def _set(self, metric: Metric, attributes: tuple[tuple[str, str], ...], value: float) -> None:
-        self._context.set_gauge(metric, value, {"hw.id": self._uuid, **dict(attributes)})
+        self._context.set_gauge(metric, value, {"hw.id": self.gpu.uuid, **dict(attributes)})
 
 
 IDLE_GPUS_AFTER_S = 60.0
 logger = logging.getLogger("torchobs")
-
-
-@dataclass(slots=True)
-class _Member:
-    gpu: Gpu
-    sensors: Sensors
-    series: GpuSeries
-    idle: bool
-    fresh: bool = True
-    """True if its handle and sensors have to be created again"""
 
 
 class GpuMonitor:
@@ -119,8 +110,7 @@ class GpuMonitor:
         self._context, self._find_used = context, find_used
         self._local_rank, self._visible_devices = local_rank, visible_devices
         self._library: Library | None = None
-        self._xids: Xids | None = None
-        self._members: dict[str, _Member] = {}
+        self._gpus: dict[str, SampledGpu] = {}
         self._began = time.monotonic()
         self._logged: set[str] = set()
         self.absent = False
@@ -132,25 +122,23 @@ class GpuMonitor:
         if library is None:
             return
         try:
-            self._update_members(library)
-            for member in self._members.values():
-                self._sample(library, member)
-            self._report_xids()
+            self._update_gpus(library)
+            for sampled in self._gpus.values():
+                self._sample(library, sampled)
+            self._report_xids(library)
         except library.error as error:
             self._close_after(library, error)
 
     def mark_unresponsive(self, why: str) -> None:
         """Clear all GPU series until a GPU answers again. Called by another thread than the blocked one."""
-        for member in list(self._members.values()):
-            member.series.show([])
-            self._context.writer.event(catalog.EVENT_GPU_LOST.name, {"hw.id": member.gpu.uuid, "reason": "silent"})
+        for sampled in list(self._gpus.values()):
+            sampled.show([])
+            self._context.writer.event(catalog.EVENT_GPU_LOST.name, {"hw.id": sampled.gpu.uuid, "reason": "silent"})
         self._warn_limited("silent", f"{why}; GPU metrics are absent until it does")
 
     def close(self) -> None:
         """Release the library."""
         library, self._library = self._library, None
-        if self._xids is not None:
-            self._xids.close()
         if library is not None:
             library.close()
 
@@ -164,29 +152,27 @@ class GpuMonitor:
             self.absent = error.fault is NvmlFault.ABSENT
             self._warn_limited("absent", f"no GPU metrics: NVML says {error}")
         else:
-            self._xids = Xids(self._library)
             if self._library.has_mig:
                 self._warn_limited("mig", "no GPU metrics of GPUs in MIG mode: dcgm-exporter has those of their instances")
-            for member in self._members.values():
-                member.fresh = True  # its handle belongs to the old library
+            for sampled in self._gpus.values():
+                sampled.fresh = True  # its handle belongs to the old library
         return self._library
 
     def _close_after(self, library: Library, error: Exception) -> None:
         """Reopen the library in the next round: the driver was unloaded or replaced, or somebody shut our library down."""
-        for member in self._members.values():
-            member.series.show([])
-        self._library = self._xids = None
+        for sampled in self._gpus.values():
+            sampled.show([])
+        self._library = None
         library.close()
         self._warn_limited("closed", f"GPU metrics pause: NVML says {error}")
 
-    def _update_members(self, library: Library) -> None:
+    def _update_gpus(self, library: Library) -> None:
         for gpu, idle in self._selected(library):
-            member = self._members.get(gpu.uuid)
-            if member is None:
-                series = GpuSeries(self._context, gpu.uuid)
-                self._members[gpu.uuid] = _Member(gpu, Sensors(gpu, idle=idle), series, idle)
-            elif member.idle and not idle:
-                member.idle, member.fresh = False, True
+            sampled = self._gpus.get(gpu.uuid)
+            if sampled is None:
+                self._gpus[gpu.uuid] = SampledGpu(self._context, gpu, idle=idle)
+            elif sampled.idle and not idle:
+                sampled.idle, sampled.fresh = False, True
 
     def _selected(self, library: Library) -> Iterator[tuple[Gpu, bool]]:
         """Yield the GPUs to sample, and True for an idle one."""
@@ -217,48 +203,43 @@ class GpuMonitor:
             attributes = {"hw.id": gpu.uuid, "UUID": gpu.uuid, "device": one.device, "hw.model": gpu.model}
             self._context.set_gauge(catalog.RANK_GPU_INFO, 1.0, attributes)
 
-    def _watch_xids(self, member: _Member) -> None:
-        if member.sensors.has_state and self._xids is not None and self._xids.watch(member.gpu):
-            for error in catalog.XID_ERRORS:
-                member.series.count(catalog.HW_ERRORS, (_GPU, ("error.type", error)), 0)
-
-    def _sample(self, library: Library, member: _Member) -> None:
+    def _sample(self, library: Library, sampled: SampledGpu) -> None:
         try:
-            if member.fresh:
-                self._reopen(library, member)
-            readings = member.sensors.read(library)
-            state = member.sensors.state(library, readings) if member.sensors.has_state else ""
+            if sampled.fresh:
+                self._reopen(library, sampled)
+            readings = sampled.sensors.read(library)
+            state = sampled.sensors.state(library, readings) if sampled.sensors.has_state else ""
         except library.error as error:
             if fault_of(error) is NvmlFault.CLOSED:
                 raise
-            self._mark_lost(member, error)
+            self._mark_lost(sampled, error)
         else:
-            member.series.show(readings)
+            sampled.show(readings)
             if state:
-                member.series.state(state)
+                sampled.state(state)
 
-    def _reopen(self, library: Library, member: _Member) -> None:
-        member.gpu = library.reopen(member.gpu)
-        member.sensors = Sensors(member.gpu, idle=member.idle)
-        self._watch_xids(member)
-        member.fresh = False
+    def _reopen(self, library: Library, sampled: SampledGpu) -> None:
+        sampled.gpu = library.reopen(sampled.gpu)
+        sampled.sensors = Sensors(sampled.gpu, idle=sampled.idle)
+        if sampled.sensors.has_state and library.watch(sampled.gpu):
+            for error in catalog.XID_ERRORS:
+                sampled.count(catalog.HW_ERRORS, (_GPU, ("error.type", error)), 0)
+        sampled.fresh = False
 
-    def _mark_lost(self, member: _Member, error: Exception) -> None:
-        member.fresh = True
-        member.series.show([])
-        if member.series.state("failed"):
+    def _mark_lost(self, sampled: SampledGpu, error: Exception) -> None:
+        sampled.fresh = True
+        sampled.show([])
+        if sampled.state("failed"):
             reason = "reset_required" if getattr(error, "value", 0) == RESET_REQUIRED else "lost"
-            self._context.writer.event(catalog.EVENT_GPU_LOST.name, {"hw.id": member.gpu.uuid, "reason": reason})
-            logger.warning("torchobs: GPU %s is lost: NVML says %s", member.gpu.uuid, error)
+            self._context.writer.event(catalog.EVENT_GPU_LOST.name, {"hw.id": sampled.gpu.uuid, "reason": reason})
+            logger.warning("torchobs: GPU %s is lost: NVML says %s", sampled.gpu.uuid, error)
 
-    def _report_xids(self) -> None:
-        for uuid, number in self._xids.fresh() if self._xids is not None else ():
-            self._context.writer.event(
-                catalog.EVENT_GPU_XID.name, {"hw.id": uuid, "xid": number, "meaning": MEANINGS.get(number, "")}
-            )
-            member = self._members.get(uuid)
-            if member is not None:
-                member.series.count(catalog.HW_ERRORS, (_GPU, ("error.type", kind(number))), 1)
+    def _report_xids(self, library: Library) -> None:
+        for uuid, number in library.xids():
+            attributes = {"hw.id": uuid, "xid": number, "meaning": MEANINGS.get(number, "")}
+            self._context.writer.event(catalog.EVENT_GPU_XID.name, attributes)
+            if uuid in self._gpus:
+                self._gpus[uuid].count(catalog.HW_ERRORS, (_GPU, ("error.type", kind(number))), 1)
 
     def _warn_limited(self, cause: str, message: str) -> None:
         """Log a cause once, at INFO: most machines have no GPU."""

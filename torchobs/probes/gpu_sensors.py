@@ -89,6 +89,8 @@ class Library:
         self.error: type[Exception] = pynvml.NVMLError
         self.has_mig = False
         """Whether a GPU is in MIG mode: none of its instances is sampled"""
+        self._watched: dict[int, str] = {}
+        self._events: Any = None
         try:
             pynvml.nvmlInit()
         except self.error as error:
@@ -102,9 +104,38 @@ class Library:
     def close(self) -> None:
         """Shut down our use of it; others in the process may go on."""
         try:
+            if self._events is not None:
+                self.api.nvmlEventSetFree(self._events)
             self.api.nvmlShutdown()
         except self.error:
             return
+
+    def watch(self, gpu: Gpu) -> bool:
+        """Listen to a GPU's error reports; return False where that is unsupported or not permitted.
+
+        Raises ``NVMLError`` when it is lost or the library closed.
+        """
+        try:
+            if self._events is None:
+                self._events = self.api.nvmlEventSetCreate()
+            self.api.nvmlDeviceRegisterEvents(gpu.handle, _CRITICAL, self._events)
+        except self.error as error:
+            if fault_of(error) in {NvmlFault.LOST, NvmlFault.CLOSED}:
+                raise
+            return False
+        self._watched[_address(gpu.handle)] = gpu.uuid
+        return True
+
+    def xids(self) -> Iterator[tuple[str, int]]:
+        """Yield UUID and number of the reports since the last call, at most 64."""
+        for _ in range(_MAX_REPORTS if self._watched else 0):
+            try:
+                event = self.api.nvmlEventSetWait_v2(self._events, 0)
+            except self.error:
+                return  # NVML_ERROR_TIMEOUT: no more; or the GPU is lost, which its sensors report
+            uuid = self._watched.get(_address(event.device))
+            if uuid is not None and event.eventType & _CRITICAL:
+                yield uuid, int(event.eventData)
 
     def reopen(self, gpu: Gpu) -> Gpu:
         """Return the device with a new handle."""
@@ -226,49 +257,6 @@ _APPLICATION = frozenset(
     | {*range(96, 106), *range(126, 136), 137, 139, 141}
 )
 _HARDWARE = frozenset({46, 48, 54, 62, 64, 74, 79, 94, 95, 136, 140, 143, *range(144, 151), 156, 157, 158, 167, 168, 171, 172})
-
-
-class Xids:
-    """Listens to GPUs; yields nothing where that is unsupported or not permitted."""
-
-    def __init__(self, library: Library) -> None:
-        self._library = library
-        self._watched: dict[int, str] = {}
-        self._set: Any = None
-
-    def watch(self, gpu: Gpu) -> bool:
-        """Listen to one more GPU; return True on success. Raises ``NVMLError`` when it is lost or the library closed."""
-        api = self._library.api
-        try:
-            if self._set is None:
-                self._set = api.nvmlEventSetCreate()
-            api.nvmlDeviceRegisterEvents(gpu.handle, _CRITICAL, self._set)
-        except self._library.error as error:
-            if fault_of(error) in {NvmlFault.LOST, NvmlFault.CLOSED}:
-                raise
-            return False
-        self._watched[_address(gpu.handle)] = gpu.uuid
-        return True
-
-    def fresh(self) -> Iterator[tuple[str, int]]:
-        """Yield UUID and number of the reports since the last call, at most 64."""
-        for _ in range(_MAX_REPORTS if self._watched else 0):
-            try:
-                event = self._library.api.nvmlEventSetWait_v2(self._set, 0)
-            except self._library.error:
-                return  # NVML_ERROR_TIMEOUT: no more; or the GPU is lost, which its sensors report
-            uuid = self._watched.get(_address(event.device))
-            if uuid is not None and event.eventType & _CRITICAL:
-                yield uuid, int(event.eventData)
-
-    def close(self) -> None:
-        """Stop listening."""
-        events, self._set = self._set, None
-        if events is not None:
-            try:
-                self._library.api.nvmlEventSetFree(events)
-            except self._library.error:
-                return
 
 
 def kind(number: int) -> str:
@@ -429,7 +417,7 @@ class Sensors:
     """Supported sensors of one device."""
 
     def __init__(self, gpu: Gpu, *, idle: bool) -> None:
-        self.gpu = gpu
+        self._gpu = gpu
         self._supported = list(_IDLE_GPU if idle else _GPU)
         self.has_state = not idle
 
@@ -438,7 +426,7 @@ class Sensors:
         readings: list[Reading] = []
         for sensor in list(self._supported):
             try:
-                readings += sensor(library.api, self.gpu.handle)
+                readings += sensor(library.api, self._gpu.handle)
             except library.error as error:
                 if fault_of(error) in {NvmlFault.LOST, NvmlFault.CLOSED}:
                     raise
@@ -466,7 +454,7 @@ class Sensors:
     def _ask(self, library: Library, question: Callable[[Any], Any], unknown: Any) -> Any:
         """Return the driver's answer about the device, or ``unknown``. Raises ``NVMLError`` as :meth:`read` does."""
         try:
-            return question(self.gpu.handle)
+            return question(self._gpu.handle)
         except library.error as error:
             if fault_of(error) in {NvmlFault.LOST, NvmlFault.CLOSED}:
                 raise
