@@ -95,39 +95,28 @@ class Raised(NamedTuple):
     """its class, as named in the traceback"""
     frames: tuple[tuple[str, str], ...]
     """file, and ``file:line in function``; the deepest last"""
-    message: str = ""
-    """first line of its message, as raised"""
+    message: str
+    """first line of its message, as it is recorded"""
 
 
-class WorkerException(NamedTuple):
-    """Exception chain raised in a worker process or thread."""
+def worker_chain(error: BaseException) -> tuple[str, tuple[Raised, ...]]:
+    """Return where in a worker the exception was raised, ``DataLoader worker process 0``, and its chain, the root cause first.
 
-    origin: str
-    """where it was raised: ``DataLoader worker process 0``"""
-    chain: tuple[Raised, ...]
-    """the root cause first"""
-
-
-def worker_exception(error: BaseException) -> WorkerException | None:
-    """Return the exception of a worker that this one stands for; ``None`` if it was raised here.
-
-    Workers of torch's data loaders and replicas of DataParallel send an ``ExceptionWrapper``, from which the training thread
-    raises an exception of the same class. It holds the output of :func:`traceback.format_exception`: only the class, the
-    message's first line and code locations are taken.
+    Both are empty if it was raised here. Workers of torch's data loaders and replicas of DataParallel send an
+    ``ExceptionWrapper``, from which the training thread raises an exception of the same class. It holds the output of
+    :func:`traceback.format_exception`: only the class, the message's first line and code locations are taken.
     """
     frame = None
     for frame, _ in traceback.walk_tb(error.__traceback__):  # noqa: B007  # the last is wanted
         pass
     if frame is None or frame.f_code.co_name != "reraise" or not frame.f_code.co_filename.endswith("torch/_utils.py"):
-        return None
+        return "", ()
     wrapper = frame.f_locals.get("self")  # none in a cleared frame
     where, text = _ORIGIN.fullmatch(str(getattr(wrapper, "where", ""))), getattr(wrapper, "exc_msg", "")
     chain, kind = parse(text.strip("\n")) if isinstance(text, str) else (), getattr(wrapper, "exc_type", None)
-    if not chain:
-        return None
-    if isinstance(kind, type):
+    if chain and isinstance(kind, type):
         chain = (*chain[:-1], chain[-1]._replace(kind=f"{kind.__module__}.{kind.__qualname__}"))
-    return WorkerException(where[1] if where else "background", chain)
+    return (where[1] if where else "background", chain) if chain else ("", ())
 
 
 def parse(text: str) -> tuple[Raised, ...]:
@@ -150,7 +139,7 @@ def _parse_one(text: str) -> Raised | None:
             frames.append((file, f"{file}:{number} in {function}"))
         elif line and not line.startswith("  "):
             kind = _KIND.match(line)
-            message = line[kind.end() :].removeprefix(": ") if kind else ""
+            message = first_line(line[kind.end() :].removeprefix(": ")) if kind else ""
             name = f"builtins.{kind[0]}" if kind and hasattr(builtins, kind[0]) else kind[0] if kind else ""
             return Raised(name, tuple(frames), message) if name and frames else None
     return None
@@ -170,14 +159,15 @@ def describe(error: BaseException, *, messages: bool = True) -> dict[str, Any]:
 
     Of a collective's timeout the numbers in torch's message are taken. ``messages``: whether messages are kept.
     """
-    first = root_cause(error)
-    found: dict[str, Any] = _located(error, "") | (_timeout(error) or _timeout(first))
-    remote = worker_exception(first)
-    if remote is not None and len(remote.chain) > 1:
-        root = remote.chain[0]
-        found |= _named(root.kind, first_line(root.message), places(root.frames), "cause.")
-    elif first is not error:
-        found |= _located(first, "cause.")
+    first, here = root_cause(error), _raised(error)
+    origin, chain = worker_chain(error)
+    roots = chain if first is error else worker_chain(first)[1] or (_raised(first),)
+    shown = chain[-1] if chain else here
+    found: dict[str, Any] = _located(shown, "") | (_timeout(error) or _timeout(first))
+    if origin:
+        found |= {"origin": origin} | ({"reraised": caller} if (caller := places(here.frames)[1]) else {})
+    if roots and roots[0] is not shown:
+        found |= _located(roots[0], "cause.")
     return {name: value for name, value in found.items() if messages or not name.endswith(".message")}
 
 
@@ -211,19 +201,16 @@ def _timeout(error: BaseException) -> dict[str, Any]:
     return attributes | ({"absent_ranks": list(found.absent)} if found.absent else {})
 
 
-def _located(error: BaseException, prefix: str) -> dict[str, str]:
-    kind, remote, here = type(error), worker_exception(error), places(_frames(error.__traceback__))
-    if remote is None:
-        return _named(f"{kind.__module__}.{kind.__qualname__}", message(error), here, prefix)
-    last, came = remote.chain[-1], here[1]
-    found = _named(last.kind, first_line(last.message), places(last.frames), prefix)
-    return found if prefix else found | {"origin": remote.origin} | ({"reraised": came} if came else {})
+def _raised(error: BaseException) -> Raised:
+    kind = type(error)
+    return Raised(f"{kind.__module__}.{kind.__qualname__}", tuple(_frames(error.__traceback__)), message(error))
 
 
-def _named(kind: str, text: str, places: tuple[str, str], prefix: str) -> dict[str, str]:
-    location, caller = places
+def _located(raised: Raised, prefix: str) -> dict[str, str]:
+    location, caller = places(raised.frames)
     of_type = prefix or "exception."
-    found = {f"{of_type}type": kind, **({f"{of_type}message": text} if text else {}), f"{prefix}location": location}
+    message = {f"{of_type}message": raised.message} if raised.message else {}
+    found = {f"{of_type}type": raised.kind, **message, f"{prefix}location": location}
     return found if caller in {"", location} else {**found, f"{prefix}caller": caller}
 
 

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from torchobs.probes.amp import LossScaling
     from torchobs.probes.context import ProbeContext
     from torchobs.probes.step_recorder import StepRecorder
-    from torchobs.support.error_guard import CircuitBreaker
     from torchobs.tensors.graph import GraphNode
 
 _log = logging.getLogger("torchobs")
@@ -95,7 +94,10 @@ class NonfiniteProbe:
         """In how many such values were, by the last search"""
         self._armed = 0
         self._watch: BackwardWatch | None = None
-        self._raising: NonfiniteRaiser | None = None
+        self._raises: list[Callable[[], None]] = []
+        """What ends raising errors, if that is asked for"""
+        self._pending: NonFiniteError | None = None
+        """Raised at the next place for it"""
         self._sentences: list[str] = []
 
     def install(self, context: ProbeContext) -> None:
@@ -109,14 +111,19 @@ class NonfiniteProbe:
         context.hooks.ends_by_error.register(self._breaker, self._ending)
         context.hooks.ends.register(self._breaker, self._end)
         if "nonfinite" in context.settings.raise_on:
-            self._raising = NonfiniteRaiser(context, self._breaker, self._gradient)
+            look = self._breaker.guard(self._look_at_gradients)
+
+            def before(optimizer: Any) -> None:
+                look(optimizer)
+                self._raise_pending()
+
+            self._raises = [taps.BACKWARD.subscribe(self._around_backward), taps.BEFORE_STEP.subscribe(before)]
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
         self._breaker.guard(self._release)()
-        if self._raising is not None:
-            self._raising.remove()
-        self._raising = None
+        while self._raises:
+            self._raises.pop()()
         self._disarm()
 
     def sample(self) -> None:
@@ -150,8 +157,7 @@ class NonfiniteProbe:
                 self._report(self._of_weights(bad, origin, tracer.nodes) or origin)
             else:
                 self._report(origin)
-        if self._raising is not None:
-            self._raising.expect(finding("nonfinite_loss", step=step).short, self._found)
+        self._expect("nonfinite_loss", step)
 
     def _of_weights(
         self, bad: Sequence[Any], likely: NonfiniteOrigin | None, nodes: Sequence[GraphNode] = ()
@@ -193,8 +199,7 @@ class NonfiniteProbe:
                 self._found = None
                 self._report(self._inferred(bad, user_frames(sys._getframe()), step, parameters))
                 self._arm()
-        if self._raising is not None:
-            self._raising.expect(finding("nonfinite_gradient", step=step).short, self._found)
+        self._expect("nonfinite_gradient", step)
 
     def _inferred(self, bad: set[int], frames: list[FrameType], step: int, given: Sequence[Any] = ()) -> NonfiniteOrigin | None:
         """Return the origin by the graph of a loss that a running function of the user's still holds.
@@ -346,40 +351,17 @@ class NonfiniteProbe:
             context.writer.event(catalog.EVENT_NONFINITE_ORIGIN.name, attributes_of(origin), step)
             self._sentences.append(f"where the NaN or infinity of step {step} was born: {origin.sentence()}")
 
+    # -- init(raise_on={"nonfinite"}) --------------------------------------------------------------------------------------
 
-def _listed(tensors: Any) -> list[Any]:
-    return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
-
-
-class NonfiniteRaiser:
-    """A part of the probe, from its making until :meth:`remove`."""
-
-    def __init__(self, context: ProbeContext, breaker: CircuitBreaker, trace: Callable[[Any], object]) -> None:
-        """``trace``: called with an optimizer whose gradients are not finite; it calls :meth:`expect`."""
-        self._context, self._trace = context, trace
-        self._pending: NonFiniteError | None = None
-        look = breaker.guard(self._look_at_gradients)
-
-        def before(optimizer: Any) -> None:
-            look(optimizer)
-            self._raise_pending()
-
-        self._subscriptions = [taps.BACKWARD.subscribe(self._around_backward), taps.BEFORE_STEP.subscribe(before)]
-
-    def remove(self) -> None:
-        """Raise nothing from now on."""
-        for unsubscribe in self._subscriptions:
-            unsubscribe()
-
-    def expect(self, what: str, origin: NonfiniteOrigin | None) -> None:
-        """Have an error raised at the next place for it."""
-        self._pending = NonFiniteError(what, origin)
+    def _expect(self, kind: str, step: int) -> None:
+        if self._raises:
+            self._pending = NonFiniteError(finding(kind, step=step).short, self._found)
 
     def _look_at_gradients(self, optimizer: Any) -> None:
         if self._pending is not None or skips_by_itself(optimizer) or self._context.device.cuda.capturing():
             return
         if bad_gradients(parameter for group in optimizer.param_groups for parameter in group["params"]):
-            self._trace(optimizer)
+            self._gradient(optimizer)
 
     def _raise_pending(self) -> None:
         error, self._pending = self._pending, None
@@ -390,6 +372,10 @@ class NonfiniteRaiser:
         result = call(*args, **kwargs)
         self._raise_pending()
         return result
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
 
 
 def skips_by_itself(optimizer: Any) -> bool:
