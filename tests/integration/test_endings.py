@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 
-from tests import flights, fork_server, support
+from tests import flights, fork_server
 from tests.support import NEEDS_COMPILER, ROOT, clean_environment, wait_until
 from tests.training import loss_of, mlp, recording
 from torchobs import catalog
@@ -29,7 +29,7 @@ from torchobs.ranks.runs import load
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from torchobs.ranks.snapshot import Rank
 
@@ -48,6 +48,25 @@ for _ in range(50):
 """
 
 
+def environment(flight_dir: Path) -> dict[str, str]:
+    """Return what a script runs with."""
+    return {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT)}
+
+
+def run_code(flight_dir: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run it in a process of its own, for the fork server's have handlers of their own."""
+    argv = (sys.executable, "-c", code)
+    return subprocess.run(argv, env=environment(flight_dir), capture_output=True, text=True, timeout=240, check=False)
+
+
+def run_file(tmp_path: Path, flight_dir: Path, script: str, *command: str, **given: Any) -> subprocess.CompletedProcess[str]:
+    """Write the script and run it, or the command."""
+    (tmp_path / "train.py").write_text(script)
+    argv = command or (sys.executable, "train.py")
+    given |= {"cwd": tmp_path, "env": environment(flight_dir), "capture_output": True, "text": True, "timeout": 240}
+    return fork_server.run(argv, **given)
+
+
 @pytest.fixture
 def seen(flight_dir: Path) -> Iterator[Callable[[], Rank]]:
     """The one rank of the directory, once it is dead, as the exporter sees it."""
@@ -63,8 +82,8 @@ def seen(flight_dir: Path) -> Iterator[Callable[[], Rank]]:
 
 def begin(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, script: str) -> subprocess.Popen[str]:
     """Start the script, and wait for its first line."""
-    environment = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT)}
-    child = start(sys.executable, "-c", script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    child = start(sys.executable, "-c", script, env=environment(flight_dir), **pipes)
     assert child.stdout
     assert child.stdout.readline() == "ready\n"
     return child
@@ -168,18 +187,9 @@ def test_nothing_is_left_of_it_after_the_end(flight_dir: Path) -> None:
         "torchobs.init(); signal.signal(signal.SIGTERM, print); torchobs.shutdown(); "
         f"{look}\nprint(signal.getsignal(signal.SIGTERM) is print)"
     )
-    environment = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    done = run_code(flight_dir, script)
     assert done.stdout.split() == ["0", "1", "0", "1", "True"], done.stderr
     assert all(not path.stat().st_size for path in flight_dir.glob("*.lock"))
-
-
-def run(flight_dir: Path, script: str) -> str:
-    """Return what the script prints."""
-    environment = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
 
 
 def test_stacks_that_the_user_wants_on_sigterm_stay_theirs(flight_dir: Path) -> None:
@@ -191,7 +201,8 @@ def test_stacks_that_the_user_wants_on_sigterm_stay_theirs(flight_dir: Path) -> 
         "os.kill(os.getpid(), signal.SIGTERM)\ntorchobs.shutdown()\nos.kill(os.getpid(), signal.SIGTERM)\n"
         "stacks.seek(0)\nprint(stacks.read().count('Current thread'))"
     )
-    assert run(flight_dir, script) == "2\n"
+    done = run_code(flight_dir, script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
     assert all(not path.stat().st_size for path in flight_dir.glob("*.lock"))
 
 
@@ -215,7 +226,8 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 print(len(blocked), sum(blocked))
 """
-    assert run(flight_dir, script) == "200 0\n"
+    done = run_code(flight_dir, script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "200 0\n", "")
 
 
 def mark_signals() -> None:
@@ -291,14 +303,6 @@ def native():
 READ = "in read (SIGSEGV, a segmentation fault), before its first step was complete."
 
 
-def crash_in(flight_dir: Path, body: str, more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the script: a process of its own, for the fork server's have handlers of their own."""
-    environment = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), **(more or {})}
-    return subprocess.run(
-        [sys.executable, "-c", f"{SCRIPT}\n{body}\n"], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-
-
 def said(flight_dir: Path) -> list[str]:
     """What is said of the one rank."""
     (report,), _ = load(list(flight_dir.glob("*.flight")))
@@ -319,8 +323,8 @@ def said(flight_dir: Path) -> list[str]:
 def test_the_signal_and_the_place_are_told(flight_dir: Path, body: str, number: int, told: str) -> None:
     """By `inspect` and by the exporter; the script's own output and its status stay as they are."""
     plain, done = (
-        crash_in(flight_dir, body.replace("torchobs.init()", "0").replace("torchobs.shutdown()", "0")),
-        crash_in(flight_dir, body),
+        run_code(flight_dir, SCRIPT + body.replace("torchobs.init()", "0").replace("torchobs.shutdown()", "0")),
+        run_code(flight_dir, SCRIPT + body),
     )
     assert (done.returncode, done.stdout, done.stderr) == (-number, plain.stdout, plain.stderr)
     for path in sorted(flight_dir.glob("*.flight"), key=lambda one: one.stat().st_mtime_ns)[:-1]:
@@ -346,7 +350,7 @@ def test_the_signal_and_the_place_are_told(flight_dir: Path, body: str, number: 
 )
 def test_faulthandler_is_the_user_s(flight_dir: Path, body: str, number: int) -> None:
     """What it writes goes where it would go, and the rank is gone without a word."""
-    done = crash_in(flight_dir, body)
+    done = run_code(flight_dir, SCRIPT + body)
     assert done.returncode == -number
     assert ("Segmentation fault" in done.stderr) is ("enable()" in body)
     assert "vanished without a word" in said(flight_dir)[0]
@@ -355,16 +359,16 @@ def test_faulthandler_is_the_user_s(flight_dir: Path, body: str, number: int) ->
 def test_handlers_of_others_are_left_alone(flight_dir: Path) -> None:
     """A virtual machine in the process lives on SIGSEGV; with one signal taken none is."""
     look = "print(faulthandler.is_enabled())"
-    done = crash_in(flight_dir, f"signal.signal(signal.SIGBUS, print); torchobs.init(); {look}")
+    done = run_code(flight_dir, f"{SCRIPT}signal.signal(signal.SIGBUS, print); torchobs.init(); {look}")
     assert (done.stdout, done.returncode) == ("False\n", 0)
-    done = crash_in(flight_dir, f"torchobs.init(); {look}; torchobs.shutdown(); {look}")
+    done = run_code(flight_dir, f"{SCRIPT}torchobs.init(); {look}; torchobs.shutdown(); {look}")
     assert (done.stdout.split(), done.returncode) == (["True", "False"], 0)
 
 
 def test_children_and_what_comes_after_the_session_leave_no_mark(flight_dir: Path) -> None:
     """A worker that crashes, and an interpreter that crashes at its very end, are not the rank."""
     body = "torchobs.init()\nif not os.fork(): crash()\nassert os.wait()[1] == signal.SIGSEGV\ntorchobs.shutdown()\ncrash()"
-    assert crash_in(flight_dir, body).returncode == -SIGSEGV
+    assert run_code(flight_dir, SCRIPT + body).returncode == -SIGSEGV
     assert "finished in order" in said(flight_dir)[0]
     assert [path.stat().st_size for path in flight_dir.glob("*.lock")] == [0]
 
@@ -382,13 +386,9 @@ class Ended(NamedTuple):
     steps: int
 
 
-def run_script(tmp_path: Path, flight_dir: Path, script: str, *command: str) -> Ended:
+def run_script(tmp_path: Path, flight_dir: Path, script: str) -> Ended:
     """Run a script, and read the one flight file that it left."""
-    (tmp_path / "train.py").write_text(script)
-    environment = {**support.clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(support.ROOT)}
-    argv = command or (sys.executable, "train.py")
-    given: Any = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 240}
-    child = fork_server.run(argv, **given, finalized=True)
+    child = run_file(tmp_path, flight_dir, script, finalized=True)
     (path,) = flight_dir.glob("*.flight")
     file = reader.open_path(os.fspath(path))
     try:
@@ -707,10 +707,8 @@ ENDS = {
 
 def run_handling(tmp_path: Path, flight_dir: Path, body: str) -> tuple[int, str, RankView]:
     """Run the script under `torchobs run`; return its status, what it wrote to standard error, and the report."""
-    (tmp_path / "train.py").write_text(f"{HANDLING}{body}\n")
-    environment = {**support.clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(support.ROOT)}
     argv = (sys.executable, "-m", "torchobs", "run", "--no-exporter", "train.py")
-    child = fork_server.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    child = run_file(tmp_path, flight_dir, f"{HANDLING}{body}\n", *argv)
     reports, _ = load(list(flight_dir.glob("*.flight")))
     return child.returncode, child.stderr, reports[0]
 
@@ -724,7 +722,7 @@ def test_the_signal_is_named(tmp_path: Path, flight_dir: Path, body: str) -> Non
     assert (found, report.reason) == (status, reason), error
     assert said in text or said == "in fail, called"
     assert not (said in {"in order", "in fail, called"} and "SIG" in text)
-    assert f"{support.ROOT / 'torchobs'}{os.sep}" not in error, "no frame of ours"
+    assert f"{ROOT / 'torchobs'}{os.sep}" not in error, "no frame of ours"
     raised = report.events_named(catalog.EVENT_EXCEPTION)
     assert all(fact.attributes.get("exception.message", "secret") == "secret" for fact in raised)
 
@@ -774,12 +772,7 @@ torchobs.init()
 train(3)
 raise ConnectionResetError("by a worker")
 """
-    (tmp_path / "train.py").write_text(script)
-    environment = {**support.clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(support.ROOT)}
-    done = fork_server.run(
-        (sys.executable, "train.py"), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 1
+    assert run_file(tmp_path, flight_dir, script).returncode == 1
     (report,), _ = load(list(flight_dir.glob("*.flight")))
     (text, *_) = [finding.long for finding in diagnose(report)]
     assert 'ended by ConnectionResetError "by a worker" at' in text
