@@ -113,7 +113,7 @@ def _applies(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
 
 
 def _in_step(environ: Mapping[str, str]) -> bool:
-    """Return True if ``srun`` started this process: a batch script also has SLURM_PROCID=0 and SLURM_NTASKS=8, but runs once.
+    """Return whether ``srun`` started this process: a batch script also has SLURM_PROCID=0 and SLURM_NTASKS=8, but runs once.
 
     The check of SLURM_STEP_ID is Open MPI's (``schizo_slurm.c``).
     """

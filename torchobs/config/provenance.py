@@ -107,7 +107,7 @@ addresses of webhooks, which are secrets as a whole."""
 
 
 def is_secret_name(name: str) -> bool:
-    """Return True if a value of that name is likely a secret: ``--hf-token``, ``AWS_SECRET_ACCESS_KEY``, ``dbPassword``."""
+    """Return whether a value of that name is likely a secret: ``--hf-token``, ``AWS_SECRET_ACCESS_KEY``, ``dbPassword``."""
     words = [word.lower() for word in _WORDS.findall(name)]
     return any(word in _SECRET or word.endswith(_ENDINGS) for word in words)
 

@@ -328,7 +328,7 @@ class ActivationProbe:
 
 
 def _trains(model: Any, trained: set[int]) -> bool:
-    """Return True if a model has any of these parameters; False if it is being changed meanwhile."""
+    """Return whether a model has any of these parameters; not if it is being changed meanwhile."""
     try:
         return any(id(parameter) in trained for parameter in model.parameters())
     except RuntimeError:  # a dictionary changed size

@@ -48,7 +48,7 @@ _MAX_OBJECTS = 20_000
 
 
 def holds_state(saved: Any, parameters: Iterable[Any]) -> bool:
-    """Return True if an object, or what it contains, is the state of a model or an optimizer.
+    """Return whether an object, or what it contains, is the state of a model or an optimizer.
 
     State is recognized by content, since names are the user's: modules, optimizers and their ``state_dict``, tensors that share
     memory with a trained parameter, and mappings of arrays of which half have shapes of parameters (copies on another device,
@@ -307,7 +307,7 @@ class CheckpointProbe:
 
 
 def _calls_from_distributed() -> bool:
-    """Return True if the wrapper was called by ``torch.distributed.checkpoint``: for a shard, or by an upload's own save."""
+    """Return whether the wrapper was called by ``torch.distributed.checkpoint``: for a shard, or by an upload's own save."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(f"{DISTRIBUTED}.")
 
 

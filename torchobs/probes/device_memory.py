@@ -224,7 +224,7 @@ class OomObserver:
 
 
 def has_history(torch: Any) -> bool:
-    """Return True if torch records where each block was allocated."""
+    """Return whether torch records where each block was allocated."""
     enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     return bool(enabled is not None and enabled())
 

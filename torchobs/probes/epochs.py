@@ -86,7 +86,7 @@ class EpochProbe:
             self._latest = _Iteration(weakref.ref(loader), known, monotonic_ns(), recorder.ended, order, gone)
 
     def _is_exhausted(self, iteration: _Iteration) -> bool:
-        """Return True if its iterator still exists and was exhausted in the step in progress."""
+        """Return whether its iterator still exists and was exhausted in the step in progress."""
         iterator = iteration.iterator()
         sampler = id(getattr(iterator, "_index_sampler", None))  # the id that the data probe records for fetches
         return iterator is not None and sampler in self._context.recorder.exhausted(iteration.begun_ns)

@@ -448,7 +448,7 @@ class Sensors:
         return bool(pending), bool(failed)
 
     def _wants_recovery(self, library: Library) -> bool:
-        """Return True if the driver asks for a reset of the GPU or node (since R550)."""
+        """Return whether the driver asks for a reset of the GPU or node (since R550)."""
         return any(self._ask(library, lambda handle: _fields(library.api, handle, [_FIELD_RECOVERY_ACTION]), (0,)))
 
     def _ask(self, library: Library, question: Callable[[Any], Any], unknown: Any) -> Any:

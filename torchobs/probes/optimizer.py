@@ -56,7 +56,7 @@ class _Container:
         self._parts: dict[int, ref[torch.optim.Optimizer]] = {}
 
     def knows(self, part: object) -> bool:
-        """Return True if it was added."""
+        """Return whether it was added."""
         known = self._parts.get(id(part))
         return known is not None and known() is part
 

@@ -180,7 +180,7 @@ class MemoryLimits:
         """Bytes that count towards it, if it is the cgroup's limit"""
 
     def due(self) -> bool:
-        """Return True if it is time to read again."""
+        """Return whether it is time to read again."""
         return time.monotonic() >= self._due
 
     def update(self, *, thorough: bool = False) -> None:

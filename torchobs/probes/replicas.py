@@ -128,7 +128,7 @@ class ReplicaBatches:
         self._written = 0
 
     def wants(self) -> bool:
-        """Return True if the batches of an iteration that begins are to be looked at."""
+        """Return whether the batches of an iteration that begins are to be looked at."""
         return self._written < _MOST_ITERATIONS and _in_one_group()
 
     def look(self, iterator: Any, batch: Any) -> bool:
@@ -151,14 +151,14 @@ class ReplicaBatches:
         return False
 
     def _is_replicated(self) -> bool:
-        """Return True if all ranks train one model together."""
+        """Return whether all ranks train one model together."""
         size = sys.modules["torch.distributed"].get_world_size()
         groups = [getattr(known(), "process_group", None) for known in self._replicas.models]
         return any(group is not None and group.size() == size for group in groups)
 
 
 def _in_one_group() -> bool:
-    """Return True if there are several ranks, and no process group of some of them."""
+    """Return whether there are several ranks, and no process group of some of them."""
     group = rank_and_size()
     if group is None:
         return False

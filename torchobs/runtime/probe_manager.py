@@ -71,7 +71,7 @@ class ProbeManager:
             self._safe_point.arm(self._apply_changes)
 
     def records(self, name: str) -> bool:
-        """Return True if that probe is enabled, or will be once torch is imported. From any thread."""
+        """Return whether that probe is enabled, or will be once torch is imported. From any thread."""
         return name not in self._off and not self._context.breaker(name).is_open
 
     def remove_all(self) -> None:

@@ -58,7 +58,7 @@ def notify(report: AnomalyReport) -> None:
 
 
 def wanted() -> bool:
-    """Return True if there are any."""
+    """Return whether there are any."""
     return bool(_callbacks)
 
 

@@ -10,7 +10,7 @@ _LAUNCHER_MODULES = ("torch.distributed.", "accelerate.commands.", "torch._induc
 
 
 def starts_others(command: Sequence[str]) -> bool:
-    """Return True if this process starts or helps a training without being a rank: all of them inherit the instrumentation.
+    """Return whether this process starts or helps a training without being a rank: all of them inherit the instrumentation.
 
     A launcher, a process of ``multiprocessing`` (DataLoader workers, its resource tracker), or one of the compiler's pool.
     """

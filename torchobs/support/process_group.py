@@ -26,7 +26,7 @@ _LETTING_GO_S = 0.01
 
 
 def is_shared() -> bool:
-    """Return True if several ranks train together."""
+    """Return whether several ranks train together."""
     from torch import distributed
 
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

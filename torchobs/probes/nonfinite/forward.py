@@ -151,7 +151,7 @@ class ForwardTrace:
         return given.pop() if kept else Condition.UNKNOWN
 
     def _begins(self, node: GraphNode, outputs: Iterable[int]) -> bool:
-        """Return True if the node may have made non-finite values of finite ones."""
+        """Return whether the node may have made non-finite values of finite ones."""
         if node.parameter is not None or all(self._conditions[node, index] is Condition.FINITE for index in outputs):
             return False
         return all(edge[0] is None or self.of(edge) is not Condition.BAD for edge in node.inputs)  # type: ignore[arg-type]  # checked
@@ -246,7 +246,7 @@ class ForwardTrace:
         ]  # fmt: skip
 
     def _may_begin(self, node: GraphNode, *, only_bad: bool, of_python: bool) -> bool:
-        """Return True if the fault may lie in those before it whose results are unknown.
+        """Return whether the fault may lie in those before it whose results are unknown.
 
         There is a non-finite value, or (unless ``only_bad``) an operator that makes NaN of finite values. ``of_python``: the
         results go into a function written in Python, which may only pass them on, as FSDP's do.

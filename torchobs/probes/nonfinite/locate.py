@@ -151,7 +151,7 @@ class Locator:
                 self._own[node] = own
 
     def is_preparation(self, node: GraphNode) -> bool:
-        """Return True if the node only makes a view or a cast of a parameter, for another operator."""
+        """Return whether the node only makes a view or a cast of a parameter, for another operator."""
         return node in self._sources
 
     def _uses(self, node: GraphNode) -> str | None:
@@ -294,7 +294,7 @@ def _is_written_by_user(module: Any) -> bool:
 
 
 def is_own(kind: type) -> bool:
-    """Return True if the class is neither ``object`` nor ``torch.nn.Module``, whose methods every module has."""
+    """Return whether the class is neither ``object`` nor ``torch.nn.Module``, whose methods every module has."""
     return kind.__module__ not in {"builtins", "torch.nn.modules.module"}
 
 
@@ -441,12 +441,12 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
 
 
 def is_users(code: CodeType) -> bool:
-    """Return True if the code is neither torch's nor ours."""
+    """Return whether the code is neither torch's nor ours."""
     return is_users_file(code.co_filename)
 
 
 def is_users_file(file: str) -> bool:
-    """Return True if the code in a file of that name is."""
+    """Return whether the code in a file of that name is neither torch's nor ours."""
     return not (file.startswith(("<frozen", _torch())) or is_ours(file))
 
 

@@ -340,7 +340,7 @@ def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def computes_in_float16(parameters: Iterable[Any], nodes: Iterable[GraphNode] = ()) -> bool:
-    """Return True if parameters are float16, or results in the graph are, as under autocast."""
+    """Return whether parameters are float16, or results in the graph are, as under autocast."""
     results = (each for node in nodes for each in getattr(node.function, "_input_metadata", ()))  # private: without it, False
     return any(each.dtype is torch.float16 for each in parameters) or any(
         getattr(each, "dtype", None) is torch.float16 for each in results

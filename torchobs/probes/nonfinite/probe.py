@@ -420,7 +420,7 @@ def _bad_gradients_left(parameters: Sequence[Any]) -> list[Any]:
 
 
 def _is_idle(device: Any) -> bool:
-    """Return True if values can be read without waiting for longer than a second."""
+    """Return whether values can be read without waiting for longer than a second."""
     if device.type == "cpu":
         return True
     if device.type != "cuda":
