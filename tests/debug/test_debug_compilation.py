@@ -1,4 +1,4 @@
-"""``debug.compile``: graph breaks, recompilations and guards in words."""
+"""``debug.explain_compile``: graph breaks, recompilations and guards in words."""
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -33,7 +33,7 @@ def test_a_model_in_one_graph() -> None:
     """No break; guards are counted by what they check; batch norm's buffers are what they were."""
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    found = debug.compile(model, torch.randn(6, 4))
+    found = debug.explain_compile(model, torch.randn(6, 4))
     assert (found.graphs, found.full_graph, found.breaks, found.error) == (1, True, (), None)
     assert found.operators >= 3
     assert sum(found.guards.values()) > 0
@@ -42,7 +42,7 @@ def test_a_model_in_one_graph() -> None:
 
 def test_a_break_is_told_with_its_line_and_its_kind() -> None:
     """Data-dependent control flow, at the line that has it."""
-    found = debug.compile(Branching(), torch.ones(6, 4))
+    found = debug.explain_compile(Branching(), torch.ones(6, 4))
     assert (found.full_graph, found.graphs, len(found.breaks)) == (False, 2, 1)
     assert found.breaks[0].kind == "data_dependent"
     assert f"{__file__}:" in found.breaks[0].location
@@ -50,7 +50,7 @@ def test_a_break_is_told_with_its_line_and_its_kind() -> None:
 
 def test_a_constant_that_changes_is_named_as_what_recompiles() -> None:
     """Each call: with the guard's expression and a remedy."""
-    found = debug.compile(Branching(counts=True), torch.ones(6, 4))
+    found = debug.explain_compile(Branching(counts=True), torch.ones(6, 4))
     again = next(row for row in found.recompiles if row.call == "the same batch again")
     assert again.guard == "value"
     assert "calls" in again.expression
@@ -60,7 +60,7 @@ def test_a_constant_that_changes_is_named_as_what_recompiles() -> None:
 def test_what_is_compiled_anew_is_a_function_of_the_program() -> None:
     """Or the model: the name of the function by which it is called here says nothing to anybody."""
     for model in (nn.Linear(4, 4), Branching()):
-        functions = {row.function for row in debug.compile(model, torch.ones(6, 4)).recompiles}
+        functions = {row.function for row in debug.explain_compile(model, torch.ones(6, 4)).recompiles}
         assert type(model).__name__ in functions
         assert "called" not in functions
 
@@ -72,10 +72,10 @@ def test_what_is_tried_beside_the_training_is_no_mistake_of_it() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x.view(4, 4))
 
-    found = debug.compile(OfFour(4, 2), torch.randn(4, 4))
+    found = debug.explain_compile(OfFour(4, 2), torch.randn(4, 4))
     assert (found.error, found.problems) == (None, ())
     assert [row.call for row in found.recompiles] == ["no gradients (evaluation)"]
-    assert debug.compile(OfWords(), {"words": ["a", "b"]}).error is None
+    assert debug.explain_compile(OfWords(), {"words": ["a", "b"]}).error is None
 
 
 class OfWords(nn.Embedding):
@@ -90,11 +90,11 @@ class OfWords(nn.Embedding):
 
 def test_what_the_model_raises_is_told() -> None:
     """As ``error``, with its message."""
-    found = debug.compile(nn.Linear(4, 4), torch.ones(6, 5))
+    found = debug.explain_compile(nn.Linear(4, 4), torch.ones(6, 5))
     assert found.error is not None
     assert found.problems[-1].text.startswith("the model raised")
     with pytest.raises(TypeError, match="compile"):
-        debug.compile(torch.relu, torch.ones(2))
+        debug.explain_compile(torch.relu, torch.ones(2))
 
 
 def test_what_was_compiled_is_compiled_again() -> None:
@@ -109,6 +109,6 @@ def test_what_was_compiled_is_compiled_again() -> None:
     model = Branching()
     compiled = torch.compile(model, backend=backend)
     expected, graphs = compiled(torch.ones(6, 4)), len(runs)
-    assert debug.compile(compiled, torch.ones(6, 4)).error is None
+    assert debug.explain_compile(compiled, torch.ones(6, 4)).error is None
     assert torch.equal(compiled(torch.ones(6, 4)), expected)
     assert len(runs) == 2 * graphs > 0

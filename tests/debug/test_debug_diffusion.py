@@ -1,4 +1,4 @@
-"""``debug.analyze_diffusion`` and ``diffusion_monitor`` on diffusers' real classes with tiny random configurations."""
+"""``debug.inspect_diffusion`` and ``diffusion_monitor`` on diffusers' real classes with tiny random configurations."""
 
 # mypy: disable-error-code="no-untyped-call, attr-defined, operator"
 
@@ -45,7 +45,7 @@ def latent() -> Any:
 def test_components_of_a_pipeline() -> None:
     """Parameters are those that torch counts; absent components and the scheduler have none."""
     pipeline = latent()
-    found = debug.analyze_diffusion(pipeline)
+    found = debug.inspect_diffusion(pipeline)
     counted = {name: sum(x.numel() for x in getattr(pipeline, name).parameters()) for name in ("unet", "vae")}
     rows = {row.name: row for row in found.components}
     assert {name: rows[name].parameters for name in counted} == counted
@@ -62,7 +62,7 @@ def test_what_does_not_fit_together() -> None:
     pipeline.vae.to(torch.bfloat16)
     with torch.no_grad():
         pipeline.unet.conv_in.bias[0] = float("nan")
-    said = texts(debug.analyze_diffusion(pipeline))
+    said = texts(debug.inspect_diffusion(pipeline))
     assert any("bfloat16" in text for text in said)
     assert "unet.conv_in.bias: 1 NaN of 8 elements" in said
 

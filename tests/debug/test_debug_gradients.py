@@ -144,7 +144,7 @@ def test_zeros_that_are_about_to_learn_are_no_anomaly(make: Callable[[], torch.n
     torch.manual_seed(0)
     model = make()
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(4, 8)
-    steps = [debug.training_step(model, optimizer, torch.nn.functional.mse_loss, x, x + 1) for _ in range(3)]
+    steps = [debug.training_step(model, (x, x + 1), torch.nn.functional.mse_loss, optimizer) for _ in range(3)]
     assert [step.problems for step in steps] == [()] * 3
     checks = [step.backward.gradients for step in steps]
     remark = f"{first} is all zeros and has a gradient: until its first step it may pass none on to {zero}"
@@ -164,7 +164,7 @@ def test_a_sparse_gradient_is_that_of_its_stored_elements() -> None:
 def test_in_an_event_loop_the_answers_are_those_of_the_plain_call() -> None:
     """Computed in a thread."""
     x, model = torch.arange(100.0), mlp()
-    assert asyncio.run(debug.acheck_tensor(x, "x")) == debug.analyze_tensor(x, "x")
+    assert asyncio.run(debug.ainspect_tensor(x, "x")) == debug.inspect_tensor(x, "x")
     loss = loss_of(model)
     loss.backward()
     assert str(asyncio.run(debug.acheck_gradients(model, loss))) == str(debug.check_gradients(model, loss))
@@ -173,13 +173,13 @@ def test_in_an_event_loop_the_answers_are_those_of_the_plain_call() -> None:
 def test_other_tasks_run_while_a_tensor_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The computation waits until another task of the loop has run: a blocked loop would never let it end."""
     turned = threading.Event()
-    monkeypatch.setattr(tensors, "analyze_tensor", lambda _, name: turned.wait(30) and name)
+    monkeypatch.setattr(tensors, "inspect_tensor", lambda _, name: turned.wait(30) and name)
 
     async def program() -> Any:
         async def other() -> None:
             turned.set()
 
-        return await asyncio.gather(debug.acheck_tensor(torch.zeros(3), "x"), other())
+        return await asyncio.gather(debug.ainspect_tensor(torch.zeros(3), "x"), other())
 
     assert asyncio.run(program())[0] == "x"
 
@@ -200,16 +200,16 @@ def test_a_bridge_hands_findings_to_the_training_s_logger() -> None:
     try:
         with debug.logging_bridge(own):
             debug.logging_bridge(logging.getLogger("another")).close()
-            debug.analyze_tensor(torch.tensor([nan]), "x")
-            debug.analyze_tensor(torch.tensor([nan]), "x")  # held back
+            debug.inspect_tensor(torch.tensor([nan]), "x")
+            debug.inspect_tensor(torch.tensor([nan]), "x")  # held back
             own.setLevel(logging.ERROR)
-            debug.analyze_tensor(torch.tensor([nan]), "y")
+            debug.inspect_tensor(torch.tensor([nan]), "y")
         own.setLevel(logging.NOTSET)
-        debug.analyze_tensor(torch.tensor([nan]), "z")
+        debug.inspect_tensor(torch.tensor([nan]), "z")
     finally:
         own.removeHandler(kept)
     assert [(record.getMessage(), vars(record)["torchobs_kind"]) for record in kept.records] == [
-        ("analyze_tensor: x: 1 NaN of 1 elements", "nonfinite_tensor")
+        ("inspect_tensor: x: 1 NaN of 1 elements", "nonfinite_tensor")
     ]
     assert (findings.logger.handlers, findings.logger.propagate) == ([], True)
 

@@ -1,4 +1,4 @@
-"""``debug.dataloader``: what a loader gives, how its workers share the work, what is wrong with its batches."""
+"""``debug.check_dataloader``: what a loader gives, how its workers share the work, what is wrong with its batches."""
 
 # ruff: noqa: NPY002  # the global generator, which augmentations draw from
 
@@ -45,7 +45,7 @@ class Even(Dataset[torch.Tensor]):
 def test_what_is_in_the_batches() -> None:
     """Sizes, shapes (the last batch is smaller), classes, throughput."""
     loader = DataLoader(samples([0, 0, 0, 1] * 25 + [1, 1]), batch_size=10)
-    found = debug.dataloader(loader)
+    found = debug.check_dataloader(loader)
     assert (found.dataset, found.dataset_size, found.batch_size, found.workers) == ("TensorDataset", 102, 10, 0)
     assert (found.batches, found.samples, found.classes, found.problems) == (11, 102, {"0": 75, "1": 27}, ())
     assert [(part.name, part.dtype, part.shapes) for part in found.parts] == [
@@ -72,7 +72,7 @@ def test_training_s_order_is_not_changed() -> None:
             iterator = iter(loader)
             orders.append(next(iterator)[0].tolist())
             if looked:
-                debug.dataloader(loader, batches=2)
+                debug.check_dataloader(loader, batches=2)
             orders += [[batch[0].tolist() for batch in iterator], [batch[0].tolist() for batch in loader]]
         return orders
 
@@ -82,7 +82,7 @@ def test_training_s_order_is_not_changed() -> None:
 def test_a_slow_worker_is_named_and_workers_are_ended() -> None:
     """By how long the main process waited for its batches."""
     before = set(torch.multiprocessing.active_children())
-    found = debug.dataloader(DataLoader(Slow(), batch_size=2, num_workers=2), batches=10)
+    found = debug.check_dataloader(DataLoader(Slow(), batch_size=2, num_workers=2), batches=10)
     assert [load.worker for load in found.worker_loads] == [0, 1]
     assert any(text.startswith("worker 1: it is waited for") for text in texts(found))
     assert not any(text.startswith("worker 0") for text in texts(found))
@@ -91,7 +91,7 @@ def test_a_slow_worker_is_named_and_workers_are_ended() -> None:
 
 def test_equal_workers_are_not_slow() -> None:
     """Promise: of two equal workers the one that is a moment behind has all of the wait, and is not slow."""
-    found = debug.dataloader(DataLoader(Even(), batch_size=2, num_workers=2), batches=12)
+    found = debug.check_dataloader(DataLoader(Even(), batch_size=2, num_workers=2), batches=12)
     assert found.problems == ()
 
 
@@ -100,7 +100,7 @@ def test_many_balanced_classes_are_not_imbalanced_by_chance() -> None:
     labels, ratios = torch.arange(60).repeat(20), list[float]()
     for seed in range(20):
         torch.manual_seed(seed)
-        found = debug.dataloader(DataLoader(TensorDataset(labels, labels), batch_size=60, shuffle=True), batches=4)
+        found = debug.check_dataloader(DataLoader(TensorDataset(labels, labels), batch_size=60, shuffle=True), batches=4)
         ratios.append(found.imbalance or 0)
         assert found.problems == ()
     assert max(ratios) >= 10
@@ -110,9 +110,9 @@ def test_bad_batches() -> None:
     """NaN in the inputs, a class that is rare, one class only, no batch."""
     data = samples([0] * 190 + [1] * 10)
     data.tensors[0][3, 1] = float("nan")
-    found = debug.dataloader(DataLoader(data, batch_size=100))
+    found = debug.check_dataloader(DataLoader(data, batch_size=100))
     assert texts(found) == ("batch[0]: it has NaN or Inf", "classes: class 0 is 19 times as frequent as class 1")
     assert found.imbalance == 19.0
     sorted_data = DataLoader(samples([0] * 120 + [1] * 120), batch_size=20)
-    assert debug.dataloader(sorted_data, batches=6).problems[0].text.startswith("all 120 labels seen are 0")
-    assert texts(debug.dataloader([])) == ("loader: the loader gives no batch",)
+    assert debug.check_dataloader(sorted_data, batches=6).problems[0].text.startswith("all 120 labels seen are 0")
+    assert texts(debug.check_dataloader([])) == ("loader: the loader gives no batch",)

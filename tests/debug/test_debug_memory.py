@@ -1,4 +1,4 @@
-"""``debug.memory_usage``, ``memory_tracking`` and ``profile_memory`` measure what they say."""
+"""``debug.memory_by_module``, ``memory_growth`` and ``memory`` measure what they say."""
 
 # mypy: disable-error-code="comparison-overlap, index, no-untyped-call, operator, union-attr"
 # ruff: noqa: NPY002  # the global generator, which augmentations draw from
@@ -31,21 +31,32 @@ def test_components_are_counted_to_the_byte() -> None:
     model = torch.nn.Sequential(*wide(), torch.nn.BatchNorm1d(8))
     count = sum(x.numel() for x in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
-    found = debug.memory_usage(model, torch.randn(16, 64), optimizer=optimizer)
+    found = debug.memory_by_module(model, torch.randn(16, 64), optimizer=optimizer)
     assert (found.parameters_bytes, found.gradients_bytes, found.buffers_bytes) == (4 * count, 4 * count, 72)
     assert found.inputs_bytes == 16 * 64 * 4
     assert found.optimizer_state_bytes == 8 * count + 4 * len(list(model.parameters()))  # two moments, and each one's step
-    assert {(row.name, row.size_bytes) for row in found.modules} >= {
+    assert {(row.name, row.activations_bytes) for row in found.modules} >= {
         ("1", 16 * 256 * 4),
         ("3", 16 * 8 * 4 + 2 * 8 * 4),
     }  # the input, and mean and deviation
-    assert found.activations_bytes == sum(row.size_bytes for row in found.modules)
+    assert found.activations_bytes == sum(row.activations_bytes or 0 for row in found.modules)
     assert str(found.batch_size) in str(found)
     for x in model.parameters():
         x.grad = torch.ones_like(x)
     optimizer.step()
-    stepped = debug.memory_usage(model, torch.randn(16, 64), optimizer=optimizer)
+    stepped = debug.memory_by_module(model, torch.randn(16, 64), optimizer=optimizer)
     assert stepped.optimizer_state_bytes == found.optimizer_state_bytes
+
+
+def test_without_a_batch_there_are_the_weights_alone() -> None:
+    """By module, tied ones once; nothing is run."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4, bias=False))
+    model[2].weight = model[0].weight
+    found = debug.memory_by_module(model)
+    assert (found.parameters_bytes, found.buffers_bytes, found.total_bytes) == (96, 40, 136)
+    assert (found.batch_size, found.activations_bytes, found.peak_bytes, found.gradients_bytes) == (None,) * 4
+    assert [(row.name, row.parameters_bytes, row.buffers_bytes) for row in found.modules] == [("1", 32, 40), ("0", 64, 0)]
+    assert found["0"].activations_bytes is None
 
 
 def test_the_state_of_an_optimizer_that_has_not_stepped() -> None:
@@ -54,17 +65,17 @@ def test_the_state_of_an_optimizer_that_has_not_stepped() -> None:
     for kind in kinds:
         model = wide()
         optimizer = kind(model.parameters())
-        foretold = debug.memory_usage(model, torch.randn(4, 64), optimizer=optimizer).optimizer_state_bytes
+        foretold = debug.memory_by_module(model, torch.randn(4, 64), optimizer=optimizer).optimizer_state_bytes
         for x in model.parameters():
             x.grad = torch.ones_like(x)
         optimizer.step()
-        assert debug.memory_usage(model, torch.randn(4, 64), optimizer=optimizer).optimizer_state_bytes == foretold
+        assert debug.memory_by_module(model, torch.randn(4, 64), optimizer=optimizer).optimizer_state_bytes == foretold
 
 
 def test_lines_and_objects_that_grew_are_named() -> None:
     """Tensors by the line that made them, without those that are gone; Python's memory by ``tracemalloc``."""
     kept: list[Any] = []
-    with debug.memory_tracking("leak") as found:
+    with debug.memory_growth("leak") as found:
         assert (found.host, found.tensor_lines) == (None, ())
         for _ in range(5):
             kept.append(torch.ones(1000, 100))  # the tensors' line
@@ -86,7 +97,7 @@ def test_tracking_leaves_the_user_s_own_tracing_on() -> None:
     """And fills the result when an exception goes on."""
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match="on"), debug.memory_tracking() as found:
+        with pytest.raises(ValueError, match="on"), debug.memory_growth() as found:
             raise ValueError("on")
         assert tracemalloc.is_tracing()
     finally:
@@ -101,7 +112,7 @@ def test_blocks_of_two_threads_may_overlap() -> None:
 
     def first() -> None:
         try:
-            with debug.memory_tracking("first"):
+            with debug.memory_growth("first"):
                 begun.set()
                 second_runs.wait(60)
         except BaseException as error:  # noqa: BLE001  # the assertion is about it
@@ -111,7 +122,7 @@ def test_blocks_of_two_threads_may_overlap() -> None:
     begun, thread = Event(), Thread(target=first)
     thread.start()
     begun.wait(60)
-    with debug.memory_tracking("second") as found:
+    with debug.memory_growth("second") as found:
         second_runs.set()
         first_ends.wait(60)
     thread.join()
@@ -121,14 +132,14 @@ def test_blocks_of_two_threads_may_overlap() -> None:
 def test_a_model_without_memory_is_refused() -> None:
     """On the device meta nothing has been allocated: zero bytes would be no answer."""
     with pytest.raises(ValueError, match="device meta"):
-        debug.memory_usage(wide().to("meta"), torch.randn(4, 64))
+        debug.memory_by_module(wide().to("meta"), torch.randn(4, 64))
 
 
 def test_a_point_has_the_tensors_by_shape() -> None:
     """Views of one memory count once."""
     kept = torch.ones(123, 1000)
     views = [kept[:], kept[:]]
-    found = debug.profile_memory("here")
+    found = debug.memory("here")
     (row,) = (row for row in found.largest if row.shape == (123, 1000))
     assert (row.count, row.size_bytes, row.dtype, row.device) == (3, 492_000, "float32", "cpu")
     assert found.host_bytes > 10 << 20
@@ -167,12 +178,12 @@ def _budget(model: nn.Module, x: torch.Tensor) -> None:
 
 
 RUNS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
-    "memory_usage": debug.memory_usage,
+    "memory_usage": debug.memory_by_module,
     "count_flops": debug.count_flops,
-    "devices": debug.devices,
-    "compile": debug.compile,
+    "devices": debug.check_devices,
+    "compile": debug.explain_compile,
     "trace_nan": debug.trace_nan,
-    "ddp": lambda model, _: debug.ddp(model),
+    "ddp": lambda model, _: debug.compare_ranks(model),
     "Recovery": _skip,
     "benchmark": _benchmark,
     "activation_budget": _budget,
@@ -247,7 +258,7 @@ def test_a_model_that_is_run_beside_its_training_is_as_before(name: str) -> None
     assert name == "Recovery" or random_states() == drawn  # a step of training draws
 
 
-@pytest.mark.parametrize("function", [debug.memory_usage, debug.count_flops])
+@pytest.mark.parametrize("function", [debug.memory_by_module, debug.count_flops])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 def test_nothing_of_it_is_changed(function: Callable[..., Any], mode: Callable[[], Any]) -> None:
     """Promise: parameters are the same objects, ``.grad`` keeps what is in it, and no hook of a parameter is called."""
@@ -271,9 +282,9 @@ def test_nothing_of_it_is_changed(function: Callable[..., Any], mode: Callable[[
 def test_gradients_are_on_where_they_are_measured() -> None:
     """Promise: called where gradients are off, as in an evaluation, the answers are the same, and they are off afterwards."""
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(6, 4)
-    expected = debug.memory_usage(model, x).activations_bytes, debug.count_flops(model, x).flops
+    expected = debug.memory_by_module(model, x).activations_bytes, debug.count_flops(model, x).flops
     with torch.no_grad():
-        assert (debug.memory_usage(model, x).activations_bytes, debug.count_flops(model, x).flops) == expected
+        assert (debug.memory_by_module(model, x).activations_bytes, debug.count_flops(model, x).flops) == expected
         assert debug.trace_nan(model, x) is None
         assert not torch.is_grad_enabled()
 
@@ -294,5 +305,5 @@ def test_a_model_that_differentiates_in_its_forward_pass() -> None:
     # twice 2 x 8 and 8 x 1, and the gradient of each of both by its input
     assert counted.forward == 2 * 4 * 2 * (2 * 8 + 8)
     assert counted.backward > 0
-    assert debug.devices(model, x).error is None
+    assert debug.check_devices(model, x).error is None
     assert hooks(model) == 0

@@ -1,4 +1,4 @@
-"""``debug.profile``, ``profiling_context``, ``performance`` and ``count_flops``: tables, traces, slow operations, products."""
+"""``debug.profile``, slow operations and ``count_flops``: tables, traces, blocks, products."""
 # mypy: disable-error-code="no-untyped-call, attr-defined, operator"
 
 import gzip
@@ -93,35 +93,35 @@ def test_a_loop_that_ends_early() -> None:
 
 def test_a_block_with_stacks() -> None:
     """Rows by stack; an exception goes on and the profile is filled all the same; only one profiler at a time."""
-    with debug.profiling_context("matmul", stacks=True) as found:
+    with debug.profile("matmul", stacks=True) as found:
         torch.randn(64, 64) @ torch.randn(64, 64)
     assert (found.name, found.steps) == ("matmul", 1)
     assert "aten::mm" in found.table
     assert "Source Location" in found.table
-    with pytest.raises(KeyError), debug.profiling_context("broken") as found:  # noqa: PT012  # it is entered, then raises
+    with pytest.raises(KeyError), debug.profile("broken") as found:  # noqa: PT012  # it is entered, then raises
         torch.ones(3).sum()
         raise KeyError
     assert "aten::sum" in found.table
-    with debug.profiling_context("outer"), pytest.raises(RuntimeError, match="another profiler"):
+    with debug.profile("outer"), pytest.raises(RuntimeError, match="another profiler"):
         debug.profile(lambda: None)
     assert not torch.autograd._profiler_enabled()
 
 
 def test_slow_operations() -> None:
     """Told, counted, by sample; also as a decorator."""
-    with debug.performance("sleep", slow_s=0.01, samples=10) as slow:
+    with debug.context("sleep", slow_s=0.01, samples=10) as slow:
         time.sleep(0.02)
-    assert slow.slow
+    assert not slow.ok
     assert slow.sample_time_s == pytest.approx(slow.time_s / 10)
-    nothing = debug.performance("nothing")(lambda: 3)
+    nothing = debug.operation("nothing", slow_s=10.0)(lambda: 3)
     assert nothing() == nothing() == 3
-    with pytest.raises(KeyError), debug.performance("broken") as broken:  # it is entered, then raises
+    with pytest.raises(KeyError), debug.context("broken") as broken:  # it is entered, then raises
         raise KeyError
     assert broken.error == "KeyError"
     try:
         slow.to_dict()["absent"]
     except KeyError:  # a block in a handler has not failed for that
-        with debug.performance("retry") as again, debug.context("inner") as info, debug.validation() as validated:
+        with debug.context("retry") as again, debug.context("inner") as info, debug.validation() as validated:
             validated.add(1)
         assert (again.error, info.error, validated.error) == (None, None, None)
     summary = debug.summary()

@@ -1,4 +1,4 @@
-"""``debug.ddp`` with two real ranks over gloo, and ``debug.devices``: what differs, or lies on another device, is named."""
+"""``debug.compare_ranks`` with two real ranks, and ``debug.check_devices``: what differs, or lies elsewhere, is named."""
 # mypy: disable-error-code="attr-defined, no-untyped-call"
 # mypy: disable-error-code="no-untyped-call"
 
@@ -24,16 +24,16 @@ def rank_main(rank: int, directory: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
     torch.manual_seed(7)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
-    said: dict[str, Any] = {"begun": debug.ddp(model).to_dict()}
+    said: dict[str, Any] = {"begun": debug.compare_ranks(model).to_dict()}
     torch.manual_seed(rank)
     model(torch.randn(6, 4)).sum().backward()
-    said["trained"] = debug.ddp(model).to_dict()
+    said["trained"] = debug.compare_ranks(model).to_dict()
     with torch.no_grad():
         model.module[0].weight[0, 0] += 1e-6 * rank
         model.module[2].weight.grad[0, 0] = float(rank)
-    said["differ"] = debug.ddp(model).to_dict()
+    said["differ"] = debug.compare_ranks(model).to_dict()
     model.module.train(mode=rank == 0)
-    said["mode"] = debug.ddp(model.module).to_dict()
+    said["mode"] = debug.compare_ranks(model.module).to_dict()
     Path(directory, f"{rank}.json").write_text(json.dumps(said))
     dist.destroy_process_group()
 
@@ -62,10 +62,10 @@ def test_one_process_agrees_with_itself() -> None:
     """Without a process group; any types of parameters."""
     model = nn.Linear(3, 3).to(torch.bfloat16)
     model.register_buffer("frequencies", torch.ones(2, dtype=torch.complex64))
-    found = debug.ddp(model)
+    found = debug.compare_ranks(model)
     assert (found.ok, found.world_size, found.disagreements, found.problems) == (True, 1, (), ())
-    with pytest.raises(TypeError, match="ddp"):
-        debug.ddp(3)
+    with pytest.raises(TypeError, match="compare_ranks"):
+        debug.compare_ranks(3)
 
 
 LAYOUTS = ("fsdp1", "fsdp2")
@@ -97,10 +97,10 @@ def sharded_main(rank: int, directory: str) -> None:
     answers = {}
     for layout in LAYOUTS:
         batch = torch.ones(6, 4)
-        found: dict[str, Any] = {"agreement": debug.ddp(sharded(layout)).to_dict()}
+        found: dict[str, Any] = {"agreement": debug.compare_ranks(sharded(layout)).to_dict()}
         flops = debug.count_flops(sharded(layout), batch)
         found["flops"] = [flops.forward, flops.backward, list(flops.unknown)]
-        found["parameters"] = debug.memory_usage(sharded(layout), batch).parameters_bytes
+        found["parameters"] = debug.memory_by_module(sharded(layout), batch).parameters_bytes
         batch[3, 1] = float("nan") if rank else 1.0
         model = sharded(layout)
         origin = debug.trace_nan(model, batch)
@@ -153,7 +153,7 @@ def test_nothing_is_found_in_healthy_models(name: str) -> None:
     make, sample = MODELS[name]
     model, (inputs, _) = make(), sample()
     before, random = [x.clone() for x in model.state_dict().values()], torch.get_rng_state()
-    found = debug.devices(model, inputs, optimizer=torch.optim.Adam(model.parameters()))
+    found = debug.check_devices(model, inputs, optimizer=torch.optim.Adam(model.parameters()))
     assert (found.device, found.misplaced, found.copies, found.error, found.problems) == ("cpu", (), (), None, ())
     assert found.devices[0].parameters == len(list(model.parameters()))
     assert found.devices[0].inputs == 1
@@ -166,7 +166,7 @@ def test_a_parameter_and_an_input_elsewhere_are_named() -> None:
     """The forward pass that fails for it is told, not raised."""
     model = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 2))
     model[1].bias = nn.Parameter(torch.zeros(2, device="meta"))
-    found = debug.devices(model, {"input": torch.zeros(3, 4, device="meta")})
+    found = debug.check_devices(model, {"input": torch.zeros(3, 4, device="meta")})
     assert [(row.kind, row.name, row.device) for row in found.misplaced] == [
         ("parameter", "1.bias", "meta"), ("input", "input.input", "meta"),
     ]  # fmt: skip
@@ -180,14 +180,14 @@ def test_state_of_the_optimizer_elsewhere() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
-    assert debug.devices(model, optimizer=optimizer).problems == ()
+    assert debug.check_devices(model, optimizer=optimizer).problems == ()
     optimizer.state[model.weight]["exp_avg"] = torch.zeros(2, 4, device="meta")
-    (row,) = debug.devices(model, optimizer=optimizer).misplaced
+    (row,) = debug.check_devices(model, optimizer=optimizer).misplaced
     assert (row.kind, row.name) == ("optimizer state", "weight.exp_avg")
 
 
 def test_a_silent_copy_is_told_with_its_line() -> None:
     """Twelve floats, once a call, from the line of the model."""
-    (copy,) = debug.devices(Copying(), torch.zeros(3, 4)).copies
+    (copy,) = debug.check_devices(Copying(), torch.zeros(3, 4)).copies
     assert (copy.operator, copy.source, copy.target, copy.count, copy.size_bytes) == ("_to_copy", "cpu", "meta", 1, 48)
     assert f"{__file__}:" in copy.location

@@ -36,7 +36,7 @@ def test_a_step_is_that_of_a_plain_loop(name: str) -> None:
         torch.manual_seed(number)
         inputs, target = sample()
         found = debug.training_step(
-            other, optimizers[1], functional.cross_entropy, inputs, target, activations=True, weights=True
+            other, inputs, functional.cross_entropy, optimizers[1], target=target, activations=True, weights=True
         )
         assert (found.loss, found.problems, found.ok) == (loss.item(), (), True)
         assert found.forward.activations
@@ -53,13 +53,38 @@ def test_a_step_is_that_of_a_plain_loop(name: str) -> None:
     assert (summary.total_steps, summary.anomaly_steps, summary.anomaly_rate, summary.source) == (3, 0, 0.0, "monitored")
 
 
-def test_an_optimizer_of_another_model_is_told() -> None:
-    """The loss is sound, and so are the gradients: only nothing is ever learned."""
+class _Doubling(nn.Module):
+    """Has a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(8, 1), 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.factor  # type: ignore[no-any-return]
+
+
+def test_a_loss_function_may_call_the_model_itself() -> None:
+    """Promise: ``loss_fn(model, batch)`` and ``loss_fn(output, target)`` are one step, with the same forward pass."""
     inputs, targets = batch()
-    found = debug.training_step(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1), functional.mse_loss, inputs, targets)
-    assert [problem.kind for problem in found.problems] == ["foreign_optimizer"]
-    assert not found.ok
-    assert debug.training_summary().anomaly_steps == 1
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        return functional.mse_loss(model(batch[0]) / model.factor, batch[1] / 2.0)
+
+    def by_output(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(output / 2.0, target / 2.0)
+
+    found, both = [], (inputs, targets)
+    calls: list[tuple[Any, Any, Any]] = [(both, loss_fn, None), (both, by_output, None), (inputs, by_output, targets)]
+    for given, how, target in calls:
+        torch.manual_seed(0)
+        model = _Doubling()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = debug.training_step(model, given, how, optimizer, target=target)
+        assert step.forward is not None
+        found.append((step.loss, [row.name for row in step.forward.inputs], step.forward.output.tolist()))
+    assert found[0] == found[1] == found[2]
+    assert found[0][1] == ["input"]
 
 
 def test_each_part_alone() -> None:
@@ -71,7 +96,7 @@ def test_each_part_alone() -> None:
     assert [row.name for row in forward.activations] == ["0", "1", "2"]
     assert [row.shape for row in forward.outputs] == [(4, 1)]
     loss = functional.mse_loss(forward.output, targets)
-    backward = debug.backward_pass(loss, model)
+    backward = debug.backward_pass(model, loss)
     assert backward.loss == pytest.approx(loss.item())
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimization = debug.optimization_step(optimizer)
@@ -93,7 +118,7 @@ def test_a_bad_batch_is_told_as_such() -> None:
     inputs, targets = batch()
     inputs[0, 0] = nan
     found = debug.training_step(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), functional.mse_loss, inputs, targets, activations=True
+        model, (inputs, targets), functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), activations=True
     )
     assert not found.ok
     assert texts(found)[:4] == (
@@ -177,10 +202,9 @@ def test_steps_that_a_loss_scaler_skips_are_no_anomalies() -> None:
     """An overflow at too large a scale is how the scaler finds a smaller one; weights stay as they are."""
     model = mlp()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=2.0**30)
-    half = torch.autocast("cpu", torch.float16)
     inputs, targets = batch()
-    given = model, optimizer, functional.mse_loss, inputs, targets
-    steps = [debug.training_step(*given, scaler=scaler, autocast=half) for _ in range(25)]
+    given = model, (inputs, targets), functional.mse_loss, optimizer
+    steps = [debug.training_step(*given, scaler=scaler, amp="fp16") for _ in range(25)]
     skipped = [one.optimization.skipped for one in steps]
     assert skipped[0]
     assert not skipped[-1]
@@ -238,7 +262,7 @@ def test_a_caller_s_threshold_holds_for_the_whole_verdict() -> None:
             with pytest.raises(ValueError, match="a threshold of a norm is above 0"):
                 check(graded(1.0), **limits)
     model, (inputs, targets) = mlp(), batch()
-    given = model, torch.optim.SGD(model.parameters(), lr=1e-6), functional.mse_loss, inputs, 1e3 * targets + 1e3
+    given = model, (inputs, 1e3 * targets + 1e3), functional.mse_loss, torch.optim.SGD(model.parameters(), lr=1e-6)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(ValueError, match="a threshold of a norm is above 0"):
         debug.training_step(*given, exploding=-1.0)
@@ -278,10 +302,10 @@ def test_a_packed_sequence_is_one_argument() -> None:
     """Promise: it is given as it is, though torch has made it a tuple."""
     model, batch = _Packed(), pack_padded_sequence(torch.randn(4, 6, 5), torch.tensor([6, 5, 3, 2]), batch_first=True)
     assert torch.equal(debug.forward_pass(model, batch).output, model(batch))
-    step = debug.training_step(model, torch.optim.SGD(model.parameters(), 0.1), lambda out: out.square().mean(), batch)
+    step = debug.training_step(model, batch, lambda out: out.square().mean(), torch.optim.SGD(model.parameters(), 0.1))
     assert step.problems == ()
     assert debug.trace_nan(model, batch) is None
-    usage = debug.memory_usage(model, batch)
+    usage = debug.memory_by_module(model, batch)
     assert usage.batch_size == 4
     with torch.no_grad():
         batch.data[3, 2] = float("nan")
@@ -296,10 +320,10 @@ def test_scripted_modules_take_no_hooks_and_are_looked_at_from_outside() -> None
     model, x = nn.Sequential(scripted, nn.Linear(8, 2)), torch.randn(5, 4)
     for _ in range(2):
         for one in (model, scripted):
-            assert debug.memory_usage(one, x).activations_bytes > 0
+            assert debug.memory_by_module(one, x).activations_bytes > 0
             assert debug.inference(one, x).problems == ()
             optimizer = torch.optim.SGD(one.parameters(), 0.1)
-            step = debug.training_step(one, optimizer, lambda out: out.square().mean(), x, activations=True)
+            step = debug.training_step(one, x, lambda out: out.square().mean(), optimizer, activations=True)
             assert step.optimization.update_norm > 0
         assert [row.name for row in debug.forward_pass(model, x, activations=True).activations] == ["1"]
         assert debug.trace_nan(model, x) is None
@@ -309,33 +333,45 @@ wrong: Any = debug
 """To be called as nobody who checks types would"""
 
 
+BATCH = torch.zeros(1, 2)
+
+
 def _model() -> nn.Module:
     return nn.Linear(2, 1)
 
 
 WRONG: dict[str, Callable[[], Any]] = {
     r"trace_nan\(\) takes a torch.nn.Module, not str": lambda: wrong.trace_nan("model", torch.zeros(1)),
-    r"devices\(\) takes a torch.nn.Module": lambda: wrong.devices(torch.zeros(3)),
-    r"analyze_tensor\(\) takes a torch.Tensor, not list": lambda: wrong.analyze_tensor([1.0]),
-    "takes a torch.optim.Optimizer, not function": lambda: wrong.training_step(_model(), functional.mse_loss, None, None),
-    r"devices\(\) takes a torch.optim.Optimizer, not int": lambda: wrong.devices(_model(), optimizer=3),
-    "takes a loss function after": lambda: wrong.training_step(_model(), torch.optim.SGD([torch.zeros(1)]), 3, None),
+    r"devices\(\) takes a torch.nn.Module": lambda: wrong.check_devices(torch.zeros(3)),
+    r"inspect_tensor\(\) takes a torch.Tensor, not list": lambda: wrong.inspect_tensor([1.0]),
+    "takes a torch.optim.Optimizer, not function": lambda: wrong.training_step(_model(), BATCH, None, functional.mse_loss),
+    "an optimizer that has the model's parameters": lambda: wrong.training_step(_model(), BATCH, None, SGD),
+    r"memory_by_module\(\) takes an optimizer that": lambda: wrong.memory_by_module(_model(), None, None, SGD),
+    "amp is one of 'off', 'bf16', 'fp16', 'auto', or a dtype, not 'half'": lambda: wrong.training_step(
+        MODEL, batch(), functional.mse_loss, SGD, amp="half"
+    ),
+    r"monitor_step\(\) needs weights": lambda: wrong.monitor_step(_model().to("meta")),
+    "not Tensor": lambda: wrong.check_dataloader(torch.zeros(3, 4)),
+    "not tuple": lambda: wrong.profile((torch.zeros(3), torch.zeros(3))),
+    r"devices\(\) takes a torch.optim.Optimizer, not int": lambda: wrong.check_devices(_model(), optimizer=3),
+    "takes a loss function after": lambda: wrong.training_step(MODEL, BATCH, 3, SGD),
     "a threshold of a norm is above 0, not '3'": lambda: wrong.check_gradients(_model()).exploding("3"),
     "whole numbers, 1 or more, not 100, '3', 10, 1000": lambda: wrong.enable("basic", memory_every="3"),
     "takes a name, or nothing, in parentheses, not int": lambda: wrong.operation(3),
-    "takes at least one batch, not '3'": lambda: wrong.dataloader([1], batches="3"),
+    "takes at least one batch, not '3'": lambda: wrong.check_dataloader([1], batches="3"),
     "active >= 1, whole numbers, not 1, 1, '3'": lambda: wrong.profile(lambda: None, active="3"),
-    "slow_s > 0 and samples >= 1, not 'x', '3', None": lambda: wrong.performance("x", slow_s="3").__enter__(),
-    "a loss is a tensor, not float: return what loss_fn computes": lambda: wrong.backward_pass(1.0, MODEL),
-    "one element, not the shape": lambda: wrong.training_step(MODEL, SGD, lambda y: y, batch()[0]),
-    "the loss has no graph": lambda: wrong.backward_pass(torch.ones(1), MODEL),
+    "slow_s is a number of seconds above 0, not '3'": lambda: wrong.context("x", slow_s="3"),
+    "samples is a whole number, 1 or more, not 0": lambda: wrong.context("x", samples=0),
+    "a loss is a tensor, not float: return what loss_fn computes": lambda: wrong.backward_pass(MODEL, 1.0),
+    "one element, not the shape": lambda: wrong.training_step(MODEL, batch()[0], lambda y: y, SGD),
+    "the loss has no graph": lambda: wrong.backward_pass(MODEL, torch.ones(1)),
     "takes a loss of one number, not .*: reduce it, or leave it out": lambda: wrong.check_gradients(MODEL, torch.ones(3)),
     "loud": lambda: wrong.context("x", anomaly="loud"),
-    "a batch with a tensor of at least one sample": lambda: wrong.memory_usage(_model(), {"texts": ["a"]}),
+    "a batch with a tensor of at least one sample": lambda: wrong.memory_by_module(_model(), {"texts": ["a"]}),
     "on the device meta, where nothing": lambda: wrong.trace_nan(_model().to("meta"), torch.zeros(1, 2, device="meta")),
     "function that takes one step": lambda: wrong.profile(3),
     "no directory": lambda: wrong.profile(lambda: None, trace="absent/x.json"),
-    "has none": lambda: wrong.analyze_diffusion(object()),
+    "has none": lambda: wrong.inspect_diffusion(object()),
     "takes a logging.Logger, not str": lambda: wrong.logging_bridge("training"),
     "are logged to 'torchobs.debug' already": lambda: wrong.logging_bridge(logging.getLogger("torchobs.debug")),
 }

@@ -1,4 +1,4 @@
-"""``debug.analyze_tensor`` and ``analyze_parameters`` say of every kind of tensor what is in it."""
+"""``debug.inspect_tensor`` and ``inspect_parameters`` say of every kind of tensor what is in it."""
 
 # mypy: disable-error-code="no-untyped-call, union-attr, operator, index, comparison-overlap"
 # a parameter may have no gradient, and here it has one; torch has no types for `backward`
@@ -91,7 +91,7 @@ ODD: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of its prototypes
 def test_every_kind_of_tensor_is_analysed() -> None:
     """Whatever it is, the call returns what is known of it, and the result prints and becomes JSON."""
-    found = {kind: debug.analyze_tensor(make(), kind) for kind, (make, _) in ODD.items()}
+    found = {kind: debug.inspect_tensor(make(), kind) for kind, (make, _) in ODD.items()}
     said = {kind: {name: getattr(found[kind], name) for name in expected} for kind, (_, expected) in ODD.items()}
     assert said == {kind: expected for kind, (_, expected) in ODD.items()}
     for kind, stats in found.items():
@@ -104,7 +104,7 @@ def test_statistics_are_torch_s_own_of_the_finite_elements() -> None:
     """Mean, deviation, extremes, quantiles, histogram; one NaN does not hide the other elements, but it is in the norm."""
     generator = torch.Generator().manual_seed(1)
     clean = torch.randn(10_001, generator=generator)
-    found = debug.analyze_tensor(clean, "clean")
+    found = debug.inspect_tensor(clean, "clean")
     assert found.mean == pytest.approx(clean.double().mean().item(), rel=1e-12)
     assert found.std == pytest.approx(clean.double().std().item(), rel=1e-12)
     assert (found.min, found.max, found.sampled) == (clean.min().item(), clean.max().item(), 10_001)
@@ -115,7 +115,7 @@ def test_statistics_are_torch_s_own_of_the_finite_elements() -> None:
     assert sum(found.histogram) == 10_001
     assert all(abs(a - b) <= 1 for a, b in zip(found.histogram, expected.tolist(), strict=True))  # an edge falls on either side
     spoiled = torch.cat([clean, torch.tensor([nan, float("inf"), -float("inf")])])
-    other = debug.analyze_tensor(spoiled, "spoiled")
+    other = debug.inspect_tensor(spoiled, "spoiled")
     assert (other.mean, other.std, other.min, other.max) == pytest.approx((found.mean, found.std, found.min, found.max))
     assert other.quantiles == pytest.approx(found.quantiles)
     assert (other.nan_count, other.inf_count, other.has_nan, other.has_inf) == (1, 2, True, True)
@@ -128,7 +128,7 @@ def test_a_large_tensor_is_computed_in_parts_and_sampled(monkeypatch: pytest.Mon
     monkeypatch.setattr(tensors, "SAMPLE", 3000)
     x = torch.randn(10_500, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 1e6
     x[1507] = nan
-    found, finite = debug.analyze_tensor(x, "x"), x[~x.isnan()]
+    found, finite = debug.inspect_tensor(x, "x"), x[~x.isnan()]
     assert (found.mean, found.std) == pytest.approx((finite.mean().item(), finite.std().item()), rel=1e-9)
     assert (found.nan_count, found.counted, found.min, found.max) == (1, 10_500, finite.min().item(), finite.max().item())
     assert found.sampled == sum(found.histogram) == 2863  # of at most 3000, of which one is NaN
@@ -162,8 +162,8 @@ def test_numbers_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     model(torch.ones(4, 8)).sum().backward()
     with Reads() as reads:
-        debug.analyze_tensor(torch.randn(100), "x")
-        debug.analyze_parameters(model)
+        debug.inspect_tensor(torch.randn(100), "x")
+        debug.inspect_parameters(model)
         debug.check_gradients(model, torch.tensor(1.0))
     assert (len(copies), reads.found) == (3, [])
 
@@ -173,12 +173,12 @@ def test_the_tensor_and_its_graph_are_left_alone() -> None:
     x = torch.randn(4, requires_grad=True)
     y = x * 2
     before = y.grad_fn, y._version, x._version
-    debug.analyze_tensor(y, "y")
+    debug.inspect_tensor(y, "y")
     assert (y.grad_fn, y._version, x._version) == before
     y.sum().backward()
     assert x.grad is not None
     with torch.inference_mode():
-        assert debug.analyze_tensor(torch.ones(2), "inference").mean == 1.0
+        assert debug.inspect_tensor(torch.ones(2), "inference").mean == 1.0
 
 
 def test_parameters_of_a_model() -> None:
@@ -188,13 +188,13 @@ def test_parameters_of_a_model() -> None:
     model[2].bias.requires_grad_(False)  # noqa: FBT003  # torch takes no keyword
     with torch.no_grad():
         model[0].weight[0, 0], model[0].weight[0, 1] = nan, float("inf")
-    found = debug.analyze_parameters(model)
+    found = debug.inspect_parameters(model)
     assert [row.name for row in found.parameters] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert (found.numel, found.trainable, found.size_bytes) == (161, 160, 644)
     assert texts(found) == ("0.weight: 1 NaN and 1 Inf of 128 elements",)
     assert (found.has_nan, found.has_inf, isnan(found.norm or 0)) == (True, True, True)
-    assert debug.analyze_parameters(torch.nn.Module()).parameters == ()
+    assert debug.inspect_parameters(torch.nn.Module()).parameters == ()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        lazy = debug.analyze_parameters(torch.nn.LazyLinear(3))
+        lazy = debug.inspect_parameters(torch.nn.LazyLinear(3))
     assert [row.numel for row in lazy.parameters] == [0, 0]

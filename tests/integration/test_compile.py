@@ -140,7 +140,7 @@ def test_graph_breaks_are_those_that_torch_explains(run: Recording) -> None:
 
 
 def test_what_is_compiled_on_trial_is_no_finding_of_the_training(run: Recording) -> None:
-    """`debug.compile` tells of graph breaks and recompilations, and the run neither counts nor reports them."""
+    """`debug.explain_compile` tells of graph breaks and recompilations, and the run neither counts nor reports them."""
 
     class Branching(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ def test_what_is_compiled_on_trial_is_no_finding_of_the_training(run: Recording)
     assert run.session.context is not None
     recorded = len(run.session.context.recorder.trace)
     for model in (Branching(4, 2), torch.nn.Linear(4, 2), torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh())):
-        found = debug.compile(model, torch.ones(4, 4))
+        found = debug.explain_compile(model, torch.ones(4, 4))
         assert (len(found.breaks), len(found.recompiles) > 0) == (isinstance(model, Branching), True)
     assert len(run.session.context.recorder.trace) == recorded  # nor is its time the training's
     assert series(run) == before

@@ -441,7 +441,7 @@ own = torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, 
 own.start()
 def ours():
     try:
-        with debug.profiling_context("ours"):
+        with debug.profile("ours"):
             raise AssertionError("it began")
     except RuntimeError as error:
         assert "the program's own" in str(error), error
@@ -476,14 +476,14 @@ assert not [row.error for row in debug.status().switches if row.error]
 """)
 
 
-@pytest.mark.parametrize("ours", ["profile", "profiling_context", "emit_itt"])
+@pytest.mark.parametrize("ours", ["profile", "block", "emit_itt"])
 def test_the_script_s_profiler_within_ours(ours: str) -> None:
     """Ours ends, with nothing kept, and says why; annotations for another tool use torch's one profiler, too."""
     own = OWN_PROFILER.replace("\n", "\n    ")
     block = {
         "profile": f"def take():{own}\nresult = debug.profile(take, wait=0, warmup=0, active=2)",
-        "profiling_context": f"with debug.profiling_context('ours') as result:{own}",
-        "emit_itt": "with debug.profiling_context('ours') as result, torch.autograd.profiler.emit_itt(): step()",
+        "block": f"with debug.profile('ours') as result:{own}",
+        "emit_itt": "with debug.profile('ours') as result, torch.autograd.profiler.emit_itt(): step()",
     }[ours]
     ends_well(f"{block}\nassert result.steps is None and 'own profiler began' in result.anomalies[0], result\n")
 
@@ -494,7 +494,7 @@ def test_a_profile_in_progress_at_the_exit(end: str) -> None:
     ends_well(f"""
 begun = threading.Event()
 def forever():
-    with debug.profiling_context("forever"):
+    with debug.profile("forever"):
         begun.set()
         threading.Event().wait()
 def raise_soon():

@@ -8,7 +8,7 @@ import pickle
 import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -55,13 +55,14 @@ class Training:
 
 
 @pytest.fixture
-def training(run: Recording, monkeypatch: pytest.MonkeyPatch) -> Training:
+def training(run: Recording, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
     """Other tests of this process compile."""
     monkeypatch.setattr(forward_stamps, "has_compiled", lambda: False)
     made = Training(run)
     for _ in range(3):
         made.step()
-    return made
+    yield made
+    made.stamps.remove()
 
 
 def phase_times(run: Recording) -> dict[str, float]:
@@ -187,4 +188,3 @@ def test_an_export_finds_no_hook(training: Training) -> None:
     exported = torch.export.export(training.model, (INPUTS,), strict=True)
     assert not training.is_set()
     assert exported is not None
-    training.stamps.remove()

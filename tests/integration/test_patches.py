@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import torchobs
 from tests.training import Recording, StepFlag, batch, has, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.debug.memory import resized
+from torchobs.debug.memory_use import resized
 from torchobs.guard import Contract, check_outputs
 from torchobs.probes.replicas import number_of
 from torchobs.taps import patch

@@ -99,7 +99,7 @@ def test_quantiles_of_values_that_go_by_column() -> None:
     weight[:, 1::2] *= 100
     image[..., 0] = 0.0
     for x in (weight, image):
-        found = debug.analyze_tensor(x).quantiles
+        found = debug.inspect_tensor(x).quantiles
         assert found is not None
         for share in (0.05, 0.5, 0.95):
             below = float((x <= found[str(share)]).double().mean())
@@ -132,7 +132,7 @@ OPTIMIZER = torch.optim.SGD(Layer(2, 2).parameters(), lr=0.1)
         pytest.param(living_optimizers, id="optimizers"),
         pytest.param(count_objects, id="objects that grow"),
         pytest.param(lambda: model_of(OPTIMIZER), id="model of an optimizer"),
-        pytest.param(lambda: debug.profile_memory("here"), id="memory at a point"),
+        pytest.param(lambda: debug.memory("here"), id="memory at a point"),
     ],
 )
 def test_a_look_at_all_objects_breaks_nothing_that_other_threads_are_building(look: Callable[[], Any]) -> None:

@@ -1,4 +1,4 @@
-"""``compile``: where ``torch.compile`` breaks a model's graph, which calls compile it anew, and why, by torch's ``explain``."""
+"""``explain_compile``: where ``torch.compile`` breaks a model's graph, which calls compile it anew, and why, by ``explain``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torchobs.catalog.findings import RECOMPILE_REMEDIES
 from torchobs.debug.findings import record_findings
 from torchobs.debug.steps import RAISED, first_line, raised_by
-from torchobs.debug.tensors import require
+from torchobs.debug.tensors import require_model
 from torchobs.probes.compile import read_break, read_failure, read_guard
 from torchobs.runtime.session import current
 from torchobs.support.result import Checked, Problem, Result
@@ -73,7 +73,7 @@ class CompileCheck(Checked):
     problems: tuple[Problem, ...]
 
 
-def compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> CompileCheck:  # noqa: A001  # torch's own name for it
+def explain_compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> CompileCheck:
     """Trace a model as ``torch.compile`` does, and report where its graph breaks and what makes it compile anew.
 
     Graphs, breaks and guards are those of ``torch._dynamo.explain``, which drops what the program has compiled: it is compiled
@@ -87,9 +87,10 @@ def compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> Comp
         more_batches: others that training has, such as a longer sequence.
 
     Raises:
-        TypeError: ``model`` is no module. What the compiler or the model raises is in ``error``.
+        TypeError: ``model`` is no module.
+        ValueError: it is on the device meta. What the compiler or the model raises is in ``error``.
     """
-    require(model, "nn.Module", "compile")
+    require_model(model, "explain_compile")
     model, name = getattr(model, "_orig_mod", model), type(model).__name__
     import torch._dynamo
 
@@ -115,7 +116,7 @@ def compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ()) -> Comp
     texts += [("compile_error", name, f"the {by} raised {error}")] if error is not None else []
     return CompileCheck(
         model=name, graphs=graphs, operators=operators, full_graph=graphs == 1 and not breaks, breaks=breaks,
-        recompiles=tuple(recompiles), guards=guards, error=error, problems=record_findings("compile", texts),
+        recompiles=tuple(recompiles), guards=guards, error=error, problems=record_findings("explain_compile", texts),
     )  # fmt: skip
 
 
@@ -166,7 +167,7 @@ def _recompiles(model: Any, batch: Any, more_batches: Sequence[Any]) -> tuple[li
 
 def _variants(batch: Any, more: Sequence[Any]) -> Iterator[tuple[str, Any, bool, bool]]:
     """Yield calls in words, each with its batch, whether it has gradients, and whether it is an idea of ours."""
-    from torchobs.debug.memory import batch_size, resized
+    from torchobs.debug.memory_use import batch_size, resized
 
     yield "the first batch", batch, True, False
     yield "the same batch again", batch, True, False

@@ -1,4 +1,4 @@
-"""``analyze_diffusion`` and ``diffusion_monitor``: the parts of a diffusion pipeline, and its latents step by step."""
+"""``inspect_diffusion`` and ``diffusion_monitor``: the parts of a diffusion pipeline, and its latents step by step."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class DiffusionCheck(Checked):
     problems: tuple[Problem, ...]
 
 
-def analyze_diffusion(pipeline: Any) -> DiffusionCheck:
+def inspect_diffusion(pipeline: Any) -> DiffusionCheck:
     """Describe the components of a diffusion pipeline: parameters, types, devices, memory, and what does not fit together.
 
     Args:
@@ -68,7 +68,7 @@ def analyze_diffusion(pipeline: Any) -> DiffusionCheck:
     modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
     if not modules:
         kind = type(pipeline).__name__
-        raise TypeError(f"analyze_diffusion() takes a pipeline with modules (unet, vae, ...), and {kind} has none")
+        raise TypeError(f"inspect_diffusion() takes a pipeline with modules (unet, vae, ...), and {kind} has none")
     rows = tuple(_component(name, part, is_module=name in modules) for name, part in parts.items())
     every = {id(x): x for module in modules.values() for x in [*module.parameters(), *module.buffers()]}
     parameters = {id(x): x for module in modules.values() for x in module.parameters()}
@@ -78,7 +78,7 @@ def analyze_diffusion(pipeline: Any) -> DiffusionCheck:
         trainable_parameters=sum(elements_of(x) for x in parameters.values() if x.requires_grad),
         size_bytes=sum(map(bytes_of, every.values())), dtypes=_sorted(row.dtypes for row in rows),
         devices=_sorted(row.devices for row in rows), components=rows,
-        problems=record_findings("analyze_diffusion", sick),
+        problems=record_findings("inspect_diffusion", sick),
     )  # fmt: skip
 
 

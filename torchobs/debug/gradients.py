@@ -111,7 +111,7 @@ def gradients_of(
     """Return what :func:`check_gradients` does, for a function of that name."""
     require_positive(exploding)
     require_positive(vanishing)
-    tensors.require(model, "nn.Module", function)
+    tensors.require_model(model, function)
     tensors.require_scaler(scaler, function)
     named, taken = list(model.named_parameters()), tensors.Rows()
     for name, x in named:
@@ -319,13 +319,13 @@ def nan_guard(optimizer: torch.optim.Optimizer, *, agree: bool = False) -> NanGu
     return NanGuard(optimizer, agree=agree)
 
 
-async def acheck_tensor(x: Any, name: str = "tensor") -> tensors.TensorStats:
-    """Return what :func:`torchobs.debug.analyze_tensor` does, computed in a thread; the tensor must not be changed meanwhile.
+async def ainspect_tensor(x: Any, name: str = "tensor") -> tensors.TensorStats:
+    """Return what :func:`torchobs.debug.inspect_tensor` does, computed in a thread; the tensor must not be changed meanwhile.
 
     Raises:
         TypeError: ``x`` is not a tensor.
     """
-    return await _in_thread(lambda: tensors.analyze_tensor(x, name))
+    return await _in_thread(lambda: tensors.inspect_tensor(x, name))
 
 
 async def acheck_gradients(

@@ -1,4 +1,4 @@
-"""``dataloader``: how fast a loader is, whether its workers share the work, and what is in its batches."""
+"""``check_dataloader``: how fast a loader is, whether its workers share the work, and what is in its batches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from torchobs.debug.findings import record_findings
+from torchobs.debug.tensors import is_batch
 from torchobs.support.arguments import is_whole
 from torchobs.support.result import Checked, Problem, Result
 from torchobs.tensors.batches import walk
@@ -92,7 +93,7 @@ class _Fetch(NamedTuple):
     """the other workers were idle when it came; None where nothing had been asked of them"""
 
 
-def dataloader(loader: Any, *, batches: int = 20) -> LoaderCheck:
+def check_dataloader(loader: Any, *, batches: int = 20) -> LoaderCheck:
     """Take some batches of a loader and report on them. Its workers are ended and random states put back afterwards.
 
     A ``torch.utils.data.DataLoader`` gets an iterator of its own, so that an epoch in progress goes on undisturbed. Of any
@@ -103,13 +104,13 @@ def dataloader(loader: Any, *, batches: int = 20) -> LoaderCheck:
         batches: how many to take at most.
 
     Raises:
-        TypeError: ``loader`` is not iterable.
+        TypeError: ``loader`` is not iterable, or a batch.
         ValueError: ``batches`` is below 1.
     """
-    if not hasattr(loader, "__iter__"):
-        raise TypeError(f"dataloader() takes a DataLoader or an iterable of batches, not {type(loader).__name__}")
+    if not hasattr(loader, "__iter__") or is_batch(loader):
+        raise TypeError(f"check_dataloader() takes a DataLoader or an iterable of batches, not {type(loader).__name__}")
     if not is_whole(batches) or batches < 1:
-        raise ValueError(f"dataloader() takes at least one batch, not {batches!r}")
+        raise ValueError(f"check_dataloader() takes at least one batch, not {batches!r}")
     dataset = getattr(loader, "dataset", loader)
     summary, fetches = _Batches(), list[_Fetch]()
     for fetch in _taken(loader, batches):
@@ -130,7 +131,7 @@ def dataloader(loader: Any, *, batches: int = 20) -> LoaderCheck:
         samples_per_s=after_first / sum(later) if later and sum(later) else None,
         worker_loads=loads, parts=summary.parts(), classes={str(key): counts[key] for key in sorted(counts)},
         imbalance=max(counts.values()) / min(counts.values()) if counts else None,
-        problems=record_findings("dataloader", texts),
+        problems=record_findings("check_dataloader", texts),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""``context``, ``@operation`` and ``performance``: time, memory, norm and anomalies of a part of a program."""
+"""``context`` and ``@operation``: time, memory, gradient norm and problems of a part of a program."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ import torch
 from torchobs.debug.findings import record_finding, record_operation
 from torchobs.debug.gradients import StepHook, norm_of, scale_in_use
 from torchobs.debug.tensors import require
+from torchobs.flight.control import LEVELS
 from torchobs.probes.device_memory import has_statistics
 from torchobs.probes.process_memory import ProcessStats
+from torchobs.runtime.session import current
 from torchobs.support.after_fork import renew_in_child
-from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.import_hooks import imported
 from torchobs.support.result import Checked, Problem, Result, fill
 
@@ -146,16 +147,26 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class DebugInfo(Checked):
-    """One operation. What is only known at its end is ``None``, 0 or empty before it."""
+    """One operation. What is only known at its end is ``None`` or empty before it."""
 
     operation: str
     model_name: str | None = None
     epoch: int | None = None
     batch: int | None = None
-    anomaly: str = "off"
+    mode: str = "off"
+    """How values that are not finite are looked for: ``off``, ``warn`` or ``raise``"""
+    level: str = "off"
+    """Debug level of the session that runs; ``off`` without one"""
     parent: str | None = None
     """The operation that encloses this one, of the same task"""
+    timestamp_s: float | None = None
+    """When it began, in seconds since 1970"""
     time_s: float | None = None
+    cpu_time_s: float | None = None
+    """That this process's threads computed: if it is far less than ``time_s``, they waited"""
+    samples: int | None = None
+    sample_time_s: float | None = None
+    samples_per_s: float | None = None
     memory: MemoryUse | None = None
     """Resident memory of the process"""
     gpu_memory: MemoryUse | None = None
@@ -184,8 +195,8 @@ class _Open:
 
     def note_step(self, optimizer: Any) -> None:
         """Keep the norm that a step begins with, if that is in this operation of this task."""
-        current = _current.get()
-        if current is not None and self in current.enclosing():
+        innermost = _current.get()
+        if innermost is not None and self in innermost.enclosing():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             norm = norm_of(parameters, getattr(optimizer, "grad_scale", None))  # a fused one unscales in its kernel
             self.norm = self.norm if norm is None else norm
@@ -201,16 +212,11 @@ class _Open:
 _current: ContextVar[_Open | None] = ContextVar("torchobs_debug_operation", default=None)
 
 
-def context(
-    operation: str,
-    model_name: str | None = None,
-    epoch: int | None = None,
-    batch: int | None = None,
-    anomaly: Anomaly = "off",
-    *,
-    model: Any = None,
-) -> AbstractContextManager[DebugInfo]:
-    """Measure a ``with`` block: time, memory, gradient norm, anomalies. It yields a :class:`DebugInfo` that the end fills.
+def context(  # noqa: PLR0913  # what is recorded of a part
+    operation: str, model_name: str | None = None, epoch: int | None = None, batch: int | None = None,
+    anomaly: Anomaly = "off", *, model: Any = None, samples: int | None = None, slow_s: float | None = None,
+) -> AbstractContextManager[DebugInfo]:  # fmt: skip
+    """Measure a ``with`` block: time, memory, gradient norm, problems. It yields a :class:`DebugInfo` that the end fills.
 
     Blocks nest, within tasks of an event loop and threads apart from each other; an exception is noted and goes on. Each block
     counts in ``debug.summary()`` and, where a session runs, in the flight file.
@@ -224,23 +230,30 @@ def context(
             operator, forward or backward, whose results are not finite though its inputs are, and lets training go on; it sees
             every operator of this thread, and compiled functions run eagerly in it. The mode that was set before is restored.
         model: module whose gradients are measured at the end, where no optimizer steps inside.
+        samples: that it processes, for the time by sample. With it, or with ``slow_s``, CUDA devices are waited for at both
+            ends.
+        slow_s: seconds above which it is too slow, which is a problem.
 
     Raises:
         TypeError: the operation is no text, or ``model`` no module.
-        ValueError: ``anomaly`` is none of the three.
+        ValueError: ``anomaly`` is none of the three, ``slow_s`` or ``samples`` is not above 0.
     """
-    _check(operation, anomaly, model)
+    _check(operation, anomaly, model, samples, slow_s)
     name = model_name if model_name is not None or model is None else type(model).__name__
-    return _measured(DebugInfo(operation, name, epoch, batch, anomaly), model)
+    return _measured(DebugInfo(operation, name, epoch, batch, anomaly, samples=samples), model, slow_s)
 
 
-def _check(operation: object, anomaly: object, model: Any) -> None:
+def _check(operation: object, anomaly: object, model: Any, samples: object, slow_s: object) -> None:
     if not isinstance(operation, str) or not operation:
         raise TypeError(f"an operation's name is a text, not {operation!r}")
     if anomaly not in ANOMALY:
         raise ValueError(f"anomaly is one of {', '.join(map(repr, ANOMALY))}, not {anomaly!r}")
     if model is not None:
         require(model, "nn.Module", "context")
+    if not (samples is None or (isinstance(samples, int) and samples >= 1)):
+        raise ValueError(f"samples is a whole number, 1 or more, not {samples!r}")
+    if not (slow_s is None or (isinstance(slow_s, (int, float)) and slow_s > 0)):
+        raise ValueError(f"slow_s is a number of seconds above 0, not {slow_s!r}")
 
 
 @contextmanager
@@ -262,25 +275,36 @@ def noting_error(result: Any) -> Iterator[list[BaseException]]:
 
 
 @contextmanager
-def _measured(template: DebugInfo, model: Any) -> Iterator[DebugInfo]:
-    parent = _current.get()
-    opened = _Open(replace(template, parent=parent.info.operation if parent is not None else None), parent)
+def _measured(template: DebugInfo, model: Any, slow_s: float | None) -> Iterator[DebugInfo]:
+    parent, session = _current.get(), current()
+    level = "off" if session is None or session.context is None else LEVELS[session.context.hooks.level.value]
+    enclosing = parent.info.operation if parent is not None else None
+    opened = _Open(replace(template, parent=enclosing, level=level, timestamp_s=time.time()), parent)
+    waits = slow_s is not None or template.samples is not None
     with ExitStack() as undo:
         undo.callback(_current.set, parent)
-        undo.enter_context(entered(template.anomaly, _note_birth))
-        if imported("torch") is not None:
-            undo.callback(StepHook(opened.note_step).remove)
+        undo.enter_context(entered(template.mode, _note_birth))
+        undo.callback(StepHook(opened.note_step).remove)
         _current.set(opened)
-        before, begun = read(), time.perf_counter()
+        if waits:
+            wait_for_devices()
+        before, begun, cpu_begun = read(), time.perf_counter(), time.process_time()
         try:
             with noting_error(opened.info) as errors:
                 yield opened.info
+                if waits:
+                    wait_for_devices()
         finally:
-            elapsed = time.perf_counter() - begun
+            elapsed, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_begun
             undo.close()
             for error in errors:
                 if isinstance(error, RuntimeError) and "returned nan values in its" in str(error):  # torch's anomaly mode
                     opened.note("nonfinite_backward", str(error).splitlines()[0])
+            if slow_s is not None and elapsed > slow_s:
+                opened.note("slow", f"it took {elapsed:.3g} s, more than {slow_s:g} s")
+            if template.samples:
+                fill(opened.info, sample_time_s=elapsed / template.samples, samples_per_s=template.samples / elapsed)
+            fill(opened.info, time_s=elapsed, cpu_time_s=cpu_s)
             _finish(opened, elapsed, before, model)
 
 
@@ -291,40 +315,43 @@ def _finish(opened: _Open, elapsed: float, before: Reading, model: Any) -> None:
     if norm is not None and not isfinite(norm):
         opened.note("nonfinite_gradient", f"the gradient norm is {norm}")
     problems = tuple(opened.problems)
-    fill(info, time_s=elapsed, memory=host, gpu_memory=device, gradient_norm=norm, problems=problems)
+    fill(info, memory=host, gpu_memory=device, gradient_norm=norm, problems=problems)
     record_operation(
         info.operation, elapsed, host.peak_bytes, None if device is None else device.peak_bytes,
         has_problems=bool(problems), has_raised=info.error is not None,
     )  # fmt: skip
-    about = {"epoch": info.epoch, "batch": info.batch, "model": info.model_name}
-    for kind, where, text in ((each.kind, each.where, each.text) for each in problems):
-        if opened.parent is None or Problem(kind, where, text) not in opened.parent.problems:  # else the outermost says it
-            fields = {name: value for name, value in about.items() if value is not None}
-            record_finding(kind, text, function="context", name=where, operation=info.operation, **fields)
+    about = {"operation": info.operation, "epoch": info.epoch, "batch": info.batch, "model": info.model_name}
+    fields = {name: value for name, value in about.items() if value is not None}
+    for problem in problems:
+        if opened.parent is None or problem not in opened.parent.problems:  # else the outermost says it
+            record_finding(problem.kind, problem.text, function="context", name=problem.where, **fields)
 
 
 def _note_birth(birth: Birth) -> None:
     """Keep it for the innermost operation of this task that wants to know."""
     opened = _current.get()
     for one in opened.enclosing() if opened is not None else ():
-        if one.info.anomaly == "warn":
+        if one.info.mode == "warn":
             one.note("nonfinite_result", birth.text, birth.location)
             return
 
 
 def operation(
-    name: str | None = None, model_name: str | None = None, *, anomaly: Anomaly = "off"
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function, or a coroutine function, whose calls are measured as :func:`context` does.
+    name: str | None = None, model_name: str | None = None, *, anomaly: Anomaly = "off", samples: int | None = None,
+    slow_s: float | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:  # fmt: skip
+    """Decorate a function, or a coroutine function, whose calls are measured as :func:`context` does, by the same arguments.
 
     Args:
         name: the operation's name; the function's own without it.
         model_name: recorded as it is.
-        anomaly: as for :func:`context`.
+        anomaly: how values that are not finite are looked for.
+        samples: that each call processes.
+        slow_s: seconds above which a call is too slow.
 
     Raises:
         TypeError: it decorates a generator, whose body does not run when it is called, or the name is no text.
-        ValueError: ``anomaly`` is none of the three.
+        ValueError: as for :func:`context`.
     """
     if name is not None and not isinstance(name, str):
         raise TypeError(f"@debug.operation() takes a name, or nothing, in parentheses, not {type(name).__name__}")
@@ -333,75 +360,15 @@ def operation(
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(f"{function.__qualname__} is a generator: use debug.context() inside it")
         label = name if name is not None else function.__qualname__
-        _check(label, anomaly, None)
-        if inspect.iscoroutinefunction(function):
+        if not inspect.iscoroutinefunction(function):
+            measured: Any = context(label, model_name, anomaly=anomaly, samples=samples, slow_s=slow_s)
+            return measured(function)
 
-            @functools.wraps(function)
-            async def measured_coroutine(*args: Any, **kwargs: Any) -> Any:
-                with context(label, model_name, anomaly=anomaly):
-                    return await function(*args, **kwargs)
+        @functools.wraps(function)
+        async def measured_coroutine(*args: Any, **kwargs: Any) -> Any:
+            with context(label, model_name, anomaly=anomaly, samples=samples, slow_s=slow_s):
+                return await function(*args, **kwargs)
 
-            return measured_coroutine
-
-        return _measured(DebugInfo(label, model_name, anomaly=anomaly), None)(function)
+        return measured_coroutine
 
     return decorate
-
-
-@dataclass(frozen=True, slots=True)
-class Performance(Result):
-    """Time of one operation; ``None`` before its end."""
-
-    operation: str
-    slow_s: float
-    samples: int | None = None
-    time_s: float | None = None
-    """By the clock; CUDA devices are waited for at both ends"""
-    cpu_time_s: float | None = None
-    """That this process's threads computed: far less than ``time_s`` is waiting"""
-    sample_time_s: float | None = None
-    samples_per_s: float | None = None
-    slow: bool = False
-    error: str | None = None
-    """Class of the exception that ended it"""
-
-
-@contextmanager
-def performance(operation: str, slow_s: float = 10.0, *, samples: int | None = None) -> Iterator[Performance]:
-    """Time a ``with`` block, or a function that it decorates; one that takes longer than ``slow_s`` is a finding.
-
-    It yields a :class:`Performance` that the end fills, and counts in ``debug.summary()``.
-
-    Args:
-        operation: name to count it by; a few names, not one for each step.
-        slow_s: seconds above which it is slow.
-        samples: that it processes, for the time by sample.
-
-    Raises:
-        ValueError: ``slow_s`` or ``samples`` is not above 0, or the operation has no name.
-    """
-    is_named, is_counted = is_text(operation) and bool(operation), samples is None or (is_whole(samples) and samples >= 1)
-    if not (is_named and is_counted and is_number(slow_s) and slow_s > 0):
-        given = f"{operation!r}, {slow_s!r}, {samples!r}"
-        raise ValueError(f"performance() needs a name, slow_s > 0 and samples >= 1, not {given}")
-    measured = Performance(operation, slow_s, samples)
-    with context(operation):
-        wait_for_devices()
-        begun, cpu_begun = time.perf_counter(), time.process_time()
-        try:
-            with noting_error(measured):
-                yield measured
-            wait_for_devices()
-        finally:
-            elapsed, cpu = time.perf_counter() - begun, time.process_time() - cpu_begun
-            per_sample, throughput = (elapsed / samples, samples / elapsed) if samples else (None, None)
-            fill(
-                measured,
-                time_s=elapsed,
-                cpu_time_s=cpu,
-                slow=elapsed > slow_s,
-                sample_time_s=per_sample,
-                samples_per_s=throughput,
-            )
-            if measured.slow and (opened := _current.get()) is not None:
-                opened.note("slow", f"it took {elapsed:.3g} s, more than {slow_s:g} s")

@@ -1,4 +1,4 @@
-"""``devices``: what a model and its batch are on, what is on the wrong device, and what a forward pass copies unasked."""
+"""``check_devices``: what a model and its batch are on, what is on the wrong device, and what a forward pass copies unasked."""
 
 # mypy: disable-error-code="no-untyped-call, unreachable"
 # torch has no types for its dispatch modes
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchobs.debug.findings import record_findings
-from torchobs.debug.tensors import bytes_of, require
+from torchobs.debug.tensors import bytes_of, require, require_optimizer
 from torchobs.support.result import Checked, Problem, Result
 from torchobs.support.text import size
 from torchobs.tensors.batches import walk
@@ -77,7 +77,7 @@ class DeviceCheck(Checked):
     problems: tuple[Problem, ...]
 
 
-def devices(model: Any, batch: Any = None, *, optimizer: Any = None) -> DeviceCheck:
+def check_devices(model: Any, batch: Any = None, optimizer: Any = None) -> DeviceCheck:
     """Find tensors on the wrong device, and transfers between devices that the forward pass makes.
 
     With a batch the model is called once, without gradients, and again with them if it differentiates; buffers and the random
@@ -91,10 +91,11 @@ def devices(model: Any, batch: Any = None, *, optimizer: Any = None) -> DeviceCh
 
     Raises:
         TypeError: ``model`` is no module, or ``optimizer`` none. What the forward pass raises is in ``error``.
+        ValueError: the optimizer is of other parameters.
     """
-    require(model, "nn.Module", "devices")
+    require(model, "nn.Module", "check_devices")
     if optimizer is not None:
-        require(optimizer, "optim.Optimizer", "devices")
+        require_optimizer(optimizer, model, "check_devices")
     from torchobs.debug.steps import MOST_TENSORS
 
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
@@ -119,7 +120,7 @@ def devices(model: Any, batch: Any = None, *, optimizer: Any = None) -> DeviceCh
         text += ", and the host waits for it" * row.waits + (f" at {row.location}" if row.location else "")
         findings.append(("silent_copy", row.operator, text))
     findings += [("forward_error", type(model).__name__, f"the forward pass raised {error}")] if error else []
-    problems = record_findings("devices", findings)
+    problems = record_findings("check_devices", findings)
     return DeviceCheck(type(model).__name__, home, spread, rows, tuple(misplaced), copies, error, problems)
 
 

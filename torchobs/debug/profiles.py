@@ -1,4 +1,4 @@
-"""``profile`` and ``profiling_context``: where the time of steps goes, by ``torch.profiler``: its table, and trace files."""
+"""``profile``: where the time of steps, of a loop or of a block goes, by ``torch.profiler``: its table, and trace files."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, overload
 
 from torchobs.debug import operations
 from torchobs.debug.findings import record_findings
+from torchobs.debug.tensors import is_batch
 from torchobs.runtime.profiler import Recording
 from torchobs.support.arguments import is_whole
 from torchobs.support.result import Checked, Problem, fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
+
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 _ROWS, _STACK = 15, 5
@@ -56,26 +60,37 @@ class Profile(Checked):
     """Torch's own, ``key_averages().table()``: by input shape, and by stack where stacks are recorded"""
 
 
+class _Options(TypedDict, total=False):
+    """Keyword arguments of :func:`profile`."""
+
+    batch_size: int | None
+    stacks: bool
+    trace: str | Path | None
+    tensorboard: str | Path | None
+
+
+@overload
+def profile(what: str = ..., **options: Unpack[_Options]) -> AbstractContextManager[Profile]: ...  # type: ignore[overload-overlap]  # a text is no loop
 @overload
 def profile(
-    fn_or_loop: Callable[[], Any], wait: int = ..., warmup: int = ..., active: int = ..., *, batch_size: int | None = ...,
-    stacks: bool = ..., trace: str | Path | None = ..., tensorboard: str | Path | None = ...,
-) -> Profile: ...  # fmt: skip
+    what: Callable[[], Any], wait: int = ..., warmup: int = ..., active: int = ..., **options: Unpack[_Options]
+) -> Profile: ...
 @overload
 def profile(
-    fn_or_loop: Iterable[T], wait: int = ..., warmup: int = ..., active: int = ..., *, batch_size: int | None = ...,
-    stacks: bool = ..., trace: str | Path | None = ..., tensorboard: str | Path | None = ...,
-) -> ProfiledLoop[T]: ...  # fmt: skip
+    what: Iterable[T], wait: int = ..., warmup: int = ..., active: int = ..., **options: Unpack[_Options]
+) -> ProfiledLoop[T]: ...
 def profile(  # noqa: PLR0913  # a schedule, and what to write
-    fn_or_loop: Any, wait: int = 1, warmup: int = 1, active: int = 10, *, batch_size: int | None = None, stacks: bool = False,
-    trace: str | Path | None = None, tensorboard: str | Path | None = None,
+    what: Any = "block", wait: int = 1, warmup: int = 1, active: int = 10, *, batch_size: int | None = None,
+    stacks: bool = False, trace: str | Path | None = None, tensorboard: str | Path | None = None,
 ) -> Any:  # fmt: skip
-    """Profile training steps with ``torch.profiler``: skip some, warm up, then record.
+    """Profile training steps, a loop or a ``with`` block with ``torch.profiler``.
 
     Args:
-        fn_or_loop: a function of no arguments that takes one step: it is called ``wait + warmup + active`` times, and a
+        what: a function of no arguments that takes one step: it is called ``wait + warmup + active`` times, and a
             :class:`Profile` returned. Or an iterable of batches: what is returned is iterated instead, and its ``result`` is
-            the profile when the steps are recorded; iteration goes on to the end without the profiler.
+            the profile when the steps are recorded; iteration goes on to the end without the profiler. Or a name: what is
+            returned is a context manager, whose block counts as one step; the profile that it yields is filled at the end,
+            also when the block raises.
         wait: steps that are skipped.
         warmup: steps with the profiler running but discarded (its start makes the first ones slow).
         active: steps that are recorded.
@@ -85,34 +100,29 @@ def profile(  # noqa: PLR0913  # a schedule, and what to write
         tensorboard: write a trace into this directory for TensorBoard's profiler plugin.
 
     Raises:
-        TypeError: the first argument is neither.
+        TypeError: the first argument is none of these; a batch is no loader.
         ValueError: a number of steps is out of range, or the directory of ``trace`` does not exist.
         RuntimeError: another profiler is running, in whichever thread; torch allows one.
     """
     if not all(map(is_whole, (wait, warmup, active))) or wait < 0 or warmup < 0 or active < 1:
         found = ", ".join(map(repr, (wait, warmup, active)))
         raise ValueError(f"profile() needs wait and warmup >= 0, active >= 1, whole numbers, not {found}")
-    recorder = Recorder("profile", batch_size, stacks=stacks, trace=_existing(trace), tensorboard=tensorboard)
-    if hasattr(fn_or_loop, "__iter__"):
-        return ProfiledLoop(fn_or_loop, recorder, (wait, warmup, active))
-    if not callable(fn_or_loop):
-        kind = type(fn_or_loop).__name__
-        raise TypeError(f"profile() takes a function that takes one step, or an iterable of batches, not {kind}")
+    name = what if isinstance(what, str) else "profile"
+    recorder = Recorder(name, batch_size, stacks=stacks, trace=_existing(trace), tensorboard=tensorboard)
+    if isinstance(what, str):
+        return _block(recorder)
+    if hasattr(what, "__iter__") and not is_batch(what):
+        return ProfiledLoop(what, recorder, (wait, warmup, active))
+    if not callable(what):
+        kind = type(what).__name__
+        raise TypeError(f"profile() takes a function that takes one step, a loader, or the name of a block, not {kind}")
     for _ in ProfiledLoop(range(wait + warmup + active), recorder, (wait, warmup, active)):
-        fn_or_loop()
+        what()
     return recorder.result
 
 
 @contextmanager
-def profiling_context(
-    name: str, *, batch_size: int | None = None, stacks: bool = False, trace: str | Path | None = None,
-    tensorboard: str | Path | None = None,
-) -> Iterator[Profile]:  # fmt: skip
-    """Profile a ``with`` block as one step; it yields a :class:`Profile` that the end fills, also when the block raises.
-
-    The arguments, and the errors, are those of :func:`profile`.
-    """
-    recorder = Recorder(name, batch_size, stacks=stacks, trace=_existing(trace), tensorboard=tensorboard)
+def _block(recorder: Recorder) -> Iterator[Profile]:
     recorder.prepare()
     recorder.record()
     try:

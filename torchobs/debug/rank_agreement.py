@@ -1,4 +1,4 @@
-"""``ddp``: whether all ranks have the same parameters, gradients and buffers."""
+"""``compare_ranks``: whether all ranks have the same parameters, gradients and buffers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _Side(NamedTuple):
     sharded: int
 
 
-def ddp(model: Any, *, group: Any = None) -> RankAgreement:
+def compare_ranks(model: Any, *, group: Any = None) -> RankAgreement:
     """Compare parameters, gradients and buffers of all ranks of a group, all of which must call it.
 
     It gathers checksums, two numbers for each tensor, in one collective; every rank returns the same answer. Gradients are
@@ -78,7 +78,7 @@ def ddp(model: Any, *, group: Any = None) -> RankAgreement:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    require(model, "nn.Module", "ddp")
+    require(model, "nn.Module", "compare_ranks")
     side = _side(model.module if isinstance(model, DistributedDataParallel) else model)
     together = dist.is_available() and dist.is_initialized()
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if together else (0, 1)
@@ -149,7 +149,7 @@ def _compared(model: str, rank: int, sides: list[_Side], *, broadcast: bool) -> 
             text = f"the {row.kind} of rank {_listed(row.ranks)} differs (norms by rank: {by_rank})"
             texts.append((f"rank_{row.kind}", row.name, text))
     sharded = max(side.sharded for side in sides)
-    return RankAgreement(model, rank, len(sides), structure, tuple(rows), sharded, record_findings("ddp", texts))
+    return RankAgreement(model, rank, len(sides), structure, tuple(rows), sharded, record_findings("compare_ranks", texts))
 
 
 def _listed(ranks: tuple[int, ...]) -> str:

@@ -18,6 +18,7 @@ from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, check_
 from torchobs.detect.spikes import Divergence, LossBaseline, NormBaseline
 from torchobs.support.result import Checked, Problem
 from torchobs.tensors.batches import call, walk
+from torchobs.tensors.losses import FORMS, compute_loss
 from torchobs.tensors.running import evaluating
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def check_step(
     vanishing: float = VANISHING, counts: bool = True,
 ) -> StepCheck:  # fmt: skip
     """Do what :func:`monitor_step` does; ``counts``: the step has not been counted yet."""
-    tensors.require(model, "nn.Module", "monitor_step")
+    tensors.require_model(model, "monitor_step")
     exploding = _explodes_above(model) if exploding is None else exploding
     check = gradients_of(model, loss, scaler, "monitor_step", exploding, vanishing)
     kinds, problems = _judge(model, check, "monitor_step", exploding, vanishing)
@@ -260,10 +261,11 @@ class TrainingStep(Checked):
     time_s: float
     gradient_norm: float | None
     problems: tuple[Problem, ...]
-    forward: ForwardPass
+    forward: ForwardPass | None
+    """The last one; ``None`` if ``loss_fn`` calls another model"""
     backward: BackwardPass
     optimization: OptimizationStep
-    weights: tensors.ParameterAnalysis | None
+    weights: tensors.ParameterInspection | None
 
 
 def forward_pass(model: Any, batch: Any, *, activations: bool = False) -> ForwardPass:
@@ -277,15 +279,37 @@ def forward_pass(model: Any, batch: Any, *, activations: bool = False) -> Forwar
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``. What the model raises goes on.
     """
-    tensors.require(model, "nn.Module", "forward_pass")
+    tensors.require_model(model, "forward_pass")
     return _forward(model, batch, "forward_pass", wanted=activations)
 
 
 def _forward(model: Any, batch: Any, function: str, *, wanted: bool) -> ForwardPass:
+    watched = _Watched(model, function, wanted=wanted)
+    call(watched, batch)
+    return watched.passes[0]
+
+
+class _Watched:
+    """In place of a model: its calls are forward passes that are measured and checked, all else is the model's."""
+
+    def __init__(self, model: Any, function: str, *, wanted: bool) -> None:
+        self._model, self._function, self._wanted = model, function, wanted
+        self.passes: list[ForwardPass] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs or (args[0] if len(args) == 1 else args)
+        self.passes.append(_called(self._model, given, (args, kwargs), self._function, wanted=self._wanted))
+        return self.passes[-1].output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _called(model: Any, batch: Any, given: tuple[Any, Any], function: str, *, wanted: bool) -> ForwardPass:
     collector = Collector()
     collector.add("inputs", "input", batch)
     with _measured() as part, activations(model, collector, wanted=wanted):
-        output = call(model, batch)
+        output = model(*given[0], **given[1])
     collector.add("outputs", "output", output)
     rows = collector.read()
     in_order = (row for group in ("inputs", "activations", "outputs") for row in rows.get(group, ()))
@@ -296,17 +320,17 @@ def _forward(model: Any, batch: Any, function: str, *, wanted: bool) -> ForwardP
     )  # fmt: skip
 
 
-def backward_pass(loss: Any, model: Any, *, scaler: Any = None) -> BackwardPass:
+def backward_pass(model: Any, loss: Any, *, scaler: Any = None) -> BackwardPass:
     """Call ``loss.backward()``, of the scaled loss where there is a scaler, and check the gradients of ``model``.
 
     Raises:
         TypeError: ``loss`` is no tensor, or ``model`` no module.
         ValueError: ``loss`` has more than one element, or nothing to differentiate.
     """
-    return _backward(loss, model, scaler, EXPLODING, VANISHING)
+    return _backward(model, loss, scaler, EXPLODING, VANISHING)
 
 
-def _backward(loss: Any, model: Any, scaler: Any, exploding: float, vanishing: float) -> BackwardPass:
+def _backward(model: Any, loss: Any, scaler: Any, exploding: float, vanishing: float) -> BackwardPass:
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"a loss is a tensor, not {type(loss).__name__}: return what loss_fn computes, before item()")
     if loss.numel() != 1:
@@ -314,7 +338,7 @@ def _backward(loss: Any, model: Any, scaler: Any, exploding: float, vanishing: f
     if not loss.requires_grad:
         raise ValueError("the loss has no graph: are gradients off, or was it detached?")
     tensors.require_scaler(scaler, "backward_pass", "scale")
-    tensors.require(model, "nn.Module", "backward_pass")
+    tensors.require_model(model, "backward_pass")
     with _measured() as part:
         (loss if scaler is None else scaler.scale(loss)).backward()
     gradients = check_gradients(model, loss, scaler=scaler, exploding=exploding, vanishing=vanishing)
@@ -362,8 +386,8 @@ def optimization_step(optimizer: Any, *, scaler: Any = None) -> OptimizationStep
 
 
 def training_step(  # noqa: PLR0913  # what a training loop is made of
-    model: Any, optimizer: Any, loss_fn: Callable[..., Any], batch: Any, target: Any = None, *, scaler: Any = None,
-    autocast: Any = None, activations: bool = False, weights: bool = False, exploding: float | None = None,
+    model: Any, batch: Any, loss_fn: Callable[..., Any] | None, optimizer: Any, *, target: Any = None, scaler: Any = None,
+    amp: Any = "off", activations: bool = False, weights: bool = False, exploding: float | None = None,
 ) -> TrainingStep:  # fmt: skip
     """Do one training step and check it in turn: inputs, outputs, loss, gradients, update.
 
@@ -372,42 +396,58 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
 
     Args:
         model: the module, in train mode or not.
-        optimizer: of the model's parameters; that it has none of them is an anomaly. One that needs a closure (LBFGS) raises.
-        loss_fn: called with the output and ``target``, or with the output alone without one; returns a tensor of one element.
-        batch: as for :func:`forward_pass`.
-        target: for the loss.
+        batch: a tensor, a mapping of keyword arguments, or a tuple of arguments, the last of which ``loss_fn`` may want.
+        loss_fn: ``loss_fn(model, batch)``, which calls the model, or ``loss_fn(output, target)``, or ``loss_fn(output)``; its
+            first parameter's name tells which. ``None``: the output's own ``loss``, or the sum of its tensors.
+        optimizer: of the model's parameters. One that needs a closure (LBFGS) raises.
+        target: for ``loss_fn(output, target)``; without it, the last item of a batch that is a tuple, else the batch.
         scaler: a ``torch.amp.GradScaler`` to scale, step and update by.
-        autocast: context for forward and loss, such as ``torch.autocast("cuda", torch.float16)``.
+        amp: autocast of forward and loss: ``"bf16"``, ``"fp16"``, ``"off"``, ``"auto"`` (bf16 where the device has it, else
+            fp16), or a dtype.
         activations: also the output of every module without children.
         weights: also the statistics of every parameter after the step.
         exploding: as for :func:`torchobs.debug.monitor_step`.
 
     Raises:
         TypeError: an argument is of the wrong kind. What model, loss and optimizer raise goes on.
-        ValueError: the loss has more than one element, or nothing to differentiate; a threshold is not above 0.
+        ValueError: the loss has more than one element, or nothing to differentiate; a threshold is not above 0; the optimizer
+            is of other parameters; the model is on the device meta.
     """
-    tensors.require(model, "nn.Module", "training_step")
-    tensors.require(optimizer, "optim.Optimizer", "training_step")
+    tensors.require_model(model, "training_step")
+    tensors.require_optimizer(optimizer, model, "training_step")
     tensors.require_scaler(scaler, "training_step", "scale")
-    if not callable(loss_fn):
-        raise TypeError(f"training_step() takes a loss function after the optimizer, not {type(loss_fn).__name__}")
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"training_step() takes a loss function after the batch, {FORMS}, not {type(loss_fn).__name__}")
     limit = _explodes_above(model) if exploding is None else exploding
     require_positive(limit)
+    autocast = _autocast(model, amp)
     begun = time.perf_counter()
     optimizer.zero_grad()
-    with autocast if autocast is not None else nullcontext():
-        forward = _forward(model, batch, "training_step", wanted=activations)
-        loss = loss_fn(forward.output) if target is None else loss_fn(forward.output, target)
-    backward = _backward(loss, model, scaler, limit, VANISHING)
+    watched: Any = _Watched(model, "training_step", wanted=activations)
+    with autocast:
+        loss = compute_loss(watched, batch, loss_fn, target=target)
+    backward = _backward(model, loss, scaler, limit, VANISHING)
     optimization = optimization_step(optimizer, scaler=scaler)
     kinds, in_gradients = _judge(model, backward.gradients, "training_step", limit, VANISHING)
-    problems = (*forward.problems, *in_gradients, *optimization.problems, *_strangers(model, optimizer))
+    in_passes = [problem for each in watched.passes for problem in each.problems]
+    problems = (*in_passes, *in_gradients, *optimization.problems)
     record_step(kinds, anomalous=bool(problems))
     return TrainingStep(
         loss=backward.loss, time_s=time.perf_counter() - begun, gradient_norm=backward.gradients.gradient_norm,
-        problems=problems, forward=forward, backward=backward, optimization=optimization,
-        weights=tensors.analyze_parameters(model) if weights else None,
+        problems=problems, forward=watched.passes[-1] if watched.passes else None, backward=backward, optimization=optimization,
+        weights=tensors.inspect_parameters(model) if weights else None,
     )  # fmt: skip
+
+
+def _autocast(model: Any, amp: Any) -> Any:
+    """Return the context for a precision, on the device of the model's first parameter."""
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    is_new = device != "cuda" or torch.cuda.is_bf16_supported()
+    named = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": torch.bfloat16 if is_new else torch.float16}
+    if amp not in named and not isinstance(amp, torch.dtype):
+        raise ValueError(f"amp is one of {', '.join(map(repr, named))}, or a dtype, not {amp!r}")
+    dtype = named.get(amp, amp)
+    return nullcontext() if dtype is None else torch.autocast(device, dtype)
 
 
 def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPass:
@@ -418,19 +458,10 @@ def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPa
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``. What the model raises goes on.
     """
-    tensors.require(model, "nn.Module", "inference")
+    tensors.require_model(model, "inference")
     # tables that a first pass makes would stay in inference mode, and the training that comes after refuses those
     with evaluating(model), torch.no_grad():
         return _forward(model, batch, "inference", wanted=activations)
-
-
-def _strangers(model: Any, optimizer: Any) -> tuple[Problem, ...]:
-    """Return what is wrong with an optimizer of other parameters: the model never learns."""
-    own = {id(parameter) for parameter in model.parameters()}
-    if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        return ()
-    text = f"the optimizer ({type(optimizer).__name__}) has none of the model's parameters: make it of model.parameters()"
-    return record_findings("training_step", [("foreign_optimizer", type(model).__name__, text)])
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from torchobs import catalog
 from torchobs.debug import operations
 from torchobs.debug.findings import logger, record_finding, record_findings, record_series
 from torchobs.debug.gradients import StepHook, scale_in_use
-from torchobs.debug.placement import devices
+from torchobs.debug.placement import check_devices
 from torchobs.debug.profiles import Recorder
 from torchobs.debug.steps import Collector, StepCheck, activations, check_step
 from torchobs.debug.stopping import early_stopping
@@ -232,8 +232,8 @@ def backward_pass(look: Look) -> str:
 
 
 def device_placement(look: Look) -> str:
-    """``devices`` of model and optimizer."""
-    check = devices(look.model, optimizer=look.optimizer) if look.model is not None else None
+    """``check_devices`` of model and optimizer."""
+    check = check_devices(look.model, optimizer=look.optimizer) if look.model is not None else None
     return f"on {check.device}, {len(check.misplaced)} elsewhere" if check is not None else ""
 
 

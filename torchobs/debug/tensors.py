@@ -1,4 +1,4 @@
-"""``analyze_tensor`` and ``analyze_parameters``: what is in a tensor, in those of a model.
+"""``inspect_tensor`` and ``inspect_parameters``: what is in a tensor, in those of a model.
 
 Mean, deviation, extremes and quantiles are those of the finite elements, so that one NaN does not hide the others; the norm is
 that of all elements. The deviation is the sample's (n - 1), as ``torch.std``'s. Quantiles interpolate linearly, as
@@ -19,6 +19,7 @@ import torch
 
 from torchobs.debug.findings import record_findings
 from torchobs.support.result import Checked, Problem, Result
+from torchobs.tensors.batches import is_mapping
 from torchobs.tensors.losses import wide_type
 from torchobs.tensors.values import evenly_sampled, stored
 
@@ -30,6 +31,27 @@ def require(value: Any, kind: str, function: str) -> None:
     """Raise ``TypeError`` unless a value is of that class of torch, such as ``nn.Module``."""
     if not isinstance(value, attrgetter(kind)(torch)):
         raise TypeError(f"{function}() takes a torch.{kind}, not {type(value).__name__}")
+
+
+def require_model(model: Any, function: str) -> None:
+    """Raise unless it is a module whose weights are there: on the device meta nothing could be looked at."""
+    require(model, "nn.Module", function)
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if devices == {"meta"}:
+        raise ValueError(f"{function}() needs weights, and the model is on the device meta: load it on a real one")
+
+
+def require_optimizer(optimizer: Any, model: Any, function: str) -> None:
+    """Raise unless it is an optimizer that has some of the model's parameters."""
+    require(optimizer, "optim.Optimizer", function)
+    own = set(map(id, model.parameters()))
+    if own and not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(f"{function}() takes an optimizer that has the model's parameters, and this one has none of them")
+
+
+def is_batch(loader: Any) -> bool:
+    """Return True for what is a batch by itself, though it could be iterated: a tensor, a mapping, a tuple."""
+    return isinstance(loader, (torch.Tensor, tuple)) or is_mapping(loader)
 
 
 def require_scaler(scaler: Any, function: str, *methods: str) -> None:
@@ -336,7 +358,7 @@ class TensorStats(TensorRow, Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterAnalysis(Checked):
+class ParameterInspection(Checked):
     """The parameters of a model, each named once however often it is shared."""
 
     model: str
@@ -351,7 +373,7 @@ class ParameterAnalysis(Checked):
     parameters: tuple[TensorRow, ...]
 
 
-def analyze_tensor(x: Any, name: str = "tensor") -> TensorStats:
+def inspect_tensor(x: Any, name: str = "tensor") -> TensorStats:
     """Return shape, type, device, bytes and statistics of a tensor of any kind, after one transfer from its device.
 
     Sparse tensors are analysed by their stored elements (a COO tensor is coalesced, which on a device waits once more), complex
@@ -361,7 +383,7 @@ def analyze_tensor(x: Any, name: str = "tensor") -> TensorStats:
     Raises:
         TypeError: ``x`` is not a tensor.
     """
-    require(x, "Tensor", "analyze_tensor")
+    require(x, "Tensor", "inspect_tensor")
     taken, shape = Rows(), [nan] * len(QUANTILES) + [0.0] * (BINS + 1)
     values, kind = taken.add(name, x)
     counted = 0 if values is None else values.numel()
@@ -376,26 +398,27 @@ def analyze_tensor(x: Any, name: str = "tensor") -> TensorStats:
         requires_grad=bool(x.requires_grad), values=kind, counted=counted, has_nan=row.nan_count > 0, has_inf=row.inf_count > 0,
         quantiles={f"{place:g}": value for place, value in zip(QUANTILES, shape, strict=False)} if shape[-1] else {},
         histogram=tuple(int(count) for count in shape[len(QUANTILES) : -1]), sampled=int(shape[-1]),
-        problems=record_findings("analyze_tensor", odd),
+        problems=record_findings("inspect_tensor", odd),
     )  # fmt: skip
 
 
-def analyze_parameters(model: Any) -> ParameterAnalysis:
+def inspect_parameters(model: Any) -> ParameterInspection:
     """Return the statistics of each parameter of a model and of all of them, after one transfer from each device.
 
     Raises:
         TypeError: ``model`` is not a ``torch.nn.Module``.
+        ValueError: it is on the device meta.
     """
-    require(model, "nn.Module", "analyze_parameters")
+    require_model(model, "inspect_parameters")
     taken, parameters = Rows(), dict(model.named_parameters())
     for name, x in parameters.items():
         taken.add(name, x)
     rows = taken.described()
     odd = [("nonfinite_parameter", row.name, row.defect) for row in rows if row.defect]
-    return ParameterAnalysis(
+    return ParameterInspection(
         model=type(model).__name__, numel=sum(row.numel for row in rows),
         trainable=sum(elements_of(x) for x in parameters.values() if x.requires_grad),
         size_bytes=sum(map(bytes_of, parameters.values())), norm=norm_of(rows),
         has_nan=any(row.nan_count for row in rows), has_inf=any(row.inf_count for row in rows), parameters=rows,
-        problems=record_findings("analyze_parameters", odd),
+        problems=record_findings("inspect_parameters", odd),
     )  # fmt: skip

@@ -256,7 +256,7 @@ class Hooks:
         self.after_closure_backward: HookList[[]] = HookList(spent_ns)
         """Step probe: the outermost backward inside an optimizer's closure has returned"""
         self.compiles_on_trial: HookList[[bool]] = HookList(spent_ns)
-        """``debug.compile``: what is compiled from now on is a trial beside the training (``True``), or no longer"""
+        """``debug.explain_compile``: what is compiled from now on is a trial beside the training (``True``), or no longer"""
         self.takes_loss = TakesLoss(spent_ns)
         """Step probe"""
         self.nonfinite_loss: HookList[[Any]] = HookList(spent_ns)

@@ -18,6 +18,7 @@ class Result:
     """Base of the toolboxes' results: a frozen, slotted dataclass whose fields are numbers, texts, results or tuples of these.
 
     ``repr()`` stays the dataclass's own unless a subclass says ``repr=False``; ``str()`` is a table for people.
+    ``result["0.weight"]`` is its row with that ``name``.
     """
 
     __slots__ = ()
@@ -25,6 +26,13 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain data that ``json.dumps`` takes; numbers that are not finite become their names."""
         return {name: _plain(value) for name, value in _items(self)}
+
+    def __getitem__(self, name: str) -> Any:
+        rows = {}
+        for _, value in _items(self):
+            for row in value if isinstance(value, tuple) else ():
+                rows[getattr(row, "name", None)] = row
+        return rows[name]
 
     def __str__(self) -> str:
         return "\n".join([type(self).__name__, *_lines(self, indent="  ")])
@@ -50,10 +58,7 @@ class Problem(Result):
 
 @dataclass(frozen=True)
 class Checked(Result):
-    """Base of results that say whether something is as it should be; each has a field ``problems``, which is empty then.
-
-    ``result["0.weight"]`` is its row with that name.
-    """
+    """Base of results that say whether something is as it should be; each has a field ``problems``, which is empty then."""
 
     __slots__ = ()
     if TYPE_CHECKING:
@@ -69,10 +74,6 @@ class Checked(Result):
 
     def __bool__(self) -> bool:
         return self.ok
-
-    def __getitem__(self, name: str) -> Any:
-        rows = [row for field, value in _items(self) if field != "problems" and isinstance(value, tuple) for row in value]
-        return row_of(tuple(row for row in rows if isinstance(row, Result)), name)
 
     def to_dict(self) -> dict[str, Any]:
         """Return ``ok``, ``problems`` and the fields, as :meth:`Result.to_dict` does."""

@@ -1,4 +1,4 @@
-"""``memory_usage``, ``memory_tracking`` and ``profile_memory``: memory by component, by line and at a point."""
+"""``memory``, ``memory_growth`` and ``memory_by_module``: at a point, of a block by line, of a model by its parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from torchobs.debug import operations
 from torchobs.debug.steps import RAISED
-from torchobs.debug.tensors import bytes_of, is_uninitialized, require
+from torchobs.debug.tensors import bytes_of, is_uninitialized, require_model, require_optimizer
 from torchobs.probes.device_memory import has_statistics
 from torchobs.probes.nonfinite.locate import is_users_file
 from torchobs.support.after_fork import renew_in_child
@@ -34,70 +34,94 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleActivations(Result):
-    """What one module keeps for the backward pass, at the given batch size."""
+class ModuleMemory(Result):
+    """What one module has itself, without the modules in it. What is shared counts once."""
 
     name: str
     kind: str
-    size_bytes: int
+    parameters_bytes: int
+    buffers_bytes: int
+    activations_bytes: int | None
+    """What it keeps for the backward pass, at the given batch size; ``None`` without a batch"""
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryBreakdown(Result):
-    """A model's memory."""
+class MemoryByModule(Result):
+    """A model's memory; what only a batch says is ``None`` without one."""
 
     model: str
-    batch_size: int
+    batch_size: int | None
+    total_bytes: int
+    """All of the following but the peak"""
     parameters_bytes: int
     buffers_bytes: int
-    gradients_bytes: int
+    gradients_bytes: int | None
     """Of the trainable parameters, whether they are there already or not"""
     optimizer_state_bytes: int | None
     """Where the optimizer has not stepped yet, what its first step will make; ``None`` without one, or if that is unknown"""
-    inputs_bytes: int
-    activations_bytes: int
+    inputs_bytes: int | None
+    activations_bytes: int | None
     """What the forward pass keeps for the backward pass beside parameters, buffers and inputs; shared memory once"""
-    peak_bytes: int
+    peak_bytes: int | None
     """Most memory that forward and backward allocated at one time, gradients included, at this batch size"""
-    modules: tuple[ModuleActivations, ...]
+    modules: tuple[ModuleMemory, ...]
+    """The largest first"""
 
 
-def memory_usage(
-    model: Any, batch: Any, *, optimizer: Any = None, loss_fn: Callable[..., Any] | None = None
-) -> MemoryBreakdown:
-    """Measure a model's memory by component with a forward and a backward pass.
+def memory_by_module(
+    model: Any, batch: Any = None, loss_fn: Callable[..., Any] | None = None, optimizer: Any = None
+) -> MemoryByModule:
+    """Measure a model's memory by component and by module, with a batch by a forward and a backward pass.
 
     Nothing of the model is changed: gradients are computed beside ``.grad`` (without hooks of DDP), and buffers and the
     random state are put back. What kernels allocate inside themselves is not seen, nor the allocator's fragmentation.
 
     Args:
         model: the module; in train mode, as it is trained.
-        batch: as for :func:`torchobs.debug.forward_pass`; the first dimension of its tensors is the batch size.
+        batch: as for :func:`torchobs.debug.training_step`; the first dimension of its tensors is the batch size.
+        loss_fn: as for it.
         optimizer: for its state.
-        loss_fn: as for :func:`torchobs.debug.trace_nan`.
 
     Raises:
         TypeError: ``model`` is no module, or the batch has no tensor. What the model raises goes on.
-        ValueError: the model is on the device meta.
+        ValueError: the model is on the device meta, or the optimizer is of other parameters.
     """
-    require(model, "nn.Module", "memory_usage")
+    require_model(model, "memory_by_module")
     if optimizer is not None:
-        require(optimizer, "optim.Optimizer", "memory_usage")
-    if any(x.device.type == "meta" for x in model.parameters()):
-        raise ValueError("memory_usage() runs the model, which is on the device meta, where nothing is: move it to a real one")
-    size = batch_size(batch)
-    if not size:
+        require_optimizer(optimizer, model, "memory_by_module")
+    size = None if batch is None else batch_size(batch)
+    if size == 0:
         what = f"{type(batch).__name__}{' of none' if _tensors_in(batch) else ''}"
-        raise TypeError(f"memory_usage() takes a batch with a tensor of at least one sample, not {what}")
-    peak, modules = _measured(model, batch, loss_fn)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    rows = sorted((ModuleActivations(*name, size) for name, size in modules.items()), key=lambda row: -row.size_bytes)
-    return MemoryBreakdown(
-        model=type(model).__name__, batch_size=size, parameters_bytes=_unique(model.parameters()),
-        buffers_bytes=_unique(model.buffers()), gradients_bytes=sum(map(bytes_of, parameters)),
-        optimizer_state_bytes=_optimizer_state(optimizer), inputs_bytes=_unique(_tensors_in(batch)),
-        activations_bytes=sum(row.size_bytes for row in rows), peak_bytes=peak, modules=tuple(rows),
+        raise TypeError(f"memory_by_module() takes a batch with a tensor of at least one sample, not {what}")
+    peak, kept = (None, {}) if batch is None else _measured(model, batch, loss_fn)
+    parameters, buffers, state = _unique(model.parameters()), _unique(model.buffers()), _optimizer_state(optimizer)
+    gradients, inputs, activations = None, None, None
+    if batch is not None:
+        gradients, activations = sum(bytes_of(x) for x in model.parameters() if x.requires_grad), sum(kept.values())
+        inputs = _unique(_tensors_in(batch))
+    total = sum(filter(None, (parameters, buffers, gradients, state, inputs, activations)))
+    return MemoryByModule(
+        type(model).__name__, size, total, parameters, buffers, gradients, state, inputs, activations, peak,
+        _modules(model, kept, has_batch=batch is not None),
     )  # fmt: skip
+
+
+def _modules(model: Any, kept: dict[tuple[str, str], int], *, has_batch: bool) -> tuple[ModuleMemory, ...]:
+    rows, seen = list[ModuleMemory](), set[int]()
+
+    def fresh(tensors: Iterable[Any]) -> int:
+        new = [x for x in tensors if id(x) not in seen]
+        seen.update(map(id, new))
+        return _unique(new)
+
+    own = {(name, type(module).__name__): module for name, module in model.named_modules()}
+    for key in {**own, **kept}:  # what a model keeps that runs no module of its own is in none of its modules
+        module = own.get(key)
+        sizes = (0, 0) if module is None else (fresh(module.parameters(recurse=False)), fresh(module.buffers(recurse=False)))
+        activations = kept.get(key, 0)
+        if any(sizes) or activations:
+            rows.append(ModuleMemory(*key, *sizes, activations if has_batch else None))
+    return tuple(sorted(rows, key=lambda row: -row.parameters_bytes - row.buffers_bytes - (row.activations_bytes or 0)))
 
 
 def _measured(model: Any, batch: Any, loss_fn: Callable[..., Any] | None) -> tuple[int, dict[tuple[str, str], int]]:
@@ -267,7 +291,7 @@ class MemoryGrowth(Result):
     """Classes of objects that the garbage collector tracks"""
 
 
-def profile_memory(label: str = "") -> MemoryPoint:
+def memory(label: str = "") -> MemoryPoint:
     """Return the memory of the process, of its CUDA devices, and of the live tensors by shape. It takes some tens of ms.
 
     Nobody's peaks are reset.
@@ -305,7 +329,7 @@ def _devices() -> tuple[DeviceMemory, ...]:
 
 
 @contextmanager
-def memory_tracking(label: str = "") -> Iterator[MemoryGrowth]:
+def memory_growth(label: str = "") -> Iterator[MemoryGrowth]:
     """Find what grows in a ``with`` block; it yields a :class:`MemoryGrowth` that the end fills.
 
     Tensors that this thread makes in it are found by their line with a dispatch mode, which slows small operators several
