@@ -99,6 +99,7 @@ def test_a_pipeline_without_callbacks_whose_latents_become_nan() -> None:
         pipeline(num_inference_steps=3, output_type="np")
     assert "step" not in vars(pipeline.scheduler)
     assert (monitor.result().steps, monitor.result().problems) == (3, ())
+    assert debug.summary().denoising == (monitor.result(),)
     with torch.no_grad():
         pipeline.unet.conv_out.bias[0] = float("nan")
     monitor.clear()

@@ -253,6 +253,13 @@ def test_what_torch_imports_late_is_not_measured() -> None:
     assert is_there == "True"
 
 
+def test_the_system_is_what_the_doctor_says() -> None:
+    """Row by row; a check that fails is a problem."""
+    found = debug.system()
+    assert found["torch"].text.startswith(torch.__version__)
+    assert {row.name for row in found.checks if row.status == "fail"} == {problem.where for problem in found.problems}
+
+
 def test_memory_that_is_kept_is_seen() -> None:
     """64 MiB more after than before; from the system, since the allocator may have as much left of an earlier test."""
     with debug.context("allocate") as info:

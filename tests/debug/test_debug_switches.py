@@ -155,6 +155,26 @@ def test_steps_that_are_looked_at_are_steps_that_were_checked() -> None:
         debug.disable()
 
 
+def test_a_run_keeps_what_it_has_seen(caplog: pytest.LogCaptureFixture) -> None:
+    """Promise: a block's problems and summary stay when its switches go; findings of later are not among them."""
+    before, training = state(), Training()
+    with caplog.at_level("DEBUG", "torchobs.debug"), debug.enable("full", anomaly="warn", gradients_every=1) as run:
+        training.run(3)
+        torch.tensor([-1.0]).sqrt()
+        assert (run.ok, [problem.kind for problem in run.problems]) == (False, ["nonfinite_result"])
+    found = run.summary()
+    assert (run.enabled, debug.status().enabled, hooks(training.model)) == ((), (), 0)
+    torchobs.shutdown()
+    assert state() == before
+    debug.inspect_tensor(torch.tensor([float("nan")]))
+    assert (run.summary(), found.ok, found.steps, found.model) == (found, False, 3, "Sequential")
+    assert (found["gradient_norms"].looks, found.training.total_steps, len(found.switches)) == (3, 3, 13)
+    assert "1 NaN from sqrt at" in last("autograd_anomaly")  # also after the end
+    said = [record.getMessage() for record in caplog.records if "pass of step" in record.getMessage()]
+    assert any("input[0] (4, 4)" in text for text in said)
+    assert any("loss" in text for text in said)
+
+
 def refuse() -> None:
     """Raise."""
     raise RuntimeError("not while it loads")
@@ -195,22 +215,25 @@ def test_an_error_at_a_switch_s_end_is_its_own(
 
 
 def test_presets_and_arguments() -> None:
-    """Modes and levels are sets of the thirteen; `none` switches off; a wrong name is an error that lists them."""
+    """Modes and levels are sets of the thirteen; `off` switches off; a wrong name is an error that lists them."""
     assert len(SWITCHES) == 13
-    assert set(PRESETS["basic"]) < set(PRESETS["intermediate"]) < set(PRESETS["advanced"]) < set(PRESETS["extreme"])
-    assert PRESETS["expert"] == PRESETS["extreme"] == PRESETS["full"] == tuple(SWITCHES)
+    assert set(PRESETS["basic"]) < set(PRESETS["advanced"]) < set(PRESETS["extreme"])
+    assert PRESETS["extreme"] == PRESETS["full"] == debug.enable().enabled == tuple(SWITCHES)
+    debug.disable()
     debug.enable(["memory_profiling", "lr_scheduling"])
     assert debug.status().enabled == ("memory_usage", "lr_scheduling")
-    assert debug.enable("none").enabled == ()
+    assert debug.enable("off").enabled == ()
     debug.enable("basic")
-    assert debug.enable(["none"]).enabled == ()
+    assert debug.enable(["off"]).enabled == ()
     debug.enable("memory_usage")
-    assert debug.enable({"none", "lr_scheduling"}).enabled == ("lr_scheduling",)
+    assert debug.enable({"off", "lr_scheduling"}).enabled == ("lr_scheduling",)
     debug.disable()
     with pytest.raises(ValueError, match="gradient_norms"):
         debug.enable(["gradients"])
     with pytest.raises(ValueError, match="1 or more"):
         debug.enable("basic", gradients_every=0)
+    with pytest.raises(ValueError, match="'raise' or 'warn'"):
+        debug.enable("basic", anomaly="off")
     with pytest.raises(TypeError, match="enable"):
         debug.enable("basic", model=3)
     with pytest.raises(TypeError, match="names"):

@@ -485,7 +485,7 @@ def test_the_script_s_profiler_within_ours(ours: str) -> None:
         "block": f"with debug.profile('ours') as result:{own}",
         "emit_itt": "with debug.profile('ours') as result, torch.autograd.profiler.emit_itt(): step()",
     }[ours]
-    ends_well(f"{block}\nassert result.steps is None and 'own profiler began' in result.anomalies[0], result\n")
+    ends_well(f"{block}\nassert result.steps is None and 'own profiler began' in result.problems[0].text, result\n")
 
 
 @pytest.mark.parametrize("end", ["raise SystemExit(0)", "threading.Thread(target=raise_soon).start()"])

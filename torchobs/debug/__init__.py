@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torchobs.debug.placement import check_devices
     from torchobs.debug.profiles import profile
     from torchobs.debug.rank_agreement import compare_ranks
-    from torchobs.debug.reports import plots, report
+    from torchobs.debug.reports import plots, report, system
     from torchobs.debug.steps import backward_pass, forward_pass, inference, monitor_step, optimization_step, training_step
     from torchobs.debug.stopping import early_stopping, validation
     from torchobs.debug.switches import disable, enable, status
@@ -42,7 +42,7 @@ _HOMES: dict[str, str] = {
     **dict.fromkeys(("disable", "enable", "status"), "switches"),
     **dict.fromkeys(("early_stopping", "validation"), "stopping"),
     **dict.fromkeys(("memory", "memory_by_module", "memory_growth"), "memory_use"),
-    **dict.fromkeys(("plots", "report"), "reports"),
+    **dict.fromkeys(("plots", "report", "system"), "reports"),
     "profile": "profiles",
 }
 """Public name to the module that defines it"""
@@ -82,6 +82,7 @@ __all__ = [
     "report",
     "status",
     "summary",
+    "system",
     "trace_nan",
     "training_step",
     "training_summary",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchobs.debug.findings import record_findings, record_series
+from torchobs.debug.findings import monitors, record_findings, record_series
 from torchobs.debug.tensors import Rows, bytes_of, elements_of, require
 from torchobs.support.result import Checked, Problem, Result
 from torchobs.taps.patch import Patch
@@ -163,6 +163,12 @@ class DiffusionMonitor:
 
     def __init__(self) -> None:
         self.clear()
+        monitors.add(self)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether there is anything to sum up."""
+        return bool(self._seen)
 
     def clear(self) -> None:
         """Begin anew, for another image."""

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from torchobs import api, catalog
 from torchobs.flight.totals import NORM_SUM, Word
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
     from types import TracebackType
 
+    from torchobs.debug.diffusion import DenoisingCheck
 
 LOGGER = "torchobs.debug"
 LOG_EVERY_S = 60.0
@@ -47,10 +49,12 @@ def record_finding(kind: str, message: str, *, function: str, name: str = "", **
     """
     now = time.monotonic()
     with _lock:
-        _problems.pop((kind, name), None)  # the last one is the newest
-        problem = _problems[kind, name] = Problem(kind, name, message)
-        if len(_problems) > MOST_RECENT:
-            del _problems[next(iter(_problems))]
+        problem = Problem(kind, name, message)
+        for problems in (_problems, *collecting):
+            problems.pop((kind, name), None)  # the last one is the newest
+            problems[kind, name] = problem
+            if len(problems) > MOST_RECENT:
+                del problems[next(iter(problems))]
         logged, left_out = _log_limiter.take(now, (kind, name)), _log_limiter.held_back((kind, name))
         recorded, unrecorded = _event_limiter.take(now, kind), _event_limiter.held_back(kind)
     if logged:
@@ -116,21 +120,21 @@ class LoggingBridge(logging.Handler):
         self.close()
 
 
-def logging_bridge(target: logging.Logger) -> LoggingBridge:
+def logging_bridge(to: logging.Logger) -> LoggingBridge:
     """Send findings to a training's own logger, with its handlers and level, in place of ``torchobs.debug``'s parents.
 
     Each record has structured fields: ``torchobs_kind``, ``torchobs_function``, ``torchobs_subject``, ``torchobs_left_out`` and
     what the kind adds; with a session ``torchobs_rank`` and ``torchobs_step``. ``close()``, or leaving a ``with``, ends it.
 
     Raises:
-        TypeError: ``target`` is not a ``logging.Logger``.
-        ValueError: ``target`` is ``torchobs.debug`` itself or below it.
+        TypeError: ``to`` is not a ``logging.Logger``.
+        ValueError: ``to`` is ``torchobs.debug`` itself or below it.
     """
-    if not isinstance(target, logging.Logger):
-        raise TypeError(f"logging_bridge() takes a logging.Logger, not {type(target).__name__}: logging.getLogger(name)")
-    if target.name == LOGGER or target.name.startswith(f"{LOGGER}."):
+    if not isinstance(to, logging.Logger):
+        raise TypeError(f"logging_bridge() takes a logging.Logger, not {type(to).__name__}: logging.getLogger(name)")
+    if to.name == LOGGER or to.name.startswith(f"{LOGGER}."):
         raise ValueError(f"findings are logged to {LOGGER!r} already: give the logger of the training")
-    return LoggingBridge(target)
+    return LoggingBridge(to)
 
 
 MOST_OPERATIONS = 16
@@ -174,6 +178,8 @@ class DebugSummary(Checked):
     memory_peak_bytes: int | None
     gpu_memory_peak_bytes: int | None
     operations: tuple[OperationSummary, ...]
+    denoising: tuple[DenoisingCheck, ...]
+    """What each diffusion monitor that still lives has seen"""
     problems: tuple[Problem, ...]
     """The last hundred findings of all functions, each kind of one thing once, the newest last"""
 
@@ -205,6 +211,10 @@ _operations: dict[str, OperationSummary] = {}
 _steps, _recorded_before = Counter[str](), Counter[str]()
 """Steps that were checked: by kind of anomaly, all, and those with any; the session's counts at the last ``clear()``"""
 _problems: dict[tuple[str, str], Problem] = {}
+monitors = WeakSet[Any]()
+"""Diffusion monitors, whose results the summary has"""
+collecting: list[dict[tuple[str, str], Problem]] = []
+"""Where else findings are kept, for as long as each is in this list"""
 
 
 def record_operation(
@@ -246,6 +256,7 @@ def record_step(kinds: Collection[str], *, anomalous: bool) -> None:
 
 def summary() -> DebugSummary:
     """Return the operations that contexts enclosed so far, how long they took and how much memory, and all problems."""
+    denoising = tuple(monitor.result() for monitor in list(monitors) if monitor.has_steps)
     with _lock:
         rows, problems = tuple(_operations.values()), tuple(_problems.values())
     count, longest = sum(row.count for row in rows), max(rows, key=lambda row: row.maximum_s, default=None)
@@ -254,14 +265,25 @@ def summary() -> DebugSummary:
         mean_s=sum(row.total_s for row in rows) / count if count else None, maximum_s=longest.maximum_s if longest else None,
         longest_operation=longest.operation if longest else None,
         memory_peak_bytes=_greatest(row.memory_peak_bytes for row in rows),
-        gpu_memory_peak_bytes=_greatest(row.gpu_memory_peak_bytes for row in rows), operations=rows, problems=problems,
+        gpu_memory_peak_bytes=_greatest(row.gpu_memory_peak_bytes for row in rows), operations=rows,
+        denoising=denoising, problems=problems,
     )  # fmt: skip
 
 
 def training_summary() -> TrainingSummary:
     """Return steps and anomalies: of the steps given to ``monitor_step`` and ``training_step``, or else the session's."""
+    return training_since(Counter())
+
+
+def steps_so_far() -> Counter[str]:
+    """Return counts of the steps that were checked, for :func:`training_since`."""
     with _lock:
-        found, source = _steps.copy(), "monitored"
+        return _steps.copy()
+
+
+def training_since(before: Counter[str]) -> TrainingSummary:
+    """Return what :func:`training_summary` does, without the steps counted ``before``."""
+    found, source = steps_so_far() - before, "monitored"
     measured = found[_ALL]
     explosions, vanishing, loss = (found[kind] for kind in catalog.STEP_ANOMALIES)
     if not found[_ALL] and current() is not None:

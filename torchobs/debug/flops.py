@@ -56,7 +56,7 @@ class _AllTogether(AbstractContextManager[None]):
         """Leave no hook, since there is none."""
 
 
-def count_flops(model: Any, batch: Any, *, loss_fn: Callable[..., Any] | None = None) -> FlopCount:
+def count_flops(model: Any, batch: Any, loss_fn: Callable[..., Any] | None = None) -> FlopCount:
     """Count the operations of the matrix products, convolutions and attention in a forward and a backward pass of a batch.
 
     By ``torch.utils.flop_counter.FlopCounterMode``; nothing else counts (no normalisation, no activation). Products that it has

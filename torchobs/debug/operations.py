@@ -105,7 +105,7 @@ _count = 0
 
 
 @contextmanager
-def entered(anomaly: str, found: Callable[[Birth], None]) -> Iterator[None]:
+def entered(anomaly: str, found: Callable[[Birth], object]) -> Iterator[None]:
     """Look for anomalies that way during the block."""
     if anomaly == "raise":
         with _torch_raises():
@@ -283,7 +283,7 @@ def _measured(template: DebugInfo, model: Any, slow_s: float | None) -> Iterator
     waits = slow_s is not None or template.samples is not None
     with ExitStack() as undo:
         undo.callback(_current.set, parent)
-        undo.enter_context(entered(template.mode, _note_birth))
+        undo.enter_context(entered(template.mode, note_birth))
         undo.callback(StepHook(opened.note_step).remove)
         _current.set(opened)
         if waits:
@@ -327,13 +327,14 @@ def _finish(opened: _Open, elapsed: float, before: Reading, model: Any) -> None:
             record_finding(problem.kind, problem.text, function="context", name=problem.where, **fields)
 
 
-def _note_birth(birth: Birth) -> None:
-    """Keep it for the innermost operation of this task that wants to know."""
+def note_birth(birth: Birth) -> bool:
+    """Keep it for the innermost operation of this task that wants to know; return False if there is none."""
     opened = _current.get()
     for one in opened.enclosing() if opened is not None else ():
         if one.info.mode == "warn":
             one.note("nonfinite_result", birth.text, birth.location)
-            return
+            return True
+    return False
 
 
 def operation(

@@ -65,7 +65,7 @@ class Birth(NamedTuple):
 class OperatorWatch(TorchDispatchMode):
     """Calls ``found`` with each :class:`Birth`. One for each thread; see :func:`operators_watched`."""
 
-    def __init__(self, found: Callable[[Birth], None]) -> None:
+    def __init__(self, found: Callable[[Birth], object]) -> None:
         super().__init__()
         self._found = found
         self._places: OrderedDict[int, tuple[CodeType, int]] = OrderedDict()
@@ -161,7 +161,7 @@ _watches = _Watches()
 
 
 @contextmanager
-def operators_watched(found: Callable[[Birth], None]) -> Iterator[None]:
+def operators_watched(found: Callable[[Birth], object]) -> Iterator[None]:
     """Watch this thread's operators during the block; with the last one the mode goes, wherever in the stack of modes it is."""
     watch = _watches.watch
     if watch is None:

@@ -1,11 +1,16 @@
-"""Reports and figures of the training that is running, from inside its script or notebook."""
+"""Reports and figures of the training that is running, and checks of the system, from inside a script or notebook."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from torchobs.runtime.session import current
+from torchobs.support.result import Checked, Problem, Result
 
 if TYPE_CHECKING:
     import os
@@ -95,3 +100,40 @@ def _read() -> Chosen:
     if not ranks:
         raise RuntimeError(f"the flight file cannot be read: {'; '.join(why for _, why in bad)}")
     return Chosen(ranks, bad, [], [])
+
+
+@dataclass(frozen=True, slots=True)
+class SystemRow(Result):
+    """One check of ``torchobs doctor``."""
+
+    name: str
+    status: str
+    """``ok``, ``warn`` or ``fail``"""
+    text: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class SystemCheck(Checked):
+    """This machine, as ``torchobs doctor`` sees it."""
+
+    checks: tuple[SystemRow, ...]
+    problems: tuple[Problem, ...]
+    """Of the checks that failed"""
+
+
+def system(*, training: bool = False) -> SystemCheck:
+    """Return what ``torchobs doctor --json`` prints: versions, GPUs, shared memory, variables, each with a remedy.
+
+    It runs in a process of its own, for some seconds.
+
+    Args:
+        training: also record a training of five steps there, as the command does, to see which probes work.
+    """
+    command = [sys.executable, "-m", "torchobs", "doctor", "--json", *([] if training else ["--no-training"])]
+    printed = subprocess.run(command, capture_output=True, text=True, check=False)  # 1 means that a check failed
+    if printed.returncode not in {0, 1}:
+        raise RuntimeError(f"torchobs doctor has failed: {printed.stderr.strip()[-1000:]}")
+    rows = tuple(SystemRow(**row) for row in json.loads(printed.stdout)["checks"])
+    failed = (row for row in rows if row.status == "fail")
+    return SystemCheck(rows, tuple(Problem("system", row.name, f"{row.text}: {row.remedy}") for row in failed))

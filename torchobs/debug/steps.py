@@ -331,6 +331,7 @@ def backward_pass(model: Any, loss: Any, *, scaler: Any = None) -> BackwardPass:
 
 
 def _backward(model: Any, loss: Any, scaler: Any, exploding: float, vanishing: float) -> BackwardPass:
+    tensors.require_model(model, "backward_pass")
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"a loss is a tensor, not {type(loss).__name__}: return what loss_fn computes, before item()")
     if loss.numel() != 1:
@@ -338,7 +339,6 @@ def _backward(model: Any, loss: Any, scaler: Any, exploding: float, vanishing: f
     if not loss.requires_grad:
         raise ValueError("the loss has no graph: are gradients off, or was it detached?")
     tensors.require_scaler(scaler, "backward_pass", "scale")
-    tensors.require_model(model, "backward_pass")
     with _measured() as part:
         (loss if scaler is None else scaler.scale(loss)).backward()
     gradients = check_gradients(model, loss, scaler=scaler, exploding=exploding, vanishing=vanishing)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import RLock, get_ident
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from torchobs import catalog
-from torchobs.debug import operations
+from torchobs.debug import findings, operations
 from torchobs.debug.findings import logger, record_finding, record_findings, record_series
 from torchobs.debug.gradients import StepHook, scale_in_use
 from torchobs.debug.placement import check_devices
@@ -25,13 +25,16 @@ from torchobs.runtime.profiler import ProfilerBusyError
 from torchobs.runtime.session import current, init
 from torchobs.support.arguments import is_whole
 from torchobs.support.error_guard import CircuitBreaker, call
-from torchobs.support.result import Result
+from torchobs.support.result import Checked, Problem, Result
 from torchobs.tensors.references import living
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from torchobs.debug.findings import TrainingSummary
+    from torchobs.debug.operations import Anomaly
+    from torchobs.debug.operator_watch import Birth
     from torchobs.probes.context import ProbeContext
 
 MOST_TRACES = 8
@@ -57,6 +60,13 @@ class Look:
         return None if self.model is None else check_step(self.model, self.loss, counts=self.is_first)
 
 
+class Options(NamedTuple):
+    """What ``enable`` was given for single switches."""
+
+    trace_dir: str
+    anomaly: str
+
+
 class SwitchProbe:
     """A switch that is on: a function of a :class:`Look`, which returns what it sees, or nothing to be called at the next step.
 
@@ -67,9 +77,9 @@ class SwitchProbe:
     last = ""
     """What it saw last, in words"""
 
-    def __init__(self, name: str, every: int, trace_dir: str, context: ProbeContext, see: Callable[[Look], str]) -> None:
+    def __init__(self, name: str, every: int, options: Options, context: ProbeContext, see: Callable[[Look], str]) -> None:
         """``every``: steps between two looks; 0 if it looks at no step."""
-        self.every, self.trace_dir, self.context, self._see = every, trace_dir, context, see
+        self.every, self.options, self.context, self._see = every, options, context, see
         self.looks, self.looked_at, self.due = 0, -1, context.recorder.step
         self.breaker = context.breakers[f"debug.{name}"] = CircuitBreaker(f"debug.{name}")
 
@@ -90,13 +100,18 @@ class SwitchProbe:
 
 
 class AnomalyMode(SwitchProbe):
-    """Torch's anomaly mode."""
-
-    last = "torch raises at NaN in a backward function"
+    """What ``context(anomaly=...)`` does, all the time: torch's anomaly mode, or a look at each operator."""
 
     def install(self) -> None:
+        raises = self.options.anomaly == "raise"
+        self.last = "torch raises at NaN in a backward function" if raises else "no operator has made NaN or Inf"
         self._mode = ExitStack()
-        self._mode.enter_context(operations.entered("raise", lambda _: None))
+        self._mode.enter_context(operations.entered(self.options.anomaly, self._note))
+
+    def _note(self, birth: Birth) -> None:
+        self.last = f"{birth.text} at {birth.location}"
+        if not operations.note_birth(birth):  # else an operation says it
+            record_finding("nonfinite_result", birth.text, function="enable", name=birth.location)
 
     def remove(self) -> None:
         self._mode.close()
@@ -127,7 +142,7 @@ class StepProfile(SwitchProbe):
             self._begin(step)
 
     def _begin(self, step: int) -> None:
-        directory = self.trace_dir if self.writes and self.looks < MOST_TRACES else None
+        directory = self.options.trace_dir if self.writes and self.looks < MOST_TRACES else None
         recorder = Recorder("step", tensorboard=directory, light=True)
         try:
             recorder.prepare()
@@ -170,8 +185,9 @@ def gradient_norms(look: Look) -> str:
     """``monitor_step``."""
     if look.check is None:
         return ""
-    record_series({"debug.gradient_norm": look.check.gradient_norm})
-    return f"norm {look.check.gradient_norm:.4g}"
+    if look.check.gradient_norm is not None:
+        record_series({"debug.gradient_norm": look.check.gradient_norm})
+    return f"norm {_shown(look.check.gradient_norm)}"
 
 
 class ForwardPass(SwitchProbe):
@@ -190,6 +206,7 @@ class ForwardPass(SwitchProbe):
             rows = [row for group in self._collector.read().values() for row in group]
             if rows:
                 odd = [row for row in rows if row.defect]
+                logger.debug("forward pass of step %d: %s", step, ", ".join(f"{row.name} {row.shape}" for row in rows))
                 record_findings("enable", [("nonfinite_activation", row.name, row.defect) for row in odd])
                 self.note(step, f"{len(rows)} tensors, {len(odd)} not finite")
             self.remove()
@@ -228,7 +245,13 @@ def backward_pass(look: Look) -> str:
     """The same, as soon as there is a loss."""
     if look.loss is None or look.check is None:
         return ""
-    return f"loss {look.check.loss:.4g}, norm {look.check.gradient_norm:.4g}"
+    text = f"loss {look.check.loss:.4g}, norm {_shown(look.check.gradient_norm)}"
+    logger.debug("backward pass of step %d: %s", look.context.recorder.step, text)
+    return text
+
+
+def _shown(norm: float | None) -> str:
+    return "of no gradient" if norm is None else f"{norm:.4g}"
 
 
 def device_placement(look: Look) -> str:
@@ -303,17 +326,16 @@ SWITCHES: dict[str, tuple[Any, str]] = {
 }
 """Names, each with its function or class, and what its interval goes by"""
 _BASIC = ("gradient_norms", "lr_scheduling")
-_INTERMEDIATE = (*_BASIC, "memory_usage", "data_loading", "validation", "early_stopping")
+_ADVANCED = (*_BASIC, "memory_usage", "data_loading", "validation", "early_stopping", "forward_pass", "backward_pass")
 PRESETS: dict[str, tuple[str, ...]] = {
-    "none": (),
     "anomaly_detection": ("autograd_anomaly", "forward_pass", "backward_pass"),
     "gradient_checking": ("gradient_norms", "backward_pass"),
     "memory_profiling": ("memory_usage",),
     "performance_profiling": ("autograd_profiler", "data_loading", "memory_usage"),
+    "off": (),
     "basic": _BASIC,
-    "intermediate": _INTERMEDIATE,
-    "advanced": (*_INTERMEDIATE, "forward_pass", "backward_pass", "device_placement", "mixed_precision"),
-} | dict.fromkeys(("full", "expert", "extreme"), tuple(SWITCHES))
+    "advanced": (*_ADVANCED, "device_placement", "mixed_precision"),
+} | dict.fromkeys(("extreme", "full"), tuple(SWITCHES))
 """Modes and levels"""
 _NAME = "debug"
 """Of the listener in the session's hook lists"""
@@ -330,7 +352,7 @@ class Switch(Result):
     looks: int = 0
     """How often it has looked, since it was enabled"""
     last: str = ""
-    """What it saw last"""
+    """What it saw last, also after its end"""
     error: str | None = None
     """Said of a switch that an exception has turned off"""
 
@@ -341,26 +363,88 @@ class SwitchStatus(Result):
 
     enabled: tuple[str, ...]
     steps: int
-    """Steps since the first was enabled"""
+    """Steps since the first was enabled, or until the last one was disabled"""
     model: str | None
     """Class of the model that is looked at; searched for at the first step where it was not given"""
     switches: tuple[Switch, ...]
 
 
-def enable(
-    switches: Any, *, model: Any = None, gradients_every: int = 100, memory_every: int = 50, performance_every: int = 10,
-    profile_every: int = 1000, trace_dir: str | Path = "runs/torchobs",
-) -> SwitchStatus:  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class RunSummary(Checked):
+    """What one ``enable`` has seen."""
+
+    steps: int
+    model: str | None
+    switches: tuple[Switch, ...]
+    """Those that are on, or were at the end"""
+    training: TrainingSummary
+    """Of the steps that were looked at"""
+    problems: tuple[Problem, ...]
+    """Findings of all functions meanwhile, the last hundred, each kind of one thing once"""
+
+
+class Run:
+    """What :func:`enable` returns; as a context manager it switches everything off. What it saw is kept."""
+
+    def __init__(self) -> None:
+        self._problems: dict[tuple[str, str], Problem] = {}
+        self._before = findings.steps_so_far()
+        self._last: RunSummary | None = None
+        findings.collecting.append(self._problems)
+
+    def __enter__(self) -> Run:  # noqa: PYI034  # typing.Self needs Python 3.11
+        """Return the run."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Switch off what is on."""
+        disable()
+
+    @property
+    def enabled(self) -> tuple[str, ...]:
+        """The switches that are on now."""
+        return status().enabled
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """What was found so far."""
+        return tuple(self._problems.values())
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self._problems
+
+    def summary(self) -> RunSummary:
+        """Return what was seen so far, or until the switches went off."""
+        if self._last is not None:
+            return self._last
+        now, training = status(), findings.training_since(self._before)
+        rows = tuple(row for row in now.switches if row.looks or row.on)
+        return RunSummary(now.steps, now.model, rows, training, self.problems)
+
+    def end(self) -> None:
+        """Keep what was seen: the last switch goes off."""
+        self._last = self.summary()
+        findings.collecting.remove(self._problems)
+
+
+def enable(  # noqa: PLR0913  # each switch's own
+    switches: Any = "full", *, model: Any = None, anomaly: Anomaly = "raise", gradients_every: int = 100,
+    memory_every: int = 50, performance_every: int = 10, profile_every: int = 1000, trace_dir: str | Path = "runs/torchobs",
+) -> Run:  # fmt: skip
     """Switch on debugging of the training that this process does, from its next step on, until :func:`disable`.
 
-    Where no session runs, :func:`torchobs.init` is called; where that records nothing (``TORCHOBS_ENABLED=0``), nothing is
-    switched on, and a warning says so. Switches end with the session. An error inside a switch turns that switch off.
+    As a context manager it ends with the block. Where no session runs, :func:`torchobs.init` is called; where that records
+    nothing (``TORCHOBS_ENABLED=0``), nothing is switched on, and a warning says so. Switches end with the session. An error
+    inside a switch turns that switch off.
 
     Args:
         switches: names in a list, or the name of a mode (``anomaly_detection``, ``gradient_checking``, ``memory_profiling``,
-            ``performance_profiling``, ``full``) or of a level (``basic``, ``intermediate``, ``advanced``, ``expert`` or
-            ``extreme``). ``none`` switches off what is on; other names are added to it.
+            ``performance_profiling``, ``full``) or of a level (``off``, ``basic``, ``advanced``, ``extreme``). ``off`` switches
+            off what is on; other names are added to it.
         model: the module that trains; without it, it is searched for at the first step by the optimizer's parameters.
+        anomaly: what ``autograd_anomaly`` does: ``raise`` or ``warn``, as for :func:`torchobs.debug.context`.
         gradients_every: steps between two looks at gradients, passes, devices, precision.
         memory_every: at memory.
         performance_every: at data loading, learning rates, the loss for early stopping.
@@ -368,28 +452,33 @@ def enable(
         trace_dir: where ``tensorboard_traces`` writes.
 
     Raises:
-        ValueError: a name is unknown, or a frequency below 1.
+        ValueError: a name is unknown, a frequency below 1, or ``anomaly`` neither of the two.
         TypeError: ``model`` is no module.
     """
     names, every = _names_of(switches), (gradients_every, memory_every, performance_every, profile_every)
     if not all(map(is_whole, every)) or min(every) < 1:
         given = ", ".join(map(repr, every))
         raise ValueError(f"a switch looks every step or less often: frequencies are whole numbers, 1 or more, not {given}")
+    if anomaly not in {"raise", "warn"}:
+        raise ValueError(f"anomaly is 'raise' or 'warn', not {anomaly!r}: without it leave autograd_anomaly out")
     if model is not None:
         require(model, "nn.Module", "enable")
     if names and current() is None:
         init()  # not under the lock, which a session's end takes
     intervals = dict(zip(("gradients", "memory", "performance", "profile"), every, strict=True)) | {"always": 0}
     with _lock:
-        if "none" in ([switches] if isinstance(switches, str) else switches):
+        if "off" in ([switches] if isinstance(switches, str) else switches):
             _board.remove(SWITCHES)
-        session = current()
+        session, run = current(), Run()
         if names and session is not None and session.context is not None:
             _board.install(session.context, model)
-            _board.add(names, intervals, str(trace_dir))
-        elif names:
-            logger.warning("enable: nothing is switched on, since no session records in this process")
-    return status()
+            _board.add(names, intervals, Options(str(trace_dir), anomaly))
+            _board.runs.append(run)
+        else:
+            run.end()
+            if names:
+                logger.warning("enable: nothing is switched on, since no session records in this process")
+    return run
 
 
 def disable(switches: Any = None) -> SwitchStatus:
@@ -414,8 +503,11 @@ class _Board:
 
     def __init__(self) -> None:
         self._probes: dict[str, SwitchProbe] = {}
+        self._ended: dict[str, Switch] = {}
+        """What switches that are off saw last"""
+        self.runs: list[Run] = []
         self._context: ProbeContext | None = None
-        self._begun, self._looked_at = 0, -1
+        self._begun, self._steps, self._looked_at = 0, 0, -1
         self._hook: Any = None
         self._model: Any = None
         self._loss: Any = None
@@ -439,7 +531,7 @@ class _Board:
         context.hooks.ends.register(CircuitBreaker(_NAME), disable)
         self._hook = StepHook(breaker.guard(self._before_step))
 
-    def add(self, names: tuple[str, ...], intervals: dict[str, int], trace_dir: str) -> None:
+    def add(self, names: tuple[str, ...], intervals: dict[str, int], options: Options) -> None:
         """Switch on; those that are on get the new interval."""
         for name in names:
             kind, interval = SWITCHES[name]
@@ -449,16 +541,21 @@ class _Board:
                 self._probes[name].every = intervals[interval]
             elif self._context is not None:
                 make = kind if isinstance(kind, type) else SwitchProbe
-                probe = self._probes[name] = make(name, intervals[interval], trace_dir, self._context, kind)
+                probe = self._probes[name] = make(name, intervals[interval], options, self._context, kind)
                 probe.run("install")
 
     def remove(self, names: Iterable[str]) -> None:
         """Switch off; with the last one the hooks go."""
-        context = self._context
-        for name in names:
-            self.stop(name)
+        context, names = self._context, set(names)
+        if self._probes.keys() <= names:
+            while self.runs:
+                self.runs.pop().end()
+        for name in SWITCHES:
+            if name in names:
+                self.stop(name)
         if context is not None and not self._probes:
             self._hook.remove()
+            self._steps, self._begun = context.recorder.step - self._begun, 0
             context.hooks.takes_loss.unregister(_NAME)
             context.hooks.ends.unregister(_NAME)
             self._context = self._model = self._loss = None
@@ -467,7 +564,9 @@ class _Board:
 
     def stop(self, name: str) -> None:
         """Put back what one switch has changed, if it is on."""
-        if (probe := self._probes.pop(name, None)) is not None:
+        if name in self._probes:
+            self._ended[name] = replace(self._row(name), on=False)
+            probe = self._probes.pop(name)
             probe.breaker.is_open = False  # also of one that has failed
             probe.run("remove")
 
@@ -500,16 +599,17 @@ class _Board:
 
     def status(self) -> SwitchStatus:
         """Return what :func:`status` does."""
-        rows = []
-        for name in SWITCHES:
-            probe = self._probes.get(name)
-            has_failed = probe is not None and probe.breaker.is_open
-            error = "failed, see the log" if has_failed else None
-            row = Switch(name) if probe is None else Switch(name, not has_failed, probe.every, probe.looks, probe.last, error)
-            rows.append(row)
-        steps = self._context.recorder.step - self._begun if self._context is not None else 0
+        rows = tuple(map(self._row, SWITCHES))
+        steps = self._context.recorder.step - self._begun if self._context is not None else self._steps
         model = type(self.model).__name__ if self.model is not None else None
-        return SwitchStatus(tuple(row.name for row in rows if row.on), steps, model, tuple(rows))
+        return SwitchStatus(tuple(row.name for row in rows if row.on), steps, model, rows)
+
+    def _row(self, name: str) -> Switch:
+        probe = self._probes.get(name)
+        if probe is None:
+            return self._ended.get(name, Switch(name))
+        error = "failed, see the log" if probe.breaker.is_open else None
+        return Switch(name, error is None, probe.every, probe.looks, probe.last, error)
 
 
 _board = _Board()

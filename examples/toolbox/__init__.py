@@ -1,0 +1,1 @@
+"""Short programs that show what the toolboxes are for."""
