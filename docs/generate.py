@@ -30,9 +30,6 @@ HEADINGS = {
 }
 """Each heading stands above the metric that begins it, in the catalog's order."""
 
-NO_RANK_S = ("torchobs.exporter.", "torchobs.build.", "system.", "torchobs.host.")
-"""Beginnings of the names that belong to no rank: the exporter's own, and the machine's."""
-
 SPANS = """\
 [Which traces there are, and which spans all ranks share](opentelemetry.md#which-traces-there-are). Sent over OTLP, the
 attributes of events and spans are in the namespace of the event or span, `torchobs.step.loss`, except what the semantic
@@ -43,9 +40,9 @@ INTRODUCTION = """\
 
 # Metrics, events and spans
 
-The first name is Prometheus', the second OpenTelemetry's; one follows from the other as Prometheus' own OTLP endpoint does it.
-What ends in `_total` is a counter, the rest are gauges, unless *histogram* is said: its bounds are powers of two from
-{seconds} seconds, of four from {norms} for norms, so that they convert to native histograms without loss.
+The first name is Prometheus', with its unit, the second OpenTelemetry's; one follows from the other as Prometheus' own OTLP
+endpoint does it. What ends in `_total` is a counter, the rest are gauges, unless *histogram* is said: its bounds are powers of
+two from {seconds} seconds, of four from {norms} for norms, so that they convert to native histograms without loss.
 
 - A series of a rank has the labels `job_name`, `run_id` and `rank`; `{rank_info}` has the rest. Join
   `on (run_id, rank, instance)`. `rank` is its number; in a replica group (torchft) as in `0-g1`; of two living processes that
@@ -53,11 +50,10 @@ What ends in `_total` is a counter, the rest are gauges, unless *histogram* is s
 - *Quiet*: on the page only from its first value other than zero. A counter is shown at 0 first, so that `increase()` sees its
   first event.
 - *Shared*: a fact of the container or the machine, without `rank`, once a page.
-- *Ends*: gone when the rank has ended; the others keep their last value until the exporter's grace is over.
+- *Stays*: a gauge that keeps its last value after the rank's end until the exporter's grace is over, as counters and
+  histograms do; the other gauges of a rank are gone.
 - A restarted rank's counters begin at 0. NaN and infinity are counted, and are never a gauge's value.
 """
-
-METRIC_HEAD = "| metric | unit | meaning |\n|---|---|---|\n"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,12 +83,11 @@ def metrics_page() -> str:
         seconds=_powers(2, catalog.SECONDS_BOUNDS),
         norms=_powers(4, catalog.NORM_BOUNDS),
     )
-    described: set[str] = set()
+    described: set[Attribute] = set()
     sections = [
-        f"## {heading}\n\n{METRIC_HEAD}{''.join(_metric(metric, described) for metric in metrics)}"
-        for heading, metrics in _groups()
+        f"## {heading}\n\n{''.join(_metric(metric, described) for metric in metrics)}" for heading, metrics in _groups()
     ]
-    return "\n".join([introduction, *sections, _events(), _spans()])
+    return "\n".join([introduction, *sections, _events(described), _spans(described)])
 
 
 def _groups() -> list[tuple[str, list[Metric]]]:
@@ -101,54 +96,48 @@ def _groups() -> list[tuple[str, list[Metric]]]:
     return [(title, [metric for _, metric in group]) for title, group in groupby(headed, key=lambda pair: pair[0])]
 
 
-def _metric(metric: Metric, described: set[str]) -> str:
-    """Return the row of a metric. A label is described where it comes first, and named from there on."""
+def _metric(metric: Metric, described: set[Attribute]) -> str:
+    """Return the line of a metric. A label is described where it comes first, and named from there on."""
     labels = [_label(attribute, described) for attribute in metric.attributes]
     by = f" By {', '.join(labels)}." if labels else ""
-    unit = f"`{metric.unit}`" if metric.unit else ""
-    return _row(f"`{metric.prometheus}` `{metric.name}`", unit, f"{metric.brief}{by}{_notes(metric)}")
+    return f"- `{metric.prometheus}` `{metric.name}`: {metric.brief}{by}{_notes(metric)}\n"
 
 
-def _label(attribute: Attribute, described: set[str]) -> str:
-    text = f"{attribute.brief}{_values(attribute)}"
-    if text in described:
+def _label(attribute: Attribute, described: set[Attribute]) -> str:
+    if attribute in described:
         return f"`{attribute.name}`"
-    described.add(text)
+    described.add(attribute)
     return f"`{attribute.name}` ({', '.join(attribute.values) or attribute.brief})"
 
 
 def _notes(metric: Metric) -> str:
-    ends = not metric.name.startswith(NO_RANK_S) and metric.kind is Kind.GAUGE and not metric.survives
     notes = {
         "histogram": metric.kind is Kind.HISTOGRAM,
         "quiet": metric.quiet is not None,
         "shared": metric.shared,
-        "ends": ends,
+        "stays": metric.survives,
     }
     words = ", ".join(note for note, holds in notes.items() if holds)
     return f" *{words.capitalize()}.*" if words else ""
 
 
-def _events() -> str:
-    rows = (_row(f"`{event.name}`", event.severity.name.lower(), f"{event.brief}{_names(event)}") for event in catalog.EVENTS)
-    return f"## Events\n\n| event | severity | meaning, attributes |\n|---|---|---|\n{''.join(rows)}"
+def _events(described: set[Attribute]) -> str:
+    lines = [
+        f"- `{event.name}`: *{event.severity.name.lower()}.* {event.brief}{_names(event, described)}\n"
+        for event in catalog.EVENTS
+    ]
+    return f"## Events\n\nEach with its severity and its attributes.\n\n{''.join(lines)}"
 
 
-def _spans() -> str:
-    rows = (_row(f"`{span.name}`", f"{span.brief}{_names(span)}") for span in catalog.SPANS)
-    return f"## Spans\n\n{SPANS}\n\n| span | meaning, attributes |\n|---|---|\n{''.join(rows)}"
+def _spans(described: set[Attribute]) -> str:
+    lines = [f"- `{span.name}`: {span.brief}{_names(span, described)}\n" for span in catalog.SPANS]
+    return f"## Spans\n\n{SPANS}\n\n{''.join(lines)}"
 
 
-def _names(entry: Event | Span) -> str:
-    return "".join(f"{', ' if place else ' '}`{one.name}`{_values(one)}" for place, one in enumerate(entry.attributes))
-
-
-def _values(attribute: Attribute) -> str:
-    return f" ({', '.join(attribute.values)})" if attribute.values else ""
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |\n"
+def _names(entry: Event | Span, described: set[Attribute]) -> str:
+    """Return the names of the attributes, with their values where a closed set of them comes first."""
+    names = [_label(one, described) if one.values else f"`{one.name}`" for one in entry.attributes]
+    return f" {', '.join(names)}" if names else ""
 
 
 def _powers(base: int, bounds: tuple[float, ...]) -> str:

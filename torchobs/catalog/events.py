@@ -14,7 +14,7 @@ EXIT_SIGNAL = Attribute("signal", "the signal whose handler raised it or led to 
 EVENT_RUN_END = info("torchobs.run.end", "The rank ended, by itself or by a signal that it handled.", EXIT_REASON, EXIT_SIGNAL)
 EVENT_TRAINER = info(
     "torchobs.trainer",
-    "A framework's trainer started. Its other attributes are its settings with a number or a single word as value.",
+    "A framework's trainer started. Further attributes: its settings.",
     Attribute("framework", "lightning, transformers or accelerate"),
     Attribute("version", "the framework's"),
 )
@@ -25,7 +25,7 @@ RECENT_COLLECTIVES = Attribute(
 )
 EVENT_EXCEPTION = error(
     "torchobs.exception",
-    "An uncaught exception. In the main thread it ends the rank; in another thread, a notebook's cell or a test it does not.",
+    "An uncaught exception; one of the main thread ends the rank, except in a notebook's cell or a test.",
     Attribute("exception.type", "its class"),
     Attribute("exception.message", "first line of its message, without secrets, at most 100 characters"),
     Attribute("location", "file:line where it was raised"),
@@ -50,7 +50,7 @@ EVENT_EXCEPTION = error(
 )
 EVENT_DISTRIBUTED = info(
     "torchobs.distributed",
-    "How the training is spread over ranks was recognised, or changed.",
+    "How the training is spread over ranks.",
     Attribute("backend", "of the default process group"),
     Attribute("world_size", "its ranks"),
     Attribute("parallelism", "what was recognised"),
@@ -58,7 +58,7 @@ EVENT_DISTRIBUTED = info(
 )
 EVENT_COLLECTIVES_UNKNOWN = info(
     "torchobs.collectives.unknown",
-    "torch's flight recorder tells nothing of this rank's collectives.",
+    "torch's flight recorder says nothing of this rank's collectives.",
     Attribute("reason", "why"),
 )
 EVENT_GPU_LOST = error(
@@ -69,7 +69,7 @@ EVENT_GPU_LOST = error(
 )
 EVENT_GPU_XID = error(
     "torchobs.gpu.xid",
-    "The driver reported an error of a GPU (an XID).",
+    "The driver reported a GPU's error (an XID).",
     GPU_ID,
     Attribute("xid", "number in NVIDIA's list of XIDs"),
     Attribute("meaning", "its meaning, if known"),
@@ -103,7 +103,7 @@ EVENT_GUARD_VIOLATION = warning(
 )
 EVENT_GUARD_RECOVERY = warning(
     "torchobs.guard.recovery",
-    "An error that a training or an inference went on after, that was raised because its budget was spent, or returned.",
+    "An error that a training or inference went on after, or gave up on.",
     _CATEGORY,
     _SEVERITY,
     Attribute("action", "what was done"),
@@ -111,7 +111,7 @@ EVENT_GUARD_RECOVERY = warning(
 )
 EVENT_GUARD_FILE = warning(
     "torchobs.guard.file",
-    "A model file would run code that is not known, or do harm, or is not the one that was published.",
+    "A model file is dangerous, would run unknown code, or is not the one published.",
     _CATEGORY,
     _SEVERITY,
     Attribute("verdict", "suspicious, dangerous, refused (by load) or wrong (by verify)"),
@@ -147,7 +147,7 @@ EVENT_GUARD_OUTPUTS = warning(
 )
 EVENT_SCHEDULER_MISUSED = warning(
     "torchobs.scheduler.misused",
-    "A learning-rate scheduler is used wrongly: stepped before the optimizer, never, or for one that does not step.",
+    "A learning-rate scheduler is used wrongly.",
     SCHEDULER_MISUSE_KIND,
     Attribute("scheduler", "its class"),
 )
@@ -156,17 +156,20 @@ LOOP_MISTAKES = (
 )  # fmt: skip
 EVENT_LOOP_MISTAKE = warning(
     "torchobs.loop.mistake",
-    "The training loop has a mistake: gradients are never set to zero, or the model is trained in evaluation mode after it "
-    "was trained in training mode; or its optimizer never steps; or losses are kept with their graphs; or a "
-    "DistributedSampler gives each epoch one order; or gradients are clipped after the optimizer's step.",
-    Attribute("kind", "which", LOOP_MISTAKES),
+    "The training loop has a mistake.",
+    Attribute(
+        "kind",
+        "gradients never set to zero, training in evaluation mode, an optimizer that never steps, losses kept with their "
+        "graphs, one order for each epoch, or gradients clipped after the optimizer's step",
+        LOOP_MISTAKES,
+    ),
     Attribute("optimizer", "class of an optimizer that never steps"),
     Attribute("parameters_affected", "0 in a later event that takes the kind back"),
     Attribute("backward_passes", "number of them without a step of an optimizer that never steps"),
 )
 EVENT_LEFT_OUT_PARAMETERS = warning(
     "torchobs.loop.left_out",
-    "Parameters get gradients and are in no optimizer, or in one that never steps: they learn nothing.",
+    "Parameters with gradients are in no optimizer, or in one that never steps.",
     Attribute("parameters", "which, the first eight"),
     Attribute("parameters_affected", "how many; in a later event those that are left, 0 if all are trained by then"),
     Attribute("parameters_trained", "how many the optimizers that step have"),
@@ -174,36 +177,36 @@ EVENT_LEFT_OUT_PARAMETERS = warning(
 )
 EVENT_AMP_SCALE_COLLAPSED = warning(
     "torchobs.amp.scale_collapsed",
-    "A loss scale has fallen below 1: the gradients are not finite at any scale.",
+    "A loss scale fell below 1: gradients are not finite at any scale.",
     SCALER,
     Attribute("scale", "the loss scale"),
 )
 EVENT_AMP_UNSCALED = warning(
     "torchobs.amp.unscaled",
-    "The run trains in float16 autocast without a GradScaler: small gradients become zero.",
+    "Training in float16 without a GradScaler: small gradients become zero.",
     Attribute("steps", "steps done so far"),
 )
 EVENT_AMP_CLIPPED_SCALED = warning(
     "torchobs.amp.clipped_scaled",
-    "Gradients were clipped by norm before the loss scaler divided them by its scale: to the limit over the scale.",
+    "Gradients were clipped by norm before the loss scaler unscaled them.",
     Attribute("limit", "the threshold that was given"),
     Attribute("scale", "the loss scale"),
 )
 EVENT_DEVICE_UNREAD = warning(
     "torchobs.device.unread",
-    "Losses and gradient norms on this kind of device are not recorded: reading them would block the training.",
+    "Losses and gradient norms on this device are not recorded: reading them would block.",
     Attribute("device_type", "torch's name of the kind of device"),
 )
 EVENT_MEMORY_GROWTH = warning(
     "torchobs.memory.growth",
-    "Memory grows steadily with the steps, and would reach its limit within a day.",
+    "Memory grows steadily and would reach its limit within a day.",
     SPACE,
     Attribute("per_step", "bytes a step", unit="By"),
     Attribute("time_to_limit", "seconds until then", unit="s"),
 )
 EVENT_MEMORY_LEAK = warning(
     "torchobs.memory.leak",
-    "What grew while host memory was leaking: once growth was told, for some ten seconds. Sizes in bytes, the largest first.",
+    "What grew while host memory was leaking, over some ten seconds, the largest first.",
     SPACE,
     Attribute("ended", "why it ended early, if it did", ("complete", "memory")),
     Attribute("seconds", "for which it was watched", unit="s"),
@@ -219,7 +222,7 @@ EVENT_MEMORY_LEAK = warning(
 )
 EVENT_OUT_OF_MEMORY = error(
     "torchobs.memory.out_of_memory",
-    "Memory ran out: in a device's allocator, before the exception is raised, or on the host (cpu), when it ends. In bytes.",
+    "Memory ran out, in a device's allocator or on the host (cpu).",
     DEVICE,
     Attribute("requested", "requested size", unit="By"),
     Attribute("limit", "memory that it may use; of the host only a limit of its address space (ulimit -v, -d)", unit="By"),
@@ -240,13 +243,13 @@ EVENT_OUT_OF_MEMORY = error(
 )
 EVENT_SHARED_MEMORY_FULL = warning(
     "torchobs.memory.shared_full",
-    "Shared memory (/dev/shm), through which DataLoader workers and NCCL pass data, is nearly full.",
+    "Shared memory (/dev/shm), in which workers and NCCL pass data, is nearly full.",
     Attribute("used", "bytes in use", unit="By"),
     Attribute("size", "bytes in all", unit="By"),
 )
 EVENT_NONFINITE_GRADIENT = warning(
     "torchobs.grad.nonfinite",
-    "Gradients were not finite: the first time, and then at most once a minute.",
+    "Gradients were not finite; at most once a minute.",
     Attribute("layers", "in which layers, the first eight in the model's order"),
     Attribute("layers_affected", "in how many"),
     Attribute("elements", "how many elements, where they were counted"),
@@ -255,7 +258,7 @@ EVENT_NONFINITE_GRADIENT = warning(
 )
 EVENT_NONFINITE_ORIGIN = error(
     "torchobs.nonfinite.origin",
-    "Where a NaN or an infinity was born: at its first occurrence, and for the same place at most once in ten minutes.",
+    "Where a NaN or infinity was born; for one place at most once in ten minutes.",
     ORIGIN,
     Attribute("operator", "torch's operator that made it, or was the first to be given it"),
     Attribute("module", "path of the module that called the operator; absent outside of any"),
@@ -268,7 +271,7 @@ EVENT_NONFINITE_ORIGIN = error(
 )
 EVENT_NONFINITE_REST = info(
     "torchobs.nonfinite.rest",
-    "What NaN or infinity has left in parameters and buffers, looked for after fifty steps without either.",
+    "What is not finite in parameters and buffers, fifty steps after the last NaN or infinity.",
     Attribute("parameters_affected", "how many hold such values; 0: all are finite"),
     Attribute("parameter", "name of the first"),
 )
@@ -281,8 +284,7 @@ EVENT_STEP_HELD = warning(
 STUCK_CAUSES = ("vanishing", "cut_off", "dead_units", "no_gradient", "unused")
 EVENT_UNMOVED_LAYERS = warning(
     "torchobs.grad.unmoved",
-    "Layers learn nothing, all for one cause: each cause has an event of its own in that step. Of layers that are unused it is "
-    "information.",
+    "Layers learn nothing, for one cause; information where they are unused.",
     Attribute("layers", "which, the first eight in the model's order"),
     Attribute("layers_affected", "how many; 0 in a later event that takes the cause back"),
     Attribute("layers_total", "of how many that the model has"),
@@ -296,17 +298,17 @@ EVENT_UNMOVED_LAYERS = warning(
 )
 EVENT_REPLICA_WEIGHTS = info(
     "torchobs.replica.weights",
-    "Of a DistributedDataParallel model, in steps that are powers of two: what is the same on all ranks whose weights are.",
+    "What is the same on all ranks with the same weights; in steps that are powers of two, with DistributedDataParallel.",
     Attribute("values", "the norm of some weights, and eight sums of them with random signs"),
 )
 EVENT_REPLICA_BATCHES = info(
     "torchobs.replica.batches",
-    "Of a DistributedDataParallel model: what is the same on all ranks whose batches of a data loader are.",
+    "What is the same on all ranks that are given the same batches, with DistributedDataParallel.",
     Attribute("values", "of each of the first eight batches of an iteration"),
 )
 EVENT_ACTIVATIONS = info(
     "torchobs.activations",
-    "At level extreme: how many layers' outputs are looked at, and how many are not.",
+    "At level extreme: how many layers' outputs are measured.",
     Attribute("layers", "looked at"),
     Attribute("left_out", "not, since there are more than have series"),
     Attribute("compiled", "not, since torch.compile has compiled a module that they are part of"),
@@ -314,7 +316,7 @@ EVENT_ACTIVATIONS = info(
 )
 EVENT_DEAD_UNITS = warning(
     "torchobs.dead_units",
-    "At level extreme: half of a rectifier's units or more gave zero for every sample, for a hundred steps or more.",
+    "At level extreme: half of a rectifier's units or more gave only zeros for a hundred steps.",
     Attribute("layer", "path of the module"),
     Attribute("units_dead", "how many"),
     Attribute("units", "of how many"),
@@ -343,30 +345,30 @@ EVENT_SCALARS = info(
 )
 EVENT_MODEL_CHANGE = info(
     "torchobs.model_change",
-    "Training continues with parameters never trained before (the next fold, the next trial); baselines are reset.",
+    "Training continues with new parameters (next fold or trial), which resets baselines.",
     Attribute("changes", "how many there were"),
     Attribute("steps_before", "steps done before it"),
 )
 EVENT_OTHER_THREAD = warning(
     "torchobs.other_thread",
-    "A second thread steps optimizers at the same time as the recorded one; its steps are not counted.",
+    "A second thread steps optimizers too; its steps are not counted.",
     Attribute("thread", "its name"),
 )
 EVENT_WORKER_DIED = error(
     "torchobs.data.worker_died",
-    "A worker process of a data loader was ended by a signal or an error.",
+    "A data loader's worker was ended by a signal or an error.",
     Attribute("pid", "its process id"),
     Attribute("code", "its exit code, 0 for a signal"),
     Attribute("signal", "the signal's name, e.g. SIGKILL: the out-of-memory killer's"),
 )
 EVENT_STARVED = warning(
     "torchobs.data.starved",
-    "Training has begun to wait for data for a fifth of its time or more.",
+    "Training waits for data for a fifth of its time or more.",
     Attribute("share", "of the training time of the last minute, or the last ten steps"),
 )
 EVENT_CHECKPOINT_FAILED = error(
     "torchobs.checkpoint.failed",
-    "A save raised an exception, for lack of space or another reason.",
+    "A save raised an exception.",
     Attribute("format", "what was saving", ("torch", "safetensors", "distributed")),
     Attribute("exception.type", "the exception's class"),
     Attribute("saved_step", "step of the last checkpoint that was saved; 0 if there was none"),
@@ -382,7 +384,7 @@ EVENT_RECOMPILE = info(
 )
 EVENT_RECOMPILE_STORM = warning(
     "torchobs.compile.recompile_storm",
-    "A function is compiled again and again; at most once a minute for each.",
+    "A function is compiled again and again.",
     COMPILE_LOCATION,
     COMPILE_GUARD,
     Attribute("expression", "the guard that failed last, without values"),
@@ -397,8 +399,7 @@ EVENT_COMPILE_FAILED = warning(
 )
 EVENT_STEP_BETWEEN = info(
     "torchobs.step.between",
-    "The line of the script at which the training thread most often is outside of fetch, forward, backward and optimizer, by"
-    " samples of its stack.",
+    "The line at which the training thread most often is between the phases of a step.",
     Attribute("location", "file:line"),
     Attribute("function", "its function"),
 )
@@ -411,7 +412,7 @@ EVENT_GRAPH_BREAK = info(
 )
 EVENT_TUNE_PLAN = info(
     "torchobs.tune.plan",
-    "A plan of torchobs.tune changed the model: what is measured before and after it is not comparable.",
+    "A plan of torchobs.tune changed the model.",
     TUNE_ACTION,
     Attribute("mode", "its mode"),
     Attribute("level", "its level"),
@@ -421,7 +422,7 @@ EVENT_TUNE_PLAN = info(
 )
 EVENT_TUNE_BENCHMARK = info(
     "torchobs.tune.benchmark",
-    "Modes of torchobs.tune were timed against each other.",
+    "Modes of torchobs.tune were timed.",
     Attribute("recommended", "mode to use"),
     Attribute("reason", "why"),
     Attribute("rounds", "timed steps of each mode"),
@@ -429,7 +430,7 @@ EVENT_TUNE_BENCHMARK = info(
 )
 EVENT_DEBUG_FINDING = warning(
     "torchobs.debug.finding",
-    "A function of torchobs.debug found something. Its other attributes are the numbers that go with it.",
+    "A function of torchobs.debug found something. Further attributes: its numbers.",
     Attribute("function", "public function that found it"),
     Attribute("kind", "kind of finding"),
     Attribute("name", "name of the tensor, parameter or operation"),
@@ -448,7 +449,7 @@ EVENT_DEBUG_EARLY_STOPPING = info(
 )
 EVENT_DEBUG_VALIDATION = info(
     "torchobs.debug.validation",
-    "The end of a debug.validation(). Its other attributes are the metrics.",
+    "The end of a debug.validation(). Further attributes: its metrics.",
     Attribute("name", "name of the validation"),
     Attribute("samples", "samples added"),
     Attribute("batches", "batches added"),
@@ -456,7 +457,7 @@ EVENT_DEBUG_VALIDATION = info(
 )
 EVENT_STACKS = info(
     "torchobs.stacks",
-    "The stacks of all threads were written, on request, because the GIL was held for seconds, or early in a stall.",
+    "The stacks of all threads were written: asked for, the GIL held for seconds, or early in a stall.",
     Attribute("cause", "why", ("asked", "stuck", "stalled")),
     EVIDENCE,
     Attribute("silent_s", "for a stuck rank: seconds for which no other thread could run", unit="s"),
@@ -501,14 +502,12 @@ EVENT_PROFILE_FAILED = warning(
 # --- spans --------------------------------------------------------------------------------------------------------------------
 SPAN_RUN = span(
     "torchobs.run",
-    "From init() to the begin of training (to the rank's end, if it does not train), at most an hour; the launcher's "
-    "TRACEPARENT is its parent. Its trace is the same on all ranks, and the spans of all other traces link to it.",
+    "From init() to the begin of training, or the rank's end, at most an hour. The launcher's TRACEPARENT is its parent.",
     Attribute("reason", "how the rank ended, if within it without saying so itself"),
 )
 SPAN_SEGMENT = span(
     "torchobs.segment",
-    "A part of the training: an epoch, epochs of together a minute, an hour of one, or an hour. A trace of its own, the same "
-    "on all ranks; it links to the run and to the previous segment.",
+    "An epoch, short epochs of together a minute, or an hour. A trace of its own, linked to run and previous segment.",
     Attribute("epoch", "number of the epoch it begins in, from 1; absent without epochs"),
     Attribute("part", "number of the hour within the epoch, from 0"),
     Attribute("steps", "steps that ended in it"),
@@ -516,38 +515,35 @@ SPAN_SEGMENT = span(
 )
 SPAN_PHASE = span(
     "torchobs.phase",
-    "A region opened by torchobs.phase(), when it lasts 100 ms or longer.",
+    "A region opened by torchobs.phase(), of 100 ms or longer.",
     Attribute("phase", "the name given"),
 )
 SPAN_EPOCH = span(
     "torchobs.epoch",
-    "A pass over the training loader, until the next one begins or the run ends. Not sent over OTLP if longer than an hour.",
+    "A pass over the training loader. Not sent over OTLP if longer than an hour.",
     Attribute("epoch", "its number, from 1"),
     Attribute("steps", "steps that ended in it"),
 )
 SPAN_EVALUATION = span(
     "torchobs.evaluation",
-    "An evaluation: between eval() and train(), or while batches are fetched with gradients disabled. All of 100 ms "
-    "or longer, and some shorter ones.",
+    "Between eval() and train(), or while batches are fetched without gradients. All of 100 ms, some shorter ones.",
 )
 SPAN_CHECKPOINT = span(
     "torchobs.checkpoint",
-    "A save; an asynchronous one until it is complete. All of 100 ms or longer, and some shorter ones.",
+    "A save until it is complete. All of 100 ms, some shorter ones.",
     Attribute("format", "what saved", ("torch", "safetensors", "distributed")),
     Attribute("size", "bytes this rank wrote", unit="By"),
     Attribute("blocked_s", "for an asynchronous one: seconds for which training waited", unit="s"),
 )
 SPAN_RESTORE = span(
     "torchobs.restore",
-    "torch.load or torch.distributed.checkpoint.load in the training thread, when it takes 100 ms or longer.",
+    "A load by torch or torch.distributed.checkpoint in the training thread, of 100 ms or longer.",
     Attribute("format", "what loaded", ("torch", "distributed")),
 )
 SPAN_STEP = span(
     "torchobs.step",
-    "A training step, from the end of the last one: about one in ten seconds, by its number, so that it is the same on all "
-    "ranks; and some slow and anomalous ones, and ones with events. A trace of its own, the same on all ranks; it links to the "
-    "run and to its segment. If a step is not one fetch, backward and optimizer in sequence, its phases are sums, in "
-    "attributes (`forward_s` ...).",
+    "A step: one in ten seconds, some slow or anomalous ones, and those with events. A trace of its own, linked to run and "
+    "segment. Where it is not one fetch, backward and optimizer step, its phases are attributes (`forward_s` ...).",
     Attribute("step", "its number"),
     Attribute(
         "reason",

@@ -250,21 +250,21 @@ DDP_PART = Attribute(
     " computation hid",
     ("forward", "backward", "communication", "overlap"),
 )
-GROUP = Attribute("group", "index of the optimizer's parameter group, the first eight")
+GROUP = Attribute("group", "index of the parameter group, the first eight")
 COLLECTIVE_OPERATIONS = (
     "none", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
     "send", "recv", "coalesced", "other",
 )  # fmt: skip
 COLLECTIVE_TIMEOUTS = ("collective", "monitored_barrier", "rendezvous")
-PROCESS_GROUP = Attribute("group", "process group: default, or its description and name in torch, the first eight")
+PROCESS_GROUP = Attribute("group", "process group, the first eight")
 PROCESS_GROUP_BACKEND = Attribute("backend", "the backend whose recorder counts it", ("gloo", "nccl", "other"))
 COLLECTIVE_OPERATION = Attribute("operation", "what waits longest; none: nothing does", COLLECTIVE_OPERATIONS)
 SCHEDULER_MISUSE_KIND = Attribute("kind", "kind of misuse", SCHEDULER_MISUSES)
 SCALER = Attribute("scaler", "index of the GradScaler in use, by its first update", ("0", "1", "2", "3"))
 OPTIMIZER = Attribute("optimizer", "index of the optimizer in use, by its first step under a loss scaler", ("0", "1", "2", "3"))
 SCALAR = Attribute("name", "the name given to torchobs.log(), the first 64")
-LAYER = Attribute("layer", "path of the module with the parameters; the largest ones, the others are 'other'")
-OUTPUT_LAYER = Attribute("layer", "path of the module without children; at most 64, evenly chosen in the model's order")
+LAYER = Attribute("layer", "module with the parameters; of the largest, others are 'other'")
+OUTPUT_LAYER = Attribute("layer", "module without children, at most 64 of the model")
 DEVICE = Attribute("device", "torch device, e.g. cuda:0")
 SPACE = Attribute("space", "kind of memory that grows", ("host", "device"))
 LIMIT = Attribute("limit", "origin of the limit", ("cgroup", "machine"))
@@ -293,11 +293,11 @@ MEMORY_STATE = Attribute(
 )
 UNWRITTEN_STATE = Attribute("state", "dirty: to be written; writeback: being written", ("dirty", "writeback"))
 PAGING_STATE = Attribute("system.paging.state", "whether it is in use", ("used", "free"))
-SYSTEM_DEVICE = Attribute("system.device", "physical disk, e.g. nvme0n1; 64 at most")
+SYSTEM_DEVICE = Attribute("system.device", "e.g. nvme0n1; 64 at most")
 DISK_DIRECTION = Attribute("disk.io.direction", "read or write", ("read", "write"))
 MOUNTPOINT = Attribute("system.filesystem.mountpoint", "where it is mounted")
 FILESYSTEM_TYPE = Attribute("system.filesystem.type", "its type, e.g. xfs")
 FILESYSTEM_STATE = Attribute("system.filesystem.state", "reserved: free, for root only", ("used", "free", "reserved"))
 INODE_STATE = Attribute("state", "whether the inode is in use", ("used", "free"))
-NETWORK_INTERFACE = Attribute("network.interface.name", "physical interface, or a container's own, e.g. eth0; 64 at most")
+NETWORK_INTERFACE = Attribute("network.interface.name", "e.g. eth0; 64 at most")
 NETWORK_DIRECTION = Attribute("network.io.direction", "seen from this machine", ("receive", "transmit"))

@@ -13,7 +13,7 @@ GUARD_VIOLATIONS = counter(
     Attribute("category", "what it is about", ("contract",)),
     GUARD_SEVERITY,
     quiet=0.0,
-).described("Tensors that did not keep their contract, by what is wrong.")
+).described("Tensors that broke their contract.")
 GUARD_SANITIZED = counter(
     "torchobs.guard.sanitized",
     "{element}",
@@ -21,7 +21,7 @@ GUARD_SANITIZED = counter(
     Attribute("category", "what it is about", ("numerics",)),
     GUARD_SEVERITY,
     quiet=0.0,
-).described("Elements of outputs that were refused or replaced by torchobs.guard.sanitize_outputs.")
+).described("Output elements refused or replaced by guard.sanitize_outputs.")
 GUARD_RECOVERIES = counter(
     "torchobs.guard.recoveries",
     "{time}",
@@ -29,10 +29,7 @@ GUARD_RECOVERIES = counter(
     Attribute("action", "what was done", ("split", "skip", "restore", "retry", "raise", "return", "record")),
     GUARD_SEVERITY,
     quiet=0.0,
-).described(
-    "Errors that torchobs.guard.Recovery went on after, or raised because its budget was spent, that "
-    "torchobs.guard.safe_inference repeated an inference for, or returned, and those given to torchobs.guard.record."
-)
+).described("Errors that guard.Recovery and guard.safe_inference went on after or gave up on, and those of guard.record.")
 GUARD_EXCEEDED = counter(
     "torchobs.guard.exceeded",
     "{time}",
@@ -40,7 +37,7 @@ GUARD_EXCEEDED = counter(
     Attribute("category", "what it is about", ("resources",)),
     GUARD_SEVERITY,
     quiet=0.0,
-).described("Times that a resource got above its threshold of torchobs.guard.resources.")
+).described("Times that a resource got above its threshold of guard.resources.")
 GUARD_FINDINGS = counter(
     "torchobs.guard.findings",
     "{finding}",
@@ -57,7 +54,7 @@ TUNE_ACTION = Attribute(
     ("applied", "undone", "refused", "compile_failed"),
 )
 TUNE_PLANS = counter("torchobs.tune.plans", "{plan}", TUNE_ACTION, quiet=0.0).described(
-    "Plans of torchobs.tune that were applied, undone or refused, or whose compilation failed."
+    "Plans of torchobs.tune by what became of them."
 )
 TUNE_SPEEDUP = gauge(
     "torchobs.tune.speedup",
@@ -67,36 +64,34 @@ TUNE_SPEEDUP = gauge(
 ).described("Speed-up of each mode over the first, by the last tune.benchmark().")
 
 # --- torchobs.debug -----------------------------------------------------------------------------------------------------------
-DEBUG_OPERATION = Attribute("operation", "name given to debug.context(), the first 16; the others are 'other'")
+DEBUG_OPERATION = Attribute("operation", "the first 16 names, others are 'other'")
 STEP_ANOMALIES = ("gradient_explosion", "gradient_vanishing", "loss_anomaly")
 STEP_ANOMALY = Attribute("kind", "what was found in the step", STEP_ANOMALIES)
 DEBUG_OPERATIONS = counter("torchobs.debug.operations", "{operation}", DEBUG_OPERATION).described(
-    "Operations that a debug.context() or debug.operation() enclosed; from the first one on, as all of torchobs.debug."
+    "Operations enclosed by debug.context() or debug.operation(); from the first one on."
 )
-DEBUG_OPERATION_TIME = counter("torchobs.debug.operation.time", "s", DEBUG_OPERATION).described("Time that they took.")
+DEBUG_OPERATION_TIME = counter("torchobs.debug.operation.time", "s", DEBUG_OPERATION).described("Time that operations took.")
 DEBUG_OPERATION_LONGEST = gauge("torchobs.debug.operation.longest", "s", DEBUG_OPERATION, survives=True).described(
-    "Time that the longest of them took."
+    "Time that the longest operation took."
 )
 DEBUG_OPERATION_MEMORY = gauge("torchobs.debug.operation.memory", "By", DEBUG_OPERATION, SPACE, survives=True).described(
-    "Most memory of the process, or of its devices, during one of them."
+    "Most memory of the process, or its devices, during an operation."
 )
 DEBUG_OPERATION_ANOMALIES = counter("torchobs.debug.operation.anomalies", "{operation}", DEBUG_OPERATION).described(
-    "Operations with an anomaly: values that are not finite, or torch's anomaly mode raised."
+    "Operations with values that are not finite, or where torch's anomaly mode raised."
 )
 DEBUG_STEPS = counter("torchobs.debug.steps", "{step}").described(
     "Steps checked by debug.monitor_step() or debug.training_step()."
 )
-DEBUG_ANOMALY_STEPS = counter("torchobs.debug.anomaly_steps", "{step}").described("Checked steps with an anomaly of any kind.")
+DEBUG_ANOMALY_STEPS = counter("torchobs.debug.anomaly_steps", "{step}").described("Checked steps with an anomaly.")
 DEBUG_STEP_ANOMALIES = counter("torchobs.debug.step_anomalies", "{step}", STEP_ANOMALY).described(
-    "Checked steps with an anomaly, by kind: gradient norm above or below debug's thresholds, loss not finite or a spike."
+    "Anomalies of checked steps: gradient norm beyond a threshold; loss not finite or a spike."
 )
 
 # --- torchobs itself ----------------------------------------------------------------------------------------------------------
-OVERHEAD = counter("torchobs.overhead", "s", PROBE, quiet=0.0).described(
-    "Time that torchobs itself took in the training thread."
-)
+OVERHEAD = counter("torchobs.overhead", "s", PROBE, quiet=0.0).described("Time that torchobs took in the training thread.")
 PROBE_ERRORS = counter("torchobs.probe.errors", "{error}", PROBE, quiet=0.0).described(
-    "Exceptions raised inside a probe; the first disables it."
+    "Exceptions inside a probe; the first disables it."
 )
 PROBE_DISABLED = gauge("torchobs.probe.disabled", "", PROBE, quiet=0.0).described("1 if the probe is disabled.")
 FLIGHT_DROPPED = counter(
@@ -121,10 +116,10 @@ EXPORTER_SCAN_DURATION = gauge("torchobs.exporter.scan.duration", "s").described
     "Duration of the last scan of all flight files."
 )
 EXPORTER_SCRAPES = counter("torchobs.exporter.scrapes", "{scrape}").described(
-    "Scrapes of the metrics page; a page does not count its own."
+    "Scrapes of the metrics page, this one not counted."
 )
 EXPORTER_SCRAPE_TIME = counter("torchobs.exporter.scrape.time", "s").described(
-    "Time that these scrapes took, from the request to the page's last byte."
+    "Time that scrapes took, to the page's last byte."
 )
 EXPORTER_CONFIG_OK = gauge("torchobs.exporter.config_ok", "").described(
     "0 while part of the configuration is invalid or cannot be applied."
@@ -146,7 +141,7 @@ EXPORTER_HOST_DURATION = gauge("torchobs.exporter.host.duration", "s").described
     "Duration of the last collection of the machine's metrics."
 )
 EXPORTER_HOST_ERRORS = counter("torchobs.exporter.host.errors", "{error}", HOST_COLLECTOR).described(
-    "Times that a collector of the machine's metrics failed."
+    "Failures of a collector of the machine's metrics."
 )
 _SIGNAL = Attribute("signal", "what is pushed over OTLP: data points, spans or log records", ("metrics", "traces", "logs"))
 OTLP_SENT = counter("torchobs.exporter.otlp.sent", "{item}", _SIGNAL).described(
@@ -157,13 +152,10 @@ OTLP_DROPPED = counter(
     "{item}",
     _SIGNAL,
     Attribute("reason", "why", ("overflow", "refused", "rejected", "shutdown")),
-).described(
-    "Data points, spans or log records dropped: the queue was full, the receiver refused the request or rejected a part of"
-    " it, or the exporter ended."
-)
+).described("Data points, spans or log records dropped: queue full, refused or rejected, or the exporter ended.")
 OTLP_QUEUED = gauge("torchobs.exporter.otlp.queued", "{item}", _SIGNAL).described(
     "Data points, spans or log records that wait to be sent."
 )
 OTLP_FAILURES = counter("torchobs.exporter.otlp.failures", "{request}", _SIGNAL).described(
-    "Requests that failed and were, or will be, retried."
+    "Requests that failed and are retried."
 )
