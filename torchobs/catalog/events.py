@@ -15,8 +15,7 @@ EVENT_RUN_END = info("torchobs.run.end", "The rank ended, by itself or by a sign
 EVENT_TRAINER = info(
     "torchobs.trainer",
     "A framework's trainer started. Further attributes: its settings.",
-    Attribute("framework", "lightning, transformers or accelerate"),
-    Attribute("version", "the framework's"),
+    *named("framework", "version"),
 )
 RECENT_COLLECTIVES = Attribute(
     "collectives",
@@ -51,10 +50,7 @@ EVENT_EXCEPTION = error(
 EVENT_DISTRIBUTED = info(
     "torchobs.distributed",
     "How the training is spread over ranks.",
-    Attribute("backend", "of the default process group"),
-    Attribute("world_size", "its ranks"),
-    Attribute("parallelism", "what was recognised"),
-    Attribute("mesh", "dimensions of the device mesh"),
+    *named("backend", "world_size", "parallelism", "mesh"),
 )
 EVENT_COLLECTIVES_UNKNOWN = info(
     "torchobs.collectives.unknown",
@@ -71,19 +67,15 @@ EVENT_GPU_XID = error(
     "torchobs.gpu.xid",
     "The driver reported a GPU's error (an XID).",
     GPU_ID,
-    Attribute("xid", "number in NVIDIA's list of XIDs"),
-    Attribute("meaning", "its meaning, if known"),
+    *named("xid", "meaning"),
 )
 EVENT_ANOMALY = warning(
     "torchobs.anomaly",
     "A step was judged anomalous.",
     ANOMALY_KIND,
-    Attribute("value", "observed value"),
-    Attribute("baseline", "usual value"),
+    *named("value", "baseline"),
     ORIGIN,
-    Attribute("module", "module in which a value that is not finite was born"),
-    Attribute("operator", "operator that made it"),
-    Attribute("parameter", "parameter or input that held it"),
+    *named("module", "operator", "parameter"),
     Attribute("left_out", "number of earlier ones of the kind without an event: of many in a row, one in ten minutes has one"),
     Attribute("layer", "layer whose gradient has grown most in that step, of an explosion or a spike in a measured step"),
     Attribute("layer_norm", "norm of its gradient"),
@@ -96,35 +88,28 @@ EVENT_GUARD_VIOLATION = warning(
     "A tensor did not keep its contract.",
     _CATEGORY,
     _SEVERITY,
-    Attribute("tensor", "names of the tensors"),
-    Attribute("what", "what is wrong with the first"),
-    Attribute("found", "what was found"),
-    Attribute("expected", "what was expected"),
+    *named("tensor", "what", "found", "expected"),
 )
 EVENT_GUARD_RECOVERY = warning(
     "torchobs.guard.recovery",
     "An error that a training or inference went on after, or gave up on.",
     _CATEGORY,
     _SEVERITY,
-    Attribute("action", "what was done"),
-    Attribute("error", "class of the exception"),
+    *named("action", "error"),
 )
 EVENT_GUARD_FILE = warning(
     "torchobs.guard.file",
     "A model file is dangerous, would run unknown code, or is not the one published.",
     _CATEGORY,
     _SEVERITY,
-    Attribute("verdict", "suspicious, dangerous, refused (by load) or wrong (by verify)"),
-    Attribute("reason", "the first of its reasons"),
+    *named("verdict", "reason"),
 )
 EVENT_GUARD_MODEL = warning(
     "torchobs.guard.model",
     "A model has weights that a sound one does not have.",
     _CATEGORY,
     _SEVERITY,
-    Attribute("layer", "name of the first parameter or buffer"),
-    Attribute("problem", "what is wrong with it"),
-    Attribute("problems", "number of problems"),
+    *named("layer", "problem", "problems"),
 )
 EVENT_GUARD_RESOURCE = warning(
     "torchobs.guard.resource",
@@ -133,17 +118,14 @@ EVENT_GUARD_RESOURCE = warning(
     _SEVERITY,
     Attribute("resource", "what is used up"),
     Attribute("where", "the container, the machine, a device or a path"),
-    Attribute("percent", "how much of it is used"),
-    Attribute("threshold", "the threshold in percent"),
+    *named("percent", "threshold"),
 )
 EVENT_GUARD_OUTPUTS = warning(
     "torchobs.guard.outputs",
     "A model's outputs were refused, replaced or found suspicious.",
     _CATEGORY,
     _SEVERITY,
-    Attribute("output", "its name"),
-    Attribute("problem", "what is wrong with it"),
-    Attribute("policy", "what was done about it"),
+    *named("output", "problem", "policy"),
 )
 EVENT_SCHEDULER_MISUSED = warning(
     "torchobs.scheduler.misused",
@@ -189,8 +171,7 @@ EVENT_AMP_UNSCALED = warning(
 EVENT_AMP_CLIPPED_SCALED = warning(
     "torchobs.amp.clipped_scaled",
     "Gradients were clipped by norm before the loss scaler unscaled them.",
-    Attribute("limit", "the threshold that was given"),
-    Attribute("scale", "the loss scale"),
+    *named("limit", "scale"),
 )
 EVENT_DEVICE_UNREAD = warning(
     "torchobs.device.unread",
@@ -231,8 +212,7 @@ EVENT_OUT_OF_MEMORY = error(
     Attribute("reserved", "held by the allocator", unit="By"),
     Attribute("active", "in blocks that are in use", unit="By"),
     Attribute("inactive_split", "in inactive split blocks", unit="By"),
-    Attribute("allocations", "blocks in use"),
-    Attribute("alloc_retries", "allocations tried again so far"),
+    *named("allocations", "alloc_retries"),
     Attribute("ooms", "such errors so far, without this one"),
     Attribute("parameters", "of it, what models' parameters take", unit="By"),
     Attribute("gradients", "their gradients", unit="By"),
@@ -263,8 +243,7 @@ EVENT_NONFINITE_ORIGIN = error(
     Attribute("operator", "torch's operator that made it, or was the first to be given it"),
     Attribute("module", "path of the module that called the operator; absent outside of any"),
     Attribute("parameter", "the parameter's name, or that of the variable with the batch"),
-    Attribute("location", "file:line of the user's code, if known"),
-    Attribute("sample", "index of the sample in the batch"),
+    *named("location", "sample"),
     Attribute("element", "index of the first such element in that tensor"),
     Attribute("inputs", "statistics of the operator's inputs"),
     Attribute("note", "how it was found, or what makes such values there"),
@@ -278,8 +257,7 @@ EVENT_NONFINITE_REST = info(
 EVENT_STEP_HELD = warning(
     "torchobs.step.held",
     "debug.nan_guard() held an optimizer's step back: gradients were not finite.",
-    Attribute("parameters", "how many had such gradients"),
-    Attribute("held", "steps held back so far"),
+    *named("parameters", "held"),
 )
 STUCK_CAUSES = ("vanishing", "cut_off", "dead_units", "no_gradient", "unused")
 EVENT_UNMOVED_LAYERS = warning(
@@ -317,37 +295,28 @@ EVENT_ACTIVATIONS = info(
 EVENT_DEAD_UNITS = warning(
     "torchobs.dead_units",
     "At level extreme: half of a rectifier's units or more gave only zeros for a hundred steps.",
-    Attribute("layer", "path of the module"),
-    Attribute("units_dead", "how many"),
-    Attribute("units", "of how many"),
-    Attribute("steps", "over which they were looked at"),
+    *named("layer", "units_dead", "units", "steps"),
 )
 EVENT_PROBE_DISABLED = warning(
     "torchobs.probe.disabled",
     "A probe raised and was switched off.",
     PROBE,
-    Attribute("exception.type", "its class"),
-    Attribute("location", "file:line where it was raised"),
+    *named("exception.type", "location"),
 )
 EVENT_MODEL = info(
     "torchobs.model",
     "A model was passed to torchobs.watch().",
-    Attribute("name", "its class"),
-    Attribute("parameters", "elements in its parameters"),
-    Attribute("trainable", "elements that are trained"),
+    *named("name", "parameters", "trainable"),
 )
 EVENT_SCALARS = info(
     "torchobs.scalars",
     "Points of the curves of scalars given to torchobs.log(), for the page, top, inspect and the API.",
-    Attribute("names", "names of the scalars"),
-    Attribute("steps", "step after which each was logged"),
-    Attribute("values", "values logged"),
+    *named("names", "steps", "values"),
 )
 EVENT_MODEL_CHANGE = info(
     "torchobs.model_change",
     "Training continues with new parameters (next fold or trial), which resets baselines.",
-    Attribute("changes", "how many there were"),
-    Attribute("steps_before", "steps done before it"),
+    *named("changes", "steps_before"),
 )
 EVENT_OTHER_THREAD = warning(
     "torchobs.other_thread",
@@ -387,8 +356,7 @@ EVENT_RECOMPILE_STORM = warning(
     "A function is compiled again and again.",
     COMPILE_LOCATION,
     COMPILE_GUARD,
-    Attribute("expression", "the guard that failed last, without values"),
-    Attribute("recompiles", "how often it failed within ten minutes"),
+    *named("expression", "recompiles"),
 )
 EVENT_COMPILE_FAILED = warning(
     "torchobs.compile.failure",
@@ -400,8 +368,7 @@ EVENT_COMPILE_FAILED = warning(
 EVENT_STEP_BETWEEN = info(
     "torchobs.step.between",
     "The line at which the training thread most often is between the phases of a step.",
-    Attribute("location", "file:line"),
-    Attribute("function", "its function"),
+    *named("location", "function"),
 )
 EVENT_GRAPH_BREAK = info(
     "torchobs.compile.graph_break",
@@ -414,45 +381,31 @@ EVENT_TUNE_PLAN = info(
     "torchobs.tune.plan",
     "A plan of torchobs.tune changed the model.",
     TUNE_ACTION,
-    Attribute("mode", "its mode"),
-    Attribute("level", "its level"),
-    Attribute("techniques", "names of what it uses"),
+    *named("mode", "level", "techniques"),
     Attribute("difference", "if refused: relative difference of the outputs"),
     Attribute("reason", "if the compilation failed: the error's first line"),
 )
 EVENT_TUNE_BENCHMARK = info(
     "torchobs.tune.benchmark",
     "Modes of torchobs.tune were timed.",
-    Attribute("recommended", "mode to use"),
-    Attribute("reason", "why"),
-    Attribute("rounds", "timed steps of each mode"),
+    *named("recommended", "reason", "rounds"),
     Attribute("speedups", "each mode's speed-up over the first, with its quartiles"),
 )
 EVENT_DEBUG_FINDING = warning(
     "torchobs.debug.finding",
     "A function of torchobs.debug found something. Further attributes: its numbers.",
-    Attribute("function", "public function that found it"),
-    Attribute("kind", "kind of finding"),
-    Attribute("name", "name of the tensor, parameter or operation"),
-    Attribute("message", "the finding in a sentence"),
+    *named("function", "kind", "name", "message"),
     Attribute("left_out", "number of earlier ones of the kind without an event: of many in a row, one in ten minutes has one"),
 )
 EVENT_DEBUG_EARLY_STOPPING = info(
     "torchobs.debug.early_stopping",
     "A check of debug.early_stopping(), and its decision.",
-    Attribute("monitor", "name of the value"),
-    Attribute("value", "the value"),
-    Attribute("best", "the best value so far"),
-    Attribute("patience_left", "checks without improvement that it still waits for"),
-    Attribute("improved", "whether the value is the best so far"),
-    Attribute("stop", "whether training should stop"),
+    *named("monitor", "value", "best", "patience_left", "improved", "stop"),
 )
 EVENT_DEBUG_VALIDATION = info(
     "torchobs.debug.validation",
     "The end of a debug.validation(). Further attributes: its metrics.",
-    Attribute("name", "name of the validation"),
-    Attribute("samples", "samples added"),
-    Attribute("batches", "batches added"),
+    *named("name", "samples", "batches"),
     Attribute("seconds", "its duration", unit="s"),
 )
 EVENT_STACKS = info(
@@ -521,8 +474,7 @@ SPAN_PHASE = span(
 SPAN_EPOCH = span(
     "torchobs.epoch",
     "A pass over the training loader. Not sent over OTLP if longer than an hour.",
-    Attribute("epoch", "its number, from 1"),
-    Attribute("steps", "steps that ended in it"),
+    *named("epoch", "steps"),
 )
 SPAN_EVALUATION = span(
     "torchobs.evaluation",
@@ -551,9 +503,7 @@ SPAN_STEP = span(
         ("sampled", "slow", "anomalous", "event", "user"),
     ),
     Attribute("duration_s", "as in torchobs.step.duration; absent for the first step, whose start is unknown", unit="s"),
-    Attribute("loss", "its loss"),
-    Attribute("grad_norm", "its gradient norm"),
-    Attribute("skipped", "true if the loss scaler skipped it"),
+    *named("loss", "grad_norm", "skipped"),
     Attribute("ended", "false for one that the run's end interrupted"),
 )
 SPAN_STEP_PHASE = span("torchobs.step_phase", "A part of a step whose span is recorded.", PHASE)

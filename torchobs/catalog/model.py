@@ -179,6 +179,11 @@ def histogram(name: str, unit: str, bounds: tuple[float, ...]) -> Metric:
     return Metric(name, Kind.HISTOGRAM, unit, "", bounds=bounds)
 
 
+def named(*names: str) -> tuple[Attribute, ...]:
+    """Return attributes whose names say what they are."""
+    return tuple(Attribute(name, "") for name in names)
+
+
 def info(name: str, brief: str, *attributes: Attribute) -> Event:
     """Return an event that is information."""
     return Event(name, brief, Severity.INFO, attributes)

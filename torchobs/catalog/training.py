@@ -3,44 +3,6 @@
 from __future__ import annotations
 
 from torchobs.catalog.model import *
-from torchobs.catalog.model import (
-    ANOMALY_KIND,
-    CACHE_RESULT,
-    COLLECTIVE_OPERATION,
-    COLLECTIVE_OPERATIONS,
-    COLLECTIVE_SECONDS_BOUNDS,
-    COMPILE_BREAK,
-    COMPILE_CACHE,
-    COMPILE_CAUSE,
-    COMPILE_FAILURE,
-    COMPILE_GUARD,
-    COMPILE_STAGE,
-    DDP_PART,
-    EXIT_REASON,
-    GOODPUT_STATE,
-    GROUP,
-    LATE_PHASE,
-    LAYER,
-    NORM_BOUNDS,
-    OPTIMIZER,
-    OUTPUT_LAYER,
-    PHASE,
-    PROCESS_GROUP,
-    PROCESS_GROUP_BACKEND,
-    RANK_STATE,
-    SAVE_RESULT,
-    SCALAR,
-    SCALER,
-    SCHEDULER_MISUSE_KIND,
-    SECONDS_BOUNDS,
-    SIZE_BOUNDS,
-    STALL_PHASE,
-    WORKER_STATE,
-    Attribute,
-    counter,
-    gauge,
-    histogram,
-)
 
 # --- progress -----------------------------------------------------------------------------------------------------------------
 STEPS = counter("torchobs.steps", "{step}").described("Training steps completed, including those that a loss scaler skipped.")
