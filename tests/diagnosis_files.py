@@ -13,11 +13,12 @@ from tests.rank_files import BOOT, BORN_NS, BORN_WALL_NS, RESOURCE, S
 from torchobs.catalog import EVENT_LOOP_MISTAKE, Event, Metric
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.exporter import daemon, page
+from torchobs.flight import events as flight_events
 from torchobs.flight.layout import DEFAULT_SIZE, PHASE_NAMES, Header, plan
 from torchobs.flight.reader import Distribution
 from torchobs.flight.throughput import Throughput
 from torchobs.ranks import labels, live
-from torchobs.ranks.events import Events, Fact
+from torchobs.ranks.events import Events
 from torchobs.ranks.rank_view import RankView, RunView, Step
 from torchobs.ranks.snapshot import Readings
 
@@ -48,9 +49,10 @@ def steps(count: int) -> list[Step]:
     return [step(number, 2.0 + 0.01 * math.sin(number)) for number in range(1, count + 1)]
 
 
-def fact(event: Event, seconds: float, number: int | None = None, **attributes: Any) -> Fact:
+def fact(event: Event, seconds: float, number: int | None = None, **attributes: Any) -> flight_events.Event:
     """An event so many seconds after the start; `exception_type` is `exception.type`."""
-    return Fact(event.name, START_S + seconds, number, {name.replace("__", "."): value for name, value in attributes.items()})
+    named = {name.replace("__", "."): value for name, value in attributes.items()}
+    return flight_events.Event(event.name, BORN_WALL_NS + round(seconds * S), number, named)
 
 
 def facts(
@@ -58,7 +60,7 @@ def facts(
     *,
     state: str = "lost",
     reason: str = "lost",
-    events: Sequence[Fact] = (),
+    events: Sequence[flight_events.Event] = (),
     values: Mapping[Any, Any] | None = None,
     resource: Mapping[str, str | int] | None = None,
     **given: Any,
@@ -89,7 +91,7 @@ def facts(
     )  # fmt: skip
 
 
-def origin_told(event: Fact) -> str:
+def origin_told(event: flight_events.Event) -> str:
     """What is said of where a NaN was born, by its event."""
     found = diagnose(facts(steps(3), events=[event]))
     return next(one.long for one in found if one.kind.startswith("nonfinite_origin"))
@@ -120,7 +122,7 @@ def row(  # noqa: PLR0913  # each is what some test is about
     phase: str = "backward",
     anomalies: tuple[str, ...] = (),
     recorded: bool = True,
-    events: Sequence[Fact] = (),
+    events: Sequence[flight_events.Event] = (),
     mistakes: tuple[str, ...] = (),
     ran_s: float = 0.0,
     still: Standstill | None = None,

@@ -31,9 +31,12 @@ def frames(file: reader.FlightFile) -> list[dict[str, Any]]:
     return [json.loads(payload) for _, payload in events.scan(file._region(Region.EVENTS), file.header.seed)]
 
 
+HEADER = Header(1, b"i" * 16, b"b" * 16, 0, 1_700_000_000 * 10**9, 1, 1, {}, {})
+
+
 def decoded(*given: Mapping[str, object]) -> list[events.Event | events.Span | events.Late]:
-    """What readers make of these frames."""
-    return events.read((number, json.dumps(frame).encode()) for number, frame in enumerate(given))
+    """What readers make of these frames in a file with ``HEADER``."""
+    return events.read(((number, json.dumps(frame).encode()) for number, frame in enumerate(given)), HEADER)
 
 
 class RecordingMemory(Storage):

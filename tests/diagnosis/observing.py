@@ -23,7 +23,7 @@ from torchobs import catalog
 from torchobs.catalog.findings import Finding
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.health import INFO
-from torchobs.ranks.events import Fact
+from torchobs.flight.events import Event
 from torchobs.ranks.rank_view import RankView
 from torchobs.ranks.runs import load
 
@@ -70,7 +70,7 @@ class Observed:
         told = [*self.diagnosis.together, *(finding for rank in self.diagnosis.by_rank for finding in rank)]
         return " ".join(finding.long for finding in told if stem(finding.kind) in kinds)
 
-    def events(self, event: catalog.Event, since: int = 0, **attributes: object) -> list[Fact]:
+    def events(self, event: catalog.Event, since: int = 0, **attributes: object) -> list[Event]:
         """The events of that name from a step on whose attributes are these."""
         return [
             fact for report in self.reports for fact in report.events_named(event)

@@ -15,7 +15,7 @@ from torchobs.flight.reader import Distribution
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchobs.ranks.events import Fact
+    from torchobs.flight.events import Event
     from torchobs.ranks.rank_view import Step
 
 NAN = math.nan
@@ -211,7 +211,7 @@ def test_waiting_for_data_is_told_from_a_fifth_of_the_time_on() -> None:
     assert found.endswith(" Most of it was one wait of 39.5 s, in step 101: something stalled there.")
 
 
-def stuck(cause: str, step: int, *layers: str) -> Fact:
+def stuck(cause: str, step: int, *layers: str) -> Event:
     """The event of layers that learn nothing; of none of them, if that is taken back."""
     at = layers[-1] if layers else ""
     counts = {"layers_affected": len(layers), "layers_total": 9}
@@ -221,7 +221,7 @@ def stuck(cause: str, step: int, *layers: str) -> Fact:
 def test_layers_that_learn_nothing_are_named_for_each_cause() -> None:
     """Of the last step that has them; an optimizer without gradients beside, until some come; unused ones as information."""
 
-    def found(*events: Fact) -> dict[str, str]:
+    def found(*events: Event) -> dict[str, str]:
         return {kind: text for kind, text in told(facts(steps(300), events=events)).items() if "layers" in kind}
 
     early, tiny, cut = stuck("vanishing", 150, "z"), stuck("dead_units", 200, "b"), stuck("cut_off", 200, "a", "b", "c", "d")

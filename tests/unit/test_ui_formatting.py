@@ -16,7 +16,6 @@ from torchobs.document.event_log import EventRow, log_of, merged_ranks, rows_of
 from torchobs.document.live import Choice
 from torchobs.document.markup import tag
 from torchobs.exporter.page import choice_of
-from torchobs.flight.layout import Header
 from torchobs.ranks.events import events_of
 
 NAN, INF = math.nan, math.inf
@@ -85,9 +84,6 @@ def test_a_query_is_a_choice_and_never_an_error(query: str, choice: Choice) -> N
     assert choice_of(choice.query.removeprefix("?")) == choice
 
 
-HEADER = Header(1, b"i" * 16, b"b" * 16, 0, 1_700_000_000 * 10**9, 1, 1, {}, {})
-
-
 def test_events_become_lines_and_what_is_none_is_left_out() -> None:
     """An event of ours has its severity, an anomaly that of its kind; a name is text."""
     nan = {"kind": "nonfinite_loss", "value": "NaN"}
@@ -101,7 +97,7 @@ def test_events_become_lines_and_what_is_none_is_left_out() -> None:
         {**evaluation, "scope": ["torchobs"]},
         {**evaluation, "scope": ["somebody"]},
     ]
-    told = rows_of("0", events_of(flights.decoded(*frames), HEADER))
+    told = rows_of("0", events_of(flights.decoded(*frames)))
     assert [(one.title, one.text, one.severity, one.step) for one in told] == [
         ("Nonfinite loss", "value NaN", Severity.ERROR, 7),
         ("Data loader's worker died", "pid 3", Severity.ERROR, None),
@@ -118,7 +114,7 @@ def test_every_event_of_ours_is_a_line(event: catalog.Event) -> None:
     named = {"kind": "gradients_kept", "values": [1.0, 2.0]}
     given = {attribute.name: ["a", {"b": 1}] for attribute in event.attributes} | named
     frame = {"k": "event", "name": event.name, "t": 5, "step": 3, "attrs": given}
-    rows = [rows_of(str(rank), events_of(flights.decoded(frame), HEADER)) for rank in range(2)]
+    rows = [rows_of(str(rank), events_of(flights.decoded(frame))) for rank in range(2)]
     lines = log_of(rows).lines
     assert [line.last.ranks for line in lines] == [("1", "0")] * (event is not catalog.EVENT_SCALARS)
 

@@ -20,7 +20,8 @@ from torchobs.diagnosis.from_events import from_events
 from torchobs.diagnosis.health import health
 from torchobs.document.live import health_beside
 from torchobs.document.text import TerminalStyle
-from torchobs.ranks.events import Events, Fact
+from torchobs.flight import events as flight_events
+from torchobs.ranks.events import Events
 from torchobs.ranks.live import METRICS
 from torchobs.ranks.rank_view import RankView
 from torchobs.ranks.snapshot import Readings
@@ -84,12 +85,12 @@ WELL = "1.90 steps/s."
 INFO, WARNING, ERROR = Severity.INFO, Severity.WARNING, Severity.ERROR
 
 
-def told(event: catalog.Event, **attributes: Any) -> Fact:
+def told(event: catalog.Event, **attributes: Any) -> flight_events.Event:
     """An event."""
-    return Fact(event.name, 1.0, 3, attributes)
+    return flight_events.Event(event.name, 10**9, 3, attributes)
 
 
-def kinds(*events: Fact) -> set[str]:
+def kinds(*events: flight_events.Event) -> set[str]:
     """The kinds of findings that they make."""
     return set(from_events(Events(events)))
 

@@ -29,8 +29,8 @@ from torchobs.detect.hangs import PATIENT_PHASES, Blamed
 from torchobs.diagnosis import hangs, health
 from torchobs.diagnosis.from_events import KIND_OF, LAST_WORDS, values_of
 from torchobs.diagnosis.hangs import Stall, place, stall, stalled, without_launcher
+from torchobs.flight.events import Event
 from torchobs.ranks import labels, state
-from torchobs.ranks.events import Fact
 from torchobs.ranks.rank_view import RankView, Step, started_here
 from torchobs.support import text
 
@@ -138,7 +138,7 @@ def _exception(report: RankView) -> dict[str, Any]:
     }
 
 
-def _raised(fact: Fact, of: str = "") -> str:
+def _raised(fact: Event, of: str = "") -> str:
     """Return an exception in words; ``of``: ``cause.`` for that at its root."""
     names = ("message", "location", "caller", "origin", "reraised")
     values = {name: fact.text(f"{of or 'exception.' * (name == 'message')}{name}") for name in names}
@@ -197,12 +197,12 @@ def _last_words(report: RankView) -> Iterator[Finding]:
             yield Finding(kind, report.rank, late[-1].step, values)
 
 
-def _makes(kind: str, fact: Fact) -> bool:
+def _makes(kind: str, fact: Event) -> bool:
     source, key = KIND_OF[kind]
     return fact.name == source and (not key or (key == "cpu") == (fact.text("device") == "cpu"))
 
 
-def last_word(fact: Fact) -> dict[str, Any]:
+def last_word(fact: Event) -> dict[str, Any]:
     """Return the values of such an error's words."""
     model = sentence(MODEL_MEMORY, fact.attributes).removeprefix(", ")
     return {**values_of(fact), "model": model, "modules": fact.texts("modules", 1, 120), "largest": fact.texts("largest", 1)}
@@ -245,7 +245,7 @@ def timeouts(ranks: Sequence[RankView]) -> Iterator[Finding]:
             )
 
 
-def _waiting(ranks: Sequence[RankView], gave_up: Mapping[str, Fact]) -> str:
+def _waiting(ranks: Sequence[RankView], gave_up: Mapping[str, Event]) -> str:
     """Return whom ranks waited for that a timeout ended, or where they were; empty if that is not known."""
     whole, facts = _statuses(ranks), list(gave_up.values())
     found = _blamed(ranks, whole)
@@ -278,7 +278,7 @@ def _statuses(ranks: Sequence[RankView]) -> list[RankView]:
     return found
 
 
-def _gave_up(ranks: Sequence[RankView]) -> dict[str, Fact]:
+def _gave_up(ranks: Sequence[RankView]) -> dict[str, Event]:
     """Return the exceptions of the ranks that a timeout ended; none if another one had failed before for reasons of its own."""
     ended = {report.rank: report.main_exceptions[-1:] for report in ranks if report.reason == "exception"}
     found = {rank: fact for rank, raised in ended.items() for fact in raised if fact.text("timeout")}
@@ -323,11 +323,11 @@ def _places(whole: Sequence[RankView]) -> str:
     return sentence(WAITED_APART, {"places": text.joined(apart, _MOST_NAMED)})
 
 
-def _absentees(facts: Sequence[Fact]) -> list[str]:
+def _absentees(facts: Sequence[Event]) -> list[str]:
     return sorted({rank for fact in facts for rank in _absent(fact)}, key=int)
 
 
-def _absent(fact: Fact) -> list[str]:
+def _absent(fact: Event) -> list[str]:
     found = fact.attributes.get("absent_ranks")
     return [str(one) for one in found if type(one) is int] if isinstance(found, list) else []
 

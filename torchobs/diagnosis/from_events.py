@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 
 from torchobs import catalog
 from torchobs.catalog.findings import KINDS, ORIGIN, RECOMPILE_REMEDIES, Finding, Kind, as_subject, fields, origin_of
-from torchobs.ranks.events import Events, Fact
+from torchobs.flight.events import Event
+from torchobs.ranks.events import Events
 from torchobs.ranks.rank_view import RankView
 
 SPOILED = "nonfinite_parameters"
@@ -77,7 +78,7 @@ def from_events(events: Events) -> Mapping[str, Finding]:
     return found
 
 
-def _add(found: dict[str, Finding], kind: Kind, event: Fact) -> None:
+def _add(found: dict[str, Finding], kind: Kind, event: Event) -> None:
     if event.name == catalog.EVENT_UNMOVED_LAYERS.name and kind.key not in {"unused", "no_gradient"}:
         for name in [name for name, one in found.items() if name.startswith("unmoved_layers_") and one.step != event.step]:
             if not name.endswith("no_gradient"):
@@ -97,7 +98,7 @@ def _suffice(kind: Kind, values: Mapping[str, object]) -> bool:
     return fields(kind.short) <= {"step", *(name for name, value in values.items() if value is not None)}
 
 
-def values_of(event: Fact) -> dict[str, object]:
+def values_of(event: Event) -> dict[str, object]:
     """Return what the words of an event's finding are filled in with."""
     values: dict[str, object] = {name: event.attributes.get(name) for name in _ATTRIBUTES.get(event.name, ())}
     values["exception.type"] = event.text("exception.type").removeprefix("builtins.") or None
@@ -120,7 +121,7 @@ def values_of(event: Fact) -> dict[str, object]:
     return values
 
 
-def _add_origin(found: dict[str, Finding], event: Fact) -> None:
+def _add_origin(found: dict[str, Finding], event: Event) -> None:
     origin, operator = event.text("origin"), event.text("operator", 80)
     is_consequence = origin in _IN_PARAMETERS or (origin == "unknown" and not operator)
     if is_consequence or (origin == "backward" and not operator):

@@ -29,8 +29,8 @@ from torchobs.catalog.findings import (
 from torchobs.detect import hangs
 from torchobs.detect.hangs import LEAST_S, PATIENT_PHASES, USUAL_FACTOR, Absence, Blamed, Position, Surplus
 from torchobs.flight.artifacts import PROFILE, STUCK
+from torchobs.flight.events import Event
 from torchobs.ranks import labels, state
-from torchobs.ranks.events import Fact
 from torchobs.ranks.rank_view import RankView
 from torchobs.support import text
 
@@ -171,7 +171,7 @@ def _written_early(report: RankView) -> bool:
     return not report.up and any(fact.text("cause") == "stalled" for fact in _dumps(report))
 
 
-def _dumps(report: RankView) -> list[Fact]:
+def _dumps(report: RankView) -> list[Event]:
     """Return the events of stacks that were written after the last step."""
     return [fact for fact in report.events_named(catalog.EVENT_STACKS) if fact.time_s >= report.progress_s]
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import Severity
-from torchobs.ranks.events import MOST_TEXT, Events, Fact, title_of, words_of
+from torchobs.flight.events import Event
+from torchobs.ranks.events import MOST_TEXT, Events, title_of, words_of
 from torchobs.support import text as text_format
 
 KEPT_EVENTS = 200
@@ -103,15 +104,16 @@ def rows_of(rank: str, events: Events) -> list[EventRow]:
     """Return the newest events and long spans of a rank, oldest first."""
     rows = [_event(rank, fact) for fact in events]
     for span in events.spans:
-        if span.ours and span.name in _SPANS:
-            took = f"took {text_format.duration(span.end_s - span.start_s)}"
-            words = words_of(Fact(span.name, span.end_s, None, span.attributes))
-            row = EventRow(span.end_s, (rank,), None, Severity.INFO, _SPANS[span.name], " · ".join(filter(None, [took, words])))
+        if span.is_ours and span.name in _SPANS and span.ended_ns is not None:
+            took = f"took {text_format.duration(span.duration_s)}"
+            end = Event(span.name, span.ended_ns, None, span.attributes)
+            words = words_of(end)
+            row = EventRow(end.time_s, (rank,), None, Severity.INFO, _SPANS[span.name], " · ".join(filter(None, [took, words])))
             rows.append(row)
     return sorted(rows, key=_time)[-KEPT_EVENTS:]
 
 
-def _event(rank: str, fact: Fact) -> EventRow:
+def _event(rank: str, fact: Event) -> EventRow:
     """Return an event by its name, or an anomaly by its kind."""
     kind, is_ours = fact.attributes.get("kind"), fact.name in catalog.EVENT_BY_NAME
     is_anomaly = fact.name == catalog.EVENT_ANOMALY.name and kind in catalog.ANOMALY_KINDS

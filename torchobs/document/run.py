@@ -31,10 +31,10 @@ from torchobs.document.blocks import (
 )
 from torchobs.document.live import figures
 from torchobs.document.sections import points_of
-from torchobs.flight.events import plain
+from torchobs.flight.events import Event, plain
 from torchobs.flight.layout import Region
 from torchobs.flight.throughput import speed
-from torchobs.ranks.events import Fact, units
+from torchobs.ranks.events import units
 from torchobs.ranks.rank_view import RankView, Step, run_at_end
 from torchobs.ranks.runs import Chosen
 from torchobs.support import text as text_format
@@ -355,7 +355,7 @@ def _step(step: Step) -> dict[str, Any]:
     return {**{name: made[name] for name in made if name != "phases"}, "phases": dict(step.phase_s)}
 
 
-def _event(fact: Fact) -> dict[str, Any]:
+def _event(fact: Event) -> dict[str, Any]:
     attributes = dict(fact.attributes)
     return {
         "time": fact.time_s,

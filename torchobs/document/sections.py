@@ -23,7 +23,8 @@ from torchobs.document.blocks import (
     section,
 )
 from torchobs.document.event_log import EventGroup, log_of, rows_of
-from torchobs.ranks.events import Fact, attribute_text, title_of
+from torchobs.flight.events import Event
+from torchobs.ranks.events import attribute_text, title_of
 from torchobs.ranks.rank_view import WHOLES, RankView, Step
 from torchobs.support import text as text_format
 
@@ -151,11 +152,11 @@ def anomalies(report: RankView, of: str) -> Section:
     return section("anomalies", f"Anomalies{of}", chart, table)
 
 
-def _severity(fact: Fact) -> str:
+def _severity(fact: Event) -> str:
     return catalog.event_severity(fact.name, fact.attributes).name.lower()
 
 
-def _kind(fact: Fact) -> str:
+def _kind(fact: Event) -> str:
     kind = fact.text("kind") if fact.name == catalog.EVENT_ANOMALY.name else ""
     return title_of(kind or fact.name)
 
@@ -265,7 +266,7 @@ def _spans(report: RankView) -> tuple[tuple[str, ...], ...]:
         if span.name not in _BY_STEP:
             label = next((span.attributes[key] for key in _LABELS if isinstance(span.attributes.get(key), str)), "")
             name = text_format.clean(f"{span.name.removeprefix('torchobs.')} {label}".strip(), 80)
-            found.setdefault(name, []).append(span.end_s - span.start_s)
+            found.setdefault(name, []).append(span.duration_s)
     ordered = sorted(found.items(), key=lambda item: -sum(item[1]))[:_MOST_ROWS]
     return tuple(
         (name, f"{len(times):,}", text_format.duration(sum(times)), text_format.duration(max(times))) for name, times in ordered

@@ -107,15 +107,15 @@ def dated_events(file: FlightFile, rank: Rank) -> list[Dated]:
     dated = []
     for found in file.events():
         if isinstance(found, Event):
-            name, when_ns = found.name[: schema.LONGEST_NAME], wall_ns(rank.view.header, found.time_ns)
+            name, when_ns = found.name[: schema.LONGEST_NAME], found.time_ns
             event = schema.Event(
                 **named(rank),
                 time=instant(when_ns),
                 name=name,
-                severity=catalog.event_severity(name, found.values).name.lower(),
+                severity=catalog.event_severity(name, found.attributes).name.lower(),
                 step=found.step,
-                attributes=plain(found.values),
-                units=units(name, found.values),
+                attributes=plain(found.attributes),
+                units=units(name, found.attributes),
             )
             dated.append(Dated(Position(when_ns, rank.incarnation, found.position), event))
     return dated

@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs.catalog import EVENT_BY_NAME
 from torchobs.flight.layout import ALIGN, Live, nonfinite_name
 from torchobs.flight.step_record import PLAIN, RecordKind
+from torchobs.support import text as text_format
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ _FAR_NS = (1 << 63) - 1
 """OTLP's times have 64 bits"""
 _NONFINITE = ("NaN", "Infinity", "-Infinity")
 _MAX_BITS = 128
+_FAR = 1 << 62
 
 
 def plain(value: object, depth: int = _MAX_DEPTH) -> Any:
@@ -138,32 +140,63 @@ class EventRing:
 
 
 class Event(NamedTuple):
-    """An event. ``time_ns``: CLOCK_MONOTONIC of its rank; ``values``: by the names of its attributes."""
+    """An event. ``time_ns``: Unix time, by the clock pair read at the rank's start."""
 
-    position: int
-    """of its frame: a later event has a greater one"""
     name: str
     time_ns: int
     step: int | None
-    values: Mapping[str, Any]
+    attributes: Mapping[str, Any]
+    position: int = 0
+    """of its frame: a later event has a greater one"""
+
+    @property
+    def time_s(self) -> float:
+        """The same in seconds."""
+        return self.time_ns / 1e9
+
+    def text(self, name: str, longest: int = text_format.LONGEST) -> str:
+        """Return an attribute as one sanitised line; empty if absent."""
+        value = self.attributes.get(name)
+        if value is None:
+            return ""
+        return text_format.clean(text_format.joined(value) if isinstance(value, list) and value else value, longest)
+
+    def texts(self, name: str, most: int | None = None, longest: int = text_format.LONGEST) -> list[str]:
+        """Return the first items of an attribute that is a list, sanitised; empty if it is none."""
+        value = self.attributes.get(name)
+        return [text_format.clean(item, longest) for item in value[:most]] if isinstance(value, list) else []
+
+    def number(self, name: str) -> float | None:
+        """Return a numeric attribute, also one spelled as text (``"NaN"``); else ``None``."""
+        value = self.attributes.get(name)
+        if isinstance(value, str) and value in _NONFINITE:
+            return float(value)
+        return float(value) if isinstance(value, (int, float)) and not abs(value) >= float(_FAR) ** 4 else None
+
+    def count(self, name: str) -> int:
+        """Return an attribute that is a count; 0 if absent or invalid."""
+        found = self.number(name)
+        return int(found) if found is not None and 0 < found < _FAR else 0
 
 
 class Span(NamedTuple):
-    """A span. Times in Unix ns; ``fields``: its frame, for the push, which sends all there is."""
+    """A span. Times in Unix ns."""
 
-    position: int
     name: str
     begun_ns: int
     ended_ns: int | None
     """``None``: it has only begun"""
-    values: Mapping[str, Any]
+    attributes: Mapping[str, Any]
+    position: int
+    is_ours: bool
+    """made by torchobs, not by the application, so that the catalog describes its attributes"""
     fields: Mapping[str, Any]
+    """its frame, for the push, which sends all there is"""
 
     @property
-    def is_ours(self) -> bool:
-        """Whether it is torchobs' own, so that the catalog describes its attributes."""
-        scope = self.fields.get("scope")
-        return isinstance(scope, list) and scope[:1] == ["torchobs"]
+    def duration_s(self) -> float:
+        """Length of a finished span in seconds."""
+        return ((self.ended_ns or self.begun_ns) - self.begun_ns) / 1e9
 
 
 class Late(NamedTuple):
@@ -173,18 +206,20 @@ class Late(NamedTuple):
     grad_norm: float
 
 
-def decode(position: int, payload: bytes) -> Event | Span | Late | None:
+def decode(position: int, payload: bytes, header: Header) -> Event | Span | Late | None:
     """Return what a frame holds; ``None`` for what torchobs does not write: an application may give a span any times."""
     fields = fields_of(payload) or {}
     match fields.get("k"), fields.get("name"), fields.get("attrs"):
         case "event", str(name), dict(values):
             time_ns, step = fields.get("t"), fields.get("step")
             if isinstance(time_ns, int) and (step is None or isinstance(step, int)):
-                return Event(position, name, time_ns, step, _in_catalog(name, values))
+                return Event(name, header.wall_ns_of(time_ns), step, _in_catalog(name, values), position)
         case "span" | "span_start", str(name), dict(values):
             begun_ns, ended_ns = fields.get("t0"), fields.get("t1") if fields["k"] == "span" else _FAR_NS
             if isinstance(begun_ns, int) and isinstance(ended_ns, int) and 0 <= begun_ns <= ended_ns <= _FAR_NS:
-                return Span(position, name, begun_ns, None if ended_ns == _FAR_NS else ended_ns, values, fields)
+                scope = fields.get("scope")
+                is_ours = isinstance(scope, list) and scope[:1] == ["torchobs"]
+                return Span(name, begun_ns, None if ended_ns == _FAR_NS else ended_ns, values, position, is_ours, fields)
         case "late", _, _:
             if isinstance(step := fields.get("step"), int) and isinstance(norm := fields.get("grad_norm"), (int, float)):
                 return Late(step, norm)
@@ -211,11 +246,11 @@ def scan(ring: bytes, seed: int) -> Iterator[tuple[int, bytes]]:
     return iter(sorted(_frames(ring, seed)))
 
 
-def read(frames: Iterable[tuple[int, bytes]], *names: str) -> list[Event | Span | Late]:
+def read(frames: Iterable[tuple[int, bytes]], header: Header, *names: str) -> list[Event | Span | Late]:
     """Return what the frames hold, in their order; with ``names`` only those that mention one, the others not decoded."""
     marks = [f'"{name}"'.encode() for name in names]
     chosen = (frame for frame in frames if not marks or any(mark in frame[1] for mark in marks))
-    return [item for position, payload in chosen if (item := decode(position, payload)) is not None]
+    return [item for position, payload in chosen if (item := decode(position, payload, header)) is not None]
 
 
 def fields_of(payload: bytes) -> dict[str, Any] | None:

@@ -188,7 +188,11 @@ class Header:
 
     def wall_s(self, monotonic_ns: int) -> float:
         """Unix time in seconds of a CLOCK_MONOTONIC reading, by the pair read at creation: clock jumps have no effect."""
-        return (self.wall_ns + monotonic_ns - self.monotonic_ns) / 1e9
+        return self.wall_ns_of(monotonic_ns) / 1e9
+
+    def wall_ns_of(self, monotonic_ns: int) -> int:
+        """Return the same in nanoseconds."""
+        return self.wall_ns + monotonic_ns - self.monotonic_ns
 
 
 def plan(size: int) -> dict[Region, Extent]:

@@ -374,7 +374,7 @@ class FlightFile:
 
     def events(self) -> list[Event | Span | Late]:
         """Return the events and spans that are still in the ring, oldest first."""
-        return events.read(events.scan(self._region(Region.EVENTS), self.header.seed))
+        return events.read(events.scan(self._region(Region.EVENTS), self.header.seed), self.header)
 
     def details(self) -> dict[str, Any]:
         """Return how the run was started (``Region.DETAILS``); empty if unknown."""
@@ -389,7 +389,7 @@ class FlightFile:
 
     def fresh_events(self, tail: Tail, head: int, *names: str) -> list[Event | Span | Late]:
         """Return what is new (:meth:`Tail.take`), of these ``names``; ``head``: the event head in the live words."""
-        return events.read(tail.take(head, self._events_at), *names)
+        return events.read(tail.take(head, self._events_at), self.header, *names)
 
     def _events_at(self, at: int, length: int) -> bytes:
         return self._read_at(self.header.regions[Region.EVENTS].offset + at, length)

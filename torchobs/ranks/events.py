@@ -8,12 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.detect.spikes import LastAnomaly
 from torchobs.flight.events import Event, Late, Span
-from torchobs.flight.layout import Header
 from torchobs.support import text as text_format
 
 MOST_NAMES = 64
@@ -23,8 +22,6 @@ MOST_POINTS = 512
 LATELY_S = 600.0
 """Window of recent anomalies, equal to that of the alerts on them"""
 WORKER_DIED = catalog.EVENT_WORKER_DIED.name
-_FAR = 1 << 62
-_NAMES = ("NaN", "Infinity", "-Infinity")
 _OF = {one.name: one.attributes for one in catalog.EVENTS} | {one.name: one.attributes for one in catalog.SPANS}
 _UNITS = {(name, one.name): one.unit for name, attributes in _OF.items() for one in attributes if one.unit}
 _UNITS |= {(catalog.SPAN_CHECKPOINT.name, one.name): one.unit for one in catalog.EVENT_CHECKPOINT_FAILED.attributes if one.unit}
@@ -40,69 +37,22 @@ class Point(NamedTuple):
     value: float
 
 
-class Fact(NamedTuple):
-    """An event. ``time_s``: Unix time, by the clock pair read at the rank's start."""
-
-    name: str
-    time_s: float
-    step: int | None
-    attributes: Mapping[str, Any]
-    position: int = 0
-    """in the ring: that of a later event is greater"""
-
-    def text(self, name: str, longest: int = text_format.LONGEST) -> str:
-        """Return an attribute as one sanitised line; empty if absent."""
-        value = self.attributes.get(name)
-        if value is None:
-            return ""
-        return text_format.clean(text_format.joined(value) if isinstance(value, list) and value else value, longest)
-
-    def texts(self, name: str, most: int | None = None, longest: int = text_format.LONGEST) -> list[str]:
-        """Return the first items of an attribute that is a list, sanitised; empty if it is none."""
-        value = self.attributes.get(name)
-        return [text_format.clean(item, longest) for item in value[:most]] if isinstance(value, list) else []
-
-    def number(self, name: str) -> float | None:
-        """Return a numeric attribute, also one spelled as text (``"NaN"``); else ``None``."""
-        value = self.attributes.get(name)
-        if isinstance(value, str) and value in _NAMES:
-            return float(value)
-        return float(value) if isinstance(value, (int, float)) and not abs(value) >= float(_FAR) ** 4 else None
-
-    def count(self, name: str) -> int:
-        """Return an attribute that is a count; 0 if absent or invalid."""
-        found = self.number(name)
-        return int(found) if found is not None and 0 < found < _FAR else 0
-
-
-class SpanFact(NamedTuple):
-    """A finished span. Times in Unix seconds."""
-
-    name: str
-    start_s: float
-    end_s: float
-    attributes: Mapping[str, Any]
-    ours: bool = False
-    """made by torchobs, not by the application"""
-    position: int = 0
-
-
 @dataclass(frozen=True, eq=False)
 class Events:
     """What a rank's event ring holds, oldest first."""
 
-    facts: tuple[Fact, ...] = ()
+    facts: tuple[Event, ...] = ()
     """without logged scalars"""
-    spans: tuple[SpanFact, ...] = ()
+    spans: tuple[Span, ...] = ()
     """the finished ones"""
     logged: tuple[Event, ...] = ()
     """logged scalars"""
 
-    def __iter__(self) -> Iterator[Fact]:
+    def __iter__(self) -> Iterator[Event]:
         """Return an iterator over the events."""
         return iter(self.facts)
 
-    def of(self, event: catalog.Event) -> list[Fact]:
+    def of(self, event: catalog.Event) -> list[Event]:
         """Return the events of that name."""
         return [fact for fact in self.facts if fact.name == event.name]
 
@@ -151,24 +101,21 @@ class Events:
 NO_EVENTS = Events()
 
 
-def events_of(ring: Iterable[Event | Span | Late], header: Header) -> Events:
+def events_of(ring: Iterable[Event | Span | Late]) -> Events:
     """Return what a ring holds, oldest first."""
-    return extended(NO_EVENTS, ring, header, 0)
+    return extended(NO_EVENTS, ring, 0)
 
 
-def extended(before: Events, fresh: Iterable[Event | Span | Late], header: Header, oldest: int) -> Events:
+def extended(before: Events, fresh: Iterable[Event | Span | Late], oldest: int) -> Events:
     """Return the events known before and the fresh ones, as far as they are in the ring, that is from ``oldest`` on."""
-    facts = [fact for fact in before.facts if fact.position >= oldest]
+    facts = [event for event in before.facts if event.position >= oldest]
     spans = [span for span in before.spans if span.position >= oldest]
     logged = [event for event in before.logged if event.position >= oldest]
     for item in fresh:
-        if isinstance(item, Event) and item.name == catalog.EVENT_SCALARS.name:
-            logged.append(item)
-        elif isinstance(item, Event):
-            facts.append(Fact(item.name, header.wall_s(item.time_ns), item.step, item.values, item.position))
+        if isinstance(item, Event):
+            (logged if item.name == catalog.EVENT_SCALARS.name else facts).append(item)
         elif isinstance(item, Span) and item.ended_ns is not None:
-            begun_s, ended_s = item.begun_ns / 1e9, item.ended_ns / 1e9
-            spans.append(SpanFact(item.name, begun_s, ended_s, item.values, item.is_ours, item.position))
+            spans.append(item._replace(fields={}))  # which take more memory than all else
     return Events(tuple(facts), tuple(spans), tuple(logged))
 
 
@@ -178,7 +125,7 @@ def curves(ring: Iterable[Event | Span | Late]) -> dict[str, tuple[Point, ...]]:
     for event in ring:
         if isinstance(event, Event) and event.name == catalog.EVENT_SCALARS.name:
             with suppress(KeyError, TypeError, ValueError):  # the application may give an event of its own this name
-                given = event.values
+                given = event.attributes
                 columns = [*zip(given["names"], given["steps"], map(float, given["values"]), strict=False)]  # also "NaN"
                 for name, step, value in columns:
                     if name in found or len(found) < MOST_NAMES:
@@ -199,7 +146,7 @@ def units(event: str, attributes: Iterable[str]) -> dict[str, str]:
     return {name: unit for name in attributes if (unit := _UNITS.get((event, name)))}
 
 
-def attribute_text(fact: Fact, name: str, longest: int = text_format.LONGEST) -> str:
+def attribute_text(fact: Event, name: str, longest: int = text_format.LONGEST) -> str:
     """Return an attribute of an event for people; empty if absent."""
     value = fact.attributes.get(name)
     if (sized := with_unit(fact.name, name, value)) is not None:
@@ -215,7 +162,7 @@ def title_of(name: str) -> str:
     return text_format.clean(catalog.event_title(name), 80)
 
 
-def words_of(fact: Fact) -> str:
+def words_of(fact: Event) -> str:
     """Return the attributes of an event as one line, without its kind."""
     words = ((name, attribute_text(fact, name)) for name in list(fact.attributes)[:10] if name != "kind")
     named = [f"{text_format.clean(name, 40).removesuffix('_s').replace('_', ' ')} {value}" for name, value in words if value]

@@ -206,7 +206,7 @@ class Exemplars:
 
     def _step(self, span: Span, ended_ns: int) -> Mapping[str, Any]:
         """Return the attributes of a step's span, and record its end; none for another span, or one that is not sampled."""
-        values, fields = span.values, span.fields
+        values, fields = span.attributes, span.fields
         step = values.get("step")
         is_sampled = bool(fields.get("flags", 0) & _SAMPLED)
         if step is None or not is_sampled or (fields.get("trace_id"), fields.get("span_id")) != self._ids.step(step):

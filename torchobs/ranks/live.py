@@ -104,7 +104,7 @@ class _RingReader:
             with suppress(*READ_ERRORS), files.flight_file(rank.incarnation) as file:
                 fresh = file.fresh_events(self._tail, head)
                 oldest = head - self._header.regions[Region.EVENTS].length
-                self.recorded = self.recorded._replace(events=extended(self.recorded.events, fresh, self._header, oldest))
+                self.recorded = self.recorded._replace(events=extended(self.recorded.events, fresh, oldest))
             self._event_head = head
 
 

@@ -407,7 +407,7 @@ def beat_ns(header: Header, live: LiveWords, now: Now) -> int:
     last_ns = live.heartbeat_ns or header.monotonic_ns
     if header.boot_id == now.boot_id:
         return min(now.monotonic_ns, last_ns)
-    ago_ns = now.wall_ns - (header.wall_ns + last_ns - header.monotonic_ns)
+    ago_ns = now.wall_ns - header.wall_ns_of(last_ns)
     return now.monotonic_ns - max(0, ago_ns)
 
 

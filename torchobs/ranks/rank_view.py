@@ -22,12 +22,13 @@ from torchobs.detect.speed import Slowness
 from torchobs.detect.spikes import healthy_steps
 from torchobs.flight.artifacts import ArtifactName
 from torchobs.flight.details import History
+from torchobs.flight.events import Event
 from torchobs.flight.layout import PHASE_NAMES, Header
 from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.throughput import Throughput, time_left_s
 from torchobs.ranks import labels, state
 from torchobs.ranks.comparison import collectives_called, group_progress
-from torchobs.ranks.events import NO_EVENTS, Events, Fact
+from torchobs.ranks.events import NO_EVENTS, Events
 from torchobs.ranks.snapshot import Rank, Readings
 from torchobs.ranks.state import MemoryUse
 from torchobs.support import text
@@ -183,7 +184,7 @@ class RankView:
         """Return the values of a metric's series by their single attribute."""
         return {text.clean(key[0]): value for key, value in self.readings.of(metric).items() if len(key) == 1}
 
-    def events_named(self, event: catalog.Event) -> list[Fact]:
+    def events_named(self, event: catalog.Event) -> list[Event]:
         """Return the events of that name, oldest first."""
         return self.events.of(event)
 
@@ -419,7 +420,7 @@ class RankView:
     # -- its end -------------------------------------------------------------------------------------------------------------
 
     @property
-    def main_exceptions(self) -> list[Fact]:
+    def main_exceptions(self) -> list[Event]:
         """The exceptions that can have ended the rank: those of its main thread."""
         return [fact for fact in self.events.of(catalog.EVENT_EXCEPTION) if not fact.text("thread")]
 

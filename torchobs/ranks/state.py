@@ -215,8 +215,8 @@ _MAX_TEXT = 256
 def newest_exception(found: Sequence[Event | Span | Late]) -> Mapping[str, str]:
     """Return the newest exception of the main thread as attributes of ``catalog.RANK_EXCEPTION``; empty if there is none."""
     for event in reversed(found):
-        if isinstance(event, Event) and event.name == catalog.EVENT_EXCEPTION.name and not event.values.get("thread"):
-            return exception_attributes(event.values)
+        if isinstance(event, Event) and event.name == catalog.EVENT_EXCEPTION.name and not event.attributes.get("thread"):
+            return exception_attributes(event.attributes)
     return {}
 
 

@@ -601,18 +601,17 @@ class _Ring:
         root, self._root = self._root, None
         if root is None:
             return []
-        end_ns = max(self._wall_ns(heartbeat_ns or self._header.monotonic_ns), root.begun_ns)
+        end_ns = max(self._header.wall_ns_of(heartbeat_ns or self._header.monotonic_ns), root.begun_ns)
         ended = {"status": "error", "description": f"the rank ended before it: {reason}"}
         if reason == "finished":
             ended = {"status": "unset"}
-        return self._span(root._replace(values={**root.values, "reason": reason}, fields={**root.fields, **ended}), end_ns)
-
-    def _wall_ns(self, monotonic_ns: int) -> int:
-        return monotonic_ns - self._header.monotonic_ns + self._header.wall_ns
+        return self._span(
+            root._replace(attributes={**root.attributes, "reason": reason}, fields={**root.fields, **ended}), end_ns
+        )
 
     def _event(self, found: Event) -> LogRecord:
         """Return the record of an event; its body is a sentence: what happened, the details, sizes and times with units."""
-        name, details, step = found.name, found.values, found.step
+        name, details, step = found.name, found.attributes, found.step
         event, severity = catalog.EVENT_BY_NAME.get(name), catalog.event_severity(name, details)
         attributes, ids = namespaced(name, details) if event else details, self._root_ids
         if step is not None:
@@ -627,7 +626,7 @@ class _Ring:
             severity_number=number,
             body=any_value((f"{sentence}: {words}" if words else sentence)[:_MOST_BODY]),
             attributes=pairs(attributes),
-            time_unix_nano=self._wall_ns(found.time_ns),
+            time_unix_nano=found.time_ns,
             flags=self._flags,
             trace_id=bytes.fromhex(ids.trace),
             span_id=bytes.fromhex(ids.span),
@@ -657,7 +656,7 @@ def namespaced(owner: str, attributes: Mapping[str, object]) -> dict[str, object
 
 
 def _span(span: events.Span, ended_ns: int) -> Span:
-    name, attributes, frame = span.name, span.values, span.fields
+    name, attributes, frame = span.name, span.attributes, span.fields
     if span.is_ours and name in _SPANS:
         attributes = namespaced(name, attributes)
     if cut := frame.get("cut"):
