@@ -1,4 +1,4 @@
-"""Detect ranks whose gradient differs from that of the others though it is the same by construction.
+"""Ranks with another gradient, other weights, or the same batches as their peers, under DistributedDataParallel.
 
 DistributedDataParallel averages the gradients over the ranks, so that their norm in a step is the same on all, to the last
 bits. A rank that has another one trains another model: its weights were not synchronised, or DDP is gone around. Weights that
@@ -22,7 +22,7 @@ LEAST_DIFFERENCE = 0.01
 
 
 def differing(norms: Mapping[str, Mapping[int, float]]) -> tuple[str, ...]:
-    """Return the ranks whose norm differs from the median in all of the last steps that all ranks have measured.
+    """Return the ranks with a norm unlike the median in all of the last steps that all ranks have measured.
 
     ``norms``: each rank's gradient norms by step. Of two ranks that differ both are returned: neither is the odd one. Empty if
     all agree, for a single rank, and with fewer than ``LEAST_STEPS`` common steps.
@@ -51,7 +51,7 @@ def drifted(weights: Mapping[str, Mapping[int, Sequence[float]]]) -> tuple[int, 
 
 
 def _apart(values: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
-    """Return the ranks whose weights are further than ``LEAST_DIFFERENCE`` of their norm from the median."""
+    """Return the ranks with weights further than ``LEAST_DIFFERENCE`` of their norm from the median."""
     if len({len(own) for own in values.values()}) > 1 or not all(isfinite(each) for own in values.values() for each in own):
         return ()
     usual = [median_low(column) for column in zip(*values.values(), strict=True)]
@@ -66,8 +66,8 @@ def _apart(values: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
 def same_batches(batches: Mapping[str, Mapping[int, Sequence[float]]]) -> int | None:
     """Return since which step ranks are given the same batches; ``None`` if they are not.
 
-    ``batches``: by rank and step what tells a batch from others, of those that begin there. One batch that comes again and
-    again is a test whether a model can learn it.
+    ``batches``: by rank and step, numbers that differ from batch to batch, of those that begin there. One batch that comes
+    again and again is a test whether a model can learn it.
     """
     steps = sorted(set.intersection(*(set(own) for own in batches.values()))) if len(batches) > 1 else []
     alike = all(_are_same([own[step] for own in batches.values()]) for step in steps)

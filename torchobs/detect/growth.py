@@ -37,7 +37,7 @@ LEAST_BYTES = 8 * 1024**2
 FORESIGHT = 60.0
 HORIZON_S = 7 * 86_400.0
 NEAR_S = 86_400.0
-"""A limit that would be reached within a day is told to who looks; the alert calls people later (`torchobs.rules.values`)."""
+"""A limit that would be reached within a day is shown; the alert calls people later (`torchobs.rules.values`)."""
 
 # For the fast window, the last two thirds of which are 32 s: in that time growth has to take a fifth of what is left, which
 # fluctuations do not, and half of the limit has to be in use: a training begins with a ramp (a dataset that is cached, arenas,

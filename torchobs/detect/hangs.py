@@ -103,7 +103,7 @@ def parse_timeout(message: str) -> CollectiveTimeout | None:
 
 
 SAME_SIZE = frozenset({"all_reduce", "reduce", "broadcast"})
-"""Operations whose inputs have the same size on all ranks; others may be uneven."""
+"""Operations with inputs of the same size on all ranks; others may be uneven."""
 
 
 class GroupProgress(NamedTuple):
@@ -212,7 +212,7 @@ def inserted(longer: Mapping[int, str], shorter: Mapping[int, str]) -> tuple[str
 
 
 def mismatched(ranks: Mapping[str, Mapping[str, GroupProgress]]) -> list[Mismatch]:
-    """Return the groups whose ranks wait in the same number, but in different operations or with different sizes."""
+    """Return the groups in which ranks wait in the same number, but in different operations or with different sizes."""
     found = []
     for group in _groups(ranks):
         there = {
@@ -299,7 +299,7 @@ def blamed(ranks: Mapping[str, Position]) -> dict[str, Blamed]:
 
 
 def alone(position: Position) -> Blamed:
-    """Return what a rank does of which it is known otherwise that the others wait for it."""
+    """Return the activity of a rank that the others are already known to wait for."""
     if position.state in {"finished", "failed", "lost"}:
         return Blamed(ENDED, position)
     if position.phase in PATIENT_PHASES:
@@ -381,7 +381,7 @@ percentile does not show it; and a single one, behind a cold cache, is no measur
 
 EARLY_FACTOR = 5.0
 """Factor on the 99th percentile of step times from which stacks are written: a quarter of the one from which a rank is called
-hung (``ranks.state.HANG_FACTOR``), for nobody is told. The percentile itself is overestimated by up to 2."""
+hung (``ranks.state.HANG_FACTOR``), for it alerts nobody. The percentile itself is overestimated by up to 2."""
 
 EARLY_FIRST_S = 300.0
 """The same before the steps are known: half the shortest default timeout of a collective (NCCL's, ten minutes), after which
@@ -391,7 +391,7 @@ USUAL_FACTOR = 20.0
 """Factor on the usual step from which a rank stands still, if its stacks are not written before"""
 
 LEAST_STEPS = 2
-"""Least number of steps that tell what is usual: one alone is that of a cold cache"""
+"""Least number of steps that show what is usual: one alone may be that of a cold cache"""
 
 _FEW_STEPS = 100
 """Below it the 99th percentile is the longest step"""

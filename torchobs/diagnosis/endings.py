@@ -231,7 +231,7 @@ def awaited_at_timeout(ranks: Sequence[RankView]) -> dict[str, Blamed]:
 
 
 def timeouts(ranks: Sequence[RankView]) -> Iterator[Finding]:
-    """Yield for whom each replica group waited that a timeout ended: instead of which rank failed first."""
+    """Yield for whom a replica group that a timeout ended waited, in place of which rank failed first."""
     for team in labels.teams(ranks):
         gave_up = _gave_up(team)
         if gave_up:
@@ -313,7 +313,7 @@ def _are_alike(whole: Sequence[RankView], found: Mapping[str, Blamed]) -> bool:
 
 
 def _places(whole: Sequence[RankView]) -> str:
-    """Return where the ranks waited, all of which gave up."""
+    """Return where the ranks waited that all gave up."""
     places: dict[str, list[str]] = {}
     for status in whole:
         places.setdefault(hangs.where(hangs.position(status)), []).append(status.rank)
@@ -336,7 +336,7 @@ def stalled_together(ranks: Sequence[RankView]) -> list[RankView]:
     """Return the status of the ranks at the end; ranks of a replica group that hung and were killed together are hung still.
 
     A launcher kills the ranks of a hung run, or a collective's timeout raises in them, so that at the end none lives. Their
-    last phases tell where they were. It need not have been so long that the exporter would call them hung.
+    last phases show where they were. It need not have been so long that the exporter would call them hung.
     """
     return list(chain.from_iterable(map(_stalled_together, labels.teams(ranks))))
 
@@ -363,7 +363,7 @@ def typical_phases(steps: Sequence[Step]) -> dict[str, float]:
 def first_failed(ranks: Sequence[RankView]) -> tuple[RankView | None, Finding | None]:
     """Return the rank of a replica group that failed first, ``None`` if none failed, and the finding, if that is certain.
 
-    Ends too close for the clocks to order are told apart by what they are: ranks raise in a collective operation when a peer is
+    Ends too close for the clocks to order are distinguished by their kind: ranks raise in a collective operation when a peer is
     gone, and the launcher kills the others once one has raised.
     """
     failed = _failed(ranks)
@@ -382,7 +382,7 @@ def first_failed(ranks: Sequence[RankView]) -> tuple[RankView | None, Finding | 
 
 
 def _first_of(together: Sequence[RankView]) -> tuple[RankView, Finding | None]:
-    """Return which of ranks failed first whose ends are too close for the clocks to order, if how they ended says it."""
+    """Return which of some ranks failed first, if how they ended shows it: their ends are too close for the clocks to order."""
     raised = [report for report in together if report.reason == "exception"]
     by_itself = [report for report in raised if not _in_collective(report)]
     # an abort may be a collective's own, which a peer's end has caused

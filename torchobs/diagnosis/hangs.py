@@ -78,7 +78,7 @@ class Stall(NamedTuple):
     lock_held: bool
     """True if the GIL was held at the end: no thread of torchobs could run, so that it may have lasted longer"""
     stacks: tuple[str, ...]
-    """names of stack dumps taken meanwhile, and ids of those that no longer exist"""
+    """names of stack dumps taken meanwhile, and ids of those that are gone"""
     frames: tuple[str, ...]
     """the main thread's frames in the last of them, the innermost first; empty if none is here"""
     long: bool
@@ -259,8 +259,8 @@ def _sentence(ranks: Sequence[RankView], found: Mapping[str, Blamed], with_calls
     kinds = groupby(sorted(found, key=lambda name: _instead(found[name])), key=lambda name: _instead(found[name]))
     culprits = text.joined([f"{text.ranks(list(names), _MOST_NAMED)} {what}" for what, names in kinds], _MOST_GROUPS)
     values = {"waiting": number, "others": number if number > 1 else None, "most": bool(more), "place": there}
-    told = sentence(WAITING, {"culprits": text.capital(culprits), **values})
-    return " ".join([told, *(list(absences(ranks, found)) or (surplus(ranks) if with_calls else ()))])
+    waiting = sentence(WAITING, {"culprits": text.capital(culprits), **values})
+    return " ".join([waiting, *(list(absences(ranks, found)) or (surplus(ranks) if with_calls else ()))])
 
 
 def _instead(one: Blamed) -> str:

@@ -101,7 +101,7 @@ def headline(run: RunView) -> Finding:
 
 
 def _over(run: RunView, loss: float | None) -> Finding:
-    """Return how a run ended of which no rank lives."""
+    """Return how a run without a living rank ended."""
     finished, interrupted = all(rank.state == "finished" for rank in run.ranks), _request(run.ranks) == "interrupted"
     exact = any(rank.done == run.steps and not rank.unwritten for rank in run.ranks)
     return finding(
@@ -226,7 +226,7 @@ def waited_for(ranks: Sequence[RankView]) -> Iterator[Finding]:
 
 
 def _disagreeing(ranks: Sequence[RankView]) -> Iterator[Finding]:
-    """Yield the ranks whose gradient differs though DistributedDataParallel makes it the same on all."""
+    """Yield the ranks with another gradient, though DistributedDataParallel makes it the same on all."""
     norms = {rank.rank: rank.alike_norms for rank in ranks}
     odd = differing(norms) if all(norms.values()) else ()
     if odd:
@@ -238,7 +238,7 @@ def _disagreeing(ranks: Sequence[RankView]) -> Iterator[Finding]:
 
 
 def _weights_apart(ranks: Sequence[RankView]) -> Iterator[Finding]:
-    """Yield the ranks whose weights differ though DistributedDataParallel trains one model."""
+    """Yield the ranks with other weights, though DistributedDataParallel trains one model."""
     found = drifted({rank.rank: rank.weights for rank in ranks})
     if found is not None:
         since, alike, odd = found
@@ -259,11 +259,10 @@ def _anomalies(ranks: Sequence[RankView]) -> Iterator[Finding]:
     for kind in catalog.ANOMALY_KINDS:
         affected = [rank for rank in sick if kind in rank.anomalies]
         if affected:
-            told = next(
-                (from_events(rank.events)[kind] for rank in affected if kind in from_events(rank.events)), finding(kind)
-            )
-            values = {**told.values, "severity": catalog.ANOMALY_SEVERITY[kind], "where": _where(affected, ranks)}
-            yield told._replace(values=values)
+            by_event = (from_events(rank.events).get(kind) for rank in affected)
+            anomaly = next(filter(None, by_event), finding(kind))
+            values = {**anomaly.values, "severity": catalog.ANOMALY_SEVERITY[kind], "where": _where(affected, ranks)}
+            yield anomaly._replace(values=values)
     lost = [rank for rank in ranks if rank.loss is not None and not isfinite(rank.loss)]
     ended = not any(rank.up for rank in ranks)
     if lost and ended:
@@ -273,8 +272,8 @@ def _anomalies(ranks: Sequence[RankView]) -> Iterator[Finding]:
     origins = [from_events(rank.events)[ORIGIN] for rank in odd if ORIGIN in from_events(rank.events)]
     yield from origins[:1]
     if spoiled and not any("nonfinite_loss" in rank.anomalies or rank in lost for rank in ranks):
-        told = from_events(spoiled[0].events)[SPOILED]
-        yield told._replace(values={**told.values, "where": _where(spoiled, ranks)})
+        rest = from_events(spoiled[0].events)[SPOILED]
+        yield rest._replace(values={**rest.values, "where": _where(spoiled, ranks)})
 
 
 def _past(ranks: Sequence[RankView]) -> Iterator[Finding]:
@@ -340,8 +339,8 @@ def failed_saves(ranks: Sequence[RankView]) -> Iterator[Finding]:
     failed = max(ranks, key=lambda rank: saves[rank.rank], default=None)
     if failed is None or not saves[failed.rank]:
         return
-    told = from_events(failed.events).get("save_raised")
-    values = dict[str, Any](told.values if told else {})
+    raised = from_events(failed.events).get("save_raised")
+    values = dict[str, Any](raised.values if raised else {})
     free, needed = values.get("free"), values.get("needed")
     full = isinstance(free, (int, float)) and isinstance(needed, (int, float)) and free < needed
     room = {"free": free, "needed": needed} if full else dict[str, Any]()

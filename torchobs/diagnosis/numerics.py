@@ -195,9 +195,9 @@ def _settled(origin: Finding, past: Mapping[str, int], report: RankView, *, spoi
 
 def _nonfinite_gradients(report: RankView, past: Mapping[str, int]) -> Iterator[Finding]:
     """Yield the layers where gradients first became non-finite."""
-    told = report.events_named(catalog.EVENT_NONFINITE_GRADIENT)
-    if told and told[0].step is not None:
-        first, scaled = told[0], bool(report.by_attribute(catalog.AMP_SCALE))
+    events = report.events_named(catalog.EVENT_NONFINITE_GRADIENT)
+    if events and events[0].step is not None:
+        first, scaled = events[0], bool(report.by_attribute(catalog.AMP_SCALE))
         healthy, last = past.get("nonfinite_gradient"), first.attributes.get("measured") is False
         yield finding(
             "nonfinite_gradient",
@@ -250,8 +250,8 @@ def _diverged(report: RankView) -> Iterator[Finding]:
         return
     steps = report.steps[model_begins(report.steps, len(report.steps) - 1) :] if report.steps else ()
     is_start = bool(steps) and (steps[0].step == 1 or steps[0].new_model)
-    told = [fact for fact in report.events_named(catalog.EVENT_ANOMALY) if fact.text("kind") == "diverged"]
-    first = told[-1].number("baseline") if told else None
+    diverged = [event for event in report.events_named(catalog.EVENT_ANOMALY) if event.text("kind") == "diverged"]
+    first = diverged[-1].number("baseline") if diverged else None
     last = next((step for step in reversed(report.steps) if step.loss is not None), None)
     rate = max((step.learning_rate for step in steps[:WARM_UP] if step.learning_rate), default=None) if is_start else None
     yield finding(

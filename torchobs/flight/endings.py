@@ -147,7 +147,7 @@ _TERMINATION_HEADING = b"Stack (most recent call first)"
 
 _termination_file: weakref.ref[LockFile] | None = None
 _held_back: set[int] = set()
-"""Threads of which a fork holds SIGTERM back"""
+"""Threads in a fork, during which SIGTERM is held back"""
 
 
 def mark_termination(lock_fd: int) -> bool:

@@ -185,7 +185,7 @@ def _mapped(fd: int, size: int) -> memoryview:
 def shortage(directory_fd: int, size: int) -> str | None:
     """Return why a file of ``size`` bytes should not be allocated there; ``None`` when there is room."""
     if deadly_limit(size):
-        return f"files of this process may have {_size_limit()} bytes, and the signal that would tell it of more ends it"
+        return f"files of this process may have {_size_limit()} bytes, and the signal at more ends it"
     usage = os.fstatvfs(directory_fd)
     if usage.f_bavail * usage.f_frsize < size:
         return f"the file system has {usage.f_bavail * usage.f_frsize} bytes left, {size} are needed"
@@ -361,7 +361,7 @@ def is_locked(directory_fd: int, name: str) -> bool:
 
 
 def lock_content(directory_fd: int, name: str, size: int) -> bytes:
-    """Return the first bytes of a lock file, of which this process may not hold the lock; empty if it does.
+    """Return the first bytes of a lock file; empty if this process holds the lock, which reading would drop.
 
     Raises ``OSError`` if it cannot be opened.
     """

@@ -76,8 +76,8 @@ class Events:
     @cached_property
     def between(self) -> tuple[str, str]:
         """Function and line of the script at which the training thread most often is between the phases of a step."""
-        told = self.of(catalog.EVENT_STEP_BETWEEN)
-        return (told[-1].text("function", 60), told[-1].text("location").rpartition("/")[2]) if told else ("", "")
+        lines = self.of(catalog.EVENT_STEP_BETWEEN)
+        return (lines[-1].text("function", 60), lines[-1].text("location").rpartition("/")[2]) if lines else ("", "")
 
     def lately(self, now_s: float) -> Mapping[str, int]:
         """Return how many anomalies of each kind, and workers that died, there were in the last :data:`LATELY_S`.

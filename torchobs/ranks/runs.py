@@ -261,7 +261,7 @@ def _with(report: RankView, directory: Path, left: Mapping[str, Sequence[Artifac
         with suppress(OSError), opened(directory, link=True) as fd:  # it is gone by now
             crash = endings.crash_stack(fd, lock_name(file_name(report.header)))
     silent = report.reason in _SILENT and not report.events_named(catalog.EVENT_RUN_END)
-    # where the file lies now, perhaps a copy, tells only if its header does not
+    # where the file lies now, perhaps as a copy, counts only if its header does not say where it was
     unwritten = silent and not (in_memory(directory) if report.header.in_memory is None else report.header.in_memory)
     return replace(report, left=tuple(own), frames=main_frames(dump), crash=crash_frames(crash), unwritten=unwritten)
 
@@ -354,7 +354,7 @@ def find(wanted: str | None, directory: Path | None = None) -> Chosen:
 
 
 def _named(runs: Sequence[RunFiles], wanted: str) -> list[RunFiles]:
-    """Return the runs of that id, or else of a job of that name, or else those whose ids begin so."""
+    """Return the runs of that id, or else of a job of that name, or else those with an id that begins so."""
     tests = (
         [run for run in runs if run.run_id == wanted],
         [run for run in runs if run.job_name == wanted],

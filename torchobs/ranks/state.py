@@ -172,7 +172,7 @@ def ran_out(memory: MemoryUse) -> bool:
 
 
 def last_memory(view: View) -> MemoryUse:
-    """Return the rank's last known memory use relative to its limits, which tells an OOM kill from other kills."""
+    """Return the rank's last known memory use relative to its limits, which distinguishes an OOM kill from other kills."""
     shares, kill_age_s = {"cgroup": 0.0, "machine": 0.0}, None
     last_s = view.header.wall_s(view.live.heartbeat_ns or view.header.monotonic_ns)
     for series, value in view.points:

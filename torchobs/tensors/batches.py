@@ -61,9 +61,9 @@ def walk(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def rebuilt(values: Any, function: Callable[[Any], Any], *, anew: bool = False) -> Any:
-    """Return a structure of the same class whose parts are what a function makes of them; itself where that changes none.
+    """Return a structure of the same class with each part replaced by what a function returns; itself where that changes none.
 
-    With ``anew``, sequences, mappings and dataclasses of which nothing changes are made again, too.
+    With ``anew``, unchanged sequences, mappings and dataclasses are made again, too.
     """
     if (parts := parts_of(values)) is None:
         return values
@@ -85,7 +85,7 @@ def parts_of(values: Any) -> dict[Any, Any] | None:
 
 
 def with_parts(values: Any, parts: dict[Any, Any]) -> Any:
-    """Return a structure with other parts, of the same class; a dictionary for a mapping of which no copy has its own items.
+    """Return a structure with other parts, of the same class; a dictionary for a mapping that cannot be copied.
 
     The constructors of the user's classes are not called: they may take other arguments, or change what they are given.
     """
@@ -198,7 +198,7 @@ def _samples(batch: Any, leaves: list[_Leaf]) -> int:
 
 
 def _uncollated(batch: Any, leaves: list[_Leaf]) -> int:
-    """Return the number of samples of a batch whose samples were not stacked; 0 for any other.
+    """Return the number of samples of a batch of unstacked samples; 0 for any other.
 
     Object detection has ``tuple(zip(*samples))``, so equally long sequences of images and of targets, or the list of samples:
     neither has a leading dimension that all tensors share, or has tensors without one, which no collation leaves.

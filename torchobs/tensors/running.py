@@ -222,7 +222,7 @@ def leaves_of(loss: Any) -> list[Any]:
 def checkpoints_kept() -> Iterator[None]:
     """Let this thread's reentrant checkpoints keep what they compute, as without checkpointing.
 
-    Values and gradients are the same. As ever, a region of whose arguments none takes a gradient gives none to its parameters.
+    Values and gradients are the same. As ever, a region with no argument that takes a gradient gives none to its parameters.
     """
     from torch.utils.checkpoint import CheckpointFunction
 
