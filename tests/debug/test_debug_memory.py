@@ -170,11 +170,11 @@ def _skip(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def _benchmark(model: nn.Module, x: torch.Tensor) -> None:
-    tune.benchmark(model, (x, x), None, nn.functional.mse_loss, modes=("none",), rounds=6)
+    tune.benchmark(model, (x, x), nn.functional.mse_loss, modes=("none",), rounds=6)
 
 
 def _budget(model: nn.Module, x: torch.Tensor) -> None:
-    tune.optimize(model, mode="memory_efficient", checkpoint=nn.Linear, activation_budget=1, example=x)
+    tune.optimize(model, mode="memory_efficient", checkpointing=nn.Linear, activation_budget=1, example=x)
 
 
 RUNS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {

@@ -31,8 +31,8 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
 def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
     """Promise: other files, halves, other optimizers and parts are told before anything is loaded; places before training."""
     path = tmp_path / "run.pt"
-    run = tune.pipeline(blocks(), amp=False)
-    run.fit([PAIR], 1, loss_fn, checkpoint=path)
+    run = tune.pipeline(blocks(), loss_fn, amp="off")
+    run.fit([PAIR], 1, checkpoint=path)
     others = {"junk": b"junk", "half": path.read_bytes()[:2000], "empty": b""}
     for name, content in others.items():
         (tmp_path / name).write_bytes(content)
@@ -43,31 +43,31 @@ def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
         run.resume(tmp_path / "weights")
     before = weights(fresh := blocks(depth=3))
     with pytest.raises(ValueError, match="another optimizer than SGD"):
-        tune.pipeline(fresh, optimizer="sgd").resume(path)
+        tune.pipeline(fresh, loss_fn, optimizer="sgd").resume(path)
     assert all(map(torch.equal, before, weights(fresh)))
     lacking = torch.load(path, weights_only=True)
-    torch.save({name: lacking[name] for name in lacking if name != "loss_sum"}, tmp_path / "lacking")
-    with pytest.raises(ValueError, match="it lacks loss_sum"):
+    torch.save({name: lacking[name] for name in lacking if name != "scaler"}, tmp_path / "lacking")
+    with pytest.raises(ValueError, match="it lacks scaler"):
         run.resume(tmp_path / "lacking")
     torch.save({**lacking, "counts": [1, 2]}, tmp_path / "listed")
     with pytest.raises(ValueError, match="it lacks counts"):
         run.resume(tmp_path / "listed")
     with pytest.raises(FileNotFoundError, match="no folder"):
-        run.fit([PAIR], 2, loss_fn, checkpoint=tmp_path / "nowhere" / "run.pt")
+        run.fit([PAIR], 2, checkpoint=tmp_path / "nowhere" / "run.pt")
     with pytest.raises(IsADirectoryError):
-        run.fit([PAIR], 2, loss_fn, checkpoint=tmp_path)
+        run.fit([PAIR], 2, checkpoint=tmp_path)
     assert run.epoch == 1
 
 
 def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     """Promise: whoever catches the error and begins anew does so with the model's own weights."""
     path = tmp_path / "run.pt"
-    tune.pipeline(blocks(), amp=False).fit([PAIR], 1, loss_fn, checkpoint=path)
+    tune.pipeline(blocks(), loss_fn, amp="off").fit([PAIR], 1, checkpoint=path)
     longer = nn.Sequential(*blocks(), nn.Linear(16, 16))
     with pytest.raises(ValueError, match="of another model"):
-        tune.pipeline(longer, amp=False).resume(path)
+        tune.pipeline(longer, loss_fn, amp="off").resume(path)
     model = nn.Sequential(*list(blocks().children())[:-1], nn.Linear(16, 5))
-    run, before = tune.pipeline(model, amp=False), weights(model)
+    run, before = tune.pipeline(model, loss_fn, amp="off"), weights(model)
     with pytest.raises(ValueError, match="of another model: its parameters have other names or shapes"):
         run.resume(path)
     assert all(map(torch.equal, before, weights(model)))
@@ -107,11 +107,11 @@ def test_a_flipped_bit_is_no_other_state(tmp_path: Path) -> None:
     """Promise: wherever a bit of a checkpoint is flipped, it is an error and nothing is loaded, or it is the state as saved."""
     path, damaged = tmp_path / "run.pt", tmp_path / "damaged.pt"
     torch.manual_seed(0)
-    saved = tune.pipeline(blocks(), optimizer="sgd", total_steps=4, amp=False)
-    saved.train_step((torch.ones(4, 16), torch.ones(4, 4)), loss_fn)
+    saved = tune.pipeline(blocks(), loss_fn, optimizer="sgd", total_steps=4, amp="off")
+    saved.train_step((torch.ones(4, 16), torch.ones(4, 4)))
     saved.save(path)
     content, model = path.read_bytes(), blocks(depth=3)
-    run, chance = tune.pipeline(model, optimizer="sgd", total_steps=4, amp=False), random.Random(0)
+    run, chance = tune.pipeline(model, loss_fn, optimizer="sgd", total_steps=4, amp="off"), random.Random(0)
     before, errors = weights(model), 0
     with zipfile.ZipFile(path) as archive:  # one in each record, beside those anywhere
         starts = [entry.header_offset + 128 for entry in archive.infolist()]

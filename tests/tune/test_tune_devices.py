@@ -44,6 +44,16 @@ def test_memory_of_the_process_grows_with_a_tensor_and_is_given_back() -> None:
     assert after - before.allocated_bytes < 20e6
 
 
+def test_all_devices_are_listed() -> None:
+    """Promise: the CPU and each accelerator, by name."""
+    found = tune.devices()
+    assert found.ok
+    assert found.devices[0].device == "cpu"
+    assert found["cpu"].total_bytes == tune.memory_stats("cpu").total_bytes
+    with pytest.raises(KeyError, match="there is no 'tpu'; there is cpu"):
+        found["tpu"]
+
+
 def test_garbage_is_counted() -> None:
     """Promise: unreachable cycles are collected, and told."""
 
@@ -60,8 +70,8 @@ def test_garbage_is_counted() -> None:
 def test_what_the_cpu_cannot_is_said() -> None:
     """Promise: a limit that torch cannot set is a reason, a wrong fraction an error."""
     limit = tune.memory_fraction(0.9, "cpu")
-    assert (limit.applied, limit.limit_bytes) == (False, None)
-    assert "cannot limit" in limit.reason
+    assert (bool(limit), limit.limit_bytes) == (False, None)
+    assert [str(problem) for problem in limit.problems] == ["cpu: torch cannot limit memory of cpu"]
     for wrong in (0, -1, 1.5, "0.9", True):
         with pytest.raises(ValueError, match="above 0 and at most 1"):
             tune.memory_fraction(wrong, "cpu")  # type: ignore[arg-type]

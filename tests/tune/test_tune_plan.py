@@ -21,7 +21,7 @@ from torchobs import tune
 from torchobs.tune.difference import compare
 
 MODES = ("none", "amp", "compile", "memory_efficient", "full", "inference")
-LEVELS = ("none", "basic", "advanced", "maximum")
+LEVELS = ("off", "basic", "advanced", "extreme")
 
 
 def fingerprint(model: nn.Module) -> list[Any]:
@@ -55,7 +55,7 @@ def test_undo_leaves_nothing_behind(make: Any, mode: str, level: str) -> None:
     """Promise: applied and undone, twice, model and torch are bit for bit what they were."""
     model = make()
     before = fingerprint(model)
-    plan = tune.optimize(model, mode=mode, level=level, amp_dtype=torch.bfloat16)
+    plan = tune.optimize(model, mode=mode, level=level, amp=torch.bfloat16)
     for _ in range(2):
         assert plan.apply().apply().applied
         assert not plan.undo().undo().applied
@@ -68,19 +68,19 @@ def test_undo_leaves_nothing_behind(make: Any, mode: str, level: str) -> None:
 
 def test_each_technique_is_used_or_skipped_with_its_reason() -> None:
     """Promise: printing a plan says of each technique what it does or why not."""
-    plan = tune.optimize(convolutions(), mode="full", level="maximum", amp_dtype=torch.bfloat16)
+    plan = tune.optimize(convolutions(), mode="full", level="extreme", amp=torch.bfloat16)
     assert plan.used == ("autocast", "channels_last", "fused_optimizer", "loader", "compile")
     text = str(plan)
     assert "- tf32            only NVIDIA GPUs have TF32" in text
     assert "+ autocast        bfloat16: asked for" in text
     assert all(decision.reason for decision in plan.decisions)
-    nothing = tune.optimize(blocks(), mode="full", level="none")
+    nothing = tune.optimize(blocks(), mode="full", level="off")
     assert nothing.used == ()
-    assert {decision.reason for decision in nothing.decisions} == {"not part of level 'none'", "not part of mode 'full'"}
+    assert {decision.reason for decision in nothing.decisions} == {"not part of level 'off'", "not part of mode 'full'"}
     assert nothing.to_dict()["decisions"][1] == {
         "technique": "autocast",
         "used": False,
-        "reason": "not part of level 'none'",
+        "reason": "not part of level 'off'",
     }
 
 
@@ -89,7 +89,7 @@ def test_autocast_computes_in_its_type_and_keeps_weights_in_float32() -> None:
     model, x = blocks().eval(), torch.randn(8, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = model(x)
-    with tune.optimize(model, mode="amp", amp_dtype=torch.bfloat16) as plan:
+    with tune.optimize(model, mode="amp", amp=torch.bfloat16) as plan:
         got = model(x)
         got.float().sum().backward()
         assert plan.dtype == "bfloat16"
@@ -98,7 +98,7 @@ def test_autocast_computes_in_its_type_and_keeps_weights_in_float32() -> None:
     assert torch.equal(got, expected)
     assert {weight.grad.dtype for weight in model.parameters() if weight.grad is not None} == {torch.float32}
     assert model(x).dtype is torch.float32
-    assert tune.optimize(model, mode="amp", amp_dtype=torch.float16).grad_scaler().is_enabled()
+    assert tune.optimize(model, mode="amp", amp=torch.float16).grad_scaler().is_enabled()
 
 
 def test_checkpointing_keeps_less_and_changes_no_gradient() -> None:
@@ -120,7 +120,7 @@ def test_checkpointing_keeps_less_and_changes_no_gradient() -> None:
 
     model = blocks()
     plain, kept = gradients(model)
-    with tune.optimize(model, mode="memory_efficient", level="basic", checkpoint=Block) as plan:
+    with tune.optimize(model, mode="memory_efficient", level="basic", checkpointing=Block) as plan:
         assert "checkpointing" in plan.used
         plan_without_amp = [choice.technique for choice in plan._choices if choice.decision.technique == "autocast"]
         for technique in filter(None, plan_without_amp):
@@ -136,7 +136,7 @@ def test_check_measures_and_refuses() -> None:
     """Promise: a difference above the tolerance raises, with the numbers, and undoes the plan."""
     model, x = blocks(), torch.randn(32, 16)
     before = fingerprint(model)
-    plan = tune.optimize(model, mode="amp", example=x, amp_dtype=torch.bfloat16).apply()
+    plan = tune.optimize(model, mode="amp", example=x, amp=torch.bfloat16).apply()
     difference = plan.check()
     assert 1e-6 < difference.relative < difference.tolerance == 8 * torch.finfo(torch.bfloat16).eps
     assert plan.applied
@@ -154,7 +154,7 @@ def test_outputs_that_overflow_are_refused() -> None:
     model = nn.Linear(4, 4)
     with torch.no_grad():
         model.weight.fill_(3e4)
-    plan = tune.optimize(model, mode="amp", amp_dtype=torch.float16)
+    plan = tune.optimize(model, mode="amp", amp=torch.float16)
     with pytest.raises(tune.NumericalDifferenceError, match="are not finite"):
         plan.check(torch.full((2, 4), 10.0))
 
@@ -186,11 +186,11 @@ def test_check_leaves_no_trace_and_compares_what_is_alike() -> None:
     before = fingerprint(model)
     difference = tune.optimize(model, mode="none").check(torch.ones(2, 4))
     assert (difference.relative, difference.largest, difference.finite) == (0.0, 0.0, True)
-    assert tune.optimize(model, amp_dtype=torch.bfloat16).check(torch.ones(2, 4)).relative > 0
+    assert tune.optimize(model, amp=torch.bfloat16).check(torch.ones(2, 4)).relative > 0
     assert fingerprint(model) == before
     masked, plain = [torch.tensor([1.0, -torch.inf]).double()], [torch.tensor([1.0, 2.0]).double()]
-    assert not compare(plain, masked, 1.0).accepted
-    assert not compare([-masked[0]], masked, 1.0).accepted
+    assert not compare(plain, masked, 1.0).ok
+    assert not compare([-masked[0]], masked, 1.0).ok
     assert not compare(masked, plain, 1.0).finite
 
 
@@ -198,7 +198,7 @@ def test_plans_are_undone_in_their_order() -> None:
     """Promise: a plan below another one on the same modules refuses to be undone, changes nothing, and can be afterwards."""
     model = blocks()
     before = fingerprint(model)
-    below, above = (tune.optimize(model, mode="amp", amp_dtype=torch.bfloat16) for _ in range(2))
+    below, above = (tune.optimize(model, mode="amp", amp=torch.bfloat16) for _ in range(2))
     below.apply()
     above.apply()
     with pytest.raises(RuntimeError, match="by another plan or by FSDP: undo that first"):
@@ -215,15 +215,15 @@ def test_compiled_model_computes_the_same_and_is_compiled_once(monkeypatch: pyte
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     model, x = blocks(depth=1), torch.randn(8, 16)
-    plan = tune.optimize(model, mode="full", checkpoint=Block, example=x, amp_dtype=torch.bfloat16)
+    plan = tune.optimize(model, mode="full", checkpointing=Block, example=x, amp=torch.bfloat16)
     torch._dynamo.utils.counters.clear()
-    assert plan.check().accepted
+    assert plan.check().ok
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert compiled == 1
     assert not torch._dynamo.utils.counters["graph_break"]
-    assert plan.check().accepted
+    assert plan.check().ok
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
-    assert plan.compile_failure is None
+    assert plan.ok
 
 
 class _Uncompilable(nn.Module):
@@ -237,15 +237,16 @@ def test_what_cannot_be_compiled_runs_eagerly_and_says_why() -> None:
     with tune.optimize(model, mode="compile") as plan:
         assert torch.equal(model(x), x + 1)
         assert torch.equal(model(x), x + 1)
-    assert plan.compile_failure
+    (problem,) = plan.problems
+    assert (problem.kind, problem.where) == ("failed", "compile")
     assert "compile" not in plan.used
-    assert f"failed, runs eagerly: {plan.compile_failure}" in str(plan)
+    assert f"failed, runs eagerly: {problem.text}" in str(plan)
 
 
 def test_copies_and_files_are_of_the_model_s_own_class() -> None:
     """Promise: a model with a plan applied can be copied and saved; the copy is plain and has weights of its own."""
     model = blocks()
-    with tune.optimize(model, mode="memory_efficient", amp_dtype=torch.bfloat16):
+    with tune.optimize(model, mode="memory_efficient", amp=torch.bfloat16):
         twin = copy.deepcopy(model)
         file = io.BytesIO()
         torch.save(model, file)
@@ -263,7 +264,7 @@ def test_decorator_and_context_manager() -> None:
     """Promise: the plan holds while the function runs, raises or not, and each call anew."""
     model, x = blocks(), torch.randn(2, 16)
 
-    @tune.optimized(model, mode="amp", amp_dtype=torch.bfloat16)
+    @tune.optimize(model, mode="amp", amp=torch.bfloat16)
     def run(*, fail: bool = False) -> torch.dtype:
         if fail:
             raise KeyError
@@ -273,8 +274,22 @@ def test_decorator_and_context_manager() -> None:
     with pytest.raises(KeyError):
         run(fail=True)
     assert model(x).dtype is torch.float32
-    with tune.optimized(model, mode="amp", amp_dtype=torch.bfloat16) as plan:
+    with tune.optimize(model, mode="amp", amp="bf16") as plan:
         assert plan.applied
+
+
+def test_a_function_computes_as_planned() -> None:
+    """Promise: as decorator, with arguments and without, and as a call; name and arguments stay the function's."""
+    model = blocks()
+
+    @tune.optimize(amp="bf16")
+    def forward(x: Tensor, *, times: int = 1) -> Tensor:
+        return model(x) * times  # type: ignore[no-any-return]
+
+    assert forward(torch.ones(2, 16), times=2).dtype is torch.bfloat16
+    assert forward.__name__ == "forward"
+    assert forward.plan.used == ("autocast", "fused_optimizer", "loader")  # type: ignore[attr-defined]
+    assert tune.optimize(model.forward, amp="off")(torch.ones(2, 16)).dtype is torch.float32
 
 
 def test_options_for_optimizer_and_loader() -> None:
@@ -292,10 +307,11 @@ def test_options_for_optimizer_and_loader() -> None:
     ("options", "error", "words"),
     [
         ({"mode": "fast"}, ValueError, "unknown mode 'fast': use one of none, amp"),
-        ({"level": "extreme"}, ValueError, "unknown level"),
+        ({"level": "maximum"}, ValueError, "unknown level 'maximum': use one of off, basic, advanced, extreme"),
         ({"mode": ["amp"]}, ValueError, "unknown mode"),
-        ({"amp_dtype": torch.int8}, TypeError, "torch.bfloat16 or torch.float16"),
-        ({"checkpoint": "Linear"}, TypeError, "checkpoint is a class of modules, or several of them, not 'Linear'"),
+        ({"amp": torch.int8}, ValueError, "amp is 'bf16', 'fp16', 'off'"),
+        ({"amp": None}, ValueError, "not None"),
+        ({"checkpointing": "Linear"}, TypeError, "checkpointing is a class of modules, or several of them, not 'Linear'"),
         ({"activation_budget": "1GB"}, ValueError, "a number of bytes above 0, not '1GB'"),
         ({"activation_budget": 0}, ValueError, "bytes above 0"),
         ({"quantize": "int3"}, ValueError, "unknown quantize 'int3': use one of dynamic"),
@@ -305,8 +321,10 @@ def test_wrong_arguments_say_what_to_do(options: dict[str, Any], error: type[Exc
     """Promise: a wrong argument is an error of the call."""
     with pytest.raises(error, match=words):
         tune.optimize(nn.Linear(2, 2), **options)
-    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not str"):
-        tune.optimize("model")  # type: ignore[arg-type]
+    wrong: Any
+    for wrong in ("model", None, nn.Linear):
+        with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, or decorates a function, not"):
+            tune.optimize(wrong)
     with pytest.raises(TypeError, match=r"a class is needed, such as torch\.optim\.AdamW, not str"):
         tune.optimize(nn.Linear(2, 2)).optimizer_options("adamw")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on the device meta, where nothing is computed"):
@@ -318,9 +336,9 @@ def test_wrong_arguments_say_what_to_do(options: dict[str, Any], error: type[Exc
 def test_plans_are_events(run: Recording) -> None:
     """Promise: that a plan was applied, undone or refused is recorded with its mode, level and techniques."""
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
-    tune.optimize(model, mode="amp", level="advanced", amp_dtype=torch.bfloat16).apply().undo()
+    tune.optimize(model, mode="amp", level="advanced", amp=torch.bfloat16).apply().undo()
     with pytest.raises(tune.NumericalDifferenceError):
-        tune.optimize(model, mode="amp", amp_dtype=torch.bfloat16).check(x, tolerance=0.0)
+        tune.optimize(model, mode="amp", amp=torch.bfloat16).check(x, tolerance=0.0)
     run.whole_round()
     found = run.attributes("torchobs.tune.plan")
     assert [event["action"] for event in found] == ["applied", "undone", "refused"]
@@ -333,11 +351,11 @@ def test_plans_are_events(run: Recording) -> None:
 def test_a_model_that_needs_gradients_in_its_forward_pass_is_compared_with_them() -> None:
     """Promise: a plan is checked and timed; no parameter has a gradient of it."""
     model, x = Slope(), torch.randn(8, 2)
-    difference = tune.optimize(model, mode="amp", example=x, amp_dtype=torch.bfloat16).measure()
+    difference = tune.optimize(model, mode="amp", example=x, amp=torch.bfloat16).inspect()
     assert 0 < difference.relative < difference.tolerance
     result = tune.benchmark(
-        model, (x, torch.zeros(8, 2)), None, nn.functional.mse_loss, modes=("none", "amp"), rounds=6, warmup=0,
-        amp_dtype=torch.bfloat16,
+        model, (x, torch.zeros(8, 2)), nn.functional.mse_loss, modes=("none", "amp"), rounds=6, warmup=0,
+        amp=torch.bfloat16,
     )  # fmt: skip
     assert result["amp"].difference == difference.relative
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -346,8 +364,8 @@ def test_a_model_that_needs_gradients_in_its_forward_pass_is_compared_with_them(
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 def test_meta_device_and_scripted_models_are_skipped_not_crashed() -> None:
     """Promise: what a device or a model cannot is skipped with a reason."""
-    assert "not supported" in str(tune.optimize(nn.Linear(2, 2, device="meta"), mode="full", level="maximum"))
+    assert "not supported" in str(tune.optimize(nn.Linear(2, 2, device="meta"), mode="full", level="extreme"))
     tune.optimize(nn.Linear(2, 2, device="meta"), mode="memory_efficient").apply().undo()
     traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
-    plan = tune.optimize(traced, mode="full", amp_dtype=torch.bfloat16)
+    plan = tune.optimize(traced, mode="full", amp=torch.bfloat16)
     assert not {"autocast", "compile"} & set(plan.used)

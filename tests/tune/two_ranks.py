@@ -20,12 +20,14 @@ def ddp() -> None:
     with torch.no_grad():
         model.weight.fill_(0.5)
         model.bias.zero_()
-    run = tune.pipeline(model, optimizer="sgd", lr=0.1, scheduler="constant", accumulate=2, max_grad_norm=None, amp=False)
+    run = tune.pipeline(
+        model, loss_fn, optimizer="sgd", lr=0.1, scheduler="constant", accumulate=2, max_grad_norm=None, amp="off"
+    )
     x, y = torch.arange(32.0).view(8, 4) / 32, torch.arange(16.0).view(8, 2) / 16
     rank = distributed.get_rank()
     for number in range(2):
         part = slice(4 * number + 2 * rank, 4 * number + 2 * rank + 2)
-        run.train_step((x[part], y[part]), loss_fn)
+        run.train_step((x[part], y[part]))
         if not number:
             gradients = [torch.zeros_like(model.weight) for _ in range(2)]
             distributed.all_gather(gradients, model.weight.grad)
@@ -39,17 +41,17 @@ def sharded_by_halves() -> None:
     for block in model:
         fully_shard(block)
     fully_shard(model)
-    run = tune.pipeline(model, lr=1e-2, accumulate=2, max_grad_norm=0.05, amp=False)
+    run = tune.pipeline(model, loss_fn, lr=1e-2, accumulate=2, max_grad_norm=0.05, amp="off")
     torch.manual_seed(3)
     batches = [(torch.randn(4, 16), torch.randn(4, 4)) for _ in range(5)]
     rank = distributed.get_rank()
     halves = [(x[2 * rank : 2 * rank + 2], y[2 * rank : 2 * rank + 2]) for x, y in batches]
     try:
-        run.fit(halves, 2, loss_fn, checkpoint=folder / "fsdp.pt")
+        run.fit(halves, 2, checkpoint=folder / "fsdp.pt")
     except RuntimeError as error:
         assert "torch.distributed.checkpoint" in str(error)  # noqa: PT017  # no test, but a rank of one
     assert run.step == 0
-    run.fit(halves, 2, loss_fn)
+    run.fit(halves, 2)
     whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
     if not rank:
         torch.save(whole, folder / "fsdp.pt")

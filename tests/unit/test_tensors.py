@@ -209,7 +209,7 @@ def _validate(model: nn.Module) -> None:
 RUNS: dict[str, Callable[[nn.Module], object]] = {
     "validation": _validate,
     "inference": lambda model: debug.inference(model, torch.ones(2, 4)),
-    "measure": lambda model: tune.optimize(model, mode="none", example=torch.ones(2, 4)).measure(),
+    "measure": lambda model: tune.optimize(model, mode="none", example=torch.ones(2, 4)).inspect(),
 }
 
 

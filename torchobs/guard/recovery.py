@@ -26,8 +26,9 @@ from torchobs.support.arguments import are_exceptions, is_number, is_whole
 from torchobs.support.process_group import gradient_sync, greatest, is_shared
 from torchobs.support.result import Checked, Problem
 from torchobs.tensors.batches import rebuilt, walk
-from torchobs.tensors.losses import FORMS, check_trained, compute_loss
+from torchobs.tensors.losses import check_trained, mean_loss
 from torchobs.tensors.running import Buffers
+from torchobs.tensors.values import greatest_magnitude
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -267,9 +268,7 @@ class Recovery:
             LossSpikeError: likewise.
             TypeError: ``accumulate`` without a list of micro-batches, or ``loss_fn`` is none, or returns no number.
         """
-        if loss_fn is None:
-            raise TypeError(f"loss_fn is a function, {FORMS}, not None")
-        check_trained(self.model, loss_fn)
+        check_trained(self.model, loss_fn=loss_fn)
         if accumulate and not (isinstance(batch, (list, tuple)) and batch):
             raise TypeError(f"accumulate=True takes a list of micro-batches, at least one, not {type(batch).__name__}")
         micro_batches: Sequence[Any] = batch if accumulate else [batch]
@@ -380,14 +379,10 @@ class Recovery:
 
     def _one(self, part: Part, loss_fn: Callable[..., torch.Tensor], *, last: bool) -> torch.Tensor:
         with gradient_sync(self.model, on=last):
-            loss: Any = compute_loss(self.model, part.batch, loss_fn)
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-                raise TypeError(f"loss_fn returns the mean loss, a tensor of one number, not {found}")
+            loss = mean_loss(self.model, part.batch, loss_fn)
             scaled = loss * part.share if part.share != 1.0 else loss
             (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()  # type: ignore[no-untyped-call]
-        detached: torch.Tensor = loss.detach()
-        return detached
+        return loss.detach()
 
     def _problem(self, loss: float) -> NonFiniteLossError | LossSpikeError | None:
         """Return what is wrong with this step. A scaler judges the gradients itself."""
@@ -404,12 +399,7 @@ class Recovery:
 
     def _gradients_are_finite(self) -> bool:
         """Return True if all gradients, of a sharded parameter this rank's part, are finite: one number is read."""
-        gradients = [parameter.grad.detach() for parameter in self._parameters() if parameter.grad is not None]
-        local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients]
-        dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in local]
-        # the largest magnitude: squares could overflow where no gradient is infinite
-        norms = torch._foreach_norm([grad for grad in dense if grad.numel()], inf) if dense else []  # noqa: SLF001  # as torch's own clipping
-        return not norms or bool(torch.isfinite(torch.stack([norm.to(norms[0].device) for norm in norms])).all())
+        return isfinite(greatest_magnitude(each.grad for each in self._parameters() if each.grad is not None))
 
     def _optimizer_step(self) -> bool:
         """Clip and step; return False if the scaler has skipped it: then it lowers its scale."""
@@ -462,11 +452,9 @@ _OTHERS: dict[int, type[NonFiniteLossError | LossSpikeError]] = {_SKIP: NonFinit
 def _refuse_nonsense(recovery: Recovery) -> None:
     if not isinstance(recovery.policy, RecoveryPolicy):
         raise TypeError(f"policy is a guard.RecoveryPolicy, not {type(recovery.policy).__name__}")
-    if recovery.optimizer is None:
-        raise TypeError("optimizer is one of torch.optim over the model's parameters, not None")
     if isinstance(recovery.optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS calls a closure several times in a step, which a Recovery cannot skip: use another optimizer")
-    check_trained(recovery.model, None, recovery.optimizer)
+    check_trained(recovery.model, optimizer=recovery.optimizer)
     if recovery.scaler is not None and not isinstance(recovery.scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler is {type(recovery.scaler).__name__}, and a torch.amp.GradScaler, or None, is needed")
     if not isinstance(recovery.extra, (list, tuple)) or any(not hasattr(each, "load_state_dict") for each in recovery.extra):

@@ -50,6 +50,19 @@ def compute_loss(model: Any, batch: Any, loss_fn: Callable[..., Any] | None = No
     return loss_fn(call(model, batch), batch)
 
 
+def mean_loss(model: Any, batch: Any, loss_fn: Callable[..., Any]) -> torch.Tensor:
+    """Return what :func:`compute_loss` does, where a loss function has to return one number.
+
+    Raises:
+        TypeError: it returns something else.
+    """
+    loss = compute_loss(model, batch, loss_fn)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = f"one of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TypeError(f"loss_fn returns the mean loss, a tensor of one number, not {found}")
+    return loss
+
+
 def output_loss(output: Any) -> Any:
     """Return an output's own ``loss``, or the sum of its floating-point tensors; ``None`` if it has none."""
     if isinstance(getattr(output, "loss", None), torch.Tensor):
@@ -65,8 +78,8 @@ def wide_type(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def check_trained(model: Any, loss_fn: Any = None, optimizer: Any = None) -> None:
-    """Raise for a model that computes nothing, and for a loss function or an optimizer that is none of it, where given.
+def check_trained(model: Any, **given: Any) -> None:
+    """Raise for a model that computes nothing, and for a ``loss_fn`` or an ``optimizer``, where given, that is none of it.
 
     Raises:
         TypeError: one is of another type; the message says what to give.
@@ -76,10 +89,11 @@ def check_trained(model: Any, loss_fn: Any = None, optimizer: Any = None) -> Non
         raise TypeError(f"model is a torch.nn.Module, not {type(model).__name__}")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError("the model is on the device meta, where nothing is computed: move it to a real one first")
-    if loss_fn is not None:
-        _parameters(loss_fn)
-    if optimizer is None:
+    if "loss_fn" in given:
+        _parameters(given["loss_fn"])
+    if "optimizer" not in given:
         return
+    optimizer = given["optimizer"]
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is one of torch.optim over the model's parameters, not {type(optimizer).__name__}")
     own = set(map(id, model.parameters()))

@@ -15,7 +15,7 @@ import torch
 from torchobs.support.result import Result
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 
 MOST_ELEMENTS = 3
@@ -169,3 +169,15 @@ def evenly_sampled(flat: Any, most: int) -> Any:
     if passes == 1:
         return parts[0]
     return torch.cat(parts)
+
+
+def greatest_magnitude(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the greatest magnitude in tensors, of a sharded one in this rank's part, NaN where there is one, and 0 of none.
+
+    It is finite where all are: the squares of a norm could overflow.
+    """
+    given: list[Any] = [each.detach() for each in tensors]
+    local = [each.to_local() if hasattr(each, "to_local") else each for each in given]
+    dense = [each.coalesce().values() if each.is_sparse else each for each in local]
+    norms = torch._foreach_norm([each for each in dense if each.numel()], inf) if dense else []  # as torch's own clipping
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).max() if norms else torch.zeros(())

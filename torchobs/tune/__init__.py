@@ -8,33 +8,34 @@ from torchobs.support.import_hooks import attach
 
 if TYPE_CHECKING:
     from torchobs.tune.comparison import Benchmark, benchmark
-    from torchobs.tune.devices import clear_cache, device, memory_fraction, memory_stats, seed
+    from torchobs.tune.environment import clear_cache, device, devices, memory_fraction, memory_stats, seed
     from torchobs.tune.difference import NumericalDifferenceError
-    from torchobs.tune.plan import Plan, optimize, optimized
-    from torchobs.tune.training import Pipeline, pipeline
+    from torchobs.tune.plan import Plan, optimize
+    from torchobs.tune.training import FitResult, Pipeline, pipeline
 
 _HOMES: dict[str, str] = {
     "Benchmark": "comparison",
     "benchmark": "comparison",
     "NumericalDifferenceError": "difference",
-    **dict.fromkeys(("clear_cache", "device", "memory_fraction", "memory_stats", "seed"), "devices"),
-    **dict.fromkeys(("Pipeline", "pipeline"), "training"),
-    **dict.fromkeys(("Plan", "optimize", "optimized"), "plan"),
+    **dict.fromkeys(("clear_cache", "device", "devices", "memory_fraction", "memory_stats", "seed"), "environment"),
+    **dict.fromkeys(("FitResult", "Pipeline", "pipeline"), "training"),
+    **dict.fromkeys(("Plan", "optimize"), "plan"),
 }
 """Public name to the module that defines it"""
 
 __all__ = [
     "Benchmark",
+    "FitResult",
     "NumericalDifferenceError",
     "Pipeline",
     "Plan",
     "benchmark",
     "clear_cache",
     "device",
+    "devices",
     "memory_fraction",
     "memory_stats",
     "optimize",
-    "optimized",
     "pipeline",
     "seed",
 ]

@@ -14,7 +14,7 @@ import torch
 
 from torchobs.support.torch_files import DAMAGE
 
-_COUNTS = frozenset({"step", "epoch", "batches", "total_steps", "counts_steps"})
+_COUNTS = frozenset({"step", "epoch", "batches", "total_steps", "counts_steps", "loss_sum"})
 
 
 def save(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -94,7 +94,7 @@ def check(state: Any, parts: Mapping[str, Any], path: str | os.PathLike[str]) ->
     """
     if not isinstance(state, Mapping) or "counts" not in state:
         raise ValueError(f"{path} is no checkpoint of tune.pipeline(): of weights alone, load_state_dict() takes them")
-    missing = [name for name in (*parts, "loss_sum") if name not in state]
+    missing = [name for name in parts if name not in state]
     counts = state["counts"]
     if missing or not isinstance(counts, Mapping) or not counts.keys() >= _COUNTS:
         raise ValueError(f"{path} is no whole checkpoint of tune.pipeline(): it lacks {', '.join(missing) or 'counts'}")

@@ -50,9 +50,9 @@ class Request:
     device: torch.device
     failed: Callable[[str, str], None]
     """told the technique and the reason when it fails once it is applied"""
-    dtype: torch.dtype | None = None
-    """autocast's data type; None for the device's own"""
-    checkpoint: tuple[type[nn.Module], ...] = ()
+    amp: str | torch.dtype = "auto"
+    """what autocast computes in, see :func:`amp_dtype`"""
+    checkpointing: tuple[type[nn.Module], ...] = ()
     """classes of the modules to checkpoint; empty for repeated blocks"""
     activation_budget: int | None = None
     """bytes of activations that the backward pass may need; None to checkpoint all blocks"""
@@ -70,6 +70,7 @@ def reclass_obstacle(module: nn.Module) -> str | None:
     return None
 
 
+AMP = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}
 _AMPERE = (8, 0)
 _BFLOAT16_INSTRUCTIONS = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
 
@@ -86,14 +87,27 @@ def choose(request: Request) -> list[Choice]:
     return choices
 
 
-def amp_dtype(device: torch.device) -> tuple[torch.dtype | None, str]:
-    """Return the type that autocast is to compute in on a device, None where it would gain nothing, and why."""
+def amp_dtype(amp: object, device: torch.device) -> tuple[torch.dtype | None, str]:
+    """Return the type that autocast is to compute in on a device, None for none, and why.
+
+    Args:
+        amp: ``"bf16"``, ``"fp16"``, ``"off"`` or their types, or ``"auto"``: the type that the device has instructions for.
+        device: where it computes.
+
+    Raises:
+        ValueError: ``amp`` is none of these.
+    """
+    if amp != "auto":
+        dtype = next((dtype for name, dtype in AMP.items() if amp in (name, dtype)), None)
+        if dtype is None:
+            raise ValueError(f"amp is {', '.join(map(repr, AMP))}, one of their types, or 'auto', not {amp!r}")
+        return (None, "amp is off") if dtype is torch.float32 else (dtype, "asked for")
     if device.type == "cuda":
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return torch.bfloat16, "the GPU computes in bfloat16"
         return torch.float16, "the GPU has no bfloat16; float16 needs a GradScaler"
     if device.type == "cpu" and not any(getattr(torch.cpu, name, bool)() for name in _BFLOAT16_INSTRUCTIONS):
-        return None, "this CPU has no instructions for bfloat16, autocast would slow it down; pass amp_dtype to have it anyway"
+        return None, "this CPU has no instructions for bfloat16, autocast would slow it down; pass amp='bf16' to have it anyway"
     if device.type in {"cpu", "xpu"} or (device.type == "mps" and torch.backends.mps.is_macos_or_newer(14, 0)):
         return torch.bfloat16, "the device has instructions for bfloat16"
     return None, f"autocast on {device.type} is not supported"
@@ -102,7 +116,7 @@ def amp_dtype(device: torch.device) -> tuple[torch.dtype | None, str]:
 def _autocast(request: Request) -> Reply:
     if request.quantize is not None and request.mode == "inference":
         return "the weights are to be quantised"
-    dtype, reason = (request.dtype, "asked for") if request.dtype else amp_dtype(request.device)
+    dtype, reason = amp_dtype(request.amp, request.device)
     if dtype is None:
         return reason
     if (obstacle := reclass_obstacle(request.model)) is not None:
@@ -112,12 +126,12 @@ def _autocast(request: Request) -> Reply:
 
 
 def _checkpointing(request: Request) -> Reply:
-    if request.mode == "full" and not request.checkpoint:
-        return "saves memory for a second forward pass; pass checkpoint= or use mode 'memory_efficient'"
-    asked = [module for module in request.model.modules() if isinstance(module, request.checkpoint)]
-    blocks = outermost(asked if request.checkpoint else repeated_blocks(request.model))
+    if request.mode == "full" and not request.checkpointing:
+        return "saves memory for a second forward pass; pass checkpointing= or use mode 'memory_efficient'"
+    asked = [module for module in request.model.modules() if isinstance(module, request.checkpointing)]
+    blocks = outermost(asked if request.checkpointing else repeated_blocks(request.model))
     if not blocks:
-        return "the model has no repeated blocks; pass the class of the modules as checkpoint="
+        return "the model has no repeated blocks; pass the class of the modules as checkpointing="
     if (obstacle := next(filter(None, map(reclass_obstacle, blocks)), None)) is not None:
         return obstacle
     state, doubt = _state(request, blocks)
@@ -223,7 +237,7 @@ def _compile(request: Request) -> Reply:
         return "the model is compiled already"
     if not torch._dynamo.eval_frame.is_dynamo_supported():
         return "torch.compile does not support this Python or system"
-    mode = "max-autotune" if request.level == "maximum" and request.device.type == "cuda" else None
+    mode = "max-autotune" if request.level == "extreme" and request.device.type == "cuda" else None
     reason = f"torch.compile(mode={mode!r})" if mode else "torch.compile"
 
     def failed(words: str) -> None:
@@ -277,9 +291,9 @@ MODES: dict[str, frozenset[str]] = {
     "inference": frozenset(_DECIDE) - {"checkpointing", "fused_optimizer"},
 }
 LEVELS: dict[str, frozenset[str]] = {
-    "none": frozenset(),
+    "off": frozenset(),
     "basic": frozenset(_DECIDE) - {"channels_last", "tf32", "cudnn_benchmark"},
     "advanced": frozenset(_DECIDE) - {"cudnn_benchmark"},
-    "maximum": frozenset(_DECIDE),
+    "extreme": frozenset(_DECIDE),
 }
-"""``advanced`` adds what changes memory layout and float32 products, ``maximum`` what searches for kernels when it starts."""
+"""``advanced`` adds what changes memory layout and float32 products, ``extreme`` what searches for kernels when it starts."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -20,10 +21,11 @@ from torch import nn
 
 from torchobs import api, catalog
 from torchobs.support.arguments import is_whole
-from torchobs.support.result import Result
+from torchobs.support.result import Checked, Problem, Result, row_of
 from torchobs.tensors.batches import call
+from torchobs.tensors.losses import check_trained, mean_loss
 from torchobs.tensors.running import Buffers, generators, random_states_kept
-from torchobs.tune.difference import outputs, pair_of
+from torchobs.tune.difference import outputs
 from torchobs.tune.plan import Plan, optimize
 from torchobs.tune.techniques import FAILURES, first_line
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    LossFunction = Callable[[Any, Any], torch.Tensor]
+    LossFunction = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class ModeResult(Result):
     """share of the first mode's peak that this one does without; negative if it needs more"""
     difference: float | None
     """relative difference of outputs to float32 eager; None if the output has no floating tensor"""
-    accepted: bool
+    ok: bool
     """the difference is within the plan's tolerance"""
 
     @property
@@ -92,35 +94,25 @@ class ModeResult(Result):
         return self.speedup_factor.low <= 1.0 <= self.speedup_factor.high
 
 
-@dataclass(frozen=True)
-class LeftOut(Result):
-    """A mode that failed, and so was not measured."""
-
-    mode: str
-    reason: str
-
-
 _FORMATS = ("pdf", "png", "svg")
 _GAIN, _LOSS, _NOISE = "#2c8a5f", "#b3231d", "#7d8792"
 
 
 @dataclass(frozen=True)
-class Benchmark(Result):
-    """Modes compared, and which to use."""
+class Benchmark(Checked):
+    """Modes compared, and which to use: ``result["amp"]`` is one of them."""
 
     device: str
     rounds: int
     recommended: str
     reason: str
     modes: tuple[ModeResult, ...]
-    left_out: tuple[LeftOut, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    """modes that failed, and so were not measured"""
 
     def __getitem__(self, mode: str) -> ModeResult:
         """Return a mode's measurements."""
-        found = next((each for each in self.modes if each.mode == mode), None)
-        if found is None:
-            raise KeyError(f"{mode!r} was not measured; these were: {', '.join(each.mode for each in self.modes)}")
-        return found
+        return row_of(self.modes, mode)
 
     def plot(self, path: str | os.PathLike[str]) -> str:
         """Draw speed-ups with their quartiles into a ``.png``, ``.svg`` or ``.pdf``; return the file's name.
@@ -156,11 +148,11 @@ class Benchmark(Result):
 def recommend(modes: Sequence[ModeResult]) -> tuple[str, str]:
     """Return the mode to use, and why: the fastest of those that gain beyond noise with outputs within the tolerance."""
     base, *others = modes
-    better = [each for each in others if each.accepted and each.speedup_factor.low > 1.0]
+    better = [each for each in others if each.ok and each.speedup_factor.low > 1.0]
     if better:
         best = max(better, key=lambda each: each.speedup_factor.median)
         return best.mode, f"{best.speedup_factor} times as fast as {base.mode}"
-    refused = [each.mode for each in others if not each.accepted and each.speedup_factor.low > 1.0]
+    refused = [each.mode for each in others if not each.ok and each.speedup_factor.low > 1.0]
     if refused:
         return base.mode, f"{', '.join(refused)}: faster, but with outputs too far from float32"
     noise = [each.mode for each in others if each.is_noise]
@@ -261,8 +253,8 @@ _LEAST_ROUNDS = 6
 def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked for
     model: nn.Module,
     batch: Any,
-    optimizer: torch.optim.Optimizer | None = None,
     loss_fn: LossFunction | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     *,
     modes: Sequence[str] = ("none", "amp", "compile"),
     level: str = "basic",
@@ -279,11 +271,11 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
 
     Args:
         model: the model, on its device.
-        batch: the model's input as ``Plan.check`` takes it, or, with a loss function, a pair of input and target; or a
-            DataLoader, of which the first batch is taken.
+        batch: a tensor, a tuple of arguments (with a loss function the last may be the target), or a mapping of keyword
+            arguments; or a DataLoader, of which the first batch is taken.
+        loss_fn: ``loss_fn(model, batch)``, or ``loss_fn(output, target)``; its result starts a backward pass. Without it only
+            forward passes are timed, in evaluation mode and without gradients (with them if the forward pass differentiates).
         optimizer: an optimizer over the model's parameters, if steps are to have one.
-        loss_fn: called with output and target; its result starts a backward pass. Without it only forward passes are timed,
-            in evaluation mode and without gradients (with them if the forward pass differentiates).
         modes: modes of :func:`optimize`; the first is what the others are compared with.
         level: level of all plans.
         rounds: timed steps of each mode, at least 6.
@@ -292,21 +284,22 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
         options: what else :func:`optimize` takes.
 
     Raises:
-        TypeError: ``model`` is no ``torch.nn.Module``, or ``optimizer`` none.
+        TypeError: ``model`` is no ``torch.nn.Module``, or ``optimizer`` or ``loss_fn`` none.
         ValueError: modes are unknown, doubled or fewer than one; too few rounds; an optimizer without a loss function, or of
-            another model; with a loss function, a batch that is no pair; a loader without a batch.
+            another model; a model on the device meta; a loader without a batch.
     """
     if isinstance(modes, str):
         raise ValueError(f"modes are a tuple of names, such as ('none', {modes!r})")  # noqa: TRY004  # as of every other
     _check_arguments(modes, rounds, warmup)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"tune.benchmark() takes a torch.nn.Module, not {type(model).__name__}")
-    _check_optimizer(model, optimizer, has_loss=loss_fn is not None)
+    given = {"loss_fn": loss_fn, "optimizer": optimizer}
+    check_trained(model, **{name: value for name, value in given.items() if value is not None})
+    if optimizer is not None and loss_fn is None:
+        raise ValueError("an optimizer needs gradients: pass loss_fn, and what it needs as batch")
     batch = _first_batch(batch)
     with random_states_kept(), _untouched(model, optimizer):
         step = _Step(*copied(model, optimizer, loss_fn), batch)
         options = {"example": step.input, **options}
-        plans, left_out, first_s = _first_steps(
+        plans, problems, first_s = _first_steps(
             step, [optimize(step.model, mode=mode, level=level, **options) for mode in modes]
         )
         differences = [_difference(plan, step.input) for plan in plans]
@@ -321,11 +314,11 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
             peak_bytes=peaks[index],
             memory_savings=None if not peaks[0] or (peak := peaks[index]) is None else 1 - peak / peaks[0],
             difference=differences[index][0],
-            accepted=differences[index][1],
+            ok=differences[index][1],
         )
         for index, plan in enumerate(plans)
     )
-    result = Benchmark(plans[0].device, len(times[0]), *recommend(results), results, tuple(left_out))
+    result = Benchmark(plans[0].device, len(times[0]), *recommend(results), results, tuple(problems))
     for each in results:
         api.set_gauge(catalog.TUNE_SPEEDUP, each.speedup_factor.median, mode=each.mode)
     about = {"recommended": result.recommended, "reason": result.reason, "rounds": result.rounds}
@@ -344,6 +337,21 @@ def _first_batch(batch: Any) -> Any:
     raise ValueError("the loader has no batch")
 
 
+def _input_of(model: nn.Module, batch: Any, loss_fn: LossFunction) -> Any:
+    """Return what a loss function calls the model with, as a batch."""
+    calls: list[tuple[Any, Any]] = []
+    handle = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    try:
+        mean_loss(model, batch, loss_fn)
+    finally:
+        handle.remove()
+    if not calls:
+        raise ValueError("loss_fn does not call the model")
+    args, kwargs = calls[0]
+    names = signature(model.forward).parameters if args and kwargs else ()
+    return {**dict(zip(names, args, strict=False)), **kwargs} if kwargs else args
+
+
 class _Step:
     """One step as the caller's training does it: forward, and backward and optimizer where given."""
 
@@ -351,9 +359,8 @@ class _Step:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, loss_fn: LossFunction | None, batch: Any
     ) -> None:
         self.model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
-        self.input: Any
-        self._target: Any
-        self.input, self._target = pair_of(batch) if loss_fn is not None else (batch, None)
+        self._batch = batch
+        self.input = batch if loss_fn is None else _input_of(model, batch, loss_fn)
         of_optimizer = [weight for group in optimizer.param_groups for weight in group["params"]] if optimizer else []
         of_loss = loss_fn.parameters() if isinstance(loss_fn, nn.Module) else ()
         self._weights = list({id(weight): weight for weight in (*model.parameters(), *of_optimizer, *of_loss)}.values())
@@ -373,15 +380,14 @@ class _Step:
                 call(self.model, self.input)
             return
         self.clear()
-        loss = self._loss_fn(call(self.model, self.input), self._target)
-        loss.backward()  # type: ignore[no-untyped-call]
+        mean_loss(self.model, self._batch, self._loss_fn).backward()  # type: ignore[no-untyped-call]
         if self._optimizer is not None:
             self._optimizer.step()
 
 
-def _first_steps(step: _Step, plans: Sequence[Plan]) -> tuple[list[Plan], list[LeftOut], list[float]]:
+def _first_steps(step: _Step, plans: Sequence[Plan]) -> tuple[list[Plan], list[Problem], list[float]]:
     """Do the first step of each plan, with all of its compilation; return those that work, those that fail, and the times."""
-    kept, left_out, first_s = list[Plan](), list[LeftOut](), list[float]()
+    kept, problems, first_s = list[Plan](), list[Problem](), list[float]()
     for plan in plans:
         try:
             with plan:
@@ -389,11 +395,11 @@ def _first_steps(step: _Step, plans: Sequence[Plan]) -> tuple[list[Plan], list[L
         except FAILURES as error:
             if not kept:
                 raise  # of the first plan it is the caller's
-            left_out.append(LeftOut(plan.mode, f"{type(error).__name__}: {first_line(error)}"))
+            problems.append(Problem("failed", plan.mode, f"{type(error).__name__}: {first_line(error)}"))
             continue
         kept.append(plan)
         first_s.append(spent_s)
-    return kept, left_out, first_s
+    return kept, problems, first_s
 
 
 def _measure(
@@ -429,10 +435,10 @@ def _timed(step: _Step, device: str) -> float:
 
 def _difference(plan: Plan, batch: Any) -> tuple[float | None, bool]:
     try:
-        difference = plan.measure(batch)
+        difference = plan.inspect(batch)
     except ValueError:
         return None, True
-    return difference.relative, difference.accepted
+    return difference.relative, difference.ok
 
 
 def _check_arguments(modes: Sequence[str], rounds: int, warmup: int) -> None:
@@ -442,15 +448,3 @@ def _check_arguments(modes: Sequence[str], rounds: int, warmup: int) -> None:
         raise ValueError(f"rounds is a whole number, at least {_LEAST_ROUNDS}, not {rounds!r}")
     if not is_whole(warmup) or warmup < 0:
         raise ValueError(f"warmup is a number of steps, not {warmup!r}")
-
-
-def _check_optimizer(model: nn.Module, optimizer: Any, *, has_loss: bool) -> None:
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is one of torch.optim over the model's parameters, not {type(optimizer).__name__}")
-    if not has_loss:
-        raise ValueError("an optimizer needs gradients: pass loss_fn, and as batch a pair of input and target")
-    own = set(map(id, model.parameters()))
-    if own and not any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
-        raise ValueError("the optimizer has none of the model's parameters: make it of model.parameters()")

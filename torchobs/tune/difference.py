@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchobs.support.result import Result
+from torchobs.support.result import Checked, Problem
 from torchobs.tensors.batches import call, walk
+from torchobs.tensors.losses import check_trained
 from torchobs.tensors.running import evaluating, state_kept, wants_gradients
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ LEAST_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Difference(Result):
+class Difference(Checked):
     """Difference of outputs to those of float32 eager execution, over all floating tensors of the outputs together."""
 
     relative: float
@@ -39,9 +39,12 @@ class Difference(Result):
     """relative difference that is accepted"""
 
     @property
-    def accepted(self) -> bool:
-        """Return True if the difference is finite and within the tolerance."""
-        return self.finite and self.relative <= self.tolerance
+    def problems(self) -> tuple[Problem, ...]:
+        """That it is not finite, or beyond the tolerance."""
+        if not self.finite:
+            return (Problem("nonfinite", "", "the outputs are not finite"),)
+        text = f"the outputs differ by {self.relative:.3g} (relative), and {self.tolerance:.3g} is accepted"
+        return () if self.relative <= self.tolerance else (Problem("difference", "", text),)
 
 
 class NumericalDifferenceError(RuntimeError):
@@ -49,36 +52,13 @@ class NumericalDifferenceError(RuntimeError):
 
     def __init__(self, difference: Difference) -> None:
         self.difference = difference
-        found = f"differ by {difference.relative:.3g} (relative)" if difference.finite else "are not finite"
-        super().__init__(
-            f"the plan's outputs {found}; {difference.tolerance:.3g} is accepted. The plan is undone. Use a smaller level or "
-            "mode, or pass a larger tolerance."
-        )
+        found = "; ".join(map(str, difference.problems))
+        super().__init__(f"{found}. The plan is undone. Use a smaller level or mode, or pass a larger tolerance.")
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
     """Return the relative difference that computing in ``dtype`` is allowed: :data:`ROUNDINGS` of its roundings."""
     return max(LEAST_TOLERANCE, ROUNDINGS * torch.finfo(dtype).eps)
-
-
-def described(value: Any) -> str:
-    """Return what a value is, for a message that wants something else."""
-    return f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def pair_of(batch: Any) -> tuple[Any, Any]:
-    """Return input and target of a batch.
-
-    Raises:
-        ValueError: it is no pair; the message says how to make one.
-    """
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:  # noqa: PLR2004  # a pair
-        return batch[0], batch[1]
-    found = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list, Mapping)) else type(batch).__name__
-    raise ValueError(
-        f"a batch is a pair of input and target, not {found}: several inputs go into the first as a tuple, or as a mapping of "
-        "keyword arguments, and what the loss function needs into the second"
-    )
 
 
 def outputs(model: nn.Module, batch: Any, *, gradients: bool | None = None) -> tuple[list[Tensor], bool]:
@@ -91,8 +71,7 @@ def outputs(model: nn.Module, batch: Any, *, gradients: bool | None = None) -> t
     Raises:
         ValueError: the model is on the device meta.
     """
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("the model is on the device meta, where nothing is computed: move it to a real one first")
+    check_trained(model)
     with evaluating(model):
         if gradients is None:
             try:

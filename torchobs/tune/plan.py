@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
+from torch import nn
 
 from torchobs import api, catalog
 from torchobs.support.arguments import is_number
-from torchobs.support.result import Result
-from torchobs.tune.choices import LEVELS, MODES, Choice, Decision, Request, choose
+from torchobs.support.result import Checked, Problem
+from torchobs.tune.choices import LEVELS, MODES, Choice, Decision, Request, amp_dtype, choose
+from torchobs.tune.environment import device as chosen_device
 from torchobs.tune.difference import Difference, NumericalDifferenceError, compare, outputs, tolerance_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from types import TracebackType
 
-    from torch import nn
+F = TypeVar("F", bound="Callable[..., Any]")
 
 
 class _State:
@@ -36,8 +39,11 @@ class _State:
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Result):
-    """What :func:`optimize` would do to a model. Printing it shows each technique with its reason."""
+class Plan(Checked, ContextDecorator):
+    """What :func:`optimize` would do to a model. Printing it shows each technique with its reason.
+
+    It is applied within a ``with`` block, and while a function runs that it decorates.
+    """
 
     mode: str
     level: str
@@ -62,9 +68,9 @@ class Plan(Result):
         return self._state.applied
 
     @property
-    def compile_failure(self) -> str | None:
-        """Why torch could not compile the model, which then runs eagerly; None if it could, or has not been called yet."""
-        return self._state.failures.get("compile")
+    def problems(self) -> tuple[Problem, ...]:
+        """What failed once it was applied: a compilation, so that the model runs eagerly."""
+        return tuple(Problem("failed", technique, why) for technique, why in self._state.failures.items())
 
     def apply(self) -> Plan:
         """Change the model and torch's flags as planned. A second call does nothing."""
@@ -96,16 +102,18 @@ class Plan(Result):
             NumericalDifferenceError: the difference is larger, or outputs are not finite; the plan is undone then.
             ValueError: there is no batch, the output has no floating tensor, or the model is on the device meta.
         """
-        difference = self.measure(batch, tolerance)
-        if not difference.accepted:
+        difference = self.inspect(batch, tolerance)
+        if not difference:
             self.undo()
             self._tell("refused", difference=difference.relative)
             raise NumericalDifferenceError(difference)
         return difference
 
-    def measure(self, batch: Any = None, tolerance: float | None = None) -> Difference:
+    def inspect(self, batch: Any = None, tolerance: float | None = None) -> Difference:
         """Measure as :meth:`check` does, and refuse nothing; afterwards the plan is applied or not as before."""
-        batch = self._batch(batch)
+        batch = self._example if batch is None else batch
+        if batch is None:
+            raise ValueError("there is nothing to compute: pass a batch here, or example= to tune.optimize()")
         was_applied = self._state.applied
         try:
             self._switch(on=False)
@@ -115,12 +123,6 @@ class Plan(Result):
         finally:
             self._switch(on=was_applied)
         return compare(got, reference, tolerance_of(self.compute_dtype) if tolerance is None else tolerance)
-
-    def _batch(self, batch: Any) -> Any:
-        batch = self._example if batch is None else batch
-        if batch is None:
-            raise ValueError("there is nothing to compute: pass a batch here, or example= to tune.optimize()")
-        return batch
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -159,8 +161,7 @@ class Plan(Result):
         self.undo()
 
     def __str__(self) -> str:
-        failures = self._state.failures
-        state = "applied" if self._state.applied else "not applied"
+        failures, state = self._state.failures, "applied" if self.applied else "not applied"
         lines = [f"Plan: mode {self.mode}, level {self.level}, on {self.device} in {self.dtype} ({state})"]
         for each in self.decisions:
             failure = failures.get(each.technique)
@@ -184,85 +185,107 @@ class Plan(Result):
         api.event(catalog.EVENT_TUNE_PLAN.name, **about, **more)
 
 
-def optimize(  # noqa: PLR0913  # one keyword for each thing that can be asked for
-    model: nn.Module,
+@overload
+def optimize(model: nn.Module, **options: Any) -> Plan: ...
+@overload
+def optimize(model: F, **options: Any) -> F: ...
+@overload
+def optimize(**options: Any) -> Callable[[F], F]: ...
+def optimize(  # type: ignore[misc]  # noqa: PLR0913  # the keywords are those below; one for each thing that can be asked for
+    model: Any = ...,
     *,
     mode: str = "amp",
     level: str = "basic",
     example: Any = None,
-    amp_dtype: torch.dtype | None = None,
-    checkpoint: tuple[type[nn.Module], ...] | type[nn.Module] = (),
+    amp: str | torch.dtype = "auto",
+    checkpointing: tuple[type[nn.Module], ...] | type[nn.Module] = (),
     activation_budget: int | None = None,
     quantize: str | None = None,
-) -> Plan:
+) -> Any:
     """Plan what makes a model's training faster or smaller on the device that it is on. Nothing changes until ``apply()``.
 
+    Of a function it returns one that computes as planned, on ``tune.device()``, and has the plan, applied, as ``plan``. Without
+    a model or a function it is a decorator: ``@tune.optimize(amp="bf16")``.
+
     Args:
-        model: the model, already on its device, before DDP or FSDP wraps it.
+        model: the model, already on its device, before DDP or FSDP wraps it; or a function.
         mode: ``none``, ``amp`` (mixed precision), ``compile``, ``memory_efficient`` (mixed precision and recomputed
             activations), ``full``, or ``inference`` (forward passes without gradients).
-        level: ``none``, ``basic``, ``advanced`` (memory layout, TF32) or ``maximum`` (search for the fastest kernels, too).
+        level: ``off``, ``basic``, ``advanced`` (memory layout, TF32) or ``extreme`` (search for the fastest kernels, too).
         example: a batch for ``Plan.check``: a tensor, a tuple of arguments, or a mapping of keyword arguments.
-        amp_dtype: type for autocast; by default the one that the device has instructions for.
-        checkpoint: class or classes of the modules whose activations are recomputed; by default repeated blocks.
+        amp: what autocast computes in: ``bf16``, ``fp16``, ``off``, a dtype, or ``auto``: what the device has instructions for.
+        checkpointing: class or classes of the modules whose activations are recomputed; by default repeated blocks.
         activation_budget: bytes that activations may need for the backward pass of ``example``. What each block keeps is
             measured by a forward pass, and no more blocks are recomputed than needed, the largest first.
         quantize: for mode ``inference``: ``dynamic`` (linear layers in 8-bit integers by torch.ao, on a CPU).
 
     Raises:
-        TypeError: ``model`` is no ``torch.nn.Module``, ``amp_dtype`` no floating type, or ``checkpoint`` no class of modules.
+        TypeError: ``model`` is no ``torch.nn.Module`` or function, or ``checkpointing`` no class of modules.
         ValueError: a name is unknown, the budget is not above 0, or the model's parameters are on several devices.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"tune.optimize() takes a torch.nn.Module, not {type(model).__name__}")
-    _one_of("mode", mode, MODES)
-    _one_of("level", level, LEVELS)
-    if amp_dtype not in {None, torch.bfloat16, torch.float16}:
-        raise TypeError(f"amp_dtype is torch.bfloat16 or torch.float16, not {amp_dtype}")
+    one_of("mode", mode, MODES)
+    one_of("level", level, LEVELS)
+    amp_dtype(amp, torch.device("cpu"))
     if quantize is not None:
-        _one_of("quantize", quantize, ("dynamic",))
+        one_of("quantize", quantize, ("dynamic",))
     if activation_budget is not None and not (is_number(activation_budget) and activation_budget > 0):
         raise ValueError(f"activation_budget is a number of bytes above 0, not {activation_budget!r}")
-    classes: tuple[Any, ...] = tuple(checkpoint) if isinstance(checkpoint, (tuple, list)) else (checkpoint,)
-    if not all(isinstance(each, type) and issubclass(each, torch.nn.Module) for each in classes):
-        raise TypeError(f"checkpoint is a class of modules, or several of them, not {checkpoint!r}")
+    classes: tuple[Any, ...] = tuple(checkpointing) if isinstance(checkpointing, (tuple, list)) else (checkpointing,)
+    if not all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
+        raise TypeError(f"checkpointing is a class of modules, or several of them, not {checkpointing!r}")
+    asked: dict[str, Any] = {
+        "mode": mode,
+        "level": level,
+        "amp": amp,
+        "checkpointing": classes,
+        "activation_budget": activation_budget,
+    }
+    asked |= {"quantize": quantize, "example": example}
+    if isinstance(model, nn.Module):
+        return _plan(model, model_device(model), asked)
+    if model is ...:
+        return partial(_optimized, asked)
+    return _optimized(asked, model)
+
+
+def _plan(model: nn.Module, device: torch.device, asked: dict[str, Any]) -> Plan:
     state = _State()
-    request = Request(
-        model=model,
-        mode=mode,
-        level=level,
-        device=model_device(model),
-        dtype=amp_dtype,
-        checkpoint=classes,
-        activation_budget=activation_budget,
-        quantize=quantize,
-        example=example,
-        failed=state.failed,
-    )
-    choices = choose(request)
-    return Plan(
-        mode=mode,
-        level=level,
-        device=str(request.device),
-        dtype=_dtype(model, choices),
-        decisions=tuple(choice.decision for choice in choices),
-        _model=model,
-        _choices=tuple(choices),
-        _example=example,
-        _state=state,
-    )
+    choices = choose(Request(model=model, device=device, failed=state.failed, **asked))
+    decisions = tuple(choice.decision for choice in choices)
+    about = asked["mode"], asked["level"], str(device), _dtype(model, choices)
+    return Plan(*about, decisions, model, tuple(choices), asked["example"], state)
 
 
-@contextmanager
-def optimized(model: nn.Module, **options: Any) -> Iterator[Plan]:
-    """Apply a plan within a ``with`` block, or while a decorated function runs; takes what :func:`optimize` takes."""
-    with optimize(model, **options) as plan:
-        yield plan
+class _Function(nn.Module):
+    """A function as a module, which is what a plan changes."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
 
 
-def _one_of(what: str, name: object, known: Iterable[str]) -> None:
+def _optimized(asked: dict[str, Any], function: Any) -> Any:
+    """Return a function that computes as planned."""
+    if not callable(function) or isinstance(function, (type, nn.Module)):
+        raise TypeError(f"tune.optimize() takes a torch.nn.Module, or decorates a function, not {type(function).__name__}")
+    module = _Function(function)
+
+    @wraps(function)
+    def optimized(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    optimized.plan = _plan(module, chosen_device(), asked).apply()  # type: ignore[attr-defined]
+    return optimized
+
+
+def one_of(what: str, name: object, known: Iterable[str]) -> None:
+    """Raise ValueError for a name that is unknown, with those that are known."""
     if not isinstance(name, str) or name not in known:
-        raise ValueError(f"unknown {what} {name!r}: use one of {', '.join(known)}")
+        given = repr(name) if isinstance(name, str) else f"of type {type(name).__name__}"
+        raise ValueError(f"unknown {what} {given}: use one of {', '.join(known)}")
 
 
 def model_device(model: nn.Module) -> torch.device:

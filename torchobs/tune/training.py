@@ -1,12 +1,14 @@
-"""A training loop as one would write it by hand: accumulation, AMP, clipping, schedule, DDP, checkpoints."""
+"""A training loop as one would write it by hand: accumulation, AMP, clipping, schedule, DDP, checkpoints, recovery."""
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import distributed, nn
@@ -17,12 +19,14 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchobs.support.arguments import is_number, is_whole
 from torchobs.support.import_hooks import imported
 from torchobs.support.process_group import gradient_sync
-from torchobs.tensors.batches import call, rebuilt
-from torchobs.tensors.running import length, samplers
+from torchobs.support.result import Checked, Problem
+from torchobs.tensors.batches import batch_sizes, rebuilt, walk
+from torchobs.tensors.losses import check_trained, mean_loss
+from torchobs.tensors.running import Buffers, length, samplers
+from torchobs.tensors.values import greatest_magnitude, is_finite
 from torchobs.tune import checkpoint_file
 from torchobs.tune.choices import amp_dtype
-from torchobs.tune.difference import described, pair_of
-from torchobs.tune.plan import model_device, optimize
+from torchobs.tune.plan import model_device, one_of, optimize
 
 if TYPE_CHECKING:
     import os
@@ -30,9 +34,18 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    LossFunction = Callable[[Any, Any], torch.Tensor]
+    LossFunction = Callable[..., torch.Tensor]
+    """``loss_fn(model, batch)``, or ``loss_fn(output, target)``"""
 
 
+class Policy(Protocol):
+    """What may be done about a step that fails: ``guard.RecoveryPolicy``."""
+
+    def around(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> Any:
+        """Return what runs the steps."""
+
+
+_log = logging.getLogger("torchobs.tune")
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -42,26 +55,22 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 SCHEDULERS = ("constant", "cosine", "linear")
 
 
-def check_arguments(optimizer: object, scheduler: object, amp: object, ddp: object, **numbers: Any) -> None:
-    """Raise ValueError for a name that is unknown, a type that autocast does not compute in, a number out of its range."""
-    for what, name, known in (("optimizer", optimizer, OPTIMIZERS), ("scheduler", scheduler, SCHEDULERS)):
-        if not isinstance(name, str) or name not in known:
-            given = repr(name) if isinstance(name, str) else f"of type {type(name).__name__}"
-            raise ValueError(f"unknown {what} {given}: use one of {', '.join(known)}")
-    if amp not in {"auto", True, False, torch.bfloat16, torch.float16}:
-        raise ValueError(f"amp is 'auto', True, False, torch.bfloat16 or torch.float16, not {amp!r}")
-    if ddp not in {"auto", True, False}:
-        raise ValueError(f"ddp is 'auto', True or False, not {ddp!r}")
-    for what, least in (("accumulate", 1), ("warmup_steps", 0), ("total_steps", 1)):
-        value = numbers[what]
-        if not (what == "total_steps" and value is None) and not (is_whole(value) and value >= least):
-            raise ValueError(f"{what} is a whole number, at least {least}, not {value!r}")
-    for what in ("lr", "max_grad_norm"):
-        value = numbers[what]
-        if value is not None and not (is_number(value) and value >= 0):
-            raise ValueError(f"{what} is a number, 0 or more, not {value!r}")
-    if numbers["max_grad_norm"] == 0:
-        raise ValueError("max_grad_norm is above 0, or None to clip nothing")
+@dataclass(frozen=True)
+class FitResult(Checked):
+    """What :meth:`Pipeline.fit` did; its problem is what stopped it before the last epoch."""
+
+    problems: tuple[Problem, ...]
+    losses: tuple[float, ...]
+    """mean of each epoch that was completed"""
+    steps: int
+    """of the optimizer"""
+    skipped_steps: int
+    """that the loss scaler or the recovery skipped"""
+    nonfinite_at: str | None
+    """epoch and batch of the first loss or gradient that was not finite"""
+    duration_s: float
+    samples_per_s: float | None
+    """None where a batch's samples cannot be counted"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,40 +143,37 @@ def check_whole(model: nn.Module) -> None:
         raise RuntimeError("the model is sharded by FSDP: torch.distributed.checkpoint saves and loads it")
 
 
+@dataclass(repr=False, eq=False)
 class Pipeline:
     """Model, optimizer, scheduler and scaler of a training, and its loop. Made by :func:`pipeline`; every part may be replaced.
 
     ``step`` counts the optimizer's steps, ``epoch`` the complete epochs.
     """
 
-    def __init__(  # one argument for each part
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        schedule: Schedule,
-        total_steps: int | None,
-        dtype: torch.dtype | None,
-        accumulate: int,
-        max_grad_norm: float | None,
-    ) -> None:
-        self.model = model
-        self._optimizer = optimizer
-        self.total_steps = total_steps
-        self._counts_steps = total_steps is None
-        self._schedule = schedule
-        self._own_scheduler = schedule.scheduler(optimizer, lambda: self.total_steps)
+    model: nn.Module
+    loss_fn: LossFunction
+    _optimizer: Optimizer
+    _schedule: Schedule
+    total_steps: int | None
+    dtype: torch.dtype | None
+    """what autocast computes in"""
+    accumulate: int
+    max_grad_norm: float | None
+    _policy: Policy | None
+    recovery: Any = field(init=False, default=None)
+    """of the last ``fit``: its evidence and counts"""
+    step: int = field(init=False, default=0)
+    epoch: int = field(init=False, default=0)
+    _micro_steps: int = field(init=False, default=0)
+    _batches_done: int = field(init=False, default=0)
+    _loss_sum: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self.device = model_device(self.model)
+        self._counts_steps = self.total_steps is None
+        self._own_scheduler = self._schedule.scheduler(self._optimizer, lambda: self.total_steps)
         self.scheduler: LRScheduler = self._own_scheduler
-        self.device = model_device(model)
-        self.dtype = dtype
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
-        self.accumulate = accumulate
-        self.max_grad_norm = max_grad_norm
-        self.step = 0
-        self.epoch = 0
-        self._micro_steps = 0
-        self._batches_done = 0
-        self._loss_sum = torch.zeros((), device=self.device)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -176,14 +182,15 @@ class Pipeline:
 
     @optimizer.setter
     def optimizer(self, optimizer: Optimizer) -> None:
+        check_trained(self.model, optimizer=optimizer)
         own = self.scheduler is self._own_scheduler
         self._own_scheduler = self._schedule.scheduler(optimizer, lambda: self.total_steps, self._own_scheduler.last_epoch)
         self._optimizer = optimizer
         if own:
             self.scheduler = self._own_scheduler
 
-    def train_step(self, batch: Any, loss_fn: LossFunction) -> torch.Tensor:
-        """Train on one micro-batch, a pair of input and target; every ``accumulate``-th call steps the optimizer.
+    def train_step(self, batch: Any) -> torch.Tensor:
+        """Train on one micro-batch; every ``accumulate``-th call steps the optimizer. What is not finite is not looked at.
 
         Gradients that are there before the first of them are dropped: of a look at them, say.
 
@@ -191,14 +198,20 @@ class Pipeline:
             The micro-batch's loss, detached and not divided, on the device.
 
         Raises:
-            ValueError: the batch is no pair, or the schedule has no end: nothing is trained then.
+            ValueError: the schedule has no end, or there is a recovery, which works in ``fit``: nothing is trained then.
         """
+        if self._policy is not None:
+            raise ValueError("recovery works in fit(): a loop of your own uses guard.Recovery(model, optimizer, policy).step()")
         self._check_schedule()
-        pair_of(batch)
         if self._micro_steps % self.accumulate == 0:
             self.optimizer.zero_grad()
+        last = (self._micro_steps + 1) % self.accumulate == 0
+        loss = self._micro_step(batch, self.accumulate, last=last)
         self._micro_steps += 1
-        return self._micro_step(batch, loss_fn, self.accumulate, last=self._micro_steps % self.accumulate == 0)
+        if last:
+            self._clip()
+            self._update()
+        return loss
 
     def _check_schedule(self) -> None:
         """Raise ValueError if the rate is not known, or another optimizer's, before the model has changed."""
@@ -207,51 +220,54 @@ class Pipeline:
         if self.scheduler is self._own_scheduler and self._schedule.ends and self.total_steps is None:
             self._schedule.factor(None, sys.maxsize)
 
-    def fit(  # one keyword for each thing that can be asked for
-        self,
-        loader: Any,
-        epochs: int,
-        loss_fn: LossFunction,
-        *,
-        checkpoint: str | os.PathLike[str] | None = None,
-        every: int = 0,
-    ) -> list[float]:
-        """Train until ``epochs`` epochs are complete, those before a resume included; return each one's mean loss.
+    def fit(self, loader: Any, epochs: int, *, checkpoint: str | os.PathLike[str] | None = None, every: int = 0) -> FitResult:
+        """Train until ``epochs`` epochs are complete, those before a resume included.
+
+        A loss or gradient that is not finite stops it before the optimizer steps, unless a recovery skips the step: model and
+        optimizer are those of the last step then. For that the device is waited for once in a step.
 
         Args:
-            loader: a DataLoader of pairs of input and target, sized unless ``total_steps`` was given. An epoch's last group of
+            loader: a DataLoader, or a list of batches, sized unless ``total_steps`` was given. An epoch's last group of
                 batches may be smaller than ``accumulate``: its gradient is the mean over the batches that it has. On several
                 ranks it has a ``DistributedSampler``, or else each rank trains on all of the data.
             epochs: epochs in all. Unless ``total_steps`` was given, the schedule ends with the last of them: with more epochs
                 than at the time of a checkpoint it is longer.
-            loss_fn: called with output and target.
             checkpoint: file that is replaced after every epoch, and after each ``every`` optimizer steps.
             every: optimizer steps between checkpoints within an epoch; 0 for none.
 
         Raises:
-            ValueError: ``epochs`` or ``every`` is no number of them, a batch is no pair, there is none, or their number is not
-                known.
+            TypeError: the loader is a batch, or no iterable.
+            ValueError: ``epochs`` or ``every`` is no number of them, there is no batch, or their number is not known.
             OSError: there is no folder for the checkpoint, which is found before training, or a file cannot be written.
             RuntimeError: a checkpoint under FSDP, see :meth:`save`; before training, too.
         """
         if not (is_whole(epochs) and is_whole(every) and every >= 0):
             raise ValueError(f"epochs and every are whole numbers, every 0 or more, not {epochs!r} and {every!r}")
+        _check_loader(loader)
         self._check_place(checkpoint)  # now, and not after an epoch
         self._plan_steps(epochs, length(loader))
         self._check_schedule()
         self.model.train()
-        losses = []
+        if self._policy is not None:
+            options = {"scaler": self.scaler, "extra": [self.scheduler], "max_grad_norm": self.max_grad_norm}
+            self.recovery = self._policy.around(self.model, self.optimizer, **options)
+        done, losses, started, first_step = _Done(), list[float](), perf_counter(), self.step
         while self.epoch < epochs:
-            for _ in self._epoch_groups(loader, loss_fn):
+            for _ in self._epoch_groups(loader, done):
                 if checkpoint is not None and every and self.step % every == 0:
                     self.save(checkpoint)
+            if done.problems:
+                break
             if not self._batches_done:
                 raise ValueError(f"the loader has no batch for epoch {self.epoch + 1}: an iterator is used up after one epoch")
-            losses.append(float(self._loss_sum) / self._batches_done)
+            losses.append(self._loss_sum / self._batches_done)
             self.epoch, self._batches_done = self.epoch + 1, 0
             if checkpoint is not None:
                 self.save(checkpoint)
-        return losses
+        spent_s = perf_counter() - started
+        speed = done.samples / spent_s if done.samples else None
+        problems, steps = tuple(done.problems), self.step - first_step
+        return FitResult(problems, tuple(losses), steps, done.skipped, done.nonfinite_at, spent_s, speed)
 
     def _plan_steps(self, epochs: int, batches: int | None) -> None:
         """Let the schedule end with the last epoch, unless the caller has said where."""
@@ -280,10 +296,9 @@ class Pipeline:
         check_whole(self.model)
         if _rank():
             return
-        counts: dict[str, int | None] = {"step": self.step, "epoch": self.epoch, "batches": self._batches_done}
-        counts |= {"total_steps": self.total_steps, "counts_steps": self._counts_steps}
-        parts = {name: part.state_dict() for name, part in self._parts().items()}
-        checkpoint_file.save({**parts, "counts": counts, "loss_sum": self._loss_sum.cpu()}, path)
+        counts: dict[str, float | None] = {"step": self.step, "epoch": self.epoch, "batches": self._batches_done}
+        counts |= {"total_steps": self.total_steps, "counts_steps": self._counts_steps, "loss_sum": self._loss_sum}
+        checkpoint_file.save({**{name: part.state_dict() for name, part in self._parts().items()}, "counts": counts}, path)
 
     def _check_place(self, checkpoint: str | os.PathLike[str] | None) -> None:
         if checkpoint is not None:
@@ -309,7 +324,7 @@ class Pipeline:
         self.step, self.epoch = counts["step"], counts["epoch"]
         if self._counts_steps:
             self.total_steps, self._counts_steps = counts["total_steps"], counts["counts_steps"]
-        self._micro_steps, self._batches_done, self._loss_sum = 0, counts["batches"], state["loss_sum"].to(self.device)
+        self._micro_steps, self._batches_done, self._loss_sum = 0, counts["batches"], counts["loss_sum"]
         self.optimizer.zero_grad()  # of micro-batches before
         return self
 
@@ -317,47 +332,83 @@ class Pipeline:
         inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         return {"model": inner, "optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
 
-    def _micro_step(self, batch: Any, loss_fn: LossFunction, parts: int, *, last: bool) -> torch.Tensor:
-        inputs, target = moved(pair_of(batch), self.device)
+    def _loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        # FSDP has a policy of mixed precision in autocast's place
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None and not is_sharded(self.model)):
+            return mean_loss(model, moved(batch, self.device), self.loss_fn)
+
+    def _micro_step(self, batch: Any, parts: int, *, last: bool) -> torch.Tensor:
         with gradient_sync(self.model, on=last):
-            with torch.autocast(self.device.type, dtype=self.dtype, enabled=self._autocasts):
-                loss: Any = loss_fn(call(self.model, inputs), target)
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                raise TypeError(f"loss_fn returns the mean loss, a tensor of one number, not {described(loss)}")
+            loss = self._loss(self.model, batch)
             self.scaler.scale(loss / parts).backward()  # type: ignore[no-untyped-call]
-        if last:
-            self._update()
         return loss.detach()
 
-    def _update(self) -> None:
-        if self.max_grad_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+    def _clip(self) -> Any:
+        """Clip the gradients, unscaled; return their norm, or where they are not clipped their greatest magnitude."""
+        if self.max_grad_norm is None:
+            return greatest_magnitude(weight.grad for weight in self.model.parameters() if weight.grad is not None)
+        self.scaler.unscale_(self.optimizer)
+        norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of all shards
+
+    def _update(self) -> bool:
+        """Step; return False if gradients overflowed, so that the scaler has skipped the step."""
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
         if self.scaler.get_scale() < scale:
-            return  # gradients overflowed: the scaler has skipped the step
+            return False
+        self._count_step()
+        return True
+
+    def _count_step(self) -> None:
         self.step += 1
         self.scheduler.step()
 
-    @property
-    def _autocasts(self) -> bool:
-        """FSDP has a policy of mixed precision in autocast's place."""
-        return self.dtype is not None and not is_sharded(self.model)
-
-    def _epoch_groups(self, loader: Any, loss_fn: LossFunction) -> Iterator[None]:
+    def _epoch_groups(self, loader: Any, done: _Done) -> Iterator[None]:
         """Train on the rest of an epoch; yield after each of the optimizer's steps."""
         batches = self._batches(loader)
         self.optimizer.zero_grad()  # of a group that an exception ended, in an earlier call of fit()
         while group := list(islice(batches, self.accumulate)):
-            size = len(group)
-            losses = [self._micro_step(batch, loss_fn, size, last=number == size) for number, batch in enumerate(group, 1)]
-            for loss in losses:
-                self._loss_sum += loss
-            self._batches_done += size
+            problem, stepped, losses = self._recovered(group) if self.recovery is not None else self._trained(group)
+            if problem is not None and done.nonfinite_at is None:
+                done.nonfinite_at = problem.where
+            if problem is not None and self.recovery is None:
+                done.problems.append(problem)
+                _log.error("fit() stopped: %s", problem)
+                return
+            done.skipped += not stepped
+            done.samples += sum(batch_sizes(batch).samples for batch in group)
+            self._loss_sum += sum(losses)
+            self._batches_done += len(group)
             yield
+
+    def _trained(self, group: list[Any]) -> tuple[Problem | None, bool, list[float]]:
+        """Do a step; return what was not finite, before which the model is as it was, whether it stepped, and the losses."""
+        buffers, size = Buffers(self.model), len(group)
+        tensors = [self._micro_step(batch, size, last=number == size) for number, batch in enumerate(group, 1)]
+        norm = self._clip()
+        *losses, size_of_gradients = torch.stack([each.to(self.device).double() for each in (*tensors, norm)]).tolist()
+        bad = next((number for number, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        if bad is None and (math.isfinite(size_of_gradients) or self.scaler.is_enabled()):  # else it skips the step
+            return None, self._update(), losses
+        text = "a gradient is not finite" if bad is None else f"the loss is {losses[bad]}"
+        if not all(is_finite(tensor) for _, tensor in walk(group[bad or 0])):
+            text += ", and so is a value of the batch"
+        self.optimizer.zero_grad()
+        buffers.put_back()
+        return Problem("nonfinite", self._place(bad or 0), text), False, losses
+
+    def _recovered(self, group: list[Any]) -> tuple[Problem | None, bool, list[float]]:
+        outcome = self.recovery.step(group, self._loss, accumulate=True)
+        if outcome.stepped:
+            self._count_step()
+        bad = [Problem(each.kind, self._place(0), each.text) for each in outcome.problems if each.kind == "nonfinite"]
+        return next(iter(bad), None), outcome.stepped, [outcome.loss] * len(group) if outcome.stepped else []
+
+    def _place(self, index: int) -> str:
+        return f"epoch {self.epoch + 1}, batch {self._batches_done + index + 1}"
 
     def _batches(self, loader: Any) -> Iterator[Any]:
         """Return the epoch's batches without as many as are done: the very same ones if the loader keeps its order."""
@@ -365,8 +416,8 @@ class Pipeline:
             if callable(shuffle := getattr(sampler, "set_epoch", None)):  # by the number of the epoch: a DistributedSampler
                 shuffle(self.epoch)
         if not self._batches_done:
-            self._loss_sum = torch.zeros((), device=self.device)
-        batches: Iterator[Any] = iter(loader)
+            self._loss_sum = 0.0
+        batches: Iterator[Any] = iter(loader if self.recovery is None else self.recovery.batches(loader))
         for _ in islice(batches, self._batches_done):
             pass
         return batches
@@ -378,18 +429,39 @@ class Pipeline:
         return f"Pipeline({model} on {self.device} in {dtype}, {optimizer}, accumulate={self.accumulate}, step {steps})"
 
 
+@dataclass
+class _Done:
+    """What a call of ``fit`` has done so far."""
+
+    samples: int = 0
+    skipped: int = 0
+    nonfinite_at: str | None = None
+    problems: list[Problem] = field(default_factory=list)
+
+
+def _check_loader(loader: Any) -> None:
+    """Raise TypeError for what is no loader, and for a batch, over whose samples or parts a loop would go."""
+    is_batch = isinstance(loader, (list, tuple)) and loader and all(isinstance(each, torch.Tensor) for each in loader)
+    if is_batch or isinstance(loader, (torch.Tensor, dict, str)) or not hasattr(loader, "__iter__"):
+        what = "a batch" if is_batch or isinstance(loader, (torch.Tensor, dict)) else type(loader).__name__
+        raise TypeError(f"loader is a DataLoader, or a list of batches as [(input, target)], not {what}")
+
+
 def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked for
     model: nn.Module,
+    loss_fn: LossFunction,
     *,
-    lr: float = 1e-3,
-    optimizer: str = "adamw",
+    optimizer: str | Optimizer = "adamw",
+    lr: float | None = None,
     scheduler: str = "cosine",
     warmup_steps: int = 0,
     total_steps: int | None = None,
     accumulate: int = 1,
     max_grad_norm: float | None = 1.0,
-    amp: str | bool | torch.dtype = "auto",
+    amp: str | torch.dtype = "auto",
     compile: bool = False,  # noqa: A002  # the field's word
+    checkpointing: bool | type[nn.Module] | tuple[type[nn.Module], ...] = False,
+    recovery: Policy | None = None,
     ddp: str | bool = "auto",
     **optimizer_options: Any,
 ) -> Pipeline:
@@ -397,40 +469,72 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
 
     Args:
         model: the model.
-        lr: initial learning rate.
-        optimizer: ``adamw``, ``adam``, ``sgd`` or ``rmsprop``.
+        loss_fn: ``loss_fn(model, batch)``, which calls the model itself, or ``loss_fn(output, target)``, for batches whose last
+            part is the target; see :func:`torchobs.tensors.losses.compute_loss`.
+        optimizer: ``adamw``, ``adam``, ``sgd`` or ``rmsprop``, or an optimizer over the model's parameters.
+        lr: initial learning rate of an optimizer by name, 1e-3 by default.
         scheduler: ``cosine`` (Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts) or ``linear`` to 0 at
             ``total_steps``, or ``constant``; for others replace ``Pipeline.scheduler``.
         warmup_steps: steps over which the rate first rises linearly.
         total_steps: the optimizer's steps in all; ``fit`` counts them itself.
         accumulate: micro-batches for each of the optimizer's steps.
         max_grad_norm: norm to which gradients are clipped; None for none.
-        amp: ``auto`` (the type the device has instructions for), False, True (as auto), or a type for autocast.
+        amp: what autocast computes in: ``bf16``, ``fp16``, ``off``, a dtype, or ``auto``: what the device has instructions for.
         compile: compile the model; it runs eagerly if that fails.
+        checkpointing: recompute activations of repeated blocks in the backward pass, or of modules of these classes.
+        recovery: a ``guard.RecoveryPolicy``: what ``fit`` may do about a step that fails, instead of stopping.
         ddp: ``auto`` (if launched by torchrun, or a process group of several ranks exists), True or False.
-        optimizer_options: what else the optimizer takes.
+        optimizer_options: what else an optimizer by name takes.
 
     Raises:
-        TypeError: ``model`` is no ``torch.nn.Module``.
-        ValueError: an unknown name, or a number out of its range.
+        TypeError: an argument is of another type.
+        ValueError: an unknown name, a number out of its range, a model on the device meta, an optimizer of another model's
+            parameters, or blocks that cannot be recomputed.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"tune.pipeline() takes a torch.nn.Module, not {type(model).__name__}")
-    numbers = {"lr": lr, "accumulate": accumulate, "warmup_steps": warmup_steps, "total_steps": total_steps}
-    check_arguments(optimizer, scheduler, amp, ddp, **numbers, max_grad_norm=max_grad_norm)
-    dtype = amp if isinstance(amp, torch.dtype) else amp_dtype(model_device(model))[0] if amp else None
+    check_trained(model, loss_fn=loss_fn)
+    one_of("scheduler", scheduler, SCHEDULERS)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        check_trained(model, optimizer=optimizer)
+        if lr is not None or optimizer_options:
+            raise ValueError("lr and other options go into the optimizer, where that is none by name")
+    else:
+        one_of("optimizer", optimizer, OPTIMIZERS)
+    if recovery is not None and not hasattr(recovery, "around"):
+        raise TypeError(f"recovery is a guard.RecoveryPolicy, not {type(recovery).__name__}")
+    if ddp not in {"auto", True, False}:
+        raise ValueError(f"ddp is 'auto', True or False, not {ddp!r}")
+    _check_numbers(accumulate, warmup_steps, total_steps, lr, max_grad_norm)
+    dtype, _ = amp_dtype(amp, model_device(model))
+    if checkpointing is not False:
+        classes: Any = () if checkpointing is True else checkpointing
+        plan = optimize(model, mode="memory_efficient", amp="off", checkpointing=classes)
+        if "checkpointing" not in plan.used:
+            raise ValueError(next(each.reason for each in plan.decisions if each.technique == "checkpointing"))
+        plan.apply()
     if compile:
         optimize(model, mode="compile").apply()
     trained = distribute(model, ddp=ddp)
+    made: Any = optimizer
+    if isinstance(optimizer, str):
+        made = OPTIMIZERS[optimizer](trained.parameters(), lr=1e-3 if lr is None else lr, **optimizer_options)  # type: ignore[call-arg]
     return Pipeline(
-        trained,
-        OPTIMIZERS[optimizer](trained.parameters(), lr=lr, **optimizer_options),  # type: ignore[call-arg]
-        schedule=Schedule(scheduler, warmup_steps),
-        total_steps=total_steps,
-        dtype=dtype,
-        accumulate=accumulate,
-        max_grad_norm=max_grad_norm,
+        trained, loss_fn, made, Schedule(scheduler, warmup_steps), total_steps, dtype, accumulate, max_grad_norm, recovery
     )
+
+
+def _check_numbers(accumulate: Any, warmup_steps: Any, total_steps: Any, lr: Any, max_grad_norm: Any) -> None:
+    """Raise ValueError for a number that is out of its range."""
+    for what, value, least in (
+        ("accumulate", accumulate, 1),
+        ("warmup_steps", warmup_steps, 0),
+        ("total_steps", total_steps, 1),
+    ):
+        if not (what == "total_steps" and value is None) and not (is_whole(value) and value >= least):
+            raise ValueError(f"{what} is a whole number, at least {least}, not {value!r}")
+    if lr is not None and not (is_number(lr) and lr >= 0):
+        raise ValueError(f"lr is a number, 0 or more, not {lr!r}")
+    if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
+        raise ValueError(f"max_grad_norm is a number above 0, or None to clip nothing, not {max_grad_norm!r}")
 
 
 def _rank() -> int:

@@ -18,7 +18,7 @@ from torch import distributed
 from torchobs.support import cgroup
 from torchobs.support.arguments import is_number
 from torchobs.support.import_hooks import imported
-from torchobs.support.result import Result
+from torchobs.support.result import Checked, Problem, row_of
 
 ACCELERATORS = ("cuda", "xpu", "mps")
 """In the order in which ``auto`` takes them"""
@@ -27,8 +27,8 @@ MOST_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True)
-class MemoryStats(Result):
-    """Memory in bytes; None is what the device does not tell."""
+class MemoryStats(Checked):
+    """Memory in bytes; None is what the device does not say."""
 
     device: str
     allocated_bytes: int
@@ -40,10 +40,23 @@ class MemoryStats(Result):
     free_bytes: int | None
     """on the device, for all processes; on the CPU what this container may still have without swapping"""
     total_bytes: int | None
+    problems: tuple[Problem, ...] = ()
 
 
 @dataclass(frozen=True)
-class Freed(Result):
+class Devices(Checked):
+    """All devices that this process may use: ``tune.devices()["cuda:0"]`` is one of them."""
+
+    devices: tuple[MemoryStats, ...]
+    problems: tuple[Problem, ...] = ()
+
+    def __getitem__(self, name: str) -> MemoryStats:
+        """Return one device's memory."""
+        return row_of(self.devices, name)
+
+
+@dataclass(frozen=True)
+class Freed(Checked):
     """What :func:`clear_cache` gave back."""
 
     device: str
@@ -51,27 +64,28 @@ class Freed(Result):
     """to the device, or on the CPU to the system"""
     objects: int
     """that Python's garbage collector found unreachable"""
+    problems: tuple[Problem, ...] = ()
 
 
 @dataclass(frozen=True)
-class MemoryLimit(Result):
-    """What :func:`memory_fraction` set."""
+class MemoryLimit(Checked):
+    """What :func:`memory_fraction` set; its problem is why nothing could be."""
 
     device: str
     fraction: float
-    applied: bool
     limit_bytes: int | None
-    reason: str
+    problems: tuple[Problem, ...] = ()
 
 
 @dataclass(frozen=True)
-class Seeded(Result):
+class Seeded(Checked):
     """What :func:`seed` set, and what it cannot set in a process that runs."""
 
     seed: int
     deterministic: bool
     generators: tuple[str, ...]
     notes: tuple[str, ...]
+    problems: tuple[Problem, ...] = ()
 
 
 def device(name: str | torch.device = "auto") -> torch.device:
@@ -91,6 +105,14 @@ def device(name: str | torch.device = "auto") -> torch.device:
         found = [f"{_count(kind)} × {kind}" for kind in ACCELERATORS if _count(kind)]
         raise ValueError(f"device {name!r} is not there: this process sees {', '.join(['cpu', *found])}")
     return chosen
+
+
+def devices() -> Devices:
+    """Return the memory of the CPU and of each accelerator that this process sees; CUDA makes a context on each of them."""
+    names = ["cpu"]
+    for kind in ACCELERATORS:
+        names += [kind] if kind == "mps" and _count(kind) else [f"{kind}:{number}" for number in range(_count(kind))]
+    return Devices(tuple(map(memory_stats, names)))
 
 
 def memory_stats(on: str | torch.device = "auto") -> MemoryStats:
@@ -131,15 +153,13 @@ def memory_fraction(fraction: float, on: str | torch.device = "auto") -> MemoryL
     if not (is_number(fraction) and 0 < fraction <= 1):
         raise ValueError(f"fraction is above 0 and at most 1, not {fraction!r}")
     chosen = device(on)
-    if chosen.type == "cpu":
-        return MemoryLimit("cpu", fraction, applied=False, limit_bytes=None, reason="torch cannot limit memory of the CPU")
     module = getattr(torch, chosen.type)
     if not hasattr(module, "set_per_process_memory_fraction"):
-        return MemoryLimit(str(chosen), fraction, applied=False, limit_bytes=None, reason="this torch cannot for this device")
+        problem = Problem("unsupported", str(chosen), f"torch cannot limit memory of {chosen.type}")
+        return MemoryLimit(str(chosen), fraction, None, (problem,))
     module.set_per_process_memory_fraction(fraction, *([] if chosen.type == "mps" else [chosen]))
     total = memory_stats(chosen).total_bytes
-    limit = None if total is None else int(total * fraction)
-    return MemoryLimit(str(chosen), fraction, applied=True, limit_bytes=limit, reason="allocations beyond it fail")
+    return MemoryLimit(str(chosen), fraction, None if total is None else int(total * fraction))
 
 
 def seed(value: SupportsIndex, *, deterministic: bool | None = None) -> Seeded:
