@@ -8,8 +8,8 @@ from torchobs.support.import_hooks import attach
 
 if TYPE_CHECKING:
     from torchobs.tune.comparison import Benchmark, benchmark
-    from torchobs.tune.environment import clear_cache, device, devices, memory_fraction, memory_stats, seed
     from torchobs.tune.difference import NumericalDifferenceError
+    from torchobs.tune.environment import clear_cache, device, devices, memory_fraction, memory_stats, seed
     from torchobs.tune.plan import Plan, optimize
     from torchobs.tune.training import FitResult, Pipeline, pipeline
 

@@ -15,8 +15,8 @@ from torchobs import api, catalog
 from torchobs.support.arguments import is_number
 from torchobs.support.result import Checked, Problem
 from torchobs.tune.choices import LEVELS, MODES, Choice, Decision, Request, amp_dtype, choose
-from torchobs.tune.environment import device as chosen_device
 from torchobs.tune.difference import Difference, NumericalDifferenceError, compare, outputs, tolerance_of
+from torchobs.tune.environment import device as chosen_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
