@@ -122,7 +122,7 @@ def test_checkpointing_keeps_less_and_changes_no_gradient() -> None:
     plain, kept = gradients(model)
     with tune.optimize(model, mode="memory_efficient", level="basic", checkpointing=Block) as plan:
         assert "checkpointing" in plan.used
-        plan_without_amp = [choice.technique for choice in plan._choices if choice.decision.technique == "autocast"]
+        plan_without_amp = [technique for decision, technique in plan._choices.items() if decision.technique == "autocast"]
         for technique in filter(None, plan_without_amp):
             technique.undo()
         saved, kept_less = gradients(model)

@@ -14,7 +14,7 @@ import torch
 
 from torchobs.support.torch_files import DAMAGE
 
-_COUNTS = frozenset({"step", "epoch", "batches", "total_steps", "counts_steps", "loss_sum"})
+_COUNTS = frozenset({"step", "epoch", "batches", "total_steps", "counts_steps", "losses"})
 
 
 def save(state: dict[str, Any], path: str | os.PathLike[str]) -> None:

@@ -33,14 +33,6 @@ class Decision(Result):
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A decision with what carries it out; nothing does where it is skipped, or concerns the optimizer or the loader."""
-
-    decision: Decision
-    technique: Technique | None = None
-
-
-@dataclass(frozen=True)
 class Request:
     """What a plan is asked for."""
 
@@ -75,15 +67,18 @@ _AMPERE = (8, 0)
 _BFLOAT16_INSTRUCTIONS = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
 
 
-def choose(request: Request) -> list[Choice]:
-    """Decide on each technique, in the order in which they are to be applied."""
+def choose(request: Request) -> dict[Decision, Technique | None]:
+    """Decide on each technique, in the order in which they are to be applied; return the decisions with what carries them out.
+
+    Nothing does where one is skipped, or concerns the optimizer or the loader.
+    """
     asked = {"mode": (request.mode, MODES[request.mode]), "level": (request.level, LEVELS[request.level])}
-    choices = []
+    choices = dict[Decision, "Technique | None"]()
     for name, decide in _DECIDE.items():
         other = next((f"{what} {given!r}" for what, (given, known) in asked.items() if name not in known), None)
         reply = decide(request) if other is None else f"not part of {other}"
         reason, technique = (reply, None) if isinstance(reply, str) else reply
-        choices.append(Choice(Decision(name, used=not isinstance(reply, str), reason=reason), technique))
+        choices[Decision(name, used=not isinstance(reply, str), reason=reason)] = technique
     return choices
 
 

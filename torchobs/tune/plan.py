@@ -14,13 +14,15 @@ from torch import nn
 from torchobs import api, catalog
 from torchobs.support.arguments import is_number
 from torchobs.support.result import Checked, Problem
-from torchobs.tune.choices import LEVELS, MODES, Choice, Decision, Request, amp_dtype, choose
+from torchobs.tune.choices import LEVELS, MODES, Decision, Request, amp_dtype, choose
 from torchobs.tune.difference import Difference, NumericalDifferenceError, compare, outputs, tolerance_of
 from torchobs.tune.environment import device as chosen_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import TracebackType
+
+    from torchobs.tune.techniques import Technique
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -52,7 +54,7 @@ class Plan(Checked, ContextDecorator):
     """type that the forward pass computes in"""
     decisions: tuple[Decision, ...]
     _model: nn.Module
-    _choices: tuple[Choice, ...]
+    _choices: dict[Decision, Technique | None]
     _example: Any = None
     _state: _State = field(default_factory=_State)
 
@@ -174,7 +176,7 @@ class Plan(Checked, ContextDecorator):
     def _switch(self, *, on: bool) -> None:
         if on == self._state.applied:
             return
-        techniques = [choice.technique for choice in self._choices if choice.technique is not None]
+        techniques = [technique for technique in self._choices.values() if technique is not None]
         for technique in techniques if on else reversed(techniques):
             technique.apply() if on else technique.undo()
         self._state.applied = on
@@ -251,9 +253,8 @@ def optimize(  # type: ignore[misc]  # noqa: PLR0913  # the keywords are those b
 def _plan(model: nn.Module, device: torch.device, asked: dict[str, Any]) -> Plan:
     state = _State()
     choices = choose(Request(model=model, device=device, failed=state.failed, **asked))
-    decisions = tuple(choice.decision for choice in choices)
     about = asked["mode"], asked["level"], str(device), _dtype(model, choices)
-    return Plan(*about, decisions, model, tuple(choices), asked["example"], state)
+    return Plan(*about, tuple(choices), model, choices, asked["example"], state)
 
 
 class _Function(nn.Module):
@@ -296,8 +297,8 @@ def model_device(model: nn.Module) -> torch.device:
     return next(iter(devices), torch.device("cpu"))
 
 
-def _dtype(model: nn.Module, choices: list[Choice]) -> str:
-    autocast = next(choice.decision for choice in choices if choice.decision.technique == "autocast")
+def _dtype(model: nn.Module, decisions: Iterable[Decision]) -> str:
+    autocast = next(decision for decision in decisions if decision.technique == "autocast")
     if autocast.used:
         return autocast.reason.partition(":")[0]
     return str(next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32))[6:]

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from itertools import islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed, nn
@@ -38,19 +38,9 @@ if TYPE_CHECKING:
     """``loss_fn(model, batch)``, or ``loss_fn(output, target)``"""
 
 
-class Policy(Protocol):
-    """What may be done about a step that fails: ``guard.RecoveryPolicy``."""
-
-    def around(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> Any:
-        """Return what runs the steps."""
-
-
 _log = logging.getLogger("torchobs.tune")
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "rmsprop": torch.optim.RMSprop,
-    "sgd": torch.optim.SGD,
+OPTIMIZERS: dict[str, Any] = {
+    kind.__name__.lower(): kind for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD)
 }
 SCHEDULERS = ("constant", "cosine", "linear")
 
@@ -60,8 +50,8 @@ class FitResult(Checked):
     """What :meth:`Pipeline.fit` did; its problem is what stopped it before the last epoch."""
 
     problems: tuple[Problem, ...]
-    losses: tuple[float, ...]
-    """mean of each epoch that was completed"""
+    losses: tuple[float | None, ...]
+    """mean of each epoch that was completed, over the batches that were not skipped"""
     steps: int
     """of the optimizer"""
     skipped_steps: int
@@ -94,14 +84,11 @@ class Schedule:
     def factor(self, total_steps: int | None, step: int) -> float:
         """Return the factor of the learning rate at a step, from 0."""
         if step < self.warmup_steps or step == 0 or not self.ends:
-            return self._warmup(step)
+            return min(1.0, (step + 1) / (self.warmup_steps + 1))
         if total_steps is None:
             raise ValueError(f"scheduler {self.name!r} ends at a step: pass total_steps to tune.pipeline(), or use fit()")
         progress = min(1.0, (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
         return (1 + math.cos(math.pi * progress)) / 2 if self.name == "cosine" else 1 - progress
-
-    def _warmup(self, step: int) -> float:
-        return min(1.0, (step + 1) / (self.warmup_steps + 1))
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -159,7 +146,7 @@ class Pipeline:
     """what autocast computes in"""
     accumulate: int
     max_grad_norm: float | None
-    _policy: Policy | None
+    _policy: Any
     recovery: Any = field(init=False, default=None)
     """of the last ``fit``: its evidence and counts"""
     step: int = field(init=False, default=0)
@@ -167,6 +154,8 @@ class Pipeline:
     _micro_steps: int = field(init=False, default=0)
     _batches_done: int = field(init=False, default=0)
     _loss_sum: float = field(init=False, default=0.0)
+    _loss_count: int = field(init=False, default=0)
+    """of the epoch's batches so far, without those that were skipped"""
 
     def __post_init__(self) -> None:
         self.device = model_device(self.model)
@@ -251,23 +240,35 @@ class Pipeline:
         if self._policy is not None:
             options = {"scaler": self.scaler, "extra": [self.scheduler], "max_grad_norm": self.max_grad_norm}
             self.recovery = self._policy.around(self.model, self.optimizer, **options)
-        done, losses, started, first_step = _Done(), list[float](), perf_counter(), self.step
-        while self.epoch < epochs:
-            for _ in self._epoch_groups(loader, done):
+        problems, losses, samples, skipped = list[Problem](), list[float | None](), 0, 0
+        nonfinite_at: str | None = None
+        started, first_step = perf_counter(), self.step
+        while self.epoch < epochs and not problems:
+            for group in self._groups(loader):
+                problem, stepped, of_batches = self._trained(group) if self.recovery is None else self._recovered(group)
+                nonfinite_at = nonfinite_at or (None if problem is None else problem.where)
+                if problem is not None and self.recovery is None:
+                    problems.append(problem)
+                    _log.error("fit() stopped: %s", problem)
+                    break
+                self._loss_sum, self._loss_count = self._loss_sum + sum(of_batches), self._loss_count + len(of_batches)
+                self._batches_done += len(group)
+                skipped += not stepped
+                samples += sum(batch_sizes(batch).samples for batch in group)
                 if checkpoint is not None and every and self.step % every == 0:
                     self.save(checkpoint)
-            if done.problems:
-                break
-            if not self._batches_done:
-                raise ValueError(f"the loader has no batch for epoch {self.epoch + 1}: an iterator is used up after one epoch")
-            losses.append(self._loss_sum / self._batches_done)
-            self.epoch, self._batches_done = self.epoch + 1, 0
-            if checkpoint is not None:
-                self.save(checkpoint)
+            else:
+                if not self._batches_done:
+                    raise ValueError(
+                        f"the loader has no batch for epoch {self.epoch + 1}: an iterator is used up after one epoch"
+                    )
+                losses.append(self._loss_sum / self._loss_count if self._loss_count else None)
+                self.epoch, self._batches_done, self._loss_sum, self._loss_count = self.epoch + 1, 0, 0.0, 0
+                if checkpoint is not None:
+                    self.save(checkpoint)
         spent_s = perf_counter() - started
-        speed = done.samples / spent_s if done.samples else None
-        problems, steps = tuple(done.problems), self.step - first_step
-        return FitResult(problems, tuple(losses), steps, done.skipped, done.nonfinite_at, spent_s, speed)
+        speed = samples / spent_s if samples else None
+        return FitResult(tuple(problems), tuple(losses), self.step - first_step, skipped, nonfinite_at, spent_s, speed)
 
     def _plan_steps(self, epochs: int, batches: int | None) -> None:
         """Let the schedule end with the last epoch, unless the caller has said where."""
@@ -296,8 +297,9 @@ class Pipeline:
         check_whole(self.model)
         if _rank():
             return
-        counts: dict[str, float | None] = {"step": self.step, "epoch": self.epoch, "batches": self._batches_done}
-        counts |= {"total_steps": self.total_steps, "counts_steps": self._counts_steps, "loss_sum": self._loss_sum}
+        counts: dict[str, Any] = {"step": self.step, "epoch": self.epoch, "batches": self._batches_done}
+        counts |= {"total_steps": self.total_steps, "counts_steps": self._counts_steps}
+        counts["losses"] = [self._loss_sum, self._loss_count]
         checkpoint_file.save({**{name: part.state_dict() for name, part in self._parts().items()}, "counts": counts}, path)
 
     def _check_place(self, checkpoint: str | os.PathLike[str] | None) -> None:
@@ -324,7 +326,8 @@ class Pipeline:
         self.step, self.epoch = counts["step"], counts["epoch"]
         if self._counts_steps:
             self.total_steps, self._counts_steps = counts["total_steps"], counts["counts_steps"]
-        self._micro_steps, self._batches_done, self._loss_sum = 0, counts["batches"], counts["loss_sum"]
+        self._micro_steps, self._batches_done = 0, counts["batches"]
+        self._loss_sum, self._loss_count = counts["losses"]
         self.optimizer.zero_grad()  # of micro-batches before
         return self
 
@@ -345,9 +348,9 @@ class Pipeline:
 
     def _clip(self) -> Any:
         """Clip the gradients, unscaled; return their norm, or where they are not clipped their greatest magnitude."""
+        self.scaler.unscale_(self.optimizer)
         if self.max_grad_norm is None:
             return greatest_magnitude(weight.grad for weight in self.model.parameters() if weight.grad is not None)
-        self.scaler.unscale_(self.optimizer)
         norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of all shards
 
@@ -366,24 +369,6 @@ class Pipeline:
         self.step += 1
         self.scheduler.step()
 
-    def _epoch_groups(self, loader: Any, done: _Done) -> Iterator[None]:
-        """Train on the rest of an epoch; yield after each of the optimizer's steps."""
-        batches = self._batches(loader)
-        self.optimizer.zero_grad()  # of a group that an exception ended, in an earlier call of fit()
-        while group := list(islice(batches, self.accumulate)):
-            problem, stepped, losses = self._recovered(group) if self.recovery is not None else self._trained(group)
-            if problem is not None and done.nonfinite_at is None:
-                done.nonfinite_at = problem.where
-            if problem is not None and self.recovery is None:
-                done.problems.append(problem)
-                _log.error("fit() stopped: %s", problem)
-                return
-            done.skipped += not stepped
-            done.samples += sum(batch_sizes(batch).samples for batch in group)
-            self._loss_sum += sum(losses)
-            self._batches_done += len(group)
-            yield
-
     def _trained(self, group: list[Any]) -> tuple[Problem | None, bool, list[float]]:
         """Do a step; return what was not finite, before which the model is as it was, whether it stepped, and the losses."""
         buffers, size = Buffers(self.model), len(group)
@@ -396,6 +381,7 @@ class Pipeline:
         text = "a gradient is not finite" if bad is None else f"the loss is {losses[bad]}"
         if not all(is_finite(tensor) for _, tensor in walk(group[bad or 0])):
             text += ", and so is a value of the batch"
+        self.scaler.update()  # it has unscaled these gradients
         self.optimizer.zero_grad()
         buffers.put_back()
         return Problem("nonfinite", self._place(bad or 0), text), False, losses
@@ -410,33 +396,23 @@ class Pipeline:
     def _place(self, index: int) -> str:
         return f"epoch {self.epoch + 1}, batch {self._batches_done + index + 1}"
 
-    def _batches(self, loader: Any) -> Iterator[Any]:
-        """Return the epoch's batches without as many as are done: the very same ones if the loader keeps its order."""
+    def _groups(self, loader: Any) -> Iterator[list[Any]]:
+        """Yield the micro-batches of each step of the epoch that is not done yet, in its order if the loader keeps one."""
         for sampler in samplers(loader):
             if callable(shuffle := getattr(sampler, "set_epoch", None)):  # by the number of the epoch: a DistributedSampler
                 shuffle(self.epoch)
-        if not self._batches_done:
-            self._loss_sum = 0.0
         batches: Iterator[Any] = iter(loader if self.recovery is None else self.recovery.batches(loader))
         for _ in islice(batches, self._batches_done):
             pass
-        return batches
+        self.optimizer.zero_grad()  # of a group that an exception ended, in an earlier call of fit()
+        while group := list(islice(batches, self.accumulate)):
+            yield group
 
     def __repr__(self) -> str:
         model, optimizer = type(self.model).__name__, type(self.optimizer).__name__
         dtype = "float32" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         steps = f"{self.step}" if self.total_steps is None else f"{self.step} of {self.total_steps}"
         return f"Pipeline({model} on {self.device} in {dtype}, {optimizer}, accumulate={self.accumulate}, step {steps})"
-
-
-@dataclass
-class _Done:
-    """What a call of ``fit`` has done so far."""
-
-    samples: int = 0
-    skipped: int = 0
-    nonfinite_at: str | None = None
-    problems: list[Problem] = field(default_factory=list)
 
 
 def _check_loader(loader: Any) -> None:
@@ -461,7 +437,7 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
     amp: str | torch.dtype = "auto",
     compile: bool = False,  # noqa: A002  # the field's word
     checkpointing: bool | type[nn.Module] | tuple[type[nn.Module], ...] = False,
-    recovery: Policy | None = None,
+    recovery: Any = None,
     ddp: str | bool = "auto",
     **optimizer_options: Any,
 ) -> Pipeline:
@@ -516,7 +492,7 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
     trained = distribute(model, ddp=ddp)
     made: Any = optimizer
     if isinstance(optimizer, str):
-        made = OPTIMIZERS[optimizer](trained.parameters(), lr=1e-3 if lr is None else lr, **optimizer_options)  # type: ignore[call-arg]
+        made = OPTIMIZERS[optimizer](trained.parameters(), lr=1e-3 if lr is None else lr, **optimizer_options)
     return Pipeline(
         trained, loss_fn, made, Schedule(scheduler, warmup_steps), total_steps, dtype, accumulate, max_grad_norm, recovery
     )
