@@ -454,11 +454,8 @@ def _refuse_nonsense(recovery: Recovery) -> None:
         raise TypeError(f"policy is a guard.RecoveryPolicy, not {type(recovery.policy).__name__}")
     if isinstance(recovery.optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS calls a closure several times in a step, which a Recovery cannot skip: use another optimizer")
-    check_trained(recovery.model, optimizer=recovery.optimizer)
+    check_trained(recovery.model, optimizer=recovery.optimizer, max_grad_norm=recovery.max_grad_norm)
     if recovery.scaler is not None and not isinstance(recovery.scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler is {type(recovery.scaler).__name__}, and a torch.amp.GradScaler, or None, is needed")
     if not isinstance(recovery.extra, (list, tuple)) or any(not hasattr(each, "load_state_dict") for each in recovery.extra):
         raise TypeError("extra is a list of objects that have state_dict() and load_state_dict(), as (scheduler, ema)")
-    limit = recovery.max_grad_norm
-    if limit is not None and not (is_number(limit) and limit > 0):
-        raise ValueError(f"max_grad_norm is {limit!r}; it is a number above 0, or None to clip nothing")

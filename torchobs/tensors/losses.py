@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchobs.support.arguments import is_number
 from torchobs.tensors.batches import call, is_sequence, walk
 
 if TYPE_CHECKING:
@@ -79,16 +80,22 @@ def wide_type(device: torch.device) -> torch.dtype:
 
 
 def check_trained(model: Any, **given: Any) -> None:
-    """Raise for a model that computes nothing, and for a ``loss_fn`` or an ``optimizer``, where given, that is none of it.
+    """Raise for a model that computes nothing, and for a ``loss_fn``, ``optimizer`` or ``max_grad_norm`` that cannot be used.
 
     Raises:
         TypeError: one is of another type; the message says what to give.
-        ValueError: the model is on the device meta, or the optimizer has none of its parameters.
+        ValueError: the model is on the device meta, the optimizer has none of its parameters, the norm is none (None is no
+            clipping), or gradients to clip are sparse.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a torch.nn.Module, not {type(model).__name__}")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError("the model is on the device meta, where nothing is computed: move it to a real one first")
+    if (limit := given.get("max_grad_norm")) is not None:
+        if not (is_number(limit) and limit > 0):
+            raise ValueError(f"max_grad_norm is {limit!r}; it is a number above 0, or None to clip nothing")
+        if any(getattr(module, "sparse", False) is True for module in model.modules()):
+            raise ValueError("torch clips no sparse gradients, as of an embedding with sparse=True: pass max_grad_norm=None")
     if "loss_fn" in given:
         _parameters(given["loss_fn"])
     if "optimizer" not in given:

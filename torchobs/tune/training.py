@@ -467,19 +467,19 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
         ValueError: an unknown name, a number out of its range, a model on the device meta, an optimizer of another model's
             parameters, or blocks that cannot be recomputed.
     """
-    check_trained(model, loss_fn=loss_fn)
+    check_trained(model, loss_fn=loss_fn, max_grad_norm=max_grad_norm)
     one_of("scheduler", scheduler, SCHEDULERS)
-    if isinstance(optimizer, torch.optim.Optimizer):
+    if isinstance(optimizer, str):
+        one_of("optimizer", optimizer, OPTIMIZERS)
+    else:
         check_trained(model, optimizer=optimizer)
         if lr is not None or optimizer_options:
             raise ValueError("lr and other options go into the optimizer, where that is none by name")
-    else:
-        one_of("optimizer", optimizer, OPTIMIZERS)
-    if recovery is not None and not hasattr(recovery, "around"):
+    if recovery is not None and (isinstance(recovery, type) or not hasattr(recovery, "around")):
         raise TypeError(f"recovery is a guard.RecoveryPolicy, not {type(recovery).__name__}")
     if ddp not in {"auto", True, False}:
         raise ValueError(f"ddp is 'auto', True or False, not {ddp!r}")
-    _check_numbers(accumulate, warmup_steps, total_steps, lr, max_grad_norm)
+    _check_numbers(accumulate, warmup_steps, total_steps, lr)
     dtype, _ = amp_dtype(amp, model_device(model))
     if checkpointing is not False:
         classes: Any = () if checkpointing is True else checkpointing
@@ -498,7 +498,7 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
     )
 
 
-def _check_numbers(accumulate: Any, warmup_steps: Any, total_steps: Any, lr: Any, max_grad_norm: Any) -> None:
+def _check_numbers(accumulate: Any, warmup_steps: Any, total_steps: Any, lr: Any) -> None:
     """Raise ValueError for a number that is out of its range."""
     for what, value, least in (
         ("accumulate", accumulate, 1),
@@ -509,8 +509,6 @@ def _check_numbers(accumulate: Any, warmup_steps: Any, total_steps: Any, lr: Any
             raise ValueError(f"{what} is a whole number, at least {least}, not {value!r}")
     if lr is not None and not (is_number(lr) and lr >= 0):
         raise ValueError(f"lr is a number, 0 or more, not {lr!r}")
-    if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
-        raise ValueError(f"max_grad_norm is a number above 0, or None to clip nothing, not {max_grad_norm!r}")
 
 
 def _rank() -> int:
