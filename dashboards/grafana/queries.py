@@ -9,7 +9,7 @@ from torchobs import catalog
 from torchobs.catalog import Metric
 from torchobs.rules import recordings
 from torchobs.rules.promql import ON_RANK, ON_RUN, RUN, select
-from torchobs.rules.recordings import rank_quantile, run_quantile
+from torchobs.rules.recordings import RANK_QUANTILE, RUN_QUANTILE
 
 RUNS = tuple(f'{label}=~"${label}"' for label in RUN)
 """Matchers for the chosen run; series recorded over all ranks, and shared ones, have no `rank`."""
@@ -97,7 +97,7 @@ def tokens(*matchers: str) -> str:
 
 def run_step_s(share: str, *matchers: str) -> str:
     """Return the recorded quantile of a run's step durations; without the rules there is only :func:`mean_step_s`."""
-    return per_run("max", select(run_quantile(catalog.STEP_DURATION), *matchers, f'quantile="{share}"'))
+    return per_run("max", select(RUN_QUANTILE, *matchers, f'quantile="{share}"'))
 
 
 def mean_step_s(*matchers: str) -> str:
@@ -108,7 +108,7 @@ def mean_step_s(*matchers: str) -> str:
 
 def rank_step_s(*matchers: str) -> str:
     """Return each rank's recorded median step duration; where rules are not loaded, the mean."""
-    recorded = per_rank(select(rank_quantile(catalog.STEP_DURATION), *matchers, 'quantile="0.5"'))
+    recorded = per_rank(select(RANK_QUANTILE, *matchers, 'quantile="0.5"'))
     time_, steps = (per_rank(rate(metric, *matchers), operator="sum") for metric in (catalog.STEP_PHASE_TIME, catalog.STEPS))
     return f"{recorded} or {share_of(time_, steps)}"
 

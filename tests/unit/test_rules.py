@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CHOSEN = values.Values(runbooks="https://example.org/runbooks", grafana_url="https://grafana.example.org")
-SHIPPED = (*alert_groups(CHOSEN), *recording_groups(), recordings.classic(), recordings.native())
+PERCENTILES = (*recordings.percentiles(native=False), *recordings.percentiles(native=True))
+SHIPPED = (*alert_groups(CHOSEN), *recording_groups(), *PERCENTILES)
 GROUPS = [group.rendered(CHOSEN) for group in SHIPPED]
 PAGES = {
     "TorchobsRunDown", "TorchobsRunHung", "TorchobsCrashLoop", "TorchobsGpuFault", "TorchobsLossNotFinite",

@@ -24,7 +24,7 @@ def rendered(chosen: Values = DEFAULT) -> dict[str, str]:
     known = {rule.alert for group in groups for rule in group.rules if isinstance(rule, Alert)}
     if unknown := sorted({*chosen.severities, *chosen.disabled} - known):
         raise ValuesError(f"there is no alert {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    classic, native = (recordings.split(group) for group in (recordings.classic(), recordings.native()))
+    classic, native = (recordings.percentiles(native=native) for native in (False, True))
     return {
         ALERTS: render(groups, chosen, _ABOUT_ALERTS),
         "rules/torchobs-recordings.yml": render(recording_groups(), chosen, _ABOUT_RECORDINGS),

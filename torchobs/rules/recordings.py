@@ -15,8 +15,6 @@ series.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torchobs import catalog
 from torchobs.catalog import Metric
 from torchobs.rules.promql import (
@@ -289,51 +287,31 @@ def goodput() -> Group:
     )
 
 
-QUANTILES = ("0.5", "0.99")
+RANK_QUANTILE = f"rank_quantile:{catalog.STEP_DURATION.prometheus}:histogram_quantile"
+RUN_QUANTILE = f"run_quantile:{catalog.STEP_DURATION.prometheus}:histogram_quantile"
+"""Quantiles of each rank's steps, and of all ranks of a run together, with the label `quantile`"""
 INTERVAL = "1m"
 """For a thousand ranks a percentile takes half a second: 23 buckets each."""
 RATE_WINDOW = "5m"
 """Five scrapes at the longest usual interval, a minute, so that one may fail; steps of a minute still count."""
 
 
-def rank_quantile(metric: Metric) -> str:
-    """Return the name of the recorded quantiles of each rank, with the label `quantile`."""
-    return f"rank_quantile:{metric.prometheus}:histogram_quantile"
+def percentiles(*, native: bool) -> list[Group]:
+    """Return a group for each percentile: groups are evaluated side by side, and the rules of one in turn.
 
-
-def run_quantile(metric: Metric) -> str:
-    """Return the name of the recorded quantiles over all ranks of a run, with the label `quantile`."""
-    return f"run_quantile:{metric.prometheus}:histogram_quantile"
-
-
-def classic() -> Group:
-    """Return the rules for classic histograms (`_bucket` series)."""
-    return _group(suffix="_bucket", by=(*RUN, "le"))
-
-
-def native() -> Group:
-    """Return the rules for native histograms, including those with custom buckets."""
-    return _group(suffix="", by=RUN)
-
-
-def split(group: Group) -> list[Group]:
-    """Return a group for each rule: they are evaluated side by side, and not one after the other."""
+    ``native``: of native histograms, including those with custom buckets; else of classic ones (`_bucket` series).
+    """
+    rates = f"rate({select(catalog.STEP_DURATION, suffix='' if native else '_bucket')}[{RATE_WINDOW}])"
+    summed = f"sum by ({', '.join(RUN if native else (*RUN, 'le'))}) ({rates})"
+    wanted = [
+        (name, of, quantile) for name, of in ((RANK_QUANTILE, rates), (RUN_QUANTILE, summed)) for quantile in ("0.5", "0.99")
+    ]
     return [
-        replace(group, name=f"{group.name}.{number}", rules=(rule,), interval=INTERVAL)
-        for number, rule in enumerate(group.rules, start=1)
+        # Without steps in the window the quantile is NaN, which `>= 0` drops: nothing is recorded for a dead rank.
+        Group(
+            f"torchobs.percentiles.{number}",
+            (Recording(name, f"histogram_quantile({quantile}, {of}) >= 0", (("quantile", quantile),)),),
+            interval=INTERVAL,
+        )
+        for number, (name, of, quantile) in enumerate(wanted, start=1)
     ]
-
-
-def _group(suffix: str, by: tuple[str, ...]) -> Group:
-    metric = catalog.STEP_DURATION
-    rates = f"rate({select(metric, suffix=suffix)}[{RATE_WINDOW}])"
-    summed = f"sum by ({', '.join(by)}) ({rates})"
-    quantiles = [
-        (name, of, q) for name, of in ((rank_quantile(metric), rates), (run_quantile(metric), summed)) for q in QUANTILES
-    ]
-    return Group("torchobs.percentiles", tuple(_quantile(name, of, q) for name, of, q in quantiles))
-
-
-def _quantile(name: str, of: str, quantile: str) -> Recording:
-    # Without steps in the window the quantile is NaN, which `>= 0` drops: nothing is recorded for a dead rank.
-    return Recording(name, f"histogram_quantile({quantile}, {of}) >= 0", (("quantile", quantile),))
