@@ -33,7 +33,7 @@ def factories(scaling: LossScaling) -> ProbeFactories:
     from torchobs.probes.device_memory import DeviceMemoryProbe
     from torchobs.probes.device_times import DeviceTimeProbe
     from torchobs.probes.distributed import DistributedProbe
-    from torchobs.probes.epochs import EpochCount, EpochProbe
+    from torchobs.probes.epochs import EpochProbe
     from torchobs.probes.flops import FlopsProbe
     from torchobs.probes.gpu import GpuProbe
     from torchobs.probes.gradients import GradientProbe
@@ -48,21 +48,21 @@ def factories(scaling: LossScaling) -> ProbeFactories:
     from torchobs.probes.schedulers import SchedulerProbe
     from torchobs.probes.steps import StepProbe
 
-    epochs, suspicion, replicas = EpochCount(), Suspicion(), Replicas()
+    suspicion, replicas = Suspicion(), Replicas()
     return {
         StepProbe.name: StepProbe,
         PhaseProbe.name: PhaseProbe,
         DeviceTimeProbe.name: DeviceTimeProbe,
         DataProbe.name: DataProbe,
         LoaderProbe.name: partial(LoaderProbe, replicas),
-        EpochProbe.name: partial(EpochProbe, epochs),
+        EpochProbe.name: EpochProbe,
         CheckpointProbe.name: CheckpointProbe,
         LossProbe.name: LossProbe,
         AmpProbe.name: partial(AmpProbe, scaling),
         GradientProbe.name: partial(GradientProbe, scaling, replicas),
         OptimizerProbe.name: OptimizerProbe,
         ResumeProbe.name: ResumeProbe,
-        SchedulerProbe.name: partial(SchedulerProbe, epochs),
+        SchedulerProbe.name: SchedulerProbe,
         GpuProbe.name: GpuProbe,
         MemoryProbe.name: partial(MemoryProbe, suspicion=suspicion),
         CgroupProbe.name: CgroupProbe,

@@ -37,33 +37,6 @@ _MAX_NAMED = 8
 _MAX_NAME = 120
 
 
-class UnusedParameters:
-    """Names of the parameters of DDP modules in the order of their reducers."""
-
-    def __init__(self) -> None:
-        self._names: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
-
-    def add(self, model: Any) -> None:
-        """Keep the names of a module that has just been made: what requires a gradient may be changed later on."""
-        self._names[model] = [name for name, _ in _parameters(model)]
-
-    def describe(self, error: BaseException) -> dict[str, Any]:
-        """Return attributes of the exception's event; empty for another error, and where a name would be uncertain."""
-        error = root_cause(error)
-        message = error.args[0] if isinstance(error, RuntimeError) and error.args else None
-        found = _INDICES.search(message) if type(message) is str else None
-        model = _raising(error) if found is not None else None
-        if found is None or model is None:
-            return {}
-        indices = [int(text) for text in found[1].split()]
-        names = self._names.get(model, [])  # none of a model that was made before init()
-        if not indices or max(indices) >= len(names):
-            return {}
-        named = [names[index][:_MAX_NAME] for index in indices[:_MAX_NAMED]]
-        counted = {} if found[2] else {"unused_count": len(indices)}
-        return {"unused": named, **counted, "unused_of": type(model.module).__qualname__[:_MAX_NAME]}
-
-
 def _raising(error: BaseException) -> Any:
     """Return the DDP module in which it was raised; ``None`` if the traceback has none."""
     from torch.nn.parallel import DistributedDataParallel
@@ -307,7 +280,8 @@ class DistributedProbe:
         self._patch: Patch | None = None
         self._models = replicas.models if replicas is not None else list[weakref.ref[Any]]()
         self._parallelism = Parallelism()
-        self._unused = UnusedParameters()
+        self._names: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+        """Of the parameters of DDP modules, in the order of their reducers"""
         self._seen: set[int] = set()
         self._published: tuple[object, ...] | None = None
         self._fresh = False
@@ -323,7 +297,7 @@ class DistributedProbe:
             return
         self._ddp = DistributedDataParallel
         self._read = context.breaker(self.name).guard(self._read_ddp)
-        context.hooks.explain_error.register(context.breaker(self.name), self._unused.describe)
+        context.hooks.explain_error.register(context.breaker(self.name), self._describe_unused)
         watched = partial(self._watched, context.breaker(self.name).guard(self._note_new))
         self._patch = Patch(DistributedDataParallel, "__init__", watched, probe=self.name, nests=True)
 
@@ -364,13 +338,30 @@ class DistributedProbe:
         return __init__
 
     def _note_new(self, model: Any) -> None:
-        self._unused.add(model)
+        # now: what requires a gradient may be changed later on
+        self._names[model] = [name for name, _ in _parameters(model)]
         self._note(model)
 
     def _note(self, model: Any) -> None:
         if model not in self._living() and len(self._models) < _MODELS:
             self._models.append(weakref.ref(model))
             self._fresh = True
+
+    def _describe_unused(self, error: BaseException) -> dict[str, Any]:
+        """Return attributes of the exception's event; empty for another error, and where a name would be uncertain."""
+        error = root_cause(error)
+        message = error.args[0] if isinstance(error, RuntimeError) and error.args else None
+        found = _INDICES.search(message) if type(message) is str else None
+        model = _raising(error) if found is not None else None
+        if found is None or model is None:
+            return {}
+        indices = [int(text) for text in found[1].split()]
+        names = self._names.get(model, [])  # none of a model that was made before init()
+        if not indices or max(indices) >= len(names):
+            return {}
+        named = [names[index][:_MAX_NAME] for index in indices[:_MAX_NAMED]]
+        counted = {} if found[2] else {"unused_count": len(indices)}
+        return {"unused": named, **counted, "unused_of": type(model.module).__qualname__[:_MAX_NAME]}
 
     def _living(self) -> list[Any]:
         return [model for known in list(self._models) if (model := known()) is not None]

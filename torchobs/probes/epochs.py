@@ -39,20 +39,12 @@ class _Iteration:
     """The same when the iterator was deleted, or when the next one began after it was exhausted"""
 
 
-@dataclass(slots=True)
-class EpochCount:
-    """Number of passes over the training loader begun so far. Written by the epoch probe, read by the scheduler probe."""
-
-    begun: int = 0
-
-
 class EpochProbe:
     """Counts epochs, and writes a span for each."""
 
     name = "epochs"
 
-    def __init__(self, count: EpochCount) -> None:
-        self._epochs = count
+    def __init__(self) -> None:
         self._budget = span_limiter()
         self._lock = RLock()  # held for microseconds; a signal handler may iterate a loader, too
         renew_in_child(self, _lock=RLock)
@@ -112,15 +104,15 @@ class EpochProbe:
             self._end(latest.begun_ns, latest.step)
             self._order.epoch(latest.order, latest.step - epoch.step if epoch is not None else 0, latest.step)
             self._epoch = latest
-            self._epochs.begun += 1
+            training = self._context.training
+            training.epoch += 1
+            training.epochs.append(EpochStart(training.epoch, latest.begun_ns, latest.step))
             self._context.count(catalog.EPOCHS, 1)
-            self._context.training.epoch = self._epochs.begun
-            self._context.training.epochs.append(EpochStart(self._epochs.begun, latest.begun_ns, latest.step))
 
     def _end(self, now_ns: int, step: int) -> None:
         epoch, self._epoch = self._epoch, None
         if epoch is None:
             return
         if now_ns - epoch.begun_ns >= LONG_NS or self._budget.take(now_ns):
-            attributes = {"epoch": self._epochs.begun, "steps": step - epoch.step}
+            attributes = {"epoch": self._context.training.epoch, "steps": step - epoch.step}
             self._context.write_span(catalog.SPAN_EPOCH.name, epoch.begun_ns, now_ns, attributes, failed=False)

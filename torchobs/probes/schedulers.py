@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import torch
 
     from torchobs.probes.context import ProbeContext
-    from torchobs.probes.epochs import EpochCount
 
 MAX_KNOWN = 64
 IDLE_STEPS = 100
@@ -67,8 +66,7 @@ class SchedulerProbe:
 
     name = "schedulers"
 
-    def __init__(self, epochs: EpochCount) -> None:
-        self._epochs = epochs
+    def __init__(self) -> None:
         self._patches: list[Patch] = []
         self._patched: set[type] = set()
         self._within = _OUTSIDE
@@ -197,7 +195,8 @@ class SchedulerProbe:
                 self._context.count(catalog.SCHEDULER_MISUSE, 0, {"kind": kind})
         if len(self._known) >= MAX_KNOWN:
             return None
-        state = _Scheduler(type(scheduler).__name__, self._context.recorder.step, self._epochs.begun, self._optimizer_calls)
+        step, epoch = self._context.recorder.step, self._context.training.epoch
+        state = _Scheduler(type(scheduler).__name__, step, epoch, self._optimizer_calls)
         key, optimizer, state.last_epoch = id(scheduler), getattr(scheduler, "optimizer", None), _count_of(scheduler)
         state.ref = weakref.ref(scheduler, lambda _: self._forget(key, state))
         if optimizer is not None:
@@ -244,7 +243,7 @@ class SchedulerProbe:
         self.sample()
 
     def _judge(self, state: _Scheduler) -> None:
-        done, begun = self._context.recorder.step - state.made_at, self._epochs.begun - state.epoch
+        done, begun = self._context.recorder.step - state.made_at, self._context.training.epoch - state.epoch
         if state.inner:
             return
         scheduler = state.ref() if state.ref is not None else None

@@ -104,18 +104,11 @@ class ProbeManager:
         del self._probes[name]  # only now: what a signal's handler raises leaves it to be removed the next time
         self._context.hooks.unregister(name)
 
+    def check_patches(self) -> None:
+        """Restore patches that other tools have removed by restoring their own originals, with a warning.
 
-class PatchWatch:
-    """Checks every ten seconds that our patches are in place: other tools that restore their own originals remove them.
-
-    In the sampler thread.
-    """
-
-    def __init__(self, context: ProbeContext) -> None:
-        self._context = context
-
-    def observe(self) -> None:
-        """Restore removed patches with a warning; where that is not possible, report the probe as disabled."""
+        Where that cannot be done, the probe is reported as disabled. In the sampler thread, every ten seconds.
+        """
         for patch in active():
             state = patch.check()
             if state == LOST:

@@ -34,7 +34,7 @@ from torchobs.runtime import spawned_ranks
 from torchobs.runtime.command_handler import CommandHandler
 from torchobs.runtime.details import GaugeHistory, RunDetails
 from torchobs.runtime.notebook import NotebookStatus, PageAddress, in_notebook
-from torchobs.runtime.probe_manager import PatchWatch, ProbeManager
+from torchobs.runtime.probe_manager import ProbeManager
 from torchobs.runtime.sampler import LimitedLog, Sampler, SamplerPauses
 from torchobs.runtime.spans import RunSpan, trace_attributes
 from torchobs.runtime.spawned_ranks import SpawnedRanks, hide_launcher_file, launcher_attributes
@@ -168,7 +168,7 @@ class Session:
         self._slow += [
             ("otel", self.run.sample),
             ("children", partial(hide_launcher_file, context)),
-            ("patches", PatchWatch(context).observe),
+            ("patches", self._probe_manager.check_patches),
         ]
         if chosen.exporter:
             self._page = PageAddress(writer.path, says=chosen.summary and not found_identity.rank and not in_notebook())
