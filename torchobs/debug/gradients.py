@@ -203,15 +203,14 @@ def require_positive(threshold: Any) -> None:
         raise ValueError(f"a threshold of a norm is above 0, not {threshold!r}")
 
 
-class StepHook:
-    """Calls a function with the optimizer before each step of any, in whichever thread, until ``remove`` is called."""
+def before_steps(function: Callable[[Any], None]) -> Callable[[], None]:
+    """Call a function with the optimizer before each step of any, in whichever thread; return what ends that."""
 
-    def __init__(self, function: Callable[[Any], None]) -> None:
-        def before_step(optimizer: Any) -> None:
-            if not torch.compiler.is_compiling():
-                function(optimizer)
+    def before_step(optimizer: Any) -> None:
+        if not torch.compiler.is_compiling():
+            function(optimizer)
 
-        self.remove = taps.BEFORE_STEP.subscribe(before_step)
+    return taps.BEFORE_STEP.subscribe(before_step)
 
 
 def norm_of(parameters: Iterable[Any], scale: Any) -> Any:

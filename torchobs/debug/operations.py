@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from torchobs.debug.findings import record_finding, record_operation
-from torchobs.debug.gradients import StepHook, norm_of, scale_in_use
+from torchobs.debug.gradients import before_steps, norm_of, scale_in_use
 from torchobs.debug.tensors import require
 from torchobs.flight.control import LEVELS
 from torchobs.probes.device_memory import has_statistics
@@ -257,24 +257,6 @@ def _check(operation: object, anomaly: object, model: Any, samples: object, slow
 
 
 @contextmanager
-def noting_error(result: Any) -> Iterator[list[BaseException]]:
-    """Fill ``error`` of a result with the class of the exception that ends the block, if one does; the list gets it, too.
-
-    ``sys.exc_info`` would be that of an ``except`` around the block.
-    """
-    errors = list[BaseException]()
-
-    def ends(*raised: Any) -> None:
-        if (error := raised[1]) is not None:
-            fill(result, error=type(error).__name__)
-            errors.append(error)
-
-    with ExitStack() as stack:
-        stack.push(ends)
-        yield errors
-
-
-@contextmanager
 def _measured(template: DebugInfo, model: Any, slow_s: float | None) -> Iterator[DebugInfo]:
     parent, session = _current.get(), current()
     level = "off" if session is None or session.context is None else LEVELS[session.context.hooks.level.value]
@@ -284,22 +266,23 @@ def _measured(template: DebugInfo, model: Any, slow_s: float | None) -> Iterator
     with ExitStack() as undo:
         undo.callback(_current.set, parent)
         undo.enter_context(entered(template.mode, note_birth))
-        undo.callback(StepHook(opened.note_step).remove)
+        undo.callback(before_steps(opened.note_step))
         _current.set(opened)
         if waits:
             wait_for_devices()
         before, begun, cpu_begun = read(), time.perf_counter(), time.process_time()
         try:
-            with noting_error(opened.info) as errors:
-                yield opened.info
-                if waits:
-                    wait_for_devices()
+            yield opened.info
+            if waits:
+                wait_for_devices()
+        except BaseException as error:
+            fill(opened.info, error=type(error).__name__)
+            if isinstance(error, RuntimeError) and "returned nan values in its" in str(error):  # torch's anomaly mode
+                opened.note("nonfinite_backward", str(error).splitlines()[0])
+            raise
         finally:
             elapsed, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_begun
             undo.close()
-            for error in errors:
-                if isinstance(error, RuntimeError) and "returned nan values in its" in str(error):  # torch's anomaly mode
-                    opened.note("nonfinite_backward", str(error).splitlines()[0])
             if slow_s is not None and elapsed > slow_s:
                 opened.note("slow", f"it took {elapsed:.3g} s, more than {slow_s:g} s")
             if template.samples:

@@ -48,7 +48,7 @@ class Profile(Checked):
     cpu_time_s: float | None = None
     """Of operators and what they call, on the host; without Python code around them (``record_function``)"""
     device_time_s: float | None = None
-    """Of kernels and copies"""
+    """Of kernels and copies; ``None`` where no device computed"""
     flops: int | None = None
     """Estimated by torch, of matrix products and convolutions"""
     top_operator: str | None = None
@@ -210,7 +210,7 @@ class Recorder:
         step_s, size = elapsed / steps if steps else None, self.result.batch_size
         fill(
             self.result, steps=steps, time_s=elapsed, step_time_s=step_s, sample_time_s=step_s and size and step_s / size,
-            device_time_s=device, cpu_time_s=host, flops=sum(int(row.flops or 0) for row in operators),
+            device_time_s=device or None, cpu_time_s=host, flops=sum(int(row.flops or 0) for row in operators),
             top_operator=operators[0].key if operators else None, table=groups.table(sort_by=cost, row_limit=_ROWS),
         )  # fmt: skip
 

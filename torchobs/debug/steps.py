@@ -18,7 +18,7 @@ from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, check_
 from torchobs.detect.spikes import Divergence, LossBaseline, NormBaseline
 from torchobs.support.result import Checked, Problem
 from torchobs.tensors.batches import call, walk
-from torchobs.tensors.losses import FORMS, compute_loss
+from torchobs.tensors.losses import compute_loss, require_loss_fn
 from torchobs.tensors.running import evaluating
 
 if TYPE_CHECKING:
@@ -416,8 +416,7 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
     tensors.require_model(model, "training_step")
     tensors.require_optimizer(optimizer, model, "training_step")
     tensors.require_scaler(scaler, "training_step", "scale")
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(f"training_step() takes a loss function after the batch, {FORMS}, not {type(loss_fn).__name__}")
+    require_loss_fn(loss_fn)
     limit = _explodes_above(model) if exploding is None else exploding
     require_positive(limit)
     autocast = _autocast(model, amp)

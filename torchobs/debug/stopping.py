@@ -13,7 +13,6 @@ import torch
 
 from torchobs import api, catalog
 from torchobs.debug.findings import record_finding, record_findings, record_series
-from torchobs.debug.operations import noting_error
 from torchobs.debug.tensors import require
 from torchobs.support.arguments import is_number, is_text, is_whole
 from torchobs.support.result import Checked, Problem, Result, fill
@@ -191,9 +190,11 @@ def validation(model: Any = None, name: str = "validation", *, stopper: EarlySto
         require(model, "nn.Module", "validation")
     result, begun = Validation(name), time.perf_counter()
     try:
-        evaluates = nullcontext() if model is None else evaluating(model)
-        with api.phase("evaluation"), evaluates, torch.no_grad(), noting_error(result):
+        with api.phase("evaluation"), nullcontext() if model is None else evaluating(model), torch.no_grad():
             yield result
+    except BaseException as error:
+        fill(result, error=type(error).__name__)
+        raise
     finally:
         _finish(result, time.perf_counter() - begun)
     if stopper is not None:

@@ -13,8 +13,8 @@ import torch
 
 from torchobs import catalog
 from torchobs.debug import findings, operations
-from torchobs.debug.findings import logger, record_finding, record_findings, record_series
-from torchobs.debug.gradients import StepHook, scale_in_use
+from torchobs.debug.findings import TrainingSummary, logger, record_finding, record_findings, record_series
+from torchobs.debug.gradients import before_steps, scale_in_use
 from torchobs.debug.placement import check_devices
 from torchobs.debug.profiles import Recorder
 from torchobs.debug.steps import Collector, StepCheck, activations, check_step
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from torchobs.debug.findings import TrainingSummary
     from torchobs.debug.operations import Anomaly
     from torchobs.debug.operator_watch import Birth
     from torchobs.probes.context import ProbeContext
@@ -346,37 +345,28 @@ class Switch(Result):
     """One switch."""
 
     name: str
-    on: bool = False
-    every: int = 0
+    on: bool
+    every: int
     """Steps between two looks; 0 if it is on all the time"""
-    looks: int = 0
+    looks: int
     """How often it has looked, since it was enabled"""
-    last: str = ""
+    last: str
     """What it saw last, also after its end"""
-    error: str | None = None
+    error: str | None
     """Said of a switch that an exception has turned off"""
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchStatus(Result):
-    """All switches of this process."""
+class RunSummary(Checked):
+    """What switches have seen since the first of them was enabled, until the last one was disabled."""
 
     enabled: tuple[str, ...]
+    """Those that are on"""
     steps: int
-    """Steps since the first was enabled, or until the last one was disabled"""
     model: str | None
     """Class of the model that is looked at; searched for at the first step where it was not given"""
     switches: tuple[Switch, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RunSummary(Checked):
-    """What one ``enable`` has seen."""
-
-    steps: int
-    model: str | None
-    switches: tuple[Switch, ...]
-    """Those that are on, or were at the end"""
+    """Those that are on, or were"""
     training: TrainingSummary
     """Of the steps that were looked at"""
     problems: tuple[Problem, ...]
@@ -384,13 +374,31 @@ class RunSummary(Checked):
 
 
 class Run:
-    """What :func:`enable` returns; as a context manager it switches everything off. What it saw is kept."""
+    """What :func:`enable` returns: the switches of this process, and a hook of the optimizer's step as long as any is on.
 
-    def __init__(self) -> None:
+    As a context manager it switches everything off at the end. What was seen is kept.
+    """
+
+    def __init__(self, context: ProbeContext | None) -> None:
+        self._context = context
+        self._probes: dict[str, SwitchProbe] = {}
+        self._rows: dict[str, Switch] = {}
+        """What switches that are off saw last"""
         self._problems: dict[tuple[str, str], Problem] = {}
-        self._before = findings.steps_so_far()
+        self._before, self._begun, self._looked_at = findings.steps_so_far(), 0, -1
+        self._model: Any = None
+        self._loss: Any = None
+        self._searched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last: RunSummary | None = None
+        if context is None:
+            self._last = self.summary()
+            return
+        self._begun = context.recorder.step
         findings.collecting.append(self._problems)
+        breaker = context.breakers[_NAME] = CircuitBreaker(_NAME)
+        context.hooks.takes_loss.register(breaker, self._take_loss)
+        context.hooks.ends.register(CircuitBreaker(_NAME), disable)
+        self._unhook = before_steps(breaker.guard(self._before_step))
 
     def __enter__(self) -> Run:  # noqa: PYI034  # typing.Self needs Python 3.11
         """Return the run."""
@@ -401,9 +409,14 @@ class Run:
         disable()
 
     @property
+    def is_over(self) -> bool:
+        """Whether no switch is on any more."""
+        return self._last is not None
+
+    @property
     def enabled(self) -> tuple[str, ...]:
-        """The switches that are on now."""
-        return status().enabled
+        """The switches that are on."""
+        return self.summary().enabled
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -416,17 +429,89 @@ class Run:
         return not self._problems
 
     def summary(self) -> RunSummary:
-        """Return what was seen so far, or until the switches went off."""
+        """Return what was seen so far, or until the last switch went off."""
         if self._last is not None:
             return self._last
-        now, training = status(), findings.training_since(self._before)
-        rows = tuple(row for row in now.switches if row.looks or row.on)
-        return RunSummary(now.steps, now.model, rows, training, self.problems)
+        rows = self._rows | {name: self._row(name) for name in self._probes}
+        steps = self._context.recorder.step - self._begun if self._context is not None else 0
+        model, ordered = self._model() if self._model is not None else None, [rows[name] for name in SWITCHES if name in rows]
+        return RunSummary(
+            tuple(row.name for row in ordered if row.on), steps, None if model is None else type(model).__name__,
+            tuple(ordered), findings.training_since(self._before), self.problems,
+        )  # fmt: skip
 
-    def end(self) -> None:
-        """Keep what was seen: the last switch goes off."""
-        self._last = self.summary()
-        findings.collecting.remove(self._problems)
+    def _row(self, name: str) -> Switch:
+        probe = self._probes[name]
+        error = "failed, see the log" if probe.breaker.is_open else None
+        return Switch(name, error is None, probe.every, probe.looks, probe.last, error)
+
+    def add(self, names: tuple[str, ...], intervals: dict[str, int], options: Options, model: Any) -> None:
+        """Switch on; those that are on get the new interval. ``model``: look at this one."""
+        if model is not None:
+            self._model = weakref.ref(model)
+        for name in names if self._context is not None else ():
+            kind, interval = SWITCHES[name]
+            if name in self._probes and self._probes[name].breaker.is_open:
+                self._stop(name)
+            if name in self._probes:
+                self._probes[name].every = intervals[interval]
+            elif self._context is not None:
+                make = kind if isinstance(kind, type) else SwitchProbe
+                probe = self._probes[name] = make(name, intervals[interval], options, self._context, kind)
+                probe.run("install")
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Switch off; with the last one the hooks go."""
+        for name in names:
+            self._stop(name)
+        context = self._context
+        if context is not None and not self._probes and not self.is_over:
+            self._last = self.summary()
+            findings.collecting.remove(self._problems)
+            self._unhook()
+            context.hooks.takes_loss.unregister(_NAME)
+            context.hooks.ends.unregister(_NAME)
+            self._loss, StepProfile._several_train = None, False
+
+    def _stop(self, name: str) -> None:
+        """Put back what one switch has changed, if it is on."""
+        if name in self._probes:
+            self._rows[name] = replace(self._row(name), on=False)
+            probe = self._probes.pop(name)
+            probe.breaker.is_open = False  # also of one that has failed
+            probe.run("remove")
+
+    def _before_step(self, optimizer: Any) -> None:
+        context = self._context
+        if context is None:
+            return
+        if get_ident() != context.training.thread:
+            for probe in self._probes.values():
+                probe.run("stop_for_threads")
+            return
+        model = self._model() if self._model is not None else None
+        if model is None and optimizer not in self._searched:
+            self._searched.add(optimizer)
+            if (model := model_of(optimizer)) is not None:
+                self._model = weakref.ref(model)
+        step = context.recorder.step
+        look = Look(model, optimizer, self._loss, context, step != self._looked_at)
+        for probe in sorted(self._probes.values(), key=lambda probe: probe.due):  # of two that profile, that which waits longer
+            call(probe.breaker, probe.before_step, step, look)
+        if "check" in vars(look):
+            self._looked_at = step
+
+    def _take_loss(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
+        loss = tensors[0] if isinstance(tensors, (tuple, list)) and len(tensors) == 1 else tensors
+        if accumulates and gradients is None and isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            loss, scale = loss.detach().reshape(()), scale_in_use(None)
+            self._loss = loss if scale is None else loss / scale.to(loss.device, non_blocking=True)
+            for probe in list(self._probes.values()):
+                probe.run("take_loss", self._loss)
+
+
+_run = Run(None)
+_lock = RLock()
 
 
 def enable(  # noqa: PLR0913  # each switch's own
@@ -455,6 +540,7 @@ def enable(  # noqa: PLR0913  # each switch's own
         ValueError: a name is unknown, a frequency below 1, or ``anomaly`` neither of the two.
         TypeError: ``model`` is no module.
     """
+    global _run  # noqa: PLW0603  # of the process
     names, every = _names_of(switches), (gradients_every, memory_every, performance_every, profile_every)
     if not all(map(is_whole, every)) or min(every) < 1:
         given = ", ".join(map(repr, every))
@@ -468,152 +554,32 @@ def enable(  # noqa: PLR0913  # each switch's own
     intervals = dict(zip(("gradients", "memory", "performance", "profile"), every, strict=True)) | {"always": 0}
     with _lock:
         if "off" in ([switches] if isinstance(switches, str) else switches):
-            _board.remove(SWITCHES)
-        session, run = current(), Run()
-        if names and session is not None and session.context is not None:
-            _board.install(session.context, model)
-            _board.add(names, intervals, Options(str(trace_dir), anomaly))
-            _board.runs.append(run)
-        else:
-            run.end()
-            if names:
-                logger.warning("enable: nothing is switched on, since no session records in this process")
-    return run
+            _run.remove(SWITCHES)
+        session = current()
+        context = session.context if session is not None else None
+        if names and context is None:
+            logger.warning("enable: nothing is switched on, since no session records in this process")
+        if names and _run.is_over:
+            _run = Run(context)
+        _run.add(names, intervals, Options(str(trace_dir), anomaly), model)
+        return _run
 
 
-def disable(switches: Any = None) -> SwitchStatus:
+def disable(switches: Any = None) -> RunSummary:
     """Switch off those, or all, and put back exactly what was there before. The session goes on.
 
     Raises:
         ValueError: a name is unknown.
     """
     with _lock:
-        _board.remove(SWITCHES if switches is None else _names_of(switches))
+        _run.remove(SWITCHES if switches is None else _names_of(switches))
     return status()
 
 
-def status() -> SwitchStatus:
-    """Return which switches are on, how often they looked, and what they saw last."""
+def status() -> RunSummary:
+    """Return which switches are on, how often they looked, and what they saw last; of the last ones, where none is."""
     with _lock:
-        return _board.status()
-
-
-class _Board:
-    """The switches of this process, and a hook of the optimizer's step as long as any is on."""
-
-    def __init__(self) -> None:
-        self._probes: dict[str, SwitchProbe] = {}
-        self._ended: dict[str, Switch] = {}
-        """What switches that are off saw last"""
-        self.runs: list[Run] = []
-        self._context: ProbeContext | None = None
-        self._begun, self._steps, self._looked_at = 0, 0, -1
-        self._hook: Any = None
-        self._model: Any = None
-        self._loss: Any = None
-        self._searched: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    @property
-    def model(self) -> Any:
-        """The model, if it is known and alive."""
-        return self._model() if self._model is not None else None
-
-    def install(self, context: ProbeContext, model: Any) -> None:
-        """Put the hooks in place, unless they are; ``model``: look at this one."""
-        if model is not None:
-            self._model = weakref.ref(model)
-        if self._context is context:
-            return
-
-        self._context, self._begun = context, context.recorder.step
-        breaker = context.breakers[_NAME] = CircuitBreaker(_NAME)
-        context.hooks.takes_loss.register(breaker, self._take_loss)
-        context.hooks.ends.register(CircuitBreaker(_NAME), disable)
-        self._hook = StepHook(breaker.guard(self._before_step))
-
-    def add(self, names: tuple[str, ...], intervals: dict[str, int], options: Options) -> None:
-        """Switch on; those that are on get the new interval."""
-        for name in names:
-            kind, interval = SWITCHES[name]
-            if name in self._probes and self._probes[name].breaker.is_open:
-                self.stop(name)
-            if name in self._probes:
-                self._probes[name].every = intervals[interval]
-            elif self._context is not None:
-                make = kind if isinstance(kind, type) else SwitchProbe
-                probe = self._probes[name] = make(name, intervals[interval], options, self._context, kind)
-                probe.run("install")
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Switch off; with the last one the hooks go."""
-        context, names = self._context, set(names)
-        if self._probes.keys() <= names:
-            while self.runs:
-                self.runs.pop().end()
-        for name in SWITCHES:
-            if name in names:
-                self.stop(name)
-        if context is not None and not self._probes:
-            self._hook.remove()
-            self._steps, self._begun = context.recorder.step - self._begun, 0
-            context.hooks.takes_loss.unregister(_NAME)
-            context.hooks.ends.unregister(_NAME)
-            self._context = self._model = self._loss = None
-            self._searched.clear()
-            StepProfile._several_train = False
-
-    def stop(self, name: str) -> None:
-        """Put back what one switch has changed, if it is on."""
-        if name in self._probes:
-            self._ended[name] = replace(self._row(name), on=False)
-            probe = self._probes.pop(name)
-            probe.breaker.is_open = False  # also of one that has failed
-            probe.run("remove")
-
-    def _before_step(self, optimizer: Any) -> None:
-        context = self._context
-        if context is None:
-            return
-        if get_ident() != context.training.thread:
-            for probe in self._probes.values():
-                probe.run("stop_for_threads")
-            return
-        if self.model is None and optimizer not in self._searched:
-            self._searched.add(optimizer)
-            if (model := model_of(optimizer)) is not None:
-                self._model = weakref.ref(model)
-        step = context.recorder.step
-        look = Look(self.model, optimizer, self._loss, context, step != self._looked_at)
-        for probe in sorted(self._probes.values(), key=lambda probe: probe.due):  # of two that profile, that which waits longer
-            call(probe.breaker, probe.before_step, step, look)
-        if "check" in vars(look):
-            self._looked_at = step
-
-    def _take_loss(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
-        loss = tensors[0] if isinstance(tensors, (tuple, list)) and len(tensors) == 1 else tensors
-        if accumulates and gradients is None and isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            loss, scale = loss.detach().reshape(()), scale_in_use(None)
-            self._loss = loss if scale is None else loss / scale.to(loss.device, non_blocking=True)
-            for probe in list(self._probes.values()):
-                probe.run("take_loss", self._loss)
-
-    def status(self) -> SwitchStatus:
-        """Return what :func:`status` does."""
-        rows = tuple(map(self._row, SWITCHES))
-        steps = self._context.recorder.step - self._begun if self._context is not None else self._steps
-        model = type(self.model).__name__ if self.model is not None else None
-        return SwitchStatus(tuple(row.name for row in rows if row.on), steps, model, rows)
-
-    def _row(self, name: str) -> Switch:
-        probe = self._probes.get(name)
-        if probe is None:
-            return self._ended.get(name, Switch(name))
-        error = "failed, see the log" if probe.breaker.is_open else None
-        return Switch(name, error is None, probe.every, probe.looks, probe.last, error)
-
-
-_board = _Board()
-_lock = RLock()
+        return _run.summary()
 
 
 def _names_of(wanted: object) -> tuple[str, ...]:

@@ -64,6 +64,12 @@ def mean_loss(model: Any, batch: Any, loss_fn: Callable[..., Any]) -> torch.Tens
     return loss
 
 
+def require_loss_fn(loss_fn: Any) -> None:
+    """Raise ``TypeError`` for what :func:`compute_loss` would refuse."""
+    if loss_fn is not None:
+        _parameters(loss_fn)
+
+
 def output_loss(output: Any) -> Any:
     """Return an output's own ``loss``, or the sum of its floating-point tensors; ``None`` if it has none."""
     if isinstance(getattr(output, "loss", None), torch.Tensor):
