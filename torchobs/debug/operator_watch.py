@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from torchobs.debug.tensors import own_work
 from torchobs.probes.nonfinite.locate import is_users
+from torchobs.tensors.batches import walk
+from torchobs.tensors.values import Condition, condition, plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,7 +76,7 @@ class OperatorWatch(TorchDispatchMode):
         """Run an operator, and look at what it returns."""
         if own_work.on:  # of `forward_pass()` within the block, whose statistics have NaN for what there is nothing of
             return func(*args, **(kwargs or {}))
-        was_odd = func._schema.is_mutable and any(map(_is_odd, _floating(args[:1])))  # what it is to change
+        was_odd = func._schema.is_mutable and any(_is_odd(x) for _, x in walk(args[:1]))  # what it is to change
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name in UNWRITTEN or func.is_view or was_odd:
@@ -82,8 +84,9 @@ class OperatorWatch(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is None:
             self._remember()
-        for tensor in _floating(result, only_first=name.startswith("_scaled_dot_product")):
-            self._look(name, node, tensor, (args, kwargs))
+        # the other results of attention are for its derivative alone
+        for _, tensor in walk(result[:1] if name.startswith("_scaled_dot_product") else result):
+            self._look(name, node, tensor, [args, kwargs])
         return result
 
     def _remember(self) -> None:
@@ -95,13 +98,12 @@ class OperatorWatch(TorchDispatchMode):
                 self._places.popitem(last=False)
 
     def _look(self, name: str, node: Any, tensor: Any, given: Any) -> None:
-        if _has_finite_sum(tensor):
+        values = plain(tensor)
+        if values is None or not _is_odd(tensor):
             return
-        nans, infinities = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
-        if name in _CONSTANTS:
-            infinities = 0
-        args, kwargs = given
-        inputs = (x for x in _floating([*args, *(kwargs or {}).values()]) if x is not tensor)  # but for what it has overwritten
+        nans = int(values.isnan().sum())
+        infinities = 0 if name in _CONSTANTS else int(values.isinf().sum())
+        inputs = (x for _, x in walk(given) if x is not tensor)  # but for what it has overwritten
         if (nans or infinities) and not any(map(_is_odd, inputs)):
             place = self._places.get(node._sequence_nr()) if node is not None else _user_frame()
             location = f"{place[0].co_filename}:{place[1]}" if place is not None else ""
@@ -125,29 +127,8 @@ def user_line() -> str:
     return f"{place[0].co_filename}:{place[1]}" if place is not None else ""
 
 
-def _floating(result: Any, *, only_first: bool = False) -> Iterator[Any]:
-    parts = result if isinstance(result, (tuple, list)) else (result,)
-    for part in parts[:1] if only_first else parts:
-        if isinstance(part, torch.Tensor):
-            if _is_readable(part):
-                yield part
-        elif isinstance(part, (tuple, list)):
-            yield from _floating(part)
-
-
-def _is_readable(x: Any) -> bool:
-    is_number = (x.dtype.is_floating_point or x.dtype.is_complex) and x.dtype.itemsize > 1
-    return is_number and x.layout is torch.strided and x.device.type != "meta" and type(x).__name__ != "FakeTensor"
-
-
-def _has_finite_sum(x: Any) -> bool:
-    """Return True if all elements are finite; False may also mean that their sum overflows. Faster than ``isfinite``."""
-    total = x.sum().item()
-    return total - total == 0  # type: ignore[no-any-return]
-
-
 def _is_odd(x: Any) -> bool:
-    return not _has_finite_sum(x) and not bool(torch.isfinite(x).all())
+    return condition(x) in {Condition.BAD, Condition.MASKED}
 
 
 class _Watches(threading.local):

@@ -280,11 +280,7 @@ def forward_pass(model: Any, batch: Any, *, activations: bool = False) -> Forwar
         TypeError: ``model`` is no ``torch.nn.Module``. What the model raises goes on.
     """
     tensors.require_model(model, "forward_pass")
-    return _forward(model, batch, "forward_pass", wanted=activations)
-
-
-def _forward(model: Any, batch: Any, function: str, *, wanted: bool) -> ForwardPass:
-    watched = _Watched(model, function, wanted=wanted)
+    watched = _Watched(model, "forward_pass", wanted=activations)
     call(watched, batch)
     return watched.passes[0]
 
@@ -296,28 +292,23 @@ class _Watched:
         self._model, self._function, self._wanted = model, function, wanted
         self.passes: list[ForwardPass] = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = kwargs or (args[0] if len(args) == 1 else args)
-        self.passes.append(_called(self._model, given, (args, kwargs), self._function, wanted=self._wanted))
-        return self.passes[-1].output
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-
-def _called(model: Any, batch: Any, given: tuple[Any, Any], function: str, *, wanted: bool) -> ForwardPass:
-    collector = Collector()
-    collector.add("inputs", "input", batch)
-    with _measured() as part, activations(model, collector, wanted=wanted):
-        output = model(*given[0], **given[1])
-    collector.add("outputs", "output", output)
-    rows = collector.read()
-    in_order = (row for group in ("inputs", "activations", "outputs") for row in rows.get(group, ()))
-    problems = record_findings(function, (("nonfinite_tensor", row.name, row.defect) for row in in_order if row.defect))
-    return ForwardPass(
-        model=type(model).__name__, time_s=part.time_s, inputs=rows.get("inputs", ()), outputs=rows.get("outputs", ()),
-        activations=rows.get("activations", ()), memory=part.host, gpu_memory=part.device, problems=problems, _output=output,
-    )  # fmt: skip
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        collector = Collector()
+        collector.add("inputs", "input", kwargs or (args[0] if len(args) == 1 else args))
+        with _measured() as part, activations(self._model, collector, wanted=self._wanted):
+            output = self._model(*args, **kwargs)
+        collector.add("outputs", "output", output)
+        groups = collector.read()
+        inputs, inside, outputs = (groups.get(name, ()) for name in ("inputs", "activations", "outputs"))
+        odd = [("nonfinite_tensor", row.name, row.defect) for row in (*inputs, *inside, *outputs) if row.defect]
+        problems, kind = record_findings(self._function, odd), type(self._model).__name__
+        self.passes.append(
+            ForwardPass(kind, part.time_s, inputs, outputs, inside, part.host, part.device, problems, _output=output)
+        )
+        return output
 
 
 def backward_pass(model: Any, loss: Any, *, scaler: Any = None) -> BackwardPass:
@@ -459,8 +450,10 @@ def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPa
     """
     tensors.require_model(model, "inference")
     # tables that a first pass makes would stay in inference mode, and the training that comes after refuses those
+    watched = _Watched(model, "inference", wanted=activations)
     with evaluating(model), torch.no_grad():
-        return _forward(model, batch, "inference", wanted=activations)
+        call(watched, batch)
+    return watched.passes[0]
 
 
 @dataclass(slots=True)
