@@ -198,15 +198,8 @@ class View:
         return tuple(chain.from_iterable(block.points() for block in self.blocks))
 
 
-class Names(NamedTuple):
-    """Names of the flight files in a directory, sorted, and how many more there are."""
-
-    names: list[str]
-    left_out: int = 0
-
-
-def list_names(directory_fd: int) -> Names:
-    """Return the names of flight files in a directory: at most 4,096.
+def list_names(directory_fd: int) -> tuple[list[str], int]:
+    """Return the names of flight files in a directory, sorted: at most 4,096, and how many more there are.
 
     Where there are more, those of living ranks come first, by their locks, then the files that were written last. Raises
     ``OSError``.
@@ -215,13 +208,13 @@ def list_names(directory_fd: int) -> Names:
     if len(found) > MAX_FILES:
         ranked = ((_is_held(directory_fd, name), _mtime_ns(directory_fd, name), name) for name in found)
         chosen = heapq.nlargest(MAX_FILES, ranked)
-        return Names(sorted(name for _, _, name in chosen), len(found) - MAX_FILES)
-    return Names(sorted(found))
+        return sorted(name for _, _, name in chosen), len(found) - MAX_FILES
+    return sorted(found), 0
 
 
 def names(directory_fd: int) -> list[str]:
     """Return the names of :func:`list_names`. Raises ``OSError``."""
-    return list_names(directory_fd).names
+    return list_names(directory_fd)[0]
 
 
 def _is_held(directory_fd: int, name: str) -> bool:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torchobs.flight.layout import Header, LiveWords
-    from torchobs.flight.series import Series
 
 
 OVERLAP_NS = 3_000_000_000
@@ -180,8 +179,7 @@ class RankFile:
         self._superseded_ns: int | None = None
         self.ended_in: int | None = None
         """number of the snapshot in which it was first seen to be dead"""
-        self._durations = _Durations()
-        self._learned_s = self._durations.timeout_s(self.view)
+        self._learned_s = _timeout_s(self.view)
         self._usual: tuple[int | None, float | None] = None, None
         """The last step's end, and the median duration of the steps up to it"""
         self._looked_ns = _NEVER_NS
@@ -254,7 +252,7 @@ class RankFile:
         steps = self.state in {"alive", "hung"} and self.view.last_step_ns is not None
         if not steps or age_s is None or quiet_s is None or quiet_s < hangs.LEAST_S:
             return None
-        histogram, bounds = self._durations.of(self.view)
+        histogram, bounds = _durations_of(self.view)
         durations = Durations(histogram.counts, bounds, histogram.greatest or bounds[-1]) if histogram else Durations()
         return hangs.standstill(age_s, quiet_s, self.view.live.phase, self._usual_step_s(), durations)
 
@@ -344,7 +342,7 @@ class RankFile:
 
     def _read(self, now: Now) -> None:
         before, view = self.view.live.heartbeat_ns, self.file.read(final=not self.up and not self.lock_held)
-        self._learned_s = self._durations.timeout_s(view)
+        self._learned_s = _timeout_s(view)
         beat = view.live.heartbeat_ns
         if beat is not None and beat != before:
             # the rank's own time is exact if comparable with ours: both CLOCK_MONOTONIC, unless in another time namespace
@@ -446,27 +444,16 @@ def is_held(directory_fd: int, name: str, *, before: bool = False) -> bool:
         return before and is_passing(problem)
 
 
-class _Durations:
-    """A rank's distribution of step times, in block 0."""
+def _durations_of(view: View) -> tuple[Distribution | None, Sequence[float]]:
+    """Return the distribution of a rank's step times, in block 0, and the bounds of its buckets; ``None`` before the first."""
+    block = view.blocks[0] if view.blocks else DecodedBlock()
+    for series, value in zip(block.series, block.values, strict=True):
+        if series.name == catalog.STEP_DURATION.name and isinstance(value, Distribution):
+            return value, series.bounds
+    return None, ()
 
-    __slots__ = ("_index", "_series")
 
-    def __init__(self) -> None:
-        self._series: tuple[Series, ...] = ()
-        self._index: int | None = None
-
-    def timeout_s(self, view: View) -> float:
-        """Return how long the rank may be without a step, learned from its step times."""
-        durations, bounds = self.of(view)
-        return state.FIRST_STEP_S if durations is None else state.hang_timeout_s(durations, bounds)
-
-    def of(self, view: View) -> tuple[Distribution | None, Sequence[float]]:
-        """Return the distribution and the bounds of its buckets; ``None`` before the first step."""
-        block = view.blocks[0] if view.blocks else DecodedBlock()
-        if block.series is not self._series:
-            places = (index for index, one in enumerate(block.series) if one.name == catalog.STEP_DURATION.name and one.bounds)
-            self._series, self._index = block.series, next(places, None)
-        value = None if self._index is None else block.values[self._index]
-        if self._index is None or not isinstance(value, Distribution):
-            return None, ()
-        return value, self._series[self._index].bounds
+def _timeout_s(view: View) -> float:
+    """Return how long the rank may be without a step, learned from its step times."""
+    durations, bounds = _durations_of(view)
+    return state.FIRST_STEP_S if durations is None else state.hang_timeout_s(durations, bounds)

@@ -208,6 +208,8 @@ def grouped(ranks: Iterable[Rank]) -> list[list[Rank]]:
 
 Key = tuple[str, ...]
 """Attribute values of a series, in its own order."""
+_Place = tuple[int, str, Key, bool]
+"""Index of a value in its block, name and key of its series, and whether it stays once the rank is dead"""
 
 
 class Readings:
@@ -249,18 +251,20 @@ class Reader:
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._names = frozenset(metric.name for metric in metrics)
-        self._places: dict[int, list[_Places]] = {}
+        self._places: dict[int, dict[int, tuple[tuple[Series, ...], list[_Place]]]] = {}
+        """by opening of a file and block: the block's series, and where the values are"""
 
     def read(self, rank: Rank) -> Readings:
         """Return the rank's values of these metrics."""
-        known = self._places.setdefault(rank.opened, [])
+        known = self._places.setdefault(rank.opened, {})
         values: dict[str, dict[Key, float]] = {}
-        for index, block in enumerate(rank.view.blocks):
-            if index == len(known):
-                known.append(_Places((), []))
-            if known[index].series is not block.series:
-                known[index] = _Places(block.series, list(self._find(block)))
-            known[index].add_to(values, block, up=rank.up)
+        for number, block in enumerate(rank.view.blocks):
+            if number not in known or known[number][0] is not block.series:
+                known[number] = block.series, list(self._find(block))
+            for index, name, key, survives in known[number][1]:
+                value = block.values[index]
+                if value is not None and (rank.up or survives) and not isinstance(value, Distribution):
+                    values.setdefault(name, {})[key] = value
         return Readings(values)
 
     def keep(self, ranks: Iterable[Rank]) -> None:
@@ -269,23 +273,8 @@ class Reader:
         for gone in self._places.keys() - kept:
             del self._places[gone]
 
-    def _find(self, block: DecodedBlock) -> Iterator[tuple[int, str, Key, bool]]:
+    def _find(self, block: DecodedBlock) -> Iterator[_Place]:
         for index, series in enumerate(block.series):
             if series.name in self._names and series.scope is None:
                 key = tuple(str(value) for _, value in series.attributes)
                 yield index, series.name, key, cumulative(series.kind) or BY_NAME[series.name].survives
-
-
-class _Places:
-    """Positions of the values in a block."""
-
-    __slots__ = ("found", "series")
-
-    def __init__(self, series: tuple[Series, ...], found: list[tuple[int, str, Key, bool]]) -> None:
-        self.series, self.found = series, found
-
-    def add_to(self, values: dict[str, dict[Key, float]], block: DecodedBlock, *, up: bool) -> None:
-        for index, name, key, survives in self.found:
-            value = block.values[index]
-            if value is not None and (up or survives) and not isinstance(value, Distribution):
-                values.setdefault(name, {})[key] = value
