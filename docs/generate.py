@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from torchobs import catalog
-from torchobs.catalog import Attribute, Event, Kind, Metric, Span
+from torchobs.catalog import Attribute, Event, Kind, Metric, Span, prometheus_label
 from torchobs.exporter import api_schema
 
 HEADINGS = {
@@ -40,8 +40,8 @@ INTRODUCTION = """\
 
 # Metrics, events and spans
 
-The first name is Prometheus', with its unit, the second OpenTelemetry's; one follows from the other as Prometheus' own OTLP
-endpoint does it. What ends in `_total` is a counter, the rest are gauges, unless *histogram* is said: its bounds are powers of
+The first name is Prometheus', with unit and labels, the second OpenTelemetry's; one follows from the other as Prometheus' own
+OTLP endpoint does it. What ends in `_total` is a counter, the rest are gauges, unless *histogram* is said: its bounds are powers of
 two from {seconds} seconds, of four from {norms} for norms, so that they convert to native histograms without loss.
 
 - A series of a rank has the labels `job_name`, `run_id` and `rank`; `{rank_info}` has the rest. Join
@@ -97,10 +97,11 @@ def _groups() -> list[tuple[str, list[Metric]]]:
 
 
 def _metric(metric: Metric, described: set[Attribute]) -> str:
-    """Return the line of a metric. A label is described where it comes first, and named from there on."""
-    labels = [_label(attribute, described) for attribute in metric.attributes]
-    by = f" By {', '.join(labels)}." if labels else ""
-    return f"- `{metric.prometheus}` `{metric.name}`: {metric.brief}{by}{_notes(metric)}\n"
+    """Return the line of a metric, with its labels behind its name. A label is described where it comes first."""
+    labels = ",".join(prometheus_label(attribute.name) for attribute in metric.attributes)
+    new = [_label(attribute, described) for attribute in metric.attributes if attribute not in described]
+    name, words = f"{metric.prometheus}{{{labels}}}" if labels else metric.prometheus, f"{', '.join(new)}." if new else ""
+    return f"- `{name}` `{metric.name}`: {' '.join(filter(None, [metric.brief, words, _notes(metric)]))}\n"
 
 
 def _label(attribute: Attribute, described: set[Attribute]) -> str:
@@ -118,7 +119,7 @@ def _notes(metric: Metric) -> str:
         "stays": metric.survives,
     }
     words = ", ".join(note for note, holds in notes.items() if holds)
-    return f" *{words.capitalize()}.*" if words else ""
+    return f"*{words.capitalize()}.*" if words else ""
 
 
 def _events(described: set[Attribute]) -> str:

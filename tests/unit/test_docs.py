@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from torchobs import catalog, debug, guard, tune
-from torchobs.catalog import Event, Metric, Span
+from torchobs.catalog import Event, Metric, Span, prometheus_label
 from torchobs.cli.__main__ import COMMANDS
 
 if TYPE_CHECKING:
@@ -57,10 +57,13 @@ def test_every_entry_has_its_row(checkout: Path) -> None:
         *((spans, span) for span in catalog.SPANS),
     ]
     for section, entry in entries:
-        name = f"`{entry.prometheus}` `{entry.name}`" if isinstance(entry, Metric) else f"`{entry.name}`"
+        labels = ",".join(prometheus_label(attribute.name) for attribute in entry.attributes)
+        name = f"`{entry.name}`"
+        if isinstance(entry, Metric):
+            name = f"`{entry.prometheus}{f'{{{labels}}}' if labels else ''}` {name}"
         (row,) = (line for line in section.splitlines() if line.startswith(f"- {name}: "))
         assert entry.brief in row
-        assert all(f"`{attribute.name}`" in row for attribute in entry.attributes)
+        assert isinstance(entry, Metric) or all(f"`{attribute.name}`" in row for attribute in entry.attributes)
 
 
 def test_the_page_says_what_a_dead_rank_still_shows(checkout: Path) -> None:
