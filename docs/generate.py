@@ -41,8 +41,8 @@ INTRODUCTION = """\
 # Metrics, events and spans
 
 The first name is Prometheus', with unit and labels, the second OpenTelemetry's; one follows from the other as Prometheus' own
-OTLP endpoint does it. What ends in `_total` is a counter, the rest are gauges, unless *histogram* is said: its bounds are powers of
-two from {seconds} seconds, of four from {norms} for norms, so that they convert to native histograms without loss.
+OTLP endpoint does it. What ends in `_total` is a counter, the rest are gauges, unless *histogram* is said: its bounds are
+powers of two from {seconds} seconds, of four from {norms} for norms, so that they convert to native histograms without loss.
 
 - A series of a rank has the labels `job_name`, `run_id` and `rank`; `{rank_info}` has the rest. Join
   `on (run_id, rank, instance)`. `rank` is its number; in a replica group (torchft) as in `0-g1`; of two living processes that
