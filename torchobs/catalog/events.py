@@ -13,9 +13,7 @@ EVENT_RUN_START = info("torchobs.run.start", "torchobs.init() has finished.")
 EXIT_SIGNAL = Attribute("signal", "the signal whose handler raised it or led to it, if one did")
 EVENT_RUN_END = info("torchobs.run.end", "The rank ended, by itself or by a signal that it handled.", EXIT_REASON, EXIT_SIGNAL)
 EVENT_TRAINER = info(
-    "torchobs.trainer",
-    "A framework's trainer started. Further attributes: its settings.",
-    *named("framework", "version"),
+    "torchobs.trainer", "A framework's trainer started. Further attributes: its settings.", *named("framework", "version")
 )
 RECENT_COLLECTIVES = Attribute(
     "collectives",
@@ -48,9 +46,7 @@ EVENT_EXCEPTION = error(
     Attribute("unused_of", "class of the model that DistributedDataParallel wraps"),
 )
 EVENT_DISTRIBUTED = info(
-    "torchobs.distributed",
-    "How the training is spread over ranks.",
-    *named("backend", "world_size", "parallelism", "mesh"),
+    "torchobs.distributed", "How the training is spread over ranks.", *named("backend", "world_size", "parallelism", "mesh")
 )
 EVENT_COLLECTIVES_UNKNOWN = info(
     "torchobs.collectives.unknown",
@@ -63,12 +59,7 @@ EVENT_GPU_LOST = error(
     GPU_ID,
     Attribute("reason", "what its library says: lost, reset_required, silent"),
 )
-EVENT_GPU_XID = error(
-    "torchobs.gpu.xid",
-    "The driver reported a GPU's error (an XID).",
-    GPU_ID,
-    *named("xid", "meaning"),
-)
+EVENT_GPU_XID = error("torchobs.gpu.xid", "The driver reported a GPU's error (an XID).", GPU_ID, *named("xid", "meaning"))
 EVENT_ANOMALY = warning(
     "torchobs.anomaly",
     "A step was judged anomalous.",
@@ -298,16 +289,9 @@ EVENT_DEAD_UNITS = warning(
     *named("layer", "units_dead", "units", "steps"),
 )
 EVENT_PROBE_DISABLED = warning(
-    "torchobs.probe.disabled",
-    "A probe raised and was switched off.",
-    PROBE,
-    *named("exception.type", "location"),
+    "torchobs.probe.disabled", "A probe raised and was switched off.", PROBE, *named("exception.type", "location")
 )
-EVENT_MODEL = info(
-    "torchobs.model",
-    "A model was passed to torchobs.watch().",
-    *named("name", "parameters", "trainable"),
-)
+EVENT_MODEL = info("torchobs.model", "A model was passed to torchobs.watch().", *named("name", "parameters", "trainable"))
 EVENT_SCALARS = info(
     "torchobs.scalars",
     "Points of the curves of scalars given to torchobs.log(), for the page, top, inspect and the API.",
@@ -319,9 +303,7 @@ EVENT_MODEL_CHANGE = info(
     *named("changes", "steps_before"),
 )
 EVENT_OTHER_THREAD = warning(
-    "torchobs.other_thread",
-    "A second thread steps optimizers too; its steps are not counted.",
-    Attribute("thread", "its name"),
+    "torchobs.other_thread", "A second thread steps optimizers too; its steps are not counted.", Attribute("thread", "its name")
 )
 EVENT_WORKER_DIED = error(
     "torchobs.data.worker_died",
@@ -467,14 +449,10 @@ SPAN_SEGMENT = span(
     Attribute("reason", "how the rank ended, if within it without saying so itself"),
 )
 SPAN_PHASE = span(
-    "torchobs.phase",
-    "A region opened by torchobs.phase(), of 100 ms or longer.",
-    Attribute("phase", "the name given"),
+    "torchobs.phase", "A region opened by torchobs.phase(), of 100 ms or longer.", Attribute("phase", "the name given")
 )
 SPAN_EPOCH = span(
-    "torchobs.epoch",
-    "A pass over the training loader. Not sent over OTLP if longer than an hour.",
-    *named("epoch", "steps"),
+    "torchobs.epoch", "A pass over the training loader. Not sent over OTLP if longer than an hour.", *named("epoch", "steps")
 )
 SPAN_EVALUATION = span(
     "torchobs.evaluation",

@@ -128,9 +128,7 @@ EXPORTER_DUPLICATES = counter("torchobs.exporter.duplicate_ranks", "{rank}").des
     "Times two living processes claimed one rank of one run."
 )
 EXPORTER_SERIES_DROPPED = counter(
-    "torchobs.exporter.series_dropped",
-    "{series}",
-    Attribute("reason", "why", ("total_limit", "conflict", "drop_list")),
+    "torchobs.exporter.series_dropped", "{series}", Attribute("reason", "why", ("total_limit", "conflict", "drop_list"))
 ).described("Series not served, by reason.")
 EXPORTER_WRITE_ERRORS = counter(
     "torchobs.exporter.write_errors",

@@ -146,10 +146,7 @@ AMP_OVERFLOWS = counter("torchobs.amp.overflows", "{step}", OPTIMIZER, quiet=0.0
     "Steps with non-finite gradients under a loss scaler."
 )
 AMP_AUTOCAST = gauge(
-    "torchobs.amp.autocast",
-    "",
-    Attribute("device_type", "e.g. cuda"),
-    Attribute("dtype", "e.g. bfloat16"),
+    "torchobs.amp.autocast", "", Attribute("device_type", "e.g. cuda"), Attribute("dtype", "e.g. bfloat16")
 ).described("1 for each data type that autocast uses; bfloat16 alone has no loss scale.")
 
 # --- data ---------------------------------------------------------------------------------------------------------------------
