@@ -13,7 +13,6 @@ from pathlib import Path
 from random import Random
 from statistics import quantiles
 from time import perf_counter
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,7 @@ from torchobs.tune.techniques import FAILURES, first_line
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     LossFunction = Callable[..., torch.Tensor]
 
@@ -164,36 +163,21 @@ def recommend(modes: Sequence[ModeResult]) -> tuple[str, str]:
 def copied(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, loss_fn: Callable[..., Any] | None
 ) -> tuple[nn.Module, torch.optim.Optimizer | None, Any]:
-    """Return copies of them that belong together; of a loss function if it is a module, or has one bound to it.
+    """Return copies of them that belong together; a plain function is the same.
 
     A tensor that a module keeps with its graph, as the weight of ``nn.utils.weight_norm``, is copied without it.
     """
-    bound = _bound(loss_fn)
-    with _without_graphs([model, *bound]):
-        buffers = [buffer for module in (model, *bound) for buffer in module.buffers()]
-        # deepcopy of torch copies none of these (CSR, nested)
-        odd = {id(x): x.detach().clone() for x in buffers if x.layout is not torch.strided or x.is_nested}
-        model, optimizer, loss = deepcopy((model, optimizer, loss_fn if bound else None), odd)
-    return model, optimizer, loss if bound else loss_fn
-
-
-@contextmanager
-def _without_graphs(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Give modules the values alone of the tensors that they computed and keep: torch copies none that has a graph."""
-    computed = [
-        (vars(module), name, value)
-        for model in models
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and not value.is_leaf
-    ]
-    for owned, name, value in computed:
-        owned[name] = value.detach()
-    try:
-        yield
-    finally:
-        for owned, name, value in computed:
-            owned[name] = value
+    owner: Any = loss_fn
+    while isinstance(owner, partial):
+        owner = owner.func
+    owner = getattr(owner, "__self__", owner)
+    modules = [*model.modules(), *(owner.modules() if isinstance(owner, nn.Module) else ())]
+    tensors = [value for module in modules for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    computed = {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
+    buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
+    # deepcopy of torch copies none of these (CSR, nested), and none with a graph
+    odd = {id(x): x.detach().clone() for x in buffers if x.layout is not torch.strided or x.is_nested}
+    return deepcopy((model, optimizer, loss_fn), {**computed, **odd})
 
 
 @contextmanager
@@ -210,15 +194,6 @@ def _untouched(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ite
         buffers.put_back()
         for weight, gradient in gradients:
             weight.grad = gradient
-
-
-def _bound(loss_fn: Any) -> list[nn.Module]:
-    """Return the modules of which a copy of the loss function has copies."""
-    if isinstance(loss_fn, partial):
-        parts = (loss_fn.func, *loss_fn.args, *loss_fn.keywords.values())
-        return [module for part in parts for module in _bound(part)]
-    owner = loss_fn.__self__ if isinstance(loss_fn, MethodType) else loss_fn
-    return [owner] if isinstance(owner, nn.Module) else []
 
 
 def synchronize(device: str) -> None:
