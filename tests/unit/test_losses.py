@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # as everybody does
 
-from torchobs.tensors.losses import compute_loss
+from torchobs.tensors.losses import check_trained, compute_loss
 
 X, Y = torch.ones(3, 2), torch.zeros(3, 1)
 
@@ -64,3 +64,13 @@ def test_what_is_no_loss_function_is_refused_with_both_forms(loss_fn: Any) -> No
     """Before the model runs."""
     with pytest.raises(TypeError, match=r"loss_fn\(model, batch\), or loss_fn\(output, target\)"):
         compute_loss(lambda _: pytest.fail("the model has run"), X, loss_fn)
+
+
+def test_a_model_that_is_offloaded_computes() -> None:
+    """Promise: a model on the device meta is refused, but not one whose weights accelerate brings when they are needed."""
+    offloaded: Any = nn.Linear(2, 2, device="meta")
+    with pytest.raises(ValueError, match="on the device meta, where nothing is computed"):
+        check_trained(offloaded)
+    offloaded._hf_hook = object()
+    check_trained(offloaded)
+    check_trained(nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)))

@@ -26,7 +26,7 @@ from torchobs.support.arguments import are_exceptions, is_number, is_whole
 from torchobs.support.process_group import gradient_sync, greatest, is_shared
 from torchobs.support.result import Checked, Problem
 from torchobs.tensors.batches import rebuilt, walk
-from torchobs.tensors.losses import check_trained, mean_loss
+from torchobs.tensors.losses import check_trained, mean_loss, parameters_of
 from torchobs.tensors.running import Buffers
 from torchobs.tensors.values import greatest_magnitude
 
@@ -268,7 +268,7 @@ class Recovery:
             LossSpikeError: likewise.
             TypeError: ``accumulate`` without a list of micro-batches, or ``loss_fn`` is none, or returns no number.
         """
-        check_trained(self.model, loss_fn=loss_fn)
+        parameters_of(loss_fn)  # raises for what is none
         if accumulate and not (isinstance(batch, (list, tuple)) and batch):
             raise TypeError(f"accumulate=True takes a list of micro-batches, at least one, not {type(batch).__name__}")
         micro_batches: Sequence[Any] = batch if accumulate else [batch]

@@ -38,7 +38,7 @@ def compute_loss(model: Any, batch: Any, loss_fn: Callable[..., Any] | None = No
     """
     if loss_fn is None:
         return output_loss(call(model, batch))
-    parameters = _parameters(loss_fn)
+    parameters = parameters_of(loss_fn)
     if target is not None:
         return loss_fn(call(model, batch), target)
     if parameters and parameters[0] in _MODEL_NAMES:
@@ -95,7 +95,9 @@ def check_trained(model: Any, **given: Any) -> None:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a torch.nn.Module, not {type(model).__name__}")
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+    tensors = [*model.parameters(), *model.buffers()]
+    is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())  # by accelerate, which brings the values
+    if tensors and all(tensor.is_meta for tensor in tensors) and not is_offloaded:
         raise ValueError("the model is on the device meta, where nothing is computed: move it to a real one first")
     if (limit := given.get("max_grad_norm")) is not None:
         if not (is_number(limit) and limit > 0):
@@ -103,7 +105,7 @@ def check_trained(model: Any, **given: Any) -> None:
         if any(getattr(module, "sparse", False) is True for module in model.modules()):
             raise ValueError("torch clips no sparse gradients, as of an embedding with sparse=True: pass max_grad_norm=None")
     if "loss_fn" in given:
-        _parameters(given["loss_fn"])
+        parameters_of(given["loss_fn"])
     if "optimizer" not in given:
         return
     optimizer = given["optimizer"]
@@ -114,7 +116,7 @@ def check_trained(model: Any, **given: Any) -> None:
         raise ValueError("the optimizer has none of the model's parameters: make it of model.parameters()")
 
 
-def _parameters(loss_fn: Any) -> list[str]:
+def parameters_of(loss_fn: Any) -> list[str]:
     """Return the names of the positional parameters without a default; what has no signature is taken for a loss of torch's."""
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a function, {FORMS}, not {type(loss_fn).__name__}")
