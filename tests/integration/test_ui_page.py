@@ -347,7 +347,9 @@ def test_a_run_that_is_not_there_is_never_another(started: Callable[..., File], 
     assert page["runs"].links == ["./?run=jobs%2Fa#health"]
     assert parts["heading"] == f"<bdi>{B}</bdi>"
     file = started("b", 1.0)
-    assert shown(scanner.scan(), choice).run is not None
+    begun = shown(scanner.scan(), choice)
+    assert begun.run is not None
+    assert "none for 0 s" in Parsed(rendered(page_document(begun))["ranks"]).text  # its first step is still to come
     file.writer.exit(Exit.FINISHED, 0)
     file.save().release()
     assert shown(scanner.scan(), choice).run is not None

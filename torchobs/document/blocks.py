@@ -54,7 +54,7 @@ class Cell(str):
         at_s: float | None = None, shares: tuple[tuple[str, float], ...] = (),
     ) -> Cell:  # fmt: skip
         """Return a cell; ``more``: quieter words behind it."""
-        made = super().__new__(cls, f"{words} {more}" if more else words)
+        made = str.__new__(cls, f"{words} {more}" if more else words)
         made.words, made.more, made.exact, made.tone = words, more, exact, tone
         made.link, made.at_s, made.shares = link, at_s, shares
         return made

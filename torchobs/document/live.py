@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from math import isfinite
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -44,7 +43,10 @@ MISSING = Health(Severity.INFO, "No such run (any more). Once it is there it is 
 """Health of a chosen run that does not exist"""
 WAITING = "wait"
 """Severity of the badge while there is no run"""
-_SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other", "between": "between"}
+_SCREEN_HEAD = (
+    "rank", "state", "step", "steps/s", "last step", "loss", "grad norm", "slow", "memory", "anomalies", "tokens/s",
+    "samples/s", "MFU", "data", "fwd", "bwd", "opt", "other", "between",
+)  # fmt: skip
 _ORDERS = {"rank": "ascending", "step": "ascending", "name": "ascending"}
 """How columns are sorted, if not with the highest value first"""
 _MOST_NAMED = 4
@@ -191,8 +193,6 @@ def screen_document(run: RunView, *, crowded: bool = False) -> Document:
         done = f"step {run.steps:,} of {run.total_steps:,}{left}"
     count = ", ".join(f"{count} {state}" for state, count in states.items())
     ranks = ordered(run.ranks, "worst" if crowded else "rank")
-    rows = tuple(tuple(column.cell(rank) for column in _ON_SCREEN) for rank in ranks)
-    head = tuple(column.short or column.name for column in _ON_SCREEN)
     drawn = [chart for chart in sections.curves(run.ranks[0]) if chart.series]
     return Document(
         title=text_format.clean(run.job_name),
@@ -201,7 +201,7 @@ def screen_document(run: RunView, *, crowded: bool = False) -> Document:
         headline=text_format.clean(" ".join(words), 10_000),
         sections=(
             section("curves", "", *([] if crowded else drawn[:_MOST_CURVES])),
-            section("ranks", "", Table("", head, rows, frozenset({1, 9}))),
+            section("ranks", "", Table("", _SCREEN_HEAD, tuple(map(_screen_row, ranks)), frozenset({1, 9}))),
         ),
     )
 
@@ -260,12 +260,11 @@ def _work(pace: Throughput, share: float | None) -> str:
 
 
 class Column(NamedTuple):
-    """A column of the table of ranks. ``sort``: the order that its heading links to; ``short``: its name on a terminal."""
+    """A column of the page's table of ranks. ``sort``: the order that its heading links to."""
 
     name: str
     cell: Callable[[RankView], str]
     sort: str = ""
-    short: str = ""
 
 
 def _number(rounded: Callable[[float | None], str], value: float | None, more: str = "") -> Cell:
@@ -280,16 +279,15 @@ def _state(rank: RankView) -> Cell:
     return Cell(rank.state, ", ".join(details), tone=rank.state)
 
 
-def _state_on_screen(rank: RankView) -> Cell:
-    is_busy = rank.state == "alive" and rank.phase in PATIENT_PHASES
-    return Cell(f"{rank.state}, {rank.phase}" if is_busy else rank.state, tone=rank.state)
+def _steps(rank: RankView) -> Cell:
+    return _number(text_format.count, None if rank.value(catalog.STEPS) is None else rank.done)
 
 
-def _phases(shares: Sequence[float]) -> Cell:
+def _phases(shares: Sequence[float]) -> str:
     """Return the phases' shares, in words the largest one's."""
+    if not shares:
+        return text_format.NONE
     parts = tuple(zip(PHASES, shares, strict=True))
-    if not parts:
-        return Cell(text_format.NONE)
     largest = max(parts, key=lambda part: part[1])
     return Cell(f"{largest[0]} {text_format.percent(largest[1])}", shares=parts, tone="phases")
 
@@ -307,47 +305,34 @@ def _memory(rank: RankView) -> Cell:
     return _number(text_format.size, rank.memory, limit)
 
 
-def _anomalies(rank: RankView) -> str:
-    return ", ".join(f"{kind.replace('_', ' ')} {count:,}" for kind, count in rank.counted.items() if count)
-
-
-def _flops_share(rank: RankView) -> str:
-    share = rank.value(catalog.MFU) if rank.speed else None
-    return "" if share is None else text_format.percent(share)
-
-
-def _share(index: int, rank: RankView) -> str:
-    return text_format.percent(rank.pace.shares[index] if rank.pace else None)
-
-
-def _speed(rank: RankView, field: str) -> str:
-    """Return a rate of the rank's throughput; nothing where there is none."""
-    per_s = getattr(rank.speed, field, None)
-    return text_format.rate(per_s) if per_s else ""
-
-
-_RANK = Column("rank", lambda one: Cell(one.rank, tone="warning" if one.up and (one.anomalies or one.standstill) else ""))
-_STATE = Column("state", _state, "worst")
-_STEP = Column("step", lambda one: _number(text_format.count, None if one.value(catalog.STEPS) is None else one.done), "step")
-_LOSS = Column("loss", lambda one: _number(text_format.number, one.loss), "loss")
-_NORM = Column("gradient norm", lambda one: _number(text_format.number, one.grad_norm), "norm", "grad norm")
-_SLOW = Column("slowdown", _slowdown, short="slow")
-_MEMORY = Column("memory", _memory, "memory")
-_LAST_STEP = Column("last step", last_step)
-_ON_PAGE = (
-    _RANK._replace(sort="rank"), _STATE, _STEP,
+_COLUMNS = (
+    Column("rank", lambda one: one.rank, "rank"),
+    Column("state", _state, "worst"),
+    Column("step", _steps, "step"),
     Column("step time", lambda one: _number(text_format.duration, one.pace.step_s if one.pace else None), "time"),
-    Column("phases", lambda one: _phases(one.pace.shares if one.pace else ())), _SLOW, _LOSS, _NORM, _MEMORY, _LAST_STEP,
-)  # fmt: skip
-_ON_SCREEN = (
-    _RANK, Column("state", _state_on_screen), _STEP, Column("steps/s", lambda one: _speed(one, "per_s") or text_format.NONE),
-    _LAST_STEP, _LOSS, _NORM, _SLOW, _MEMORY,
-    Column("anomalies", _anomalies),
-    Column("tokens/s", lambda one: _speed(one, "tokens_per_s")),
-    Column("samples/s", lambda one: "" if _speed(one, "tokens_per_s") else _speed(one, "samples_per_s")),
-    Column("MFU", _flops_share),
-    *(Column(phase, partial(_share, index), short=_SHORT.get(phase, phase)) for index, phase in enumerate(PHASES)),
-)  # fmt: skip
+    Column("phases", lambda one: _phases(one.pace.shares if one.pace else ())),
+    Column("slowdown", _slowdown),
+    Column("loss", lambda one: _number(text_format.number, one.loss), "loss"),
+    Column("gradient norm", lambda one: _number(text_format.number, one.grad_norm), "norm"),
+    Column("memory", _memory, "memory"),
+    Column("last step", last_step),
+)
+
+
+def _screen_row(rank: RankView) -> tuple[str, ...]:
+    pace, shares = rank.speed, rank.pace.shares if rank.pace else [None] * len(PHASES)
+    tokens, samples = (pace.tokens_per_s, pace.samples_per_s) if pace else (None, None)
+    flops = rank.value(catalog.MFU) if pace else None
+    state = f"{rank.state}, {rank.phase}" if rank.state == "alive" and rank.phase in PATIENT_PHASES else rank.state
+    anomalies = (f"{kind.replace('_', ' ')} {count:,}" for kind, count in rank.counted.items() if count)
+    return (
+        Cell(rank.rank, tone="warning" if rank.up and (rank.anomalies or rank.standstill) else ""),
+        Cell(state, tone=rank.state), _steps(rank), text_format.rate(pace.per_s if pace else None), last_step(rank),
+        text_format.number(rank.loss), text_format.number(rank.grad_norm), _slowdown(rank), _memory(rank),
+        ", ".join(anomalies), text_format.rate(tokens) if tokens else "",
+        text_format.rate(samples) if samples and not tokens else "", "" if flops is None else text_format.percent(flops),
+        *map(text_format.percent, shares),
+    )  # fmt: skip
 
 
 def _rank_table(shown: Model, run: RunView) -> Table:
@@ -356,7 +341,7 @@ def _rank_table(shown: Model, run: RunView) -> Table:
     for rank in shown.ranks:
         chosen = rank is shown.focus
         link = choice.link("curves", f"Show rank {rank.rank}", current=chosen, rank=rank.rank)
-        cells = (column.cell(rank) for column in _ON_PAGE[1:])
+        cells = (column.cell(rank) for column in _COLUMNS[1:])
         rows.append((Cell(rank.rank, link=link, tone="chosen" if chosen else ""), *cells))
     order = {"worst": "the worst first", "rank": "in their order", "step": "the least advanced first"}
     numbers = f"{count:,}" if shown.pages == 1 else f"{first + 1:,}–{first + len(shown.ranks):,} of {count:,}"
@@ -364,7 +349,7 @@ def _rank_table(shown: Model, run: RunView) -> Table:
     pages = sorted({1, 2, at - 1, at, at + 1, last - 1, last} & set(range(1, last + 1))) if last > 1 else []
     return Table(
         f"{numbers} on this node, {order.get(choice.sort, 'the highest first')}",
-        tuple(_heading(one.name, one.sort, choice.sort, choice.link("ranks", sort=one.sort, page=1)) for one in _ON_PAGE),
+        tuple(_heading(one.name, one.sort, choice.sort, choice.link("ranks", sort=one.sort, page=1)) for one in _COLUMNS),
         tuple(rows),
         frozenset({1, 4}),
         name="Ranks",
