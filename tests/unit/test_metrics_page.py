@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import random
 import zlib
+from math import inf, nan
 from types import ModuleType
 from typing import Any
 
@@ -71,8 +72,10 @@ FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
 @given(st.lists(FINITE | st.floats(0, 1e6, width=32) | st.floats(1e-22, 1e-3) | st.floats(1e5, 1e17)))
 def test_many_numbers_are_written_as_they_are(values: list[float]) -> None:
-    """Each is read as the same number again."""
+    """Each is read as the same number again, also beside one that is none."""
     assert [float(text) for text in numbers(values)] == values
+    assert [float(text) for text in numbers([*values, inf])] == [*values, inf]
+    assert numbers([inf, -inf, nan]) == ["+Inf", "-Inf", "NaN"]
 
 
 def one(

@@ -205,7 +205,7 @@ def _text(value: str) -> str:
 
 
 def _go(value: float) -> str:
-    """Return a bucket's bound as Go writes it, which makes it the same label as other exporters have."""
+    """Return a number as Go writes it: a bucket's bound is the same label as other exporters have."""
     text: str = floatToGoString(value)  # type: ignore[no-untyped-call]  # it has no types
     return text
 
@@ -214,8 +214,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 def numbers(values: Sequence[float]) -> list[str]:
-    """Return the texts of finite floats. No integers: they would have no decimal point."""
-    return _encode(values)[1:-1].decode().split(",") if values else []
+    """Return the texts of floats. No integers: they would have no decimal point."""
+    encoded = _encode(values)
+    if b"null" in encoded:  # one that is not finite, which JSON lacks
+        return [*map(_go, values)]
+    return encoded[1:-1].decode().split(",") if values else []
 
 
 def pieces(form: Format, foreign: bytes, families: Iterable[str]) -> Iterator[bytes]:
