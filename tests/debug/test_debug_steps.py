@@ -341,8 +341,6 @@ def _model() -> nn.Module:
 
 
 WRONG: dict[str, Callable[[], Any]] = {
-    r"trace_nan\(\) takes a torch.nn.Module, not str": lambda: wrong.trace_nan("model", torch.zeros(1)),
-    r"devices\(\) takes a torch.nn.Module": lambda: wrong.check_devices(torch.zeros(3)),
     r"inspect_tensor\(\) takes a torch.Tensor, not list": lambda: wrong.inspect_tensor([1.0]),
     "takes a torch.optim.Optimizer, not function": lambda: wrong.training_step(_model(), BATCH, None, functional.mse_loss),
     "an optimizer that has the model's parameters": lambda: wrong.training_step(_model(), BATCH, None, SGD),

@@ -163,12 +163,6 @@ class DiffusionMonitor:
 
     def __init__(self) -> None:
         self.clear()
-        monitors.add(self)
-
-    @property
-    def has_steps(self) -> bool:
-        """Whether there is anything to sum up."""
-        return bool(self._seen)
 
     def clear(self) -> None:
         """Begin anew, for another image."""
@@ -194,6 +188,7 @@ class DiffusionMonitor:
         require(latents, "Tensor", "diffusion_monitor")
         if len(self._seen) >= MOST_STEPS:
             return
+        monitors.add(self)
         now = time.perf_counter()
         with torch.no_grad():
             current = latents.detach().clone()  # schedulers may write into their sample

@@ -212,7 +212,7 @@ _steps, _recorded_before = Counter[str](), Counter[str]()
 """Steps that were checked: by kind of anomaly, all, and those with any; the session's counts at the last ``clear()``"""
 _problems: dict[tuple[str, str], Problem] = {}
 monitors = WeakSet[Any]()
-"""Diffusion monitors, whose results the summary has"""
+"""Diffusion monitors that have seen a step, whose results the summary has"""
 collecting: list[dict[tuple[str, str], Problem]] = []
 """Where else findings are kept, for as long as each is in this list"""
 
@@ -256,7 +256,7 @@ def record_step(kinds: Collection[str], *, anomalous: bool) -> None:
 
 def summary() -> DebugSummary:
     """Return the operations that contexts enclosed so far, how long they took and how much memory, and all problems."""
-    denoising = tuple(monitor.result() for monitor in list(monitors) if monitor.has_steps)
+    denoising = tuple(monitor.result() for monitor in list(monitors))
     with _lock:
         rows, problems = tuple(_operations.values()), tuple(_problems.values())
     count, longest = sum(row.count for row in rows), max(rows, key=lambda row: row.maximum_s, default=None)
@@ -322,3 +322,4 @@ def clear() -> None:
         _operations.clear()
         _steps.clear()
         _problems.clear()
+        monitors.clear()

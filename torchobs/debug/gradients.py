@@ -123,18 +123,16 @@ def gradients_of(
     read = taken.numbers.read()
     scale = 1.0 if at_scale is None else read[at_scale][0]
     rows = taken.described(read, scale)
-    check = GradientCheck(
-        model=type(model).__name__, gradient_norm=tensors.norm_of(rows),
-        loss=None if at_loss is None else read[at_loss][0], loss_scale=scale, has_nan=any(row.nan_count for row in rows),
-        has_inf=any(row.inf_count for row in rows), missing=missing, problems=(), remarks=(), parameters=rows,
-    )  # fmt: skip
     zero = [row.name for row in rows if _is_weight(row) and row.numel and row.norm == 0]
     with_gradient = {row.name for row in rows if row.norm} if zero else ()
     first = next((name for name, x in named if name in with_gradient and _is_zero(x, name)), None)
-    if first is not None:
-        text = f"{first} is all zeros and has a gradient: until its first step it may pass none on to {', '.join(zero)}"
-        check = replace(check, remarks=(text,))
-    excused = set(zero if first is not None else ())
+    remark = f"{first} is all zeros and has a gradient: until its first step it may pass none on to {', '.join(zero)}"
+    check = GradientCheck(
+        model=type(model).__name__, gradient_norm=tensors.norm_of(rows), loss=None if at_loss is None else read[at_loss][0],
+        loss_scale=scale, has_nan=any(row.nan_count for row in rows), has_inf=any(row.inf_count for row in rows),
+        missing=missing, problems=(), remarks=() if first is None else (remark,), parameters=rows,
+    )  # fmt: skip
+    excused = set[str]() if first is None else set(zero)
     return replace(check, problems=record_findings(function, _findings(check, excused, exploding, vanishing)))
 
 
