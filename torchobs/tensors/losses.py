@@ -67,7 +67,7 @@ def mean_loss(model: Any, batch: Any, loss_fn: Callable[..., Any]) -> torch.Tens
 def require_loss_fn(loss_fn: Any) -> None:
     """Raise ``TypeError`` for what :func:`compute_loss` would refuse."""
     if loss_fn is not None:
-        _parameters(loss_fn)
+        parameters_of(loss_fn)
 
 
 def output_loss(output: Any) -> Any:
