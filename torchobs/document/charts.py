@@ -366,6 +366,11 @@ def _shapes(
     return [*bands, *lines, *(tag("path", d=f"M{x(index):.1f} 4h.1", class_="odd") for index in odd)]
 
 
+def colour_of(part: str) -> str:
+    """Return the class with the colour of a part; one of a name that is no class has the colour of others."""
+    return f"is-{part}" if part.replace("-", "").isalnum() else "is-other"
+
+
 def stacked(parts: Iterable[tuple[str, float]]) -> Html:
     """Return a stacked bar of shares. It has no text alternative: the surrounding text gives the numbers."""
     drawn, at = [], 0.0
@@ -373,7 +378,7 @@ def stacked(parts: Iterable[tuple[str, float]]) -> Html:
         width = min(max(part, 0.0), 1.0) * 100
         if width > 0:
             drawn.append(
-                tag("rect", x=f"{at:.2f}", y="0", width=f"{max(width - 0.6, 0.2):.2f}", height="8", class_=f"is-{name}")
+                tag("rect", x=f"{at:.2f}", y="0", width=f"{max(width - 0.6, 0.2):.2f}", height="8", class_=colour_of(name))
             )
         at += width
     return tag("svg", *drawn, viewBox="0 0 100 8", preserveAspectRatio="none", aria_hidden="true", class_="bar")

@@ -9,7 +9,7 @@ from torchobs.catalog.findings import BADGES
 from torchobs.catalog.model import Severity
 from torchobs.document import blocks, charts
 from torchobs.document.blocks import Cell
-from torchobs.document.charts import drawn, stacked
+from torchobs.document.charts import colour_of, drawn, stacked
 from torchobs.document.markup import EMPTY, Html, exact, joined, moment, named, style_sheet, tag, text, unseen
 from torchobs.support import text as text_format
 
@@ -200,7 +200,7 @@ def _cell(cell: str) -> Html:
 
 def _key(name: str) -> Html:
     """Return the colour of a part, for the words beside it."""
-    return tag("i", class_=f"key is-{name}")
+    return tag("i", class_=f"key {colour_of(name)}")
 
 
 def _shares(block: blocks.Shares) -> Html:

@@ -407,20 +407,17 @@ def _events(shown: Model) -> Table | Text:
         return Text("None yet.", "note")
     rows = [_event(line, shown.now_s) for line in log.lines]
     if log.cause is not None and len(log.lines) > 1:
-        when, who, step, what, words = _event(EventGroup(1, log.cause, log.cause), shown.now_s)
-        rows.insert(
-            0, (Cell(when, at_s=log.cause.at_s, tone="first"), who, step, Cell(f"First: {what}", tone=what.tone), words)
-        )
+        rows.insert(0, _event(EventGroup(1, log.cause, log.cause), shown.now_s, "First: "))
     caption = f"{len(log.lines):,}, the newest first, many of a kind as one, with this machine’s time"
-    return Table(caption, ("when", "rank", "step", "event", "what"), tuple(rows), frozenset({0, 3, 4}), name="Events")
+    return Table(caption, ("when", "rank", "step", "what"), tuple(rows), frozenset({0, 3}), name="Events")
 
 
-def _event(line: EventGroup, now_s: float) -> tuple[Cell, str, str, Cell, str]:
-    step, title = sections.event_words(line)
-    since = f"since {_when(now_s, line.first.at_s)}" if line.number > 1 else ""
-    tone = "" if line.last.severity is Severity.INFO else line.last.severity.name.lower()
-    what = Cell(title, since, tone=tone)
-    return Cell(_when(now_s, line.last.at_s), at_s=line.last.at_s), _who(line.last.ranks), step, what, line.last.text
+def _event(line: EventGroup, now_s: float, before: str = "") -> tuple[str, ...]:
+    event, (step, title) = line.last, sections.event_words(line)
+    since = f"since {_when(now_s, line.first.at_s)}, last: " if line.number > 1 else ""
+    tone = "" if event.severity is Severity.INFO else event.severity.name.lower()
+    when = Cell(_when(now_s, event.at_s), at_s=event.at_s, tone="first" if before else "")
+    return when, _who(event.ranks), step, Cell(f"{before}{title}", f"{since}{event.text}", tone=tone)
 
 
 def _who(ranks: Sequence[str]) -> str:
