@@ -127,7 +127,7 @@ class SeriesLimits:
         self.taken += entry.lines
         return True
 
-    def give_back(self, ranks: Iterable[_RankLines]) -> bool:
+    def give_back(self, ranks: Iterable[RankLines]) -> bool:
         """Free the room of ranks; return True if series were dropped for lack of room."""
         lines = sum(entry.lines for rank in ranks for entry in rank.entries())
         self.taken -= lines
@@ -135,7 +135,7 @@ class SeriesLimits:
         return waiting
 
 
-class _RankLines:
+class RankLines:
     """The lines of one rank: selects and labels its series, and keeps renderers for each format.
 
     Whether a series is admitted is decided once.
@@ -169,23 +169,13 @@ class _RankLines:
         for index, block in enumerate(rank.view.blocks):
             known = self._blocks.get((form, index))
             if known is None or known.series is not block.series or (known.up, known.shared) != (rank.up, shared):
-                shown = self._select(block.series, up=rank.up, shared=shared)
+                shown = self.select(block.series, up=rank.up, shared=shared)
                 renderer = BlockRenderer(shown, form, self.quiet)
                 known = self._blocks[form, index] = _Block(block.series, rank.up, shared, renderer)
             yield known.renderer.lines(block, NO_EXEMPLARS if index else rank.exemplars)
             self.is_holding |= known.renderer.is_holding
 
-    def entries(self) -> list[LabelledSeries]:
-        """Return the admitted series."""
-        return [entry for entry in self._entries.values() if entry is not None]
-
-    def clear(self) -> None:
-        """Decide anew about all series; the count of dropped series stays."""
-        self._entries.clear()
-        self._taken.clear()
-        self._blocks.clear()
-
-    def _select(self, series: Collection[Series], *, up: bool, shared: bool) -> list[tuple[int, LabelledSeries]]:
+    def select(self, series: Collection[Series], *, up: bool, shared: bool) -> list[tuple[int, LabelledSeries]]:
         """Return the series of a block that are shown in the rank's state, with their index in the block."""
         for one in series:
             if id(one) not in self._entries:
@@ -196,6 +186,16 @@ class _RankLines:
             for index, entry in entries
             if entry is not None and (up or entry.survives) and (shared or not entry.shared)
         ]
+
+    def entries(self) -> list[LabelledSeries]:
+        """Return the admitted series."""
+        return [entry for entry in self._entries.values() if entry is not None]
+
+    def clear(self) -> None:
+        """Decide anew about all series; the count of dropped series stays."""
+        self._entries.clear()
+        self._taken.clear()
+        self._blocks.clear()
 
     def _admit(self, series: Series) -> LabelledSeries | None:
         admitted = self._place(series)
@@ -234,7 +234,7 @@ class Exposition:
         """``others``: sample names that others add to the page; ``host``: include the machine's metrics."""
         self._names = NameRegistry(others, host=host)
         self._limits = limits or SeriesLimits()
-        self._ranks: dict[_Key, _RankLines] = {}
+        self._ranks: dict[_Key, RankLines] = {}
         self._own: dict[Format, SampleRenderer] = {}
         self.is_holding = False
         """whether the last page shows a counter at 0 that has counted already (``QuietSeries``)"""
@@ -253,7 +253,7 @@ class Exposition:
         sharing, self.is_holding = _first_ranks(ranks), False
         for key, rank in ranks.items():
             if key not in self._ranks:
-                self._ranks[key] = _RankLines(rank, number, self._names, self._limits)
+                self._ranks[key] = RankLines(rank, number, self._names, self._limits)
             known = self._ranks[key]
             known.quiet.begin(number, acknowledged)
             yield known.of_exporter(rank, form)
