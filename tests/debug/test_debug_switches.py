@@ -175,6 +175,18 @@ def test_a_run_keeps_what_it_has_seen(caplog: pytest.LogCaptureFixture) -> None:
     assert any("loss" in text for text in said)
 
 
+def test_two_optimizers_in_one_step() -> None:
+    """Promise: that of another model, as in a GAN, turns no switch off."""
+    training, other = Training(), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with debug.enable("advanced", model=training.model, gradients_every=1) as run:
+        for _ in range(2):
+            other(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            training.run(1)
+    assert [row.error for row in run.summary().switches if row.error] == []
+
+
 def refuse() -> None:
     """Raise."""
     raise RuntimeError("not while it loads")

@@ -19,7 +19,7 @@ from torchobs.debug.placement import check_devices
 from torchobs.debug.profiles import Recorder
 from torchobs.debug.steps import Collector, StepCheck, activations, check_step
 from torchobs.debug.stopping import early_stopping
-from torchobs.debug.tensors import require
+from torchobs.debug.tensors import has_parameters_of, require
 from torchobs.flight.totals import Word
 from torchobs.runtime.profiler import ProfilerBusyError
 from torchobs.runtime.session import current, init
@@ -104,7 +104,7 @@ class AnomalyMode(SwitchProbe):
     def install(self) -> None:
         raises = self.options.anomaly == "raise"
         self.last = "torch raises at NaN in a backward function" if raises else "no operator has made NaN or Inf"
-        self._mode = ExitStack()
+        self._mode, self._thread = ExitStack(), get_ident()
         self._mode.enter_context(operations.entered(self.options.anomaly, self._note))
 
     def _note(self, birth: Birth) -> None:
@@ -113,6 +113,9 @@ class AnomalyMode(SwitchProbe):
             record_finding("nonfinite_result", birth.text, function="enable", name=birth.location)
 
     def remove(self) -> None:
+        if self.options.anomaly == "warn" and get_ident() != self._thread:
+            logger.warning("enable: operators are still looked at in the thread that switched it on, which alone can end that")
+            return
         self._mode.close()
 
 
@@ -255,8 +258,10 @@ def _shown(norm: float | None) -> str:
 
 def device_placement(look: Look) -> str:
     """``check_devices`` of model and optimizer."""
-    check = check_devices(look.model, optimizer=look.optimizer) if look.model is not None else None
-    return f"on {check.device}, {len(check.misplaced)} elsewhere" if check is not None else ""
+    if look.model is None:
+        return ""
+    check = check_devices(look.model, optimizer=look.optimizer if has_parameters_of(look.optimizer, look.model) else None)
+    return f"on {check.device}, {len(check.misplaced)} elsewhere"
 
 
 def mixed_precision(look: Look) -> str:
@@ -338,6 +343,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
 """Modes and levels"""
 _NAME = "debug"
 """Of the listener in the session's hook lists"""
+_lock = RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,15 +436,17 @@ class Run:
 
     def summary(self) -> RunSummary:
         """Return what was seen so far, or until the last switch went off."""
-        if self._last is not None:
-            return self._last
-        rows = self._rows | {name: self._row(name) for name in self._probes}
-        steps = self._context.recorder.step - self._begun if self._context is not None else 0
-        model, ordered = self._model() if self._model is not None else None, [rows[name] for name in SWITCHES if name in rows]
-        return RunSummary(
-            tuple(row.name for row in ordered if row.on), steps, None if model is None else type(model).__name__,
-            tuple(ordered), findings.training_since(self._before), self.problems,
-        )  # fmt: skip
+        with _lock:
+            if self._last is not None:
+                return self._last
+            latest = self._rows | {name: self._row(name) for name in self._probes}
+            rows = tuple(latest[name] for name in SWITCHES if name in latest)
+            steps = self._context.recorder.step - self._begun if self._context is not None else 0
+            model = self._model() if self._model is not None else None
+            return RunSummary(
+                tuple(row.name for row in rows if row.on), steps, None if model is None else type(model).__name__, rows,
+                findings.training_since(self._before), self.problems,
+            )  # fmt: skip
 
     def _row(self, name: str) -> Switch:
         probe = self._probes[name]
@@ -511,7 +519,6 @@ class Run:
 
 
 _run = Run(None)
-_lock = RLock()
 
 
 def enable(  # noqa: PLR0913  # each switch's own
@@ -578,8 +585,7 @@ def disable(switches: Any = None) -> RunSummary:
 
 def status() -> RunSummary:
     """Return which switches are on, how often they looked, and what they saw last; of the last ones, where none is."""
-    with _lock:
-        return _run.summary()
+    return _run.summary()
 
 
 def _names_of(wanted: object) -> tuple[str, ...]:

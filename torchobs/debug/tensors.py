@@ -44,9 +44,14 @@ def require_model(model: Any, function: str) -> None:
 def require_optimizer(optimizer: Any, model: Any, function: str) -> None:
     """Raise unless it is an optimizer that has some of the model's parameters."""
     require(optimizer, "optim.Optimizer", function)
-    own = set(map(id, model.parameters()))
-    if own and not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+    if not has_parameters_of(optimizer, model):
         raise ValueError(f"{function}() takes an optimizer that has the model's parameters, and this one has none of them")
+
+
+def has_parameters_of(optimizer: Any, model: Any) -> bool:
+    """Return True if an optimizer has some of a model's parameters, or the model has none."""
+    own = set(map(id, model.parameters()))
+    return not own or any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
 
 def is_batch(loader: Any) -> bool:
