@@ -172,6 +172,7 @@ def test_monitored_steps_are_judged_and_counted() -> None:
     assert (exploded.gradient_explosion, exploded.gradient_vanishing, exploded.step) == (True, False, 31)
     assert (vanished.gradient_explosion, vanished.gradient_vanishing) == (False, True)
     broken = debug.monitor_step(model, torch.tensor(inf), 99, vanishing=1e-30)
+    assert debug.monitor_step(model, torch.tensor(inf), 99, vanishing=1e-30).problems == broken.problems  # counts once
     assert (broken.loss_anomaly, broken.gradient_vanishing, broken.step) == (True, False, 99)
     spike = debug.monitor_step(model, 1e4, vanishing=1e-30)
     assert spike.loss_anomaly

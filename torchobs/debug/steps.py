@@ -46,11 +46,12 @@ class StepCheck(Checked):
 class _Steps:
     """What is known of one model so far."""
 
-    __slots__ = ("baseline", "divergence", "norms", "number")
+    __slots__ = ("baseline", "divergence", "latest", "norms", "number")
 
     def __init__(self) -> None:
         self.baseline, self.divergence = LossBaseline(), Divergence()
         self.norms, self.number = NormBaseline(), 0
+        self.latest: int | None = None
 
 
 _models: WeakKeyDictionary[Any, _Steps] = WeakKeyDictionary()
@@ -69,7 +70,7 @@ def monitor_step(
     Args:
         model: the module.
         loss: a tensor with one element, or a number; without it the gradients alone are checked.
-        step: its number; without one, calls for this model are counted.
+        step: its number; without one, calls for this model are counted. With the same one as before it is the same step.
         scaler: as for :func:`torchobs.debug.check_gradients`.
         exploding: gradient norm, in total or of one parameter, above which it explodes. Without one: 10; from the 20th step of
             this model on also far above its own norms (eight times, and 6 standard deviations on the log scale) or a thousand
@@ -80,22 +81,16 @@ def monitor_step(
         TypeError: ``model`` is no module, or ``loss`` not one number.
         ValueError: a threshold is not above 0.
     """
-    return check_step(model, loss, step, scaler=scaler, exploding=exploding, vanishing=vanishing)
-
-
-def check_step(
-    model: Any, loss: Any, step: int | None = None, *, scaler: Any = None, exploding: float | None = None,
-    vanishing: float = VANISHING, counts: bool = True,
-) -> StepCheck:  # fmt: skip
-    """Do what :func:`monitor_step` does; ``counts``: the step has not been counted yet."""
     tensors.require_model(model, "monitor_step")
     exploding = _explodes_above(model) if exploding is None else exploding
     check = gradients_of(model, loss, scaler, "monitor_step", exploding, vanishing)
     kinds, problems = _judge(model, check, "monitor_step", exploding, vanishing)
-    if counts:
+    steps = _models[model]
+    if step is None or step != steps.latest:
         record_step(kinds, anomalous=bool(problems))
+    steps.latest = step
     return StepCheck(
-        step=_models[model].number if step is None else step, loss=check.loss,
+        step=steps.number if step is None else step, loss=check.loss,
         gradient_norm=check.gradient_norm, gradient_explosion="gradient_explosion" in kinds,
         gradient_vanishing="gradient_vanishing" in kinds, loss_anomaly="loss_anomaly" in kinds, problems=problems,
         gradients=check,

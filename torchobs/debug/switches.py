@@ -17,7 +17,7 @@ from torchobs.debug.findings import TrainingSummary, logger, record_finding, rec
 from torchobs.debug.gradients import before_steps, scale_in_use
 from torchobs.debug.placement import check_devices
 from torchobs.debug.profiles import Recorder
-from torchobs.debug.steps import Collector, StepCheck, activations, check_step
+from torchobs.debug.steps import Collector, StepCheck, activations, monitor_step
 from torchobs.debug.stopping import early_stopping
 from torchobs.debug.tensors import has_parameters_of, require
 from torchobs.flight.totals import Word
@@ -50,13 +50,11 @@ class Look:
     loss: Any
     """That from which the last backward pass began, without the loss scale; ``None`` before one"""
     context: ProbeContext
-    is_first: bool
-    """No optimizer has been looked at in this step"""
 
     @cached_property
     def check(self) -> StepCheck | None:
         """Loss and gradients, which count as those of a step that was checked; ``None`` as long as the model is unknown."""
-        return None if self.model is None else check_step(self.model, self.loss, counts=self.is_first)
+        return None if self.model is None else monitor_step(self.model, self.loss, self.context.recorder.step)
 
 
 class Options(NamedTuple):
@@ -391,7 +389,7 @@ class Run:
         self._rows: dict[str, Switch] = {}
         """What switches that are off saw last"""
         self._problems: dict[tuple[str, str], Problem] = {}
-        self._before, self._begun, self._looked_at = findings.steps_so_far(), 0, -1
+        self._before, self._begun = findings.steps_so_far(), 0
         self._model: Any = None
         self._loss: Any = None
         self._searched: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -503,11 +501,9 @@ class Run:
             if (model := model_of(optimizer)) is not None:
                 self._model = weakref.ref(model)
         step = context.recorder.step
-        look = Look(model, optimizer, self._loss, context, step != self._looked_at)
+        look = Look(model, optimizer, self._loss, context)
         for probe in sorted(self._probes.values(), key=lambda probe: probe.due):  # of two that profile, that which waits longer
             call(probe.breaker, probe.before_step, step, look)
-        if "check" in vars(look):
-            self._looked_at = step
 
     def _take_loss(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
         loss = tensors[0] if isinstance(tensors, (tuple, list)) and len(tensors) == 1 else tensors
