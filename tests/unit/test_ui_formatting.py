@@ -93,6 +93,7 @@ def test_events_become_lines_and_what_is_none_is_left_out() -> None:
         {"k": "event", "t": 5 * 10**9, "name": "torchobs.anomaly", "step": 7, "attrs": nan},
         {"k": "event", "t": 6 * 10**9, "name": "torchobs.data.worker_died", "attrs": {"pid": 3}},
         {"k": "event", "t": 10**10, "name": "mine <b>", "attrs": {}},
+        {"k": "event", "t": 1 << 70, "name": "torchobs.model", "attrs": {}},
         {"k": "span", "name": "torchobs.step", "t0": 1, "t1": 2, "scope": ["torchobs"]},
         {**evaluation, "scope": ["torchobs"]},
         {**evaluation, "scope": ["somebody"]},

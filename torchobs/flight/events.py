@@ -212,7 +212,7 @@ def decode(position: int, payload: bytes, header: Header) -> Event | Span | Late
     match fields.get("k"), fields.get("name"), fields.get("attrs"):
         case "event", str(name), dict(values):
             time_ns, step = fields.get("t"), fields.get("step")
-            if isinstance(time_ns, int) and (step is None or isinstance(step, int)):
+            if isinstance(time_ns, int) and 0 <= time_ns <= _FAR_NS and (step is None or isinstance(step, int)):
                 return Event(name, header.wall_ns_of(time_ns), step, _in_catalog(name, values), position)
         case "span" | "span_start", str(name), dict(values):
             begun_ns, ended_ns = fields.get("t0"), fields.get("t1") if fields["k"] == "span" else _FAR_NS
