@@ -167,7 +167,7 @@ def test_what_is_no_model_is_refused_with_what_is_needed(name: str, given: Any) 
         TAKES_A_MODEL[name](given)
 
 
-@pytest.mark.parametrize("loss_fn", [None, "mse", lambda a, b, c: a + b + c])
+@pytest.mark.parametrize("loss_fn", [None, "mse", nn.MSELoss, lambda a, b, c: a + b + c])
 def test_what_is_no_loss_function_is_refused(loss_fn: Any) -> None:
     """Promise: the error has both forms."""
     trained = model()

@@ -85,7 +85,7 @@ def wide_type(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def check_trained(model: Any, **given: Any) -> None:
+def check_trained(model: Any, **parts: Any) -> None:
     """Raise for a model that computes nothing, and for a ``loss_fn``, ``optimizer`` or ``max_grad_norm`` that cannot be used.
 
     Raises:
@@ -99,20 +99,21 @@ def check_trained(model: Any, **given: Any) -> None:
     is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())  # by accelerate, which brings the values
     if tensors and all(tensor.is_meta for tensor in tensors) and not is_offloaded:
         raise ValueError("the model is on the device meta, where nothing is computed: move it to a real one first")
-    if (limit := given.get("max_grad_norm")) is not None:
+    if (limit := parts.get("max_grad_norm")) is not None:
         if not (is_number(limit) and limit > 0):
             raise ValueError(f"max_grad_norm is {limit!r}; it is a number above 0, or None to clip nothing")
         if any(getattr(module, "sparse", False) is True for module in model.modules()):
             raise ValueError("torch clips no sparse gradients, as of an embedding with sparse=True: pass max_grad_norm=None")
-    if "loss_fn" in given:
-        parameters_of(given["loss_fn"])
-    if "optimizer" not in given:
+    if "loss_fn" in parts:
+        parameters_of(parts["loss_fn"])
+    if "optimizer" not in parts:
         return
-    optimizer = given["optimizer"]
+    optimizer = parts["optimizer"]
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is one of torch.optim over the model's parameters, not {type(optimizer).__name__}")
-    own = set(map(id, model.parameters()))
-    if own and not any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+    parameters = set(map(id, model.parameters()))
+    stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    if parameters and parameters.isdisjoint(stepped):
         raise ValueError("the optimizer has none of the model's parameters: make it of model.parameters()")
 
 
@@ -120,6 +121,8 @@ def parameters_of(loss_fn: Any) -> list[str]:
     """Return the names of the positional parameters without a default; what has no signature is taken for a loss of torch's."""
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a function, {FORMS}, not {type(loss_fn).__name__}")
+    if isinstance(loss_fn, type):
+        raise TypeError(f"loss_fn is a function, {FORMS}, not a class: {loss_fn.__name__}() makes one")
     function = loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn
     try:
         signature = inspect.signature(function)

@@ -176,8 +176,8 @@ def greatest_magnitude(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
     It is finite where all are: the squares of a norm could overflow.
     """
-    given: list[Any] = [each.detach() for each in tensors]
-    local = [each.to_local() if hasattr(each, "to_local") else each for each in given]
-    dense = [each.coalesce().values() if each.is_sparse else each for each in local]
-    norms = torch._foreach_norm([each for each in dense if each.numel()], inf) if dense else []  # as torch's own clipping
+    detached: list[Any] = [tensor.detach() for tensor in tensors]
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in detached]
+    dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in local]
+    norms = torch._foreach_norm([tensor for tensor in dense if tensor.numel()], inf) if dense else []  # as torch's own clipping
     return torch.stack([norm.to(norms[0].device) for norm in norms]).max() if norms else torch.zeros(())

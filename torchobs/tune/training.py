@@ -172,10 +172,10 @@ class Pipeline:
     @optimizer.setter
     def optimizer(self, optimizer: Optimizer) -> None:
         check_trained(self.model, optimizer=optimizer)
-        own = self.scheduler is self._own_scheduler
+        keeps_schedule = self.scheduler is self._own_scheduler
         self._own_scheduler = self._schedule.scheduler(optimizer, lambda: self.total_steps, self._own_scheduler.last_epoch)
         self._optimizer = optimizer
-        if own:
+        if keeps_schedule:
             self.scheduler = self._own_scheduler
 
     def train_step(self, batch: Any) -> torch.Tensor:
@@ -490,11 +490,11 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
     if compile:
         optimize(model, mode="compile").apply()
     trained = distribute(model, ddp=ddp)
-    made: Any = optimizer
+    stepping: Any = optimizer
     if isinstance(optimizer, str):
-        made = OPTIMIZERS[optimizer](trained.parameters(), lr=1e-3 if lr is None else lr, **optimizer_options)
+        stepping = OPTIMIZERS[optimizer](trained.parameters(), lr=1e-3 if lr is None else lr, **optimizer_options)
     return Pipeline(
-        trained, loss_fn, made, Schedule(scheduler, warmup_steps), total_steps, dtype, accumulate, max_grad_norm, recovery
+        trained, loss_fn, stepping, Schedule(scheduler, warmup_steps), total_steps, dtype, accumulate, max_grad_norm, recovery
     )
 
 
