@@ -99,6 +99,7 @@ OTHER = torch.optim.SGD([torch.ones(1)], lr=0.1)
         ({"lr": "1e-3"}, "lr is a number"),
         ({"max_grad_norm": math.nan}, "max_grad_norm is nan; it is a number above 0"),
         ({"max_grad_norm": 0.0}, "above 0, or None"),
+        ({"optimizer": torch.optim.LBFGS([torch.ones(1)])}, "LBFGS calls a closure"),
         ({"optimizer": OTHER}, "none of the model's parameters"),
         ({"ddp": True}, "ranks are started by torchrun"),
     ],

@@ -452,8 +452,6 @@ _OTHERS: dict[int, type[NonFiniteLossError | LossSpikeError]] = {_SKIP: NonFinit
 def _refuse_nonsense(recovery: Recovery) -> None:
     if not isinstance(recovery.policy, RecoveryPolicy):
         raise TypeError(f"policy is a guard.RecoveryPolicy, not {type(recovery.policy).__name__}")
-    if isinstance(recovery.optimizer, torch.optim.LBFGS):
-        raise TypeError("LBFGS calls a closure several times in a step, which a Recovery cannot skip: use another optimizer")
     check_trained(recovery.model, optimizer=recovery.optimizer, max_grad_norm=recovery.max_grad_norm)
     if recovery.scaler is not None and not isinstance(recovery.scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler is {type(recovery.scaler).__name__}, and a torch.amp.GradScaler, or None, is needed")

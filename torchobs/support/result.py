@@ -80,6 +80,18 @@ class Checked(Result):
         return {"ok": self.ok, "problems": _plain(self.problems), **super().to_dict()}
 
 
+@dataclass(frozen=True)
+class Measured(Checked):
+    """Base of results that say what is, in which nothing can be wrong."""
+
+    __slots__ = ()
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """None."""
+        return ()
+
+
 def row_of(rows: tuple[R, ...], name: str) -> R:
     """Return the row of a result whose first field is that name.
 

@@ -89,7 +89,7 @@ def check_trained(model: Any, **parts: Any) -> None:
     """Raise for a model that computes nothing, and for a ``loss_fn``, ``optimizer`` or ``max_grad_norm`` that cannot be used.
 
     Raises:
-        TypeError: one is of another type; the message says what to give.
+        TypeError: one is of another type, or the optimizer needs a closure; the message says what to give.
         ValueError: the model is on the device meta, the optimizer has none of its parameters, the norm is none (None is no
             clipping), or gradients to clip are sparse.
     """
@@ -106,11 +106,15 @@ def check_trained(model: Any, **parts: Any) -> None:
             raise ValueError("torch clips no sparse gradients, as of an embedding with sparse=True: pass max_grad_norm=None")
     if "loss_fn" in parts:
         parameters_of(parts["loss_fn"])
-    if "optimizer" not in parts:
-        return
-    optimizer = parts["optimizer"]
+    if "optimizer" in parts:
+        _check_optimizer(model, parts["optimizer"])
+
+
+def _check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is one of torch.optim over the model's parameters, not {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError("LBFGS calls a closure several times in a step, and there is none here: use another optimizer")
     parameters = set(map(id, model.parameters()))
     stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
     if parameters and parameters.isdisjoint(stepped):

@@ -18,7 +18,7 @@ from torch import distributed
 from torchobs.support import cgroup
 from torchobs.support.arguments import is_number
 from torchobs.support.import_hooks import imported
-from torchobs.support.result import Checked, Problem, row_of
+from torchobs.support.result import Checked, Measured, Problem, row_of
 
 ACCELERATORS = ("cuda", "xpu", "mps")
 """In the order in which ``auto`` takes them"""
@@ -27,7 +27,7 @@ MOST_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True)
-class MemoryStats(Checked):
+class MemoryStats(Measured):
     """Memory in bytes; None is what the device does not say."""
 
     device: str
@@ -40,15 +40,13 @@ class MemoryStats(Checked):
     free_bytes: int | None
     """on the device, for all processes; on the CPU what this container may still have without swapping"""
     total_bytes: int | None
-    problems: tuple[Problem, ...] = ()
 
 
 @dataclass(frozen=True)
-class Devices(Checked):
+class Devices(Measured):
     """All devices that this process may use: ``tune.devices()["cuda:0"]`` is one of them."""
 
     devices: tuple[MemoryStats, ...]
-    problems: tuple[Problem, ...] = ()
 
     def __getitem__(self, name: str) -> MemoryStats:
         """Return one device's memory."""
@@ -56,7 +54,7 @@ class Devices(Checked):
 
 
 @dataclass(frozen=True)
-class Freed(Checked):
+class Freed(Measured):
     """What :func:`clear_cache` gave back."""
 
     device: str
@@ -64,7 +62,6 @@ class Freed(Checked):
     """to the device, or on the CPU to the system"""
     objects: int
     """that Python's garbage collector found unreachable"""
-    problems: tuple[Problem, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,14 +75,13 @@ class MemoryLimit(Checked):
 
 
 @dataclass(frozen=True)
-class Seeded(Checked):
+class Seeded(Measured):
     """What :func:`seed` set, and what it cannot set in a process that runs."""
 
     seed: int
     deterministic: bool
     generators: tuple[str, ...]
     notes: tuple[str, ...]
-    problems: tuple[Problem, ...] = ()
 
 
 def device(name: str | torch.device = "auto") -> torch.device:
