@@ -20,14 +20,13 @@ from google.protobuf.any_pb2 import Any as Packed
 from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
-from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
 from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 
 from tests.exporters import Service, start_program
-from tests.otlp import Answer, Fast, Pushing, Receiver, Request, only_metrics, points, recorded, to
+from tests.otlp import Answer, Fast, Pushing, Receiver, Request, only_metrics, points, recorded, records, to
 from tests.rank_files import File, live_rank, live_span, train
 from tests.support import clean_environment, free_port, wait_until
 from tests.web_configs import certify
@@ -36,12 +35,12 @@ from torchobs.exporter.config import ExporterConfig, PushConfig, PushTarget
 from torchobs.exporter.otlp import source
 from torchobs.exporter.otlp.push import FIRST_S, LONGEST_RETRY_AFTER_S, MOST_S, Sender
 from torchobs.exporter.otlp.send import GRPC_METHODS, Grpc, Http, Outcome
-from torchobs.exporter.otlp.source import MOST_BYTES, MOST_ITEMS, Batch, Item, Place
+from torchobs.exporter.otlp.source import MOST_ITEMS, Batch, Item, Place
 from torchobs.flight.series import Scope
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 USER, CALLS = Scope("my.package", "1.0"), Metric("my.c", Kind.COUNTER, "", "A user's instrument.")
@@ -375,33 +374,17 @@ def test_a_certificate_may_be_renewed(program: Callable[[str], str], tmp_path: P
     assert "CERTIFICATE_VERIFY_FAILED" in before.words
 
 
-def names_of(batches: Sequence[Batch]) -> list[str]:
-    """The names of the records that are in requests, in their order."""
-    found = []
-    for batch in batches:
-        (resource,) = ExportLogsServiceRequest.FromString(batch.body).resource_logs
-        records = [record.event_name for scope in resource.scope_logs for record in scope.log_records]
-        assert len(records) == batch.items
-        found += records
-    return found
-
-
 def test_requests_have_a_size_that_receivers_accept() -> None:
-    """Many small records are in few; large ones are in several; one that is too large by itself is sent alone."""
-    place = Place(Resource(), InstrumentationScope(name="torchobs"))
-
-    def of(names: Sequence[str]) -> list[Batch]:
-        return source.batches("logs", [Item(place, LogRecord(event_name=name)) for name in names])
-
-    small = [f"{number}" for number in range(2 * MOST_ITEMS["logs"] + 1)]
-    assert [batch.items for batch in of(small)] == [MOST_ITEMS["logs"], MOST_ITEMS["logs"], 1]
-    assert names_of(of(small)) == small
-    assert of([]) == []
-    large = [letter * (MOST_BYTES // 3) for letter in "abcdefg"] + ["z" * (MOST_BYTES + 1), "small"]
-    requests = of(large)
-    assert names_of(requests) == large
-    assert all(len(batch.body) <= MOST_BYTES for batch in requests if batch.items > 1)
-    assert len(requests) < len(large)
+    """Many records are in few requests, in their order; those of two resources are in two."""
+    places = [Place(Resource(), InstrumentationScope(name="torchobs"), owner=name) for name in ("a", "b")]
+    names = [f"{number}" for number in range(2 * MOST_ITEMS["logs"] + 1)]
+    items = [Item(places[0], LogRecord(event_name=name)) for name in names]
+    found = source.batches("logs", [*items, Item(places[1], LogRecord())])
+    most = MOST_ITEMS["logs"]
+    assert [(batch.items, batch.owner) for batch in found] == [(most, "a"), (most, "a"), (1, "a"), (1, "b")]
+    sent = [Request("/v1/logs", {}, batch.body, 0.0) for batch in found[:3]]
+    assert [record.event_name for record in records(sent)] == names
+    assert source.batches("logs", []) == []
 
 
 class Waits(Fast):

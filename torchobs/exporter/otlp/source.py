@@ -72,9 +72,10 @@ if TYPE_CHECKING:
 SCOPE = "torchobs"
 """Instrumentation scope of torchobs' own metrics and spans."""
 MOST_ITEMS = {"metrics": 5_000, "traces": 512, "logs": 512}
-"""Data points, spans or log records of one request: of the latter two the SDK's default."""
-MOST_BYTES = 2 * 1024**2
-"""Size of one request: gRPC receivers accept 4 MiB by default."""
+"""Data points, spans or log records of one request: of the latter two the SDK's default.
+
+A full flight file makes a request of 0.8 MiB at most (measured with long attributes); gRPC receivers accept 4 MiB by default.
+"""
 STEP = "torchobs.step.number"
 """Attribute for the number of a step. ``torchobs.step`` would be an attribute and a namespace at once, which must not be."""
 
@@ -182,19 +183,11 @@ def batches(signal: str, items: Iterable[Item]) -> list[Batch]:
     for item in items:
         owned.setdefault(id(item.place.resource), []).append(item)
     parts = (own[begin : begin + most] for own in owned.values() for begin in range(0, len(own), most))
-    return [batch for part in parts for batch in _halved(_SHAPES[signal], part)]
+    return [_batch(_SHAPES[signal], part) for part in parts]
 
 
-def _halved(shape: _Shape, items: Sequence[Item]) -> list[Batch]:
-    """Return a request with the items of one resource; two if it would be too large."""
-    request = _request(shape, items)
-    if request.ByteSize() > MOST_BYTES and len(items) > 1:
-        half = len(items) // 2
-        return [*_halved(shape, items[:half]), *_halved(shape, items[half:])]
-    return [Batch(request.SerializeToString(), len(items), items[0].place.owner)]
-
-
-def _request(shape: _Shape, items: Sequence[Item]) -> Any:
+def _batch(shape: _Shape, items: Sequence[Item]) -> Batch:
+    """Return the request with these items of one resource."""
     request = shape.request()
     levels = getattr(getattr(request, shape.resources).add(resource=items[0].place.resource), shape.scopes)
     scopes: dict[Place, Any] = {}
@@ -206,7 +199,7 @@ def _request(shape: _Shape, items: Sequence[Item]) -> Any:
                 scopes[place] = getattr(levels.add(scope=place.scope, schema_url=place.schema_url), shape.items)
             points = metrics[place, metric] = scopes[place] if metric is None else _points(scopes[place], metric)
         points.append(message)
-    return request
+    return Batch(request.SerializeToString(), len(items), items[0].place.owner)
 
 
 def _points(metrics: Any, metric: MetricKey) -> Any:
