@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
@@ -19,14 +20,13 @@ from torchobs.probes.nonfinite.probe import skips_by_itself
 from torchobs.runtime.session import current
 from torchobs.support.arguments import is_number
 from torchobs.support.error_guard import call
-from torchobs.support.import_hooks import imported
 from torchobs.support.process_group import greatest, is_shared
 from torchobs.support.result import Checked, Problem
 from torchobs.taps import taps
 from torchobs.tensors.losses import wide_type
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Coroutine, Iterable, Iterator
     from types import TracebackType
 
     from torch.utils.hooks import RemovableHandle
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torchobs.probes.context import ProbeContext
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
 EXPLODING = 10.0
 """Norm of one parameter's gradient above which it is called exploding; trainings clip the total norm to 1 or so"""
@@ -316,35 +317,23 @@ def nan_guard(optimizer: torch.optim.Optimizer, *, agree: bool = False) -> NanGu
     return NanGuard(optimizer, agree=agree)
 
 
-async def ainspect_tensor(x: Any, name: str = "tensor") -> tensors.TensorStats:
-    """Return what :func:`torchobs.debug.inspect_tensor` does, computed in a thread; the tensor must not be changed meanwhile.
+def _in_thread(function: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Return a function for ``asyncio`` that computes in a thread, on the CUDA stream that its caller computes on."""
 
-    Raises:
-        TypeError: ``x`` is not a tensor.
-    """
-    return await _in_thread(lambda: tensors.inspect_tensor(x, name))
+    @functools.wraps(function)
+    async def wait_for(*args: P.args, **kwargs: P.kwargs) -> T:
+        cuda: Any = torch.cuda
+        stream = cuda.current_stream() if cuda.is_initialized() else None
 
+        def call_on_stream() -> T:
+            with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                return function(*args, **kwargs)
 
-async def acheck_gradients(
-    model: Any, loss: Any = None, *, scaler: Any = None, exploding: float = EXPLODING, vanishing: float = VANISHING
-) -> GradientCheck:
-    """Return what :func:`torchobs.debug.check_gradients` does, computed in a thread. The gradients must not change.
+        return await asyncio.to_thread(call_on_stream)
 
-    Raises:
-        TypeError: ``model`` is not a ``torch.nn.Module``, or ``loss`` not one number.
-        ValueError: a threshold is not above 0.
-    """
-    check = lambda: check_gradients(model, loss, scaler=scaler, exploding=exploding, vanishing=vanishing)  # noqa: E731
-    return await _in_thread(check)
+    return wait_for
 
 
-async def _in_thread(function: Callable[[], T]) -> T:
-    """Call a function in a thread, on the CUDA stream that this one computes on."""
-    torch: Any = imported("torch")
-    stream = torch.cuda.current_stream() if torch is not None and torch.cuda.is_initialized() else None
-
-    def call_on_stream() -> T:
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            return function()
-
-    return await asyncio.to_thread(call_on_stream)
+ainspect_tensor = _in_thread(tensors.inspect_tensor)
+acheck_gradients = _in_thread(check_gradients)
+"""The same in a thread, for ``asyncio``; neither tensor nor gradients may be changed meanwhile"""
