@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
     from types import TracebackType
 
-    from torchobs.debug.diffusion import DenoisingCheck
-
 LOGGER = "torchobs.debug"
 LOG_EVERY_S = 60.0
 """A finding of one kind about one thing is logged at most once in this time"""
@@ -178,8 +176,8 @@ class DebugSummary(Checked):
     memory_peak_bytes: int | None
     gpu_memory_peak_bytes: int | None
     operations: tuple[OperationSummary, ...]
-    denoising: tuple[DenoisingCheck, ...]
-    """What each diffusion monitor that still lives has seen"""
+    denoising: tuple[Result, ...]
+    """What each diffusion monitor that still lives has seen, a ``DenoisingCheck`` each"""
     problems: tuple[Problem, ...]
     """The last hundred findings of all functions, each kind of one thing once, the newest last"""
 
