@@ -71,9 +71,9 @@ class NameRegistry:
 
     def claim(self, series: Series, family: Family) -> bool:
         """Claim the names of a series from a flight file, of that family; return False if another family owns one."""
-        known = BY_NAME.get(series.name) if series.scope is None else None
-        if known is not None:
-            return (known.kind, known.unit) == (series.kind, series.unit) and series.name not in _EXPORTER_S
+        metric = BY_NAME.get(series.name) if series.scope is None else None
+        if metric is not None:
+            return (metric.kind, metric.unit) == (series.kind, series.unit) and series.name not in _EXPORTER_S
         samples = _samples(family)
         if any(sample in self._fixed or self._claimed.get(sample, family) != family for sample in samples):
             return False
@@ -131,8 +131,8 @@ class SeriesLimits:
         """Free the room of ranks; return True if series were dropped for lack of room."""
         lines = sum(entry.lines for rank in ranks for entry in rank.entries())
         self.taken -= lines
-        waiting, self._was_full = self._was_full and lines > 0, False
-        return waiting
+        had_no_room, self._was_full = self._was_full and lines > 0, False
+        return had_no_room
 
 
 class RankLines:
@@ -160,27 +160,27 @@ class RankLines:
     def of_exporter(self, rank: Rank, form: Format) -> list[FamilyLines]:
         """Return the lines of the exporter's own metrics of the rank."""
         if form not in self._own:
-            self._own[form] = SampleRenderer(form, lambda own: {**labels.of_catalog(own), **self._identity})
+            self._own[form] = SampleRenderer(form, lambda attributes: {**labels.of_catalog(attributes), **self._identity})
         return self._own[form].lines([*exporter_metrics.of_rank(rank)])
 
     def of_blocks(self, rank: Rank, form: Format, *, shared: bool) -> Iterator[list[FamilyLines]]:
         """Yield the lines of each value block; ``shared``: include metrics that ranks share."""
         self.is_holding = False
         for index, block in enumerate(rank.view.blocks):
-            known = self._blocks.get((form, index))
-            if known is None or known.series is not block.series or (known.up, known.shared) != (rank.up, shared):
+            kept = self._blocks.get((form, index))
+            if kept is None or kept.series is not block.series or (kept.up, kept.shared) != (rank.up, shared):
                 shown = self.select(block.series, up=rank.up, shared=shared)
                 renderer = BlockRenderer(shown, form, self.quiet)
-                known = self._blocks[form, index] = _Block(block.series, rank.up, shared, renderer)
-            yield known.renderer.lines(block, NO_EXEMPLARS if index else rank.exemplars)
-            self.is_holding |= known.renderer.is_holding
+                kept = self._blocks[form, index] = _Block(block.series, rank.up, shared, renderer)
+            yield kept.renderer.lines(block, NO_EXEMPLARS if index else rank.exemplars)
+            self.is_holding |= kept.renderer.is_holding
 
     def select(self, series: Collection[Series], *, up: bool, shared: bool) -> list[tuple[int, LabelledSeries]]:
         """Return the series of a block that are shown in the rank's state, with their index in the block."""
-        for one in series:
-            if id(one) not in self._entries:
-                self._entries[id(one)] = self._admit(one)
-        entries = ((index, self._entries[id(one)]) for index, one in enumerate(series))
+        for candidate in series:
+            if id(candidate) not in self._entries:
+                self._entries[id(candidate)] = self._admit(candidate)
+        entries = ((index, self._entries[id(candidate)]) for index, candidate in enumerate(series))
         return [
             (index, entry)
             for index, entry in entries
@@ -254,25 +254,25 @@ class Exposition:
         for key, rank in ranks.items():
             if key not in self._ranks:
                 self._ranks[key] = RankLines(rank, number, self._names, self._limits)
-            known = self._ranks[key]
-            known.quiet.begin(number, acknowledged)
-            yield known.of_exporter(rank, form)
-            yield from known.of_blocks(rank, form, shared=key in sharing)
-            self.is_holding |= known.is_holding
+            lines = self._ranks[key]
+            lines.quiet.begin(number, acknowledged)
+            yield lines.of_exporter(rank, form)
+            yield from lines.of_blocks(rank, form, shared=key in sharing)
+            self.is_holding |= lines.is_holding
         if form not in self._own:
             self._own[form] = SampleRenderer(form, labels.of_catalog)
         machine = scrape.host.said if scrape.host else ()
         yield self._own[form].lines([*exporter_metrics.of_exporter(scrape, self._limits.dropped), *machine])
 
     def _forget_all_but(self, served: Mapping[_Key, Rank]) -> None:
-        gone = [self._ranks.pop(key) for key in self._ranks.keys() - served.keys()]
-        if not gone:
+        departed = [self._ranks.pop(key) for key in self._ranks.keys() - served.keys()]
+        if not departed:
             return
-        if self._limits.give_back(gone):  # the latest ranks had found no room: place all again
+        if self._limits.give_back(departed):  # the latest ranks had found no room: place all again
             self._limits.give_back(self._ranks.values())
-            for one in self._ranks.values():
-                one.clear()
-        self._names.keep({entry.family for one in self._ranks.values() for entry in one.entries()})
+            for lines in self._ranks.values():
+                lines.clear()
+        self._names.keep({entry.family for lines in self._ranks.values() for entry in lines.entries()})
 
 
 def _first_ranks(ranks: Mapping[_Key, Rank]) -> set[_Key]:
