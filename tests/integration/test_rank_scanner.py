@@ -324,18 +324,6 @@ def test_a_file_of_an_earlier_boot_is_dead_and_expires_by_the_wall_clock(
         scanner.close()
 
 
-def test_a_file_whose_name_was_deleted_and_made_again_goes_on(scanner: Scanner, rank: Callable[..., File]) -> None:
-    """The writer makes it again under its name, with another inode."""
-    file = rank()
-    file.step(1, 0.1)
-    file.save()
-    assert steps(scanner.scan()) == {"0": 1}
-    file.path.unlink()
-    file.step(2, 0.2)
-    file.save()
-    assert steps(scanner.scan()) == {"0": 2}
-
-
 def name_of(number: int) -> str:
     """A name as a flight file has it."""
     return f"r{number}-{number:032x}.flight"
