@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchobs.cli import arguments
 from torchobs.cli.arguments import CommandError, tolerant
@@ -180,33 +180,6 @@ class RunSummary(NamedTuple):
     steps: int
     loss: float | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data; a non-finite loss is its name."""
-        made: dict[str, Any] = plain(self._asdict())
-        return made
-
-
-class RunList(NamedTuple):
-    """The runs in a directory, the latest first; the unreadable files with reasons; files that are not read, in words."""
-
-    runs: list[RunSummary]
-    bad: list[tuple[str, str]]
-    left_out: int
-    notes: list[str]
-
-
-def list_runs(directory: Path) -> RunList:
-    """Return the runs in a directory. Raises ``OSError`` when it cannot be read."""
-    listed = listing(directory)
-    bad = list(listed.bad)
-    found = []
-    for run in listed.runs:
-        reports, worse = load(run.newest()[0], _RECORDS, evidence=False)
-        bad += worse
-        if reports:
-            found.append(_summary(run, reports))
-    return RunList(found, bad, listed.left_out, listed.notes)
-
 
 def _summary(run: RunFiles, reports: Sequence[RankView]) -> RunSummary:
     worst = min(reports, key=lambda report: _WORST_FIRST.index(report.state) if report.state in _WORST_FIRST else 0)
@@ -248,22 +221,27 @@ def runs(given: Sequence[str]) -> int:
     options = runs_parser().parse_args(list(given))
     directory = arguments.found(lambda: options.flight_dir or default_directory())
     try:
-        runs, bad, left_out, notes = arguments.found(lambda: list_runs(directory))
+        listed = arguments.found(lambda: listing(directory))
     except CommandError as problem:
         raise CommandError(f"{text_format.clean(directory)}: {problem}", problem.status) from None
+    bad, runs = list(listed.bad), list[RunSummary]()
+    for run in listed.runs:
+        reports, unreadable = load(run.newest()[0], _RECORDS, evidence=False)
+        bad += unreadable
+        runs += [_summary(run, reports)] if reports else []
     out = tolerant(sys.stdout)
     if options.json:
         made = {
-            "version": RUNS_VERSION, "directory": str(directory), "runs": [run.to_dict() for run in runs],
-            "unreadable": [{"file": name, "reason": why} for name, why in bad], "left_out": left_out,
+            "version": RUNS_VERSION, "directory": str(directory), "runs": [plain(run._asdict()) for run in runs],
+            "unreadable": [{"file": name, "reason": why} for name, why in bad], "left_out": listed.left_out,
         }  # fmt: skip
         out.write(json.dumps(made, indent=1, allow_nan=False) + "\n")
         return 0 if runs else arguments.NOTHING
     style = style_for(out)
-    listed = Table("", _RUN_HEAD, tuple(map(_run_row, runs)), frozenset({0, 1, 3, 4}))
+    shown = Table("", _RUN_HEAD, tuple(map(_run_row, runs)), frozenset({0, 1, 3, 4}))
     missing = f"no runs in {text_format.clean(directory)}: a training writes them with torchobs.init()"
     unread = [text_format.cut(f"not read: {text_format.clean(name)}: {why}", style.width) for name, why in bad[:5]]
-    out.write("".join(f"{line}\n" for line in (*(table(listed, style) if runs else [missing]), *notes, *unread)))
+    out.write("".join(f"{line}\n" for line in (*(table(shown, style) if runs else [missing]), *listed.notes, *unread)))
     return 0 if runs else arguments.NOTHING
 
 

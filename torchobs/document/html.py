@@ -10,7 +10,7 @@ from torchobs.catalog.model import Severity
 from torchobs.document import blocks, charts
 from torchobs.document.blocks import Cell
 from torchobs.document.charts import colour_of, drawn, stacked
-from torchobs.document.markup import EMPTY, Html, exact, joined, moment, named, style_sheet, tag, text, unseen
+from torchobs.document.markup import EMPTY, Html, asset, exact, joined, moment, named, tag, text, unseen
 from torchobs.support import text as text_format
 
 SYMBOLS = {"info": ("good", "✓"), "warning": ("notice", "▲"), "error": ("bad", "✕"), "wait": ("quiet", "…")}
@@ -27,7 +27,7 @@ def page(document: blocks.Document) -> str:
     """Return a report as the text of a file."""
     head = [
         tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("style", Html(style_sheet("report.css"))),
+        tag("style", Html(asset("shared.css", "report.css"))),
     ]
     links = [tag("li", tag("a", one.title, href=f"#{one.name}")) for one in document.sections]
     parts = [tag("section", content(one), id=one.name, aria_labelledby=f"{one.name}-title") for one in document.sections]

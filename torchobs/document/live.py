@@ -25,7 +25,7 @@ from torchobs.ranks.rank_view import SORTS, descending, ordered
 from torchobs.support import text as text_format
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torchobs.document.blocks import Section
     from torchobs.flight.throughput import Throughput
@@ -90,8 +90,8 @@ class Model:
     ranks: tuple[RankView, ...]
     """those shown: one page of the sorted table"""
     pages: int
-    evidence: tuple[tuple[str, Any], ...]
-    """as in the API, newest first, with the rank's label, of an earlier incarnation with that one's first digits behind it"""
+    evidence: Sequence[Any]
+    """of all runs, as in the API, newest first"""
     now_s: float
     """Unix time"""
 
@@ -101,7 +101,7 @@ def chosen_run(runs: Mapping[str, T], choice: Choice) -> T | None:
     return runs.get(choice.run) if choice.run else next(iter(runs.values()), None)
 
 
-def model(runs: tuple[RunView, ...], choice: Choice, evidence: Iterable[Any], now_s: float) -> Model:
+def model(runs: tuple[RunView, ...], choice: Choice, evidence: Sequence[Any], now_s: float) -> Model:
     """Return the model for one viewer. ``evidence``: the API's list of artifacts, newest first; ``now_s``: Unix time."""
     run = chosen_run({one.key: one for one in runs}, choice)
     ranks = run.ranks if run else ()
@@ -117,15 +117,7 @@ def model(runs: tuple[RunView, ...], choice: Choice, evidence: Iterable[Any], no
     )
     first = (choice.page - 1) * PER_PAGE
     shown = tuple(ordered(ranks, choice.sort)[first : first + PER_PAGE])
-    return Model(choice, runs, run, focus, shown, pages, tuple(_evidence_of(run, evidence))[:MOST_EVIDENCE], now_s)
-
-
-def _evidence_of(run: RunView | None, evidence: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the artifacts of a run's ranks, including earlier incarnations, each with its rank."""
-    names = {rank.incarnation: rank.rank for rank in run.ranks} if run else {}
-    for one in evidence:
-        if one.incarnation in names or (run and (one.job_name, one.run_id) == (run.job_name, run.run_id)):
-            yield names.get(one.incarnation, f"{one.rank}-{one.incarnation[:DIGITS]}"), one
+    return Model(choice, runs, run, focus, shown, pages, evidence, now_s)
 
 
 def health_beside(run: RunView, runs: Iterable[RunView]) -> Health:
@@ -433,15 +425,22 @@ def _when(now_s: float, at_s: float) -> str:
 
 
 def _evidence(shown: Model) -> Table | None:
-    """Return the list of the ranks' artifacts, if there are any."""
+    """Return the list of the artifacts of the run's ranks and of their earlier incarnations, if there are any."""
+    run = shown.run
+    labels = {rank.incarnation: rank.rank for rank in run.ranks} if run else {}
+    own = [
+        one
+        for one in shown.evidence
+        if one.incarnation in labels or (run and (one.job_name, one.run_id) == (run.job_name, run.run_id))
+    ]
     rows = tuple(
         (
             one.time[:19].replace("T", " "),
-            rank,
+            labels.get(one.incarnation, f"{one.rank}-{one.incarnation[:DIGITS]}"),
             Cell(one.kind.replace("_", " "), link=Link(f".{one.href}")),
             _number(text_format.size, one.size_bytes),
         )
-        for rank, one in shown.evidence
+        for one in own[:MOST_EVIDENCE]
     )
     caption = f"{len(rows):,}, the newest first, in UTC"
     return Table(caption, ("when", "rank", "what", "size"), rows, frozenset({0, 2}), name="Evidence") if rows else None

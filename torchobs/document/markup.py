@@ -68,6 +68,6 @@ def moment(words: str, at_s: float) -> Html:
 
 
 @cache
-def style_sheet(name: str) -> str:
-    """Return what the live page and reports have in common, and a style sheet of one: one text, for it is one request."""
-    return "\n".join(files(__package__).joinpath(sheet).read_text(encoding="utf-8") for sheet in ("shared.css", name))
+def asset(*names: str) -> str:
+    """Return files of this package, such as style sheets, as one text: it is one request."""
+    return "\n".join(files(__package__).joinpath(name).read_text(encoding="utf-8") for name in names)

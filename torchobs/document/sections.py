@@ -380,11 +380,6 @@ def compilation(report: RankView, of: str) -> Section:
     return section("compile", f"torch.compile{of}", table, _reasons(report) if table is not None else None)
 
 
-def checkpoints(report: RankView, of: str) -> Section:
-    """Return what was saved by the rank's last sign of life."""
-    return section("checkpoints", f"Checkpoints{of}", checkpoint_table(report, report.last_s))
-
-
 def _reasons(report: RankView) -> Table | None:
     events = (catalog.EVENT_RECOMPILE, catalog.EVENT_GRAPH_BREAK, catalog.EVENT_COMPILE_FAILED)
     rows = [

@@ -7,8 +7,7 @@ import json
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
-from importlib import resources
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs
 
@@ -17,7 +16,7 @@ from starlette.routing import Route
 
 from torchobs.document import html
 from torchobs.document.live import WAITING, Choice, chosen_run, model, page_document
-from torchobs.document.markup import EMPTY, Html, joined, named, style_sheet, tag
+from torchobs.document.markup import EMPTY, Html, asset, joined, named, tag
 from torchobs.exporter import access
 from torchobs.exporter.snapshot_cache import DEADLINE_S, FRESH_S
 from torchobs.ranks.live import DetailsReader, RunsReader, key_of
@@ -101,11 +100,8 @@ def rendered(document: Document) -> Parts:
     made = {one.name: html.content(one) for one in document.sections}
     run = [" ", tag("span", named(document.subtitle), class_="run")] if document.subtitle else []
     parts = {"health": html.verdict(document), "heading": joined([named(document.title), *run])}
-    return {**dict.fromkeys(PARTS, EMPTY), **made, **parts, "title": _title(document)}
-
-
-def _title(document: Document) -> str:
-    return "torchobs exporter" if document.badge[0] == WAITING else html.title(document)
+    title = "torchobs exporter" if document.badge[0] == WAITING else html.title(document)
+    return {**dict.fromkeys(PARTS, EMPTY), **made, **parts, "title": title}
 
 
 def page(shown: Model, problems: Sequence[str], links: Sequence[tuple[str, str]]) -> str:
@@ -281,8 +277,8 @@ class LivePage:
         return [
             Route("/", _guarded(self._page)),
             Route(STREAM_PATH, _guarded(self._stream)),
-            Route(STYLE_PATH, _guarded(partial(_asset, partial(style_sheet, "live.css"), "text/css"))),
-            Route(SCRIPT_PATH, _guarded(partial(_asset, _script, "text/javascript"))),
+            Route(STYLE_PATH, _guarded(partial(_asset, ("shared.css", "live.css"), "text/css"))),
+            Route(SCRIPT_PATH, _guarded(partial(_asset, ("live.js",), "text/javascript"))),
         ]
 
     async def _page(self, request: Request) -> Response:
@@ -309,10 +305,5 @@ def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
     return guarded
 
 
-async def _asset(content: Callable[[], str], media_type: str, _: Request) -> Response:
-    return Response(content(), media_type=media_type, headers=HEADERS)
-
-
-@cache
-def _script() -> str:
-    return resources.files("torchobs.document").joinpath("live.js").read_text(encoding="utf-8")
+async def _asset(names: Sequence[str], media_type: str, _: Request) -> Response:
+    return Response(asset(*names), media_type=media_type, headers=HEADERS)
