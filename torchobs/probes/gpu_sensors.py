@@ -9,6 +9,7 @@ CUDA is never initialized here, and no context created.
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -103,12 +104,11 @@ class Library:
 
     def close(self) -> None:
         """Shut down our use of it; others in the process may go on."""
-        try:
-            if self._events is not None:
+        if self._events is not None:
+            with suppress(self.error):
                 self.api.nvmlEventSetFree(self._events)
+        with suppress(self.error):
             self.api.nvmlShutdown()
-        except self.error:
-            return
 
     def watch(self, gpu: Gpu) -> bool:
         """Listen to a GPU's error reports; return False where that is unsupported or not permitted.
