@@ -26,6 +26,8 @@ from torchobs.runtime.session import current, init
 from torchobs.support.arguments import is_whole
 from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.result import Checked, Problem, Result
+from torchobs.support.text import size
+from torchobs.tensors.names import roots
 from torchobs.tensors.references import living
 
 if TYPE_CHECKING:
@@ -176,9 +178,8 @@ def memory_usage(look: Look) -> str:
     """Memory of process and devices."""
     del look  # it is of no step
     reading = operations.read()
-    sizes = {"host": reading.host} | ({} if reading.device is None else {"device": reading.device})
-    record_series({f"debug.memory.{name}": size for name, size in sizes.items()})
-    return ", ".join(f"{size / 2**20:.0f} MiB on the {name}" for name, size in sizes.items())
+    on_devices = f", {size(reading.device)} on the devices" if reading.device is not None else ""
+    return f"{size(reading.host)} on the host{on_devices}"
 
 
 def gradient_norms(look: Look) -> str:
@@ -281,7 +282,6 @@ def time_in(state: str) -> Callable[[Look], str]:
         spent = look.context.writer.table.core.totals.floats[Word.GOODPUT :][: len(catalog.GOODPUT_STATES)].tolist()
         time_s = spent[catalog.GOODPUT_STATES.index(state)]
         share = time_s / (sum(spent) or 1.0)
-        record_series({f"debug.{state}_share": share})
         return f"{time_s:.3g} s, {share:.0%} of the time, in {state}"
 
     return see
@@ -307,7 +307,6 @@ class Stopping(SwitchProbe):
 def lr_scheduling(look: Look) -> str:
     """Learning rates of an optimizer's groups."""
     rates = [float(group["lr"]) for group in look.optimizer.param_groups if "lr" in group]
-    record_series({f"debug.learning_rate.{index}": rate for index, rate in enumerate(rates)})
     return "lr " + ", ".join(f"{rate:.3g}" for rate in rates)
 
 
@@ -608,8 +607,6 @@ def model_of(optimizer: Any) -> Any:
         return set(map(id, module.parameters()))
 
     wanted = {id(x) for group in optimizer.param_groups for x in group["params"]}
-    modules = [x for x in living(torch.nn.Module) if "_modules" in vars(x)]
     # each within a breaker of its own: a module of another model may refuse to list its parameters
-    whole = [x for x in modules if wanted <= (call(CircuitBreaker("debug.model"), ids, x) or set())]
-    inner = {id(child) for x in whole for child in x.modules() if child is not x}
-    return next((x for x in whole if id(x) not in inner), None)
+    whole = (x for x in roots(living(torch.nn.Module)) if wanted <= (call(CircuitBreaker("debug.model"), ids, x) or set()))
+    return next(whole, None)
