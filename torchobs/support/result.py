@@ -28,11 +28,8 @@ class Result:
         return {name: _plain(value) for name, value in _items(self)}
 
     def __getitem__(self, name: str) -> Any:
-        rows = {}
-        for _, value in _items(self):
-            for row in value if isinstance(value, tuple) else ():
-                rows[getattr(row, "name", None)] = row
-        return rows[name]
+        rows = [row for field, value in _items(self) if field != "problems" and isinstance(value, tuple) for row in value]
+        return row_of(tuple(row for row in rows if hasattr(row, "name")), name)
 
     def __str__(self) -> str:
         return "\n".join([type(self).__name__, *_lines(self, indent="  ")])
@@ -93,12 +90,12 @@ class Measured(Checked):
 
 
 def row_of(rows: tuple[R, ...], name: str) -> R:
-    """Return the row of a result whose first field is that name.
+    """Return the row of a result that has that name, or whose first field it is.
 
     Raises:
         KeyError: there is none; the message says which there are.
     """
-    by_name = {_items(row)[0][1]: row for row in rows}
+    by_name = {getattr(row, "name", _items(row)[0][1]): row for row in rows}
     if name not in by_name:
         raise KeyError(f"there is no {name!r}; there is {', '.join(map(str, by_name)) or 'nothing'}")
     return by_name[name]
