@@ -16,7 +16,7 @@ from torchobs.debug.tensors import require_model
 from torchobs.probes.compile import read_break, read_failure, read_guard
 from torchobs.runtime.session import current
 from torchobs.support.result import Checked, Problem, Result
-from torchobs.tensors.batches import call
+from torchobs.tensors.batches import batch_sizes, call
 from torchobs.tensors.running import state_kept
 
 if TYPE_CHECKING:
@@ -167,14 +167,14 @@ def _recompiles(model: Any, batch: Any, more_batches: Sequence[Any]) -> tuple[li
 
 def _variants(batch: Any, more: Sequence[Any]) -> Iterator[tuple[str, Any, bool, bool]]:
     """Yield calls in words, each with its batch, whether it has gradients, and whether it is an idea of ours."""
-    from torchobs.debug.memory_use import batch_size, resized
+    from torchobs.debug.memory_use import resized
 
     yield "the first batch", batch, True, False
     yield "the same batch again", batch, True, False
-    size = batch_size(batch)
+    size = batch_sizes(batch).samples
     if size > 2:  # noqa: PLR2004  # of 1 torch always makes a graph of its own
         for what, other in (("another batch size", size - 1), ("a third batch size", size + 1)):
-            if batch_size(cut := resized(batch, size, other)) == other:  # what cannot be cut is the same batch again
+            if batch_sizes(cut := resized(batch, size, other)).samples == other:  # what cannot be cut is the same batch again
                 yield what, cut, True, True
     for index, another in enumerate(more):
         yield f"more_batches[{index}]", another, True, False

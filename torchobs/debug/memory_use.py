@@ -19,7 +19,7 @@ from torchobs.probes.device_memory import has_statistics
 from torchobs.probes.nonfinite.locate import is_users_file
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.result import Result, fill
-from torchobs.tensors.batches import is_sequence, rebuilt, walk
+from torchobs.tensors.batches import batch_sizes, rebuilt, walk
 from torchobs.tensors.losses import compute_loss
 from torchobs.tensors.references import collections_paused, living, types_of_objects
 from torchobs.tensors.running import beside_grad, running_modules, state_kept
@@ -89,7 +89,7 @@ def memory_by_module(
     require_model(model, "memory_by_module")
     if optimizer is not None:
         require_optimizer(optimizer, model, "memory_by_module")
-    size = None if batch is None else batch_size(batch)
+    size = None if batch is None else batch_sizes(batch).samples
     if size == 0:
         what = f"{type(batch).__name__}{' of none' if _tensors_in(batch) else ''}"
         raise TypeError(f"memory_by_module() takes a batch with a tensor of at least one sample, not {what}")
@@ -155,16 +155,6 @@ def _measured(model: Any, batch: Any, loss_fn: Callable[..., Any] | None) -> tup
 
 def _tensors_in(values: Any) -> list[Any]:
     return [x for _, x in walk(values)]
-
-
-def batch_size(batch: Any) -> int:
-    """Return the first dimension of the batch's tensors; 0 if it has none."""
-    from torch.nn.utils.rnn import PackedSequence
-
-    first = batch[0] if is_sequence(batch) and len(batch) else batch
-    if isinstance(first, PackedSequence):
-        return int(first.batch_sizes[0])
-    return next((int(x.size(0)) for x in _tensors_in(batch) if x.dim()), 0)
 
 
 def resized(values: Any, size: int, other: int) -> Any:
