@@ -217,6 +217,7 @@ WRONG = [
         ("--web.listen-address", "127.0.0.1:109600"),
         "--web.listen-address '127.0.0.1:109600': expected host:port with a port",
     ),
+    (("--version=1",), "ignored explicit argument '1'"),
     (("--otlp.endpoint", "collector"), "--otlp.endpoint 'collector': expected"),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from typing import NoReturn
 
 from torchobs._version import __version__
 from torchobs.cli import arguments
@@ -41,11 +42,24 @@ _GROUPS = {
     "push over OTLP": ("--otlp.",),
     "log": ("--log.",),
 }
+_WITHOUT_VALUE = ("-h", "--help", "--version")
+
+
+class _MistakeError(Exception):
+    """The arguments cannot be parsed."""
+
+
+class _Parser(arguments.Parser):
+    """A parser that raises its errors: in a sidecar they are no end."""
+
+    def error(self, message: str) -> NoReturn:
+        """See :class:`argparse.ArgumentParser`."""
+        raise _MistakeError(message)
 
 
 def parser(*, lenient: bool = False) -> arguments.Parser:
     """Return the command's parser; see :func:`torchobs.cli.arguments.add`."""
-    made = arguments.parser("exporter", "torchobs exporter [options]", _DESCRIPTION, _EXAMPLES)
+    made = arguments.parser("exporter", "torchobs exporter [options]", _DESCRIPTION, _EXAMPLES, _Parser)
     version = f"torchobs exporter {__version__} (Python {platform.python_version()})"
     made.add_argument("--version", action="version", version=version, help="Show the version and end.")
     groups = {
@@ -66,8 +80,12 @@ def main(given: Sequence[str]) -> int:
     Raises:
         CommandError: an option or a variable is wrong, and this is no sidecar.
     """
-    options, rest = parser(lenient=True).parse_known_args(given)
-    mistakes = []
+    made, mistakes = parser(lenient=True), []
+    try:
+        options, rest = made.parse_known_args(given)
+    except _MistakeError as mistake:  # a value for a flag: the only error of a lenient parser
+        mistakes.append(str(mistake))
+        options, rest = made.parse_known_args([word for word in given if not word.startswith(_WITHOUT_VALUE)])
     flags = [option.flag for option in config.EVERY_OPTION]
     for word in rest:
         what, hint = "option" if word.startswith("-") else "argument", closest(word.partition("=")[0], flags)
