@@ -72,7 +72,7 @@ NEEDED_BY_TORCH = frozenset(
         *("_schema", "_base", "_sequence_nr"),  # of every operator, view and node of a graph
         "_autograd",  # which says whether a profiler runs
         *("_world", "_in_order", "_get_root_mesh", "_compiled_call_impl", "_forward_cls", "_input_metadata", "_get_fsdp_state"),
-        "_unsharded_param",  # asked for by getattr with a default
+        *("_unsharded_param", "_hf_hook"),  # asked for by getattr with a default, or hasattr
         *("_opt_called", "_schedulers", "_fsdp_param_groups", "_popen"),  # schedulers, fully_shard, a process
         *("_global_forward_pre_hooks", "_get_tracing_state"),  # of every call of a module
     }
