@@ -257,6 +257,19 @@ def test_what_is_read_aloud_does_not_change_with_every_step() -> None:
     assert set(lost) == {"Training, 1 of 2 ranks alive. Rank 1 vanished without a word."}
 
 
+def test_what_is_not_finite_now_is_said_to_be_so_since_its_first_step() -> None:
+    """Of many such steps in a row only the first have an event, so that the newest event is neither end of them."""
+    kinds = "nonfinite_loss", "nonfinite_gradient"
+    events = [fact(catalog.EVENT_ANOMALY, 9, 91, kind=kind) for kind in kinds]
+    history = tuple(step(number, *(math.nan if number >= 60 else 2.0,) * 2) for number in range(1, 804))
+    later = row(anomalies=kinds, events=events, derived={"steps": history})
+    text = health(run(later)).text
+    assert "The loss has not been finite since step 60." in text
+    assert "Gradients have not been finite since step 60." in text
+    text = health(run(row(anomalies=kinds, events=events, derived={"steps": history[100:]}))).text
+    assert "The loss is not finite in step 91." in text  # how it began is gone
+
+
 def test_what_a_run_has_recovered_from_is_past_while_it_runs_and_after() -> None:
     """On all ranks, with the least number of healthy steps; also of what the alert still fires for."""
     values, lately = anomalies(nonfinite_loss=1, loss_spike=20), {"nonfinite_loss": 1, "loss_spike": 20}

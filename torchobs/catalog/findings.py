@@ -452,7 +452,7 @@ slowest_rank warning alert=TorchobsStraggler
       there, and the others, who waited, {others_s:s}.
 == training ==
 nonfinite_loss error alert=TorchobsLossNotFinite source=torchobs.anomaly key=nonfinite_loss
-    short: The loss is not finite[ in step {step:,}][ on {where}].
+    short: The loss [since?has not been][since!is not] finite[since! in step {step:,}][ since step {since:,}][ on {where}].
     long: The loss turned {name} in step {step:,}[, {ago:step} after its gradient was not finite while the loss still was
       {loss:n}][rise_with?, as the gradient norm rose {rise:fold} (from {rise_usual:n} to {rise_value:n})][, {rise_ago:step}
       after the gradient norm rose {rise:fold} (from {rise_usual:n} to {rise_value:n})].[ The learning rate had risen
@@ -466,7 +466,7 @@ nonfinite_loss_passed warning
     long: The loss was not finite in {losses:step}[recovered?, and recovered].[ It is past: the last {healthy:,} steps were
       healthy.]
 nonfinite_gradient warning source=torchobs.anomaly key=nonfinite_gradient
-    short: Gradients are not finite[ in step {step:,}][ on {where}].
+    short: Gradients [since?have not been][since!are not] finite[since! in step {step:,}][ since step {since:,}][ on {where}].
     long: Gradients were {kinds} in step {step:,}[, in {layers:named}][last?, the last that it began][steps?; in {steps:measured
       step} in all].[scaled? The loss scaler skips such steps: a few are usual.][ It is past: the last {healthy:,} steps were
       healthy.]

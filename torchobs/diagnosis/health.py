@@ -31,7 +31,7 @@ from torchobs.detect.hangs import PATIENT_PHASES
 from torchobs.detect.learning import is_stuck
 from torchobs.diagnosis import hangs
 from torchobs.diagnosis.from_events import GATED, SPOILED, UNTIL_A_STEP, from_events, remembered
-from torchobs.diagnosis.numerics import LEAST_NOTABLE, zero_learning_rate
+from torchobs.diagnosis.numerics import LEAST_NOTABLE, onset, zero_learning_rate
 from torchobs.ranks import labels
 from torchobs.ranks.events import WORKER_DIED
 from torchobs.ranks.rank_view import RankView, RunView
@@ -261,7 +261,9 @@ def _anomalies(ranks: Sequence[RankView]) -> Iterator[Finding]:
         if affected:
             by_event = (from_events(rank.events).get(kind) for rank in affected)
             anomaly = next(filter(None, by_event), finding(kind))
-            values = {**anomaly.values, "severity": catalog.ANOMALY_SEVERITY[kind], "where": _where(affected, ranks)}
+            since = min(filter(None, (_not_finite_since(rank, kind) for rank in affected)), default=None)
+            more = {"since": since, "severity": catalog.ANOMALY_SEVERITY[kind], "where": _where(affected, ranks)}
+            values = {**anomaly.values, **more}
             yield anomaly._replace(values=values)
     lost = [rank for rank in ranks if rank.loss is not None and not isfinite(rank.loss)]
     ended = not any(rank.up for rank in ranks)
@@ -274,6 +276,20 @@ def _anomalies(ranks: Sequence[RankView]) -> Iterator[Finding]:
     if spoiled and not any("nonfinite_loss" in rank.anomalies or rank in lost for rank in ranks):
         rest = from_events(spoiled[0].events)[SPOILED]
         yield rest._replace(values={**rest.values, "where": _where(spoiled, ranks)})
+
+
+def _not_finite_since(rank: RankView, kind: str) -> int | None:
+    """Return the step since which the loss or norm is not finite; ``None`` if that is older than the steps at hand.
+
+    Its events do not tell: only the first of many in a row have one each.
+    """
+    if not kind.startswith("nonfinite_"):
+        return None
+    values = [step.loss if kind == "nonfinite_loss" else step.grad_norm for step in rank.steps]
+    first = onset(values)
+    if first is None or (rank.steps[first].step > 1 and all(value is None for value in values[:first])):
+        return None
+    return rank.steps[first].step
 
 
 def _past(ranks: Sequence[RankView]) -> Iterator[Finding]:

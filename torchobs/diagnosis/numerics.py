@@ -51,7 +51,7 @@ class Rise(NamedTuple):
 
 def numerics(report: RankView) -> Iterator[Finding]:
     """Yield numerical problems, the loss first; then what events alone make."""
-    lost, past, events = _onset(report.steps), report.past, from_events(report.events)
+    lost, past, events = onset([step.loss for step in report.steps]), report.past, from_events(report.events)
     if lost is not None:
         yield _nonfinite_loss(report, lost)
     else:
@@ -70,43 +70,43 @@ def numerics(report: RankView) -> Iterator[Finding]:
             yield found
 
 
-def _onset(steps: Sequence[Step]) -> int | None:
-    """Return the index of the step from which on all losses are non-finite; ``None`` if the last one is finite."""
-    onset = None
-    for index in range(len(steps) - 1, -1, -1):
-        loss = steps[index].loss
-        if loss is not None and isfinite(loss):
+def onset(values: Sequence[float | None]) -> int | None:
+    """Return the index from which on all known values are non-finite; ``None`` if the last one is finite."""
+    found = None
+    for index in range(len(values) - 1, -1, -1):
+        value = values[index]
+        if value is not None and isfinite(value):
             break
-        onset = index if loss is not None else onset
-    return onset
+        found = index if value is not None else found
+    return found
 
 
-def _nonfinite_loss(report: RankView, onset: int) -> Finding:
-    steps, step = report.steps, report.steps[onset]
+def _nonfinite_loss(report: RankView, lost: int) -> Finding:
+    steps, step = report.steps, report.steps[lost]
     name = "NaN" if step.loss is None or isnan(step.loss) else "infinite"
-    if step.step > 1 and all(before.loss is None for before in steps[:onset]):
+    if step.step > 1 and all(before.loss is None for before in steps[:lost]):
         return finding("nonfinite_loss_before", step=step.step, name=name)
-    rate = _rate(steps, onset)
+    rate = _rate(steps, lost)
     return finding(
         "nonfinite_loss",
         step=step.step,
         name=name,
-        **_cause(steps, onset),
+        **_cause(steps, lost),
         **rate,
         learning_rate=None if rate else step.learning_rate,
         wasted=steps[-1].step - step.step or None,
     )
 
 
-def _cause(steps: Sequence[Step], onset: int) -> dict[str, Any]:
+def _cause(steps: Sequence[Step], lost: int) -> dict[str, Any]:
     """Return how the gradient behaved before the loss became non-finite."""
-    step, before = steps[onset], steps[max(model_begins(steps, onset), onset - _BEFORE) : onset]
+    step, before = steps[lost], steps[max(model_begins(steps, lost), lost - _BEFORE) : lost]
     odd = next(
         (item for item in before if item.grad_norm is not None and not isfinite(item.grad_norm) and not item.skipped), None
     )
     if odd is not None:
         return {"ago": step.step - odd.step, "loss": odd.loss}
-    rise = norm_rise(steps, onset)
+    rise = norm_rise(steps, lost)
     if rise is None:
         return {}
     later = step.step - rise.step
