@@ -150,7 +150,10 @@ def test_a_mistake_that_is_taken_back_is_none() -> None:
         ),
         ([row(0, recorded=False)], "loss 2.313. Rank 0 does not record steps: recording is switched off.", WARNING),
         ([row(0, "unresponsive", age_s=12)], "loss 2.313. Rank 0 does not respond.", ERROR),
-        (but(row(3, slow=Slowness(1.42, 0))), "Rank 3 is 1.4 times slower than the others in the phase data.", WARNING),
+        (
+            but(row(3, slow=Slowness(1.42, 0))),
+            "Rank 3 is 1.4 times slower than the others, because of the phase data.", WARNING,
+        ),
         ([row(0), row(1, slow=Slowness(SLOW - 0.01, 0))], WELL, INFO),  # somebody is always the slowest
         ([row(0, values=saves(failed=3, last=2))], "Checkpoints cannot be saved.", ERROR),
         ([row(0, values=saves(failed=3, last=0))], "Checkpoints could not be saved for a time.", INFO),

@@ -447,9 +447,9 @@ same_batches warning
 other_run warning
     short: Another run here is in trouble: {name}[ and {more:,} more].
 slowest_rank warning alert=TorchobsStraggler
-    short: Rank {rank} [up?is][up!was] {factor:n} times slower than the others in the phase {phase}.
-    long: Rank {rank} [up?is][up!was] {factor:n} times slower than the others in the phase {phase}: it took {own:s} of a step
-      there, and the others, who waited, {others_s:s}.
+    short: Rank {rank} [up?is][up!was] {factor:n} times slower than the others, because of the phase {phase}.
+    long: Rank {rank} [up?is][up!was] {factor:n} times slower than the others, because of the phase {phase}: it took {own:s} of
+      a step there, and the others, who waited, {others_s:s}.
 == training ==
 nonfinite_loss error alert=TorchobsLossNotFinite source=torchobs.anomaly key=nonfinite_loss
     short: The loss [since?has not been][since!is not] finite[since! in step {step:,}][ since step {since:,}][ on {where}].
