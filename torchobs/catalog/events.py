@@ -513,6 +513,7 @@ TITLES = {
     EVENT_NONFINITE_ORIGIN.name: "Where NaN or infinity began",
     EVENT_NONFINITE_REST.name: "NaN or infinity in weights",
     EVENT_STEP_HELD.name: "Step held back",
+    EVENT_STEP_BETWEEN.name: "Most often between phases",
     EVENT_UNMOVED_LAYERS.name: "Layers that learn nothing",
     EVENT_REPLICA_WEIGHTS.name: "Weights to compare",
     EVENT_REPLICA_BATCHES.name: "Batches to compare",

@@ -257,7 +257,7 @@ def _operations(report: RankView) -> Iterator[Table]:
     if rows:
         yield Table("Operations of debug.context", head, tuple(rows[:_MOST_ROWS]))
     if spans := _spans(report):
-        yield Table("Epochs, evaluations, checkpoints and own spans, as far as the file holds them", head, spans)
+        yield Table("Epochs, evaluations, checkpoints, own spans that the file holds: of many short ones not all", head, spans)
 
 
 def _spans(report: RankView) -> tuple[tuple[str, ...], ...]:
@@ -332,12 +332,12 @@ def compile_table(rank: RankView) -> Table | None:
     rows = [("now", "compiling")] if rank.value(catalog.COMPILE_IN_PROGRESS) else []
     rows += [(stage, text_format.duration(seconds)) for stage, seconds in times.items()]
     first, again = (int(rank.value(catalog.COMPILE_COMPILATIONS, cause) or 0) for cause in ("first", "recompile"))
-    rows += [("compilations", f"{first:,}, and {again:,} again")]
+    rows += [("compilations", f"{first + again:,}, {again:,} of them again")]
     for name, metric in (("graph breaks", catalog.COMPILE_GRAPH_BREAKS), ("given up", catalog.COMPILE_FAILURES)):
         rows += [
             (f"{name}, {kind.replace('_', ' ')}", f"{int(count):,}") for (kind,), count in rank.of(metric).items() if count
         ]
-    return _pairs("torch.compile", "torch.compile; stages contain one another", rows)
+    return _pairs("torch.compile", "torch.compile; the stages add up", rows)
 
 
 def checkpoint_table(rank: RankView, now_s: float) -> Table | None:
@@ -351,7 +351,7 @@ def checkpoint_table(rank: RankView, now_s: float) -> Table | None:
     at_s, size = rank.value(catalog.CHECKPOINT_TIMESTAMP), rank.value(catalog.CHECKPOINT_SIZE)
     if at_s:
         rows += [("last one", f"{text_format.span(now_s - at_s)} ago" + (f", {text_format.size(size)}" if size else ""))]
-    counts = (("steps clipped", catalog.GRAD_CLIPPED_STEPS), ("not finite", catalog.GRAD_NONFINITE_STEPS))
+    counts = (("steps clipped", catalog.GRAD_CLIPPED_STEPS), ("steps with a gradient not finite", catalog.GRAD_NONFINITE_STEPS))
     return _pairs("Checkpoints and gradients", "Checkpoints and gradients", [*rows, *_counted(rank, counts)])
 
 
@@ -391,7 +391,7 @@ def _reasons(report: RankView) -> Table | None:
         for event in events
         for fact in report.events_named(event)[-8:]
     ]
-    table = Table("Reasons, the last of each kind", ("Event", "Step", "Reason"), tuple(rows), frozenset({0, 2}))
+    table = Table("Reasons, the last eight of each kind", ("Event", "Step", "Reason"), tuple(rows), frozenset({0, 2}))
     return table if rows else None
 
 
