@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CEILINGS = {"torchobs": (63_969, 265), "tests": (61_622, 268)}
+CEILINGS = {"torchobs": (63_787, 264), "tests": (62_503, 272)}
 """Lines of Python and files, by folder"""
 
 
