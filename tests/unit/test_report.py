@@ -37,6 +37,15 @@ def test_a_slowdown_leads_to_where_the_time_went() -> None:
     assert [item.section for item in items.items if "each, usual was" in item.words] == ["time"]
 
 
+def test_a_phase_that_nothing_sets_apart_has_no_time() -> None:
+    """Without a data loader the forward pass is part of what lies between: it does not take 0 s."""
+    plain = {"data": 0.0, "forward": 0.0, "backward": 0.04, "optimizer": 0.02, "other": 0.01, "between": 0.03}
+    (table,) = sections.last_steps(facts([step(1, phase_s=plain)]), "", 1).blocks
+    assert isinstance(table, Table)
+    assert table.rows[0][-6:] == ("-", "-", "40 ms", "20 ms", "10 ms", "30 ms")
+    assert table.caption.endswith("between includes a forward pass that has no time of its own")
+
+
 def test_sizes_and_durations_of_events_have_their_units() -> None:
     """In text for people, and beside the numbers for programs."""
     full = fact(catalog.EVENT_OUT_OF_MEMORY, 4.0, 40, device="cuda:0", requested=2 * GB, limit=80 * GB)

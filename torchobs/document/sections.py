@@ -405,16 +405,18 @@ def last_steps(report: RankView, of: str, most: int) -> Section:
             f"{step.step:,}", text_format.number(step.loss), text_format.number(step.grad_norm),
             text_format.duration(step.duration_s), text_format.number(step.learning_rate),
             "skipped" if step.skipped else "clipped" if step.clipped else "", text_format.moment(step.end_s, "%H:%M:%S"),
-            *(text_format.duration(step.phase_s.get(phase)) for phase in catalog.PHASES),
+            *(text_format.duration(step.phase_s.get(phase) or None) for phase in catalog.PHASES),
         )
         for step in (report.steps[-most:] if most else ())
     )  # fmt: skip
+    mixed = any(step.phase_s.get("between") for step in report.steps[-most:] if most)
+    caption = "With the time of each phase" + ("; between includes a forward pass that has no time of its own" if mixed else "")
     ranks = report.value(catalog.GRAD_NORM_RANKS) or 1.0
     shard = (
         f"Gradient norms are of this rank's own shard; the squares of {ranks:,.0f} ranks' norms add up to that of the whole's."
     )
     return section(
-        "steps", f"Last steps{of}", Table("With the time of each phase", _STEP_HEAD, rows, frozenset({5})) if rows else None,
+        "steps", f"Last steps{of}", Table(caption, _STEP_HEAD, rows, frozenset({5})) if rows else None,
         Text(shard) if rows and 1.0 < ranks < _MOST_RANKS else None,
     )  # fmt: skip
 
