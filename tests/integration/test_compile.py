@@ -517,13 +517,14 @@ def test_a_storm_and_a_graph_break_are_told_with_place_and_cause(
     environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torchobs", "run", "--no-exporter", str(script)]
     ran = fork_server.run(command, env=environ, capture_output=True, text=True, check=True)
-    assert f"torch.compile compiled {script}:11 again and again (4 times in ten minutes)" in ran.stderr
+    assert f"torch.compile compiled {script}:11 again and again (at least 4 times in ten minutes)" in ran.stderr
     assert " To avoid it, " in ran.stderr
     assert inspect.main([str(flight_dir), "--json"]) == 0
     (rank,) = json.loads(capsys.readouterr().out)["ranks"]
     said = [finding["text"] for finding in rank["findings"]]
+    storm = "again and again (at least 4 times in ten minutes): its guard on value failed, self.calls"
     begins = (
-        f"torch.compile compiled {script}:13 again and again (4 times in ten minutes): its guard on value failed, self.calls",
+        f"torch.compile compiled {script}:13 {storm}",
         f"torch.compile has given {script}:1",
         f"torch.compile ends a graph at {script}:13 (",
     )

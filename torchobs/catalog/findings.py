@@ -400,8 +400,8 @@ memory_leak warning source=torchobs.memory.leak
 == compile ==
 recompile_storm warning alert=TorchobsRecompileStorm source=torchobs.compile.recompile_storm
     short: torch.compile compiles {location} again and again: its guard on {guard} fails ({expression}).
-    long: torch.compile compiled {location} again and again ({recompiles:,} times in ten minutes): its guard on {guard} failed,
-      {expression}.[ To avoid it, {remedy}.]
+    long: torch.compile compiled {location} again and again (at least {recompiles:,} times in ten minutes): its guard on
+      {guard} failed, {expression}.[ To avoid it, {remedy}.]
 compile_failure warning source=torchobs.compile.failure
     short: torch.compile has given {location} up ({reason}), and it runs uncompiled[; so {more:does|do} {more:other function}].
 graph_breaks info source=torchobs.compile.graph_break
