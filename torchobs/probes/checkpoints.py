@@ -208,7 +208,7 @@ class CheckpointProbe:
             started_ns, inner = monotonic_ns(), _calls_from_distributed() or recorder.in_fetch()
             result = original(*args, **kwargs)
             if not inner and monotonic_ns() - started_ns >= LONG_NS and threading.get_ident() == training.thread:
-                attributes = {"format": kind, "step": recorder.logged_step()}
+                attributes = {"format": kind, "step": recorder.steps_done()}
                 call(breaker, write_span, catalog.SPAN_RESTORE.name, started_ns, monotonic_ns(), attributes, failed=False)
             return result
 
@@ -216,7 +216,7 @@ class CheckpointProbe:
 
     def _begin(self, kind: str, saved: Any, target: Any, group: Any) -> _Saving | None:
         recorder = self._context.recorder
-        step = recorder.logged_step()
+        step = recorder.steps_done()
         if kind != "distributed" and step != self._step and not holds_state(saved, self._context.trained()):
             return None  # a data cache or results; saved beside a checkpoint, it is part of it
         saving = _Saving(kind, target, monotonic_ns(), step, early=not recorder.ended, group=group)

@@ -245,6 +245,10 @@ class StepRecorder:
         ended = self.step and not self._parts and not self.direct and not self._has(_TRAINING)
         return self.step if ended else self.step + 1
 
+    def steps_done(self) -> int:
+        """Return the number of steps that the weights have in them: what a checkpoint is of, also after an evaluation."""
+        return self.logged_step() if self.direct else self.ended
+
     def pending_step(self) -> PendingStep | int:
         """Return the number of the step in progress or, while that is open, what ``resolve_step`` turns into it later.
 
