@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CEILINGS = {"torchobs": (63_787, 264), "tests": (62_503, 272)}
+CEILINGS = {"torchobs": (63_798, 264), "tests": (62_532, 272)}
 """Lines of Python and files, by folder"""
 
 

@@ -154,12 +154,17 @@ class StallWatch:
         quiet_s = (now_ns - max(since_ns, self._resumed_ns)) / 1e9
         if quiet_s < stall.LEAST_S or self._written_ns or phase in _PATIENT or self._may_never_train(phase):
             return
-        if quiet_s >= stall.early_limit_s(*durations(self._context), self._survived):
+        if quiet_s >= stall.early_limit_s(*durations(self._context), self._survived) and not self._is_evaluating():
             self._written_ns = now_ns
             more: dict[str, object] = {"phase": LIVE_PHASES[phase], "quiet_s": round(quiet_s, 3)}
             for collectives in self._context.hooks.recent_collectives.ask():
                 more |= collectives
             write_stacks(self._context, time.time_ns() // 1_000_000, "stalled", more)
+
+    def _is_evaluating(self) -> bool:
+        """Return whether a model is evaluated by now: on a busy machine the phase probe may not have noticed yet."""
+        seen = self._context.recorder.so_far()
+        return seen is not None and bool(seen[1].evaluating_since())
 
     def _may_never_train(self, phase: int) -> bool:
         """Return True before the first batch and backward pass of a lone rank: it may serve, evaluate, or be a notebook."""
