@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from torchobs.flight import files, reader
 from torchobs.flight.directory import open_directory
 from torchobs.flight.files import lock_name
 from torchobs.flight.layout import MIN_SIZE, BadFlightFileError
+from torchobs.flight.storage import Storage
 from torchobs.flight.value_blocks import USER
 from torchobs.flight.writer import FlightWriter, open_writer
 
@@ -257,6 +260,17 @@ def test_threads_that_write_while_it_is_made_anew_lose_nothing(writer_deleted: F
     assert [shown[f"test.{index}", ()] for index in range(counts["series"])] == list(range(counts["series"]))
     assert shown[catalog.FLIGHT_DROPPED.name, (("what", "record"),)] == 0
     file.close()
+
+
+def test_two_entries_that_share_64_bytes_are_both_there_after_a_move() -> None:
+    """One stored into the old file after it was copied, the next into the new one before the old was looked at."""
+    memory = Storage(memoryview(bytearray(1 << 16)))
+    copied, at = memory.snapshot(), (1 << 15) + 16
+    created: Any = SimpleNamespace(map=memoryview(bytearray(copied)))
+    memory.store(at, b"first---")
+    created.map[at + 8 : at + 16] = b"second--"
+    memory.move(created, copied)
+    assert bytes(memory.view[at : at + 16]) == b"first---second--"
 
 
 MIB = 1 << 20

@@ -40,7 +40,8 @@ class Storage:
 
     def store(self, offset: int, data: bytes | memoryview) -> None:
         """Store ``data`` by one slice assignment."""
-        self.view[offset : offset + len(data)] = data
+        end = offset + len(data)  # no call between the view and the store: another thread may move it
+        self.view[offset:end] = data
 
     def word(self, index: int, value: int) -> None:
         """Store the 8-byte word with this index by one aligned item store."""
@@ -81,11 +82,17 @@ class Storage:
 
 
 def _carry_over(old: memoryview, new: memoryview, copied: bytes, offsets: range) -> None:
-    """Copy stores into ``old`` made after the snapshot, unless ``new`` has a later one in the same place."""
+    """Copy stores into ``old`` made after the snapshot, unless ``new`` has a later one in the same place.
+
+    Entries of the series table are as long as they are: the end of one and the begin of the next may share 64 bytes.
+    """
     for at in offsets:
         end = at + offsets.step
-        if old[at:end] != copied[at:end] and new[at:end] == copied[at:end]:
-            new[at:end] = old[at:end]
+        if old[at:end] != copied[at:end]:
+            if new[at:end] == copied[at:end]:
+                new[at:end] = old[at:end]
+            elif offsets.step > _WORD:
+                _carry_over(old, new, copied, range(at, end, _WORD))
 
 
 def _joined(stores: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
