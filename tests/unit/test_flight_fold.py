@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from itertools import pairwise
-from math import inf, isnan, nan
+from math import exp, inf, isnan, nan
 from typing import Any
 
 import pytest
@@ -244,6 +244,17 @@ def test_what_is_usual_is_so_of_healthy_steps(field: str, healthy: int) -> None:
     found = anomalies(field, [2.3 + 0.1 * (n % 3) for n in range(healthy)] + wild)
     assert len(found) == len(wild)
     assert all(2.0 <= anomaly.baseline <= 3.0 for anomaly in found)
+
+
+def test_a_norm_has_not_exploded_where_the_loss_is_as_high() -> None:
+    """A curriculum's next stage, after one that was learned to the last bit: of a baseline that was 2 once and is 0 now."""
+    learned = [
+        {"loss": 2.3 * exp(-step / 1.5), "grad_norm": max(2.0 * exp(-step / 2), 1e-8 * (1 + step % 7))} for step in range(130)
+    ]
+    begins = [{"loss": loss, "grad_norm": norm} for loss, norm in ((19.2, 15.6), (13.9, 12.7), (4.2, 6.9))]
+    goes_on = [{"loss": 1.5 + step % 5 * 0.1, "grad_norm": 0.5 + step % 3 * 0.1} for step in range(40)]
+    _, found = fold_steps(*learned, *begins, *goes_on)
+    assert found == []
 
 
 @pytest.mark.parametrize(("left", "vanishes"), [(1e-8, False), (0.5, True)])
