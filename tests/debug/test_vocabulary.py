@@ -35,20 +35,8 @@ UNITS = {
     "_bytes": {"memory", "size", "bytes", "allocated", "reserved"},
 }
 SIZES_OF_OTHER_THINGS = {"batch_size", "dataset_size", "world_size"}
-VERBS = {
-    "check",
-    "inspect",
-    "compare",
-    "explain",
-    "count",
-    "trace",
-    "profile",
-    "monitor",
-    "enable",
-    "disable",
-    "clear",
-    "report",
-}
+VERBS = {"check", "inspect", "compare", "explain", "count", "trace", "profile", "monitor"}
+VERBS |= {"enable", "disable", "clear", "report"}
 NOUNS = {
     "context", "operation", "validation", "nan_guard", "logging_bridge", "early_stopping", "diffusion_monitor",  # blocks
     "forward_pass", "backward_pass", "optimization_step", "training_step", "inference",  # what they do is a noun in this field

@@ -59,6 +59,12 @@ def test_without_a_function_the_output_has_the_loss_or_nothing_has() -> None:
     assert compute_loss(lambda _: "no tensor", X) is None
 
 
+def test_a_function_that_takes_the_model_takes_no_target() -> None:
+    """It would get the output in the model's place."""
+    with pytest.raises(TypeError, match="takes no target"):
+        compute_loss(model, (X, Y), whole, target=Y)
+
+
 @pytest.mark.parametrize("loss_fn", ["mse", 3, lambda: 0, of_three])
 def test_what_is_no_loss_function_is_refused_with_both_forms(loss_fn: Any) -> None:
     """Before the model runs."""

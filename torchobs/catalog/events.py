@@ -55,7 +55,7 @@ EVENT_COLLECTIVES_UNKNOWN = info(
 )
 EVENT_GPU_LOST = error(
     "torchobs.gpu.lost",
-    "A GPU no longer responds.",
+    "A GPU has stopped responding.",
     GPU_ID,
     Attribute("reason", "what its library says: lost, reset_required, silent"),
 )
@@ -484,7 +484,7 @@ SPAN_STEP = span(
     *named("loss", "grad_norm", "skipped"),
     Attribute("ended", "false for one that the run's end interrupted"),
 )
-SPAN_STEP_PHASE = span("torchobs.step_phase", "A part of a step whose span is recorded.", PHASE)
+SPAN_STEP_PHASE = span("torchobs.step_phase", "A phase of a step that has a span.", PHASE)
 SPAN_COMPILE = span(
     "torchobs.compile",
     "A compilation: of a function, or of a graph's backward.",

@@ -73,7 +73,7 @@ GRAD_INTERVAL = gauge("torchobs.grad.interval", "{step}").described(
     "Steps from one measurement of the gradient norm to the next."
 )
 GRAD_NORM_RANKS = gauge("torchobs.grad.norm_ranks", "{rank}", survives=True, quiet=1.0).described(
-    "Ranks whose squared norms add up to the whole gradient's; 1 where the norm is the whole one."
+    "Ranks over which squared norms add up to that of the whole gradient; 1 where each rank has the whole norm."
 )
 GRAD_LAYER_NORM = gauge("torchobs.grad.layer.norm", "", LAYER).described(
     "L2 norm of a layer's gradient, of this rank's shard where it is sharded."
@@ -87,9 +87,7 @@ GRAD_LAYERS_FOLDED = gauge("torchobs.grad.layers_folded", "{layer}", quiet=0.0).
 GRAD_UNMOVED_LAYERS = gauge("torchobs.grad.unmoved_layers", "{layer}", survives=True, quiet=0.0).described(
     "Layers that learn nothing: their gradients are tiny or missing, or their inputs all zero."
 )
-GRAD_ZERO = gauge("torchobs.grad.zero", "1", quiet=0.0).described(
-    "Share of the parameters whose gradient is zero in every element."
-)
+GRAD_ZERO = gauge("torchobs.grad.zero", "1", quiet=0.0).described("Share of the parameters with a gradient of zeros alone.")
 PARAM_LAYER_NORM = gauge("torchobs.param.layer.norm", "", LAYER).described(
     "L2 norm of a layer's weights (the first 8 million). From level advanced on."
 )

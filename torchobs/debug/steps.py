@@ -18,7 +18,7 @@ from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, check_
 from torchobs.detect.spikes import Divergence, LossBaseline, NormBaseline
 from torchobs.support.result import Checked, Problem
 from torchobs.tensors.batches import call, walk
-from torchobs.tensors.losses import compute_loss, require_loss_fn
+from torchobs.tensors.losses import compute_loss, parameters_of
 from torchobs.tensors.running import evaluating
 
 if TYPE_CHECKING:
@@ -402,7 +402,8 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
     tensors.require_model(model, "training_step")
     tensors.require_optimizer(optimizer, model, "training_step")
     tensors.require_scaler(scaler, "training_step", "scale")
-    require_loss_fn(loss_fn)
+    if loss_fn is not None:
+        parameters_of(loss_fn)
     limit = _explodes_above(model) if exploding is None else exploding
     require_positive(limit)
     autocast = _autocast(model, amp)

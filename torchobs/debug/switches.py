@@ -19,7 +19,7 @@ from torchobs.debug.placement import check_devices
 from torchobs.debug.profiles import Recorder
 from torchobs.debug.steps import Collector, StepCheck, activations, monitor_step
 from torchobs.debug.stopping import early_stopping
-from torchobs.debug.tensors import has_parameters_of, require
+from torchobs.debug.tensors import require
 from torchobs.flight.totals import Word
 from torchobs.runtime.profiler import ProfilerBusyError
 from torchobs.runtime.session import current, init
@@ -27,6 +27,7 @@ from torchobs.support.arguments import is_whole
 from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.result import Checked, Problem, Result
 from torchobs.support.text import size
+from torchobs.tensors.losses import has_parameters_of
 from torchobs.tensors.names import roots
 from torchobs.tensors.references import living
 

@@ -20,7 +20,7 @@ import torch
 from torchobs.debug.findings import record_findings
 from torchobs.support.result import Checked, Problem, Result
 from torchobs.tensors.batches import is_mapping
-from torchobs.tensors.losses import wide_type
+from torchobs.tensors.losses import has_parameters_of, is_without_values, wide_type
 from torchobs.tensors.values import evenly_sampled, stored
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ def require(value: Any, kind: str, function: str) -> None:
 def require_model(model: Any, function: str) -> None:
     """Raise unless it is a module whose weights are there: on the device meta nothing could be looked at."""
     require(model, "nn.Module", function)
-    devices = {parameter.device.type for parameter in model.parameters()}
-    if devices == {"meta"}:
+    if is_without_values(model):
         raise ValueError(f"{function}() needs weights, and the model is on the device meta: load it on a real one")
 
 
@@ -46,12 +45,6 @@ def require_optimizer(optimizer: Any, model: Any, function: str) -> None:
     require(optimizer, "optim.Optimizer", function)
     if not has_parameters_of(optimizer, model):
         raise ValueError(f"{function}() takes an optimizer that has the model's parameters, and this one has none of them")
-
-
-def has_parameters_of(optimizer: Any, model: Any) -> bool:
-    """Return True if an optimizer has some of a model's parameters, or the model has none."""
-    own = set(map(id, model.parameters()))
-    return not own or any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
 
 def is_batch(loader: Any) -> bool:

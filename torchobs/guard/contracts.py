@@ -25,13 +25,15 @@ from torchobs.support.result import Checked, Problem
 class Violation(Problem):
     """One thing that a tensor is not: ``type``, ``shape``, ``dtype``, ``device``, ``finite``, ``min``, ``max`` or ``norm``."""
 
+    expected: str
+    found: str
     index: tuple[int, ...] | None = None
     """of the first element that is wrong; its first number is the sample, where the first dimension is the batch"""
 
 
 def _violation(kind: str, name: str, expected: str, found: str, index: tuple[int, ...] | None = None) -> Violation:
-    place = f", the first at {list(index)}" if index else ""
-    return Violation(kind, name, f"{kind}: {found}{place}{_EXPECTED}{expected}", index)
+    found += f", the first at {list(index)}" if index else ""
+    return Violation(kind, name, f"{kind}: {found}; expected {expected}", expected, found, index)
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,6 @@ KINDS = ("floating", "integer", "complex", "bool")
 """Names for groups of dtypes, which a contract takes in place of a dtype"""
 MOST_NAMED = 8
 """Tensors that an event names"""
-_EXPECTED = "; expected "
 
 
 class ContractError(ValueError):
@@ -353,9 +354,8 @@ def refuse(problems: tuple[Violation, ...]) -> NoReturn:
     """Record what is wrong, and raise ``ContractError``."""
     for kind, number in Counter(problem.kind for problem in problems).items():
         count(catalog.GUARD_VIOLATIONS, number, Category.CONTRACT, Severity.ERROR, what=kind)
-    first, tensors = problems[0], dict.fromkeys(problem.where for problem in problems)
-    found, _, expected = first.text.removeprefix(f"{first.kind}: ").partition(_EXPECTED)
-    about = {"what": first.kind, "tensor": ", ".join(list(tensors)[:MOST_NAMED]), "found": found, "expected": expected}
+    first, named = problems[0], ", ".join(list(dict.fromkeys(problem.where for problem in problems))[:MOST_NAMED])
+    about = {"what": first.kind, "tensor": named, "found": first.found, "expected": first.expected}
     record_event(catalog.EVENT_GUARD_VIOLATION, Category.CONTRACT, Severity.ERROR, **about)
     raise ContractError(problems)
 

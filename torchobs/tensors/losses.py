@@ -34,15 +34,19 @@ def compute_loss(model: Any, batch: Any, loss_fn: Callable[..., Any] | None = No
         What ``loss_fn`` returns; ``None`` without one if the output has no floating-point tensor.
 
     Raises:
-        TypeError: ``loss_fn`` is no function, or takes neither one argument nor two.
+        TypeError: ``loss_fn`` is no function, takes neither one argument nor two, or takes the model and there is a target.
     """
     if loss_fn is None:
         return output_loss(call(model, batch))
     parameters = parameters_of(loss_fn)
+    if parameters[0] in _MODEL_NAMES:
+        if target is not None:
+            raise TypeError(
+                "loss_fn(model, batch) takes no target: it is part of the batch; target= is for loss_fn(output, target)"
+            )
+        return loss_fn(model, batch)
     if target is not None:
         return loss_fn(call(model, batch), target)
-    if parameters and parameters[0] in _MODEL_NAMES:
-        return loss_fn(model, batch)
     if len(parameters) == 1:
         return loss_fn(call(model, batch))
     if is_sequence(batch) and len(batch) >= _PAIR:
@@ -62,12 +66,6 @@ def mean_loss(model: Any, batch: Any, loss_fn: Callable[..., Any]) -> torch.Tens
         found = f"one of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TypeError(f"loss_fn returns the mean loss, a tensor of one number, not {found}")
     return loss
-
-
-def require_loss_fn(loss_fn: Any) -> None:
-    """Raise ``TypeError`` for what :func:`compute_loss` would refuse."""
-    if loss_fn is not None:
-        parameters_of(loss_fn)
 
 
 def output_loss(output: Any) -> Any:
@@ -95,9 +93,7 @@ def check_trained(model: Any, **parts: Any) -> None:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a torch.nn.Module, not {type(model).__name__}")
-    tensors = [*model.parameters(), *model.buffers()]
-    is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())  # by accelerate, which brings the values
-    if tensors and all(tensor.is_meta for tensor in tensors) and not is_offloaded:
+    if is_without_values(model):
         raise ValueError("the model is on the device meta, where nothing is computed: move it to a real one first")
     if (limit := parts.get("max_grad_norm")) is not None:
         if not (is_number(limit) and limit > 0):
@@ -115,10 +111,21 @@ def _check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
         raise TypeError(f"optimizer is one of torch.optim over the model's parameters, not {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS calls a closure several times in a step, and there is none here: use another optimizer")
-    parameters = set(map(id, model.parameters()))
-    stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    if parameters and parameters.isdisjoint(stepped):
+    if not has_parameters_of(optimizer, model):
         raise ValueError("the optimizer has none of the model's parameters: make it of model.parameters()")
+
+
+def is_without_values(model: torch.nn.Module) -> bool:
+    """Return whether a model is on the device meta, and not offloaded by accelerate, which brings the values when needed."""
+    tensors = [*model.parameters(), *model.buffers()]
+    is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+    return bool(tensors) and all(tensor.is_meta for tensor in tensors) and not is_offloaded
+
+
+def has_parameters_of(optimizer: Any, model: Any) -> bool:
+    """Return whether an optimizer has some of a model's parameters, or the model has none."""
+    own = set(map(id, model.parameters()))
+    return not own or any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
 
 def parameters_of(loss_fn: Any) -> list[str]:
