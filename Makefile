@@ -17,6 +17,9 @@ KUBE_WORKERS ?= 3
 # Of the repetitions of `make test-long`: 1 is 100,000 damaged files and 1,400 kills.
 SHARE ?= 1
 MINUTES ?= 30
+# Where `make publish` pushes to; more for `uv publish`: --index, --trusted-publishing.
+REGISTRY ?= ghcr.io/torchobs
+PUBLISH ?= --trusted-publishing automatic
 # Nothing, if the cluster has the images of `make kube-test` already.
 KUBE_IMAGES ?= kube-images
 SERIAL_TESTS = $(shell grep -lr pytest.mark.serial tests --include=*.py)
@@ -26,7 +29,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH):$(PROGRAMS)/usr/bin
 # What one process of the tests has compiled, the next need not: of pytest's own start it is half.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-long lint docs bench gpu soak wheel-test test-tools kube-test kube-test-beside kube-test-alone kube-images collected clean
+.PHONY: help setup demo test test-long lint docs bench gpu soak wheel-test release-check release release-image publish publish-tag site test-tools kube-test kube-test-beside kube-test-alone kube-images collected clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -38,7 +41,7 @@ demo: setup ## Train a small GPT on two ranks, watch it live, and see an alert f
 	$(BIN)/python -m examples.demo
 
 test: setup test-tools ## Everything that must hold for a change to land: lint, all tests, the wheel
-	$(MAKE) -j 2 --output-sync=target lint wheel-test collected
+	$(MAKE) -j 2 --output-sync=target lint wheel-test release-check collected
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not serial"
 	$(BIN)/pytest -m serial $(SERIAL_TESTS)
 	$(BIN)/python -m bench.overhead --gate
@@ -78,6 +81,26 @@ soak: setup ## Half an hour of ranks that start, die and come back: the exporter
 wheel-test: setup ## Build sdist and wheel, and test what the installed wheel could lack
 	tests/wheel.sh $(VENV)
 
+release-check: setup ## Build the last commit's release twice, and compare
+	deploy/release/check
+
+release: $(VENV)/.release ## Make what a release publishes (source, wheels, chart), in dist/
+	deploy/release/build dist
+
+release-image: ## Make the exporter's image for amd64 and arm64, in dist/; needs buildah, podman or docker
+	deploy/image/build --platforms linux/amd64,linux/arm64 --output dist
+
+publish: $(VENV)/.release ## Upload dist/'s packages to PyPI, and push image and chart to REGISTRY, signed (COSIGN_KEY)
+	deploy/release/publish $(REGISTRY) dist
+	$(BIN)/uv publish $(PUBLISH) dist/torchobs-*.tar.gz dist/torchobs-*.whl
+
+site: $(VENV)/.release ## The documentation as a web site, in .cache/site
+	$(BIN)/mkdocs build --quiet
+
+publish-tag: ## Tag the commit as the version it has, in a release with what is in dist/
+	gh release create "v$$($(PYTHON) -c 'exec(open("torchobs/_version.py").read()); print(__version__)')" --target "$$(git rev-parse HEAD)" --generate-notes \
+	  dist/torchobs-*.{tar.gz,whl,tgz}
+
 kube-test-beside kube-test-alone kube-images: export TORCHOBS_TEST_EXPORTER_IMAGE ?= localhost/torchobs-exporter:test
 kube-test-beside kube-test-alone kube-images: export TORCHOBS_TEST_IMAGE_FOLDER ?= $(CURDIR)/.cache/images
 kube-test-beside kube-test-alone kube-images: export TORCHOBS_TEST_TRAINER_IMAGE ?= localhost/torchobs-trainer:test
@@ -108,6 +131,10 @@ $(VENV)/bin/python:
 # Torch first: whatever the rest would like of it is decided here.
 $(VENV)/.torch-$(TORCH): | $(VENV)/bin/python
 	tests/torch.sh $(BIN)/python $(TORCH)
+	@touch $@
+
+$(VENV)/.release: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python tests/install.py -q -e '.[release]'
 	@touch $@
 
 # The second time as well, when the compiled part has changed.

@@ -44,11 +44,15 @@ UNAVOIDABLE = (
 )
 """Beginnings of the only reasons for which a test may be skipped in CI (`tests/conftest.py`)."""
 
-FETCHED_BY_MAKE = frozenset({"prometheus", "promtool", "prometheus-alertmanager", "amtool", "prometheus-node-exporter"})
+FETCHED_BY_MAKE = frozenset(
+    {"prometheus", "promtool", "prometheus-alertmanager", "amtool", "prometheus-node-exporter", "docker-registry"}
+)
 """Programs that `make test-tools` provides, so that there is no excuse for skipping their tests."""
 
 INSTALLED_BY_HAND = {
     "chromium": "chromium",
+    "buildah": "buildah",
+    "skopeo": "skopeo",
     **dict.fromkeys(("munged", "slurmctld", "slurmd", "srun"), "munge slurmctld slurmd slurm-client"),
 }
 """Programs that depend on too much to be unpacked, and Debian's packages of them: without them CI fails."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CEILINGS = {"torchobs": (63_805, 264), "tests": (62_551, 272)}
+CEILINGS = {"torchobs": (63_805, 264), "tests": (62_660, 273)}
 """Lines of Python and files, by folder"""
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,46 @@ def test_its_bill_of_materials_is_valid_and_complete(archive: Path, files: dict[
     packages = {Path(name).parent.name.partition("-")[0].lower() for name in files if name.endswith(".dist-info/METADATA")}
     named = {name.replace("-", "_") for name in re.findall(r'"purl": "pkg:pypi/([^@]+)@', said)}
     assert {"torchobs", "psutil"} <= packages == named
+
+
+def test_image_and_chart_are_published_and_signed(
+    archive: Path,
+    tmp_path: Path,
+    start: Callable[..., subprocess.Popen[str]],
+    program: Callable[[str], str],
+    free_port: Callable[[], int],
+) -> None:
+    """To a real registry: one image for all machines; its parts, the whole and the chart are signed; no version twice."""
+    port, storage = free_port(), {"filesystem": {"rootdirectory": str(tmp_path / "registry")}}
+    config = tmp_path / "registry.json"
+    config.write_text(json.dumps({"version": 0.1, "storage": storage, "http": {"addr": f"127.0.0.1:{port}"}}))
+    start(program("docker-registry"), "serve", config)
+    registry = f"127.0.0.1:{port}"
+    for name in ("skopeo", "buildah", "helm"):
+        program(name)
+    ping: Sequence[str] = ("curl", "-fsS", f"http://{registry}/v2/")
+    support.wait_until(lambda: not subprocess.run(ping, capture_output=True, check=False).returncode)
+
+    dist, programs = tmp_path / "dist", tmp_path / "programs"
+    programs.mkdir()
+    (programs / "cosign").write_text('#!/bin/sh\necho "$@" >> "$(dirname "$0")/called"\n')
+    (programs / "cosign").chmod(0o755)
+    more = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": sys.executable, "PLAIN_HTTP": "1", "COSIGN_KEY": "keyless"}
+    release = support.ROOT / "deploy/release"
+    subprocess.run([release / "build", dist], env=os.environ | more, check=True)
+    (dist / archive.name).symlink_to(archive.resolve())
+
+    def publish() -> subprocess.CompletedProcess[str]:
+        command: list[str | Path] = [release / "publish", f"{registry}/acme", dist]
+        return subprocess.run(command, env=os.environ | more, capture_output=True, text=True, check=False)
+
+    done = publish()
+    assert not done.returncode, done.stderr
+    (whole,) = re.findall(rf"^{registry}/acme/torchobs-exporter:\S+@(sha256:\w+)$", done.stdout, re.MULTILINE)
+    signed = re.findall(rf"^sign --yes {registry}/acme/(\S+)@(\S+)$", (programs / "called").read_text(), re.MULTILINE)
+    of_machine = described(archive)[0]
+    assert signed[:2] == [("torchobs-exporter", of_machine), ("torchobs-exporter", whole)]
+    assert [name for name, _ in signed[2:]] == ["charts/torchobs"]
+    again = publish()
+    assert again.returncode == 1
+    assert "is published already" in again.stderr

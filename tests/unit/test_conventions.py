@@ -55,7 +55,7 @@ def test_the_extra_all_holds_what_is_ours_to_choose() -> None:
     def brought_by(extra: str) -> set[str]:
         return {r.name for r in REQUIREMENTS if r.marker and r.marker.evaluate({"extra": extra})}
 
-    left_out = {"all", "dev", "bench", "lightning", "transformers", "accelerate"}
+    left_out = {"all", "dev", "bench", "release", "lightning", "transformers", "accelerate"}
     extras = set(METADATA.get_all("Provides-Extra") or ()) - left_out
     assert brought_by("all") == set().union(*map(brought_by, extras))
 

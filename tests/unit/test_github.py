@@ -1,0 +1,55 @@
+"""What GitHub reads: workflows, issue forms, Dependabot's file; the web site."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests import support
+
+pytestmark = pytest.mark.usefixtures("checkout")
+FOLDER = support.ROOT / ".github"
+SCHEMAS = {
+    "github-workflows": "workflows/*.yml",
+    "github-issue-forms": "ISSUE_TEMPLATE/[bi]*.yml",
+    "github-issue-config": "ISSUE_TEMPLATE/config.yml",
+    "dependabot": "dependabot.yml",
+}
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_each_file_is_what_github_takes(schema: str) -> None:
+    """By GitHub's schemas, as check-jsonschema carries them."""
+    files = sorted(FOLDER.glob(SCHEMAS[schema]))
+    assert files
+    command: list[str | Path] = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stdout
+
+
+def test_workflows_do_what_make_can() -> None:
+    """Every command of a workflow is `make` with targets that there are, and all who work from a checkout can run it."""
+    targets = set(re.findall(r"^([a-z-]+):", (support.ROOT / "Makefile").read_text(), re.MULTILINE))
+    workflows: list[Any] = [yaml.safe_load(path.read_text()) for path in (FOLDER / "workflows").glob("*.yml")]
+    steps = [step for workflow in workflows for job in workflow["jobs"].values() for step in job["steps"]]
+    commands = [re.sub(r"\S+=(\$\{\{.*?\}\}|\S+)", "", step["run"]).split() for step in steps if "run" in step]
+    assert {target for command in commands for target in command[1:]} <= targets
+    assert {command[0] for command in commands} == {"make"}
+    hooks = yaml.safe_load((support.ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert [hook["entry"] for hook in hooks] == ["make lint"]
+
+
+def test_the_site_has_no_broken_link(tmp_path: Path) -> None:
+    """Strict: a link to a page or a heading that is not there fails; the README is the first page."""
+    command: list[str | Path] = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", tmp_path]
+    done = subprocess.run(command, cwd=support.ROOT, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    first = (tmp_path / "index.html").read_text()
+    assert 'href="kubernetes/' in first
+    assert re.search(r'href="https://github.com/torchobs/torchobs/blob/v[\d.]+/helm/torchobs/README.md"', first)
