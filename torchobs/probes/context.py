@@ -12,6 +12,8 @@ from threading import Lock, get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, Protocol
 
+from torchobs.catalog import Event
+from torchobs.catalog.findings import KINDS, Finding
 from torchobs.detect.hangs import loop_lines
 from torchobs.probes.hot_path import METER_EVERY, PlainSteps
 from torchobs.support.error_guard import CircuitBreaker
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
     from weakref import ref
 
-    from torchobs.catalog import Event, Metric
+    from torchobs.catalog import Metric
     from torchobs.config.settings import Settings
     from torchobs.detect.spikes import BlownLayer
     from torchobs.flight.writer import FlightWriter
@@ -113,6 +115,17 @@ class ProbeContext:
     def models(self) -> list[Any]:
         """Return the models given to ``torchobs.watch`` that are alive."""
         return [model for known in list(self.watched) if (model := known()) is not None]
+
+    def report(self, kind: str, step: int | None = None, **values: object) -> None:
+        """Record the event of a kind of finding, with these values as attributes, and log its short words. In any thread.
+
+        ``step``: the one that it is dated to, if that is not the last one that has ended.
+        """
+        row, step = KINDS[kind], self.recorder.step if step is None else step
+        if isinstance(row.source, Event):
+            selecting = {"kind": row.key} if row.key and any(one.name == "kind" for one in row.source.attributes) else {}
+            self.writer.event(row.source.name, {**selecting, **values}, step)
+        self.warn_limited(kind, Finding(kind, "", step, values).short)
 
     def event(self, event: Event, attributes: Mapping[str, object]) -> None:
         """Record an event, with the number of the last step that has ended."""

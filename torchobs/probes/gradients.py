@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchobs import catalog
-from torchobs.catalog.findings import finding
 from torchobs.detect.spikes import blown_layer
 from torchobs.flight.step_record import StepFlag
 from torchobs.probes.clipping import ClipWatch
@@ -117,13 +116,8 @@ class GradientProbe:
         self._grown.forget(monotonic())
         self._look_at_loop()
         if self._clip.misused is not None and not self._misuse_reported:
-            self._report_misuse(*self._clip.misused)
-
-    def _report_misuse(self, limit: float, scale: float) -> None:
-        """Report once that gradients were clipped with the loss scale in them."""
-        self._misuse_reported, context = True, self._context
-        context.event(catalog.EVENT_AMP_CLIPPED_SCALED, {"limit": limit, "scale": scale})
-        context.warn_limited("clipped scaled", finding("clipped_scaled", limit=limit, scale=scale).short)
+            self._misuse_reported, (limit, scale) = True, self._clip.misused
+            self._context.report("clipped_scaled", limit=limit, scale=scale)
 
     def observe(self) -> None:
         """Publish all that is known so far, and look for missing names."""

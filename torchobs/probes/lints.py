@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import ref
 
 from torchobs import catalog
-from torchobs.catalog.findings import finding
 from torchobs.detect.learning import LASTING_SAMPLES, LASTING_STEPS
 from torchobs.probes.timeline import BACKWARD_ENDS
 from torchobs.tensors.graph import accumulator_of
@@ -167,8 +166,7 @@ class Lints:
             lint, step = self.mistakes.pop(0)
             if lint.kind not in self._reported:
                 self._reported.add(lint.kind)
-                self.context.writer.event(catalog.EVENT_LOOP_MISTAKE.name, {"kind": lint.kind}, step)
-                self.context.warn_limited(f"loop {lint.kind}", finding(lint.kind, step=step).short)
+                self.context.report(lint.kind, step)
         if EvaluationMode.kind not in self._reported:
             self._look_for_models(self._optimizers.living())
         self.due = self._not_in_optimizer.due or any(state.due for _, state in self._optimizers.living())

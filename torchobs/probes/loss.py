@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from torchobs import catalog
-from torchobs.catalog.findings import finding
 from torchobs.flight.step_record import StepFlag
 from torchobs.probes.step_recorder import GONE, resolve_step
 
@@ -171,17 +169,11 @@ class LossProbe:
         if self._context.device.take(value, arriving.append):
             parts.append(arriving)
 
-    def _report_unread(self, kind: str) -> None:
-        """Report once why there is no loss and no norm."""
-        self._reported.add(kind)
-        context = self._context
-        context.event(catalog.EVENT_DEVICE_UNREAD, {"device_type": kind})
-        context.warn_limited(f"unread {kind}", finding("device_unread", device_type=kind).short)
-
     def sample(self) -> None:
         """Write the losses of ended steps whose values have arrived."""
         for kind in self._context.device.unread.keys() - self._reported:
-            self._report_unread(kind)
+            self._reported.add(kind)  # why there is no loss and no norm
+            self._context.report("device_unread", device_type=kind)
         recorder, pending = self._context.recorder, self._pending
         while pending:
             step, count = resolve_step(pending[0].pending_step), 1

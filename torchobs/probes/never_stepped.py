@@ -14,8 +14,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from torchobs import catalog
-from torchobs.catalog.findings import finding
 from torchobs.probes.timeline import BACKWARD_ENDS
 from torchobs.tensors.references import living_optimizers
 
@@ -62,7 +60,8 @@ class NeverStepped:
             if self._handles:
                 self._context.at_backward(self._unwatch)
             if count >= LEAST_MISTAKEN:
-                self._report(self._reached, count)
+                self._due = sys.maxsize
+                self._context.report("never_stepped", optimizer=self._reached, backward_passes=count)
         elif self._looked_at and not (self._handles or self._said):
             self._say(self._looked_at)
         elif count >= self._due or self._is_late(count):
@@ -108,12 +107,6 @@ class NeverStepped:
         """Remove the hooks. Idempotent."""
         while self._handles:
             self._handles.pop().remove()
-
-    def _report(self, kind: str, count: int) -> None:
-        self._due = sys.maxsize
-        attributes = {"kind": "never_stepped", "optimizer": kind, "backward_passes": count}
-        self._context.event(catalog.EVENT_LOOP_MISTAKE, attributes)
-        self._context.warn_limited("loop never_stepped", finding("never_stepped", optimizer=kind, backward_passes=count).short)
 
 
 def _watched_parameters(optimizer: Any, count: int) -> list[Any]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.catalog.findings import finding
 
 if TYPE_CHECKING:
     from torchobs.probes.context import ProbeContext
@@ -59,8 +58,7 @@ class SameOrder:
         self._repeats = self._repeats + 1 if order == last and before >= LEAST_STEPS else 0
         if self._repeats >= _LEAST_REPEATS and not (self._is_set or self._is_told):
             self._is_told = self._stands = True
-            self._context.writer.event(catalog.EVENT_LOOP_MISTAKE.name, {"kind": "same_order"}, step)
-            self._context.warn_limited("same_order", finding("same_order").short)
+            self._context.report("same_order", step)
 
     def _take_back(self) -> None:
         """Note that the sampler is given epochs; write the event again, of no parameter, if the contrary was told."""

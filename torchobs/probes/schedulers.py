@@ -13,7 +13,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.catalog.findings import finding
 from torchobs.taps.patch import Patch
 from torchobs.taps.taps import subclasses
 
@@ -261,10 +260,8 @@ class SchedulerProbe:
             self._misuses.append(("idle_optimizer", state))
 
     def _report(self, kind: str, state: _Scheduler) -> None:
-        context = self._context
-        context.count(catalog.SCHEDULER_MISUSE, 1, {"kind": kind})
-        context.event(catalog.EVENT_SCHEDULER_MISUSED, {"kind": kind, "scheduler": state.name})
-        context.warn_limited(f"scheduler {kind}", finding(f"scheduler_{kind}", scheduler=state.name).short)
+        self._context.count(catalog.SCHEDULER_MISUSE, 1, {"kind": kind})
+        self._context.report(f"scheduler_{kind}", scheduler=state.name)
 
 
 def _count_of(scheduler: Any) -> object:

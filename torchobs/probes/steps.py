@@ -16,8 +16,6 @@ from time import monotonic_ns
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from torchobs import catalog
-from torchobs.catalog.findings import finding
 from torchobs.flight.step_record import StepFlag
 from torchobs.probes.cuda_graphs import CudaGraphs
 from torchobs.probes.never_stepped import NeverStepped
@@ -447,9 +445,7 @@ class OtherSteps:
         """Report once that another thread trains."""
         if self.steps and not self._reported:
             self._reported = True
-            context, name = self._context, self._name
-            context.event(catalog.EVENT_OTHER_THREAD, {"thread": name})
-            context.warn_limited("threads", finding("other_thread", thread=name).short)
+            self._context.report("other_thread", thread=self._name)
 
 
 def _steps_running() -> int:

@@ -26,7 +26,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.catalog.findings import Finding
 from torchobs.detect.learning import LASTING_SAMPLES, LASTING_STEPS, LayerSample, StuckLayerDetector, StuckLayers, leading
 from torchobs.probes.context import MAX_INTERVAL
 from torchobs.tensors.names import layer_of
@@ -232,30 +231,26 @@ class StuckLayersWatch:
     def _report(self, stuck: StuckLayers, step: int) -> None:
         self._reported, self._reported_s = frozenset(stuck.all), monotonic()
         total = max(self._layers.count(), len(stuck.all))
-        words = [self._write(cause, layers, total, at, step) for cause, layers, at in stuck.by_cause()]
-        self._context.warn_limited("unmoved layers", " ".join(words))
+        for cause, layers, at in stuck.by_cause():
+            self._context.report(f"unmoved_layers_{cause}", step, **_values(cause, layers, total, at))
 
     def report_missing(self, cause: str, layers: Sequence[str], step: int, parameters: Collection[int] = ()) -> None:
         """Report layers of optimizers to whose ``parameters`` no gradient comes; no layers: some have come after all."""
         total, at = max(self._layers.count(parameters), len(layers)), layers[-1] if layers else ""
-        words = self._write(cause, layers, total, at, step)
         if cause == "no_gradient":
             self._without = len(layers)
             self._show()
-            if layers:
-                self._context.warn_limited("layers without a gradient", words)
-
-    def _write(self, cause: str, layers: Sequence[str], total: int, at: str, step: int) -> str:
-        """Write the event; return its finding in words."""
-        attributes = {
-            "layers": list(layers[:_NAMED]), "layers_affected": len(layers), "layers_total": total, "cause": cause, "at": at,
-        }  # fmt: skip
-        self._context.writer.event(catalog.EVENT_UNMOVED_LAYERS.name, attributes, step)
-        kind = "unused_layers" if cause == "unused" else f"unmoved_layers_{cause}"
-        return Finding(kind, "", step, attributes).short
+        if layers and cause == "no_gradient":
+            self._context.report("unmoved_layers_no_gradient", step, **_values(cause, layers, total, at))
+        else:
+            self._context.writer.event(catalog.EVENT_UNMOVED_LAYERS.name, _values(cause, layers, total, at), step)
 
     def _show(self) -> None:
         self._context.set_gauge(catalog.GRAD_UNMOVED_LAYERS, float(self._unmoved + self._without))
+
+
+def _values(cause: str, layers: Sequence[str], total: int, at: str) -> dict[str, object]:
+    return {"layers": list(layers[:_NAMED]), "layers_affected": len(layers), "layers_total": total, "cause": cause, "at": at}
 
 
 def _part(layer: Any, key: int, group: int | None, layers: Layers) -> _Part:
