@@ -93,7 +93,7 @@ def test_a_plain_record_tells_the_same_times_as_the_timeline(steps: list[tuple[t
 def _run(steps: list[tuple[tuple[int, ...], bool]], *, timed_plainly: bool) -> list[StepRecord]:
     writer, memory = recorded()
     recorder, optimizer, at = StepRecorder(writer), Optimizer(), 10**12
-    recorder.record_phases(enabled=True)
+    recorder.plain.timed = True
     for lengths, loader in steps:
         recorder.plain.clean = recorder.plain.clean and timed_plainly
         at = step(recorder, optimizer, at, lengths, loader=loader)  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def _run(steps: list[tuple[tuple[int, ...], bool]], *, timed_plainly: bool) -> l
 def test_what_is_not_plain_is_replayed(writer: FlightWriter) -> None:
     """The same number of boundaries with other meanings: nothing of them passes for a plain step."""
     recorder, optimizer = StepRecorder(writer), Optimizer()
-    recorder.record_phases(enabled=True)
+    recorder.plain.timed = True
     at = 10**12
     for _ in range(3):
         at = step(recorder, optimizer, at, (0, 10, 10, 10, 10, 10), loader=True)

@@ -45,7 +45,7 @@ class PhaseProbe:
         self._context, self._training = context, context.training
         self._startup, self._open, self._ended = Startup(context), OpenTime(context), False
         self._stamps = ForwardStamps(context)
-        context.recorder.record_phases(enabled=True)
+        context.recorder.plain.timed = True
         self._patch = Patch(torch.nn.Module, "train", self._watched_train, probe=self.name, nests=True)
 
     def _watched_train(self, original: Any) -> Any:
@@ -68,7 +68,7 @@ class PhaseProbe:
         if self._patch is not None:
             self._patch.undo()
             self._stamps.remove()
-            self._context.recorder.record_phases(enabled=False)
+            self._context.recorder.plain.timed = False
             self._training.evaluating_since_ns = 0
             self._ended = True
 
@@ -124,7 +124,7 @@ class OpenTime:
         if recorder.restarts != self._restarts:
             self._restarts = recorder.restarts
             core.change(clear_credit)  # hooks were off for a while
-        if now_ns - recorder.open_since() < _LONG_NS and not last:
+        if now_ns - recorder.plain.begun_ns < _LONG_NS and not last:
             self.evaluating_since_ns = 0
             return
         self._rounds += 1

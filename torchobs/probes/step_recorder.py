@@ -12,11 +12,10 @@ import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from math import sqrt
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs import catalog
 from torchobs.detect.spikes import WARM_UP
 from torchobs.flight.step_record import RecordKind, StepFlag
 from torchobs.probes.hot_path import METER_EVERY, plain_steps
@@ -39,11 +38,10 @@ from torchobs.probes.timeline import (
     exhausted,
     walk,
 )
-from torchobs.support.rate_limit import RateLimiter
 from torchobs.tensors.references import TensorReference
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
     from torchobs.flight.writer import FlightWriter
     from torchobs.probes.hot_path import PlainSteps
@@ -68,19 +66,15 @@ _TRAINING = 1 << BACKWARD_BEGINS | 1 << FETCH | 1 << CLOSURE_BEGINS | 1 << STEP_
 class PendingStep:
     """A step in progress whose number is not known yet, since it has parts already; see :func:`resolve_step`."""
 
-    __slots__ = ("part_of", "step")
+    __slots__ = ("step",)
 
     def __init__(self) -> None:
         self.step = 0
         """The number that it was written as; 0 until then, ``GONE`` if it never is"""
-        self.part_of: PendingStep | None = None
-        """The one that this was merged into"""
 
 
 def resolve_step(pending_step: PendingStep | int) -> int:
     """Return the step number for a result of ``StepRecorder.pending_step``, 0 while it is not known."""
-    while isinstance(pending_step, PendingStep) and pending_step.part_of is not None:
-        pending_step = pending_step.part_of
     return pending_step.step if isinstance(pending_step, PendingStep) else pending_step
 
 
@@ -98,7 +92,12 @@ class StepValues:
     learning_rate: float = 0.0
     norm_scale: float = 1.0
     evaluated: bool = False
-    pending: PendingStep | None = None
+    pending: list[PendingStep] | None = None
+
+    def resolve(self, step: int) -> None:
+        """Give what waits for the step's number that number, or ``GONE``."""
+        for pending in self.pending or ():
+            pending.step = step
 
 
 _NEW = StepValues()
@@ -120,8 +119,7 @@ def merge(values: StepValues | PlainSteps, earlier: StepValues) -> None:
     if earlier.flags & StepFlag.LEARNING_RATE:
         values.learning_rate = earlier.learning_rate
     if earlier.pending is not None:
-        values.pending = values.pending or PendingStep()
-        earlier.pending.part_of = values.pending
+        values.pending = [*earlier.pending, *(values.pending or ())]
 
 
 class OpenPart(NamedTuple):
@@ -136,7 +134,7 @@ class _Part(NamedTuple):
     """Updates after one backward pass, or after several that accumulate gradients."""
 
     calls: dict[int, int]
-    """Steps of each optimizer, by id, the last one last"""
+    """Steps of each optimizer, by key, the last one last"""
     values: StepValues
     spent_ns: Sequence[int]
     ended_ns: int
@@ -144,6 +142,14 @@ class _Part(NamedTuple):
     @property
     def last(self) -> int:
         return next(reversed(self.calls), 0)
+
+
+class _Optimizer(NamedTuple):
+    """A living optimizer that has stepped."""
+
+    ref: weakref.ref[Any]
+    key: int
+    """What the parts and the pacemaker name it by, unlike an id never another one's"""
 
 
 class StepRecorder:
@@ -154,7 +160,7 @@ class StepRecorder:
     """
 
     __slots__ = (
-        "_alive", "_append", "_calls", "_carry", "_compiling_ns", "_dead", "_early", "_gone", "_pacemaker", "_parts",
+        "_append", "_calls", "_carry", "_compiling_ns", "_early", "_first", "_keys", "_optimizers", "_pacemaker", "_parts",
         "_seen_backward", "_without", "_work_done", "arguments", "direct", "evaluations", "given", "models", "plain",
         "restarts", "sizes", "trace", "values",
     )  # fmt: skip
@@ -169,21 +175,20 @@ class StepRecorder:
         """Whether the user marks the boundaries by ``torchobs.step()``."""
         self.sizes: dict[int, tuple[int, int]] = {}
         """Tokens and samples of a batch by loader, inferred; empty if they are not. Replaced, never changed."""
-        self.given = GivenSizes()
-        """Which of them the script gives to ``torchobs.log``"""
+        self.given = set[str]()
+        """Which of the two the script gives to ``torchobs.log``: from the first time on they are not inferred"""
         self.restarts = 0
         """How often the hooks were off for a while"""
         self.models = Models()
         self._parts: list[_Part] = []
         self._pacemaker, self._calls = 0, 1
-        """id of the optimizer that ends steps, 0 while unknown; how often it is called after one backward pass"""
+        """Key of the optimizer that ends steps, 0 while unknown; how often it is called after one backward pass"""
         self._without, self._seen_backward = 0, False
         """How many optimizer steps have gone on with a step since the last backward pass; whether there was any"""
-        self._alive: dict[int, weakref.ref[object]] = {}
-        self._gone: list[tuple[int, TensorReference | None]] = []
-        """Optimizers that were deleted lately, with their first parameter"""
-        self._dead: dict[int, TensorReference] = {}
-        """First parameters of deleted optimizers that the parts or the pacemaker still name, by their names there"""
+        self._keys, self._optimizers = count(1), dict[int, _Optimizer]()
+        """The living optimizers that have stepped, by id"""
+        self._first: dict[int, TensorReference] = {}
+        """The first parameters of these, and of deleted ones that the parts or the pacemaker name, by key"""
         self._early = 0
         """The codes of boundaries that were replayed before the part's end, as bits"""
         self._work_done, self._append = writer.work_done, writer.append
@@ -209,12 +214,12 @@ class StepRecorder:
 
     def optimizers(self) -> list[Any]:
         """Return the living optimizers that have stepped. From any thread."""
-        return [optimizer for known in list(self._alive.values()) if (optimizer := known()) is not None]
+        return [optimizer for known in list(self._optimizers.values()) if (optimizer := known.ref()) is not None]
 
     def alive(self, key: int) -> Any:
         """Return the optimizer of that id; ``None`` if it has not stepped or was deleted."""
-        known = self._alive.get(key)
-        return None if known is None else known()
+        known = self._optimizers.get(key)
+        return None if known is None else known.ref()
 
     # -- values ------------------------------------------------------------------------------------------------------------
 
@@ -225,8 +230,7 @@ class StepRecorder:
         values: StepValues | PlainSteps | None = None
         if self.logged_step() != self.step:
             values = self._parts[-1].values if self._parts and not self._has(_TRAINING) else self.values
-        if (tokens and not self.given.tokens) or (samples and not self.given.samples):
-            tokens, samples = self._give_sizes(tokens, samples, values)
+        tokens, samples = self._give("tokens", tokens, values), self._give("samples", samples, values)
         if values is None:
             self.late(self.step, StepFlag.LOSS if loss is not None else 0, loss or 0.0, 0.0, tokens, samples)
             return
@@ -256,9 +260,9 @@ class StepRecorder:
         """
         if not self._parts:
             return self.step + 1
-        pending: PendingStep = self.values.pending or PendingStep()
+        pending: list[PendingStep] = self.values.pending or [PendingStep()]
         self.values.pending = pending
-        return pending
+        return pending[0]
 
     def flag(self, flag: int) -> None:
         """Set a flag (``StepFlag``) of the step in progress."""
@@ -314,33 +318,27 @@ class StepRecorder:
 
     def learn_sizes(self, loader: int, tokens: int, samples: int) -> None:
         """Let each batch of that loader, by id, count so many tokens and samples from now on, without those that are given."""
-        self.sizes, self.plain.expected = with_sizes(self.sizes, loader, self.given.left(tokens, samples)), None
+        sizes = 0 if "tokens" in self.given else tokens, 0 if "samples" in self.given else samples
+        others = {key: value for key, value in self.sizes.items() if key != loader}
+        others = dict(islice(others.items(), max(0, len(others) + 1 - MOST_LOADERS), None))
+        self.sizes, self.plain.expected = others | ({loader: sizes} if any(sizes) else {}), None
 
     def forget_sizes(self) -> None:
         """Infer no more sizes."""
         self.sizes, self.plain.expected = {}, None
 
-    def _give_sizes(self, tokens: int, samples: int, values: StepValues | PlainSteps | None) -> tuple[int, int]:
+    def _give(self, name: str, amount: int, values: StepValues | PlainSteps | None) -> int:
         """Infer no more what the script gives; return what of it is not counted yet. ``values``: of the step in progress."""
-        tokens_done, samples_done = self._work_done()
-        if tokens and not self.given.tokens:
-            tokens, self.given.tokens = uncounted(tokens, tokens_done, self.step, ended=values is None), True
-            if values is not None:
-                values.tokens = 0
-        if samples and not self.given.samples:
-            samples, self.given.samples = uncounted(samples, samples_done, self.step, ended=values is None), True
-            if values is not None:
-                values.samples = 0
-        known, self.sizes, self.plain.expected = self.sizes, {}, None
-        for loader, sizes in known.items():
+        if not amount or name in self.given:
+            return amount
+        self.given.add(name)
+        for loader, sizes in self.sizes.items():
             self.learn_sizes(loader, *sizes)
-        return tokens, samples
+        if values is not None:
+            setattr(values, name, 0)
+        return uncounted(amount, self._work_done()[name == "samples"], self.step, ended=values is None)
 
     # -- boundaries --------------------------------------------------------------------------------------------------------
-
-    def record_phases(self, *, enabled: bool) -> None:
-        """Record phases from now on, or no longer."""
-        self.plain.timed = enabled
 
     def mark(self, code: int, now_ns: int, argument: int | None = None) -> None:
         """Record a boundary; hooks in the hot path append to the trace directly."""
@@ -375,10 +373,6 @@ class StepRecorder:
         """End the compilation; the phase before it continues. Cannot raise."""
         self._compiling_ns = 0
         self.trace.append(now_ns << 4 | UNPIN)
-
-    def note_forward(self, now_ns: int) -> None:
-        """Note that the first module of a step was called: if it ends plainly, its record has that."""
-        self.plain.called_ns = now_ns
 
     def has_begun(self, besides: Collection[int] = ()) -> bool:
         """Return True if anything was recorded since the last end, ``besides`` those boundaries. From any thread."""
@@ -418,10 +412,6 @@ class StepRecorder:
                 return step, state
         return None
 
-    def open_since(self) -> int:
-        """Return when the last step or part ended, in ns; 0 before the first."""
-        return self.plain.begun_ns
-
     def _note_late_begin(self) -> None:
         if not self.step and self._carry is None and self.trace and self._begins_late():
             self.values.flags |= StepFlag.UNTIMED  # nothing before it was seen
@@ -455,20 +445,16 @@ class StepRecorder:
 
         ``evaluates``: its closure does the backward pass. ``within_backward``: it steps in one (rule 4).
         """
-        fresh = not self.models.knows(optimizer)
-        goes_on = fresh and (evaluates or self._has(_GOING_ON))
-        if self._gone:
-            self._rename_deleted()
-        if self._dead:
-            self._revive(optimizer)
+        fresh, goes_on = self.alive(id(optimizer)) is not optimizer, evaluates or self._has(_GOING_ON)
+        key = self._key(optimizer)
+        if fresh:
             self._end_model()
         if evaluates or self._has(_BACKWARD):
-            self._end_cycle(PASS if within_backward else id(optimizer))
+            self._end_cycle(PASS if within_backward else key)
         if fresh and self.models.begins(optimizer, self.step, goes_on=goes_on):
             self.values.flags |= StepFlag.NEW_MODEL
         if within_backward:
             self.plain.in_pass = True
-            self._keep_alive(optimizer)
         return fresh
 
     def _end_cycle(self, key: int) -> None:
@@ -480,11 +466,8 @@ class StepRecorder:
 
     def _end_model(self) -> None:
         """Write the parts as a whole step if their optimizers and the pacemaker have been deleted: none will step again."""
-        if (
-            self._parts
-            and self._pacemaker in self._dead
-            and all(key in self._dead for part in self._parts for key in part.calls)
-        ):
+        living = {PASS, 0, *(known.key for known in list(self._optimizers.values()))}
+        if self._parts and living.isdisjoint(self._named()):
             self._write_parts()
 
     def note_unseen(self) -> None:
@@ -496,8 +479,7 @@ class StepRecorder:
         if id(optimizer) == self.plain.sole:
             self.end_plainly(now_ns)
             return
-        self._keep_alive(optimizer)
-        self._stepped(id(optimizer), now_ns)
+        self._stepped(self._key(optimizer), now_ns)
 
     def end_pass(self) -> None:
         """End the backward pass in which optimizers have stepped. Rule 4."""
@@ -543,7 +525,7 @@ class StepRecorder:
             loaders = plain.expected = plain.arguments[:2]
             plain.batch_tokens, plain.batch_samples = self.sizes.get(loaders[0], (0, 0)) if loaders else (0, 0)
         if not plain.append(now_ns):
-            self._stepped(plain.sole, now_ns)
+            self._stepped(self._pacemaker, now_ns)
 
     def end(self, now_ns: int) -> None:
         """End the step at the user's request (``torchobs.step``). Rule 5."""
@@ -560,8 +542,7 @@ class StepRecorder:
         """Write complete steps when the rank ends. Rule 5."""
         if self._pacemaker:
             for part in self._parts:
-                if part.values.pending is not None:
-                    part.values.pending.step = GONE
+                part.values.resolve(GONE)
                 self.late(self.step, 0, 0.0, 0.0, part.values.tokens, part.values.samples)
             self._parts.clear()
         elif self._parts:
@@ -573,8 +554,7 @@ class StepRecorder:
         self.trace.clear()
         self.arguments.clear()
         self._carry, self.plain.clean, self.restarts = None, False, self.restarts + 1
-        if (pending := self._take_values().pending) is not None:
-            pending.step = GONE
+        self._take_values().resolve(GONE)
         self.values.flags = StepFlag.UNTIMED
         self._early, self.plain.in_pass = _UNSEEN if self._seen_backward else 0, False
 
@@ -600,8 +580,7 @@ class StepRecorder:
         plain, last, values, step = self.plain, parts[-1], parts[-1].values, self.step + 1
         for part in reversed(parts[:-1]):
             merge(values, part.values)
-        if values.pending is not None:
-            values.pending.step = step
+        values.resolve(step)
         spent = [sum(lengths) for lengths in zip(*[part.spent_ns for part in parts], strict=True)]
         plain.step = step
         if self._carry is not None:
@@ -610,54 +589,38 @@ class StepRecorder:
         norm = sqrt(values.norm_squared) if values.flags & StepFlag.GRAD_NORM else 0.0
         phases = tuple([length / 1e9 for length in spent]) if plain.timed else _UNTIMED
         is_plain = not self.direct and len(parts) == 1 and last.calls == {self._pacemaker: 1} and plain.pending is None
-        plain.sole = self._pacemaker if is_plain and self._pacemaker in self._alive else 0
+        same = (one for one, known in list(self._optimizers.items()) if known.key == self._pacemaker)
+        plain.sole = next(same, 0) if is_plain else 0
         duration_s = sum(spent[phase] for phase in WITHIN_STEP) / 1e9
         self._append(
             step, last.ended_ns, RecordKind.STEP, values.flags, values.losses & _U32, duration_s, values.loss_sum,
             norm, values.learning_rate, phases, values.tokens, values.samples, values.norm_scale,
         )  # fmt: skip
 
-    # -- deleted optimizers ------------------------------------------------------------------------------------------------
+    # -- optimizers --------------------------------------------------------------------------------------------------------
 
-    def _keep_alive(self, optimizer: Any) -> None:
-        """Remember an optimizer, weakly."""
-        key = id(optimizer)
-        if self.alive(key) is optimizer:
-            return
-        first = first_parameter(optimizer)
-        known = None if first is None else TensorReference(first)
-        self._alive[key] = weakref.ref(optimizer, lambda _: self._forget(key, known))
+    def _key(self, optimizer: Any) -> int:
+        """Return an optimizer's key: its own, or that of a deleted one over the same parameters, as if it were made anew."""
+        known = self._optimizers.get(ident := id(optimizer))
+        if known is not None and known.ref() is optimizer:
+            return known.key
+        living, first = {known.key for known in list(self._optimizers.values())}, first_parameter(optimizer)
+        self._first = {key: known for key, known in self._first.items() if key in living | self._named()}
+        again = (key for key, known in self._first.items() if known() is first is not None and key not in living)
+        key = next(again, 0) or next(self._keys)
+        if first is not None:
+            self._first[key] = TensorReference(first)
+        self._optimizers[ident] = _Optimizer(weakref.ref(optimizer, lambda _: self._forget(ident)), key)
+        return key
 
-    def _forget(self, key: int, first: TensorReference | None) -> None:
+    def _named(self) -> set[int]:
+        """Return the keys of the optimizers in the parts, and of the pacemaker."""
+        return {self._pacemaker}.union(*(part.calls for part in self._parts))
+
+    def _forget(self, ident: int) -> None:
         """Note that an optimizer was deleted. In any thread, at any moment."""
-        self._alive.pop(key, None)
-        self.plain.sole = 0 if self.plain.sole == key else self.plain.sole
-        self._gone.append((key, first))
-
-    def _rename_deleted(self) -> None:
-        """Give deleted optimizers names that no living one has."""
-        while self._gone:
-            key, first = self._gone.pop()
-            self._rename(key, -key)
-            if first is not None:
-                self._dead[-key] = first
-        named = {self._pacemaker}.union(*(part.calls for part in self._parts))
-        self._dead = {name: first for name, first in self._dead.items() if name in named}
-
-    def _revive(self, optimizer: Any) -> None:
-        """Let an optimizer over the parameters of a deleted one be that one: it is made anew for each step."""
-        first = first_parameter(optimizer)
-        name = next((name for name, known in self._dead.items() if known() is first is not None), 0)
-        if name:
-            del self._dead[name]
-            self._rename(name, id(optimizer))
-
-    def _rename(self, name: int, other: int) -> None:
-        self._pacemaker = other if self._pacemaker == name else self._pacemaker
-        for part in self._parts:
-            calls = {other if key == name else key: count for key, count in part.calls.items()}
-            part.calls.clear()
-            part.calls.update(calls)
+        self._optimizers.pop(ident, None)
+        self.plain.sole = 0 if self.plain.sole == ident else self.plain.sole
 
 
 def first_parameter(optimizer: Any) -> Any:
@@ -671,32 +634,6 @@ MOST_LOADERS = 16
 """Loaders whose sizes are kept, the last ones: some loops make a new one for every epoch"""
 _SEVERAL = 2
 """An amount of more than this many steps is that of all steps so far: a script that logs every tenth step"""
-
-
-class GivenSizes:
-    """Which sizes the script gives to ``torchobs.log``: from the first time on they are not inferred."""
-
-    __slots__ = ("samples", "tokens")
-
-    def __init__(self) -> None:
-        self.tokens = self.samples = False
-
-    @property
-    def all(self) -> bool:
-        """Whether none is left to infer."""
-        return self.tokens and self.samples
-
-    def left(self, tokens: int, samples: int) -> tuple[int, int]:
-        """Return the sizes without those that are given."""
-        return 0 if self.tokens else tokens, 0 if self.samples else samples
-
-
-def with_sizes(known: dict[int, tuple[int, int]], loader: int, sizes: tuple[int, int]) -> dict[int, tuple[int, int]]:
-    """Return the sizes by loader with this loader's, as a new dictionary: the training thread reads the old one."""
-    others = {key: value for key, value in known.items() if key != loader}
-    if not any(sizes):
-        return others
-    return dict(islice(others.items(), max(0, len(others) + 1 - MOST_LOADERS), None)) | {loader: sizes}
 
 
 def uncounted(amount: int, counted: int, steps: int, *, ended: bool) -> int:
@@ -715,13 +652,11 @@ def uncounted(amount: int, counted: int, steps: int, *, ended: bool) -> int:
 LEAST_STEPS = WARM_UP
 """A model with fewer steps has no baseline yet. So the optimizers of one training may begin to step one after the other (a GAN
 that trains its critic first), and a new model every few steps (Reptile's, an adversarial input's) is one training."""
-_Reference = TypeVar("_Reference", bound="weakref.ref[Any]")
-_EVERY_NS, _BURST = 60_000_000_000, 32
 _ROOM = 1024
 
 
 class Models:
-    """Optimizers and parameters that have been stepped, which show a change of model in the same process.
+    """Parameters that have been stepped, which show a change of model in the same process.
 
     It is the next fold of a cross-validation, the next trial of a sweep: the first step of an optimizer none of whose
     parameters was ever stepped, while training is in progress, and not with the gradients of another one's step: an actor's may
@@ -730,7 +665,7 @@ class Models:
     them, continues the same model. In the training thread.
     """
 
-    __slots__ = ("_begun", "_optimizers", "_parameters", "_room", "changes", "since")
+    __slots__ = ("_begun", "_parameters", "_room", "changes", "since")
 
     def __init__(self) -> None:
         self.changes = 0
@@ -738,59 +673,24 @@ class Models:
         """The step after which the current model began"""
         self._begun = 0
         """The step after which the last set of unseen parameters began, whether or not it counted as another model"""
-        self._optimizers: dict[int, weakref.ref[Any]] = {}
         self._parameters: dict[int, TensorReference] = {}
         self._room = _ROOM
 
-    def knows(self, optimizer: object) -> bool:
-        """Return True if it has stepped before."""
-        return _knows(self._optimizers, optimizer)
-
-    def begins(self, optimizer: Any, step: int, *, goes_on: bool = True) -> bool:
-        """Return True if another model begins with this optimizer's step, the one after ``step``.
+    def begins(self, optimizer: Any, step: int, *, goes_on: bool) -> bool:
+        """Return True if another model begins with this optimizer's first step, the one after ``step``.
 
         ``goes_on``: whether training has gone on since the last optimizer's step.
         """
-        if self.knows(optimizer):
-            return False
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        unseen = bool(self._parameters) and not any(_knows(self._parameters, parameter) for parameter in parameters)
+        known = self._parameters
+        unseen = bool(known) and not any((seen := known.get(id(one))) is not None and seen() is one for one in parameters)
         another = unseen and goes_on and bool(parameters) and step - self._begun >= LEAST_STEPS
         if unseen and parameters:
             self._begun = step
         if another:
             self.changes, self.since = self.changes + 1, step
-        self._optimizers[id(optimizer)] = weakref.ref(optimizer)
-        self._parameters.update((id(parameter), TensorReference(parameter)) for parameter in parameters)
-        self._make_room()
+        known.update((id(parameter), TensorReference(parameter)) for parameter in parameters)
+        if len(known) > self._room:
+            self._parameters = {key: seen for key, seen in known.items() if seen() is not None}
+            self._room = max(_ROOM, 2 * len(self._parameters))
         return another
-
-    def _make_room(self) -> None:
-        if len(self._parameters) + len(self._optimizers) > self._room:
-            self._optimizers, self._parameters = _alive(self._optimizers), _alive(self._parameters)
-            self._room = max(_ROOM, 2 * (len(self._parameters) + len(self._optimizers)))
-
-
-class ModelChanges:
-    """Writes events of model changes. In the sampler thread; a part of :class:`~torchobs.probes.steps.StepProbe`."""
-
-    def __init__(self, models: Models, writer: FlightWriter) -> None:
-        self._models, self._writer, self._seen = models, writer, models.changes
-        self._budget = RateLimiter(_EVERY_NS, _BURST)
-
-    def sample(self) -> None:
-        """Write an event if the model has changed; after the first ones, at most one a minute."""
-        changes, since = self._models.changes, self._models.since
-        if changes == self._seen or not self._budget.take(time.monotonic_ns()):
-            return
-        self._seen = changes
-        self._writer.event(catalog.EVENT_MODEL_CHANGE.name, {"changes": changes, "steps_before": since}, since + 1)
-
-
-def _knows(known: Mapping[int, weakref.ref[Any]], item: object) -> bool:
-    found = known.get(id(item))
-    return found is not None and found() is item
-
-
-def _alive(known: dict[int, _Reference]) -> dict[int, _Reference]:
-    return {key: item for key, item in known.items() if item() is not None}

@@ -16,14 +16,15 @@ from time import monotonic_ns
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from torchobs import catalog
 from torchobs.flight.step_record import StepFlag
 from torchobs.probes.cuda_graphs import CudaGraphs
 from torchobs.probes.never_stepped import NeverStepped
 from torchobs.probes.optimizer import OptimizerProbe, number_of
-from torchobs.probes.step_recorder import ModelChanges
 from torchobs.probes.timeline import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_BEGINS, CLOSURE_GOES_ON, LONG_TRACE, STEP_BEGINS
 from torchobs.support.error_guard import call
 from torchobs.support.graph_safe import dispatch_modes, graph_being_made
+from torchobs.support.rate_limit import RateLimiter
 from torchobs.taps import taps
 from torchobs.taps.taps import ThreadFrames
 
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 _ACCUMULATE, _CREATE_GRAPH, _INPUTS = 6, 3, 4
 """Positions among the arguments of the engine's ``run_backward``"""
 _OPTIMIZER_FILE = "torch/optim/optimizer.py"
+_EVERY_NS, _BURST = 60_000_000_000, 32
+"""Events of model changes: the first ones, then at most one a minute"""
 _PATIENCE = 3
 """Steps of another thread without one of the training thread, after which the latter no longer counts as such"""
 
@@ -67,7 +70,7 @@ class StepProbe:
             context.recorder.plain, context.hooks.before_step, context.hooks.steps_within.listeners,
         )  # fmt: skip
         breaker, self._modes, self._graph_being_made = context.breaker(self.name), dispatch_modes(), graph_being_made()
-        self._changes = ModelChanges(context.recorder.models, context.writer)
+        self._changes, self._budget = context.recorder.models.changes, RateLimiter(_EVERY_NS, _BURST)
         self._relieve = breaker.guard(self._recorder.relieve)
         self._others, self._graphs = OtherSteps(context), CudaGraphs(context, breaker)
         self._never_stepped = NeverStepped(context, breaker)
@@ -91,7 +94,11 @@ class StepProbe:
 
         It grows in backward passes without a step: saliency maps, adversarial attacks.
         """
-        self._changes.sample()
+        changes, since = self._recorder.models.changes, self._recorder.models.since
+        if changes != self._changes and self._budget.take(monotonic_ns()):
+            self._changes = changes
+            attributes = {"changes": changes, "steps_before": since}
+            self._context.writer.event(catalog.EVENT_MODEL_CHANGE.name, attributes, since + 1)
         self._others.sample()
         self._never_stepped.sample()
         if len(self._recorder.trace) > LONG_TRACE:
