@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import weakref
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.taps.patch import Patch
 from torchobs.taps.taps import subclasses
+from torchobs.tensors.references import ObjectIndex
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,26 +40,29 @@ _OWN_CONSTRUCTORS = ("SequentialLR", "ChainedScheduler", "ReduceLROnPlateau")
 """Torch's schedulers with constructors that do not call ``LRScheduler``'s"""
 
 
+@dataclass(slots=True, eq=False)
 class _Scheduler:
     """State of one scheduler."""
 
-    __slots__ = (
-        "early", "epoch", "idle_reported", "inner", "last_epoch", "made_at", "name", "optimizer", "optimizer_calls", "ref",
-        "stepped", "steps", "superseded", "unused_reported",
-    )  # fmt: skip
-
-    def __init__(self, name: str, made_at: int, epoch: int, optimizer_calls: int) -> None:
-        self.name, self.made_at, self.epoch, self.optimizer_calls = name, made_at, epoch, optimizer_calls
-        self.steps = 0
-        self.last_epoch: object = None
-        """Its count of steps when it was seen first"""
-        self.ref: weakref.ref[Any] | None = None
-        self.optimizer: weakref.ref[Any] | None = None
-        self.stepped = False
-        """Whether a step of its optimizer was observed"""
-        self.early = self.inner = self.superseded = self.idle_reported = self.unused_reported = False
-        """early: first stepped before its optimizer; inner: stepped by another one; superseded: another scheduler of its
-        optimizer is stepped (a warm-up, say), so this one may come later, or what wraps it does what ``step`` would"""
+    name: str = ""
+    made_at: int = 0
+    epoch: int = 0
+    optimizer_calls: int = 0
+    """Training step, epoch, and steps of any optimizer when it was seen first"""
+    last_epoch: object = None
+    """Its count of steps at that time"""
+    optimizer: weakref.ref[Any] | None = None
+    steps: int = 0
+    stepped: bool = False
+    """Whether a step of its optimizer was observed"""
+    early: bool = False
+    """Whether it was first stepped before its optimizer"""
+    inner: bool = False
+    """Whether another one steps it"""
+    superseded: bool = False
+    """Whether another scheduler of its optimizer is stepped (a warm-up, say), so this one may come later, or what wraps it does
+    what ``step`` would"""
+    reported: set[str] = field(default_factory=set)
 
 
 class SchedulerProbe:
@@ -72,10 +77,8 @@ class SchedulerProbe:
         self._outer = 0
         """id of the scheduler whose own ``step`` is running"""
         self._steps = self._shown = self._optimizer_calls = 0
-        self._known: dict[int, _Scheduler] = {}
+        self._known = ObjectIndex(MAX_KNOWN, lambda _: _Scheduler())
         self._misuses: list[tuple[str, _Scheduler]] = []
-        self._counts = False
-        """Whether the counters exist"""
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
@@ -151,8 +154,7 @@ class SchedulerProbe:
     # -- in the training thread --------------------------------------------------------------------------------------------
 
     def _note_made(self, scheduler: Any) -> None:
-        if self._state_of(scheduler) is None:
-            self._enter(scheduler)
+        self._state_of(scheduler)
         for part in getattr(scheduler, "_schedulers", ()):
             state = self._state_of(part)
             if state is not None:
@@ -162,7 +164,7 @@ class SchedulerProbe:
     def _note_step(self, scheduler: Any) -> None:
         if self._within == _MAKING:
             return
-        state = self._state_of(scheduler) or self._enter(scheduler)
+        state = self._state_of(scheduler)
         if self._within == _STEPPING:
             if state is not None and id(scheduler) != self._outer:
                 state.inner = True
@@ -177,36 +179,29 @@ class SchedulerProbe:
         # PyTorch's own criterion, set by a scheduler's wrapper of its optimizer's step
         state.early = not getattr(optimizer, "_opt_called", False)
         self._scheduled.add(optimizer)
-        for other in list(self._known.values()):
-            if other.optimizer is not None and other.optimizer() is optimizer:
-                other.superseded = True
+        for other in self._of(optimizer):
+            other.superseded = True
 
-    def _state_of(self, scheduler: object) -> _Scheduler | None:
-        state = self._known.get(id(scheduler))
-        return state if state is not None and state.ref is not None and state.ref() is scheduler else None
+    def _of(self, optimizer: object) -> list[_Scheduler]:
+        """Return the schedulers of an optimizer."""
+        states = [state for _, state in self._known.living()]
+        return [state for state in states if state.optimizer is not None and state.optimizer() is optimizer]
 
-    def _enter(self, scheduler: Any) -> _Scheduler | None:
-        """Register a scheduler. The counters exist at 0 before its first step."""
-        if not self._counts:
-            self._counts = True
-            self._context.count(catalog.SCHEDULER_STEPS, 0)
-            for kind in catalog.SCHEDULER_MISUSES:
-                self._context.count(catalog.SCHEDULER_MISUSE, 0, {"kind": kind})
-        if len(self._known) >= MAX_KNOWN:
-            return None
-        step, epoch = self._context.recorder.step, self._context.training.epoch
-        state = _Scheduler(type(scheduler).__name__, step, epoch, self._optimizer_calls)
-        key, optimizer, state.last_epoch = id(scheduler), getattr(scheduler, "optimizer", None), _count_of(scheduler)
-        state.ref = weakref.ref(scheduler, lambda _: self._forget(key, state))
+    def _state_of(self, scheduler: Any) -> _Scheduler | None:
+        """Return a scheduler's state, made when it is seen first, with the counters at 0; ``None`` beyond ``MAX_KNOWN``."""
+        state = self._known.of(scheduler)
+        if state is None or state.name:
+            return state
+        context, optimizer = self._context, getattr(scheduler, "optimizer", None)
+        context.count(catalog.SCHEDULER_STEPS, 0)
+        for kind in catalog.SCHEDULER_MISUSES:
+            context.count(catalog.SCHEDULER_MISUSE, 0, {"kind": kind})
+        state.name, state.last_epoch = type(scheduler).__name__, _count_of(scheduler)
+        state.made_at, state.epoch, state.optimizer_calls = context.recorder.step, context.training.epoch, self._optimizer_calls
         if optimizer is not None:
             state.optimizer = weakref.ref(optimizer)
             state.stepped, state.superseded = optimizer in self._stepping, optimizer in self._scheduled
-        self._known[key] = state
         return state
-
-    def _forget(self, key: int, state: _Scheduler) -> None:
-        if self._known.get(key) is state:
-            del self._known[key]
 
     def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
         """Note an optimizer's step; if it is the first, its schedulers that have been stepped were stepped too early.
@@ -219,11 +214,10 @@ class SchedulerProbe:
         if optimizer in self._stepping:
             return
         self._stepping.add(optimizer)
-        for state in list(self._known.values()):
-            if state.optimizer is not None and state.optimizer() is optimizer:
-                state.stepped = True
-                if state.early and not state.inner and state.made_at == self._context.recorder.step:
-                    self._misuses.append(("before_optimizer", state))
+        for state in self._of(optimizer):
+            state.stepped = True
+            if state.early and not state.inner and state.made_at == self._context.recorder.step:
+                self._misuses.append(("before_optimizer", state))
 
     # -- in the sampler thread ---------------------------------------------------------------------------------------------
 
@@ -237,29 +231,29 @@ class SchedulerProbe:
 
     def observe(self) -> None:
         """Judge the living schedulers."""
-        for state in list(self._known.values()):
-            self._judge(state)
+        for scheduler, state in self._known.living():
+            self._judge(scheduler, state)
         self.sample()
 
-    def _judge(self, state: _Scheduler) -> None:
+    def _judge(self, scheduler: Any, state: _Scheduler) -> None:
         done, begun = self._context.recorder.step - state.made_at, self._context.training.epoch - state.epoch
         if state.inner:
             return
-        scheduler = state.ref() if state.ref is not None else None
         # pytorch-ignite's LRScheduler raises the count itself, and asks for the rates
-        state.superseded = state.superseded or (scheduler is not None and _count_of(scheduler) != state.last_epoch)
+        state.superseded = state.superseded or _count_of(scheduler) != state.last_epoch
         is_late = done >= UNUSED_STEPS or begun > UNUSED_EPOCHS  # an epoch in progress does not count
-        if is_late and state.stepped and not (state.steps or state.superseded or state.unused_reported):
-            state.unused_reported = True
+        if is_late and state.stepped and not (state.steps or state.superseded):
             self._misuses.append(("never_stepped", state))
         optimizer = state.optimizer() if state.optimizer is not None else None
         called = optimizer is None or getattr(optimizer, "_opt_called", False) or state.stepped
         used = self._optimizer_calls - state.optimizer_calls >= IDLE_CALLS
-        if state.steps and not called and done >= IDLE_STEPS and used and not state.idle_reported:
-            state.idle_reported = True
+        if state.steps and not called and done >= IDLE_STEPS and used:
             self._misuses.append(("idle_optimizer", state))
 
     def _report(self, kind: str, state: _Scheduler) -> None:
+        if kind in state.reported:
+            return
+        state.reported.add(kind)
         self._context.count(catalog.SCHEDULER_MISUSE, 1, {"kind": kind})
         self._context.report(f"scheduler_{kind}", scheduler=state.name)
 
