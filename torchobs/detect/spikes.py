@@ -283,121 +283,153 @@ class Candidate(NamedTuple):
     end_ns: int
 
 
-class Level(NamedTuple):
-    """A new baseline: what :func:`judge` goes on with."""
+class UsualValues:
+    """What is usual of one series: its baseline, and the candidates. ``logs``: of logarithms, of values above 0."""
 
-    mean: float
-    variance: float
-    seen: int
+    __slots__ = (
+        "_logs", "bursts", "calm", "explained", "first", "is_high", "mean", "seen", "settled", "start", "usual", "variance",
+        "waiting",
+    )  # fmt: skip
 
-
-class Excursions:
-    """The candidates of one series, and its :class:`Bursts`. ``logs``: of logarithms."""
-
-    __slots__ = ("_logs", "bursts", "calm", "explained", "first", "waiting")
-
-    def __init__(
-        self,
-        bursts: Bursts,
-        waiting: list[Candidate],
-        state: tuple[float, float, float] = (0.0, 0.0, 0.0),
-        *,
-        logs: bool = False,
-    ) -> None:
-        self._logs, self.bursts, self.waiting = logs, bursts, waiting
-        self.calm, self.explained, self.first = state
+    def __init__(self, *, logs: bool) -> None:
+        self._logs, self.bursts = logs, Bursts()
+        self.mean, self.variance, self.seen = 0.0, 0.0, 0
+        self.usual = self.start = 0.0
+        """usual: the baseline after the last ordinary value; start: see :func:`leaves_start`"""
+        self.waiting: list[Candidate] = []
+        self.calm = self.explained = self.first = 0.0
         """calm: number of values that came back while candidates wait; explained: number of these that data explains;
         first: the first of them"""
+        self.is_high = self.settled = False
+        """Whether the last value was above the baseline, far or as a candidate; whether it has become a new one with it"""
 
-    def judge(
-        self, candidate: Candidate, mean: float, variance: float, *, high: bool, far: bool, explained: bool
-    ) -> tuple[list[Candidate], bool, Level | None]:
-        """Take the next value. ``explained``: data may have made it high.
+    def add(self, value: float, step: int, end_ns: int, *, explained: bool) -> tuple[list[Candidate], bool]:
+        """Add a finite value; return the spikes that are certain by now, and whether it is one itself.
+
+        ``explained``: data may have made it high.
+        """
+        logs, self.is_high, self.settled = self._logs, False, False
+        number = log(value) if logs else value
+        candidate = Candidate(number, step, end_ns)
+        if self.seen < WARM_UP and leaves_start(value, self.start, self.seen):  # not learned by the baseline
+            self.seen += 1
+            if not logs or self.start > 0.0:
+                self.usual = min(self.usual, log(self.start) if logs else self.start)
+            return [candidate], True
+        least, waited = self._least(self.mean), self.waiting
+        high, mean, variance, seen = judge(number, self.mean, self.variance, self.seen, least)
+        far = high and (logs or number - self.mean > skewed_reach(self.mean, self.variance))
+        spikes, is_spike, level = self._judge(candidate, high=high, far=far, explained=explained)
+        self.settled, waiting = level is not None, self.waiting
+        self.is_high = high or self.settled or bool(waiting and waiting[-1] is candidate)
+        if not waiting:
+            baseline = self._with_tail([*waited, candidate], least) if waited and not logs else (mean, variance, seen)
+            self.mean, self.variance, self.seen = level or baseline
+            self.usual = self.usual if is_spike else self.mean
+            if self.seen <= START:
+                self.start = max(self.start, abs(value)) if self.seen > 1 else abs(value)
+        return spikes, is_spike
+
+    def give_up(self, *, ended: bool = False) -> list[Candidate]:
+        """Return the spikes among the candidates, which one follows that is not finite; ``ended``: which nothing follows."""
+        return self._release(short=ended)
+
+    def _judge(
+        self, candidate: Candidate, *, high: bool, far: bool, explained: bool
+    ) -> tuple[list[Candidate], bool, tuple[float, float, int] | None]:
+        """Take the next value.
 
         ``high``: it is above this baseline by as many deviations as a normal value never is; ``far``: by as much as a spike
         has to be. Return the spikes that are certain by now, whether this value is one, and the new level if it is one.
         """
         if not self.waiting and (self.bursts.length or not high):
-            is_spike = self._is_spike(candidate, mean, far=far)
+            is_spike = self._is_spike(candidate, far=far)
             return [candidate] if is_spike else [], is_spike, None
-        if not high and candidate.value - mean < self._reach(mean, variance, CALM_LIMIT):
+        if not high and candidate.value - self.mean < self._reach(self.mean, self.variance, CALM_LIMIT):
             self.calm += 1.0
-            return (self._release(mean, variance) if self.calm >= CALM else []), False, None
+            return (self._release() if self.calm >= CALM else []), False, None
         if not self.waiting:
             self.explained, self.first = 0.0, candidate.value
         self.explained += explained
         is_last = len(self.waiting) == SETTLED - 1
-        is_blow_up = far and self._is_blow_up(candidate.value, mean, variance, explained=explained)
+        is_blow_up = far and self._is_blow_up(candidate.value, explained=explained)
         if is_blow_up or (is_last and self.explained < SETTLED / 2):
-            spikes = self._release(mean, variance, candidate)
+            spikes = self._release(candidate)
             return spikes, candidate in spikes, None
         self.waiting.append(candidate)
-        return [], False, self._settle(mean, variance) if is_last else None
+        return [], False, self._settle() if is_last else None
 
-    def give_up(self, mean: float, variance: float, *, ended: bool) -> list[Candidate]:
-        """Return the spikes among the candidates, which one follows that is not finite; ``ended``: which nothing follows."""
-        return self._release(mean, variance, short=ended)
-
-    def _release(self, mean: float, variance: float, last: Candidate | None = None, *, short: bool = True) -> list[Candidate]:
+    def _release(self, last: Candidate | None = None, *, short: bool = True) -> list[Candidate]:
         """Return the spikes among the candidates, which are over unless there is a ``last`` one that goes beyond them."""
         candidates, calm = self.waiting if last is None else [*self.waiting, last], int(self.calm)
         self.waiting, self.calm = [], 0.0
-        least = mean + self._reach(mean, variance, Z_LIMIT)
+        least = self.mean + self._reach(self.mean, self.variance, Z_LIMIT)
         far = [candidate for candidate in candidates if candidate.value > least]
-        spikes = [candidate for candidate in far if self._is_spike(candidate, mean, far=True)]
+        spikes = [candidate for candidate in far if self._is_spike(candidate, far=True)]
         for _ in range(calm if last is None else 0):
-            self.bursts.judge(mean, mean, is_spike=False)
+            self.bursts.judge(self.mean, self.mean, is_spike=False)
         together = far if self._logs else candidates  # the norms beside an outlier vary as well
         if short and last is None and len(together) <= SHORT_BURST:
             if self._logs and self.explained >= len(candidates):
                 return []
-            least = mean + (SHORT_NORM if self._logs else SHORT_LOSS) * (least - mean)
+            least = self.mean + (SHORT_NORM if self._logs else SHORT_LOSS) * (least - self.mean)
         return [candidate for candidate in spikes if candidate.value > least]
 
-    def _is_spike(self, candidate: Candidate, mean: float, *, far: bool) -> bool:
+    def _with_tail(self, candidates: list[Candidate], least: float) -> tuple[float, float, int]:
+        """Return the baseline with those losses that are no further above it than losses of a long tail are."""
+        mean, variance, seen = self.mean, self.variance, self.seen
+        most = mean + skewed_reach(mean, variance)
+        for candidate in candidates:
+            if candidate.value <= most:
+                _, mean, variance, seen = judge(candidate.value, mean, variance, seen, least)
+        return mean, variance, seen
+
+    def _is_spike(self, candidate: Candidate, *, far: bool) -> bool:
         peak = self.bursts.peak
-        likely = peak + (_TWICE if self._logs else max(0.0, peak - mean))  # twice as far from the mean
+        likely = peak + (_TWICE if self._logs else max(0.0, peak - self.mean))  # twice as far from the mean
         return self.bursts.judge(candidate.value, likely, is_spike=far)
 
-    def _is_blow_up(self, value: float, mean: float, variance: float, *, explained: bool) -> bool:
-        if value > self._most(mean, ORDERS) and not (self._logs and explained):
+    def _is_blow_up(self, value: float, *, explained: bool) -> bool:
+        if value > self._most(self.mean, ORDERS) and not (self._logs and explained):
             return True
         if not self.waiting:
             return False
         level = median(candidate.value for candidate in self.waiting)
-        rise = max(self._reach(level, self._scaled(level, mean, variance), Z_LIMIT), HALF * (level - mean))
+        rise = max(self._reach(level, self._scaled(level), Z_LIMIT), HALF * (level - self.mean))
         return value - level > rise or value > self._most(self.first, MOST_RISE)
 
-    def _most(self, mean: float, factor: float) -> float:
-        return mean + 2 * LEAST_NORM_EXCESS if self._logs else factor * max(abs(mean), LEAST_SCALE)
+    def _most(self, level: float, factor: float) -> float:
+        return level + 2 * LEAST_NORM_EXCESS if self._logs else factor * max(abs(level), LEAST_SCALE)
+
+    def _least(self, level: float) -> float:
+        return LEAST_NORM_EXCESS if self._logs else LEAST_LOSS_EXCESS * max(1.0, abs(level))
 
     def _reach(self, level: float, variance: float, limit: float) -> float:
         """Return the distance above a level that so many deviations are, and a spike's least excess in that proportion."""
-        least = LEAST_NORM_EXCESS if self._logs else LEAST_LOSS_EXCESS * max(1.0, abs(level))
-        reach = max(limit * sqrt(variance), least * limit / Z_LIMIT)
+        reach = max(limit * sqrt(variance), self._least(level) * limit / Z_LIMIT)
         return reach if self._logs else max(reach, skewed_reach(level, variance, limit))
 
-    def _scaled(self, level: float, mean: float, variance: float) -> float:
+    def _scaled(self, level: float) -> float:
         """Return the variance at another level."""
-        usual = max(abs(mean), sqrt(variance))
+        usual = max(abs(self.mean), sqrt(self.variance))
         if self._logs or usual <= 0.0:
-            return variance
-        deviation = abs(level) * (sqrt(variance) / usual)  # at most the level, also where both have decayed to nearly 0
-        return max(variance, deviation * deviation)
+            return self.variance
+        deviation = abs(level) * (sqrt(self.variance) / usual)  # at most the level, also where both have decayed to nearly 0
+        return max(self.variance, deviation * deviation)
 
-    def _settle(self, mean: float, variance: float) -> Level | None:
-        """Return the new level, unless the candidates still rise: then the older half is forgotten."""
+    def _settle(self) -> tuple[float, float, int] | None:
+        """Return the new level as a baseline, unless the candidates still rise: then the older half is forgotten."""
         values = [candidate.value for candidate in self.waiting]
         first, second = _mean(values[: SETTLED // 2]), _mean(values[SETTLED // 2 :])
         level, self.calm = _mean(values), 0.0
-        scaled = self._scaled(level, mean, variance)
+        scaled = self._scaled(level)
         if second - first > RISING * sqrt(scaled):
             self.waiting, self.explained = self.waiting[SETTLED // 2 :], min(self.explained, SETTLED / 2)
             return None
         self.waiting = []
         moves = [after - before for before, after in pairwise(values)]
         noise = _mean([move * move for move in moves]) / 2  # which a fall does not add to
-        return Level(level, max(scaled, noise), WARM_UP)
+        return level, max(scaled, noise), WARM_UP
 
 
 def _mean(values: list[float]) -> float:

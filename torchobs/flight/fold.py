@@ -11,7 +11,7 @@ credit. So no state's total ever decreases, whatever the step turns out to be, a
 from __future__ import annotations
 
 from itertools import pairwise
-from math import exp, isfinite, log
+from math import exp, isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
@@ -19,22 +19,16 @@ from torchobs.detect.spikes import (
     AT_START,
     BACK,
     LEAST_FIRST,
-    LEAST_LOSS_EXCESS,
-    LEAST_NORM_EXCESS,
     LEAST_RATES,
     RATE_MEMORY,
     RATE_ROSE,
-    START,
     WARM_UP,
     Bursts,
     Candidate,
-    Excursions,
+    UsualValues,
     are_long,
     follow,
-    judge,
     judge_low,
-    leaves_start,
-    skewed_reach,
     stays_away,
 )
 from torchobs.flight.forward import ForwardShare
@@ -117,117 +111,51 @@ class Rise(NamedTuple):
             return False
         if step <= self.last or self.last == self.newest < step:
             return True
-        begun = bool(past.excursions.waiting) and past.excursions.explained > 0.0
+        begun = bool(past.waiting) and past.explained > 0.0
         return self.lasts > 0 and (before <= self.last or begun)
 
 
-class UsualValues:
-    """Baseline and excursions of one series."""
+def _load(totals: Totals, words: _Words) -> UsualValues:
+    """Return what is usual of a series by the fold's state."""
+    floats, ints, at = totals.floats, totals.ints, words.excursion
+    past = UsualValues(logs=words.logs)
+    past.mean, past.variance, past.seen = floats[words.baseline], floats[words.baseline + 1], ints[words.baseline + 2]
+    past.usual, past.start = floats[words.usual], floats[words.start]
+    past.bursts = Bursts(*floats[words.bursts : words.bursts + BURST_WORDS])
+    past.calm, past.explained, past.first = floats[at : at + 3]
+    places = range(at + 4, at + 4 + 3 * ints[at + 3], 3)
+    past.waiting = [Candidate(floats[place], ints[place + 1], ints[place + 2]) for place in places]
+    return past
 
-    __slots__ = ("_mean", "_seen", "_start", "_totals", "_variance", "_words", "excursions", "is_high", "settled", "usual")
 
-    def __init__(self, totals: Totals, words: _Words) -> None:
-        floats, ints = totals.floats, totals.ints
-        self._totals, self._words = totals, words
-        self._mean, self._variance = floats[words.baseline], floats[words.baseline + 1]
-        self._seen = ints[words.baseline + 2]
-        self.usual, self._start = floats[words.usual], floats[words.start]
-        """usual: the baseline after the last ordinary value; of norms their logarithm"""
-        self.is_high = self.settled = False
-        """Whether the last value was above the baseline, far or as a candidate; whether it has become a new one with it"""
-        bursts = Bursts(*floats[words.bursts : words.bursts + BURST_WORDS])
-        at = words.excursion
-        places = range(at + 4, at + 4 + 3 * ints[at + 3], 3)
-        waiting = [Candidate(floats[place], ints[place + 1], ints[place + 2]) for place in places]
-        self.excursions = Excursions(bursts, waiting, (floats[at], floats[at + 1], floats[at + 2]), logs=words.logs)
+def _store(totals: Totals, words: _Words, past: UsualValues) -> None:
+    """Write it into the fold's state."""
+    floats, ints, bursts, at = totals.floats, totals.ints, past.bursts, words.excursion
+    floats[words.baseline], floats[words.baseline + 1], ints[words.baseline + 2] = past.mean, past.variance, past.seen
+    floats[words.usual], floats[words.start] = past.usual, past.start
+    for index, value in enumerate((bursts.recent, bursts.peak, bursts.length, bursts.top, bursts.calm)):
+        floats[words.bursts + index] = value
+    floats[at], floats[at + 1], floats[at + 2], ints[at + 3] = past.calm, past.explained, past.first, len(past.waiting)
+    for index, candidate in enumerate(past.waiting):
+        place = at + 4 + 3 * index
+        floats[place], ints[place + 1], ints[place + 2] = candidate
 
-    @classmethod
-    def losses(cls, totals: Totals) -> UsualValues:
-        """Return those of losses."""
-        return cls(totals, _LOSS)
 
-    @classmethod
-    def norms(cls, totals: Totals) -> UsualValues:
-        """Return those of norms."""
-        return cls(totals, _NORM)
-
-    @property
-    def baseline(self) -> tuple[float, float, int]:
-        """Mean, variance and number of values."""
-        return self._mean, self._variance, self._seen
-
-    def add(self, value: float, step: int, end_ns: int, *, explained: bool) -> tuple[list[Candidate], bool]:
-        """Add a finite value, a norm above 0; return the spikes that are certain by now, and whether it is one."""
-        logs, self.is_high, self.settled = self._words.logs, False, False
-        number = log(value) if logs else value
-        candidate = Candidate(number, step, end_ns)
-        if self._seen < WARM_UP and leaves_start(value, self._start, self._seen):  # not learned by the baseline
-            self._seen += 1
-            if not logs or self._start > 0.0:
-                self.usual = min(self.usual, log(self._start) if logs else self._start)
-            return [candidate], True
-        least = LEAST_NORM_EXCESS if logs else LEAST_LOSS_EXCESS * max(1.0, abs(self._mean))
-        high, mean, variance, seen = judge(number, self._mean, self._variance, self._seen, least)
-        far = high and (logs or number - self._mean > skewed_reach(self._mean, self._variance))
-        waited = self.excursions.waiting
-        spikes, is_spike, level = self.excursions.judge(
-            candidate, self._mean, self._variance, high=high, far=far, explained=explained
-        )
-        self.settled, waiting = level is not None, self.excursions.waiting
-        self.is_high = high or self.settled or bool(waiting and waiting[-1] is candidate)
-        if not waiting:
-            baseline = self._with_tail([*waited, candidate], least) if waited and not logs else (mean, variance, seen)
-            self._mean, self._variance, self._seen = level or baseline
-            self.usual = self.usual if is_spike else self._mean
-            if self._seen <= START:
-                self._start = max(self._start, abs(value)) if self._seen > 1 else abs(value)
-        return spikes, is_spike
-
-    def _with_tail(self, candidates: list[Candidate], least: float) -> tuple[float, float, int]:
-        """Return the baseline with those losses that are no further above it than losses of a long tail are."""
-        most = self._mean + skewed_reach(self._mean, self._variance)
-        mean, variance, seen = self.baseline
-        for candidate in candidates:
-            if candidate.value <= most:
-                _, mean, variance, seen = judge(candidate.value, mean, variance, seen, least)
-        return mean, variance, seen
-
-    def give_up(self, *, ended: bool = False) -> list[Candidate]:
-        """Return the spikes among the candidates, which one follows that is not finite; ``ended``: which nothing follows."""
-        return self.excursions.give_up(self._mean, self._variance, ended=ended)
-
-    def report(self, spikes: list[Candidate], found: list[Anomaly]) -> int:
-        """Append these spikes to ``found``; return their number."""
-        unit = exp if self._words.logs else float
-        for candidate in spikes:
-            add_anomaly(found, self._words.kind, candidate, unit(candidate.value), unit(self.usual))
-        return len(spikes)
-
-    def store(self) -> None:
-        """Write all into the fold's state."""
-        floats, ints, words = self._totals.floats, self._totals.ints, self._words
-        floats[words.baseline], floats[words.baseline + 1], ints[words.baseline + 2] = self.baseline
-        floats[words.usual], floats[words.start] = self.usual, self._start
-        excursions, past, at = self.excursions, self.excursions.bursts, words.excursion
-        for index, value in enumerate((past.recent, past.peak, past.length, past.top, past.calm)):
-            floats[words.bursts + index] = value
-        floats[at], floats[at + 1], floats[at + 2] = excursions.calm, excursions.explained, excursions.first
-        ints[at + 3] = len(excursions.waiting)
-        for index, candidate in enumerate(excursions.waiting):
-            place = at + 4 + 3 * index
-            floats[place], ints[place + 1], ints[place + 2] = candidate
+def _report(past: UsualValues, words: _Words, spikes: list[Candidate], found: list[Anomaly]) -> int:
+    """Append these spikes to ``found``; return their number."""
+    unit = exp if words.logs else float
+    for candidate in spikes:
+        add_anomaly(found, words.kind, candidate, unit(candidate.value), unit(past.usual))
+    return len(spikes)
 
 
 def begin_values(totals: Totals, found: list[Anomaly]) -> None:
     """Forget all: another model is trained. What its last values were is decided before."""
-    ints = totals.ints
     for words in (_LOSS, _NORM):
-        past = UsualValues(totals, words)
-        ints[Word.ANOMALIES + words.kind] += past.report(past.give_up(ended=True), found)
-        many = (words.baseline, 3), (words.bursts, BURST_WORDS), (words.excursion, 4)
-        for at, length in (*many, (words.usual, 1), (words.start, 1)):
-            ints[at : at + length] = memoryview(bytes(8 * length)).cast("Q")
-    ints[Word.LOSS_RISE + 1] = 0
+        past = _load(totals, words)
+        totals.ints[Word.ANOMALIES + words.kind] += _report(past, words, past.give_up(ended=True), found)
+        _store(totals, words, UsualValues(logs=words.logs))
+    totals.ints[Word.LOSS_RISE + 1] = 0
 
 
 _NEAR_FIRST = 10
@@ -468,7 +396,7 @@ def _fold_losses(
     ints, floats, rises = totals.ints, totals.floats, dict[int, Rise]()
     newest, last, finite = ints[Word.LOSS_STEP], floats[Word.LOSS], not is_active(totals, NONFINITE_LOSS)
     rise = Rise(ints[Word.LOSS_RISE], ints[Word.LOSS_RISE + 1], ints[Word.LOSS_RISE + 2], newest)
-    past = UsualValues.losses(totals)
+    past = _load(totals, _LOSS)
     number = nonfinite = 0
     spike = is_active(totals, LOSS_SPIKE)
     for record in records:
@@ -477,21 +405,21 @@ def _fold_losses(
             pass
         elif not isfinite(loss):
             nonfinite += 1
-            number += past.report(past.give_up(), found)
-            add_anomaly(found, NONFINITE_LOSS, record, loss, past.usual if past.baseline[2] else last)
+            number += _report(past, _LOSS, past.give_up(), found)
+            add_anomaly(found, NONFINITE_LOSS, record, loss, past.usual if past.seen else last)
             if not late:
                 newest, finite, spike, rise = record.step, False, False, rise._replace(newest=record.step)
         elif not late:  # else delivered by a device after a newer step's value
-            newest, finite, last, waited = record.step, True, loss, bool(past.excursions.waiting)
+            newest, finite, last, waited = record.step, True, loss, bool(past.waiting)
             spikes, spike = past.add(loss, record.step, record.end_ns, explained=record.seq not in faster)
-            number += past.report(spikes, found)
+            number += _report(past, _LOSS, spikes, found)
             rise = rise.add(record.step, past, waited=waited)
         if record.flags & StepFlag.GRAD_NORM:
             rises[record.seq] = rise
     if any(record.flags & StepFlag.LOSS for record in records):
         ints[Word.LOSS_RISE], ints[Word.LOSS_RISE + 1], ints[Word.LOSS_RISE + 2] = rise[:3]
         ints[Word.LOSS_STEP], floats[Word.LOSS] = newest, last
-        past.store()
+        _store(totals, _LOSS, past)
         count(totals, NONFINITE_LOSS, nonfinite, active=not finite)
         count(totals, LOSS_SPIKE, number, active=spike)
     return rises
@@ -510,7 +438,7 @@ def fold_norms(
     since = ints[Word.MODEL_STEP]
     active = {kind: is_active(totals, kind) for kind in _NORM_KINDS}
     found_here = dict.fromkeys(_NORM_KINDS, 0)
-    past, skipped = UsualValues.norms(totals), ints[Word.STEPS_SKIPPED] > 0
+    past, skipped = _load(totals, _NORM), ints[Word.STEPS_SKIPPED] > 0
     for record in records:
         skipped = skipped or bool(record.flags & StepFlag.SKIPPED)
         if not record.flags & StepFlag.GRAD_NORM:
@@ -519,17 +447,17 @@ def fold_norms(
         if not isfinite(norm):
             kind = NONFINITE_GRADIENT
             if record.step >= since and not skipped and record.norm_scale == 1.0:  # under a loss scaler it is ordinary
-                found_here[GRADIENT_EXPLOSION] += past.report(past.give_up(), found)
-            add_anomaly(found, kind, record, norm, exp(past.usual) if past.baseline[2] else last)
+                found_here[GRADIENT_EXPLOSION] += _report(past, _NORM, past.give_up(), found)
+            add_anomaly(found, kind, record, norm, exp(past.usual) if past.seen else last)
         elif record.step >= since:
-            vanished, low = (False, 0) if record.seq in fitted else judge_low(norm, *past.baseline, low)
+            vanished, low = (False, 0) if record.seq in fitted else judge_low(norm, past.mean, past.variance, past.seen, low)
             usual, explained = past.usual, rises[record.seq].explains(record.step, newest, past)
             earlier, exploded = _explode(past, record, found, explained=explained) if norm > 0.0 else (0, False)
             found_here[GRADIENT_EXPLOSION] += earlier
             past.usual = usual if vanished else past.usual
             if exploded or vanished:
                 kind = GRADIENT_EXPLOSION if exploded else GRADIENT_VANISHING
-                add_anomaly(found, kind, record, norm, exp(past.usual) if past.baseline[2] else 0.0)
+                add_anomaly(found, kind, record, norm, exp(past.usual) if past.seen else 0.0)
         if kind != _NO_KIND:
             found_here[kind] += 1
         if record.step >= newest:  # else delivered by a device after a newer step's value
@@ -537,7 +465,7 @@ def fold_norms(
             last = norm if isfinite(norm) else last
     ints[Word.GRAD_NORM_STEP], floats[Word.GRAD_NORM], ints[Word.LOW_NORMS] = newest, last, low
     ints[Word.NONFINITE_STEPS] += found_here[NONFINITE_GRADIENT]
-    past.store()
+    _store(totals, _NORM, past)
     for kind in _NORM_KINDS:
         count(totals, kind, found_here[kind], active=active[kind])
     norms = [record.grad_norm for record in records if record.flags & StepFlag.GRAD_NORM and isfinite(record.grad_norm)]
@@ -547,7 +475,7 @@ def fold_norms(
 def _explode(past: UsualValues, record: StepRecord, found: list[Anomaly], *, explained: bool) -> tuple[int, bool]:
     """Add a norm to its past; return the number of explosions before it that are certain by now, and whether it is one."""
     spikes, exploded = past.add(record.grad_norm, record.step, record.end_ns, explained=explained)
-    return past.report(spikes[: len(spikes) - exploded], found), exploded
+    return _report(past, _NORM, spikes[: len(spikes) - exploded], found), exploded
 
 
 def credited(totals: Totals) -> list[float]:

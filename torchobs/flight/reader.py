@@ -350,20 +350,10 @@ class FlightFile:
         Only these are read, not the whole ring; overwritten or damaged ones are missing. ``known``: what an earlier call with
         the same limit, or a greater one, returned: only newer records are read.
         """
-        count, seed = self.header.regions[Region.STEPS].count, self.header.seed
-        first = max(self._upto - min(limit, count), 0) + 1
+        first = max(self._upto - min(limit, self.header.regions[Region.STEPS].count), 0) + 1
         records = [record for record in known if record.seq >= first]
-        seq = records[-1].seq + 1 if records else first
-        while seq <= self._upto:
-            slot = (seq - 1) % count
-            many = min(self._upto + 1 - seq, count - slot)
-            raw = self._records_at(slot, many)
-            for at in range(0, many * RECORD_SIZE, RECORD_SIZE):
-                record = unpack(raw[at : at + RECORD_SIZE], seed)
-                if record is not None and record.seq == seq:
-                    records.append(record)
-                seq += 1
-        return records
+        read = self._numbered(records[-1].seq + 1 if records else first, self._upto)
+        return [*records, *(record for record in read if record is not None)]
 
     def events(self) -> list[Event | Span | Late]:
         """Return the events and spans that are still in the ring, oldest first."""
@@ -450,17 +440,21 @@ class FlightFile:
 
     def _following(self, upto: int) -> Iterator[StepRecord]:
         """Yield the records from ``upto`` + 1 on, up to the first gap: a missing record may still arrive."""
-        span = self.header.regions[Region.STEPS]
-        seq = upto + 1
-        while seq <= upto + span.count:
-            slot = (seq - 1) % span.count
-            many = min(_CHUNK, span.count - slot)
+        for record in self._numbered(upto + 1, upto + self.header.regions[Region.STEPS].count):
+            if record is None:
+                return
+            yield record
+
+    def _numbered(self, first: int, last: int) -> Iterator[StepRecord | None]:
+        """Yield the records with these numbers, in order; ``None`` for one that is missing, overwritten or damaged."""
+        count, seq = self.header.regions[Region.STEPS].count, first
+        while seq <= last:
+            slot = (seq - 1) % count
+            many = min(_CHUNK, last + 1 - seq, count - slot)
             raw = self._records_at(slot, many)
             for at in range(0, many * RECORD_SIZE, RECORD_SIZE):
-                decoded = unpack(raw[at : at + RECORD_SIZE], self.header.seed)
-                if decoded is None or decoded.seq != seq:
-                    return
-                yield decoded
+                record = unpack(raw[at : at + RECORD_SIZE], self.header.seed)
+                yield record if record is not None and record.seq == seq else None
                 seq += 1
 
     def _records_at(self, slot: int, many: int) -> bytes:

@@ -113,7 +113,7 @@ class Word:
     """the step in which the learning rate last jumped to a new maximum"""
     LOSS_EXCURSION = _take(_EXCURSION)
     NORM_EXCURSION = _take(_EXCURSION)
-    """``detect.spikes.Excursions``: calm values, explained ones, the first candidate, the number of candidates,
+    """``detect.spikes.UsualValues``: calm values, explained ones, the first candidate, the number of candidates,
     and of each its value, its step and its time; the norm's as logarithms"""
     LOSS_RISE = _take(3)
     """``fold.Rise``: its first and last step, and whether the loss stayed"""
