@@ -14,7 +14,6 @@ from torchobs.support.cgroup import (
     memory_of,
     pressure,
     read,
-    reread_memory,
     tightest,
 )
 
@@ -208,17 +207,3 @@ def test_a_path_outside_of_the_namespace_is_not_followed(tmp_path: Path) -> None
 def test_no_cgroup_at_all(tmp_path: Path, membership: str, mounts: str) -> None:
     """No mount, no membership, or neither is readable."""
     assert hierarchy(membership, mounts, "memory", str(tmp_path)) is None
-
-
-@pytest.mark.parametrize("v2", [True, False])
-def test_a_second_look_sees_what_changes_fast(tmp_path: Path, v2: bool) -> None:  # noqa: FBT001  # a parameter of the test
-    """Usage, pages, swap, kills; the limit stays what it was."""
-    root = plant(tmp_path, v2_group("", limit=str(4 * GIB)) if v2 else v1_group("", limit=4 * GIB))
-    level = "/sys/fs/cgroup" if v2 else "/sys/fs/cgroup/memory"
-    first = memory_of(level, v2=v2, root=root)
-    assert first is not None
-    usage = 7 * GIB // 2
-    plant(tmp_path, v2_group("", limit="max", usage=usage) if v2 else v1_group("", limit=8 * GIB, usage=usage))
-    second = reread_memory(level, first, v2=v2, root=root)
-    assert (second.usage, second.limit, second.oom_kills) == (7 * GIB // 2, 4 * GIB, first.oom_kills)
-    assert second.pinned == first.pinned + GIB // 2

@@ -10,7 +10,7 @@ second. Otherwise it is read as soon as 2 GB/s, what one thread can touch, could
 An exporter in another container sees neither the trainer's processes nor its cgroup, so the rank's sampler thread reads ten
 files every ten seconds.
 
-The sampler thread reads the main values once a second (30 µs; 90 µs in a cgroup with a limit), ten times a second near a
+The sampler thread reads the main values once a second (30 µs; 0.1 ms in a cgroup with a limit), ten times a second near a
 limit, and all of them in ``observe`` (0.4 ms, no file longer than 20 µs). The proportional set size, for which the kernel
 walks all mappings (8 ms with torch loaded), needs the ``advanced`` level.
 """
@@ -28,7 +28,7 @@ import psutil
 from torchobs import catalog
 from torchobs.detect.growth import FastWindow, MemoryPoint
 from torchobs.probes.memory_growth import Floor, GrowthGauges, GrowthVerdict, Suspicion
-from torchobs.support.cgroup import cpu_of, field, number, of_process, pressure, read, reread_memory, tightest
+from torchobs.support.cgroup import cpu_of, field, memory_of, number, of_process, pressure, read, tightest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -201,7 +201,7 @@ class MemoryLimits:
         if thorough:
             group = tightest_group(self._root)
         elif group is not None and group.memory.limit is not None:
-            group = group._replace(memory=reread_memory(group.path, group.memory, v2=group.v2, root=self._root))
+            group = group._replace(memory=memory_of(group.path, v2=group.v2, root=self._root) or group.memory)
         self._group = group
         if group is None:
             return None
