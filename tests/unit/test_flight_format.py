@@ -22,7 +22,7 @@ from tests import flights
 from tests.flights import header, plain_step, recorded
 from torchobs import catalog
 from torchobs.flight.details import Document, decode_history, encode_history, newest
-from torchobs.flight.events import EventRing, SpanIds, Tail, derived, parts, scan
+from torchobs.flight.events import EventRing, SpanIds, Tail, derived, scan
 from torchobs.flight.layout import (
     DEFAULT_SIZE,
     HEADER_SIZE,
@@ -38,7 +38,9 @@ from torchobs.flight.layout import (
     plan,
 )
 from torchobs.flight.series import Scope, Series, ValueType, decode, encode
+from torchobs.flight.step_record import unpack
 from torchobs.flight.storage import Storage
+from torchobs.runtime.spans import phases_of
 
 HEADER = flights.header()
 MOVES = ("writer.py", "memory.py")
@@ -345,17 +347,18 @@ def test_a_plain_step_s_phases_are_where_they_were() -> None:
     for number, loader in ((1, True), (2, False)):
         plain_step(writer, number, loader=loader)
     at = writer._steps_at
-    first, second = (parts(bytes(memory.content[at + 128 * index : at + 128 * (index + 1)])) for index in range(2))
-    ms = 50_000_000
-    assert first == (
-        begun,
-        [
-            ("data", begun, begun + ms),
-            ("forward", begun + ms, begun + 2 * ms),
-            ("backward", begun + 2 * ms, begun + 3 * ms),
-            ("optimizer", begun + 4 * ms, begun + 5 * ms),
-        ],
+    raw = [bytes(memory.content[at + 128 * index : at + 128 * (index + 1)]) for index in range(2)]
+    first, second = (
+        phases_of(record.stamps, record.end_ns)
+        for one in raw
+        if (record := unpack(one, writer.header.seed)) is not None and record.stamps is not None
     )
-    assert second is not None
-    assert [part.phase for part in second[1]] == ["between", "backward", "optimizer"]
-    assert second[1][0].begun_ns == second[0]
+    ms = 50_000_000
+    assert first == [
+        ("data", begun, begun + ms),
+        ("forward", begun + ms, begun + 2 * ms),
+        ("backward", begun + 2 * ms, begun + 3 * ms),
+        ("optimizer", begun + 4 * ms, begun + 5 * ms),
+    ]
+    assert [phase for phase, _, _ in second] == ["between", "backward", "optimizer"]
+    assert second[0][1] == first[-1][2], "the second begins where the first ends"

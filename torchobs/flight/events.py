@@ -41,7 +41,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.catalog import EVENT_BY_NAME
 from torchobs.flight.layout import ALIGN, Live, nonfinite_name
-from torchobs.flight.step_record import PLAIN, RecordKind
 from torchobs.support import text as text_format
 from torchobs.support.after_fork import renew_in_child
 
@@ -329,14 +328,6 @@ class SpanId(NamedTuple):
     span: str
 
 
-class Part(NamedTuple):
-    """One phase of a step; CLOCK_MONOTONIC in ns."""
-
-    phase: str
-    begun_ns: int
-    ended_ns: int
-
-
 class SpanIds:
     """Identifiers of one incarnation's spans."""
 
@@ -373,20 +364,3 @@ def derived(parent: str, what: str, size: int = 8) -> str:
     """Return the identifier, of ``size`` bytes, of what is called so within the parent: of a phase within its step's span."""
     digits = blake2b(f"{parent}/{what}".encode(errors="replace"), digest_size=size).hexdigest()
     return digits if digits.strip("0") else f"{digits[:-1]}1"
-
-
-def parts(raw: bytes) -> tuple[int, list[Part]] | None:
-    """Return the begin of a plain step and its phases; ``None`` for other records, which hold sums and no boundaries.
-
-    ``raw`` must be a record that ``step_record.unpack`` has accepted. Gaps between the phases are ``other``.
-    """
-    if raw[24] != RecordKind.PLAIN:
-        return None
-    _, _, end_ns, _, _, _, fetch, _, _, _, fetched, backward, backward_ends, optimizer, _, _, _, begun_ns, _ = (
-        PLAIN.unpack_from(raw)
-    )
-    backward, backward_ends = backward >> 4, backward_ends >> 4
-    found = [Part("between", begun_ns, backward)]
-    if fetched >> 4:
-        found = [Part("data", fetch >> 4, fetched >> 4), Part("forward", fetched >> 4, backward)]
-    return begun_ns, [*found, Part("backward", backward, backward_ends), Part("optimizer", optimizer >> 4, end_ns)]

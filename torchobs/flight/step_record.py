@@ -100,6 +100,9 @@ class StepRecord(NamedTuple):
     gap_s: tuple[float, float, float] | None = None
     """of a plain step: the time before its fetch, that from there to the backward pass, and from its begin to the first call
     of a module, 0 if unknown"""
+    stamps: tuple[int, ...] | None = None
+    """of a plain step, on CLOCK_MONOTONIC in ns: its begin, that and the end of its fetch (both its begin without one), those
+    of its backward pass, and the begin of the optimizer's step"""
 
 
 def pack(  # noqa: PLR0913, PLR0917  # the record's fields, once a step: a tuple around them would cost as much as packing
@@ -142,5 +145,6 @@ def _unpack_plain(raw: bytes | memoryview) -> StepRecord:
     length_s = (end_ns - begun_ns) / 1e9
     gap = ((fetch - begun_ns) / 1e9, before / 1e9, called * CALLED_UNIT_NS / 1e9)
     return StepRecord(
-        seq, step, end_ns, RecordKind.STEP, flags, losses, length_s, loss, norm, rate, seconds, tokens, samples, scale, gap
-    )
+        seq, step, end_ns, RecordKind.STEP, flags, losses, length_s, loss, norm, rate, seconds, tokens, samples, scale, gap,
+        (begun_ns, fetch, fetched, backward, backward_ends, optimizer),
+    )  # fmt: skip

@@ -63,8 +63,8 @@ class FlightWriter:
         self._folding = Lock()
         renew_in_child(self, _folding=Lock)
         self.anomalies: list[Anomaly] = []
-        self.taken: deque[tuple[StepRecord, bytes]] | None = None
-        """Receives folded records for further analysis, if set: decoded, and raw as in the ring"""
+        self.taken: deque[StepRecord] | None = None
+        """Receives folded records for further analysis, if set"""
         self.event_steps: deque[int] = deque(maxlen=100)
         """Steps with events, for their spans"""
         self._forced_at = regions[Region.STEPS].count // 2
@@ -188,7 +188,7 @@ class FlightWriter:
             if decoded is not None and decoded.seq > upto:
                 held[decoded.seq] = decoded
                 if self.taken is not None:
-                    self.taken.append((decoded, recent[0]))
+                    self.taken.append(decoded)
             elif decoded is not None:
                 late.append(decoded)
             recent.popleft()  # only after it is held: an interrupt may come in between

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torchobs import catalog
 from torchobs.detect.speed import alike_interval, slow_from, taken
-from torchobs.flight.events import TRACE_ID, SpanId, SpanIds, derived, parts
+from torchobs.flight.events import TRACE_ID, SpanId, SpanIds, derived
 from torchobs.flight.layout import PHASE_NAMES
 from torchobs.flight.step_record import RecordKind, StepFlag
 from torchobs.support.import_hooks import after_import, cancel
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from torchobs.flight.step_record import StepRecord
     from torchobs.flight.writer import FlightWriter
     from torchobs.probes.context import EpochStart, ProbeContext
-
-    _Entry = tuple[StepRecord, bytes]
 
 
 LONGEST_NS = 3_600_000_000_000
@@ -315,8 +313,8 @@ class StepSpans:
         self._every, self._target_s = (1, _INTERVAL_S) if asked == "auto" else (asked, _SHORTEST_S)
         self._factor = 1
         """Power of two: of the steps to be sampled one in so many is"""
-        self._waiting: deque[_Entry] = deque(maxlen=_WAITING)
-        self._kept: deque[_Entry] = deque(maxlen=_STEPS_KEPT)
+        self._waiting: deque[StepRecord] = deque(maxlen=_WAITING)
+        self._kept: deque[StepRecord] = deque(maxlen=_STEPS_KEPT)
         self._late: deque[StepRecord] = deque(maxlen=_STEPS_KEPT)
         self._durations: deque[float] = deque(maxlen=_COMPARED)
         self._limiters = {reason: RateLimiter(_INTERVAL_NS, _BURST) for reason in (SLOW, ANOMALOUS, EVENT)}
@@ -346,42 +344,43 @@ class StepSpans:
     def sample(self) -> None:
         """Write the spans selected from the steps that have ended."""
         taken = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        self._take_late([record for record, _ in taken if record.kind == RecordKind.LATE and record.flags & StepFlag.GRAD_NORM])
-        fresh = [entry for entry in taken if entry[0].kind == RecordKind.STEP]
+        self._take_late([record for record in taken if record.kind == RecordKind.LATE and record.flags & StepFlag.GRAD_NORM])
+        fresh = [record for record in taken if record.kind == RecordKind.STEP]
         self._kept.extend(fresh)
-        self._consider([entry for entry in fresh if entry[0].step in self._wanted], USER)
+        self._consider([record for record in fresh if record.step in self._wanted], USER)
         self._consider(self._found(self._anomalous), ANOMALOUS)
         self._consider(self._found(self._context.writer.event_steps), EVENT)
         if fresh:
-            self.first_ns = self.first_ns or fresh[0][0].end_ns
+            self.first_ns = self.first_ns or fresh[0].end_ns
             self._consider_fresh(fresh)
 
-    def _found(self, numbers: deque[int]) -> list[_Entry]:
+    def _found(self, numbers: deque[int]) -> list[StepRecord]:
         """Return the steps with these numbers, which may have ended a while ago; numbers of later steps stay."""
         taken = {numbers.popleft() for _ in range(len(numbers))}
         if not taken:
             return []
-        last = self._kept[-1][0].step if self._kept else 0
+        last = self._kept[-1].step if self._kept else 0
         numbers.extend(number for number in taken if number > last)
-        return [entry for entry in self._kept if entry[0].step in taken]
+        return [record for record in self._kept if record.step in taken]
 
-    def _consider_fresh(self, fresh: list[_Entry]) -> None:
+    def _consider_fresh(self, fresh: list[StepRecord]) -> None:
         """Write slow steps and a sample; up to a thousand a second come, where a call for each would double the cost."""
-        if any(record.flags & StepFlag.NEW_MODEL for record, _ in fresh):
+        if any(record.flags & StepFlag.NEW_MODEL for record in fresh):
             self._durations.clear()
         slow_s, durations, every = slow_from(self._durations), self._durations, self._every
-        durations.extend([record.duration_s for record, _ in fresh if not record.flags & StepFlag.UNTIMED])
+        timed = [record for record in fresh if not record.flags & StepFlag.UNTIMED]
+        durations.extend([record.duration_s for record in timed])
         if durations:
             self._factor = alike_interval(every * median(durations), self._target_s)
-        self._consider([entry for entry in fresh if entry[0].duration_s >= slow_s], SLOW)
-        numbers = taken([record.step // every for record, _ in fresh if not record.step % every], self._factor)
+        self._consider([record for record in fresh if record.duration_s >= slow_s], SLOW)
+        numbers = taken([record.step // every for record in fresh if not record.step % every], self._factor)
         steps = {number * every for number in numbers}
-        self._consider([entry for entry in fresh if entry[0].step in steps and not entry[0].flags & StepFlag.UNTIMED], SAMPLED)
+        self._consider([record for record in timed if record.step in steps], SAMPLED)
 
     def end(self) -> None:
         """Write pending spans, and an unfinished step's span if application spans refer to it."""
         self.sample()
-        last_ns = self._kept[-1][0].end_ns if self._kept else monotonic_ns()
+        last_ns = self._kept[-1].end_ns if self._kept else monotonic_ns()
         for step in sorted(self._wanted):
             self._write_step(step, last_ns, monotonic_ns(), {"reason": USER, "ended": False})
         self._wanted.clear()
@@ -393,24 +392,24 @@ class StepSpans:
             if record.step in self._written and isfinite(record.grad_norm):
                 self._context.writer.events.append({"k": "late", "step": record.step, "grad_norm": record.grad_norm})
 
-    def _consider(self, entries: Iterable[_Entry], reason: str) -> None:
+    def _consider(self, records: Iterable[StepRecord], reason: str) -> None:
         """Write the spans of those that have none yet, as far as the reason's limit allows."""
-        for record, raw in entries:
+        for record in records:
             if reason == USER:
                 self._wanted.discard(record.step)
             elif record.step in self._written or not self._limiters[reason].take(record.end_ns):
                 continue
-            self._write_whole(record, raw, reason)
+            self._write_whole(record, reason)
 
-    def _write_whole(self, record: StepRecord, raw: bytes, reason: str) -> None:
-        exact = parts(raw)
+    def _write_whole(self, record: StepRecord, reason: str) -> None:
+        exact = record.stamps
         started_ns = exact[0] if exact else record.end_ns - round(sum(record.phase_s) * 1e9)
         norms = [late.grad_norm for late in self._late if late.step == record.step]
         attributes: dict[str, object] = {"reason": reason, **_values(record, norms)}
         if exact is None:
             attributes |= {f"{name}_s": value for name, value in zip(PHASE_NAMES, record.phase_s, strict=True) if value}
         ids = self._write_step(record.step, started_ns, record.end_ns, attributes)
-        for phase, from_ns, to_ns in exact[1] if exact else ():
+        for phase, from_ns, to_ns in phases_of(exact, record.end_ns) if exact else ():
             own = ids._replace(span=derived(ids.span, phase))
             self._write(catalog.SPAN_STEP_PHASE.name, own, from_ns, to_ns, {"phase": phase}, {"parent": ids.span})
 
@@ -419,6 +418,13 @@ class StepSpans:
         self._written.append(step)
         self._write(catalog.SPAN_STEP.name, ids, started_ns, ended_ns, {"step": step, **attributes}, {"links": links})
         return ids
+
+
+def phases_of(stamps: tuple[int, ...], end_ns: int) -> list[tuple[str, int, int]]:
+    """Return the phases of a plain step, with begin and end; gaps between them are ``other``."""
+    begun, fetch, fetched, backward, backward_ends, optimizer = stamps
+    before = [("data", fetch, fetched), ("forward", fetched, backward)] if fetched > begun else [("between", begun, backward)]
+    return [*before, ("backward", backward, backward_ends), ("optimizer", optimizer, end_ns)]
 
 
 def _values(record: StepRecord, late_norms: list[float]) -> dict[str, object]:
