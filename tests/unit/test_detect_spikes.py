@@ -24,7 +24,7 @@ from torchobs.detect.spikes import (
     Bursts,
     Divergence,
     LastAnomaly,
-    LossBaseline,
+    UsualValues,
     blown_layer,
     healthy_steps,
     judge,
@@ -163,8 +163,8 @@ LEAST_NORM = log(8.0)
 
 def losses_told(values: list[float], *, learns: bool = True) -> list[int]:
     """Which of them are spikes."""
-    baseline = LossBaseline()
-    return [index for index, value in enumerate(values) if baseline.is_spike(value, learns=learns)]
+    baseline = UsualValues()
+    return [index for index, value in enumerate(values) if baseline.judge(value, learns=learns)]
 
 
 def norms_told(values: list[float]) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 from torchobs.debug import operations, tensors
 from torchobs.debug.findings import record_findings, record_step
 from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, check_gradients, gradients_of, require_positive
-from torchobs.detect.spikes import Divergence, LossBaseline, NormBaseline
+from torchobs.detect.spikes import Divergence, NormBaseline, UsualValues
 from torchobs.support.result import Checked, Problem
 from torchobs.tensors.batches import call, walk
 from torchobs.tensors.losses import compute_loss, parameters_of
@@ -49,7 +49,7 @@ class _Steps:
     __slots__ = ("baseline", "divergence", "latest", "norms", "number")
 
     def __init__(self) -> None:
-        self.baseline, self.divergence = LossBaseline(), Divergence()
+        self.baseline, self.divergence = UsualValues(), Divergence()
         self.norms, self.number = NormBaseline(), 0
         self.latest: int | None = None
 
@@ -117,7 +117,7 @@ def _judge(
     steps.number += 1
     steps.norms.add(norm)
     is_finite = check.loss is not None and isfinite(loss)
-    is_spike, has_diverged = is_finite and steps.baseline.is_spike(loss), is_finite and steps.divergence.add(loss)
+    is_spike, has_diverged = is_finite and steps.baseline.judge(loss), is_finite and steps.divergence.add(loss)
     if not isfinite(loss):
         texts["loss_anomaly"] = f"the loss is {loss}"
     elif has_diverged:

@@ -198,32 +198,6 @@ def judge(value: float, mean: float, variance: float, seen: int, least_excess: f
     return is_high, mean, variance, min(seen + 1, WARM_UP * 100)
 
 
-class LossBaseline:
-    """The usual loss of one model, and its :class:`Bursts`, for who judges each loss as it comes."""
-
-    __slots__ = ("_bursts", "_seen", "_variance", "mean")
-
-    def __init__(self) -> None:
-        self.mean = self._variance = 0.0
-        self._seen = 0
-        self._bursts = Bursts()
-
-    def is_spike(self, loss: float, least_excess: float | None = None, *, learns: bool = True) -> bool:
-        """Return True if a finite loss is a spike, as the exporter's metrics count them.
-
-        ``least_excess``: see :func:`judge`; by default :data:`LEAST_LOSS_EXCESS` of the mean. ``learns``: whether a spike moves
-        the baseline, which it must not if what it led to is undone.
-        """
-        least = LEAST_LOSS_EXCESS * max(1.0, abs(self.mean)) if least_excess is None else least_excess
-        likely = self._bursts.peak + max(0.0, self._bursts.peak - self.mean)  # twice as far from the mean
-        high, mean, variance, seen = judge(loss, self.mean, self._variance, self._seen, least)
-        far = high and loss - self.mean > skewed_reach(self.mean, self._variance)
-        found = self._bursts.judge(loss, likely, is_spike=far)
-        if learns or not found:
-            self.mean, self._variance, self._seen = mean, variance, seen
-        return found
-
-
 class NormBaseline:
     """The usual gradient norm of one model, for who judges each step as it comes."""
 
@@ -291,7 +265,7 @@ class UsualValues:
         "waiting",
     )  # fmt: skip
 
-    def __init__(self, *, logs: bool) -> None:
+    def __init__(self, *, logs: bool = False) -> None:
         self._logs, self.bursts = logs, Bursts()
         self.mean, self.variance, self.seen = 0.0, 0.0, 0
         self.usual = self.start = 0.0
@@ -329,6 +303,20 @@ class UsualValues:
             if self.seen <= START:
                 self.start = max(self.start, abs(value)) if self.seen > 1 else abs(value)
         return spikes, is_spike
+
+    def judge(self, loss: float, least_excess: float | None = None, *, learns: bool = True) -> bool:
+        """Return whether a finite loss is a spike, for who cannot wait for the losses after it: without excursions.
+
+        ``least_excess``: see :func:`judge`; by default :data:`LEAST_LOSS_EXCESS` of the mean. ``learns``: whether a spike moves
+        the baseline, which it must not if what it led to is undone.
+        """
+        least = self._least(self.mean) if least_excess is None else least_excess
+        high, mean, variance, seen = judge(loss, self.mean, self.variance, self.seen, least)
+        far = high and loss - self.mean > skewed_reach(self.mean, self.variance)
+        is_spike = self._is_spike(Candidate(loss, 0, 0), far=far)
+        if learns or not is_spike:
+            self.mean, self.variance, self.seen = mean, variance, seen
+        return is_spike
 
     def give_up(self, *, ended: bool = False) -> list[Candidate]:
         """Return the spikes among the candidates, which one follows that is not finite; ``ended``: which nothing follows."""

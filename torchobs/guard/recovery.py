@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from torchobs.detect.spikes import LossBaseline
+from torchobs.detect.spikes import UsualValues
 from torchobs.guard.records import Category, LossSpikeError, NonFiniteLossError, Severity, is_transient, recovered
 from torchobs.support.arguments import are_exceptions, is_number, is_whole
 from torchobs.support.process_group import gradient_sync, greatest, is_shared
@@ -242,7 +242,7 @@ class Recovery:
     """what was done, by category"""
     evidence: deque[BadBatch] = field(init=False, default_factory=lambda: deque(maxlen=EVIDENCE))
     """the last batches that were skipped"""
-    _baseline: LossBaseline = field(init=False, default_factory=LossBaseline)
+    _baseline: UsualValues = field(init=False, default_factory=UsualValues)
     _snapshot: tuple[int, tuple[dict[str, Any], ...]] | None = field(init=False, default=None)
     """the step before which it was taken, and the states"""
     _most: int | None = field(init=False, default=None)
@@ -390,7 +390,7 @@ class Recovery:
             return NonFiniteLossError(f"the loss is {loss}")
         if not (self.scaler is not None and self.scaler.is_enabled()) and not self._gradients_are_finite():
             return NonFiniteLossError("a gradient is not finite")
-        if self._judges_spikes() and self._baseline.is_spike(loss, self.policy.least_excess, learns=False):  # it is undone
+        if self._judges_spikes() and self._baseline.judge(loss, self.policy.least_excess, learns=False):  # it is undone
             return LossSpikeError(f"the loss is {loss:g}, and {self._baseline.mean:g} is usual")
         return None
 
