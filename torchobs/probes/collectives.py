@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.detect import hangs
 from torchobs.probes.distributed import groups
-from torchobs.probes.exits import places, root_cause
+from torchobs.probes.exits import places, root_cause, runtime_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -316,8 +316,7 @@ class CollectivesProbe:
 
     def _explain_timeout(self, error: BaseException) -> dict[str, list[str]]:
         """Return the same for a timeout of torch.distributed. In the thread that it has ended."""
-        message = root.args[0] if isinstance(root := root_cause(error), RuntimeError) and root.args else None
-        timed_out = type(message) is str and hangs.parse_timeout(message) is not None
+        timed_out = hangs.parse_timeout(runtime_message(root_cause(error))) is not None
         return self.recent() if timed_out and self._distributed.is_initialized() else {}
 
     # -- publishing, in the sampler thread ---------------------------------------------------------------------------------

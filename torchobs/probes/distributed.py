@@ -18,7 +18,7 @@ from math import nan, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.probes.exits import root_cause
+from torchobs.probes.exits import root_cause, runtime_message
 from torchobs.support.import_hooks import imported
 from torchobs.taps.patch import Patch
 
@@ -350,8 +350,7 @@ class DistributedProbe:
     def _describe_unused(self, error: BaseException) -> dict[str, Any]:
         """Return attributes of the exception's event; empty for another error, and where a name would be uncertain."""
         error = root_cause(error)
-        message = error.args[0] if isinstance(error, RuntimeError) and error.args else None
-        found = _INDICES.search(message) if type(message) is str else None
+        found = _INDICES.search(runtime_message(error))
         model = _raising(error) if found is not None else None
         if found is None or model is None:
             return {}

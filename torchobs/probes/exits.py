@@ -76,15 +76,15 @@ def first_line(text: str) -> str:
 
 _MAX_LENGTH = 1 << 18
 """Characters that are parsed. A thousand frames, Python's recursion limit, have 150,000."""
-_HEAD = "Traceback (most recent call last):\n"
 _NEXT = re.compile(
     r"\n\n(?:The above exception was the direct cause of the following exception"
     r"|During handling of the above exception, another exception occurred):\n\n(?=Traceback )"
 )
+_ONE = re.compile(r"Traceback \(most recent call last\):\n((?:(?:  .*)?\n)*)([^\W\d][\w.]{0,199})(?:: )?(.*)")
+"""Frames, up to the first line that is not indented: the exception's class, and the first line of its message"""
 _FRAME = re.compile(
-    r'  File "((?:/[^"\n]{1,1000}|[^"\n]{1,1000}\.pyx?|<[\w .-]{1,100}>))", line (\d{1,9}), in ([\w<>.]{1,200})'
+    r'^  File "((?:/[^"\n]{1,1000}|[^"\n]{1,1000}\.pyx?|<[\w .-]{1,100}>))", line (\d{1,9}), in ([\w<>.]{1,200})$', re.MULTILINE
 )
-_KIND = re.compile(r"[^\W\d][\w.]{0,199}")
 _ORIGIN = re.compile(r"(?:in )?(\w[\w :.-]{0,79})")
 
 
@@ -120,29 +120,20 @@ def worker_chain(error: BaseException) -> tuple[str, tuple[Raised, ...]]:
 
 
 def parse(text: str) -> tuple[Raised, ...]:
-    """Return the exceptions of a traceback's text, the root cause first; empty if it is no complete traceback."""
-    found = [_parse_one(part) for part in _NEXT.split(text[:_MAX_LENGTH])]
-    whole = tuple(one for one in found if one is not None)
-    return whole if len(whole) == len(found) else ()
-
-
-def _parse_one(text: str) -> Raised | None:
-    """Parse frames up to the line with the exception, the first unindented line; what follows is its message.
+    """Return the exceptions of a traceback's text, the root cause first; empty if it is no complete traceback.
 
     Source lines are indented by four, so none looks like a frame. A message can forge the line between two exceptions of a
     chain; the result is a wrong location, but nothing else leaks.
     """
-    frames = []
-    for line in text.removeprefix(_HEAD).splitlines() if text.startswith(_HEAD) else ():
-        if frame := _FRAME.fullmatch(line):
-            file, number, function = frame.groups()
-            frames.append((file, f"{file}:{number} in {function}"))
-        elif line and not line.startswith("  "):
-            kind = _KIND.match(line)
-            message = first_line(line[kind.end() :].removeprefix(": ")) if kind else ""
-            name = f"builtins.{kind[0]}" if kind and hasattr(builtins, kind[0]) else kind[0] if kind else ""
-            return Raised(name, tuple(frames), message) if name and frames else None
-    return None
+    chain = []
+    for part in _NEXT.split(text[:_MAX_LENGTH]):
+        one = _ONE.match(part)
+        frames = tuple((file, f"{file}:{line} in {name}") for file, line, name in _FRAME.findall(one[1])) if one else ()
+        if one is None or not frames:
+            return ()
+        kind = f"builtins.{one[2]}" if hasattr(builtins, one[2]) else one[2]
+        chain.append(Raised(kind, frames, first_line(one[3])))
+    return tuple(chain)
 
 
 _MAX_CHAIN = 100
@@ -189,10 +180,15 @@ def root_cause(error: BaseException) -> BaseException:
     return error
 
 
+def runtime_message(error: BaseException) -> str:
+    """Return the text of a ``RuntimeError``, which is torch's; empty for any other error."""
+    message = error.args[0] if isinstance(error, RuntimeError) and error.args else None
+    return message if type(message) is str else ""
+
+
 def _timeout(error: BaseException) -> dict[str, Any]:
     """Return what an exception says of a timeout of torch.distributed; nothing of any other."""
-    message = error.args[0] if isinstance(error, RuntimeError) and error.args else None
-    found = hangs.parse_timeout(message) if type(message) is str else None
+    found = hangs.parse_timeout(runtime_message(error))
     if found is None:
         return {}
     attributes: dict[str, Any] = {"timeout": found.kind}
