@@ -232,7 +232,7 @@ def observe(totals: Totals, buckets: int, bounds: tuple[float, ...], total: int,
         least = min(least, value)
         greatest = max(greatest, value)
     # an infinite sum would make the series absent
-    floats[total], floats[total + 1], floats[total + 2] = min(sum_, MAX), least, greatest
+    floats[total], floats[total + 1], floats[total + 2] = min(max(sum_, -MAX), MAX), least, greatest
 
 
 def signed(word: int) -> int:

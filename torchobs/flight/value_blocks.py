@@ -10,7 +10,6 @@ Totals saturate instead of wrapping around, because a reader that sees a counter
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, replace
 from math import inf, isfinite
@@ -21,7 +20,7 @@ from zlib import crc32
 from torchobs.catalog import Kind, Metric
 from torchobs.flight.layout import BLOCK_WORDS, SLOT_HEADER, SLOT_SIZE, Extent, Live, Region
 from torchobs.flight.series import INT_ABSENT, Scope, Series, ValueType, encode
-from torchobs.flight.totals import ABSENT_BITS, MAX, TOP, WORDS, Totals
+from torchobs.flight.totals import ABSENT_BITS, MAX, TOP, WORDS, Totals, observe
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
@@ -144,14 +143,9 @@ def set_value(totals: Totals, word: int, value_type: int, value: float) -> None:
         totals.ints[word] = ABSENT_BITS
 
 
-def observe(totals: Totals, word: int, bounds: tuple[float, ...], value: float) -> None:
+def _observe(totals: Totals, word: int, bounds: tuple[float, ...], value: float) -> None:
     """Add a finite value to a histogram whose first bucket is ``word``."""
-    totals.ints[word + bisect_left(bounds, value)] += 1
-    total = word + len(bounds) + 1
-    floats = totals.floats
-    floats[total] = min(max(floats[total] + value, -MAX), MAX)
-    floats[total + 1] = min(floats[total + 1], value)
-    floats[total + 2] = max(floats[total + 2], value)
+    observe(totals, word, bounds, word + len(bounds) + 1, [value])
 
 
 CORE, LAYERS, USER = "core", "layers", "user"
@@ -196,7 +190,7 @@ class Cell:
     def observe(self, value: float) -> None:
         """Add one value to a histogram; non-finite values are ignored."""
         if isfinite(value):
-            self._block.change(observe, self._word, self._bounds, value)
+            self._block.change(_observe, self._word, self._bounds, value)
 
 
 @dataclass(slots=True)
