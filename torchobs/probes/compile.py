@@ -122,13 +122,17 @@ _INDEX = re.compile(r"mismatch at index (\d+)")
 _NO_TENSOR = re.compile(r"^expected type of '(?P<name>.*)' to be a tensor type")
 _TYPE = re.compile(r"^___check_type_id\((?P<name>.+), \d+\)(?:, type=<class '(?P<type>[^']*)'>)?")
 _OBJECT = re.compile(r"^___check_obj_id\((?P<name>.+), \d+\)")
-_SHAPE = re.compile(r"\.(size|stride|storage_offset|ndim|numel)\b|\bs\d+\b")
-_VALUE = re.compile(r"[=<>]|\bis\b|\bin\b|\bnot\b|\blen\(")
+_KINDS = (
+    ("tensor", re.compile(r"device index|Duplicate tensor|dispatch key")),
+    ("global_state", re.compile(r"mode_stack|global_state")),
+    ("shape", re.compile(r"\.(size|stride|storage_offset|ndim|numel)\b|\bs\d+\b")),
+    ("value", re.compile(r"[=<>]|\bis\b|\bin\b|\bnot\b|\blen\(")),
+)
+"""Of all other guards, by the first that is found"""
 _LITERAL = re.compile(
     r"""(?P<name>\[\s*(?:'[A-Za-z_][\w.]{0,63}'|"[A-Za-z_][\w.]{0,63}"|\d{1,6})\s*\])"""
     r"""|'(?:[^'\\]|\\.)*'?|"(?:[^"\\]|\\.)*"?|(?<![\w.])-?\d[\w.]*(?:(?<=e)-\d+)?"""
 )
-_TENSOR_WORDS = ("device index", "Duplicate tensor", "dispatch key")
 _DATA_DEPENDENT = re.compile(r"generic_jump|data.dependent|dynamic shape|\.item\(|tolist|nonzero|unbacked", re.IGNORECASE)
 _CALL = re.compile(
     r"skip|function call|method call|builtin|call_function|call_method|graph_break\(|disable|Logger", re.IGNORECASE
@@ -146,40 +150,24 @@ class Guard(NamedTuple):
 def read_guard(reason: str) -> Guard:
     """Return the failed guard from ``recompile_reason``."""
     text = _SOURCE.sub("", _COMPILE_ID.sub("", reason).partition("\n")[0]).strip()
-    kind, expression = _read_tensor(text) or _read_identity(text) or (_kind(text), without_values(text))
-    return Guard(kind, _short(expression))
-
-
-def _read_tensor(text: str) -> tuple[str, str] | None:
     if found := _TENSOR.match(text):
         index = _INDEX.search(text)
         kind = "shape" if found["what"] in {"size", "stride", "rank"} else "tensor"
-        return kind, f"{found['name']}: {found['what']}{f' at index {index[1]}' if index else ''}"
-    if found := _NO_TENSOR.match(text):
-        return "type", f"{found['name']} is a tensor"
-    return None
-
-
-def _read_identity(text: str) -> tuple[str, str] | None:
-    if found := _TYPE.match(text):
-        return "type", f"type({without_values(found['name'])}) is {found['type'] or '…'}"
-    if found := _OBJECT.match(text):
-        return "value", f"id({without_values(found['name'])})"
-    if text.startswith("GLOBAL_STATE changed:"):
-        return "global_state", text.partition(":")[2].strip()
-    if text.startswith("BACKEND_MATCH"):
-        return "other", "backend"  # its description holds paths and addresses
-    return None
-
-
-def _kind(text: str) -> str:
-    if any(word in text for word in _TENSOR_WORDS):
-        return "tensor"
-    if "mode_stack" in text or "global_state" in text:
-        return "global_state"
-    if _SHAPE.search(text):
-        return "shape"
-    return "value" if _VALUE.search(text) else "other"
+        expression = f"{found['name']}: {found['what']}{f' at index {index[1]}' if index else ''}"
+    elif found := _NO_TENSOR.match(text):
+        kind, expression = "type", f"{found['name']} is a tensor"
+    elif found := _TYPE.match(text):
+        kind, expression = "type", f"type({without_values(found['name'])}) is {found['type'] or '…'}"
+    elif found := _OBJECT.match(text):
+        kind, expression = "value", f"id({without_values(found['name'])})"
+    elif text.startswith("GLOBAL_STATE changed:"):
+        kind, expression = "global_state", text.partition(":")[2].strip()
+    elif text.startswith("BACKEND_MATCH"):
+        kind, expression = "other", "backend"  # its description holds paths and addresses
+    else:
+        kind = next((name for name, pattern in _KINDS if pattern.search(text)), "other")
+        expression = without_values(text)
+    return Guard(kind, _short(expression))
 
 
 def read_break(reason: str) -> tuple[str, str]:
@@ -394,8 +382,7 @@ class CompileProbe:
         self._records = self._breaks = ListReader(list)
         self._waiting: deque[tuple[Any, int | None]] = deque(maxlen=_MAX_WAITING)
         self._gather_lock = Lock()
-        self._show_lock = Lock()
-        renew_in_child(self, _gather_lock=Lock, _show_lock=Lock)
+        renew_in_child(self, _gather_lock=Lock)
         self._running: list[_Started] = []
         self._owner: dict[str, int] = {}
         self._depth = 0
@@ -417,23 +404,13 @@ class CompileProbe:
         cancel(self._handle)
         if self._patch is not None:
             self._patch.undo()
-        self._show(timeout_s=0.5)
         if self._compile_records is not None:
             self._context.set_gauge(catalog.COMPILE_IN_PROGRESS, nan)
 
     def sample(self) -> None:
         """Publish new compilations; nearly free without any."""
-        if self._started_once:
-            self._show(timeout_s=0.0)
-
-    def _show(self, timeout_s: float) -> None:
-        if self._started_once and self._show_lock.acquire(timeout=timeout_s):
-            try:
-                self._publish()
-            finally:
-                self._show_lock.release()
-
-    def _publish(self) -> None:
+        if not self._started_once:
+            return
         if self._compile_records is None:
             self._compile_records = CompileRecords(self._context, self._lookups, self._before)
         at_work = float(bool(self._running))
