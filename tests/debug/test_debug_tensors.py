@@ -18,6 +18,7 @@ from tests.debug.models import texts
 from tests.training import mlp
 from torchobs import debug
 from torchobs.debug import tensors
+from torchobs.tensors import statistics
 
 
 def nested(layout: torch.layout) -> torch.Tensor:
@@ -124,7 +125,7 @@ def test_statistics_are_torch_s_own_of_the_finite_elements() -> None:
 
 def test_a_large_tensor_is_computed_in_parts_and_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are put together to the same figures; far from 0 the deviation loses no digits; quantiles are of a sample."""
-    monkeypatch.setattr(tensors, "CHUNK", 1000)
+    monkeypatch.setattr(statistics, "CHUNK", 1000)
     monkeypatch.setattr(tensors, "SAMPLE", 3000)
     x = torch.randn(10_500, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 1e6
     x[1507] = nan

@@ -88,7 +88,7 @@ def test_the_operator_that_made_it_is_named(name: str, loss_fn: Any) -> None:
     assert (origin.kind, origin.operator, origin.module) == ("operator", operator, "Net")
     file, _, number = origin.line.rpartition(":")
     assert code in Path(file).read_text().splitlines()[int(number) - 1]
-    assert all(not each.nans and (each.min > -1e9 or name == "masked") for each in origin.inputs)
+    assert all(not each.nan_count and ((each.min or 0.0) > -1e9 or name == "masked") for each in origin.inputs)
 
 
 @dataclass

@@ -328,7 +328,7 @@ def test_an_operation_of_ours_is_in_no_graph_and_no_cache(extreme: Extreme) -> N
 
 def stats(*outputs: torch.Tensor) -> ActivationStats:
     """The statistics of some calls."""
-    rows = [numbers(torch, output) for output in outputs]
+    rows = [numbers(output) for output in outputs]
     return combine([(row.double().tolist(), count) for row, count in rows])
 
 

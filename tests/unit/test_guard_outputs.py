@@ -133,7 +133,7 @@ def test_outputs_are_looked_into(made: Any) -> None:
     """Promise: check_outputs takes what sanitize_outputs takes, names each part, and is never content with no values."""
     report = guard.check_outputs(made(logits=torch.tensor([[nan, 1.0], [2.0, 3.0]])), classes=1)
     assert [(each.kind, each.where) for each in report.problems] == [("nonfinite", "output.logits")]
-    assert (report["output.logits"].nan, report["output.logits"].elements) == (1, 4)
+    assert (report["output.logits"].nan_count, report["output.logits"].numel) == (1, 4)
     with pytest.raises(KeyError, match=r"there is output\.logits"):
         report["output.text"]
     assert not guard.check_outputs([torch.tensor([1j * nan]), torch.eye(2).to_sparse()])

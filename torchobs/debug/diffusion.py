@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchobs.debug.findings import monitors, record_findings, record_series
-from torchobs.debug.tensors import Rows, bytes_of, elements_of, require
+from torchobs.debug.tensors import require
 from torchobs.support.result import Checked, Problem, Result
 from torchobs.taps.patch import Patch
+from torchobs.tensors.statistics import Rows
+from torchobs.tensors.values import bytes_of, elements_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,7 +23,10 @@ from torchobs.support.error_guard import call
 from torchobs.support.process_group import greatest, is_shared
 from torchobs.support.result import Checked, Problem
 from torchobs.taps import taps
+from torchobs.tensors import statistics
 from torchobs.tensors.losses import wide_type
+from torchobs.tensors.statistics import Numbers, Rows, TensorRow
+from torchobs.tensors.values import values_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -60,7 +63,7 @@ class GradientCheck(Checked):
     """Not finite, exploding; vanishing for weights alone: a bias before a normalisation has no gradient by construction"""
     remarks: tuple[str, ...]
     """What is no anomaly by itself: gradients that are exactly zero while a parameter that begins with zeros gets one"""
-    parameters: tuple[tensors.TensorRow, ...]
+    parameters: tuple[TensorRow, ...]
     """The gradient of each parameter that has one; of a sparse one its stored elements"""
 
     def exploding(self, threshold: float = EXPLODING) -> tuple[str, ...]:
@@ -114,7 +117,7 @@ def gradients_of(
     require_positive(vanishing)
     tensors.require_model(model, function)
     tensors.require_scaler(scaler, function)
-    named, taken = list(model.named_parameters()), tensors.Rows()
+    named, taken = list(model.named_parameters()), Rows()
     for name, x in named:
         if x.grad is not None:
             taken.add(name, x.grad)
@@ -129,7 +132,7 @@ def gradients_of(
     first = next((name for name, x in named if name in with_gradient and _is_zero(x, name)), None)
     remark = f"{first} is all zeros and has a gradient: until its first step it may pass none on to {', '.join(zero)}"
     check = GradientCheck(
-        model=type(model).__name__, gradient_norm=tensors.norm_of(rows), loss=None if at_loss is None else read[at_loss][0],
+        model=type(model).__name__, gradient_norm=statistics.norm_of(rows), loss=None if at_loss is None else read[at_loss][0],
         loss_scale=scale, has_nan=any(row.nan_count for row in rows), has_inf=any(row.inf_count for row in rows),
         missing=missing, problems=(), remarks=() if first is None else (remark,), parameters=rows,
     )  # fmt: skip
@@ -137,7 +140,7 @@ def gradients_of(
     return replace(check, problems=record_findings(function, _findings(check, excused, exploding, vanishing)))
 
 
-def _add_scalar(numbers: tensors.Numbers, value: Any, function: str) -> int | None:
+def _add_scalar(numbers: Numbers, value: Any, function: str) -> int | None:
     """Add a number, or a tensor with one element; return its index."""
     if value is None:
         return None
@@ -160,7 +163,7 @@ def scale_in_use(scaler: Any) -> Any:
     return own if all(stage == "READY" for stage in stages) else None
 
 
-def _is_weight(row: tensors.TensorRow) -> bool:
+def _is_weight(row: TensorRow) -> bool:
     """Return True for a parameter of two dimensions or more.
 
     Only of weights a small gradient is an anomaly: that of a bias before a normalisation, or of attention's keys, is zero but
@@ -174,7 +177,7 @@ def _is_zero(parameter: Any, name: str) -> bool:
 
     What is multiplied by it has a gradient of exactly zero before its first step. A bias of zeros has no such effect.
     """
-    values, _ = tensors.values_of(parameter)
+    values, _ = values_of(parameter)
     return "bias" not in name.rpartition(".")[2] and values is not None and not bool(values.any())
 
 

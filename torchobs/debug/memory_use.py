@@ -14,7 +14,7 @@ import torch
 
 from torchobs.debug import operations
 from torchobs.debug.steps import RAISED
-from torchobs.debug.tensors import bytes_of, is_uninitialized, require_model, require_optimizer
+from torchobs.debug.tensors import require_model, require_optimizer
 from torchobs.probes.device_memory import has_statistics
 from torchobs.probes.nonfinite.locate import is_users_file
 from torchobs.support.after_fork import renew_in_child
@@ -23,7 +23,7 @@ from torchobs.tensors.batches import batch_sizes, rebuilt, walk
 from torchobs.tensors.losses import compute_loss
 from torchobs.tensors.references import collections_paused, living, types_of_objects
 from torchobs.tensors.running import beside_grad, running_modules, state_kept
-from torchobs.tensors.values import storages
+from torchobs.tensors.values import bytes_of, is_uninitialized, storages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

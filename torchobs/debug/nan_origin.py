@@ -28,7 +28,8 @@ from torchobs.tensors.batches import walk
 from torchobs.tensors.losses import compute_loss
 from torchobs.tensors.names import clean
 from torchobs.tensors.running import checkpoints_kept, running_modules, state_kept
-from torchobs.tensors.values import Condition, TensorStatistics, bad_elements, condition, statistics
+from torchobs.tensors.statistics import TensorRow, statistics
+from torchobs.tensors.values import COMPRESSED, Condition, bad_elements, condition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -86,7 +87,6 @@ _PARTS = frozenset({
     "lift_fresh",
 })  # fmt: skip
 """Besides ``RESHAPING``, operators that only hand on what they were given"""
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _RUNNING = ("running_mean", "running_var")
 _MOST_INPUTS = 6
 
@@ -101,7 +101,7 @@ class Source(NamedTuple):
     place: Place
     given: Any
     """The tensor that held them before any operator did; ``None`` if the operator made them"""
-    inputs: tuple[TensorStatistics, ...]
+    inputs: tuple[TensorRow, ...]
     elements: tuple[tuple[int, ...], ...]
     """Of the result, if the operator made them"""
     note: str
@@ -181,7 +181,7 @@ class ValueFlow(TorchDispatchMode):
         return known
 
 
-def _described(inputs: list[_Input]) -> tuple[TensorStatistics, ...]:
+def _described(inputs: list[_Input]) -> tuple[TensorRow, ...]:
     found = (statistics(each.name, each.tensor) for each in inputs if not each.is_overwritten)
     return tuple(each for each in found if each is not None)[:_MOST_INPUTS]
 
@@ -218,7 +218,7 @@ def _stored(x: Any) -> Any:
     """Return the tensor whose values are looked at: of a sparse one, that of its stored elements."""
     if x.layout == torch.sparse_coo:
         return x.detach()._values()  # values() takes coalesced ones alone
-    return x.detach().values() if x.layout in _COMPRESSED else x
+    return x.detach().values() if x.layout in COMPRESSED else x
 
 
 def _name(func: Any) -> str:

@@ -21,9 +21,9 @@ import torch
 import torch._dynamo  # torch imports it at a mode's first operator: five seconds and 80 MB of what is measured within
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from torchobs.debug.tensors import own_work
 from torchobs.probes.nonfinite.locate import is_users
 from torchobs.tensors.batches import walk
+from torchobs.tensors.statistics import own_work
 from torchobs.tensors.values import Condition, condition, plain
 
 if TYPE_CHECKING:

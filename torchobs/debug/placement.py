@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchobs.debug.findings import record_findings
-from torchobs.debug.tensors import bytes_of, require, require_optimizer
+from torchobs.debug.tensors import require, require_optimizer
 from torchobs.support.result import Checked, Problem, Result
 from torchobs.support.text import size
 from torchobs.tensors.batches import walk
 from torchobs.tensors.running import state_kept, wants_gradients
+from torchobs.tensors.values import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -20,6 +20,7 @@ from torchobs.support.result import Checked, Problem
 from torchobs.tensors.batches import call, walk
 from torchobs.tensors.losses import compute_loss, parameters_of
 from torchobs.tensors.running import evaluating
+from torchobs.tensors.statistics import Rows, TensorRow, norm_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -147,7 +148,7 @@ class Collector:
     """Starts the statistics of tensors where they are; ``read`` waits for them once."""
 
     def __init__(self) -> None:
-        self._rows, self._groups = tensors.Rows(), list[str]()
+        self._rows, self._groups = Rows(), list[str]()
 
     def add(self, group: str, name: str, values: Any) -> None:
         """Take all tensors of a value: a tensor, or any nesting of tuples, lists, dicts and dataclass-like outputs."""
@@ -155,9 +156,9 @@ class Collector:
             self._rows.add(path, tensor)
             self._groups.append(group)
 
-    def read(self) -> dict[str, tuple[tensors.TensorRow, ...]]:
+    def read(self) -> dict[str, tuple[TensorRow, ...]]:
         """Return the statistics by group, in the order in which they were taken."""
-        found: dict[str, list[tensors.TensorRow]] = {}
+        found: dict[str, list[TensorRow]] = {}
         for group, row in zip(self._groups, self._rows.described(), strict=True):
             found.setdefault(group, []).append(row)
         return {group: tuple(rows) for group, rows in found.items()}
@@ -203,9 +204,9 @@ class ForwardPass(Checked):
     model: str
     time_s: float
     """Seconds; on a CUDA device until it had computed"""
-    inputs: tuple[tensors.TensorRow, ...]
-    outputs: tuple[tensors.TensorRow, ...]
-    activations: tuple[tensors.TensorRow, ...]
+    inputs: tuple[TensorRow, ...]
+    outputs: tuple[TensorRow, ...]
+    activations: tuple[TensorRow, ...]
     memory: MemoryUse
     gpu_memory: MemoryUse | None
     problems: tuple[Problem, ...]
@@ -353,13 +354,13 @@ def optimization_step(optimizer: Any, *, scaler: Any = None) -> OptimizationStep
         else:
             scaler.step(optimizer)
             scaler.update()
-    taken, count = tensors.Rows(), len(parameters)
+    taken, count = Rows(), len(parameters)
     with torch.no_grad():
         changes = [after.detach() - old for after, old in zip(parameters, before, strict=True)]
     for x in (*parameters, *changes, *before):
         taken.add("", x)
     rows = taken.described()
-    norm, update, old = (tensors.norm_of(rows[count * i : count * (i + 1)]) for i in range(3))
+    norm, update, old = (norm_of(rows[count * i : count * (i + 1)]) for i in range(3))
     odd = [(what, value) for what, value in (("parameters", norm), ("update", update)) if not isfinite(value or 0.0)]
     texts = [f"the norm of the {what} is {value} after the step" for what, value in odd]
     kind, name = "nonfinite_parameter", type(optimizer).__name__

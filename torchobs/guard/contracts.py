@@ -19,6 +19,7 @@ from torchobs import catalog
 from torchobs.guard.records import Category, Severity, count, record_event
 from torchobs.support.arguments import is_number
 from torchobs.support.result import Checked, Problem
+from torchobs.tensors.values import dense, is_without_data, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +48,20 @@ class _Values:
     """The values of a tensor, and what is wrong with them by a contract."""
 
     def __init__(self, contract: Contract, x: torch.Tensor, name: str) -> None:
-        self._contract, self._name, self._shape = contract, name, shape_of(x)
-        self._values = self._dense_values(x)
+        self._contract, self._name, self._shape = contract, name, _shape(x)
+        self._values = self._wanted_values(x)
 
-    def _dense_values(self, x: torch.Tensor) -> torch.Tensor:
+    def _wanted_values(self, x: torch.Tensor) -> torch.Tensor:
         """Return the values to look at as a dense tensor of ordered numbers; an empty one if there is nothing to look at."""
         contract = self._contract
         ordered = contract.min is not None or contract.max is not None
         floating = x.dtype.is_floating_point or x.dtype.is_complex
         wanted = ordered or contract.max_norm is not None or (contract.finite and floating)
-        if not wanted or x.device.type == "meta" or type(x).__name__ == "FakeTensor":
+        if not wanted or is_without_data(x):
             return torch.empty(0, device="cpu")
         if ordered and x.dtype.is_complex:
             raise ValueError(f"{self._name} is complex, and complex numbers are in no order: use max_norm")
-        return dense_values(x.detach())
+        return ordered_values(x.detach())
 
     def violations(self) -> list[Violation]:
         """Return what is wrong, by the least value, the largest and the norm; where, is looked for only if something is."""
@@ -127,18 +128,11 @@ def norm_of(values: torch.Tensor) -> torch.Tensor:
     return norm
 
 
-def dense_values(x: torch.Tensor) -> torch.Tensor:
+def ordered_values(x: torch.Tensor) -> torch.Tensor:
     """Return the values that torch.aminmax takes of any tensor: of a sparse one without zeros, of a complex one pairs."""
-    if hasattr(x, "to_local"):  # a DTensor: each rank checks its part
-        x = x.to_local()
-    if x.is_nested or x.layout in {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}:
-        x = x.values().clone() if x.is_complex() else x.values()  # torch has no real view of a view of such a tensor
-    elif x.is_sparse:
-        x = x.coalesce().values()
-    if x.is_quantized:
-        x = x.dequantize()
+    x, _ = dense(x)
     if x.is_complex():
-        return torch.view_as_real(x.resolve_conj())
+        return torch.view_as_real(x.resolve_conj().clone())  # torch has no real view of a view of compressed values
     if x.dtype is torch.bool:
         return x.to(torch.uint8)
     if not x.dtype.is_signed and x.dtype.itemsize > 1:  # uint16 to uint64, of which torch knows no extremes
@@ -146,17 +140,9 @@ def dense_values(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
 
 
-def shape_of(x: torch.Tensor) -> tuple[Any, ...]:
-    """Return the shape; ``*`` for a dimension of unequal lengths of a nested tensor, of which torch has none."""
-    if not (x.is_nested and x.layout is torch.strided):
-        return tuple(x.shape)
-    sizes: list[Any] = []
-    for dimension in range(x.dim()):
-        try:
-            sizes.append(x.size(dimension))
-        except RuntimeError:
-            sizes.append("*")
-    return tuple(sizes)
+def _shape(x: Any) -> tuple[Any, ...]:
+    """Return the shape; of a jagged tensor with torch's own sizes, which differ between tensors of other lengths."""
+    return shape_of(x) if x.is_nested and x.layout is torch.strided else tuple(x.shape)
 
 
 _NAME = re.compile(r"\*?[A-Za-z_]\w*", re.ASCII)
@@ -308,8 +294,8 @@ class Contract:
         if not isinstance(x, torch.Tensor):
             return [_violation("type", name, "a tensor", type(x).__name__)]
         found = []
-        if self._pattern is not None and (why := self._pattern.mismatch(shape_of(x), sizes)) is not None:
-            found.append(_violation("shape", name, repr(self._pattern.text), f"{shape_of(x)}, {why}"))
+        if self._pattern is not None and (why := self._pattern.mismatch(_shape(x), sizes)) is not None:
+            found.append(_violation("shape", name, repr(self._pattern.text), f"{_shape(x)}, {why}"))
         if self.dtype is not None and not any(_is_dtype(x.dtype, kind) for kind in _several(self.dtype)):
             found.append(_violation("dtype", name, " or ".join(map(_dtype_name, _several(self.dtype))), _dtype_name(x.dtype)))
         if self._device is not None and not (

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torchobs import catalog
-from torchobs.guard.contracts import dense_values
+from torchobs.guard.contracts import ordered_values
 from torchobs.guard.records import Category, Severity, count, record_event
 from torchobs.support.result import Checked, Problem
 
@@ -163,7 +163,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the values to look at, in float32 or float64; None of integers, of nothing, and where there are none."""
     if tensor.device.type == "meta" or not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized):
         return None
-    values = dense_values(tensor)
+    values = ordered_values(tensor)
     if not values.numel():
         return None
     return values if values.dtype == torch.float64 else values.float()

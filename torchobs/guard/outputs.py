@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import torch
 
 from torchobs import catalog
-from torchobs.guard.contracts import Contract, dense_values, rounded
+from torchobs.guard.contracts import Contract, ordered_values, rounded
 from torchobs.guard.records import Category, Severity, category_of, count, is_transient, record_event, recovered
 from torchobs.guard.recovery import free_memory
 from torchobs.support.arguments import is_number, is_whole
@@ -19,6 +19,7 @@ from torchobs.support.result import Checked, Problem, Result, row_of
 from torchobs.tensors.batches import SEQUENCES, call, parts_of, walk, with_parts
 from torchobs.tensors.losses import check_trained
 from torchobs.tensors.running import evaluating
+from torchobs.tensors.statistics import Moments, moments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,9 +49,9 @@ class OutputTensor(Result):
     """Numbers of one tensor of the outputs."""
 
     name: str
-    elements: int
-    nan: int
-    inf: int
+    numel: int
+    nan_count: int
+    inf_count: int
     entropy: float | None
     """mean entropy of the predicted classes as a share of the largest possible one; None without ``classes``"""
     spread: float | None
@@ -149,18 +150,20 @@ def check_outputs(
 
 
 def _measured(name: str, x: torch.Tensor, classes: int | None) -> OutputTensor:
-    values = dense_values(x.detach())
+    values = ordered_values(x.detach())
     values = values if values.dtype == torch.float64 else values.float()
-    nans, wrong = int(torch.isnan(values).sum()), int((~torch.isfinite(values)).sum())
+    found = Moments(*moments(values.reshape(-1)).tolist())
     entropy = spread = None
-    if not wrong and values.shape == x.shape and values.numel():  # else it is sparse, nested, complex or a rank's part
+    if (
+        found.finite == values.numel() and values.shape == x.shape and values.numel()
+    ):  # else it is sparse, nested, complex or a rank's part
         entropy, spread = _entropy(values, classes), _spread(values)
-    return OutputTensor(name, values.numel(), nans, wrong - nans, entropy, spread)
+    return OutputTensor(name, values.numel(), int(found.nan), int(found.infinite), entropy, spread)
 
 
 def _problems(row: OutputTensor, dtype: torch.dtype) -> Iterator[Problem]:
-    if wrong := row.nan + row.inf:
-        yield Problem("nonfinite", row.name, f"{wrong:,} of {row.elements:,} values are not finite")
+    if wrong := row.nan_count + row.inf_count:
+        yield Problem("nonfinite", row.name, f"{wrong:,} of {row.numel:,} values are not finite")
     if row.entropy is not None and row.entropy >= UNIFORM_ENTROPY:
         text = f"predictions prefer no class: their mean entropy is {row.entropy:.2%} of the largest"
         yield Problem("uniform", row.name, text)
@@ -171,7 +174,7 @@ def _problems(row: OutputTensor, dtype: torch.dtype) -> Iterator[Problem]:
 def _sanitized(x: torch.Tensor, name: str, policy: Policy, limits: tuple[float | None, float | None, float]) -> torch.Tensor:
     if not (x.dtype.is_floating_point or x.dtype.is_complex) or x.device.type == "meta" or not x.numel():
         return x
-    values = dense_values(x.detach())
+    values = ordered_values(x.detach())
     if not values.numel():
         return x
     dtype = x.dtype if x.dtype.itemsize == 1 else values.dtype

@@ -292,13 +292,13 @@ class ActivationProbe:
         if self._modes() or self._transformed() or jit.is_tracing():
             return
         begun_ns = monotonic_ns()
-        tensor = first_tensor(output, torch.Tensor)
+        tensor = first_tensor(output)
         if tensor is None or not tensor.numel() or tensor.layout is not torch.strided or not context.device.cuda.holds(tensor):
             return
         if tensor.device.type not in {"cpu", "cuda"} or (tensor.is_cuda and context.device.cuda.capturing()):
             return
         with torch.no_grad():
-            row, count = numbers(torch, tensor)
+            row, count = numbers(tensor)
             units = slot.units.add(tensor, context.recorder.step) if slot.units is not None else None
             if units is not None:
                 row = torch.cat([row, units[0].to(row.dtype)])

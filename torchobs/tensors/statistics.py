@@ -1,18 +1,207 @@
-"""Statistics of one output: computed where the tensor is, and completed from a few numbers once these have arrived.
+"""Statistics of a tensor, computed where it is, and completed from a few numbers once these have arrived.
 
-Elements that are not finite count as zero in the sums, and are taken out of them afterwards, so that one NaN does not hide the
-others. Of an output of more than ``MOST_ELEMENTS`` the first part is looked at: the first samples of the batch, then the first
-places of a sequence. The share of zeros among 262,144 elements is known to within 0.1 % (its standard error is at most
-``1 / (2 * sqrt(n))``), and no temporary memory is larger than 1 MiB.
+A :class:`TensorRow` is exact, and for a person who waits: mean, deviation and extremes of the finite elements, so that one NaN
+does not hide the others, the norm of all, in float64. The deviation is the sample's (n - 1), as ``torch.std``'s.
+
+:class:`ActivationStats` are for the outputs of all layers in a training that goes on. Elements that are not finite count as
+zero in the sums, and are taken out of them afterwards. Of an output of more than ``MOST_ELEMENTS`` the first part is looked at:
+the first samples of the batch, then the first places of a sequence. The share of zeros among 262,144 elements is known to
+within 0.1 % (its standard error is at most ``1 / (2 * sqrt(n))``), and no temporary memory is larger than 1 MiB.
 """
 
 from __future__ import annotations
 
-from math import sqrt
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from math import hypot, inf, isnan, nan, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+from torchobs.support.result import Result
+from torchobs.tensors.losses import wide_type
+from torchobs.tensors.values import elements_of, name_of, plain, shape_of, values_of
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+
+CHUNK = 1 << 22
+"""Elements that are converted at once: 32 MiB as float64"""
+
+
+class _OwnWork(threading.local):
+    """Whether this thread computes statistics, whose NaN and infinities are none of the program's."""
+
+    on = False
+
+
+own_work = _OwnWork()
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """Mark what this thread computes in the block as own work; without gradients."""
+    before, own_work.on = own_work.on, True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        own_work.on = before
+
+
+class Moments(NamedTuple):
+    """What :func:`moments` computes, read."""
+
+    finite: float
+    nan: float
+    infinite: float
+    zeros: float
+    mean: float
+    squares: float
+    """Sum of squared deviations from the mean"""
+    min: float
+    max: float
+    norm_squared: float
+
+    @property
+    def norm(self) -> float:
+        """The L2 norm of all elements: NaN or infinite if one of them is."""
+        return nan if self.nan else inf if self.infinite else sqrt(self.norm_squared)
+
+    def described(self, scale: float = 1.0) -> dict[str, Any]:
+        """Return what results have of it, by the names of their fields; values are divided by ``scale``."""
+        values = {"mean": self.mean, "min": self.min, "max": self.max} if self.finite else {}
+        if self.finite > 1:
+            values["std"] = sqrt(self.squares / (self.finite - 1))
+        counts = {"zero_count": self.zeros, "nan_count": self.nan, "inf_count": self.infinite}
+        absent = dict.fromkeys(("mean", "std", "min", "max"))
+        scaled = {name: value / scale for name, value in (values | {"norm": self.norm}).items()}
+        return absent | scaled | {name: int(n) for name, n in counts.items()}
+
+
+NOTHING = Moments(0, 0, 0, 0, nan, 0, nan, nan, 0)
+"""Moments of no elements"""
+
+
+def moments(x: Any) -> Any:
+    """Return the :class:`Moments` of a strided tensor as a one-dimensional tensor on its device."""
+    if not x.numel():
+        return filled(NOTHING, x.device)
+    parts, number = x.reshape(-1).split(CHUNK), wide_type(x.device)
+    rows = torch.stack([_sums(part.to(number)) for part in parts])
+    count, is_nan, infinite, zeros, total, norm = rows[:, :6].sum(0)
+    mean = total / count  # NaN without a finite element
+    odd = ((part.to(number) - mean).nan_to_num_(0.0, 0.0, 0.0) for part in parts)
+    squares = sum((part.square_().sum() for part in odd), torch.zeros_like(count))
+    least, greatest = (torch.where(count > 0, value, nan) for value in (rows[:, 6].min(), rows[:, 7].max()))
+    return torch.stack([count, is_nan, infinite, zeros, mean, squares, least, greatest, norm])
+
+
+def _sums(x: Any) -> Any:
+    is_finite, is_nan = x.isfinite(), x.isnan()
+    count, nans = is_finite.sum(), is_nan.sum()
+    counts = count, nans, x.numel() - count - nans, (x == 0).sum()
+    finite = x.nan_to_num(0.0, 0.0, 0.0)
+    extremes = torch.where(is_finite, x, inf).min(), torch.where(is_finite, x, -inf).max()
+    return torch.stack([*(each.to(x.dtype) for each in counts), finite.sum(), finite.square().sum(), *extremes])
+
+
+def filled(numbers: Iterable[float], device: Any) -> Any:
+    """Return numbers on a device, filled in there: a copy from the host would wait."""
+    return torch.stack([torch.full((), number, dtype=wide_type(device), device=device) for number in numbers])
+
+
+class Numbers:
+    """One-dimensional tensors on any devices, to be read together as lists of floats."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Any, list[tuple[int, Any]]] = {}
+        self._count = 0
+
+    def add(self, numbers: Any) -> int:
+        """Add a one-dimensional float tensor; return its index in what is read."""
+        index, self._count = self._count, self._count + 1
+        self._parts.setdefault(numbers.device, []).append((index, numbers))
+        return index
+
+    def read(self) -> list[list[float]]:
+        """Return the numbers, after one copy for each device."""
+        found: list[list[float]] = [[] for _ in range(self._count)]
+        for parts in self._parts.values():
+            numbers = iter(torch.cat([tensor for _, tensor in parts]).tolist())
+            for index, tensor in parts:
+                found[index] = list(islice(numbers, tensor.numel()))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow(Result):
+    """One parameter, gradient, input, output or activation. Statistics are of the finite elements, the norm of all.
+
+    ``None`` where there is no such element.
+    """
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    device: str
+    numel: int
+    mean: float | None
+    std: float | None
+    min: float | None
+    max: float | None
+    norm: float | None
+    zero_count: int
+    nan_count: int
+    inf_count: int
+
+    @property
+    def defect(self) -> str:
+        """What is not finite in it, in words, or nothing."""
+        counts = " and ".join(f"{n} {kind}" for n, kind in ((self.nan_count, "NaN"), (self.inf_count, "Inf")) if n)
+        return f"{counts} of {self.numel} elements" if counts else ""
+
+
+class Rows:
+    """Tensors that are described together: computed where they are, read by one copy from each device."""
+
+    def __init__(self) -> None:
+        self.numbers = Numbers()
+        self._taken: list[tuple[dict[str, Any], int | None]] = []
+
+    def add(self, name: str, x: Any, values: Any = None) -> tuple[Any, str]:
+        """Start to describe a tensor; return what :func:`values_of` does. ``values``: what to look at, if that is known."""
+        about = {"shape": shape_of(x), "dtype": name_of(x.dtype), "device": str(x.device), "numel": elements_of(x)}
+        with computing():
+            values, kind = values_of(x) if values is None else (values, "elements")
+            self._taken.append(({"name": name} | about, None if values is None else self.numbers.add(moments(values))))
+        return values, kind
+
+    def described(self, read: list[list[float]] | None = None, scale: float = 1.0) -> tuple[TensorRow, ...]:
+        """Return a row for each, divided by ``scale``, by what was read of ``numbers``; without it, read them."""
+        read = self.numbers.read() if read is None else read
+        nothing = NOTHING.described() | {"norm": None}
+        numbers = [nothing if index is None else Moments(*read[index]).described(scale) for _, index in self._taken]
+        return tuple(TensorRow(**about, **each) for (about, _), each in zip(self._taken, numbers, strict=True))
+
+
+def norm_of(rows: Iterable[TensorRow]) -> float | None:
+    """Return the L2 norm of all elements together; ``None`` if no tensor has numbers."""
+    norms = [row.norm for row in rows if row.norm is not None]
+    return (nan if any(map(isnan, norms)) else hypot(*norms)) if norms else None
+
+
+def statistics(name: str, x: Any) -> TensorRow | None:
+    """Return the row of one tensor of floating-point or complex numbers that :func:`plain` reads; ``None`` for any other."""
+    if (values := plain(x)) is None:
+        return None
+    rows = Rows()
+    with torch._C.DisableTorchFunctionSubclass():
+        rows.add(name, x, values)
+    return rows.described()[0]
+
 
 MOST_ELEMENTS = 1 << 18
 NUMBERS = 6
@@ -35,14 +224,14 @@ class ActivationStats(NamedTuple):
     """Number of elements looked at"""
 
 
-def first_tensor(output: Any, tensor: type, depth: int = _DEPTH) -> Any:
+def first_tensor(output: Any, depth: int = _DEPTH) -> Any:
     """Return the first plain floating-point tensor of an output; ``None`` if it has none.
 
     ``output``: a tensor, or a nesting of tuples, lists, dicts and dataclasses (which ``transformers`` returns). Subclasses of
     ``torch.Tensor`` are not looked at: an operation on a sharded one may have to communicate.
     """
     kind = type(output)
-    if kind is tensor:
+    if kind is torch.Tensor:
         return output if output.is_floating_point() else None
     if not depth:
         return None
@@ -53,11 +242,11 @@ def first_tensor(output: Any, tensor: type, depth: int = _DEPTH) -> Any:
         parts = list(output.values())[:_MOST_PARTS]
     elif hasattr(kind, "__dataclass_fields__"):
         parts = [vars(output).get(name) for name in list(kind.__dataclass_fields__)[:_MOST_PARTS]]
-    found = (first_tensor(part, tensor, depth - 1) for part in parts)
+    found = (first_tensor(part, depth - 1) for part in parts)
     return next((one for one in found if one is not None), None)
 
 
-def numbers(torch: Any, output: Any) -> tuple[Any, int]:
+def numbers(output: Any) -> tuple[Any, int]:
     """Return a vector of ``NUMBERS`` numbers, where the output is, and how many elements were looked at.
 
     ``output``: a strided tensor of at least one element. To be called without grad.

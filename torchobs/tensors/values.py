@@ -1,40 +1,23 @@
-"""Examine a tensor: is it finite, where is it not, and its statistics; the memory and samples of it.
+"""The numbers in any kind of tensor: finite or not, and where; their shape, memory and samples.
 
 No gradient, no collective, and nothing is kept.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
-from math import gcd, inf, isfinite
+from math import gcd, inf, isfinite, nan, prod
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from torchobs.support.result import Result
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 
 MOST_ELEMENTS = 3
-_NAN = float("nan")
-
-
-@dataclass(frozen=True, slots=True)
-class TensorStatistics(Result):
-    """Statistics of one tensor. ``min``, ``max`` and ``mean`` are of the finite elements; NaN if there are none."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    nans: int
-    infinities: int
-    zeros: int
-    min: float
-    max: float
-    mean: float
+COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+"""Layouts that have an index of rows or columns"""
 
 
 def plain(tensor: Any) -> torch.Tensor | None:
@@ -113,29 +96,101 @@ def bad_elements(tensor: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(index[: tensor.dim()]) for index in found)
 
 
-def statistics(name: str, tensor: Any) -> TensorStatistics | None:
-    """Return the statistics of a tensor of floating-point or complex numbers; ``None`` for any other."""
-    values = plain(tensor)
-    if values is None:
-        return None
-    finite = values[torch.isfinite(values)]
-    nans, some = int(values.isnan().sum()), bool(finite.numel())
-    return TensorStatistics(
-        name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."), nans=nans,
-        infinities=int(values.numel() - finite.numel()) - nans, zeros=int((finite == 0).sum()),
-        min=float(finite.min()) if some else _NAN, max=float(finite.max()) if some else _NAN,
-        mean=float(finite.double().mean()) if some else _NAN,
-    )  # fmt: skip
+def values_of(x: Any) -> tuple[Any, str]:
+    """Return the numbers of a tensor as a strided, real one on the same device, and what they are. Call it under ``no_grad``.
+
+    Where there are none it is ``None``, and why. An uncoalesced sparse tensor is coalesced, and a strided nested one is put
+    together, which on a device waits for it; nothing else does. Of a DTensor it is the local shard, without a collective.
+    """
+    if is_without_data(x):
+        return None, "no data"
+    try:
+        values, kind = dense(x.detach())
+        if values.is_complex():
+            values = values.to(torch.complex64) if values.dtype is torch.complex32 else values
+            values, kind = values.abs().masked_fill_(values.isnan(), nan), f"magnitudes of {kind}"  # that of inf + nan j is inf
+        values.reshape(-1)[:1].float()  # packed types have no conversion
+    except (NotImplementedError, TypeError):  # by a TypeError a class of tensors says that it does not know the operator
+        return None, f"unreadable: torch converts no {name_of(x.dtype)} of this layout"
+    return values, kind
+
+
+def dense(x: Any) -> tuple[Any, str]:
+    """Return the elements of any kind of tensor that has data as a strided one, and what they are."""
+    if hasattr(x, "placements") and hasattr(x, "device_mesh"):
+        values, kind = dense(x.to_local())
+        return values, f"{kind} of the local shard"
+    if x.is_nested:
+        parts = [x.values()] if x.layout is torch.jagged else x.unbind()
+        return torch.cat([part.reshape(-1) for part in parts]) if len(parts) else x.new_empty(0), "elements"
+    if x.layout is torch.sparse_coo:
+        return x.coalesce().values(), "stored elements"
+    if x.layout in COMPRESSED:
+        return x.values(), "stored elements"
+    if x.layout is not torch.strided:
+        return x.to_dense(), "elements"
+    is_quantised = x.is_quantized or type(x).dequantize is not torch.Tensor.dequantize  # or by a class of its own: torchao's
+    return (x.dequantize(), "dequantised elements") if is_quantised else (x, "elements")
+
+
+def is_uninitialized(x: Any) -> bool:
+    """Return True for a parameter of a lazy module that has no shape yet."""
+    lazy: Any = torch.nn.parameter
+    return isinstance(x, lazy.UninitializedTensorMixin)
+
+
+def is_without_data(x: Any) -> bool:
+    """Return whether a tensor has no elements to look at: of a lazy module, meta, fake, or of a transformation."""
+    if is_uninitialized(x) or x.device.type == "meta":
+        return True
+    return type(x).__name__ == "FakeTensor" or torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def shape_of(x: Any) -> tuple[int | str, ...]:
+    """Return the shape; a dimension of unequal lengths (nested) is ``"*"``, an uninitialised parameter has none."""
+    if is_uninitialized(x):
+        return ()
+    return tuple(_length(x, dimension) for dimension in range(x.dim())) if x.is_nested else tuple(map(int, x.shape))
+
+
+def _length(x: Any, dimension: int) -> int | str:
+    try:
+        size = x.size(dimension)
+    except RuntimeError:
+        return "*"
+    return size if type(size) is int else "*"
+
+
+def elements_of(x: Any) -> int:
+    """Return the number of elements, implicit zeros of a sparse tensor included."""
+    if is_uninitialized(x):
+        return 0
+    return int(x.numel()) if x.is_nested else prod(map(int, x.shape))
+
+
+def bytes_of(x: Any) -> int:
+    """Return the bytes that hold the tensor's elements (of a sparse one with its indices, of a DTensor the local shard)."""
+    if is_without_data(x):
+        return 0
+    if hasattr(x, "placements") and hasattr(x, "device_mesh"):
+        return bytes_of(x.to_local())
+    if hasattr(type(x), "__tensor_flatten__") and not x.is_nested:  # made of others: quantised values and their scales
+        return sum(bytes_of(getattr(x, name)) for name in x.__tensor_flatten__()[0])
+    return sum(int(part.numel() * part.element_size()) for part in stored(x))
+
+
+def name_of(attribute: Any) -> str:
+    """Return a type or a layout as people write it."""
+    return str(attribute).removeprefix("torch.")
 
 
 def stored(x: Any) -> tuple[Any, ...]:
     """Return the tensors that a sparse one is made of, indices and values, or the tensor."""
     if x.layout is torch.sparse_coo:
         return x._indices(), x._values()  # the public ones coalesce
-    if x.layout in {torch.sparse_csr, torch.sparse_bsr}:
-        return x.crow_indices(), x.col_indices(), x.values()
-    if x.layout in {torch.sparse_csc, torch.sparse_bsc}:
-        return x.ccol_indices(), x.row_indices(), x.values()
+    if x.layout in COMPRESSED:
+        by_row = x.layout in {torch.sparse_csr, torch.sparse_bsr}
+        return (x.crow_indices(), x.col_indices(), x.values()) if by_row else (x.ccol_indices(), x.row_indices(), x.values())
     return (x,)
 
 

@@ -20,15 +20,8 @@ from torchobs.support.process_group import rank_and_size
 from torchobs.support.result import Result
 from torchobs.tensors.graph import OPAQUE, GraphNode, read_graph
 from torchobs.tensors.names import roots
-from torchobs.tensors.values import (
-    Condition,
-    TensorStatistics,
-    bad_elements,
-    condition,
-    explains,
-    is_finite,
-    statistics,
-)
+from torchobs.tensors.statistics import TensorRow, statistics
+from torchobs.tensors.values import Condition, bad_elements, condition, explains, is_finite
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -74,7 +67,7 @@ class NonfiniteOrigin(Result):
     """``file:line`` of the user's code"""
     parameter: str
     """Name of the parameter or buffer, or of the variable that holds the input"""
-    inputs: tuple[TensorStatistics, ...]
+    inputs: tuple[TensorRow, ...]
     """Statistics of the operator's inputs, of those that are known"""
     elements: tuple[tuple[int, ...], ...]
     """Indices of the first non-finite elements of the input, parameter or result"""
@@ -100,10 +93,14 @@ def attributes_of(origin: NonfiniteOrigin) -> dict[str, Any]:
     if origin.elements:
         found["element"] = list(origin.elements[0])
     inputs = [
-        f"{each.name} {list(each.shape)} {each.dtype}: {each.min:.4g} to {each.max:.4g}, {each.nans} NaN,"
-        f" {each.infinities} inf, {each.zeros} zeros" for each in origin.inputs
+        f"{each.name} {list(each.shape)} {each.dtype}: {_range(each)}, {each.nan_count} NaN,"
+        f" {each.inf_count} inf, {each.zero_count} zeros" for each in origin.inputs
     ]  # fmt: skip
     return found | ({"inputs": inputs} if inputs else {})
+
+
+def _range(row: TensorRow) -> str:
+    return "nothing finite" if row.min is None or row.max is None else f"{row.min:.4g} to {row.max:.4g}"
 
 
 def from_overflow(bad: Sequence[Any], models: Iterable[Any], step: int) -> NonfiniteOrigin:
@@ -223,7 +220,7 @@ class GraphTracer:
         return self._made("backward", node, self.locator.place(node), _described(node.kept), note)
 
     def _made(
-        self, kind: OriginKind, node: GraphNode, place: Place, inputs: tuple[TensorStatistics, ...], note: str
+        self, kind: OriginKind, node: GraphNode, place: Place, inputs: tuple[TensorRow, ...], note: str
     ) -> NonfiniteOrigin:
         result = next((v for name, v in node.kept.items() if name.startswith(("result", "output")) and v is not None), None)
         elements = bad_elements(result) if result is not None else ()
@@ -231,7 +228,7 @@ class GraphTracer:
             kind, node.operator, place.module, place.kind, place.line, "", inputs, elements, None, self._step, note
         )
 
-    def _through_python(self, birth: Birth, place: Place, inputs: tuple[TensorStatistics, ...]) -> NonfiniteOrigin:
+    def _through_python(self, birth: Birth, place: Place, inputs: tuple[TensorRow, ...]) -> NonfiniteOrigin:
         """Return the origin for values that came out of a function written in Python, of whose inputs some have no gradient.
 
         A variable with bad values in the same samples was one of these; else it is not known what the function was given.
@@ -255,7 +252,7 @@ class GraphTracer:
                 yield from _tensors(name, value)
 
     def _operand(
-        self, tensor: Any, node: GraphNode, place: Place, inputs: tuple[TensorStatistics, ...], *, is_leaf: bool
+        self, tensor: Any, node: GraphNode, place: Place, inputs: tuple[TensorRow, ...], *, is_leaf: bool
     ) -> NonfiniteOrigin:
         """Return the origin for a tensor that was not finite before the first operator used it."""
         if tensor is None:
@@ -264,7 +261,7 @@ class GraphTracer:
         return found or self._made("operator", node, place, inputs, "an operand is a constant that is not finite")
 
     def held(
-        self, tensor: Any, operator: str, place: Place, inputs: tuple[TensorStatistics, ...], *, is_leaf: bool
+        self, tensor: Any, operator: str, place: Place, inputs: tuple[TensorRow, ...], *, is_leaf: bool
     ) -> NonfiniteOrigin | None:
         """Return the origin for a tensor that held the values before this operator; ``None`` for a number in the code."""
         name = self.names.of(tensor)
@@ -292,7 +289,7 @@ def has_other_ranks() -> bool:
     return group is not None and group[1] > 1
 
 
-def _described(operands: dict[str, Any]) -> tuple[TensorStatistics, ...]:
+def _described(operands: dict[str, Any]) -> tuple[TensorRow, ...]:
     described = [statistics(name, value) for name, value in operands.items() if value is not None]
     return tuple(each for each in described if each is not None)[:_MOST_INPUTS]
 
