@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from threading import RLock, get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -17,7 +17,7 @@ from torchobs.debug.findings import TrainingSummary, logger, record_finding, rec
 from torchobs.debug.gradients import before_steps, scale_in_use
 from torchobs.debug.placement import check_devices
 from torchobs.debug.profiles import Recorder
-from torchobs.debug.steps import Collector, StepCheck, activations, monitor_step
+from torchobs.debug.steps import StepCheck, monitor_step
 from torchobs.debug.stopping import early_stopping
 from torchobs.debug.tensors import require
 from torchobs.flight.totals import Word
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torchobs.debug.operations import Anomaly
     from torchobs.debug.operator_watch import Birth
     from torchobs.probes.context import ProbeContext
+    from torchobs.tensors.statistics import ActivationStats
 
 MOST_TRACES = 8
 """Trace files that one ``enable`` writes"""
@@ -70,8 +71,7 @@ class Options(NamedTuple):
 class SwitchProbe:
     """A switch that is on: a function of a :class:`Look`, which returns what it sees, or nothing to be called at the next step.
 
-    A class of its own has some of these methods: ``install()`` begins, ``remove()`` puts everything back, ``take_loss(loss)``:
-    a backward pass begins. An exception turns the switch off.
+    Some have a class of their own, where a switch is more than a look. An exception turns the switch off.
     """
 
     last = ""
@@ -80,13 +80,18 @@ class SwitchProbe:
     def __init__(self, name: str, every: int, options: Options, context: ProbeContext, see: Callable[[Look], str]) -> None:
         """``every``: steps between two looks; 0 if it looks at no step."""
         self.every, self.options, self.context, self._see = every, options, context, see
+        self.on, self.failed = True, False
         self.looks, self.looked_at, self.due = 0, -1, context.recorder.step
         self.breaker = context.breakers[f"debug.{name}"] = CircuitBreaker(f"debug.{name}")
 
-    def run(self, method: str, *args: Any) -> None:
-        """Call one of the methods, where its class has it."""
-        if (function := getattr(self, method, None)) is not None:
-            call(self.breaker, function, *args)
+    def install(self) -> None:
+        """Begin."""
+
+    def remove(self) -> None:
+        """Put everything back."""
+
+    def take_loss(self, loss: Any) -> None:
+        """Take the loss of a backward pass that begins."""
 
     def before_step(self, step: int, look: Look) -> None:
         """Look if it is time to: at every optimizer of a step."""
@@ -97,6 +102,21 @@ class SwitchProbe:
         """Note what was seen at this step."""
         self.looks += step != self.looked_at
         self.last, self.looked_at, self.due = text, step, step + self.every
+
+    def stop_for_threads(self) -> None:
+        """An optimizer steps in another thread."""
+
+    def stop(self) -> None:
+        """Put back what it has changed, also if it has failed."""
+        self.failed, self.on = self.breaker.is_open, False
+        self.breaker.is_open = False
+        call(self.breaker, self.remove)
+
+    def row(self, name: str) -> Switch:
+        """Return what is known of it."""
+        failed = self.failed or (self.on and self.breaker.is_open)
+        error = "failed, see the log" if failed else None
+        return Switch(name, self.on and error is None, self.every, self.looks, self.last, error)
 
 
 class AnomalyMode(SwitchProbe):
@@ -129,43 +149,39 @@ class StepProfile(SwitchProbe):
 
     writes = False
     _ended_at: ClassVar[int] = -1
-    _several_train: ClassVar[bool] = False
-    _running: ClassVar[StepProfile | None] = None
+    several_train: ClassVar[bool] = False
     _recorder: Recorder | None = None
 
     def before_step(self, step: int, look: Look) -> None:
         recorder = self._recorder
         if recorder is not None and step > self.looked_at:
-            self._recorder, StepProfile._running, StepProfile._ended_at = None, None, step
+            self._recorder, StepProfile._ended_at = None, step
             recorder.finish(1)
             result = recorder.result
             self.last = "; ".join(map(str, result.problems)) or f"{result.time_s:.3g} s, top operator {result.top_operator}"
             self.last += f", trace in {result.tensorboard}" * bool(result.tensorboard)
-        elif self._running is None and step >= self.due and step != self._ended_at and not self._several_train:
-            self._begin(step)
-
-    def _begin(self, step: int) -> None:
-        directory = self.options.trace_dir if self.writes and self.looks < MOST_TRACES else None
-        recorder = Recorder("step", tensorboard=directory, light=True)
-        try:
-            recorder.prepare()
-        except ProfilerBusyError as problem:
-            self.last = f"no profile: {problem}"
-            return
-        recorder.record()
-        self._recorder, StepProfile._running = recorder, self
-        self.note(step, self.last)
+        elif recorder is None and step >= self.due and step != self._ended_at and not self.several_train:
+            directory = self.options.trace_dir if self.writes and self.looks < MOST_TRACES else None
+            recorder = Recorder("step", tensorboard=directory, light=True)
+            try:
+                recorder.prepare()
+            except ProfilerBusyError as problem:
+                self.last = self.last or f"no profile: {problem}"
+                return
+            recorder.record()
+            self._recorder = recorder
+            self.note(step, self.last)
 
     def stop_for_threads(self) -> None:
         """Profile no more: an optimizer steps in another thread, beside which torch's profiler crashes."""
-        StepProfile._several_train = True
+        StepProfile.several_train = True
         self.last = "no profile: steps come from several threads, beside which torch's profiler crashes"
         self.remove()
 
     def remove(self) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
-            StepProfile._running, StepProfile._ended_at = None, self.context.recorder.step
+            StepProfile._ended_at = self.context.recorder.step
             recorder.cancel()
 
 
@@ -173,6 +189,29 @@ class StepTrace(StepProfile):
     """The same, written for TensorBoard."""
 
     writes = True
+
+
+class ForwardPass(SwitchProbe):
+    """What the layers put out, as the activation probe sees it at level extreme."""
+
+    def install(self) -> None:
+        self.context.hooks.layers.register(self.breaker, self._take)
+
+    def _take(self, step: int, stats: dict[str, ActivationStats]) -> None:
+        """Note a step's outputs. In the sampler thread."""
+        shares = {name: row.nonfinite for name, row in stats.items() if row.nonfinite}
+        shown = ", ".join(f"{name} {row.mean_abs:.3g} ± {row.std:.3g}" for name, row in stats.items())
+        logger.debug("forward pass of step %d: %s", step, shown)
+        texts = [("nonfinite_activation", name, f"{share:.2%} of its output is not finite") for name, share in shares.items()]
+        record_findings("enable", texts)
+        self.note(step, f"{len(stats)} layers, {len(shares)} not finite")
+
+    def before_step(self, step: int, look: Look) -> None:
+        self.context.hooks.layers.want(self.every)
+
+    def remove(self) -> None:
+        self.context.hooks.layers.want(0)
+        self.context.hooks.layers.unregister(self.breaker.probe)
 
 
 def memory_usage(look: Look) -> str:
@@ -190,57 +229,6 @@ def gradient_norms(look: Look) -> str:
     if look.check.gradient_norm is not None:
         record_series({"debug.gradient_norm": look.check.gradient_norm})
     return f"norm {_shown(look.check.gradient_norm)}"
-
-
-class ForwardPass(SwitchProbe):
-    """Inputs, outputs of all modules, and output of one forward pass: statistics and what is not finite.
-
-    Hooks are there from the update before. A compiled model takes none: they would have it compiled anew.
-    """
-
-    _collector: Collector | None = None
-
-    def install(self) -> None:
-        self._hooks = ExitStack()
-
-    def before_step(self, step: int, look: Look) -> None:
-        if self._collector is not None:
-            rows = [row for group in self._collector.read().values() for row in group]
-            if rows:
-                odd = [row for row in rows if row.defect]
-                logger.debug("forward pass of step %d: %s", step, ", ".join(f"{row.name} {row.shape}" for row in rows))
-                record_findings("enable", [("nonfinite_activation", row.name, row.defect) for row in odd])
-                self.note(step, f"{len(rows)} tensors, {len(odd)} not finite")
-            self.remove()
-        if step + 1 >= self.due and look.model is not None:
-            self._watch(look.model)
-
-    def _watch(self, model: Any) -> None:
-        is_compiled = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
-        if is_compiled or isinstance(model, torch.jit.ScriptModule):
-            self.last = "a compiled model takes no hooks"
-            return
-        collector = self._collector = Collector()
-
-        def is_wanted(model: Any) -> bool:
-            return model.training and not torch.compiler.is_compiling() and get_ident() == self.context.training.thread
-
-        def begins(model: Any, args: Any, kwargs: Any) -> None:
-            if is_wanted(model):
-                call(self.breaker, collector.add, "inputs", "input", [*args, *kwargs.values()])
-
-        def ends(model: Any, _: Any, output: Any) -> None:
-            if is_wanted(model):
-                call(self.breaker, collector.add, "outputs", "output", output)
-                self._hooks.close()
-
-        self._hooks.callback(model.register_forward_pre_hook(begins, with_kwargs=True).remove)
-        self._hooks.enter_context(activations(model, collector, wanted=True))
-        self._hooks.callback(model.register_forward_hook(ends).remove)
-
-    def remove(self) -> None:
-        self._hooks.close()
-        self._collector = None
 
 
 def backward_pass(look: Look) -> str:
@@ -292,15 +280,15 @@ class Stopping(SwitchProbe):
     """The mean training loss between two looks, given to ``early_stopping``: reported, never acted on."""
 
     def install(self) -> None:
-        self._stopper, self._sum, self._count = early_stopping("training_loss", mode="min"), 0.0, 0
+        self._stopper, self._losses = early_stopping("training_loss", mode="min"), list[Any]()
 
     def take_loss(self, loss: Any) -> None:
-        self._sum, self._count = self._sum + loss, self._count + 1
+        self._losses.append(loss)
 
     def before_step(self, step: int, look: Look) -> None:
-        if step >= self.due and self._count:
-            decision = self._stopper(self._sum / self._count)
-            self._sum, self._count = 0.0, 0
+        if step >= self.due and self._losses:
+            decision = self._stopper(sum(self._losses) / len(self._losses))
+            self._losses.clear()
             best = decision.best or 0
             self.note(step, f"loss {decision.value:.4g}, best {best:.4g}, patience left {decision.patience_left}")
 
@@ -386,8 +374,7 @@ class Run:
     def __init__(self, context: ProbeContext | None) -> None:
         self._context = context
         self._probes: dict[str, SwitchProbe] = {}
-        self._rows: dict[str, Switch] = {}
-        """What switches that are off saw last"""
+        """Those that are on, or were"""
         self._problems: dict[tuple[str, str], Problem] = {}
         self._before, self._begun = findings.steps_so_far(), 0
         self._model: Any = None
@@ -412,88 +399,68 @@ class Run:
         """Switch off what is on."""
         disable()
 
+    def __getattr__(self, name: str) -> Any:
+        """Return a field of :meth:`summary`: ``run.ok``, ``run.problems``, ``run.enabled``."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.summary(), name)
+
     @property
     def is_over(self) -> bool:
         """Whether no switch is on any more."""
         return self._last is not None
-
-    @property
-    def enabled(self) -> tuple[str, ...]:
-        """The switches that are on."""
-        return self.summary().enabled
-
-    @property
-    def problems(self) -> tuple[Problem, ...]:
-        """What was found so far."""
-        return tuple(self._problems.values())
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing was found."""
-        return not self._problems
 
     def summary(self) -> RunSummary:
         """Return what was seen so far, or until the last switch went off."""
         with _lock:
             if self._last is not None:
                 return self._last
-            latest = self._rows | {name: self._row(name) for name in self._probes}
-            rows = tuple(latest[name] for name in SWITCHES if name in latest)
+            rows = tuple(self._probes[name].row(name) for name in SWITCHES if name in self._probes)
             steps = self._context.recorder.step - self._begun if self._context is not None else 0
             model = self._model() if self._model is not None else None
             return RunSummary(
                 tuple(row.name for row in rows if row.on), steps, None if model is None else type(model).__name__, rows,
-                findings.training_since(self._before), self.problems,
+                findings.training_since(self._before), tuple(self._problems.values()),
             )  # fmt: skip
-
-    def _row(self, name: str) -> Switch:
-        probe = self._probes[name]
-        error = "failed, see the log" if probe.breaker.is_open else None
-        return Switch(name, error is None, probe.every, probe.looks, probe.last, error)
 
     def add(self, names: tuple[str, ...], intervals: dict[str, int], options: Options, model: Any) -> None:
         """Switch on; those that are on get the new interval. ``model``: look at this one."""
         if model is not None:
             self._model = weakref.ref(model)
         for name in names if self._context is not None else ():
-            kind, interval = SWITCHES[name]
-            if name in self._probes and self._probes[name].breaker.is_open:
-                self._stop(name)
-            if name in self._probes:
-                self._probes[name].every = intervals[interval]
+            see, interval = SWITCHES[name]
+            before = self._probes.get(name)
+            if before is not None and before.row(name).on:
+                before.every = intervals[interval]
             elif self._context is not None:
-                make = kind if isinstance(kind, type) else SwitchProbe
-                probe = self._probes[name] = make(name, intervals[interval], options, self._context, kind)
-                probe.run("install")
+                self.remove([name])  # of one that has failed
+                make = see if isinstance(see, type) else SwitchProbe
+                probe = self._probes[name] = make(name, intervals[interval], options, self._context, see)
+                call(probe.breaker, probe.install)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Switch off; with the last one the hooks go."""
-        for name in names:
-            self._stop(name)
+        """Switch off."""
+        for probe in [self._probes[name] for name in names if name in self._probes and self._probes[name].on]:
+            probe.stop()
+
+    def end_if_off(self) -> None:
+        """Remove the hooks if no switch is on any more."""
         context = self._context
-        if context is not None and not self._probes and not self.is_over:
+        if context is not None and not self.is_over and not any(probe.on for probe in self._probes.values()):
             self._last = self.summary()
             findings.collecting.remove(self._problems)
             self._unhook()
             context.hooks.takes_loss.unregister(_NAME)
             context.hooks.ends.unregister(_NAME)
-            self._loss, StepProfile._several_train = None, False
-
-    def _stop(self, name: str) -> None:
-        """Put back what one switch has changed, if it is on."""
-        if name in self._probes:
-            self._rows[name] = replace(self._row(name), on=False)
-            probe = self._probes.pop(name)
-            probe.breaker.is_open = False  # also of one that has failed
-            probe.run("remove")
+            self._loss, StepProfile.several_train = None, False
 
     def _before_step(self, optimizer: Any) -> None:
         context = self._context
         if context is None:
             return
         if get_ident() != context.training.thread:
-            for probe in self._probes.values():
-                probe.run("stop_for_threads")
+            for probe in self._on():
+                call(probe.breaker, probe.stop_for_threads)
             return
         model = self._model() if self._model is not None else None
         if model is None and optimizer not in self._searched:
@@ -502,7 +469,7 @@ class Run:
                 self._model = weakref.ref(model)
         step = context.recorder.step
         look = Look(model, optimizer, self._loss, context)
-        for probe in sorted(self._probes.values(), key=lambda probe: probe.due):  # of two that profile, that which waits longer
+        for probe in sorted(self._on(), key=lambda probe: probe.due):  # of two that profile, that which waits longer
             call(probe.breaker, probe.before_step, step, look)
 
     def _take_loss(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
@@ -510,8 +477,11 @@ class Run:
         if accumulates and gradients is None and isinstance(loss, torch.Tensor) and loss.numel() == 1:
             loss, scale = loss.detach().reshape(()), scale_in_use(None)
             self._loss = loss if scale is None else loss / scale.to(loss.device, non_blocking=True)
-            for probe in list(self._probes.values()):
-                probe.run("take_loss", self._loss)
+            for probe in self._on():
+                call(probe.breaker, probe.take_loss, self._loss)
+
+    def _on(self) -> list[SwitchProbe]:
+        return [probe for probe in list(self._probes.values()) if probe.on]
 
 
 _run = Run(None)
@@ -558,6 +528,7 @@ def enable(  # noqa: PLR0913  # each switch's own
     with _lock:
         if "off" in ([switches] if isinstance(switches, str) else switches):
             _run.remove(SWITCHES)
+            _run.end_if_off()
         session = current()
         context = session.context if session is not None else None
         if names and context is None:
@@ -576,6 +547,7 @@ def disable(switches: Any = None) -> RunSummary:
     """
     with _lock:
         _run.remove(SWITCHES if switches is None else _names_of(switches))
+        _run.end_if_off()
     return status()
 
 

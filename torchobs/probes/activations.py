@@ -1,4 +1,4 @@
-"""Look at what every layer puts out on some steps, at level extreme.
+"""Look at what every layer puts out on some steps, at level extreme, or where ``debug.enable`` asks for it.
 
 Such a step is one window: it opens when a backward pass begins, with forward hooks on the chosen modules, and closes when the
 next one begins, so that what checkpointing computes again during a backward pass is not seen. Of a step that accumulates
@@ -124,6 +124,15 @@ class ActivationProbe:
         self._sent: deque[_Sent] = deque(maxlen=64)
         self._shown_s = 0.0
         self._reported: tuple[int, ...] = ()
+        context.hooks.layers.changed = self._breaker.guard(self._change_pace)
+
+    def _change_pace(self) -> None:
+        """Look as often as is asked for from now on, or no more."""
+        every = self._context.hooks.layers.every
+        self._pace.fixed = every or None
+        self._pace.begin(self._context.recorder.step)
+        if not every:
+            self._close()
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
@@ -140,7 +149,8 @@ class ActivationProbe:
 
     def _follow(self) -> None:
         """Begin and end looking, as level and model have changed."""
-        context, on = self._context, self._context.hooks.level.value >= EXTREME
+        context = self._context
+        on = context.hooks.level.value >= EXTREME or context.hooks.layers.every > 0
         if on != self._on:
             self._on, self._chosen, self._scans = on, None, 0
         if self._model != context.recorder.models.changes:
@@ -177,6 +187,7 @@ class ActivationProbe:
             self._sent.popleft()
             same = self._latest[1] if self._latest is not None and self._latest[0] == sent.step else {}  # of another device
             self._latest, self._fresh = (sent.step, same | self._unpacked(sent)), True
+            self._context.hooks.layers.ask(*self._latest)
             self._context.yield_gil()
         if self._latest is not None and self._fresh and (now or monotonic() - self._shown_s >= _SHOW_S):
             self._shown_s, self._fresh = monotonic(), False

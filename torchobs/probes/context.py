@@ -259,11 +259,32 @@ class DebugLevel(HookList[[int]]):
         """Index into ``flight.control.LEVELS``: 0 off, 1 basic, 2 advanced, 3 extreme"""
 
 
+class LayerOutputs(HookList[[int, dict[str, Any]]]):
+    """Called in the sampler thread with a step and the ``ActivationStats`` of its layers."""
+
+    __slots__ = ("changed", "every")
+
+    def __init__(self, spent_ns: dict[str, int]) -> None:
+        super().__init__(spent_ns)
+        self.every = 0
+        """Steps between two looks, whatever the level; 0: at level extreme, as often as the overhead budget allows"""
+        self.changed: Callable[[], object] = int
+        """What the probe has called when that has changed, in whichever thread"""
+
+    def want(self, every: int) -> None:
+        """Set how often the layers are looked at."""
+        if every != self.every:
+            self.every = every
+            self.changed()
+
+
 class Hooks:
     """All hook lists of a session; beside each: who calls it, when, and with what, mostly in the training thread."""
 
     def __init__(self, spent_ns: dict[str, int], plain: PlainSteps | None = None) -> None:
         self.level = DebugLevel(spent_ns)
+        self.layers = LayerOutputs(spent_ns)
+        """Activation probe"""
         self.before_step = BeforeStep(spent_ns, plain)
         """Step probe"""
         self.after_closure_backward: HookList[[]] = HookList(spent_ns)
