@@ -181,9 +181,9 @@ def debug_summary(snapshot: Snapshot, evidence: int) -> Answer:
     alive = [rank for rank in snapshot.ranks if rank.up]
     return schema.DebugSummary(
         total_operations=count,
-        average_time=sum(row.average_time * row.count for row in operations) / count if count else None,
+        mean_s=sum(row.mean_s * row.count for row in operations) / count if count else None,
         **{name: _greatest(getattr(row, name) for row in operations) for name in schema.PEAKS},
-        anomalies=sum(row.anomalies for row in operations),
+        with_problems=sum(row.with_problems for row in operations),
         operations=operations,
         levels=dict(Counter(level_name(rank.view.live.level) for rank in alive)),
         anomalies_active=[
@@ -219,11 +219,11 @@ def _operations(rank: Rank, readings: Readings) -> Iterator[Answer]:
                 **named(rank),
                 operation=name,
                 count=round(count),
-                average_time=(readings.get(catalog.DEBUG_OPERATION_TIME, name) or 0.0) / count,
-                longest_time=readings.get(catalog.DEBUG_OPERATION_LONGEST, name),
-                memory_peak=readings.get(catalog.DEBUG_OPERATION_MEMORY, name, "host"),
-                gpu_memory_peak=readings.get(catalog.DEBUG_OPERATION_MEMORY, name, "device"),
-                anomalies=round(readings.get(catalog.DEBUG_OPERATION_ANOMALIES, name) or 0),
+                mean_s=(readings.get(catalog.DEBUG_OPERATION_TIME, name) or 0.0) / count,
+                maximum_s=readings.get(catalog.DEBUG_OPERATION_LONGEST, name),
+                memory_peak_bytes=readings.get(catalog.DEBUG_OPERATION_MEMORY, name, "host"),
+                gpu_memory_peak_bytes=readings.get(catalog.DEBUG_OPERATION_MEMORY, name, "device"),
+                with_problems=round(readings.get(catalog.DEBUG_OPERATION_ANOMALIES, name) or 0),
             )
 
 

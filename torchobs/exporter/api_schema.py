@@ -101,8 +101,8 @@ AnomalyCounts = _each("AnomalyCounts", catalog.ANOMALY_KINDS, _COUNT)
 RankCounts = _each("RankCounts", catalog.RANK_STATES, _COUNT)
 PhaseSeconds = _each("PhaseSeconds", PHASE_NAMES, _NUMBER)
 _IDENTITY = {"rank": str, "run_id": str, "job_name": str, "incarnation": _INCARNATION}
-PEAKS = ("longest_time", "memory_peak", "gpu_memory_peak")
-_GREATEST = {**dict.fromkeys(PEAKS, _MAYBE), "anomalies": _COUNT}
+PEAKS = ("maximum_s", "memory_peak_bytes", "gpu_memory_peak_bytes")
+_GREATEST = {**dict.fromkeys(PEAKS, _MAYBE), "with_problems": _COUNT}
 _STEP_COUNTS = {
     "total_steps": _COUNT,
     "anomaly_steps": _as(int, "steps with an anomaly; of recorded ones at least so many, since kinds are counted apart", ge=0),
@@ -190,7 +190,7 @@ StacksOf = _object(
     evidence=Link | None,
     refused=_as(_MAYBE_TEXT, "why this rank cannot be asked"),
 )
-DebugOperation = _object("DebugOperation", **_IDENTITY, operation=str, count=_COUNT, average_time=_NUMBER, **_GREATEST)
+DebugOperation = _object("DebugOperation", **_IDENTITY, operation=str, count=_COUNT, mean_s=_NUMBER, **_GREATEST)
 Point = _object("Point", step=_COUNT, value=_NUMBER)
 
 Status = _object(
@@ -217,7 +217,7 @@ ActiveAnomaly, DisabledProbe = (
 DebugSummary = _object(
     "DebugSummary",
     total_operations=_COUNT,
-    average_time=_as(_MAYBE, "seconds of an operation of torchobs.debug, as the other times"),
+    mean_s=_as(_MAYBE, "seconds of an operation of torchobs.debug"),
     **_GREATEST,
     operations=_list(DebugOperation),
     levels=_map(_COUNT),
