@@ -684,7 +684,7 @@ def fail(*given):
 ENDS = {
     # body: status, reason, what is said
     "signal.signal(signal.SIGTERM, functools.partial(leave, 0)); send(signal.SIGTERM)": (
-        0, "finished", "; SIGTERM had told it to end",
+        0, "finished", "; SIGTERM had asked it to end",
     ),
     "signal.signal(signal.SIGTERM, functools.partial(leave, 1)); send(signal.SIGTERM)": (
         1, "terminated", "; it left with exit status 1",

@@ -477,7 +477,7 @@ def ended(start: Any, flight_dir: Path, tmp_path: Path, place: str) -> list[str]
     assert reports[diagnosis.principal].rank == "1"
     (of_rank_0,) = (found for report, found in zip(reports, diagnosis.by_rank, strict=True) if report.rank == "0")
     step = 30 if place == "save" else 20
-    assert f"after step {step}: a timeout after 5 s, it waited for " in of_rank_0[0].long
+    assert f"after step {step}: it timed out after 5 s waiting for " in of_rank_0[0].long
     return [finding.long for finding in diagnosis.together]
 
 

@@ -91,6 +91,16 @@ def test_units_that_are_dead_are_found_by_the_layer_behind_them(run: Recording) 
     assert dead["layers_total"] == blocked["layers_total"] == 6
 
 
+def test_a_normalisation_counts_as_a_layer_only_if_it_learns_nothing(run: Recording) -> None:
+    """Of three linear layers and two norms, one of which is given nothing but zeros: four."""
+    layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1))
+    with torch.no_grad():
+        layers[3].bias.fill_(-100.0)  # type: ignore[operator]  # it is a tensor
+    found = train(run, (model, torch.optim.Adam(model.parameters(), lr=1e-3)), rows)
+    assert [(told["layers"], told["layers_total"]) for told in found] == [(["5"], 4), (["0", "3"], 4)]
+
+
 def test_a_backbone_that_is_frozen_is_left_in_peace(run: Recording) -> None:
     """Its gradients stay what ``zero_grad(set_to_none=False)`` made of them."""
     model = chain(nn.Tanh, 2)

@@ -260,7 +260,7 @@ def test_the_rank_that_others_wait_for_is_marked(tmp_path: Path) -> None:
     waiting = run_of([slowed(one, 2 * (number != 1), 0.075) for number, one in enumerate(run.ranks)])
     assert [round(one.slowness.factor, 2) for one in waiting.ranks if one.slowness] == [1.0, 2.0, 1.0]
     lines = frame([waiting], 140, 40)
-    assert "Worth a look: Rank 1 is 2 times slower than the others, because of the phase data." in lines[1]
+    assert "Worth a look: Rank 1 is 2 times as slow as the others, in the phase data." in lines[1]
     assert [one.pace.per_s for one in run.ranks if one.pace] == pytest.approx([10.0] * 3)
     for file in files:
         file.release()

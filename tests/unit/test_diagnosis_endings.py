@@ -28,8 +28,8 @@ def raised_event(seconds: float, kind: str = "builtins.ValueError", location: st
     ("given", "said"),
     [
         (FINISHED, "Rank 0 finished in order after step 50; it ran for 5 s since init()."),
-        ({"state": "failed", "reason": "terminated", "exit_code": 143}, "Rank 0 was told to end by SIGTERM after step 50"),
-        ({"state": "failed", "reason": "terminated", "exit_code": 129}, "Rank 0 was told to end by SIGHUP after step 50"),
+        ({"state": "failed", "reason": "terminated", "exit_code": 143}, "Rank 0 was terminated by SIGTERM after step 50"),
+        ({"state": "failed", "reason": "terminated", "exit_code": 129}, "Rank 0 was terminated by SIGHUP after step 50"),
         ({"state": "failed", "reason": "exit_code", "exit_code": 3}, "Rank 0 left with exit status 3, after step 50."),
         ({"state": "failed", "reason": "crashed", "exit_code": 139}, "crashed in a thread that ran no Python code (SIGSEGV"),
         ({"unwritten": True}, "without a word after step 50 at least, in the phase forward: killed (SIGKILL)"),

@@ -71,7 +71,7 @@ WARM_UP = [*(step(n, learning_rate=1e-3 * n / 100) for n in range(1, 101)), step
             ROSE,
             "turned NaN in step 812, 3 steps after the gradient norm rose 40-fold (from 1 to 40). The learning rate was 0.001.",
         ),
-        (ROSE, " It trained on for 9 steps with it."),
+        (ROSE, " It trained on for 9 steps after that."),
         (GRADIENT, "1 step after its gradient was not finite while the loss still was 2.5"),
         ([*steps(100), step(101, 2.5, math.inf, skipped=True), step(102, NAN, NAN)], "turned NaN in step 102. The learning"),
         (LEAPT, "The learning rate had risen 1,000-fold (from 0.001 to 1) in step 101."),
@@ -172,7 +172,7 @@ def test_steps_that_became_slow_name_the_phase() -> None:
     """For ten seconds at least, whatever the steps' number: ten steps of a second are as good as a thousand of 10 ms."""
     slow = {"data": 0.21, "forward": 0.02, "backward": 0.05, "optimizer": 0.01, "other": 0.01}
     history = [*steps(600), *(step(n, duration_s=0.3, phase_s=slow) for n in range(601, 635))]
-    text = "The last 34 steps (10.2 s) took 300 ms each, usual was 100 ms; 100 % of the difference is data."
+    text = "The last 34 steps (10.2 s) took 300 ms each, usual was 100 ms; 100 % of the difference is in the phase data."
     assert told(facts(history))["slowdown"] == text
     assert "slowdown" not in told(facts(history[:-10]))
 
@@ -181,7 +181,7 @@ def test_steps_that_are_compiled_again_and_again_have_become_slow() -> None:
     """Compilation is no part of a step's duration; the run is slower by it all the same."""
     history = [*steps(600), *(step(n, duration_s=0.1, phase_s={**PHASES, "compile": 0.9}) for n in range(601, 611))]
     assert told(facts(history))["slowdown"] == (
-        "The last 10 steps (10 s) took 1 s each, usual was 100 ms; 100 % of the difference is compile."
+        "The last 10 steps (10 s) took 1 s each, usual was 100 ms; 100 % of the difference is in the phase compile."
     )
 
 
@@ -243,8 +243,7 @@ def test_a_leak_leads_with_what_grew_how_much_and_where() -> None:
     def words(**rows: list[str]) -> str:
         return told(facts(steps(90), events=[fact(catalog.EVENT_MEMORY_LEAK, 6.0, 60, **attributes, **rows)]))["memory_leak"]
 
-    grew = "it grew by 195 MiB in 40 steps."
-    made = f"{tensors[0]}, made at train.py:23, are never freed."
-    assert words(tensors=tensors, lines=lines) == f"{made} Host memory leaks: {grew}"
-    assert words(lines=lines) == f"What train.py:23 makes is never freed (2,000 more, 95 MiB). Host memory leaks: {grew}"
-    assert "no object of Python's became more (look at native code)" in words()
+    leaks, grew = "Host memory leaks", "It grew by 195 MiB in 40 steps."
+    assert words(tensors=tensors, lines=lines) == f"{leaks}: {tensors[0]}, made at train.py:23, are never freed. {grew}"
+    assert words(lines=lines) == f"{leaks}: what train.py:23 makes is never freed (2,000 more, 95 MiB). {grew}"
+    assert words() == f"{leaks}, but no object of Python's became more: look at native code. {grew}"

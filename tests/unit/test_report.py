@@ -83,9 +83,9 @@ def test_a_share_is_of_the_steps_that_were_measured() -> None:
         (catalog.ANOMALIES, "gradient_vanishing"): 8, (catalog.ANOMALIES, "nonfinite_loss"): 5,
         catalog.GRAD_NORM_DISTRIBUTION: Distribution((10, 2, 0), 1.0, 0.0, 1.0), catalog.GRAD_NONFINITE_STEPS: 4,
     }  # fmt: skip
-    assert table(values) == (("gradient vanishing", "8", "50 %"), ("nonfinite loss", "5", "5 %"))
+    assert table(values) == (("vanishing gradient", "8", "50 %"), ("loss that was not finite", "5", "5 %"))
     del values[catalog.GRAD_NORM_DISTRIBUTION], values[catalog.GRAD_NONFINITE_STEPS]
-    assert table(values) == (("gradient vanishing", "8", "8 %"), ("nonfinite loss", "5", "5 %"))
+    assert table(values) == (("vanishing gradient", "8", "8 %"), ("loss that was not finite", "5", "5 %"))
 
 
 def table(values: dict[Any, Any]) -> tuple[tuple[str, ...], ...]:

@@ -15,8 +15,10 @@ from torchobs.document.charts import SMALL_BUCKETS, curve, small, stacked
 from torchobs.document.event_log import EventRow, log_of, merged_ranks, rows_of
 from torchobs.document.live import Choice
 from torchobs.document.markup import tag
+from torchobs.document.sections import event_words
 from torchobs.exporter.page import choice_of
 from torchobs.ranks.events import events_of
+from torchobs.support.rate_limit import BURST
 
 NAN, INF = math.nan, math.inf
 
@@ -166,6 +168,9 @@ def test_a_few_events_of_a_kind_are_told_one_by_one() -> None:
     many = [[spike(at_s, rank, 4), spike(at_s + 9, rank)] for rank, at_s in (("0", 1.0), ("1", 1.2))]
     (line,) = log_of(many).lines
     assert (line.number, set(line.last.ranks), line.last.at_s) == (5, {"0", "1"}, 10.2)
+    assert event_words(line)[1].endswith(" ×5")
+    (line,) = log_of([[spike(1.0, number=BURST)]]).lines
+    assert event_words(line)[1].endswith(" ×32 or more"), "of more in a row only some are events"
 
 
 MIB = float(1 << 20)

@@ -152,7 +152,7 @@ def test_a_mistake_that_is_taken_back_is_none() -> None:
         ([row(0, "unresponsive", age_s=12)], "loss 2.313. Rank 0 does not respond.", ERROR),
         (
             but(row(3, slow=Slowness(1.42, 0))),
-            "Rank 3 is 1.4 times slower than the others, because of the phase data.", WARNING,
+            "Rank 3 is 1.4 times as slow as the others, in the phase data.", WARNING,
         ),
         ([row(0), row(1, slow=Slowness(SLOW - 0.01, 0))], WELL, INFO),  # somebody is always the slowest
         ([row(0, values=saves(failed=3, last=2))], "Checkpoints cannot be saved.", ERROR),
@@ -198,7 +198,7 @@ def test_a_mistake_that_is_taken_back_is_none() -> None:
             )
             for state, other in (("failed", "interrupted"), ("failed", "terminated"), ("finished", "finished"))
         ),
-        ([row(rank, "failed", reason="terminated", age_s=3) for rank in (0, 1)], "Ranks 0 and 1 were told to end.", WARNING),
+        ([row(rank, "failed", reason="terminated", age_s=3) for rank in (0, 1)], "Ranks 0 and 1 were terminated.", WARNING),
         *(([row(0, "failed", reason=reason, age_s=3), row(1)], "", ERROR) for reason in ("terminated", "interrupted")),
         # what an alert is about, and its healthy twins
         ([row(0, values=skips(40, 0.5))], "not finite at any scale, and every step is skipped.", ERROR),
@@ -209,9 +209,9 @@ def test_a_mistake_that_is_taken_back_is_none() -> None:
         ([row(0, values=grows(NEAR_S + 1))], WELL, INFO),
         ([row(0, values=gpu("failed"))], "1 GPU has failed: GPU-1.", ERROR),
         ([row(0, values=gpu("degraded"))], WELL, INFO),
-        ([row(0, values=DIED)], "Earlier: 2 workers of data loaders died.", INFO),
-        ([row(0), row(1, values=DIED, derived={"lately": LATELY})], "2 workers of data loaders died on rank 1.", WARNING),
-        ([finished(values=DIED, derived={"lately": LATELY})], " 2 workers of data loaders died.", INFO),
+        ([row(0, values=DIED)], "Earlier: 2 workers of a data loader died.", INFO),
+        ([row(0), row(1, values=DIED, derived={"lately": LATELY})], "2 workers of a data loader died on rank 1.", WARNING),
+        ([finished(values=DIED, derived={"lately": LATELY})], " 2 workers of a data loader died.", INFO),
     ],
 )  # fmt: skip
 def test_what_is_said_of_a_run(rows: list[RankView], said: str, level: Severity) -> None:
@@ -249,7 +249,7 @@ def test_ranks_that_have_not_appeared_are_missed() -> None:
 def test_the_most_serious_comes_first() -> None:
     """A dead rank before a slow one."""
     found = health(run(*but(row(1, slow=Slowness(3.0, 1)), row(7, "lost", reason="lost", age_s=3))))
-    assert found.text.index("Rank 7 vanished") < found.text.index("Rank 1 is 3 times slower")
+    assert found.text.index("Rank 7 vanished") < found.text.index("Rank 1 is 3 times as slow")
 
 
 def test_what_is_read_aloud_does_not_change_with_every_step() -> None:

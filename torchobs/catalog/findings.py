@@ -159,7 +159,7 @@ RAISED = (
 """An exception"""
 WHERE = "[steps?after step {steps:,}][unwritten? at least][steps!before its first step was complete]"
 """How far a rank had come"""
-WAITED_FOR_PEER = "a timeout[ after {timeout:s}], it waited for {peers}"
+WAITED_FOR_PEER = "it timed out[ after {timeout:s}] waiting for {peers}"
 MODEL_MEMORY = (
     "[parameters {parameters:size}][, gradients {gradients:size}][, optimizer state {optimizer_state:size}]"
     "[, buffers {buffers:size}]"
@@ -265,7 +265,7 @@ unrecorded warning
     short: {who} {count:does|do} not record steps: recording is switched off.
 finished info
     short: {who} finished.
-    long: {who} finished in order[ {where}]; it ran for {lifetime}[; {signal} had told it to end].
+    long: {who} finished in order[ {where}]; it ran for {lifetime}[; {signal} had asked it to end].
 finished_without_step info
     short: {who} finished without a recorded step.
     long: {who} finished in order after {lifetime}, without a recorded step. If no optimizer of torch's steps, call
@@ -285,8 +285,8 @@ interrupted info
     short: {who} {count:was|were} interrupted.
     long: {who} was interrupted (Ctrl-C, SIGINT)[ {where}][; on that it raised {handled}][; it left with exit status {code}].
 terminated warning
-    short: {who} {count:was|were} told to end.
-    long: {who} was told to end by {signal}[ {where}][, in the phase {phase}][; on that it raised {handled}][; it left with exit
+    short: {who} {count:was|were} terminated.
+    long: {who} was terminated by {signal}[ {where}][, in the phase {phase}][; on that it raised {handled}][; it left with exit
       status {code}].
 crashed error alert=TorchobsRankFailed
     short: {who} crashed.
@@ -316,7 +316,7 @@ worker_died error source=torchobs.data.worker_died
     short: A worker of a data loader died.
     long: A data loader's worker (pid {pid}) was ended by {how}[, {ago:s} before the end].
 workers_died warning alert=TorchobsLoaderWorkerDied
-    short: [earlier?Earlier: ]{workers:worker} of data loaders died[ on {where}].
+    short: [earlier?Earlier: ]{workers:worker} of a data loader died[ on {where}].
 probes_off warning alert=TorchobsProbeDisabled
     short: Not watched, because the probe failed: {probes}.
 dropped info alert=TorchobsFlightDropped
@@ -352,7 +352,7 @@ held_up info
 slowdown warning alert=TorchobsSlowdown
     short: The last [one?step took][one!steps take] {now:s}[one! each], usual is {usual:s}.
     long: The last [one!{steps:,} ]{steps:step|steps}[one! ({took:s})] took {now:s}[one! each], usual was {usual:s}; {share:%}
-      of the difference is {phase}.
+      of the difference is in the phase {phase}.
 data warning alert=TorchobsDataStarvation
     short: Training [up?waits][up!waited] for its data[ on {where}][: {share:%} of the time of its steps].
     long: Training [up?waits][up!waited] for its data[: {share:%} of the time of its steps].[ Most of it was one wait of
@@ -368,7 +368,7 @@ checkpoint_age info
 checkpoint_failed error alert=TorchobsCheckpointFailed
     short: Checkpoints cannot be saved.
     long: {saves:checkpoint} could not be saved[ ({why})], and none was since.[ {free:size} were left on the file system, and a
-      checkpoint takes {needed:size}.][ The last one that was is of step {saved_step:,}.]
+      checkpoint takes {needed:size}.][ The last one saved is of step {saved_step:,}.]
 checkpoint_failed_once info
     short: Checkpoints could not be saved for a time.
     long: {saves:checkpoint} could not be saved[ ({why})]; a later one was.[ {free:size} were left on the file system, and a
@@ -390,12 +390,12 @@ shared_memory_full warning alert=TorchobsSharedMemoryFull source=torchobs.memory
     short: Shared memory (/dev/shm) is nearly full[, {ago:s} before the end]: {used:size} of {size:size}.
 memory_growth warning alert=TorchobsMemoryGrowth source=torchobs.memory.growth
     short: {memory} memory grows[ by {per_step:size} a step][ on {where}][, and is full in about {left:about}].
-    long: {memory} memory grew by {per_step:size} a step, and would have been full after {time_to_limit:s} more.
+    long: {memory} memory grew by {per_step:size} a step; at that rate it would have been full {time_to_limit:s} later.
 memory_leak warning source=torchobs.memory.leak
-    short: [{tensor}][, made at {place}][tensor?, are never freed. ][What {line} makes is never freed ({amount}). ]{memory}
-      memory leaks[native?, but no object of Python's became more: look at native code].
-    long: [{tensor}][, made at {place}][tensor?, are never freed. ][What {line} makes is never freed ({amount}). ]{memory}
-      memory leaks[native?, but no object of Python's became more (look at native code)]: it grew by {grown:size} in
+    short: {memory} memory leaks[: {tensor}][, made at {place}][tensor?, are never freed][: what {line} makes is never freed
+      ({amount})][native?, but no object of Python's became more: look at native code].
+    long: {memory} memory leaks[: {tensor}][, made at {place}][tensor?, are never freed][: what {line} makes is never freed
+      ({amount})][native?, but no object of Python's became more: look at native code]. It grew by {grown:size} in
       {steps:step}.[ Also more: {objects}.]
 == compile ==
 recompile_storm warning alert=TorchobsRecompileStorm source=torchobs.compile.recompile_storm
@@ -422,7 +422,7 @@ failed_by_itself error
 vanished_first error
     short: Rank {rank} vanished or crashed.
     long: Rank {rank} [crashed?crashed][crashed!vanished], and within {within:s} the others [raised?raised in collective
-      operations][raised!were told to end]: look at rank {rank} first.
+      operations][raised!were terminated]: look at rank {rank} first.
 collective_timeout error
     short: {what} timed out[ after {timeout:s}].
     long: {what} timed out[ after {timeout:s}] on {gave_up}.[ {waiting}]
@@ -447,9 +447,12 @@ same_batches warning
 other_run warning
     short: Another run here is in trouble: {name}[ and {more:,} more].
 slowest_rank warning alert=TorchobsStraggler
-    short: Rank {rank} [up?is][up!was] {factor:n} times slower than the others, because of the phase {phase}.
-    long: Rank {rank} [up?is][up!was] {factor:n} times slower than the others, because of the phase {phase}: it took {own:s} of
-      a step there, and the others, who waited, {others_s:s}.
+    short: Rank {rank} [up?is][up!was] {factor:n} times as slow as the others, in the phase {phase}.
+    long: Rank {rank} [up?is][up!was] {factor:n} times as slow as the others: in the phase {phase} it [up?spends][up!spent]
+      {own:s} of a step, and the others, who [up?wait][up!waited] for it, {others_s:s}.
+ranks_wait info
+    short: Ranks wait for each other, and which one is slow is not certain: of a step rank {rank} spends
+      {own:s} in {phase}, and rank {other} {others_s:s} in {elsewhere}.
 == training ==
 nonfinite_loss error alert=TorchobsLossNotFinite source=torchobs.anomaly key=nonfinite_loss
     short: The loss [since?has not been][since!is not] finite[since! in step {step:,}][ since step {since:,}][ on {where}].
@@ -457,7 +460,7 @@ nonfinite_loss error alert=TorchobsLossNotFinite source=torchobs.anomaly key=non
       {loss:n}][rise_with?, as the gradient norm rose {rise:fold} (from {rise_usual:n} to {rise_value:n})][, {rise_ago:step}
       after the gradient norm rose {rise:fold} (from {rise_usual:n} to {rise_value:n})].[ The learning rate had risen
       {rate:fold} (from {rate_usual:n} to {rate_value:n}) in step {rate_step:,}.][ The learning rate was {learning_rate:n}.][ It
-      trained on for {wasted:step} with it.]
+      trained on for {wasted:step} after that.]
 nonfinite_loss_before error
     short: The loss is not finite[ on {where}].
     long: The loss has been {name} since step {step:,} or before: older steps are gone from the file.

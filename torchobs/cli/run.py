@@ -237,7 +237,8 @@ def summary_lines(ranks: Sequence[RankView], launchers: Sequence[RankView]) -> l
     times = ranks[known.principal].by_attribute(catalog.GOODPUT_TIME)
     least = _LEAST_NAMED * sum(times.values())
     parts = [f"{name} {text_format.percent(s / sum(times.values()))}" for name, s in times.items() if s and s >= least]
-    went = [f"time since {ranks[known.principal].since}: {', '.join(parts)}"] if parts else []
+    whose = f" of rank {ranks[known.principal].rank}" if len(ranks) > 1 else ""
+    went = [f"time{whose} since {ranks[known.principal].since}: {', '.join(parts)}"] if parts else []
     return [known.verdict.long, ended.long, *worst, *went]
 
 

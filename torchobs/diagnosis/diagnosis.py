@@ -30,7 +30,7 @@ class RunDiagnosis(NamedTuple):
     """:func:`diagnose` of each rank"""
     principal: int
     """index of the rank to show in full: the one that the others of a hung run wait for, else the one that failed first, else
-    one that hangs, else the one from which the others had a NaN, else the first"""
+    one that hangs, else the one from which the others had a NaN, else one that is slow, else the first"""
 
     @property
     def verdict(self) -> Finding:
@@ -52,7 +52,8 @@ def diagnose_run(ranks: Sequence[RankView], launchers: Iterable[RankView] = ()) 
     stuck = (report for report in ranks if report.state not in {"alive", "finished"})
     waited_for = endings.awaited_at_timeout(ranks) or hangs.blamed(stalled_together(ranks))
     named = next((report for report in ranks if report.rank in waited_for), None)
-    principal = ranks.index(named or first or next(stuck, from_events.source(ranks) or ranks[0]))
+    slow = next((report for report in ranks if report.slowness and report.slowness.is_slow), ranks[0])
+    principal = ranks.index(named or first or next(stuck, from_events.source(ranks) or slow))
     return RunDiagnosis(health(run), together, [diagnose(report) for report in ranks], principal)
 
 

@@ -193,7 +193,8 @@ def _last_words(report: RankView) -> Iterator[Finding]:
     for kind in LAST_WORDS:
         late = [fact for fact in report.events if _makes(kind, fact) and report.last_s - fact.time_s <= _SHORTLY_S]
         if late:
-            values = {**last_word(late[-1]), "ago": max(0.0, report.last_s - late[-1].time_s)}
+            ago_s = report.last_s - late[-1].time_s
+            values = {**last_word(late[-1]), "ago": ago_s if ago_s >= state.BEAT_S else None}
             yield Finding(kind, report.rank, late[-1].step, values)
 
 

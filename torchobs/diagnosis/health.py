@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from torchobs.detect.disagreement import differing, drifted, same_batches, same_
 from torchobs.detect.growth import NEAR_S
 from torchobs.detect.hangs import PATIENT_PHASES
 from torchobs.detect.learning import is_stuck
+from torchobs.detect.speed import LEAST_EXCESS_S, LEAST_STEPS, SLOW
 from torchobs.diagnosis import hangs
 from torchobs.diagnosis.from_events import GATED, SPOILED, UNTIL_A_STEP, from_events, remembered
 from torchobs.diagnosis.numerics import LEAST_NOTABLE, onset, zero_learning_rate
@@ -414,6 +416,28 @@ def _slowest(ranks: Sequence[RankView]) -> Iterator[Finding]:
         rank, found = max(slow, key=lambda pair: pair[1].factor)
         times = {"factor": round(found.factor, 1), "own": found.own_s, "others_s": found.others_s}
         yield finding("slowest_rank", rank=rank.rank, up=rank.up, phase=PHASES[found.phase], **dict[str, Any](times))
+    else:
+        yield from chain.from_iterable(map(_apart, labels.teams(there)))
+
+
+def _apart(ranks: Sequence[RankView]) -> Iterator[Finding]:
+    """Yield that ranks wait for each other, where steps take as long on each but their phases do not.
+
+    Which one is slow is not certain then: what one spends in forward, another may wait for in backward, or the reverse.
+    """
+    paces = {rank.rank: rank.pace for rank in ranks if rank.pace and rank.pace.steps >= LEAST_STEPS}
+    if len(paces) < max(2, len(ranks)):
+        return
+    spread = [max(column) - min(column) for column in zip(*(pace.phases_s for pace in paces.values()), strict=True)]
+    phase = max(range(len(spread)), key=spread.__getitem__)
+    more, less = (choose(paces, key=lambda name: paces[name].phases_s[phase]) for choose in (max, min))
+    long, short = paces[more], paces[less]
+    whole_s = sum(long.phases_s)
+    if spread[phase] < max((SLOW - 1) * whole_s, LEAST_EXCESS_S) or abs(whole_s - sum(short.phases_s)) > spread[phase] / 2:
+        return
+    elsewhere = max(range(len(spread)), key=lambda index: short.phases_s[index] - long.phases_s[index])
+    values = {"phase": PHASES[phase], "own": long.phases_s[phase], "elsewhere": PHASES[elsewhere]}
+    yield finding("ranks_wait", rank=more, other=less, others_s=short.phases_s[elsewhere], **dict[str, Any](values))
 
 
 def between(ranks: Sequence[RankView]) -> Iterator[Finding]:

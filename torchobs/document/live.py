@@ -14,6 +14,7 @@ from torchobs._version import __version__
 from torchobs.catalog import PHASES, Severity
 from torchobs.catalog.findings import BADGES, finding
 from torchobs.detect.hangs import PATIENT_PHASES
+from torchobs.detect.speed import LEAST_STEPS
 from torchobs.diagnosis.from_events import remembered
 from torchobs.diagnosis.health import Health, health, last_step
 from torchobs.document import sections
@@ -153,7 +154,7 @@ def page_document(shown: Model) -> Document:
             section(
                 "details", f"{of} in detail", sections.goodput(focus), sections.memory_table(focus),
                 sections.precision_table(focus), sections.compile_table(focus),
-                sections.checkpoint_table(focus, shown.now_s), cards=True,
+                sections.checkpoint_table(focus), cards=True,
             ),
         ]  # fmt: skip
     parts += [section("events", "Events", _events(shown)), section("evidence", "Evidence", _evidence(shown))]
@@ -172,11 +173,11 @@ def page_document(shown: Model) -> Document:
 def screen_document(run: RunView, *, crowded: bool = False) -> Document:
     """Return a run as ``top`` shows it. ``crowded``: without curves, the ranks in trouble first."""
     how = health(run)
-    quiet = how.level is Severity.INFO
+    quiet, said_anyway = how.level is Severity.INFO, {"between", "ranks_wait"}
     words = [
         one.long if one.kind in {"progress", "between"} else one.short
         for one in how.findings
-        if not quiet or one.kind == "between"
+        if not quiet or one.kind in said_anyway
     ]
     states = Counter(rank.state for rank in run.ranks)
     done = ""
@@ -221,6 +222,7 @@ def figures(rank: RankView, run: RunView) -> Figures:
     peaks = [size for size in rank.by_attribute(catalog.MEMORY_DEVICE_PEAK).values() if size]
     rss = [value for _, value in rank.history.of(catalog.MEMORY_HOST_RSS.name).get("", [])]
     pace, share = rank.speed if rank.up else rank.pace, rank.value(catalog.MFU)
+    whose = f"of rank {rank.rank}’s" if len(run.ranks) > 1 else "of the"
     found = [
         Figure("State", rank.state, rank.reason if rank.reason not in {"", rank.state} else ""),
         Figure("Steps", f"{run.steps:,}", f"{done}in {rank.lifetime}", run.steps),
@@ -229,8 +231,9 @@ def figures(rank: RankView, run: RunView) -> Figures:
         Figure("Step time", text_format.duration(rank.pace.step_s), "typical of the last steps", rank.pace.step_s)
         if rank.pace else None,
         Figure("Speed", "–", f"no step for {text_format.span(still.seconds)}") if still is not None else None,
-        Figure("Speed", text_format.rate(pace.per_s, "steps"), _work(pace, share), pace.per_s) if pace and pace.per_s else None,
-        Figure("Goodput", text_format.percent(productive), f"of the time since {rank.since}", productive)
+        Figure("Speed", text_format.rate(pace.per_s, "steps"), _work(pace, share), pace.per_s)
+        if pace and pace.per_s and (rank.up or pace.steps >= LEAST_STEPS) else None,
+        Figure("Goodput", text_format.percent(productive), f"{whose} time since {rank.since}", productive)
         if productive is not None else None,
         Figure("Learning rate", text_format.number(rate), f"first of {len(rates)} groups" if len(rates) > 1 else "", rate)
         if rate is not None else None,

@@ -122,7 +122,7 @@ def _sections(every: Sequence[RankView], known: RunDiagnosis, options: Options) 
     yield sections.memory(first, of)
     yield sections.layers(first, of)
     yield sections.compilation(first, of)
-    yield section("checkpoints", f"Checkpoints and gradients{of}", sections.checkpoint_table(first, first.last_s))
+    yield section("checkpoints", f"Checkpoints and gradients{of}", sections.checkpoint_table(first))
     yield sections.events(first, of, options.events)
     yield start(every, first)
 

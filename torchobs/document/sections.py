@@ -7,6 +7,7 @@ from math import isfinite
 from statistics import median, quantiles
 
 from torchobs import catalog
+from torchobs.catalog.findings import PAST
 from torchobs.diagnosis.hangs import shown, stall, without_launcher
 from torchobs.document.blocks import (
     Code,
@@ -27,6 +28,7 @@ from torchobs.flight.events import Event
 from torchobs.ranks.events import attribute_text, title_of
 from torchobs.ranks.rank_view import WHOLES, RankView, Step
 from torchobs.support import text as text_format
+from torchobs.support.rate_limit import BURST
 
 _MOST_MARKS = 40
 _MOST_SCALARS = 16
@@ -168,7 +170,11 @@ def _counts(report: RankView) -> Table | None:
         for kind in found
     }
     rows = tuple(
-        (kind.replace("_", " "), f"{int(count):,}", text_format.percent(count / steps[kind]) if steps[kind] else "-")
+        (
+            PAST[kind][0] if kind in PAST else kind,
+            f"{int(count):,}",
+            text_format.percent(count / steps[kind]) if steps[kind] else "-",
+        )
         for kind, count in sorted(found.items(), key=lambda item: -item[1])
     )
     return Table("Anomalies of the whole run", ("Kind", "Steps", "Share of those measured"), rows) if rows else None
@@ -232,8 +238,9 @@ def goodput(rank: RankView) -> Shares | None:
 
 def _phases(report: RankView) -> LineChart | None:
     timed = [(float(step.step), step.phase_s) for step in report.steps if step.duration_s is not None]
-    series = tuple(Series(name, [(at, phases.get(name, 0.0)) for at, phases in timed]) for name in catalog.PHASES)
-    return LineChart("Phases by step", series, text_format.duration) if len(timed) >= _LEAST_TIMED else None
+    lines = {name: [(at, phases.get(name, 0.0)) for at, phases in timed] for name in catalog.PHASES}
+    series = tuple(Series(name, points) for name, points in lines.items() if any(seconds for _, seconds in points))
+    return LineChart("Phases by step", series, text_format.duration) if len(timed) >= _LEAST_TIMED and series else None
 
 
 def _spread(report: RankView) -> str:
@@ -257,7 +264,8 @@ def _operations(report: RankView) -> Iterator[Table]:
     if rows:
         yield Table("Operations of debug.context", head, tuple(rows[:_MOST_ROWS]))
     if spans := _spans(report):
-        yield Table("Epochs, evaluations, checkpoints, own spans that the file holds: of many short ones not all", head, spans)
+        caption = "Spans in the file: epochs, evaluations, checkpoints, your own; of many short ones only some have a span"
+        yield Table(caption, ("Operation", "Spans", *head[2:]), spans)
 
 
 def _spans(report: RankView) -> tuple[tuple[str, ...], ...]:
@@ -340,8 +348,8 @@ def compile_table(rank: RankView) -> Table | None:
     return _pairs("torch.compile", "torch.compile; the stages add up", rows)
 
 
-def checkpoint_table(rank: RankView, now_s: float) -> Table | None:
-    """Return what was saved, and the steps that were clipped; ``now_s``: Unix time."""
+def checkpoint_table(rank: RankView) -> Table | None:
+    """Return what was saved, and the steps that were clipped."""
     saved, failed = rank.value(catalog.CHECKPOINTS, "saved"), rank.value(catalog.CHECKPOINTS, "failed")
     rows = (
         [("checkpoints", f"{text_format.count(saved)}{f', {text_format.count(failed)} failed' if failed else ''}")]
@@ -350,7 +358,10 @@ def checkpoint_table(rank: RankView, now_s: float) -> Table | None:
     )
     at_s, size = rank.value(catalog.CHECKPOINT_TIMESTAMP), rank.value(catalog.CHECKPOINT_SIZE)
     if at_s:
-        rows += [("last one", f"{text_format.span(now_s - at_s)} ago" + (f", {text_format.size(size)}" if size else ""))]
+        age_s, before = rank.last_s + (rank.beat_age_s if rank.up else 0.0) - at_s, "ago" if rank.up else "before the end"
+        rows += [
+            ("last one", f"{text_format.span(max(0.0, age_s))} {before}" + (f", {text_format.size(size)}" if size else ""))
+        ]
     counts = (("steps clipped", catalog.GRAD_CLIPPED_STEPS), ("steps with a gradient not finite", catalog.GRAD_NONFINITE_STEPS))
     return _pairs("Checkpoints and gradients", "Checkpoints and gradients", [*rows, *_counted(rank, counts)])
 
@@ -444,4 +455,5 @@ def event_words(line: EventGroup) -> tuple[str, str]:
     last, first = (text_format.count(step) if step is not None else "" for step in (line.last.step, line.first.step))
     if line.number == 1:
         return last, line.last.title
-    return f"{first} to {last}" if first else last, f"{line.last.title} ×{line.number:,}"
+    more = " or more" if line.number >= BURST else ""  # of many in a row only so many are events
+    return f"{first} to {last}" if first else last, f"{line.last.title} ×{line.number:,}{more}"

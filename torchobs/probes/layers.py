@@ -58,6 +58,12 @@ class TrackedLayer:
     parameters: dict[int, Any] = field(default_factory=dict)
     """Weak references by id"""
 
+    @property
+    def has_matrix(self) -> bool:
+        """Whether it is more than a normalisation's scale, or a bias."""
+        living = (known() for known in self.parameters.values())
+        return any(parameter is not None and parameter.dim() > 1 for parameter in living)
+
     def begin_model(self) -> bool:
         """Drop deleted parameters; return whether any are left."""
         alive = {key: parameter for key, known in self.parameters.items() if (parameter := known()) is not None}
@@ -145,10 +151,14 @@ class Layers:
         found = (parameter() for parameter in known.parameters.values()) if known else ()
         return any(parameter is not None and parameter.requires_grad for parameter in found)
 
-    def count(self, more: Collection[int] = ()) -> int:
-        """Return how many layers the trained models have, frozen and unused ones included. ``more``: ids of parameters."""
+    def count(self, stuck: Collection[str], more: Collection[int] = ()) -> int:
+        """Return how many layers the trained models have: those with a matrix, frozen and unused ones included, and the stuck.
+
+        ``more``: ids of parameters.
+        """
         trained = {key for layer in self._layers.values() for key in layer.parameters}.union(more)
-        return max(self.names.count_layers(trained), len(self._layers))
+        measured = sum(name in stuck or layer.has_matrix for name, layer in self._layers.items())
+        return max(self.names.count_layers(trained, stuck), measured)
 
     def begin_model(self) -> None:
         """Drop the layers of deleted models."""

@@ -230,13 +230,13 @@ class StuckLayersWatch:
 
     def _report(self, stuck: StuckLayers, step: int) -> None:
         self._reported, self._reported_s = frozenset(stuck.all), monotonic()
-        total = max(self._layers.count(), len(stuck.all))
+        total = self._layers.count(stuck.all)
         for cause, layers, at in stuck.by_cause():
             self._context.report(f"unmoved_layers_{cause}", step, **_values(cause, layers, total, at))
 
     def report_missing(self, cause: str, layers: Sequence[str], step: int, parameters: Collection[int] = ()) -> None:
         """Report layers of optimizers to whose ``parameters`` no gradient comes; no layers: some have come after all."""
-        total, at = max(self._layers.count(parameters), len(layers)), layers[-1] if layers else ""
+        total, at = self._layers.count(layers, parameters), layers[-1] if layers else ""
         if cause == "no_gradient":
             self._without = len(layers)
             self._show()

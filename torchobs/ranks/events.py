@@ -165,5 +165,6 @@ def title_of(name: str) -> str:
 def words_of(fact: Event) -> str:
     """Return the attributes of an event as one line, without its kind."""
     words = ((name, attribute_text(fact, name)) for name in list(fact.attributes)[:10] if name != "kind")
-    named = [f"{text_format.clean(name, 40).removesuffix('_s').replace('_', ' ')} {value}" for name, value in words if value]
+    plain = ((name.removeprefix("exception.").removesuffix("_s").replace("_", " "), value) for name, value in words if value)
+    named = [f"{text_format.clean(name, 40)} {value}" for name, value in plain]
     return text_format.clean(" · ".join(named), MOST_TEXT)

@@ -62,15 +62,21 @@ class ParameterNames:
         found = [module for root in list(self._roots) if (module := root.module()) is not None]
         return found + roots(self.built_modules.modules())
 
-    def count_layers(self, trained: Collection[int]) -> int:
-        """Return the number of layers of all models that are known without a scan and have a trained parameter (ids)."""
+    def count_layers(self, trained: Collection[int], stuck: Collection[str]) -> int:
+        """Return the number of layers of all models that are known without a scan and have a trained parameter (ids).
+
+        Those count that have a matrix: a normalisation's scale or a bias alone is no layer, unless it is one of ``stuck``.
+        """
         layers, counted = set[tuple[int, str]](), set[int]()
         for number, module in enumerate(self.outermost()):
-            names = dict[int, str]()
+            names, matrices = dict[int, str](), set(stuck)
             with suppress(RuntimeError):  # a dictionary changed size
-                names = {id(parameter): layer_of(clean(name)) for name, parameter in self._parameters(module)}
+                named = [(layer_of(clean(name)), parameter) for name, parameter in self._parameters(module)]
+                names = {id(parameter): name for name, parameter in named}
+                matrices.update(name for name, parameter in named if parameter.dim() > 1)
             if any(key in trained for key in names):
-                layers.update((number, name) for key, name in names.items() if key not in counted)  # not again as its wrapper's
+                own = {name for key, name in names.items() if key not in counted}  # not again as its wrapper's
+                layers.update((number, name) for name in own & matrices or own)  # flattened ones are all vectors
                 counted.update(names)
         return len(layers)
 
