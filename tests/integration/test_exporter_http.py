@@ -30,8 +30,9 @@ from torchobs.config.options import Address
 from torchobs.exporter import daemon
 from torchobs.exporter import http as server
 from torchobs.exporter.config import ExporterConfig, UnixAddress, address_of
-from torchobs.exporter.http import Server, bind_unix
+from torchobs.exporter.http import Listeners, bind_unix
 from torchobs.exporter.snapshot_cache import SnapshotCache
+from torchobs.exporter.web_config import WebConfigMiddleware
 from torchobs.ranks.scanner import system_clock
 from torchobs.ranks.snapshot import EMPTY, Snapshot
 
@@ -293,12 +294,15 @@ Address4 = tuple[str, int]
 
 
 @contextlib.asynccontextmanager
-async def serving(app: ASGIApp = APP, context: ssl.SSLContext | None = None) -> AsyncIterator[tuple[Server, Address4]]:
+async def serving(
+    app: ASGIApp = APP, protection: WebConfigMiddleware | None = None
+) -> AsyncIterator[tuple[Listeners, Address4]]:
     """A server on a free port, and its address."""
-    running = Server(socket.create_server(("127.0.0.1", 0)), app)
-    await running.start(context)
-    yield running, running.bound.getsockname()
-    await running.end()
+    config = ExporterConfig(listen=(Address("127.0.0.1", 0),))
+    running = Listeners(config, protection or WebConfigMiddleware(None), app, None, None)
+    await running.open()
+    yield running, running.sockets[0].getsockname()
+    await running.close()
 
 
 @pytest.fixture
@@ -324,25 +328,26 @@ async def asked(
     return reader, writer
 
 
-def test_who_is_being_answered_when_tls_changes_gets_the_whole_answer() -> None:
+def test_who_is_being_answered_when_tls_changes_gets_the_whole_answer(certificate: Path) -> None:
     """Then the connection is closed, as an idle one is at once; a new one is accepted meanwhile."""
-    going_on = asyncio.Event()
+    going_on, protection, (context, trust) = asyncio.Event(), WebConfigMiddleware(None), contexts(certificate)
 
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
         await going_on.wait()
         await APP(scope, receive, send)
 
     async def answers() -> bytes:
-        async with serving(slow) as (running, address):
+        async with serving(slow, protection) as (running, address):
             idle, silent = await asyncio.open_connection(*address)
             reader, writer = await asyncio.open_connection(*address)
             writer.write(HEAD)
             await asyncio.sleep(0.05)
-            await running.accept(None)
+            protection.context = context
+            await running.tick()
             assert await asyncio.wait_for(idle.read(), 10) == b""
             going_on.set()
             answer = await asyncio.wait_for(reader.read(), 10)  # to its end
-            _, newest = await asked(address)
+            _, newest = await asked(address, trust)
             for one in (silent, writer, newest):
                 one.close()
             return answer
@@ -438,10 +443,11 @@ def test_a_head_that_does_not_come_ends_the_connection(monkeypatch: pytest.Monke
 def test_a_handshake_that_does_not_come_ends_the_connection(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: nothing of it is left, as of one that a client breaks off, and of garbage."""
     monkeypatch.setattr(server, "HEAD_S", 0.2)
-    context, trust = contexts(certificate)
+    protection = WebConfigMiddleware(None)
+    protection.context, trust = contexts(certificate)
 
     async def ends() -> None:
-        async with serving(APP, context) as (running, address):
+        async with serving(APP, protection) as (running, address):
             for first in (b"", b"\x16\x03\x01\x02\x00\x01", HEAD):
                 reader, writer = await asyncio.open_connection(*address)
                 writer.write(first)

@@ -1,4 +1,4 @@
-"""The exporter's listeners: on its addresses, and on the API's own Unix socket, with a uvicorn server for each.
+"""The exporter's listeners: on its addresses, and on the API's own Unix socket, with one uvicorn server for all of them.
 
 What cannot be opened is tried again, and new certificates are used at once. A stopping exporter removes the file of its own
 Unix socket only, before it stops listening, so that it never removes that of its successor.
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from starlette.types import ASGIApp
+    from uvicorn._types import ASGI3Application
     from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
     from torchobs.exporter.config import ExporterConfig
@@ -41,7 +42,7 @@ HEAD_S = 10.0
 """Time limit of a TLS handshake, and of the first request's head, which Prometheus sends in one packet."""
 
 MOST_CONNECTIONS = 512
-"""Of each listener: more than any number of scrapers and people."""
+"""More than any number of scrapers and people."""
 
 MOST_HEAD = 16 * 1024
 """Most bytes of a request's head."""
@@ -161,59 +162,6 @@ def _inode(path: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-class Server(uvicorn.Server):
-    """uvicorn's server on one socket, with a cap on its connections. The owner calls ``on_tick`` every second."""
-
-    def __init__(self, bound: socket.socket, app: ASGIApp) -> None:
-        config = uvicorn.Config(
-            app,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=1,
-            h11_max_incomplete_event_size=MOST_HEAD,
-        )
-        config.load()
-        super().__init__(config)
-        self.lifespan, self.servers = config.lifespan_class(config), []
-        self.bound = bound
-        self.recent: dict[HttpProtocol, None] = {}
-        """the connections, the one first that came, or got its last response, the longest ago"""
-
-    async def start(self, context: ssl.SSLContext | None) -> None:
-        """Accept connections, with that context of TLS."""
-        await self.on_tick(0)  # sets the Date header
-        asyncio.get_running_loop().set_exception_handler(_handle)
-        await self.accept(context)
-        self.started = True
-
-    async def end(self) -> None:
-        """Stop, after removing a Unix socket's file."""
-        if isinstance(self.bound, UnixSocket):
-            self.bound.remove()  # while it still listens
-        await self.shutdown(sockets=[self.bound])
-
-    async def accept(self, context: ssl.SSLContext | None) -> None:
-        """Accept connections with that context of TLS from now on; the others end, after a response that is under way."""
-        loop, before = asyncio.get_running_loop(), self.servers
-        for listening in (one for server in before for one in server.sockets):
-            loop.remove_reader(listening)
-        await asyncio.sleep(0)  # a server that is closed drops what it has accepted in this turn of the loop
-        for server in before:
-            server.close()  # which has a duplicate of the socket: who is in its queue waits
-        limit_s = None if context is None else HEAD_S
-        serving = loop.create_server(
-            partial(HttpProtocol, self), sock=self.bound.dup(), backlog=_BACKLOG, ssl=context, ssl_handshake_timeout=limit_s
-        )
-        self.servers = [await serving]
-        for connection in list(self.recent):
-            connection.shutdown()
-
-
 class HttpProtocol(H11Protocol):
     """One connection: uvicorn's, with a time limit for the first request's head, and a cap on connections.
 
@@ -222,8 +170,9 @@ class HttpProtocol(H11Protocol):
     longest after a response, and only then one with a response under way, which the live page's streams always have.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Listeners, app: ASGIApp) -> None:
         super().__init__(server.config, server.server_state, {})
+        self.app = cast("ASGI3Application", app)
         self._recent = server.recent
         self._received = 0
         """bytes of the present request"""
@@ -299,7 +248,7 @@ def _handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         loop.default_exception_handler(context)
 
 
-class Listeners:
+class Listeners(uvicorn.Server):
     """Listens as configured. To be used in one event loop.
 
     ``announce`` is called with the first address, ``host:port``, and whether it has TLS; again when that changes.
@@ -317,15 +266,32 @@ class Listeners:
 
         ``commanded``: that of the API's own Unix socket; ``None``: there is no such socket.
         """
-        self.unannounced = 0
-        self._config, self._web_config, self._announce = config, web_config, announce
-        self._servers: list[Server] = []
-        # no TLS and no passwords for a Unix socket: its file's mode controls access
-        self._apps = {UnixAddress: app, Address: web_config.guard(app), type(None): commanded}
-        self._unbound: list[Address | UnixAddress | None] = [*config.addresses, *([None] if commanded is not None else [])]
-        """where to listen; ``None``: on the API's own socket"""
+        settings = uvicorn.Config(
+            app,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=MOST_HEAD,
+        )
+        settings.load()
+        super().__init__(settings)
+        self.lifespan = settings.lifespan_class(settings)
+        self.recent: dict[HttpProtocol, None] = {}
+        """the connections, the one first that came, or got its last response, the longest ago"""
         self.problems: tuple[str, ...] = ()
         """why it does not listen as configured"""
+        self.unannounced = 0
+        self._config, self._web_config, self._announce = config, web_config, announce
+        # no TLS and no passwords for a Unix socket: its file's mode controls access
+        self._apps = {UnixAddress: app, Address: web_config.guard(app), type(None): commanded or app}
+        self._unbound: list[Address | UnixAddress | None] = [*config.addresses, *([None] if commanded is not None else [])]
+        """where to listen; ``None``: on the API's own socket"""
+        self._accepting: dict[socket.socket, asyncio.Server] = {}
         self._context: ssl.SSLContext | None = None
         self._address, self._next_bind_s = "", 0.0
         self._announced: tuple[str, bool] | None = None
@@ -333,15 +299,17 @@ class Listeners:
     @property
     def sockets(self) -> list[socket.socket]:
         """The listening sockets."""
-        return [server.bound for server in self._servers]
+        return [*self._accepting]
 
     def has_connection(self, client: tuple[str, int]) -> bool:
         """Return whether there is a connection with this other end."""
-        return any(connection.client == client for server in self._servers for connection in server.recent)
+        return any(connection.client == client for connection in self.recent)
 
     async def open(self) -> None:
         """Listen as far as possible, by the web configuration that was loaded meanwhile."""
         self._context = self._web_config.context
+        asyncio.get_running_loop().set_exception_handler(_handle)
+        await self.on_tick(0)  # sets the Date header
         await self._bind()
 
     async def tick(self) -> None:
@@ -351,26 +319,43 @@ class Listeners:
         if self._unbound and time.monotonic() >= self._next_bind_s:
             await self._bind()
         self._announce_address()
-        for server in self._servers:
-            await server.on_tick(0)
+        await self.on_tick(0)
 
     async def close(self) -> None:
         """Remove the sockets' files, and stop."""
-        for server in self._servers:
-            await server.end()
+        for bound in self._accepting:
+            if isinstance(bound, UnixSocket):
+                bound.remove()  # while it still listens
+        self.servers = [*self._accepting.values()]
+        await self.shutdown(sockets=self.sockets)
 
     async def _renew(self) -> None:
-        """Take over a change of TLS."""
+        """Accept connections with the new context of TLS; the others end, after a response that is under way."""
         self._context = self._web_config.context
-        for server in self._servers:
-            if not isinstance(server.bound, UnixSocket):
-                await server.accept(self._context)
+        loop, renewed = asyncio.get_running_loop(), [bound for bound in self._accepting if not isinstance(bound, UnixSocket)]
+        for listening in (one for bound in renewed for one in self._accepting[bound].sockets):
+            loop.remove_reader(listening)
+        await asyncio.sleep(0)  # a server that is closed drops what it has accepted in this turn of the loop
+        for bound in renewed:
+            self._accepting[bound].close()  # it has a duplicate of the socket: who is in its queue waits
+            await self._accept(bound, Address)
+        for connection in list(self.recent):
+            if connection.app is self._apps[Address]:
+                connection.shutdown()
+
+    async def _accept(self, bound: socket.socket, kind: type) -> None:
+        """Accept connections, with TLS where that is configured. ``kind``: of the address that the socket is bound to."""
+        context = self._context if kind is Address else None
+        limit_s, app = None if context is None else HEAD_S, self._apps[kind]
+        self._accepting[bound] = await asyncio.get_running_loop().create_server(
+            partial(HttpProtocol, self, app), sock=bound.dup(), backlog=_BACKLOG, ssl=context, ssl_handshake_timeout=limit_s
+        )
 
     async def _bind(self) -> None:
         self._next_bind_s = time.monotonic() + RETRY_S
         self.problems = ()
         for address in list(self._unbound):
-            if address is None and self._config.mode == "node" and not self._servers:
+            if address is None and self._config.mode == "node" and not self._accepting:
                 continue  # a node's exporter without a port gives up
             try:
                 bound = self._bound_to(address)
@@ -380,10 +365,9 @@ class Listeners:
                 self.problems = (*self.problems, words)
                 _log.error("%s", words)
                 continue
-            if bound is not None and (app := self._apps[type(address)]) is not None:
+            if bound is not None:
                 self._unbound.remove(address)
-                self._servers.append(server := Server(bound, app))
-                await server.start(None if isinstance(bound, UnixSocket) else self._context)
+                await self._accept(bound, type(address))
                 self._log_address(bound, address)
 
     def _bound_to(self, address: Address | UnixAddress | None) -> socket.socket | None:
