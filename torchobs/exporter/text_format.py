@@ -317,11 +317,6 @@ class QuietSeries:
         """Begin the page of a snapshot; every expected scraper has received that of ``acknowledged`` or a newer one."""
         self._number, self._acknowledged = number, acknowledged
 
-    @property
-    def revealed(self) -> int:
-        """Number of series that are on the page."""
-        return len(self._since)
-
     def shown(self, entry: LabelledSeries, values: Sequence[float]) -> Sequence[float]:
         """Return the numbers to show for a series with ``values``: none, zeros, or ``values`` itself."""
         key = id(entry.series)
@@ -337,20 +332,11 @@ class QuietSeries:
         return values
 
 
-class _Row(NamedTuple):
-    """A series that is looked at one by one. ``in_block``: its index in the block."""
-
-    in_block: int
-    entry: LabelledSeries
-    heading: Heading
-
-
 class BlockRenderer:
     """Renders a value block in one format and one state of the rank; again only when the block has changed.
 
     Nearly every series is a gauge of floats; their values are picked from the block without a check of each. The other series
-    are rows, with a line for each number of the value. The rows of quiet series are hidden at first, two of three in a plain
-    training; they are not looked at one by one while all of their values stay the same.
+    are rows, which are looked at one by one, with a line for each number of the value that is shown.
     """
 
     def __init__(self, entries: Sequence[tuple[int, LabelledSeries]], form: Format, quiet: QuietSeries) -> None:
@@ -360,7 +346,6 @@ class BlockRenderer:
         self._quiet, self._openmetrics = quiet, form.openmetrics
         self._rendered: tuple[DecodedBlock, Shown, list[FamilyLines]] | None = None
         self._shape: tuple[Collection[int], Sequence[int]] | None = None
-        self._exemplars: tuple[Shown, list[tuple[int, int, str]]] = (rank_labels.NO_EXEMPLARS, [])
         self._positions: dict[str, int] = {}
         """of the families on the page"""
         headings: dict[str, Heading] = {}
@@ -375,18 +360,10 @@ class BlockRenderer:
             for _, entry in entries
             if entry.quiet is not None or (entry.series.kind, entry.series.value_type) != gauges
         }
-        self._rows = [
-            _Row(index, entry, headings[entry.family.name]) for index, entry in in_order if entry.family.name in mixed
-        ]
-        self._hidden, self._shown = [row for row in self._rows if row.entry.quiet is not None], self._rows
-        self._pick_hidden = _picking(())
-        self._hidden_values: tuple[Value | None, ...] = ()
-        self._revealed = -1
-        self._gauges = [
-            (index, headings[entry.family.name], entry.prefixes[0])
-            for index, entry in in_order
-            if entry.family.name not in mixed
-        ]
+        self._rows, self._gauges = (
+            [(index, entry, headings[name]) for index, entry in in_order if ((name := entry.family.name) in mixed) is wanted]
+            for wanted in (True, False)
+        )
 
     def lines(self, block: DecodedBlock, exemplars: Shown) -> list[FamilyLines]:
         """Return the lines by family, in the order of the families' first series."""
@@ -397,36 +374,25 @@ class BlockRenderer:
 
     def _render(self, block: DecodedBlock, exemplars: Shown) -> list[FamilyLines]:
         values, self.is_holding = block.values, False
-        if self._pick_hidden(values) != self._hidden_values or self._revealed != self._quiet.revealed:
-            self._reveal(values)
-        found = [self._numbers(row, values[row.in_block]) for row in self._shown]
+        found = [self._numbers(entry, values[index]) for index, entry, _ in self._rows]
         shape = () if block.whole else [index for index, _, _ in self._gauges if values[index] is None], [*map(len, found)]
         if shape != self._shape:
             self._plan, self._shape = self._planned(*shape), shape
         plan = self._plan
         texts = numbers([*plan.pick(values), *chain.from_iterable(found)])
         if exemplars and self._openmetrics:
-            for row, bucket, text in self._exemplar_texts(exemplars):
-                value = values[self._shown[row].in_block]
-                if isinstance(value, Distribution) and value.counts[bucket]:  # a span can precede the fold of its step
-                    texts[plan.starts[row] + bucket] += text
+            for start, (index, entry, _) in zip(plan.starts, self._rows, strict=True):
+                value = values[index]
+                for bucket, text in entry.exemplars(exemplars):
+                    if isinstance(value, Distribution) and value.counts[bucket]:  # a span can precede the fold of its step
+                        texts[start + bucket] += text
         return plan.template.fill(texts)
 
-    def _reveal(self, values: Sequence[Value | None]) -> None:
-        """Show the hidden rows that have, or in another format's page have had, another value than the default."""
-        self._hidden = [row for row in self._hidden if not self._numbers(row, values[row.in_block])]
-        indices = [row.in_block for row in self._hidden]
-        hidden = frozenset(indices)
-        self._shown = [row for row in self._rows if row.in_block not in hidden]
-        self._pick_hidden = _picking(indices)
-        self._hidden_values, self._revealed = self._pick_hidden(values), self._quiet.revealed
-        self._shape, self._exemplars = None, (rank_labels.NO_EXEMPLARS, [])
-
-    def _numbers(self, row: _Row, value: Value | None) -> Sequence[float]:
-        found = row.entry.numbers(value)
-        if row.entry.quiet is None:
+    def _numbers(self, entry: LabelledSeries, value: Value | None) -> Sequence[float]:
+        found = entry.numbers(value)
+        if entry.quiet is None:
             return found
-        shown = self._quiet.shown(row.entry, found)
+        shown = self._quiet.shown(entry, found)
         self.is_holding |= bool(shown) and shown is not found
         return shown
 
@@ -434,22 +400,15 @@ class BlockRenderer:
         """Return the plan for a block in which the gauges ``absent`` have no value and the rows have ``lengths`` numbers."""
         hidden = frozenset(absent)
         gauges = [one for one in self._gauges if one[0] not in hidden]
-        headings, prefixes = [family for _, family, _ in gauges], [text for _, _, text in gauges]
+        headings, prefixes = [family for _, _, family in gauges], [entry.prefixes[0] for _, entry, _ in gauges]
         starts = list[int]()
-        for row, length in zip(self._shown, lengths, strict=True):
+        for (_, entry, family), length in zip(self._rows, lengths, strict=True):
             starts.append(len(prefixes))
-            prefixes += row.entry.prefixes[:length]
-            headings += [row.heading] * length
+            prefixes += entry.prefixes[:length] if length else ()  # most quiet series never need them
+            headings += [family] * length
         template = LineTemplate(headings, prefixes)
         template.ranges.sort(key=lambda one: self._positions[one[0].family])
         return _Plan(_picking([index for index, _, _ in gauges]), template, starts)
-
-    def _exemplar_texts(self, exemplars: Shown) -> list[tuple[int, int, str]]:
-        """Return the row, the bucket and the text of each exemplar."""
-        if exemplars is not self._exemplars[0]:
-            by_row = ((number, row.entry.exemplars(exemplars)) for number, row in enumerate(self._shown))
-            self._exemplars = exemplars, [(number, bucket, text) for number, found in by_row for bucket, text in found]
-        return self._exemplars[1]
 
 
 def _picking(indices: Sequence[int]) -> Callable[[Sequence[Value | None]], tuple[Any, ...]]:
