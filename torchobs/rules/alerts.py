@@ -39,11 +39,9 @@ def _loss_not_finite() -> Alert:
     return Alert(
         alert="TorchobsLossNotFinite",
         expr=f"""
-            max {BY_RUN} (
-                {losses} >= {LEAST_NONFINITE_LOSSES}
-                and on ({ONE_RANK})
-                {losses} > on ({ONE_RANK}) 0.5 * {name(catalog.STEPS)}
-            )
+            {losses} >= {LEAST_NONFINITE_LOSSES}
+            and on ({ONE_RANK})
+            {losses} > on ({ONE_RANK}) 0.5 * {name(catalog.STEPS)}
         """,
         severity="page",
         summary="trains on with a loss that is NaN or infinite.",
@@ -62,9 +60,7 @@ def _loss_diverged() -> Alert:
     return Alert(
         alert="TorchobsLossDiverged",
         expr=f"""
-            max {BY_RUN} (
-                count {BY_RUN} ({lasting(diverged, "== 1", DIVERGED, ONE_RANK)} and on ({ONE_RANK}) {diverged} == 1)
-            )
+            count {BY_RUN} ({lasting(diverged, "== 1", DIVERGED, ONE_RANK)} and on ({ONE_RANK}) {diverged} == 1)
         """,
         summary="diverged in its first steps.",
         description=(
@@ -89,19 +85,17 @@ def _gradient_explosion(values: Values) -> Alert:
     skipped = select(catalog.AMP_STEPS_SKIPPED)
     lately, steps = name(catalog.AMP_STEPS_SKIPPED), name(catalog.STEPS)
     expr = f"""
-        max {BY_RUN} (
-            {explosions} >= {LEAST_EXPLOSIONS}
-          or
-            {leaps} >= {LEAST_LOSS_SPIKES}
-          or
-            {nonfinite} >= {LEAST_NONFINITE}
-            unless on ({ONE_RANK})
-            max_over_time({skipped}[{WINDOW}]) > 0
-          or
-            {lately} > {values.thresholds.skipped:g}
-            and
-            {lately} > 0.5 * {steps}
-        )
+        {explosions} >= {LEAST_EXPLOSIONS}
+      or
+        {leaps} >= {LEAST_LOSS_SPIKES}
+      or
+        {nonfinite} >= {LEAST_NONFINITE}
+        unless on ({ONE_RANK})
+        max_over_time({skipped}[{WINDOW}]) > 0
+      or
+        {lately} > {values.thresholds.skipped:g}
+        and
+        {lately} > 0.5 * {steps}
     """
     return Alert(
         alert="TorchobsGradientExplosion",
@@ -155,11 +149,9 @@ def _gradient_vanishing() -> Alert:
     return Alert(
         alert="TorchobsGradientVanishing",
         expr=f"""
-            max {BY_RUN} (
-                {verdicts} >= {LASTING}
-              or
-                {select(catalog.GRAD_UNMOVED_LAYERS)} > 0
-            )
+            {verdicts} >= {LASTING}
+          or
+            {select(catalog.GRAD_UNMOVED_LAYERS)} > 0
         """,
         summary="learns nothing, or parts of its model learn nothing.",
         description=(
@@ -188,19 +180,17 @@ def _ranks_disagree() -> Alert:
     return Alert(
         alert="TorchobsRanksDisagree",
         expr=f"""
+            min {of_group} ({highest}) > 0
+            and
+            min {of_group} ({highest}) < 0.9 * max {of_group} ({lowest})
+          or
+            max {BY_GROUP} ({sizes}) != min {BY_GROUP} ({sizes})
+          or
+            count {BY_GROUP} (count by ({ONE_GROUP}, torch_version) ({infos})) > 1
+          or
             max {BY_RUN} (
-                min {of_group} ({highest}) > 0
-                and
-                min {of_group} ({highest}) < 0.9 * max {of_group} ({lowest})
-              or
-                max {BY_GROUP} ({sizes}) != min {BY_GROUP} ({sizes})
-              or
-                count {BY_GROUP} (count by ({ONE_GROUP}, torch_version) ({infos})) > 1
-              or
-                max {BY_RUN} (
-                    {lasting(TWINS, "> 1", WINDOW, ONE_NUMBER)}
-                    and on ({ONE_NUMBER}) {training} > 1
-                )
+                {lasting(TWINS, "> 1", WINDOW, ONE_NUMBER)}
+                and on ({ONE_NUMBER}) {training} > 1
             )
         """,
         summary="has ranks that do not train the same model.",

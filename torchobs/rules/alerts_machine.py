@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchobs import catalog
-from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, by_run, select
+from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, select
 from torchobs.rules.recordings import name, recent
 from torchobs.rules.rule_file import AT, DURATION, EXPORTER, SEEN, SHARE, THIS_RUN, WINDOW, Alert, Culprits, Group, amount
 from torchobs.rules.values import DEFAULT, Values
@@ -41,7 +41,8 @@ def resources(values: Values = DEFAULT) -> Group:
 def _growth(values: Values) -> Alert:
     return Alert(
         alert="TorchobsMemoryGrowth",
-        expr=by_run(f"{select(catalog.MEMORY_TIME_TO_LIMIT)} < {values.thresholds.time_to_limit_s:g}", "min"),
+        expr=f"{select(catalog.MEMORY_TIME_TO_LIMIT)} < {values.thresholds.time_to_limit_s:g}",
+        worst=f"min {BY_RUN}",
         summary="will run out of memory.",
         description=(
             "The memory of one of its ranks grows steadily with the steps, and reaches its limit in "
@@ -57,7 +58,7 @@ def _near_limit(values: Values) -> Alert:
     used = select(catalog.MEMORY_HOST_UTILIZATION)
     return Alert(
         alert="TorchobsOutOfMemoryNear",
-        expr=by_run(f"min_over_time({used}[{WINDOW}]) > {values.thresholds.memory:g}"),
+        expr=f"min_over_time({used}[{WINDOW}]) > {values.thresholds.memory:g}",
         summary="is close to its memory limit.",
         description=(
             "For 10 minutes {{ $value | humanizePercentage }} of a container's or a machine's memory has been in use and "
@@ -75,7 +76,7 @@ def _oom_kill() -> Alert:
     kills = select(catalog.CGROUP_MEMORY_OOM_KILLS)
     return Alert(
         alert="TorchobsCgroupOomKill",
-        expr=by_run(f"sum {BY_RUN} (increase({kills}[{WINDOW}])) > 0"),
+        expr=f"sum {BY_RUN} (increase({kills}[{WINDOW}])) > 0",
         summary="had processes killed because memory ran out.",
         description=(
             f"The kernel killed {amount('process', 'processes')} in its containers in the last 10 minutes: ranks, or workers "
@@ -99,7 +100,7 @@ def _gpu_memory(values: Values) -> Alert:
 
     return Alert(
         alert="TorchobsGpuMemoryNearLimit",
-        expr=by_run(f"{share()} > {values.thresholds.gpu_memory:g}"),
+        expr=f"{share()} > {values.thresholds.gpu_memory:g}",
         summary="is close to its GPU memory limit.",
         description=(
             "For 10 minutes tensors have held {{ $value | humanizePercentage }} of the memory that a rank may use on its "
@@ -119,11 +120,9 @@ def _fragmented(values: Values) -> Alert:
     return Alert(
         alert="TorchobsMemoryFragmented",
         expr=f"""
-            max {BY_RUN} (
-                {share()} > {values.thresholds.fragmented:g}
-                and on ({ONE_RANK}, device)
-                {name(catalog.MEMORY_ALLOC_RETRIES)} > 0
-            )
+            {share()} > {values.thresholds.fragmented:g}
+            and on ({ONE_RANK}, device)
+            {name(catalog.MEMORY_ALLOC_RETRIES)} > 0
         """,
         summary="runs out of GPU memory because of fragmentation.",
         description=(
@@ -138,7 +137,7 @@ def _shared_memory(values: Values) -> Alert:
     used, size = select(catalog.MEMORY_SHARED_USED), select(catalog.MEMORY_SHARED_SIZE)
     return Alert(
         alert="TorchobsSharedMemoryFull",
-        expr=by_run(f"{used} / ({size} > 0) > {values.thresholds.shared_memory:g}"),
+        expr=f"{used} / ({size} > 0) > {values.thresholds.shared_memory:g}",
         summary="is running out of shared memory.",
         description=(
             "{{ $value | humanizePercentage }} of /dev/shm is in use. Workers of data loaders and NCCL pass data through it; "
@@ -161,12 +160,11 @@ def _filesystem(values: Values) -> Alert:
     return Alert(
         alert="TorchobsFilesystemFull",
         expr=f"""
-            max by ({_FILESYSTEM}) (
-                {usage} / on ({_FILESYSTEM}) ({limit} > 0) > {values.thresholds.filesystem:g}
-              or
-                {used} / on ({_FILESYSTEM}) (sum by ({_FILESYSTEM}) ({every}) > 0) > {values.thresholds.filesystem:g}
-            )
+            {usage} / on ({_FILESYSTEM}) ({limit} > 0) > {values.thresholds.filesystem:g}
+          or
+            {used} / on ({_FILESYSTEM}) (sum by ({_FILESYSTEM}) ({every}) > 0) > {values.thresholds.filesystem:g}
         """,
+        worst=f"max by ({_FILESYSTEM})",
         summary=f"The file system {{{{ $labels.system_filesystem_mountpoint }}}} of {EXPORTER} is nearly full.",
         description=(
             "{{ $value | humanizePercentage }} of its space or its inodes is in use, and the next checkpoint may not fit. "
@@ -180,11 +178,8 @@ def _cpu(values: Values) -> Alert:
     idle, cpus = select(catalog.SYSTEM_CPU_TIME, 'cpu_mode="idle"'), select(catalog.HOST_CPUS)
     return Alert(
         alert="TorchobsCpuSaturated",
-        expr=f"""
-            max by ({_MACHINE}) (
-                1 - sum by ({_MACHINE}) (rate({idle}[{WINDOW}])) / on ({_MACHINE}) ({cpus} > 0) > {values.thresholds.cpu:g}
-            )
-        """,
+        expr=f"1 - sum by ({_MACHINE}) (rate({idle}[{WINDOW}])) / on ({_MACHINE}) ({cpus} > 0) > {values.thresholds.cpu:g}",
+        worst=f"max by ({_MACHINE})",
         summary=f"The processors of {EXPORTER} are busy.",
         description=(
             "{{ $value | humanizePercentage }} of their time in the last 10 minutes was used: data loaders and kernel launches "
@@ -197,7 +192,7 @@ def _cpu(values: Values) -> Alert:
 def _scaler(values: Values) -> Alert:
     return Alert(
         alert="TorchobsLossScaleStuck",
-        expr=by_run(f"{select(catalog.AMP_SKIP_STREAK)} >= {values.thresholds.skipped:g}"),
+        expr=f"{select(catalog.AMP_SKIP_STREAK)} >= {values.thresholds.skipped:g}",
         summary="makes no progress, because its loss scaler skips every step.",
         description=(
             '{{ printf "%.0f" $value }} steps in a row were skipped; a few at the start are usual. At no scale are the '
@@ -214,11 +209,9 @@ def _gpu_fault() -> Alert:
     return Alert(
         alert="TorchobsGpuFault",
         expr=f"""
-            max {BY_RUN} (
-                {errors} > 0
-              or
-                {failed} == 1
-            )
+            {errors} > 0
+          or
+            {failed} == 1
         """,
         severity="page",
         summary="has a faulty GPU.",
@@ -238,7 +231,7 @@ def _gpu_throttled(values: Values) -> Alert:
     held, here = (select(catalog.GPU_THROTTLE_TIME, *more, 'reason="thermal"') for more in ((), (THIS_RUN,)))
     return Alert(
         alert="TorchobsGpuThrottled",
-        expr=by_run(f"rate({held}[{WINDOW}]) > {values.thresholds.gpu_throttled:g}"),
+        expr=f"rate({held}[{WINDOW}]) > {values.thresholds.gpu_throttled:g}",
         summary="has an overheated GPU.",
         description=(
             "Heat held its clocks down for {{ $value | humanizePercentage }} of the last 10 minutes; none is usual. Check the "
@@ -251,7 +244,7 @@ def _gpu_throttled(values: Values) -> Alert:
 def _worker() -> Alert:
     return Alert(
         alert="TorchobsLoaderWorkerDied",
-        expr=by_run(f"sum {BY_RUN} ({name(catalog.DATA_WORKERS_DIED)}) > 0"),
+        expr=f"sum {BY_RUN} ({name(catalog.DATA_WORKERS_DIED)}) > 0",
         summary="lost data loader workers.",
         description=(
             f"{amount('worker was', 'workers were')} ended by a signal or an error in the last 10 minutes. The loader "
@@ -283,7 +276,7 @@ def _nvlink() -> Alert:
 
     return Alert(
         alert="TorchobsNvlinkDown",
-        expr=by_run(f"{lost()} > 0"),
+        expr=f"{lost()} > 0",
         summary="has lost NVLinks.",
         description=(
             f"A GPU has {amount('link', 'links')} fewer than within the last day, and collectives take a slower way. Reset the "
@@ -305,11 +298,9 @@ def _infiniband() -> Alert:
     return Alert(
         alert="TorchobsInfinibandDown",
         expr=f"""
-            max {BY_RUN} (
-                {_located()}
-                * on (cluster, nodename) group_left ()
-                count by (cluster, nodename) ({lost})
-            )
+            {_located()}
+            * on (cluster, nodename) group_left ()
+            count by (cluster, nodename) ({lost})
         """,
         summary="has lost InfiniBand ports.",
         description=(
@@ -343,7 +334,7 @@ def _disabled() -> Alert:
     probes = f"count by ({ONE_RUN}, probe) ({select(catalog.PROBE_DISABLED, THIS_RUN)} == 1)"
     return Alert(
         alert="TorchobsProbeDisabled",
-        expr=by_run(f"count {BY_RUN} ({select(catalog.PROBE_DISABLED)} == 1)"),
+        expr=f"count {BY_RUN} ({select(catalog.PROBE_DISABLED)} == 1)",
         summary="has probes that are switched off.",
         description=(
             f"{amount('probe was', 'probes were')} switched off after an exception, and what they measure is missing on those "
@@ -357,7 +348,7 @@ def _dropped() -> Alert:
     dropped = name(catalog.FLIGHT_DROPPED)
     return Alert(
         alert="TorchobsFlightDropped",
-        expr=by_run(f"sum {BY_RUN} ({dropped}) > 0"),
+        expr=f"sum {BY_RUN} ({dropped}) > 0",
         summary="records more than its flight files hold.",
         description='{{ printf "%.0f" $value }} series, events or steps of the last 10 minutes did not fit and are missing.',
         culprits=Culprits(select(dropped, THIS_RUN), '{{ printf "%.0f" $v }} of kind {{ $l.what }}', "Most on"),
@@ -411,4 +402,4 @@ def _growing(*counters: str) -> str:
 
 
 def _of_exporter(alert: str, expr: str, summary: str, description: str) -> Alert:
-    return Alert(alert, f"max by ({_MACHINE}) (\n    {expr}\n)", summary, description, of_run=False)
+    return Alert(alert, expr, summary, description, worst=f"max by ({_MACHINE})", of_run=False)

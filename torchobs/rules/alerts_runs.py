@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchobs import catalog
 from torchobs.detect.speed import LEAST_EXCESS_S, SLOW
 from torchobs.ranks.state import FIRST_STEP_S
+from torchobs.rules import recordings as recorded
 from torchobs.rules.promql import (
     BY_GROUP,
     BY_RANK,
@@ -13,36 +14,11 @@ from torchobs.rules.promql import (
     ONE_GROUP,
     ONE_RANK,
     ONE_RUN,
-    by_run,
     grouped,
     lasting,
     select,
 )
-from torchobs.rules.recordings import (
-    ALIVE,
-    CHECKPOINT,
-    EXCESS,
-    FAILED,
-    FAULTS,
-    FIRST_START,
-    GONE,
-    GONE_S,
-    GOODPUT_NOW,
-    LEFT,
-    MISSING,
-    NODE_SLOWDOWN,
-    ONE_NUMBER,
-    PHASE_MEAN,
-    RUN_GOODPUT_RATE,
-    RUN_STEP_BEST,
-    RUN_STEP_MEAN,
-    SLOWDOWN,
-    STARTED,
-    TWINS,
-    gone,
-    name,
-    recent,
-)
+from torchobs.rules.recordings import gone, name, recent
 from torchobs.rules.rule_file import (
     AT,
     DURATION,
@@ -92,10 +68,10 @@ def hung() -> Group:
 
 def _failed() -> Alert:
     """Return the alert, without ranks that were told to end, by Ctrl-C or SIGTERM: whoever did it knows."""
-    failed = select(catalog.RANK_EXIT, f'reason=~"{FAULTS}"')
+    failed = select(catalog.RANK_EXIT, f'reason=~"{recorded.FAULTS}"')
     return Alert(
         alert="TorchobsRankFailed",
-        expr=by_run(f"count {BY_RUN} (max_over_time({failed}[{SEEN}]) == 1)"),
+        expr=f"count {BY_RUN} (max_over_time({failed}[{SEEN}]) == 1)",
         summary="has lost a rank.",
         description=(
             '{{ printf "%.0f" $value }} of its ranks ended with an exception or an exit code, or were killed (most often '
@@ -107,7 +83,7 @@ def _failed() -> Alert:
 
 def _survivors() -> str:
     """Return a sentence about the ranks that live while one of their group has failed, and was not started again."""
-    up, failed = grouped(select(catalog.RANK_UP, THIS_RUN)), grouped(gone(FAULTS, THIS_RUN))
+    up, failed = grouped(select(catalog.RANK_UP, THIS_RUN)), grouped(gone(recorded.FAULTS, THIS_RUN))
     living = f"sum {BY_RUN} ({up} and {ON_GROUP} {failed}) > 0"
     live = amount("other rank lives", "other ranks live", "$v")
     return first(living, f" {live}: a collective that needs all of them waits until it times out.")
@@ -153,7 +129,7 @@ def _hung() -> Alert:
     """Return the alert on the exporter's state *hung*: no step for 20 times the 99th percentile, at least a minute."""
     return Alert(
         alert="TorchobsRankHung",
-        expr=f"max {BY_RUN} ({STUCK}) > 0",
+        expr=f"{STUCK} > 0",
         summary="has ranks that make no progress.",
         description=(
             f"{amount('of its ranks is alive and has', 'of its ranks are alive and have')} finished no step for far longer "
@@ -168,10 +144,8 @@ def _run_hung() -> Alert:
     return Alert(
         alert="TorchobsRunHung",
         expr=f"""
-            max {BY_RUN} (
-                min {BY_RUN} ({select(catalog.RANK_PROGRESS_AGE)}) > {HUNG_RUN[:-1]} * 60
-                and on ({ONE_RUN}) {lasting(STUCK, "> 0", HUNG_RUN, ONE_RUN)}
-            )
+            min {BY_RUN} ({select(catalog.RANK_PROGRESS_AGE)}) > {HUNG_RUN[:-1]} * 60
+            and on ({ONE_RUN}) {lasting(STUCK, "> 0", HUNG_RUN, ONE_RUN)}
         """,
         severity="page",
         summary="has stood still for {{ $value | humanizeDuration }}.",
@@ -185,13 +159,13 @@ def _run_hung() -> Alert:
 
 
 def _usual_step() -> str:
-    best = f"last_over_time({select(RUN_STEP_BEST, THIS_RUN)}[{GONE}])"
+    best = f"last_over_time({select(recorded.RUN_STEP_BEST, THIS_RUN)}[{recorded.GONE}])"
     return first(best, " A step takes {{ $v | humanizeDuration }} at best.")
 
 
 def _faults(range_: str) -> Culprits:
     """Return the ranks that failed, by their exception where one ended them, else by the reason of their end."""
-    matchers = (f'reason=~"{reasons}"' for reasons in (FAULTS, "exception"))
+    matchers = (f'reason=~"{reasons}"' for reasons in (recorded.FAULTS, "exception"))
     exits, raised = (f"max_over_time({select(catalog.RANK_EXIT, THIS_RUN, one)}[{range_}])" for one in matchers)
     exceptions = f"topk by ({ONE_RANK}) (1, max_over_time({select(catalog.RANK_EXCEPTION, THIS_RUN)}[{range_}]))"
     known = f"{raised} * on ({ONE_RANK}) group_left (exception_type, message, location) {exceptions}"
@@ -204,7 +178,7 @@ def _faults(range_: str) -> Culprits:
 
 def _ends() -> Culprits:
     """Return how many ended by what: where one was told to end, a node may have been drained, and the others failed for it."""
-    ends = f"count by ({ONE_RUN}, reason) (max_over_time({select(catalog.RANK_EXIT, THIS_RUN)}[{GONE}]) == 1)"
+    ends = f"count by ({ONE_RUN}, reason) (max_over_time({select(catalog.RANK_EXIT, THIS_RUN)}[{recorded.GONE}]) == 1)"
     return Culprits(ends, '{{ printf "%.0f" $v }} {{ $l.reason }}', "All ends", named=False)
 
 
@@ -251,7 +225,7 @@ def lived(values: Values, within: str = "") -> str:
     longer than the one for failures that an alert ends with that.
     """
     lived_s = values.thresholds.lived_s
-    return f"60 * sum_over_time(({ALIVE} > bool 0)[{within or f'{GONE_S + lived_s:.0f}s'}:1m]) >= {lived_s:g}"
+    return f"60 * sum_over_time(({recorded.ALIVE} > bool 0)[{within or f'{recorded.GONE_S + lived_s:.0f}s'}:1m]) >= {lived_s:g}"
 
 
 def _run_down(values: Values) -> Alert:
@@ -259,13 +233,11 @@ def _run_down(values: Values) -> Alert:
     return Alert(
         alert="TorchobsRunDown",
         expr=f"""
-            max {BY_RUN} (
-                last_over_time({FAILED}[{GONE}]) > 0
-                and on ({ONE_RUN})
-                {lived(values)}
-                unless on ({ONE_RUN})
-                max_over_time({ALIVE}[{ABSENT}]) > 0
-            )
+            last_over_time({recorded.FAILED}[{recorded.GONE}]) > 0
+            and on ({ONE_RUN})
+            {lived(values)}
+            unless on ({ONE_RUN})
+            max_over_time({recorded.ALIVE}[{ABSENT}]) > 0
         """,
         severity="page",
         wait=WATCHED,
@@ -274,7 +246,7 @@ def _run_down(values: Values) -> Alert:
             'No rank has been alive for ten minutes: {{ printf "%.0f" $value }} failed, the run has not finished, and nothing '
             "has restarted it. Look at how the first one ended, then restart from the last checkpoint."
         ),
-        culprits=_faults(GONE),
+        culprits=_faults(recorded.GONE),
         also=(_ends(),),
     )
 
@@ -291,19 +263,17 @@ def _crash_loop(values: Values) -> Alert:
     return Alert(
         alert="TorchobsCrashLoop",
         expr=f"""
-            max {BY_RUN} (
-                (
-                    max {BY_RUN} ({counted}) >= {restarts:g}
-                  or
-                    max {BY_RUN} (
-                        changes({STARTED}[{LOOP}])
-                        unless on ({ONE_NUMBER}) max by ({ONE_NUMBER}) (max_over_time({ended}[{LOOP}])) == 1
-                        unless on ({ONE_NUMBER}) max_over_time({TWINS}[{LOOP}]) > 1
-                    ) >= {restarts:g}
-                )
-                and on ({ONE_RUN})
-                {lived(values)}
+            (
+                max {BY_RUN} ({counted}) >= {restarts:g}
+              or
+                max {BY_RUN} (
+                    changes({recorded.STARTED}[{LOOP}])
+                    unless on ({recorded.ONE_NUMBER}) max by ({recorded.ONE_NUMBER}) (max_over_time({ended}[{LOOP}])) == 1
+                    unless on ({recorded.ONE_NUMBER}) max_over_time({recorded.TWINS}[{LOOP}]) > 1
+                ) >= {restarts:g}
             )
+            and on ({ONE_RUN})
+            {lived(values)}
         """,
         severity="page",
         summary="keeps crashing.",
@@ -318,7 +288,7 @@ def _crash_loop(values: Values) -> Alert:
 def _missing() -> Alert:
     return Alert(
         alert="TorchobsRanksMissing",
-        expr=by_run(lasting(MISSING, "> 0", ABSENT, ONE_RUN)),
+        expr=lasting(recorded.MISSING, "> 0", ABSENT, ONE_RUN),
         summary="is missing ranks.",
         description=(
             '{{ printf "%.0f" $value }} of its ranks have not been seen for ten minutes, while others are alive: they never '
@@ -337,13 +307,11 @@ def _telemetry_gone() -> Alert:
     return Alert(
         alert="TorchobsTelemetryGone",
         expr=f"""
-            max {BY_RUN} (
-                last_over_time({ALIVE}[{GONE}]) > 0
-                unless on ({ONE_RUN})
-                max_over_time({ALIVE}[{ABSENT}]) > 0
-                unless on ({ONE_RUN})
-                last_over_time({LEFT}[{GONE}]) > 0
-            )
+            last_over_time({recorded.ALIVE}[{recorded.GONE}]) > 0
+            unless on ({ONE_RUN})
+            max_over_time({recorded.ALIVE}[{ABSENT}]) > 0
+            unless on ({ONE_RUN})
+            last_over_time({recorded.LEFT}[{recorded.GONE}]) > 0
         """,
         wait=WATCHED,
         summary="is no longer seen.",
@@ -383,25 +351,23 @@ def _slowdown(values: Values) -> Alert:
     Who pauses a notebook, and goes on, has not become slow.
     """
     idle = select(catalog.GOODPUT_TIME, 'state="idle"')
-    means = f"avg by ({ONE_RUN}, phase) ({select(PHASE_MEAN, THIS_RUN)})"
+    means = f"avg by ({ONE_RUN}, phase) ({select(recorded.PHASE_MEAN, THIS_RUN)})"
     phases = f"{means} / on ({ONE_RUN}) group_left () sum {BY_RUN} ({means})"
     return Alert(
         alert="TorchobsSlowdown",
         expr=f"""
-            max {BY_RUN} (
-                {RUN_STEP_MEAN} / on ({ONE_RUN}) {RUN_STEP_BEST} > {values.thresholds.slower:g}
-                unless on ({ONE_RUN})
-                increase({idle}[{IDLE_WITHIN}]) > {IDLE_S}
-            )
+            {recorded.RUN_STEP_MEAN} / on ({ONE_RUN}) {recorded.RUN_STEP_BEST} > {values.thresholds.slower:g}
+            unless on ({ONE_RUN})
+            increase({idle}[{IDLE_WITHIN}]) > {IDLE_S}
         """,
         summary="has become slower.",
         description=(
             'In the last 10 minutes a step took {{ printf "%.1f" $value }} times as long as in the run\'s best 10 minutes, '
             "without evaluation, checkpoints and compilation."
-            f"{first(select(RUN_STEP_MEAN, THIS_RUN), ' It takes {{ $v | humanizeDuration }}')}"
-            f"{first(select(RUN_STEP_BEST, THIS_RUN), ', at best {{ $v | humanizeDuration }}.')}"
+            f"{first(select(recorded.RUN_STEP_MEAN, THIS_RUN), ' It takes {{ $v | humanizeDuration }}')}"
+            f"{first(select(recorded.RUN_STEP_BEST, THIS_RUN), ', at best {{ $v | humanizeDuration }}.')}"
         ),
-        culprits=Culprits(f"{select(SLOWDOWN, THIS_RUN)} > {SLOW:g}", TIMES, "Slowest, for which the others wait"),
+        culprits=Culprits(f"{select(recorded.SLOWDOWN, THIS_RUN)} > {SLOW:g}", TIMES, "Slowest, for which the others wait"),
         also=(Culprits(f"{phases} > {LEAST_SHARE:g}", f"{SHARE} {{{{ $l.phase }}}}", "A step's time now is", named=False),),
     )
 
@@ -410,14 +376,16 @@ def _straggler(values: Values) -> Alert:
     """Return the alert: a rank that the others wait for, on whatever machines they are."""
     return Alert(
         alert="TorchobsStraggler",
-        expr=by_run(f"{SLOWDOWN} > {values.thresholds.straggler:g} and on ({ONE_RANK}) {EXCESS} > {LEAST_EXCESS_S:g}"),
+        expr=f"""
+            {recorded.SLOWDOWN} > {values.thresholds.straggler:g} and on ({ONE_RANK}) {recorded.EXCESS} > {LEAST_EXCESS_S:g}
+        """,
         summary="waits for one of its ranks.",
         description=(
             'In the last 10 minutes a step took {{ printf "%.1f" $value }} times as long as it would if no rank waited for the '
             "slowest one. Compare its machine with the others: clocks, temperature, other processes."
-            f"{first(f'topk(1, {select(NODE_SLOWDOWN, THIS_RUN)} > {SLOW:g})', _SLOW_NODE)}"
+            f"{first(f'topk(1, {select(recorded.NODE_SLOWDOWN, THIS_RUN)} > {SLOW:g})', _SLOW_NODE)}"
         ),
-        culprits=Culprits(f"{select(SLOWDOWN, THIS_RUN)} > {SLOW:g}", TIMES, "Slowest"),
+        culprits=Culprits(f"{select(recorded.SLOWDOWN, THIS_RUN)} > {SLOW:g}", TIMES, "Slowest"),
     )
 
 
@@ -428,13 +396,11 @@ def _data() -> Alert:
     return Alert(
         alert="TorchobsDataStarvation",
         expr=f"""
-            max {BY_RUN} (
-                sum {BY_RANK} (rate({waiting}[{WINDOW}])) / sum {BY_RANK} (rate({time_}[{WINDOW}]) > 0)
-                and on ({ONE_RANK})
-                min_over_time({select(catalog.DATA_STARVED)}[{WINDOW}]) == 1
-                and on ({ONE_RANK})
-                time() - {select(catalog.RANK_START_TIME)} > 600
-            )
+            sum {BY_RANK} (rate({waiting}[{WINDOW}])) / sum {BY_RANK} (rate({time_}[{WINDOW}]) > 0)
+            and on ({ONE_RANK})
+            min_over_time({select(catalog.DATA_STARVED)}[{WINDOW}]) == 1
+            and on ({ONE_RANK})
+            time() - {select(catalog.RANK_START_TIME)} > 600
         """,
         summary="waits for data.",
         description=(
@@ -454,11 +420,9 @@ def _recompiles(values: Values) -> Alert:
     return Alert(
         alert="TorchobsRecompileStorm",
         expr=f"""
-            max {BY_RUN} (
-                {name(catalog.COMPILE_FAILURES)} > 0
-              or
-                {recompiles} > {values.thresholds.recompiles:g}
-            )
+            {name(catalog.COMPILE_FAILURES)} > 0
+          or
+            {recompiles} > {values.thresholds.recompiles:g}
         """,
         summary="keeps recompiling.",
         description=(
@@ -478,7 +442,7 @@ def _throttled(values: Values) -> Alert:
     throttled, periods = select(catalog.CGROUP_CPU_THROTTLED_PERIODS), select(catalog.CGROUP_CPU_PERIODS)
     return Alert(
         alert="TorchobsCpuThrottled",
-        expr=by_run(f"rate({throttled}[{WINDOW}]) / (rate({periods}[{WINDOW}]) > 0) > {values.thresholds.cpu_throttled:g}"),
+        expr=f"rate({throttled}[{WINDOW}]) / (rate({periods}[{WINDOW}]) > 0) > {values.thresholds.cpu_throttled:g}",
         summary="is throttled by its CPU limit.",
         description=(
             "In {{ $value | humanizePercentage }} of the quota's periods of the last 10 minutes a container was stopped. Raise "
@@ -502,22 +466,25 @@ def _goodput(values: Values) -> Alert:
     """
     allowed = 1 - values.thresholds.goodput
     used, states = (
-        f"avg_over_time({select(RUN_GOODPUT_RATE, THIS_RUN, *more)}[{BURNS[0][0]}])" for more in ((), ('state!="productive"',))
+        f"avg_over_time({select(recorded.RUN_GOODPUT_RATE, THIS_RUN, *more)}[{BURNS[0][0]}])"
+        for more in ((), ('state!="productive"',))
     )
     lost = [
         f"""
-            (1 - avg_over_time({GOODPUT_NOW}[{long}])) / {allowed:.3g} > {burn:g}
-            and on ({ONE_RUN}) (1 - avg_over_time({GOODPUT_NOW}[{short}])) / {allowed:.3g} > {burn:g}
-            and on ({ONE_RUN}) {GOODPUT_NOW} offset {short} >= 0
-            and on ({ONE_RUN}) {GOODPUT_NOW} >= 0"""
+            (1 - avg_over_time({recorded.GOODPUT_NOW}[{long}])) / {allowed:.3g} > {burn:g}
+            and on ({ONE_RUN}) (1 - avg_over_time({recorded.GOODPUT_NOW}[{short}])) / {allowed:.3g} > {burn:g}
+            and on ({ONE_RUN}) {recorded.GOODPUT_NOW} offset {short} >= 0
+            and on ({ONE_RUN}) {recorded.GOODPUT_NOW} >= 0"""
         for long, short, burn in BURNS
     ]
-    either = "\n          or".join(lost)
-    day = BURNS[-1][0]
-    trains = f"and on ({ONE_RUN}) max_over_time({GOODPUT_NOW}[{day}]) > 0\n          and on ({ONE_RUN}) {lived(values, day)}"
+    either, day = "\n          or".join(lost), BURNS[-1][0]
     return Alert(
         alert="TorchobsGoodputLow",
-        expr=f"max {BY_RUN} (\n          ({either})\n          {trains}\n)",
+        expr=f"""
+          ({either})
+          and on ({ONE_RUN}) max_over_time({recorded.GOODPUT_NOW}[{day}]) > 0
+          and on ({ONE_RUN}) {lived(values, day)}
+        """,
         summary="makes poor use of its machines.",
         description=(
             'It loses machine time {{ $value | printf "%.0f" }} times as fast as the objective of '
@@ -550,11 +517,9 @@ def _checkpoints_failed() -> Alert:
     return Alert(
         alert="TorchobsCheckpointFailed",
         expr=f"""
-            max {BY_RUN} (
-                {failed} offset {RETRIED} > 0
-                unless on ({ONE_RUN})
-                max_over_time({saved}[{RETRIED}]) > 0
-            )
+            {failed} offset {RETRIED} > 0
+            unless on ({ONE_RUN})
+            max_over_time({saved}[{RETRIED}]) > 0
         """,
         severity="page",
         summary="cannot save its checkpoints.",
@@ -573,20 +538,18 @@ def _overdue(values: Values) -> Alert:
     return Alert(
         alert="TorchobsCheckpointOverdue",
         expr=f"""
-            max {BY_RUN} (
-                (time() - last_over_time({CHECKPOINT}[{PAST}]))
-                > on ({ONE_RUN}) {values.thresholds.checkpoint_cadences:g} * {_usual_s(CHECKPOINT)}
-                and on ({ONE_RUN})
-                time() - last_over_time({CHECKPOINT}[{PAST}]) > 600
-                and on ({ONE_RUN})
-                {ALIVE} > 0
-            )
+            (time() - last_over_time({recorded.CHECKPOINT}[{PAST}]))
+            > on ({ONE_RUN}) {values.thresholds.checkpoint_cadences:g} * {_usual_s(recorded.CHECKPOINT)}
+            and on ({ONE_RUN})
+            time() - last_over_time({recorded.CHECKPOINT}[{PAST}]) > 600
+            and on ({ONE_RUN})
+            {recorded.ALIVE} > 0
         """,
         summary="has saved no checkpoint for {{ $value | humanizeDuration }}.",
         description=(
             f"That is more than {values.thresholds.checkpoint_cadences:g} times its usual interval. If it ends now, all work "
             "since then is lost."
-            f"{first(_usual_s(select(CHECKPOINT, THIS_RUN)), ' Its usual interval is {{ $v | humanizeDuration }}.')}"
+            f"{first(_usual_s(select(recorded.CHECKPOINT, THIS_RUN)), ' Its usual interval is {{ $v | humanizeDuration }}.')}"
         ),
     )
 
@@ -600,15 +563,13 @@ def _never(values: Values) -> Alert:
     return Alert(
         alert="TorchobsCheckpointNever",
         expr=f"""
-            max {BY_RUN} (
-                time() - {FIRST_START} > {values.thresholds.no_checkpoint_s:g}
-                and on ({ONE_RUN})
-                {ALIVE} > 0
-                and on ({ONE_RUN})
-                max {BY_RUN} (max_over_time({select(catalog.STEPS)}[5m])) > 0
-                unless on ({ONE_RUN})
-                last_over_time({CHECKPOINT}[{PAST}]) > 0
-            )
+            time() - {recorded.FIRST_START} > {values.thresholds.no_checkpoint_s:g}
+            and on ({ONE_RUN})
+            {recorded.ALIVE} > 0
+            and on ({ONE_RUN})
+            max {BY_RUN} (max_over_time({select(catalog.STEPS)}[5m])) > 0
+            unless on ({ONE_RUN})
+            last_over_time({recorded.CHECKPOINT}[{PAST}]) > 0
         """,
         summary="has never saved a checkpoint.",
         description="It has run for {{ $value | humanizeDuration }}, all of which is lost if it ends now: save one in between.",

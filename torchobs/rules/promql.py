@@ -38,11 +38,6 @@ def lasting(selector: str, comparison: str, range_: str, on: str) -> str:
     return f"min_over_time({selector}[{range_}]) {comparison} and on ({on}) {selector} offset {range_} {comparison}"
 
 
-def by_run(condition: str, operator: str = "max") -> str:
-    """Return the greatest value of each run's series for which a condition holds, in lines for people."""
-    return f"{operator} {BY_RUN} (\n    {condition}\n)"
-
-
 def select(metric: Metric | str, *matchers: str, suffix: str = "") -> str:
     """Return a selector of the series of a metric or a recording rule, e.g. ``torchobs_rank_up{rank="0"}``."""
     name = metric if isinstance(metric, str) else metric.prometheus

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from textwrap import dedent
+from textwrap import dedent, indent
 from typing import Any
 
 import yaml
@@ -137,6 +137,7 @@ class Alert:
 
     alert: str
     expr: str
+    """Its condition; of the series for which it holds the rule takes the ``worst``"""
     summary: str
     """Follows the run's name, for an alert about a run"""
     description: str
@@ -149,6 +150,8 @@ class Alert:
     """False for an alert about an exporter or a machine, whose labels and summary name that"""
     dashboard: str = "torchobs-run"
     keep_firing_for: str = WINDOW
+    worst: str = f"max {promql.BY_RUN}"
+    """Aggregation to the alert's labels"""
     wait: str = "0s"
     """``for`` of the rule: only where the run is gone already, and no exit can cut it short"""
 
@@ -159,7 +162,7 @@ class Alert:
             links = {"dashboard_url": dashboard(values.grafana_url, self.dashboard), **links}
         return {
             "alert": self.alert,
-            "expr": clean(self.expr),
+            "expr": self._aggregated(),
             "for": self.wait,
             "keep_firing_for": self.keep_firing_for,
             "labels": {"severity": values.severities.get(self.alert, self.severity)},
@@ -169,6 +172,11 @@ class Alert:
                 **links,
             },
         }
+
+    def _aggregated(self) -> str:
+        condition = clean(self.expr)
+        margin = len(condition) - len(condition.lstrip(" "))  # an operator between two lines is less indented than they are
+        return f"{self.worst} (\n{indent(condition, ' ' * (4 - margin))}\n)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +202,7 @@ class Group:
 
 def clean(expr: str) -> str:
     """Return an expression without its indentation and surrounding blank lines in the source."""
-    return dedent(expr).strip()
+    return dedent(expr).strip("\n").rstrip()
 
 
 def render(groups: Sequence[Group], values: Values, about: str) -> str:
