@@ -225,6 +225,7 @@ def test_of_healthy_runs_nothing_arrives(promtool: str, recording: Recording, ru
 
 
 def test_of_sick_runs_the_right_alert_arrives_once_with_its_culprit_and_resolves(
+    promtool: str,
     program: Callable[[str], str],
     recording: Recording,
     rules: Sequence[Path],
@@ -234,8 +235,7 @@ def test_of_sick_runs_the_right_alert_arrives_once_with_its_culprit_and_resolves
 ) -> None:
     """What arrives of each run, in order, is all that is expected of it; what follows from something worse is not told."""
     command = alertmanager_command(program("prometheus-alertmanager"))
-    # of 2.42: the windows of 3 are open to the left, and TorchobsCheckpointFailed fires once more at a window's end
-    found = evaluated(program("promtool"), cases(recording, SICK, alerts_of(rules), rules), tmp_path)
+    found = evaluated(promtool, cases(recording, SICK, alerts_of(rules), rules), tmp_path)
     arrived: list[dict[str, Any]] = []
 
     def webhook(request: BaseHTTPRequestHandler) -> bytes:

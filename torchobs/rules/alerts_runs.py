@@ -512,14 +512,17 @@ def checkpoints(values: Values = DEFAULT) -> Group:
 
 
 def _checkpoints_failed() -> Alert:
-    """Return the alert on saves that raised, and after which none has succeeded: what was saved is looked for as far back."""
+    """Return the alert on saves that raised, and after which none has succeeded: what was saved is looked for as far back.
+
+    A window of Prometheus 3 lacks its first moment, which is that of the failures.
+    """
     failed, saved = (select(name(catalog.CHECKPOINTS), f'result="{result}"') for result in ("failed", "saved"))
     return Alert(
         alert="TorchobsCheckpointFailed",
         expr=f"""
             {failed} offset {RETRIED} > 0
             unless on ({ONE_RUN})
-            max_over_time({saved}[{RETRIED}]) > 0
+            (max_over_time({saved}[{RETRIED}]) > 0 or {saved} offset {RETRIED} > 0)
         """,
         severity="page",
         summary="cannot save its checkpoints.",
