@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CHOSEN = values.Values(runbooks="https://example.org/runbooks", grafana_url="https://grafana.example.org")
 PERCENTILES = (*recordings.percentiles(native=False), *recordings.percentiles(native=True))
-SHIPPED = (*alert_groups(CHOSEN), *recording_groups(), *PERCENTILES)
+SHIPPED = (*alert_groups(), *recording_groups(), *PERCENTILES)
 GROUPS = [group.rendered(CHOSEN) for group in SHIPPED]
 PAGES = {
     "TorchobsRunDown", "TorchobsRunHung", "TorchobsCrashLoop", "TorchobsGpuFault", "TorchobsLossNotFinite",

@@ -12,7 +12,6 @@ from torchobs.detect.spikes import LASTING, LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES,
 from torchobs.rules.promql import BY_GROUP, BY_RUN, ON_GROUP, ONE_GROUP, ONE_RANK, ONE_RUN, grouped, lasting, select
 from torchobs.rules.recordings import ONE_NUMBER, TWINS, name, recent
 from torchobs.rules.rule_file import THIS_RUN, WINDOW, Alert, Culprits, Group, amount
-from torchobs.rules.values import DEFAULT, Values
 
 LEAST_NONFINITE = LEAST_EXPLOSIONS
 """One step that was not finite and skipped, or survived in bfloat16, has happened to many a good run."""
@@ -20,18 +19,6 @@ DIVERGED = "5m"
 """How long a loss has to be away: whoever tries out a learning rate sees it and ends the run"""
 LEAST_NONFINITE_LOSSES = 10
 """So many, and more than half of the steps: the loss stays so."""
-
-
-def anomalies(values: Values = DEFAULT) -> Group:
-    """Return the rules about anomalous steps."""
-    counted = (catalog.ANOMALIES, catalog.AMP_STEPS_SKIPPED, catalog.STEPS)
-    rules = (_loss_not_finite(), _loss_diverged(), _gradient_explosion(values), _gradient_vanishing())
-    return Group("torchobs.anomalies", (*map(recent, counted), *rules))
-
-
-def disagreement() -> Group:
-    """Return the rule about ranks that differ, which is evaluated beside the others."""
-    return Group("torchobs.disagreement", (_ranks_disagree(),))
 
 
 def _loss_not_finite() -> Alert:
@@ -73,7 +60,7 @@ def _loss_diverged() -> Alert:
     )
 
 
-def _gradient_explosion(values: Values) -> Alert:
+def _gradient_explosion() -> Alert:
     """Return one alert per run, however many of its ranks see the same gradient.
 
     With a loss scaler, non-finite gradients are normal: where it has skipped steps, only skipping most of them is an explosion.
@@ -93,7 +80,7 @@ def _gradient_explosion(values: Values) -> Alert:
         unless on ({ONE_RANK})
         max_over_time({skipped}[{WINDOW}]) > 0
       or
-        {lately} > {values.thresholds.skipped:g}
+        {lately} > @skipped@
         and
         {lately} > 0.5 * {steps}
     """
@@ -108,7 +95,7 @@ def _gradient_explosion(values: Values) -> Alert:
         culprits=_kinds(),
         also=(
             Culprits(
-                f"{select(lately, THIS_RUN)} > {values.thresholds.skipped:g}",
+                f"{select(lately, THIS_RUN)} > @skipped@",
                 '{{ printf "%.0f" $v }} steps',
                 "Skipped by a loss scaler",
             ),
@@ -225,3 +212,14 @@ def _differing(label: str, ranks: str, what: str, *, of_value: bool = False) -> 
 def _kind(name: str) -> str:
     """Return a matcher for a kind of anomaly. Raises ``ValueError`` for a kind that is not in the catalog."""
     return catalog.ANOMALY_KINDS[catalog.ANOMALY_KINDS.index(name)]
+
+
+ANOMALIES = Group(
+    "torchobs.anomalies",
+    (
+        *map(recent, (catalog.ANOMALIES, catalog.AMP_STEPS_SKIPPED, catalog.STEPS)),
+        *(_loss_not_finite(), _loss_diverged(), _gradient_explosion(), _gradient_vanishing()),
+    ),
+)
+DISAGREEMENT = Group("torchobs.disagreement", (_ranks_disagree(),))
+"""Ranks that differ; evaluated beside the others"""

@@ -6,92 +6,23 @@ from torchobs import catalog
 from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, select
 from torchobs.rules.recordings import name, recent
 from torchobs.rules.rule_file import AT, DURATION, EXPORTER, SEEN, SHARE, THIS_RUN, WINDOW, Alert, Culprits, Group, amount
-from torchobs.rules.values import DEFAULT, Values
 
 _GPU_ERRORS = 'error_type=~"xid_hardware|ecc_uncorrected"'
+_THERMAL = 'reason="thermal"'
 _MACHINE = "cluster, namespace, pod, instance"
 """Labels of an exporter, of which a machine has one"""
 _FILESYSTEM = f"{_MACHINE}, system_filesystem_mountpoint, system_filesystem_type"
+INFINIBAND, UNAME = "node_infiniband_state_id", "node_uname_info"
+"""Of node_exporter, whose collectors `infiniband` and `uname` are on by default; the exporter has no such collector."""
+ACTIVE = 4
+"""State of a port that carries data (`/sys/class/infiniband/*/ports/*/state`); below it there are down, init and armed."""
+DOWN = "2m"
+"""A port whose link is trained anew is back within seconds."""
+PAST = "1d"
+_PORT = "cluster, instance, device, port"
 
 
-def memory(values: Values = DEFAULT) -> Group:
-    """Return the rules about memory and disks."""
-    return Group(
-        "torchobs.memory",
-        (
-            recent(catalog.MEMORY_ALLOC_RETRIES, born_later=True),
-            *(_growth(values), _near_limit(values), _oom_kill(), _gpu_memory(values), _fragmented(values)),
-            *(_shared_memory(values), _filesystem(values), _cpu(values)),
-        ),
-    )
-
-
-def resources(values: Values = DEFAULT) -> Group:
-    """Return the rules about devices and workers."""
-    return Group(
-        "torchobs.resources",
-        (
-            recent(catalog.HW_ERRORS, _GPU_ERRORS),
-            recent(catalog.DATA_WORKERS_DIED, born_later=True),
-            *(_scaler(values), _gpu_fault(), _gpu_throttled(values), _worker()),
-        ),
-    )
-
-
-def _growth(values: Values) -> Alert:
-    return Alert(
-        alert="TorchobsMemoryGrowth",
-        expr=f"{select(catalog.MEMORY_TIME_TO_LIMIT)} < {values.thresholds.time_to_limit_s:g}",
-        worst=f"min {BY_RUN}",
-        summary="will run out of memory.",
-        description=(
-            "The memory of one of its ranks grows steadily with the steps, and reaches its limit in "
-            "{{ $value | humanizeDuration }}. `torchobs inspect` names what grows, and by which lines."
-        ),
-        culprits=Culprits(
-            f"bottomk(3, {select(catalog.MEMORY_TIME_TO_LIMIT, THIS_RUN)})", f"{DURATION} left ({{{{ $l.space }}}})", "First"
-        ),
-    )
-
-
-def _near_limit(values: Values) -> Alert:
-    used = select(catalog.MEMORY_HOST_UTILIZATION)
-    return Alert(
-        alert="TorchobsOutOfMemoryNear",
-        expr=f"min_over_time({used}[{WINDOW}]) > {values.thresholds.memory:g}",
-        summary="is close to its memory limit.",
-        description=(
-            "For 10 minutes {{ $value | humanizePercentage }} of a container's or a machine's memory has been in use and "
-            "cannot be reclaimed; at 100 % the kernel kills processes. Raise the limit, or use fewer data loader workers."
-        ),
-        culprits=Culprits(
-            select(catalog.MEMORY_HOST_UTILIZATION, THIS_RUN),
-            f"{SHARE} of the {{{{ $l.limit }}}} at {AT}",
-            named=False,
-        ),
-    )
-
-
-def _oom_kill() -> Alert:
-    kills = select(catalog.CGROUP_MEMORY_OOM_KILLS)
-    return Alert(
-        alert="TorchobsCgroupOomKill",
-        expr=f"sum {BY_RUN} (increase({kills}[{WINDOW}])) > 0",
-        summary="had processes killed because memory ran out.",
-        description=(
-            f"The kernel killed {amount('process', 'processes')} in its containers in the last 10 minutes: ranks, or workers "
-            "of their data loaders. Raise the memory limit, or use fewer workers."
-        ),
-        culprits=Culprits(
-            f"increase({select(catalog.CGROUP_MEMORY_OOM_KILLS, THIS_RUN)}[{WINDOW}]) > 0",
-            f'{{{{ printf "%.0f" $v }}}} at {AT}',
-            "Most",
-            named=False,
-        ),
-    )
-
-
-def _gpu_memory(values: Values) -> Alert:
+def _gpu_memory() -> Alert:
     def share(*matchers: str) -> str:
         allocated, limit = (
             select(metric, *matchers) for metric in (catalog.MEMORY_DEVICE_ALLOCATED, catalog.MEMORY_DEVICE_LIMIT)
@@ -100,7 +31,7 @@ def _gpu_memory(values: Values) -> Alert:
 
     return Alert(
         alert="TorchobsGpuMemoryNearLimit",
-        expr=f"{share()} > {values.thresholds.gpu_memory:g}",
+        expr=f"{share()} > @gpu_memory@",
         summary="is close to its GPU memory limit.",
         description=(
             "For 10 minutes tensors have held {{ $value | humanizePercentage }} of the memory that a rank may use on its "
@@ -110,7 +41,7 @@ def _gpu_memory(values: Values) -> Alert:
     )
 
 
-def _fragmented(values: Values) -> Alert:
+def _fragmented() -> Alert:
     def share(*matchers: str) -> str:
         split, reserved = (
             select(metric, *matchers) for metric in (catalog.MEMORY_DEVICE_INACTIVE_SPLIT, catalog.MEMORY_DEVICE_RESERVED)
@@ -120,7 +51,7 @@ def _fragmented(values: Values) -> Alert:
     return Alert(
         alert="TorchobsMemoryFragmented",
         expr=f"""
-            {share()} > {values.thresholds.fragmented:g}
+            {share()} > @fragmented@
             and on ({ONE_RANK}, device)
             {name(catalog.MEMORY_ALLOC_RETRIES)} > 0
         """,
@@ -133,25 +64,7 @@ def _fragmented(values: Values) -> Alert:
     )
 
 
-def _shared_memory(values: Values) -> Alert:
-    used, size = select(catalog.MEMORY_SHARED_USED), select(catalog.MEMORY_SHARED_SIZE)
-    return Alert(
-        alert="TorchobsSharedMemoryFull",
-        expr=f"{used} / ({size} > 0) > {values.thresholds.shared_memory:g}",
-        summary="is running out of shared memory.",
-        description=(
-            "{{ $value | humanizePercentage }} of /dev/shm is in use. Workers of data loaders and NCCL pass data through it; "
-            "when it is full they die of SIGBUS. Give the container a larger one."
-        ),
-        culprits=Culprits(
-            f"{select(catalog.MEMORY_SHARED_USED, THIS_RUN)} / ({select(catalog.MEMORY_SHARED_SIZE, THIS_RUN)} > 0)",
-            f"{SHARE} at {AT}",
-            named=False,
-        ),
-    )
-
-
-def _filesystem(values: Values) -> Alert:
+def _filesystem() -> Alert:
     usage, limit = (
         select(catalog.SYSTEM_FILESYSTEM_USAGE, 'system_filesystem_state="used"'),
         select(catalog.SYSTEM_FILESYSTEM_LIMIT),
@@ -160,9 +73,9 @@ def _filesystem(values: Values) -> Alert:
     return Alert(
         alert="TorchobsFilesystemFull",
         expr=f"""
-            {usage} / on ({_FILESYSTEM}) ({limit} > 0) > {values.thresholds.filesystem:g}
+            {usage} / on ({_FILESYSTEM}) ({limit} > 0) > @filesystem@
           or
-            {used} / on ({_FILESYSTEM}) (sum by ({_FILESYSTEM}) ({every}) > 0) > {values.thresholds.filesystem:g}
+            {used} / on ({_FILESYSTEM}) (sum by ({_FILESYSTEM}) ({every}) > 0) > @filesystem@
         """,
         worst=f"max by ({_FILESYSTEM})",
         summary=f"The file system {{{{ $labels.system_filesystem_mountpoint }}}} of {EXPORTER} is nearly full.",
@@ -171,34 +84,6 @@ def _filesystem(values: Values) -> Alert:
             "Delete old ones, or enlarge it."
         ),
         of_run=False,
-    )
-
-
-def _cpu(values: Values) -> Alert:
-    idle, cpus = select(catalog.SYSTEM_CPU_TIME, 'cpu_mode="idle"'), select(catalog.HOST_CPUS)
-    return Alert(
-        alert="TorchobsCpuSaturated",
-        expr=f"1 - sum by ({_MACHINE}) (rate({idle}[{WINDOW}])) / on ({_MACHINE}) ({cpus} > 0) > {values.thresholds.cpu:g}",
-        worst=f"max by ({_MACHINE})",
-        summary=f"The processors of {EXPORTER} are busy.",
-        description=(
-            "{{ $value | humanizePercentage }} of their time in the last 10 minutes was used: data loaders and kernel launches "
-            "wait for each other. Use fewer workers and threads, or fewer jobs on this machine."
-        ),
-        of_run=False,
-    )
-
-
-def _scaler(values: Values) -> Alert:
-    return Alert(
-        alert="TorchobsLossScaleStuck",
-        expr=f"{select(catalog.AMP_SKIP_STREAK)} >= {values.thresholds.skipped:g}",
-        summary="makes no progress, because its loss scaler skips every step.",
-        description=(
-            '{{ printf "%.0f" $value }} steps in a row were skipped; a few at the start are usual. At no scale are the '
-            "gradients finite: look for where the first NaN or infinity begins."
-        ),
-        culprits=Culprits(select(catalog.AMP_SKIP_STREAK, THIS_RUN), '{{ printf "%.0f" $v }} steps in a row', "Longest"),
     )
 
 
@@ -225,48 +110,6 @@ def _gpu_fault() -> Alert:
             "Observed by",
         ),
     )
-
-
-def _gpu_throttled(values: Values) -> Alert:
-    held, here = (select(catalog.GPU_THROTTLE_TIME, *more, 'reason="thermal"') for more in ((), (THIS_RUN,)))
-    return Alert(
-        alert="TorchobsGpuThrottled",
-        expr=f"rate({held}[{WINDOW}]) > {values.thresholds.gpu_throttled:g}",
-        summary="has an overheated GPU.",
-        description=(
-            "Heat held its clocks down for {{ $value | humanizePercentage }} of the last 10 minutes; none is usual. Check the "
-            "machine's cooling."
-        ),
-        culprits=Culprits(f"rate({here}[{WINDOW}])", f"GPU {{{{ $l.hw_id }}}}, {SHARE}", "Observed by"),
-    )
-
-
-def _worker() -> Alert:
-    return Alert(
-        alert="TorchobsLoaderWorkerDied",
-        expr=f"sum {BY_RUN} ({name(catalog.DATA_WORKERS_DIED)}) > 0",
-        summary="lost data loader workers.",
-        description=(
-            f"{amount('worker was', 'workers were')} ended by a signal or an error in the last 10 minutes. The loader "
-            "raises, or waits for their batches. SIGKILL most often means that memory ran out."
-        ),
-        culprits=Culprits(select(name(catalog.DATA_WORKERS_DIED), THIS_RUN), amount("worker", "workers", "$v"), "Most on"),
-    )
-
-
-INFINIBAND, UNAME = "node_infiniband_state_id", "node_uname_info"
-"""Of node_exporter, whose collectors `infiniband` and `uname` are on by default; the exporter has no such collector."""
-ACTIVE = 4
-"""State of a port that carries data (`/sys/class/infiniband/*/ports/*/state`); below it there are down, init and armed."""
-DOWN = "2m"
-"""A port whose link is trained anew is back within seconds."""
-PAST = "1d"
-_PORT = "cluster, instance, device, port"
-
-
-def links() -> Group:
-    """Return the rules."""
-    return Group("torchobs.links", (_nvlink(), _infiniband()), interval="1m")
 
 
 def _nvlink() -> Alert:
@@ -322,80 +165,6 @@ def _located(*matchers: str) -> str:
     return f'label_replace({by_host}, "nodename", "$1", "k8s_node_name", "(.+)")'
 
 
-def itself() -> Group:
-    """Return the rules."""
-    return Group(
-        "torchobs.itself",
-        (recent(catalog.FLIGHT_DROPPED, born_later=True), _disabled(), _dropped(), _config(), _read(), _series(), _push()),
-    )
-
-
-def _disabled() -> Alert:
-    probes = f"count by ({ONE_RUN}, probe) ({select(catalog.PROBE_DISABLED, THIS_RUN)} == 1)"
-    return Alert(
-        alert="TorchobsProbeDisabled",
-        expr=f"count {BY_RUN} ({select(catalog.PROBE_DISABLED)} == 1)",
-        summary="has probes that are switched off.",
-        description=(
-            f"{amount('probe was', 'probes were')} switched off after an exception, and what they measure is missing on those "
-            "ranks. Training is not affected; its log has the exception, which is a bug of torchobs."
-        ),
-        culprits=Culprits(probes, f"{{{{ $l.probe }}}} on {amount('rank', 'ranks', '$v')}", "Most", named=False),
-    )
-
-
-def _dropped() -> Alert:
-    dropped = name(catalog.FLIGHT_DROPPED)
-    return Alert(
-        alert="TorchobsFlightDropped",
-        expr=f"sum {BY_RUN} ({dropped}) > 0",
-        summary="records more than its flight files hold.",
-        description='{{ printf "%.0f" $value }} series, events or steps of the last 10 minutes did not fit and are missing.',
-        culprits=Culprits(select(dropped, THIS_RUN), '{{ printf "%.0f" $v }} of kind {{ $l.what }}', "Most on"),
-    )
-
-
-def _config() -> Alert:
-    ok = select(catalog.EXPORTER_CONFIG_OK)
-    return _of_exporter(
-        "TorchobsExporterConfig",
-        f"count by ({_MACHINE}) (max_over_time({ok}[{WINDOW}]) == 0)",
-        f"The exporter {EXPORTER} runs with an invalid configuration.",
-        "A part of it cannot be applied. The exporter serves what it can; its log says what is wrong.",
-    )
-
-
-def _read() -> Alert:
-    return _of_exporter(
-        "TorchobsExporterReadErrors",
-        _growing(select(catalog.EXPORTER_READ_ERRORS)),
-        f"The exporter {EXPORTER} cannot read flight files.",
-        f"It failed {amount('time', 'times')} in the last 10 minutes, and ranks are missing from its page. Its log says which.",
-    )
-
-
-def _series() -> Alert:
-    return _of_exporter(
-        "TorchobsSeriesDropped",
-        _growing(select(catalog.EXPORTER_SERIES_DROPPED, 'reason!="drop_list"')),
-        f"The exporter {EXPORTER} does not serve all series.",
-        '{{ printf "%.0f" $value }} were left out in the last 10 minutes, for a limit on their number or a conflict of names.',
-    )
-
-
-def _push() -> Alert:
-    return _of_exporter(
-        "TorchobsPushDropped",
-        _growing(  # a receiver that takes no logs refuses them all its life, and is no fault
-            select(catalog.OTLP_DROPPED, 'reason!="shutdown"', 'signal!="logs"'),
-            select(catalog.OTLP_DROPPED, 'reason!~"shutdown|refused"', 'signal="logs"'),
-        ),
-        f"The exporter {EXPORTER} loses data that it pushes.",
-        '{{ printf "%.0f" $value }} data points, spans or log records of the last 10 minutes were dropped, because the '
-        "receiver refused them or did not answer. Its log says which.",
-    )
-
-
 def _growing(*counters: str) -> str:
     """Return the increase of several selections of series, if there is some."""
     return f"sum by ({_MACHINE}) ({' or '.join(f'increase({one}[{WINDOW}])' for one in counters)}) > 0"
@@ -403,3 +172,173 @@ def _growing(*counters: str) -> str:
 
 def _of_exporter(alert: str, expr: str, summary: str, description: str) -> Alert:
     return Alert(alert, expr, summary, description, worst=f"max by ({_MACHINE})", of_run=False)
+
+
+MEMORY = Group(
+    "torchobs.memory",
+    (
+        recent(catalog.MEMORY_ALLOC_RETRIES, born_later=True),
+        Alert(
+            "TorchobsMemoryGrowth",
+            f"{select(catalog.MEMORY_TIME_TO_LIMIT)} < @time_to_limit_s@",
+            "will run out of memory.",
+            "The memory of one of its ranks grows steadily with the steps, and reaches its limit in "
+            "{{ $value | humanizeDuration }}. `torchobs inspect` names what grows, and by which lines.",
+            worst=f"min {BY_RUN}",
+            culprits=Culprits(
+                f"bottomk(3, {select(catalog.MEMORY_TIME_TO_LIMIT, THIS_RUN)})",
+                f"{DURATION} left ({{{{ $l.space }}}})",
+                "First",
+            ),
+        ),
+        Alert(
+            "TorchobsOutOfMemoryNear",
+            f"min_over_time({select(catalog.MEMORY_HOST_UTILIZATION)}[{WINDOW}]) > @memory@",
+            "is close to its memory limit.",
+            "For 10 minutes {{ $value | humanizePercentage }} of a container's or a machine's memory has been in use and "
+            "cannot be reclaimed; at 100 % the kernel kills processes. Raise the limit, or use fewer data loader workers.",
+            culprits=Culprits(
+                select(catalog.MEMORY_HOST_UTILIZATION, THIS_RUN), f"{SHARE} of the {{{{ $l.limit }}}} at {AT}", named=False
+            ),
+        ),
+        Alert(
+            "TorchobsCgroupOomKill",
+            f"sum {BY_RUN} (increase({select(catalog.CGROUP_MEMORY_OOM_KILLS)}[{WINDOW}])) > 0",
+            "had processes killed because memory ran out.",
+            f"The kernel killed {amount('process', 'processes')} in its containers in the last 10 minutes: ranks, or workers "
+            "of their data loaders. Raise the memory limit, or use fewer workers.",
+            culprits=Culprits(
+                f"increase({select(catalog.CGROUP_MEMORY_OOM_KILLS, THIS_RUN)}[{WINDOW}]) > 0",
+                f'{{{{ printf "%.0f" $v }}}} at {AT}',
+                "Most",
+                named=False,
+            ),
+        ),
+        _gpu_memory(),
+        _fragmented(),
+        Alert(
+            "TorchobsSharedMemoryFull",
+            f"{select(catalog.MEMORY_SHARED_USED)} / ({select(catalog.MEMORY_SHARED_SIZE)} > 0) > @shared_memory@",
+            "is running out of shared memory.",
+            "{{ $value | humanizePercentage }} of /dev/shm is in use. Workers of data loaders and NCCL pass data through it; "
+            "when it is full they die of SIGBUS. Give the container a larger one.",
+            culprits=Culprits(
+                f"{select(catalog.MEMORY_SHARED_USED, THIS_RUN)} / ({select(catalog.MEMORY_SHARED_SIZE, THIS_RUN)} > 0)",
+                f"{SHARE} at {AT}",
+                named=False,
+            ),
+        ),
+        _filesystem(),
+        Alert(
+            "TorchobsCpuSaturated",
+            f"""1 - sum by ({_MACHINE}) (rate({select(catalog.SYSTEM_CPU_TIME, 'cpu_mode="idle"')}[{WINDOW}])) """
+            f"/ on ({_MACHINE}) ({select(catalog.HOST_CPUS)} > 0) > @cpu@",
+            f"The processors of {EXPORTER} are busy.",
+            "{{ $value | humanizePercentage }} of their time in the last 10 minutes was used: data loaders and kernel launches "
+            "wait for each other. Use fewer workers and threads, or fewer jobs on this machine.",
+            worst=f"max by ({_MACHINE})",
+            of_run=False,
+        ),
+    ),
+)
+"""Memory and disks"""
+
+RESOURCES = Group(
+    "torchobs.resources",
+    (
+        recent(catalog.HW_ERRORS, _GPU_ERRORS),
+        recent(catalog.DATA_WORKERS_DIED, born_later=True),
+        Alert(
+            "TorchobsLossScaleStuck",
+            f"{select(catalog.AMP_SKIP_STREAK)} >= @skipped@",
+            "makes no progress, because its loss scaler skips every step.",
+            '{{ printf "%.0f" $value }} steps in a row were skipped; a few at the start are usual. At no scale are the '
+            "gradients finite: look for where the first NaN or infinity begins.",
+            culprits=Culprits(select(catalog.AMP_SKIP_STREAK, THIS_RUN), '{{ printf "%.0f" $v }} steps in a row', "Longest"),
+        ),
+        _gpu_fault(),
+        Alert(
+            "TorchobsGpuThrottled",
+            f"rate({select(catalog.GPU_THROTTLE_TIME, _THERMAL)}[{WINDOW}]) > @gpu_throttled@",
+            "has an overheated GPU.",
+            "Heat held its clocks down for {{ $value | humanizePercentage }} of the last 10 minutes; none is usual. Check the "
+            "machine's cooling.",
+            culprits=Culprits(
+                f"rate({select(catalog.GPU_THROTTLE_TIME, THIS_RUN, _THERMAL)}[{WINDOW}])",
+                f"GPU {{{{ $l.hw_id }}}}, {SHARE}",
+                "Observed by",
+            ),
+        ),
+        Alert(
+            "TorchobsLoaderWorkerDied",
+            f"sum {BY_RUN} ({name(catalog.DATA_WORKERS_DIED)}) > 0",
+            "lost data loader workers.",
+            f"{amount('worker was', 'workers were')} ended by a signal or an error in the last 10 minutes. The loader "
+            "raises, or waits for their batches. SIGKILL most often means that memory ran out.",
+            culprits=Culprits(select(name(catalog.DATA_WORKERS_DIED), THIS_RUN), amount("worker", "workers", "$v"), "Most on"),
+        ),
+    ),
+)
+"""Devices and workers"""
+
+LINKS = Group("torchobs.links", (_nvlink(), _infiniband()), interval="1m")
+
+ITSELF = Group(
+    "torchobs.itself",
+    (
+        recent(catalog.FLIGHT_DROPPED, born_later=True),
+        Alert(
+            "TorchobsProbeDisabled",
+            f"count {BY_RUN} ({select(catalog.PROBE_DISABLED)} == 1)",
+            "has probes that are switched off.",
+            f"{amount('probe was', 'probes were')} switched off after an exception, and what they measure is missing on those "
+            "ranks. Training is not affected; its log has the exception, which is a bug of torchobs.",
+            culprits=Culprits(
+                f"count by ({ONE_RUN}, probe) ({select(catalog.PROBE_DISABLED, THIS_RUN)} == 1)",
+                f"{{{{ $l.probe }}}} on {amount('rank', 'ranks', '$v')}",
+                "Most",
+                named=False,
+            ),
+        ),
+        Alert(
+            "TorchobsFlightDropped",
+            f"sum {BY_RUN} ({name(catalog.FLIGHT_DROPPED)}) > 0",
+            "records more than its flight files hold.",
+            '{{ printf "%.0f" $value }} series, events or steps of the last 10 minutes did not fit and are missing.',
+            culprits=Culprits(
+                select(name(catalog.FLIGHT_DROPPED), THIS_RUN), '{{ printf "%.0f" $v }} of kind {{ $l.what }}', "Most on"
+            ),
+        ),
+        _of_exporter(
+            "TorchobsExporterConfig",
+            f"count by ({_MACHINE}) (max_over_time({select(catalog.EXPORTER_CONFIG_OK)}[{WINDOW}]) == 0)",
+            f"The exporter {EXPORTER} runs with an invalid configuration.",
+            "A part of it cannot be applied. The exporter serves what it can; its log says what is wrong.",
+        ),
+        _of_exporter(
+            "TorchobsExporterReadErrors",
+            _growing(select(catalog.EXPORTER_READ_ERRORS)),
+            f"The exporter {EXPORTER} cannot read flight files.",
+            f"It failed {amount('time', 'times')} in the last 10 minutes, and ranks are missing from its page. Its log says "
+            "which.",
+        ),
+        _of_exporter(
+            "TorchobsSeriesDropped",
+            _growing(select(catalog.EXPORTER_SERIES_DROPPED, 'reason!="drop_list"')),
+            f"The exporter {EXPORTER} does not serve all series.",
+            '{{ printf "%.0f" $value }} were left out in the last 10 minutes, for a limit on their number or a conflict of '
+            "names.",
+        ),
+        _of_exporter(
+            "TorchobsPushDropped",
+            _growing(  # a receiver that takes no logs refuses them all its life, and is no fault
+                select(catalog.OTLP_DROPPED, 'reason!="shutdown"', 'signal!="logs"'),
+                select(catalog.OTLP_DROPPED, 'reason!~"shutdown|refused"', 'signal="logs"'),
+            ),
+            f"The exporter {EXPORTER} loses data that it pushes.",
+            '{{ printf "%.0f" $value }} data points, spans or log records of the last 10 minutes were dropped, because the '
+            "receiver refused them or did not answer. Its log says which.",
+        ),
+    ),
+)
+"""torchobs itself"""

@@ -34,7 +34,6 @@ from torchobs.rules.rule_file import (
     amount,
     first,
 )
-from torchobs.rules.values import DEFAULT, Values
 
 WAITS_S = 1800
 """Default timeout of torch.distributed's process groups with gloo: after it, a peer's evaluation explains no wait."""
@@ -50,35 +49,19 @@ WATCHED = "3m"
 BY_HAND = "finished|interrupted"
 LOOP = "15m"
 """Kubernetes' back-off gives a pod five restarts in this time, torchrun any number"""
-
-
-def ranks(values: Values = DEFAULT) -> Group:
-    """Return the rules about ranks and runs that are not there."""
-    return Group("torchobs.ranks", (_failed(), _run_down(values), _crash_loop(values), _missing(), _telemetry_gone()))
-
-
-def hung() -> Group:
-    """Return the rules about those that do not move, by themselves: they are the dearest there are.
-
-    Who is stuck is recorded, since it is asked for twice; 0 where nobody is, so that there are no gaps to look over.
-    """
-    stuck = f"count {BY_RUN} ({_stuck(_state('hung') + ' == 1')}\n) or 0 * sum {BY_RUN} ({select(catalog.RANK_UP)})"
-    return Group("torchobs.hung", (Recording(STUCK, stuck), _hung(), _run_hung()))
-
-
-def _failed() -> Alert:
-    """Return the alert, without ranks that were told to end, by Ctrl-C or SIGTERM: whoever did it knows."""
-    failed = select(catalog.RANK_EXIT, f'reason=~"{recorded.FAULTS}"')
-    return Alert(
-        alert="TorchobsRankFailed",
-        expr=f"count {BY_RUN} (max_over_time({failed}[{SEEN}]) == 1)",
-        summary="has lost a rank.",
-        description=(
-            '{{ printf "%.0f" $value }} of its ranks ended with an exception or an exit code, or were killed (most often '
-            f"because memory ran out). `torchobs inspect` on their machine has the details.{_survivors()}"
-        ),
-        culprits=_faults(SEEN),
-    )
+BURNS = (("6h", "30m", 2.0), ("1d", "2h", 1.0))
+"""Long and short window, and how many times as fast as allowed the budget of lost time is used up in both"""
+_SLOW_NODE = ' On average a rank of node {{ $l.host }} makes a step {{ printf "%.2f" $v }} times as long.'
+_GIVEN_UP = 'reason="recompile_limit"'
+LEAST_SHARE = 0.05
+"""Shares of the time below it are not worth a word."""
+IDLE_S, IDLE_WITHIN = 60, "15m"
+"""A pause outside of the training loop is in the time of the step that follows it. Less makes the steps of ten minutes a tenth
+longer; and it is looked for beyond those ten minutes, because it was counted before that step ended."""
+RETRIED = "5m"
+"""Whoever saves again after an error has done so by then."""
+PAST = "1d"
+"""From which a run's own cadence is known: three saves suffice."""
 
 
 def _survivors() -> str:
@@ -123,39 +106,6 @@ def _stuck(hung: str) -> str:
             and on ({ONE_RANK}) {age} > {UNRESPONSIVE[:-1]} * 60
             and on ({ONE_RANK}) (max_over_time({steps}[{UNRESPONSIVE}]) > 0 or {age} > {FIRST_STEP_S:g})
         )"""
-
-
-def _hung() -> Alert:
-    """Return the alert on the exporter's state *hung*: no step for 20 times the 99th percentile, at least a minute."""
-    return Alert(
-        alert="TorchobsRankHung",
-        expr=f"{STUCK} > 0",
-        summary="has ranks that make no progress.",
-        description=(
-            f"{amount('of its ranks is alive and has', 'of its ranks are alive and have')} finished no step for far longer "
-            f"than one usually takes. `torchobs stacks` shows where they stand.{_usual_step()}"
-        ),
-        culprits=_behind(),
-        also=(_not_arrived(), _waited_for()),
-    )
-
-
-def _run_hung() -> Alert:
-    return Alert(
-        alert="TorchobsRunHung",
-        expr=f"""
-            min {BY_RUN} ({select(catalog.RANK_PROGRESS_AGE)}) > {HUNG_RUN[:-1]} * 60
-            and on ({ONE_RUN}) {lasting(STUCK, "> 0", HUNG_RUN, ONE_RUN)}
-        """,
-        severity="page",
-        summary="has stood still for {{ $value | humanizeDuration }}.",
-        description=(
-            "No rank has finished a step for {{ $value | humanizeDuration }}, and at least one has been hung for five minutes. "
-            f"It will not go on by itself: look at the stacks, then restart it.{_usual_step()}"
-        ),
-        culprits=_behind(),
-        also=(_not_arrived(), _waited_for()),
-    )
 
 
 def _usual_step() -> str:
@@ -216,7 +166,7 @@ def _behind() -> Culprits:
     return Culprits(select(catalog.RANK_PROGRESS_AGE, THIS_RUN), DURATION, "Longest without a step")
 
 
-def lived(values: Values, within: str = "") -> str:
+def _lived(within: str = "@lived_within_s@s") -> str:
     """Return the condition that a run lived for some minutes ``within`` a time, by default its last hour.
 
     What lived for less has no time to lose.
@@ -224,56 +174,31 @@ def lived(values: Values, within: str = "") -> str:
     Whoever tries a script out sees it crash, and a Job with a mistake is tried seven times by default. The window is so much
     longer than the one for failures that an alert ends with that.
     """
-    lived_s = values.thresholds.lived_s
-    return f"60 * sum_over_time(({recorded.ALIVE} > bool 0)[{within or f'{recorded.GONE_S + lived_s:.0f}s'}:1m]) >= {lived_s:g}"
+    return f"60 * sum_over_time(({recorded.ALIVE} > bool 0)[{within}:1m]) >= @lived_s@"
 
 
-def _run_down(values: Values) -> Alert:
-    """Return the alert: a run that failed, has not come back, and was not told to end."""
-    return Alert(
-        alert="TorchobsRunDown",
-        expr=f"""
-            last_over_time({recorded.FAILED}[{recorded.GONE}]) > 0
-            and on ({ONE_RUN})
-            {lived(values)}
-            unless on ({ONE_RUN})
-            max_over_time({recorded.ALIVE}[{ABSENT}]) > 0
-        """,
-        severity="page",
-        wait=WATCHED,
-        summary="is down.",
-        description=(
-            'No rank has been alive for ten minutes: {{ printf "%.0f" $value }} failed, the run has not finished, and nothing '
-            "has restarted it. Look at how the first one ended, then restart from the last checkpoint."
-        ),
-        culprits=_faults(recorded.GONE),
-        also=(_ends(),),
-    )
-
-
-def _crash_loop(values: Values) -> Alert:
+def _crash_loop() -> Alert:
     """Return the alert. A pod that was replaced has another instance and a count of 0: its rank's start is what changes.
 
     A rank that finished, or was stopped by hand, is begun again by a person or by a sweep; and one that starts beside another
     of its number is a training of its own, such as a replica of a StatefulSet.
     """
-    restarts = values.thresholds.restarts
     counted = f"increase({select(catalog.RANK_RESTARTS)}[{LOOP}])"
     ended = select(catalog.RANK_EXIT, f'reason=~"{BY_HAND}"')
     return Alert(
         alert="TorchobsCrashLoop",
         expr=f"""
             (
-                max {BY_RUN} ({counted}) >= {restarts:g}
+                max {BY_RUN} ({counted}) >= @restarts@
               or
                 max {BY_RUN} (
                     changes({recorded.STARTED}[{LOOP}])
                     unless on ({recorded.ONE_NUMBER}) max by ({recorded.ONE_NUMBER}) (max_over_time({ended}[{LOOP}])) == 1
                     unless on ({recorded.ONE_NUMBER}) max_over_time({recorded.TWINS}[{LOOP}]) > 1
-                ) >= {restarts:g}
+                ) >= @restarts@
             )
             and on ({ONE_RUN})
-            {lived(values)}
+            {_lived()}
         """,
         severity="page",
         summary="keeps crashing.",
@@ -285,67 +210,7 @@ def _crash_loop(values: Values) -> Alert:
     )
 
 
-def _missing() -> Alert:
-    return Alert(
-        alert="TorchobsRanksMissing",
-        expr=lasting(recorded.MISSING, "> 0", ABSENT, ONE_RUN),
-        summary="is missing ranks.",
-        description=(
-            '{{ printf "%.0f" $value }} of its ranks have not been seen for ten minutes, while others are alive: they never '
-            "started, or their exporter does not answer. Check the machines that are not listed here."
-        ),
-        culprits=Culprits(
-            f"count by ({ONE_RUN}, instance, pod) ({select(catalog.RANK_UP, THIS_RUN)} == 1)",
-            f'{{{{ printf "%.0f" $v }}}} at {AT}',
-            "Ranks seen",
-            named=False,
-        ),
-    )
-
-
-def _telemetry_gone() -> Alert:
-    return Alert(
-        alert="TorchobsTelemetryGone",
-        expr=f"""
-            last_over_time({recorded.ALIVE}[{recorded.GONE}]) > 0
-            unless on ({ONE_RUN})
-            max_over_time({recorded.ALIVE}[{ABSENT}]) > 0
-            unless on ({ONE_RUN})
-            last_over_time({recorded.LEFT}[{recorded.GONE}]) > 0
-        """,
-        wait=WATCHED,
-        summary="is no longer seen.",
-        description=(
-            'When it was last scraped, {{ printf "%.0f" $value }} of its ranks were alive, and none has reported its end. '
-            "Either the machines are gone, or Prometheus does not reach the exporters: look at its targets first."
-        ),
-    )
-
-
-BURNS = (("6h", "30m", 2.0), ("1d", "2h", 1.0))
-"""Long and short window, and how many times as fast as allowed the budget of lost time is used up in both"""
-_SLOW_NODE = ' On average a rank of node {{ $l.host }} makes a step {{ printf "%.2f" $v }} times as long.'
-_GIVEN_UP = 'reason="recompile_limit"'
-LEAST_SHARE = 0.05
-"""Shares of the time below it are not worth a word."""
-IDLE_S, IDLE_WITHIN = 60, "15m"
-"""A pause outside of the training loop is in the time of the step that follows it. Less makes the steps of ten minutes a tenth
-longer; and it is looked for beyond those ten minutes, because it was counted before that step ended."""
-
-
-def speed(values: Values = DEFAULT) -> Group:
-    """Return the rules about steps and machines."""
-    return Group("torchobs.slow", (_slowdown(values), _straggler(values), _data(), _throttled(values), _goodput(values)))
-
-
-def compilation(values: Values = DEFAULT) -> Group:
-    """Return the rules about recompilation, by themselves: there is a series for each guard of each rank."""
-    recompiles = recent(catalog.COMPILE_RECOMPILES, born_later=True)
-    given_up = recent(catalog.COMPILE_FAILURES, _GIVEN_UP, born_later=True)
-    return Group("torchobs.compile", (recompiles, given_up, _recompiles(values)))
-
-
-def _slowdown(values: Values) -> Alert:
+def _slowdown() -> Alert:
     """Return the alert; the baseline is the run's best ten minutes, which begin anew with another model (the next fold).
 
     Who pauses a notebook, and goes on, has not become slow.
@@ -356,7 +221,7 @@ def _slowdown(values: Values) -> Alert:
     return Alert(
         alert="TorchobsSlowdown",
         expr=f"""
-            {recorded.RUN_STEP_MEAN} / on ({ONE_RUN}) {recorded.RUN_STEP_BEST} > {values.thresholds.slower:g}
+            {recorded.RUN_STEP_MEAN} / on ({ONE_RUN}) {recorded.RUN_STEP_BEST} > @slower@
             unless on ({ONE_RUN})
             increase({idle}[{IDLE_WITHIN}]) > {IDLE_S}
         """,
@@ -369,23 +234,6 @@ def _slowdown(values: Values) -> Alert:
         ),
         culprits=Culprits(f"{select(recorded.SLOWDOWN, THIS_RUN)} > {SLOW:g}", TIMES, "Slowest, for which the others wait"),
         also=(Culprits(f"{phases} > {LEAST_SHARE:g}", f"{SHARE} {{{{ $l.phase }}}}", "A step's time now is", named=False),),
-    )
-
-
-def _straggler(values: Values) -> Alert:
-    """Return the alert: a rank that the others wait for, on whatever machines they are."""
-    return Alert(
-        alert="TorchobsStraggler",
-        expr=f"""
-            {recorded.SLOWDOWN} > {values.thresholds.straggler:g} and on ({ONE_RANK}) {recorded.EXCESS} > {LEAST_EXCESS_S:g}
-        """,
-        summary="waits for one of its ranks.",
-        description=(
-            'In the last 10 minutes a step took {{ printf "%.1f" $value }} times as long as it would if no rank waited for the '
-            "slowest one. Compare its machine with the others: clocks, temperature, other processes."
-            f"{first(f'topk(1, {select(recorded.NODE_SLOWDOWN, THIS_RUN)} > {SLOW:g})', _SLOW_NODE)}"
-        ),
-        culprits=Culprits(f"{select(recorded.SLOWDOWN, THIS_RUN)} > {SLOW:g}", TIMES, "Slowest"),
     )
 
 
@@ -414,65 +262,21 @@ def _data() -> Alert:
     )
 
 
-def _recompiles(values: Values) -> Alert:
-    """Return the alert, also on functions at the recompile limit: they run uncompiled, and only a counter shows it."""
-    recompiles = f"sum {BY_RANK} ({name(catalog.COMPILE_RECOMPILES)})"
-    return Alert(
-        alert="TorchobsRecompileStorm",
-        expr=f"""
-            {name(catalog.COMPILE_FAILURES)} > 0
-          or
-            {recompiles} > {values.thresholds.recompiles:g}
-        """,
-        summary="keeps recompiling.",
-        description=(
-            f"In the last 10 minutes one of its ranks recompiled more than {values.thresholds.recompiles:g} times, or "
-            "torch.compile gave up on a function, which runs uncompiled now. Mark what changes as dynamic, or pad it."
-        ),
-        culprits=Culprits(
-            f"max by ({ONE_RUN}, guard) ({select(name(catalog.COMPILE_RECOMPILES), THIS_RUN)})",
-            '{{ printf "%.0f" $v }} by a guard of kind {{ $l.guard }}',
-            "Most",
-            named=False,
-        ),
-    )
-
-
-def _throttled(values: Values) -> Alert:
-    throttled, periods = select(catalog.CGROUP_CPU_THROTTLED_PERIODS), select(catalog.CGROUP_CPU_PERIODS)
-    return Alert(
-        alert="TorchobsCpuThrottled",
-        expr=f"rate({throttled}[{WINDOW}]) / (rate({periods}[{WINDOW}]) > 0) > {values.thresholds.cpu_throttled:g}",
-        summary="is throttled by its CPU limit.",
-        description=(
-            "In {{ $value | humanizePercentage }} of the quota's periods of the last 10 minutes a container was stopped. Raise "
-            "its CPU limit, or use fewer workers and threads."
-        ),
-        culprits=Culprits(
-            f"rate({select(catalog.CGROUP_CPU_THROTTLED_TIME, THIS_RUN)}[{WINDOW}])",
-            f"{AT}, whose threads lost {{{{ $v | humanizeDuration }}}} each second",
-            "Most",
-            named=False,
-        ),
-    )
-
-
-def _goodput(values: Values) -> Alert:
+def _goodput() -> Alert:
     """Return the alert: the budget of lost time is used up faster than allowed over a long and a short window.
 
     Who never trains (serves a model, or only evaluates one) has no such objective, and a script that failed at once, and was
     given up, holds no machine. One that fails so again and again does, and may wait for long in between: it is asked how long
     it lived in the whole day.
     """
-    allowed = 1 - values.thresholds.goodput
     used, states = (
         f"avg_over_time({select(recorded.RUN_GOODPUT_RATE, THIS_RUN, *more)}[{BURNS[0][0]}])"
         for more in ((), ('state!="productive"',))
     )
     lost = [
         f"""
-            (1 - avg_over_time({recorded.GOODPUT_NOW}[{long}])) / {allowed:.3g} > {burn:g}
-            and on ({ONE_RUN}) (1 - avg_over_time({recorded.GOODPUT_NOW}[{short}])) / {allowed:.3g} > {burn:g}
+            (1 - avg_over_time({recorded.GOODPUT_NOW}[{long}])) / @lost@ > {burn:g}
+            and on ({ONE_RUN}) (1 - avg_over_time({recorded.GOODPUT_NOW}[{short}])) / @lost@ > {burn:g}
             and on ({ONE_RUN}) {recorded.GOODPUT_NOW} offset {short} >= 0
             and on ({ONE_RUN}) {recorded.GOODPUT_NOW} >= 0"""
         for long, short, burn in BURNS
@@ -483,12 +287,12 @@ def _goodput(values: Values) -> Alert:
         expr=f"""
           ({either})
           and on ({ONE_RUN}) max_over_time({recorded.GOODPUT_NOW}[{day}]) > 0
-          and on ({ONE_RUN}) {lived(values, day)}
+          and on ({ONE_RUN}) {_lived(day)}
         """,
         summary="makes poor use of its machines.",
         description=(
             'It loses machine time {{ $value | printf "%.0f" }} times as fast as the objective of '
-            f"{values.thresholds.goodput:.0%} productive time allows: to restarts, waiting, evaluation or compilation."
+            "@goodput_percent@% productive time allows: to restarts, waiting, evaluation or compilation."
         ),
         culprits=Culprits(
             f"{states} / on ({ONE_RUN}) group_left () sum {BY_RUN} ({used}) > {LEAST_SHARE:g}",
@@ -497,18 +301,6 @@ def _goodput(values: Values) -> Alert:
             named=False,
         ),
     )
-
-
-RETRIED = "5m"
-"""Whoever saves again after an error has done so by then."""
-PAST = "1d"
-"""From which a run's own cadence is known: three saves suffice."""
-
-
-def checkpoints(values: Values = DEFAULT) -> Group:
-    """Return the rules."""
-    counted = recent(catalog.CHECKPOINTS, born_later=True)
-    return Group("torchobs.checkpoints", (counted, _checkpoints_failed(), _overdue(values), _never(values)))
 
 
 def _checkpoints_failed() -> Alert:
@@ -536,44 +328,201 @@ def _checkpoints_failed() -> Alert:
     )
 
 
-def _overdue(values: Values) -> Alert:
-    """Return the alert: the usual interval is the time between the first and the last of a day's over their number."""
-    return Alert(
-        alert="TorchobsCheckpointOverdue",
-        expr=f"""
-            (time() - last_over_time({recorded.CHECKPOINT}[{PAST}]))
-            > on ({ONE_RUN}) {values.thresholds.checkpoint_cadences:g} * {_usual_s(recorded.CHECKPOINT)}
-            and on ({ONE_RUN})
-            time() - last_over_time({recorded.CHECKPOINT}[{PAST}]) > 600
-            and on ({ONE_RUN})
-            {recorded.ALIVE} > 0
-        """,
-        summary="has saved no checkpoint for {{ $value | humanizeDuration }}.",
-        description=(
-            f"That is more than {values.thresholds.checkpoint_cadences:g} times its usual interval. If it ends now, all work "
-            "since then is lost."
-            f"{first(_usual_s(select(recorded.CHECKPOINT, THIS_RUN)), ' Its usual interval is {{ $v | humanizeDuration }}.')}"
-        ),
-    )
-
-
 def _usual_s(saved: str) -> str:
     """Return the usual time between two saves, where three are known."""
     return f"(max_over_time({saved}[{PAST}]) - min_over_time({saved}[{PAST}])) / (changes({saved}[{PAST}]) >= 2)"
 
 
-def _never(values: Values) -> Alert:
-    return Alert(
-        alert="TorchobsCheckpointNever",
-        expr=f"""
-            time() - {recorded.FIRST_START} > {values.thresholds.no_checkpoint_s:g}
+RANKS = Group(
+    "torchobs.ranks",
+    (
+        # without ranks that were told to end, by Ctrl-C or SIGTERM: whoever did it knows
+        Alert(
+            "TorchobsRankFailed",
+            f"""count {BY_RUN} (max_over_time({select(catalog.RANK_EXIT, f'reason=~"{recorded.FAULTS}"')}[{SEEN}]) == 1)""",
+            "has lost a rank.",
+            '{{ printf "%.0f" $value }} of its ranks ended with an exception or an exit code, or were killed (most often '
+            f"because memory ran out). `torchobs inspect` on their machine has the details.{_survivors()}",
+            culprits=_faults(SEEN),
+        ),
+        # a run that failed, has not come back, and was not told to end
+        Alert(
+            "TorchobsRunDown",
+            f"""
+            last_over_time({recorded.FAILED}[{recorded.GONE}]) > 0
+            and on ({ONE_RUN})
+            {_lived()}
+            unless on ({ONE_RUN})
+            max_over_time({recorded.ALIVE}[{ABSENT}]) > 0
+            """,
+            "is down.",
+            'No rank has been alive for ten minutes: {{ printf "%.0f" $value }} failed, the run has not finished, and nothing '
+            "has restarted it. Look at how the first one ended, then restart from the last checkpoint.",
+            "page",
+            culprits=_faults(recorded.GONE),
+            also=(_ends(),),
+            wait=WATCHED,
+        ),
+        _crash_loop(),
+        Alert(
+            "TorchobsRanksMissing",
+            lasting(recorded.MISSING, "> 0", ABSENT, ONE_RUN),
+            "is missing ranks.",
+            '{{ printf "%.0f" $value }} of its ranks have not been seen for ten minutes, while others are alive: they never '
+            "started, or their exporter does not answer. Check the machines that are not listed here.",
+            culprits=Culprits(
+                f"count by ({ONE_RUN}, instance, pod) ({select(catalog.RANK_UP, THIS_RUN)} == 1)",
+                f'{{{{ printf "%.0f" $v }}}} at {AT}',
+                "Ranks seen",
+                named=False,
+            ),
+        ),
+        Alert(
+            "TorchobsTelemetryGone",
+            f"""
+            last_over_time({recorded.ALIVE}[{recorded.GONE}]) > 0
+            unless on ({ONE_RUN})
+            max_over_time({recorded.ALIVE}[{ABSENT}]) > 0
+            unless on ({ONE_RUN})
+            last_over_time({recorded.LEFT}[{recorded.GONE}]) > 0
+            """,
+            "is no longer seen.",
+            'When it was last scraped, {{ printf "%.0f" $value }} of its ranks were alive, and none has reported its end. '
+            "Either the machines are gone, or Prometheus does not reach the exporters: look at its targets first.",
+            wait=WATCHED,
+        ),
+    ),
+)
+"""Ranks and runs that are not there"""
+
+HUNG = Group(
+    "torchobs.hung",
+    (
+        # recorded, since it is asked for twice; 0 where nobody is, so that there are no gaps to look over
+        Recording(
+            STUCK, f"count {BY_RUN} ({_stuck(_state('hung') + ' == 1')}\n) or 0 * sum {BY_RUN} ({select(catalog.RANK_UP)})"
+        ),
+        # the exporter's state *hung*: no step for 20 times the 99th percentile, at least a minute
+        Alert(
+            "TorchobsRankHung",
+            f"{STUCK} > 0",
+            "has ranks that make no progress.",
+            f"{amount('of its ranks is alive and has', 'of its ranks are alive and have')} finished no step for far longer "
+            f"than one usually takes. `torchobs stacks` shows where they stand.{_usual_step()}",
+            culprits=_behind(),
+            also=(_not_arrived(), _waited_for()),
+        ),
+        Alert(
+            "TorchobsRunHung",
+            f"""
+            min {BY_RUN} ({select(catalog.RANK_PROGRESS_AGE)}) > {HUNG_RUN[:-1]} * 60
+            and on ({ONE_RUN}) {lasting(STUCK, "> 0", HUNG_RUN, ONE_RUN)}
+            """,
+            "has stood still for {{ $value | humanizeDuration }}.",
+            "No rank has finished a step for {{ $value | humanizeDuration }}, and at least one has been hung for five minutes. "
+            f"It will not go on by itself: look at the stacks, then restart it.{_usual_step()}",
+            "page",
+            culprits=_behind(),
+            also=(_not_arrived(), _waited_for()),
+        ),
+    ),
+)
+"""Those that do not move, by themselves: they are the dearest there are"""
+
+SPEED = Group(
+    "torchobs.slow",
+    (
+        _slowdown(),
+        # a rank that the others wait for, on whatever machines they are
+        Alert(
+            "TorchobsStraggler",
+            f"{recorded.SLOWDOWN} > @straggler@ and on ({ONE_RANK}) {recorded.EXCESS} > {LEAST_EXCESS_S:g}",
+            "waits for one of its ranks.",
+            'In the last 10 minutes a step took {{ printf "%.1f" $value }} times as long as it would if no rank waited for the '
+            "slowest one. Compare its machine with the others: clocks, temperature, other processes."
+            f"{first(f'topk(1, {select(recorded.NODE_SLOWDOWN, THIS_RUN)} > {SLOW:g})', _SLOW_NODE)}",
+            culprits=Culprits(f"{select(recorded.SLOWDOWN, THIS_RUN)} > {SLOW:g}", TIMES, "Slowest"),
+        ),
+        _data(),
+        Alert(
+            "TorchobsCpuThrottled",
+            f"rate({select(catalog.CGROUP_CPU_THROTTLED_PERIODS)}[{WINDOW}]) "
+            f"/ (rate({select(catalog.CGROUP_CPU_PERIODS)}[{WINDOW}]) > 0) > @cpu_throttled@",
+            "is throttled by its CPU limit.",
+            "In {{ $value | humanizePercentage }} of the quota's periods of the last 10 minutes a container was stopped. Raise "
+            "its CPU limit, or use fewer workers and threads.",
+            culprits=Culprits(
+                f"rate({select(catalog.CGROUP_CPU_THROTTLED_TIME, THIS_RUN)}[{WINDOW}])",
+                f"{AT}, whose threads lost {{{{ $v | humanizeDuration }}}} each second",
+                "Most",
+                named=False,
+            ),
+        ),
+        _goodput(),
+    ),
+)
+"""Steps and machines"""
+
+COMPILATION = Group(
+    "torchobs.compile",
+    (
+        recent(catalog.COMPILE_RECOMPILES, born_later=True),
+        recent(catalog.COMPILE_FAILURES, _GIVEN_UP, born_later=True),
+        # also on functions at the recompile limit: they run uncompiled, and only a counter shows it
+        Alert(
+            "TorchobsRecompileStorm",
+            f"""
+            {name(catalog.COMPILE_FAILURES)} > 0
+          or
+            sum {BY_RANK} ({name(catalog.COMPILE_RECOMPILES)}) > @recompiles@
+            """,
+            "keeps recompiling.",
+            "In the last 10 minutes one of its ranks recompiled more than @recompiles@ times, or torch.compile gave up on a "
+            "function, which runs uncompiled now. Mark what changes as dynamic, or pad it.",
+            culprits=Culprits(
+                f"max by ({ONE_RUN}, guard) ({select(name(catalog.COMPILE_RECOMPILES), THIS_RUN)})",
+                '{{ printf "%.0f" $v }} by a guard of kind {{ $l.guard }}',
+                "Most",
+                named=False,
+            ),
+        ),
+    ),
+)
+"""Recompilation, by itself: there is a series for each guard of each rank"""
+
+CHECKPOINTS = Group(
+    "torchobs.checkpoints",
+    (
+        recent(catalog.CHECKPOINTS, born_later=True),
+        _checkpoints_failed(),
+        # the usual interval is the time between the first and the last of a day's over their number
+        Alert(
+            "TorchobsCheckpointOverdue",
+            f"""
+            (time() - last_over_time({recorded.CHECKPOINT}[{PAST}]))
+            > on ({ONE_RUN}) @checkpoint_cadences@ * {_usual_s(recorded.CHECKPOINT)}
+            and on ({ONE_RUN})
+            time() - last_over_time({recorded.CHECKPOINT}[{PAST}]) > 600
+            and on ({ONE_RUN})
+            {recorded.ALIVE} > 0
+            """,
+            "has saved no checkpoint for {{ $value | humanizeDuration }}.",
+            "That is more than @checkpoint_cadences@ times its usual interval. If it ends now, all work since then is lost."
+            f"{first(_usual_s(select(recorded.CHECKPOINT, THIS_RUN)), ' Its usual interval is {{ $v | humanizeDuration }}.')}",
+        ),
+        Alert(
+            "TorchobsCheckpointNever",
+            f"""
+            time() - {recorded.FIRST_START} > @no_checkpoint_s@
             and on ({ONE_RUN})
             {recorded.ALIVE} > 0
             and on ({ONE_RUN})
             max {BY_RUN} (max_over_time({select(catalog.STEPS)}[5m])) > 0
             unless on ({ONE_RUN})
             last_over_time({recorded.CHECKPOINT}[{PAST}]) > 0
-        """,
-        summary="has never saved a checkpoint.",
-        description="It has run for {{ $value | humanizeDuration }}, all of which is lost if it ends now: save one in between.",
-    )
+            """,
+            "has never saved a checkpoint.",
+            "It has run for {{ $value | humanizeDuration }}, all of which is lost if it ends now: save one in between.",
+        ),
+    ),
+)

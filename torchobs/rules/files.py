@@ -20,7 +20,7 @@ for example with `convert_classic_histograms_to_nhcb: true`."""
 
 def rendered(chosen: Values = DEFAULT) -> dict[str, str]:
     """Return the text of every file. Raises :class:`ValuesError` where an alert is named that there is not."""
-    groups = alert_groups(chosen)
+    groups = alert_groups()
     known = {rule.alert for group in groups for rule in group.rules if isinstance(rule, Alert)}
     if unknown := sorted({*chosen.severities, *chosen.disabled} - known):
         raise ValuesError(f"there is no alert {', '.join(unknown)}; there are {', '.join(sorted(known))}")
@@ -33,20 +33,20 @@ def rendered(chosen: Values = DEFAULT) -> dict[str, str]:
     }
 
 
-def alert_groups(chosen: Values = DEFAULT) -> list[Group]:
+def alert_groups() -> list[Group]:
     """Return the groups with alerts, each with the recent increases that its alerts ask for."""
     return [
-        alerts.anomalies(chosen),
-        alerts.disagreement(),
-        alerts_runs.ranks(chosen),
-        alerts_runs.hung(),
-        alerts_runs.speed(chosen),
-        alerts_runs.compilation(chosen),
-        alerts_runs.checkpoints(chosen),
-        alerts_machine.memory(chosen),
-        alerts_machine.resources(chosen),
-        alerts_machine.links(),
-        alerts_machine.itself(),
+        alerts.ANOMALIES,
+        alerts.DISAGREEMENT,
+        alerts_runs.RANKS,
+        alerts_runs.HUNG,
+        alerts_runs.SPEED,
+        alerts_runs.COMPILATION,
+        alerts_runs.CHECKPOINTS,
+        alerts_machine.MEMORY,
+        alerts_machine.RESOURCES,
+        alerts_machine.LINKS,
+        alerts_machine.ITSELF,
     ]
 
 

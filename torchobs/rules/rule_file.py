@@ -162,13 +162,14 @@ class Alert:
             links = {"dashboard_url": dashboard(values.grafana_url, self.dashboard), **links}
         return {
             "alert": self.alert,
-            "expr": self._aggregated(),
+            "expr": values.filled(self._aggregated()),
             "for": self.wait,
             "keep_firing_for": self.keep_firing_for,
             "labels": {"severity": values.severities.get(self.alert, self.severity)},
             "annotations": {
                 "summary": f"{RUN} {self.summary}" if self.of_run else self.summary,
-                "description": self.description + "".join(one.rendered() for one in (self.culprits, *self.also) if one),
+                "description": values.filled(self.description)
+                + "".join(values.filled(one.rendered()) for one in (self.culprits, *self.also) if one),
                 **links,
             },
         }

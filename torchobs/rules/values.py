@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import msgspec
@@ -75,6 +76,21 @@ class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     goodput: Share = 0.8
     """Objective: share of world size times wall time that is productive"""
 
+    @property
+    def lived_within_s(self) -> float:
+        """The last hour of a run that is gone, which begins so much earlier."""
+        return 3600 + self.lived_s
+
+    @property
+    def lost(self) -> float:
+        """Share of the time that may be lost."""
+        return 1 - self.goodput
+
+    @property
+    def goodput_percent(self) -> float:
+        """The objective for people."""
+        return 100 * self.goodput
+
 
 class Values(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a person may set."""
@@ -88,6 +104,10 @@ class Values(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where Grafana is, for links to its dashboards; without it there are none"""
     runbooks: Address = RUNBOOKS
     """Folder of the runbooks"""
+
+    def filled(self, text: str) -> str:
+        """Return a text with the thresholds whose names stand in it as ``@name@``. Raises ``AttributeError``."""
+        return re.sub(r"@(\w+)@", lambda found: f"{getattr(self.thresholds, found[1]):g}", text)
 
 
 DEFAULT = Values()
