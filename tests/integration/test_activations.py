@@ -221,26 +221,6 @@ def test_ddp_s_modules_are_those_within_it(extreme: Extreme, monkeypatch: pytest
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("level", ["basic", "advanced"])
-def test_below_extreme_nothing_has_a_hook(flight_dir: Path, level: str) -> None:
-    """Neither a module, nor the list of what is called when a backward begins."""
-    for run in recording(flight_dir, level=level):
-        model = perceptron()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        assert run.session.context is not None
-        for index in range(8):
-            optimizer.zero_grad()
-            loss = loss_of(model, index)
-            assert hooks(model) == 0
-            loss.backward()  # type: ignore[no-untyped-call]
-            assert hooks(model) == 0
-            optimizer.step()
-            if index == 4:
-                run.look()
-        assert "activations" not in {probe for probe, _ in run.session.context.hooks.takes_loss._by_probe}
-        assert not any("activation" in key[0] for key in run.look())
-
-
 def test_hooks_go_with_the_window_the_level_and_the_session(flight_dir: Path) -> None:
     """They are there in a window, and gone when the level is lowered; shutdown in the midst of one leaves none."""
     model = perceptron()

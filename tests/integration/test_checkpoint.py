@@ -200,18 +200,6 @@ def test_a_save_in_another_thread_is_a_checkpoint_but_not_the_loop_s_time(run: R
     assert checkpoint_s(run) == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.serial
-def test_a_save_before_the_first_step_starts_no_clock(run: Recording, tmp_path: Path) -> None:
-    """What is saved while the run is being set up is no checkpoint: nothing is trained yet. The first step has none of it."""
-    torch.save(mlp().state_dict(), tmp_path / "initial.pt")
-    time.sleep(NAP_S)
-    begun = time.perf_counter()
-    train(lambda _: None)
-    lasted = time.perf_counter() - begun
-    assert saved(run)["saved"] == 0
-    assert sum(record.duration_s for record in run.steps()) <= lasted
-
-
 def test_a_failed_save_raises_as_ever_and_is_an_event(run: Recording, tmp_path: Path) -> None:
     """The script gets its own exception; the failure is counted, its class on record, and the step goes on."""
 
@@ -344,13 +332,6 @@ def test_an_asynchronous_checkpoint_is_there_when_it_is_complete(run: Recording,
     spans = run.frames("torchobs.checkpoint")
     assert alike([span["attrs"]["blocked_s"] for span in spans], waited)
     assert all((span["t1"] - span["t0"]) / 1e9 >= span["attrs"]["blocked_s"] for span in spans)
-
-
-def test_a_handle_kept_beyond_the_session_still_saves(flight_dir: Path, tmp_path: Path) -> None:
-    """``from torch import save`` during a session binds the watched function."""
-    kept = [torch.save for _ in recording(flight_dir)]
-    kept[0]({"x": 1}, tmp_path / "x.pt")
-    assert torch.load(tmp_path / "x.pt") == {"x": 1}
 
 
 def states() -> dict[str, Callable[[torch.nn.Module, torch.optim.Optimizer], Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
 import shutil
 import subprocess
@@ -28,12 +27,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchobs
-from tests import fork_server, support
-from tests.support import ROOT, clean_environment
+from tests import support
 from tests.training import Recording, batch, loss_of, mlp, recording
 from torchobs import catalog, debug
 from torchobs.catalog.findings import RECOMPILE_REMEDIES
-from torchobs.cli import inspect
 from torchobs.flight import reader
 from torchobs.flight.layout import PHASE_NAMES
 from torchobs.probes.compile import (
@@ -337,21 +334,6 @@ def test_shutdown_leaves_dynamo_as_it_was(flight_dir: Path) -> None:
     assert points[catalog.COMPILE_COMPILATIONS.name, ("cause", "first")] == 1
 
 
-def test_a_probe_that_breaks_within_a_compilation_leaves_no_endless_one(flight_dir: Path) -> None:
-    """A phase that never ended would keep a hang from being called one."""
-    with torchobs.init(flight_dir=flight_dir) as session:
-        context = session.context
-        assert context is not None
-
-        def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
-            assert PHASE_NAMES[context.recorder.phase()[0]] == "compile"
-            context.breaker("compile").is_open = True
-            return graph.forward
-
-        torch.compile(scaled, backend=backend)(torch.ones(3))
-        assert PHASE_NAMES[context.recorder.phase()[0]] != "compile"
-
-
 def test_nothing_imports_dynamo_before_its_time(flight_dir: Path) -> None:
     """It takes a second; where the script imports it later, the probe is there from then on."""
     script = """
@@ -480,57 +462,6 @@ def test_a_graph_break_is_read(reason: str, kind: str) -> None:
 def test_a_failure_is_read(fail_type: str, fail_reason: str, expected: str) -> None:
     """Given up because it cannot be compiled, because it was too often, or because the compiler broke."""
     assert read_failure(fail_type, fail_reason) == expected
-
-
-SCRIPT = """
-import torch
-
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.Linear(8, 1)
-        self.calls = 0
-
-    def forward(self, inputs):
-        self.calls += 1
-        print("", end="")
-        return self.inner(inputs) * self.calls
-
-
-net = Net()
-optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
-compiled = torch.compile(net, backend="eager")
-for _ in range(20):
-    optimizer.zero_grad()
-    compiled(torch.randn(4, 8)).square().mean().backward()
-    optimizer.step()
-"""
-
-
-def test_a_storm_and_a_graph_break_are_told_with_place_and_cause(
-    flight_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The attribute that is compiled in as a constant, torch's giving up, the call that ends the graph; the alert's counter."""
-    script = tmp_path / "storm.py"
-    script.write_text(SCRIPT)
-    environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torchobs", "run", "--no-exporter", str(script)]
-    ran = fork_server.run(command, env=environ, capture_output=True, text=True, check=True)
-    assert f"torch.compile compiled {script}:11 again and again (at least 4 times in ten minutes)" in ran.stderr
-    assert " To avoid it, " in ran.stderr
-    assert inspect.main([str(flight_dir), "--json"]) == 0
-    (rank,) = json.loads(capsys.readouterr().out)["ranks"]
-    said = [finding["text"] for finding in rank["findings"]]
-    storm = "again and again (at least 4 times in ten minutes): its guard on value failed, self.calls"
-    begins = (
-        f"torch.compile compiled {script}:13 {storm}",
-        f"torch.compile has given {script}:1",
-        f"torch.compile ends a graph at {script}:13 (",
-    )
-    for begin in begins:
-        assert any(text.startswith(begin) for text in said), (begin, "\n".join(said))
-    assert rank["compile"]["failures"]["recompile_limit"] >= 1
 
 
 class Frozen(nn.Module):

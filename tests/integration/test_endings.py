@@ -24,13 +24,13 @@ from torchobs.flight import endings, reader
 from torchobs.flight.layout import Exit
 from torchobs.flight.native import compiled
 from torchobs.probes.exits import Ending
-from torchobs.ranks.rank_view import RankView
 from torchobs.ranks.runs import load
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torchobs.ranks.rank_view import RankView
     from torchobs.ranks.snapshot import Rank
 
 
@@ -256,35 +256,6 @@ def test_handlers_come_and_go_without_python_s_knowledge() -> None:
     finally:
         endings.unmark_exits()
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-
-@COMPILED
-def test_a_signal_with_a_handler_is_left_alone() -> None:
-    """Somebody handles or ignores it: it will not end the process."""
-    heard: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
-    try:
-        mark_signals()
-        signal.raise_signal(signal.SIGUSR1)
-        assert heard == [signal.SIGUSR1]
-    finally:
-        endings.unmark_exits()
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-
-@COMPILED
-def test_a_child_of_fork_has_the_defaults() -> None:
-    """What ends it is nobody's exit but its own."""
-    before = caught()
-    mark_signals()
-    try:
-        child = os.fork()
-        if not child:
-            os._exit(int(caught() != before))
-        assert os.waitpid(child, 0)[1] == 0
-        assert caught() != before
-    finally:
-        endings.unmark_exits()
 
 
 SCRIPT = """
@@ -753,26 +724,3 @@ def test_ctrl_c_in_shutdown_is_the_script_s(tmp_path: Path, flight_dir: Path) ->
     status, error, report = run_handling(tmp_path, flight_dir, f"{CLOSING}{body}{restored}train(3)\n")
     assert (status, error.strip(), report.reason) == (0, "interrupted", "finished")
     assert report.last_step == 20
-
-
-def test_an_exception_is_told_though_a_handler_interrupts_its_recording(tmp_path: Path, flight_dir: Path) -> None:
-    """As torch's for SIGCHLD does, where a worker dies while its end is told to the main process by a closed connection."""
-    script = f"""
-{HANDLING}
-import torchobs
-from torchobs.probes import exits
-describe = exits.describe
-def interrupted(error, **given):
-    exits.describe = describe
-    os.kill(os.getpid(), signal.SIGUSR1)
-    return describe(error, **given)
-exits.describe = interrupted
-signal.signal(signal.SIGUSR1, fail)
-torchobs.init()
-train(3)
-raise ConnectionResetError("by a worker")
-"""
-    assert run_file(tmp_path, flight_dir, script).returncode == 1
-    (report,), _ = load(list(flight_dir.glob("*.flight")))
-    (text, *_) = [finding.long for finding in diagnose(report)]
-    assert 'ended by ConnectionResetError "by a worker" at' in text

@@ -564,22 +564,3 @@ def test_a_scan_that_fails_is_logged_and_the_last_snapshot_served(scanner: Scann
     assert [record.getMessage() for record in caplog.records] == [
         "a scan failed, the last snapshot is served: ZeroDivisionError('a fault of ours')"
     ] * 2
-
-
-def test_the_final_snapshot_is_taken_after_it_was_asked_for(scanner: Scanner) -> None:
-    """A scan that is under way may have read a rank before its last step."""
-
-    async def ask() -> int:
-        watch = SnapshotCache(scanner)
-        scanner.answers.clear()
-        early = asyncio.ensure_future(watch.fresh(deadline_s=30.0))
-        await asyncio.sleep(0.05)
-        final = asyncio.ensure_future(watch.after_now(30.0))
-        await asyncio.sleep(0.05)
-        scanner.answers.set()
-        await early
-        number = (await final).number
-        watch.close()
-        return number
-
-    assert asyncio.run(ask()) == 2

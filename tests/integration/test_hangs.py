@@ -19,11 +19,10 @@ import torch.distributed as dist
 from tests import support
 from tests.diagnosis_files import row
 from tests.support import ROOT, clean_environment, free_port, wait_until
-from tests.training import Recording, loss_of, mlp, recording, train
+from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.catalog import EVENT_STEP_BETWEEN, PHASES, STEP_PHASE_TIME
 from torchobs.detect import hangs
-from torchobs.detect.speed import LEAST_SAMPLES
 from torchobs.diagnosis import health
 from torchobs.diagnosis.diagnosis import diagnose_run
 from torchobs.exporter import exporter_metrics
@@ -37,7 +36,7 @@ from torchobs.ranks.live import RunsReader
 from torchobs.ranks.runs import load
 from torchobs.ranks.scanner import Scanner
 from torchobs.runtime import stacks
-from torchobs.runtime.stack_samples import StackSamples, innermost
+from torchobs.runtime.stack_samples import innermost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -257,18 +256,6 @@ def test_who_stands_still_in_the_loop_is_not(flight_dir: Path) -> None:
         seen: list[str | None] = []
         train_loop(3, lambda: seen.append(doing(run)))
         assert seen == ["other"] * 3
-
-
-@pytest.mark.usefixtures("no_patience")
-def test_a_loop_at_the_level_of_the_script_ends_like_any_other(flight_dir: Path) -> None:
-    """The frame stays, its line moves on."""
-    with session(flight_dir) as run:
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for index in range(3):
-            loss_of(model, index).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        assert doing(run) == "idle"
 
 
 @pytest.mark.usefixtures("no_patience")
@@ -498,14 +485,6 @@ def test_the_rank_that_did_not_come_is_named(start: Any, flight_dir: Path, tmp_p
     assert not any("failed first" in text or "Only rank" in text for text in found)
 
 
-def test_a_monitored_barrier_says_itself_who_did_not_come(start: Any, flight_dir: Path, tmp_path: Path) -> None:
-    """Its message has the rank."""
-    text = ended(start, flight_dir, tmp_path, "barrier")[0]
-    assert text.startswith(
-        "A monitored barrier timed out after 5 s on rank 0. Rank 1 stays between two phases of step 21, and "
-    )
-
-
 class Waiting(torch.nn.Module):
     """A module in whose forward pass a thread stands."""
 
@@ -555,19 +534,3 @@ def test_the_line_is_information_where_much_of_the_time_goes_there() -> None:
         found = list(health.between([rank]))
         assert [one.long for one in found] == expected
         assert all(one.severity == health.INFO for one in found)
-
-
-def test_the_line_is_reported_once_it_is_clear(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After some samples outside of the phases of a step, and not again while it is the same."""
-    train(3)
-    context = run.session.context
-    assert context is not None
-    samples = StackSamples(context)
-    monkeypatch.setattr(context.recorder.plain, "thread", threading.get_ident())
-    for _ in range(LEAST_SAMPLES - 1):
-        samples.sample()
-    assert run.attributes(EVENT_STEP_BETWEEN.name) == []
-    for _ in range(LEAST_SAMPLES):
-        samples.sample()
-    (attributes,) = run.attributes(EVENT_STEP_BETWEEN.name)
-    assert attributes["function"] == "test_the_line_is_reported_once_it_is_clear"

@@ -54,17 +54,6 @@ def values(exporter: Exporter, name: str) -> list[float]:
     return [float(sample.value) for sample in exporter.samples(name)]
 
 
-def test_the_states_of_a_rank_are_a_state_set(exporter: Exporter, file: File) -> None:
-    """All are there, one is 1, also after its end: a state that a rank is not in is 0, and not absent."""
-    file.save()
-    for seconds, state in ((1.0, "alive"), (60.0, "lost")):
-        if state == "lost":
-            file.release()
-        exporter.scan(seconds)
-        found = {one.labels["state"]: one.value for one in exporter.samples("torchobs_rank_state")}
-        assert found == {name: float(name == state) for name in catalog.RANK_STATES}
-
-
 def test_the_page_is_the_golden_one(exporter: Exporter, flight_dir: Path, golden: Callable[[str, str], None]) -> None:
     """Three ranks: one training, with instruments of its user; one that crashed; one killed. Every byte of it."""
     alive = File(flight_dir, seed=1).hold()
@@ -142,14 +131,6 @@ def test_every_sample_of_a_rank_has_its_three_labels_and_no_time(exporter: Expor
             elif not family.name.startswith(("torchobs_exporter", "torchobs_build", "torchobs_run_")):
                 assert {"job_name", "run_id", "rank"} <= sample.labels.keys()
             assert not {"job", "instance", "namespace", "pod", "container", "node", "service"} & sample.labels.keys()
-
-
-def test_counters_of_closed_sets_exist_at_zero(exporter: Exporter, file: File) -> None:
-    """The `increase()` over a series that is born at 1 is 0."""
-    exporter.scan(1.0, file)
-    for name in ("torchobs_steps_total", "torchobs_anomalies_total", "torchobs_exporter_read_errors_total"):
-        assert values(exporter, name) == [0.0] * len(exporter.samples(name))
-        assert exporter.samples(name)
 
 
 ERRORS = "torchobs_probe_errors_total"

@@ -98,15 +98,6 @@ def test_a_rate_of_any_type_is_in_the_record_of_every_step(run: Recording, name:
     assert groups(run.look(), RATE) == {"0": float(RATES[name])}
 
 
-@pytest.mark.parametrize(
-    "rate",
-    [None, "0.5", np.array([0.5, 0.5]), np.array("x"), torch.tensor([0.5, 0.5]), torch.tensor(0.5, device="meta")],
-)
-def test_what_is_no_rate_is_none(rate: Any) -> None:
-    """And breaks nothing. One on a device is never read: that would wait for it."""
-    assert probe.number_of(rate) is None
-
-
 def test_groups_are_shown_as_far_as_they_differ(run: Recording) -> None:
     """Two groups with and without weight decay, as everybody trains transformers: one series more, and not three."""
     model = mlp()
@@ -208,16 +199,6 @@ def test_an_optimizer_that_counts_nothing_is_not_guessed(run: Recording, momentu
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
     train(model, optimizer)
     assert SHOWN not in run.look()
-
-
-def test_the_script_knows_best(state: dict[str, Any], run: Recording, counting: Any) -> None:
-    """Given before the first step."""
-    torchobs.log(resumed_from=400)
-    model = mlp()
-    optimizer = counting(model.parameters())
-    optimizer.load_state_dict(state)
-    train(model, optimizer, steps=2)
-    assert run.look()[SHOWN] == 400
 
 
 STEPS = (catalog.SCHEDULER_STEPS.name,)
@@ -461,18 +442,6 @@ def test_a_scheduler_of_another_optimizer_is_told(run: Recording) -> None:
     for _ in range(2):
         run.look()
     assert told(run) == [{"kind": "idle_optimizer", "scheduler": "StepLR"}]
-
-
-def test_two_optimizers_with_a_scheduler_each_are_right(run: Recording) -> None:
-    """A GAN's, stepped in turn."""
-    models = [mlp(0), mlp(1)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
-    several = [lrs.StepLR(optimizer, 10) for optimizer in optimizers]
-    for _ in range(schedulers.IDLE_STEPS + 5):
-        for model, optimizer, scheduler in zip(models, optimizers, several, strict=True):
-            train_scheduled(model, optimizer, scheduler, 1)
-    assert run.look()[STEPS] == 2 * schedulers.IDLE_STEPS + 10
-    assert told(run) == []
 
 
 # --- torch is left alone ------------------------------------------------------------------------------------------------------

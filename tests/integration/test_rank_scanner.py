@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.rank_files import BOOT, BORN_NS, BORN_WALL_NS, Clock, File, S, scanner_of, states, steps
-from torchobs import catalog
+from tests.rank_files import BORN_NS, BORN_WALL_NS, Clock, File, S, scanner_of, states, steps
 from torchobs.cli import inspect, report
 from torchobs.detect.hangs import Standstill
 from torchobs.exporter import api
@@ -272,29 +270,6 @@ def test_the_last_steps_of_who_has_ended_are_served(
     assert scanner.scan().ranks[0].ended_in == snapshot.number
 
 
-def test_two_living_claims_to_one_rank_are_both_served_and_counted(
-    scanner: Scanner, look: Look, rank: Callable[..., File]
-) -> None:
-    """The younger gets its incarnation behind its rank once it is clear that the older is not just dying; neither changes."""
-    old, new = rank(seed=0xAA), rank(seed=0xBB, born_s=10.0)
-    old.step(1, 1)
-    new.step(1, 10.5)
-    snapshots = [look(seconds, old, new, beat_s=seconds) for seconds in (11.0, 14.0, 15.0)]
-    both = {"0": 1, "0-000000bb": 1}
-    assert [(steps(one), one.duplicates) for one in snapshots] == [({"0": 1}, 0), (both, 1), (both, 1)]
-    assert scanner.scan().duplicates == 1, "counted once, not at every scan"
-
-
-def test_a_helper_that_only_imports_torch_gives_way_to_the_training(look: Look, rank: Callable[..., File]) -> None:
-    """A data server beside the trainer in a pod, though it came first; nobody gets digits for it."""
-    helper, trainer = rank(seed=0xAA), rank(seed=0xBB, born_s=1.0)
-    assert steps(look(9.0, helper, trainer)) == {"0": 0}
-    trainer.step(1, 9.5)
-    for seconds in (10.0, 11.0):
-        snapshot = look(seconds, helper, trainer)
-        assert (steps(snapshot), snapshot.duplicates) == ({"0": 1}, 0)
-
-
 def test_replica_groups_keep_their_labels(look: Look, rank: Callable[..., File]) -> None:
     """Each counts its ranks from 0: the group is part of the rank, before and after a restart; nothing is claimed twice."""
     sizes = {"world_size": 1, "local_world_size": 1}
@@ -308,20 +283,6 @@ def test_replica_groups_keep_their_labels(look: Look, rank: Callable[..., File])
     snapshot = look(8.0, again)
     incarnations = {one.rank: one.incarnation[-2:] for one in snapshot.ranks}
     assert (incarnations, snapshot.duplicates) == ({"0-g0": "01", "0-g1": "09"}, 0)
-
-
-def test_a_file_of_an_earlier_boot_is_dead_and_expires_by_the_wall_clock(
-    flight_dir: Path, rank: Callable[..., File], clock: Clock
-) -> None:
-    """Its lock and its CLOCK_MONOTONIC are meaningless; what it counted is served for the grace."""
-    file = rank(boot=BOOT[::-1])
-    file.step(3, 0.5)
-    file.save()
-    for seconds, expected in ((10.0, {"0": "lost"}), (400.0, {})):
-        clock.seconds = seconds
-        scanner = scanner_of(flight_dir, clock)
-        assert states(scanner.scan()) == expected
-        scanner.close()
 
 
 def name_of(number: int) -> str:
@@ -382,25 +343,6 @@ def test_a_file_that_shrinks_keeps_what_was_served(look: Look, rank: Callable[..
     assert (states(snapshot), steps(snapshot)) == ({"0": "unresponsive"}, {"0": 1})
     file.release()
     assert states(look(4.0)) == {"0": "lost"}
-
-
-def test_a_directory_that_is_not_there_yet_is_waited_for(flight_dir: Path, clock: Clock) -> None:
-    """No scan fails; the problem is named while it lasts."""
-    path = flight_dir / "later"
-    scanner = scanner_of(path, clock)
-    assert scanner.scan().problems == (f"{path} is not there yet",)
-    path.mkdir()
-    file = File(path).save().hold()
-    snapshot = scanner.scan()
-    assert (snapshot.problems, states(snapshot)) == ((), {"0": "alive"})
-    file.release()
-    shutil.rmtree(path)
-    assert scanner.scan().problems
-    path.mkdir()
-    file = File(path, seed=9).save().hold()
-    assert states(scanner.scan()) == {"0": "alive"}, "another directory under the same name is found"
-    file.release()
-    scanner.close()
 
 
 @pytest.mark.parametrize(
@@ -485,23 +427,6 @@ def test_a_long_dead_restart_lets_no_older_one_be_served(scanner: Scanner, fligh
     newest.save()
     snapshot = scanner.scan()
     assert (snapshot.ranks, snapshot.files["expired"], snapshot.files["superseded"]) == ((), 1, 1)
-
-
-def test_what_is_left_out_is_counted_and_logged_once(
-    flight_dir: Path, living: File, late_clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Beyond the most files that are read; the living rank is never among them."""
-    for seed in range(1, DEAD + 1):
-        File(flight_dir, seed=seed, run_id=f"run-{seed}").save()
-    os.utime(living.path, (0, 0))
-    monkeypatch.setattr(reader, "MAX_FILES", 10)
-    with_scanner = scanner_of(flight_dir, late_clock)
-    for _ in range(3):
-        snapshot = with_scanner.scan()
-        assert states(snapshot) == {"9": "alive"}
-        assert (snapshot.files["expired"], snapshot.files["left_out"]) == (9, DEAD + 1 - 10)
-    with_scanner.close()
-    assert caplog.text.count("21 flight files are left out") == 1
 
 
 def test_commands_say_what_they_leave_out(
@@ -639,15 +564,6 @@ def test_a_replica_group_is_compared_with_no_other(flight_dir: Path, nodes: list
     snapshot = slow.train(times, 20)
     factors = [rank.standing.slowdown for rank in snapshot.ranks if rank.standing]
     assert factors == pytest.approx([1.0, 1.0, 1.0, 0.1 / 0.07])
-
-
-def test_shards_make_a_whole(flight_dir: Path, nodes: list[Node]) -> None:
-    """Two ranks with a shard each: the root of the sum of squares."""
-    node = of(nodes, flight_dir, 2)
-    for file in node.files:
-        file.set(catalog.GRAD_NORM_RANKS, 2.0)
-    snapshot = node.train([FAST, FAST], 2, norms=[3.0, 4.0])
-    assert snapshot.runs[0].grad_norm == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize(

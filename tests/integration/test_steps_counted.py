@@ -37,15 +37,6 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) 
     return losses, norms
 
 
-def test_an_optimizer_made_before_init_is_seen(flight_dir: Path) -> None:
-    """The hooks are global: nothing has to be made after init()."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for run in recording(flight_dir):
-        train(model, optimizer, 3)
-        assert len(run.steps()) == 3
-
-
 def test_a_step_that_raised_does_not_hide_the_next(run: Recording) -> None:
     """An exception inside a step leaves no post hook behind; the following steps count."""
 
@@ -107,18 +98,6 @@ def test_a_scaled_loss_divided_for_accumulation_is_unscaled(run: Recording) -> N
         scaler.update()
         optimizer.zero_grad()
     assert [record.loss for record in run.steps()] == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_compiled_step_counts(run: Recording) -> None:
-    """``torch.compile(optimizer.step)`` fires the hooks, and our own code is not compiled with it."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    step = torch.compile(optimizer.step, backend="eager")
-    for index in range(4):
-        optimizer.zero_grad()
-        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
-        step()
-    assert len(run.steps()) == 4
 
 
 def test_log_after_the_step_belongs_to_that_step(run: Recording) -> None:
@@ -291,17 +270,6 @@ def test_a_graph_without_the_optimizer_leaves_the_steps_to_it(with_graphs: Recor
         graph.replay()
         optimizer.step()
     assert len(with_graphs.steps()) == 11
-
-
-def test_a_graph_of_something_else_is_nothing(with_graphs: Recording) -> None:
-    """Inference, or what a compiler captures."""
-    graph = Graph(lambda: None)
-    graph.capture_begin()
-    mlp()(torch.zeros(1, 8))
-    graph.capture_end()
-    for _ in range(5):
-        graph.replay()
-    assert with_graphs.steps() == []
 
 
 def test_the_graphs_are_left_as_they_were(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,18 +455,6 @@ def test_each_fold_is_judged_by_its_own_past(run: Recording, *, keeps: bool) -> 
     assert run.frames(catalog.EVENT_MODEL_CHANGE.name)[-1]["step"] == 2 * STEPS + 1
 
 
-def test_what_is_unusual_among_models_of_few_steps_is_found(run: Recording) -> None:
-    """Their losses are one training's, and one of them is far from all the others."""
-    for task in range(100):
-        model, optimizer = new(0)
-        fit(model, optimizer, 5)
-        if task == 80:
-            torch.nn.init.constant_(model.weight, 1e3)  # type: ignore[arg-type]
-            fit(model, optimizer, 1)
-    values = run.look()
-    assert values[catalog.ANOMALIES.name, "loss_spike"] > 0
-
-
 def test_what_is_unusual_within_a_later_fold_is_still_found(run: Recording) -> None:
     """The second fold's learning rate goes up sixtyfold."""
     fit(*new(0))
@@ -508,16 +464,3 @@ def test_what_is_unusual_within_a_later_fold_is_still_found(run: Recording) -> N
     fit(model, optimizer, 10)
     values = run.look()
     assert values[catalog.ANOMALIES.name, "loss_spike"] > 0
-
-
-def test_boundaries_of_the_user_s_own_change_nothing(run: Recording) -> None:
-    """With ``torchobs.step()``, too, the first step of the second model is flagged, and none after it."""
-    from torchobs import step  # as a user has it
-
-    for fold in range(2):
-        model, optimizer = new(fold)
-        for _ in range(STEPS // 2):
-            fit(model, optimizer, 1)
-            step()
-    run.look()
-    assert begun(run) == [STEPS // 2 + 1]
