@@ -216,34 +216,6 @@ def test_a_loss_module_has_the_line_that_calls_it() -> None:
     assert "test_nan_culprits.py:" in told["location"]
 
 
-class Scale(torch.autograd.Function):
-    """Keeps what it was given, what it made on its way, and its result."""
-
-    factor = 1.0
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """A product."""
-        between = x * Scale.factor
-        result = between * weight
-        ctx.save_for_backward(x, weight, between, result)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Of the weight, and of what is given with a gradient."""
-        _, weight, between, _ = ctx.saved_tensors
-        return gradients[0] * weight if ctx.needs_input_grad[0] else None, (gradients[0] * between).sum(0)
-
-
-def batch(number: int) -> torch.Tensor:
-    """With a NaN in the step in question."""
-    x = torch.randn(8, 4)
-    if number == AT:
-        x[3, 1] = float("nan")
-    return x
-
-
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 IGNORED = "all 4 targets of the batch (tags) are ignored (ignore_index=-100), and the mean over none is NaN"

@@ -183,44 +183,6 @@ def test_weights_that_finite_gradients_have_spoiled_are_blamed_on_nothing(make: 
     assert text.endswith(" held the NaN or infinity of step 2 already; what made them so was not seen.")
 
 
-class Players:
-    """A critic with a gradient penalty, whose root has no derivative at 0, and a maker."""
-
-    def __init__(self, make: Callable[..., torch.optim.Optimizer]) -> None:
-        self.maker = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-        self.critic = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 1))
-        self.optimizers = [make(model.parameters(), lr=1e-3) for model in (self.critic, self.maker)]
-
-    def criticise(self, *, ill: bool) -> None:
-        """A step of the critic; its loss is finite, and if ``ill`` its gradient is not."""
-        real, made = torch.randn(16, 2), self.maker(torch.randn(16, 8)).detach()
-        between = ((real + made) / 2).requires_grad_()
-        (slope,) = torch.autograd.grad(self.critic(between * (0.0 if ill else 1.0)).sum(), between, create_graph=True)
-        penalty = (slope.square().sum(1).sqrt() - 1).square().mean()
-        self.step(0, self.critic(made).mean() - self.critic(real).mean() + 10 * penalty)
-
-    def make(self) -> None:
-        """A step of the maker."""
-        self.step(1, -self.critic(self.maker(torch.randn(16, 8))).mean())
-
-    def step(self, index: int, loss: torch.Tensor) -> None:
-        """Of one optimizer."""
-        self.optimizers[index].zero_grad()
-        torch.autograd.backward(loss)
-        self.optimizers[index].step()
-
-
-def one(players: Players, number: int) -> None:
-    """The critic alone: its next loss is the first that is not finite."""
-    players.criticise(ill=number == AT)
-
-
-def two(players: Players, number: int) -> None:
-    """Both: the maker's loss of the same step is."""
-    players.criticise(ill=number == AT)
-    players.make()
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD], ids=lambda kind: kind.__name__)
 def test_weights_that_are_overwritten_are_blamed_on_no_derivative(make: Any, bias: bool) -> None:  # noqa: FBT001  # a parameter

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -20,6 +19,7 @@ from torchobs.exporter.access import SOCKET_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from tests.exporters import Program
 
@@ -75,20 +75,6 @@ def local(
     return caller
 
 
-def asked(local: Caller, path: str, content: object = None) -> dict[str, Any]:
-    """The answer to a command that every rank takes; one of a busy machine may not respond at first."""
-
-    def ask() -> dict[str, Any] | None:
-        reply = local.post(path, content)
-        assert reply.status in {202, 409}, reply
-        answer: dict[str, Any] = reply.json
-        return answer if all(one.get("command") for one in answer.get("ranks", [answer])) else None
-
-    answer = wait_until(ask, interval_s=0.2)
-    assert answer is not None
-    return answer
-
-
 def fetched(local: Caller, link: dict[str, str], timeout_s: float = 60) -> bytes:
     """The evidence, as soon as it is there."""
 
@@ -106,28 +92,6 @@ def shown(local: Caller, rank: int) -> dict[str, Any]:
     """A rank as it is."""
     found: dict[str, Any] = local.get("/ranks")["ranks"][rank]
     return found
-
-
-def test_two_ranks_obey(local: Caller, ranks: list[Rank]) -> None:
-    """A level, stacks of one that sleeps in Python, a profile; the other rank is not concerned."""
-    assert local.post("/debug/level/advanced?rank=1").status == 202
-    wait_until(lambda: shown(local, 1)["level"] == "advanced")
-    assert shown(local, 0)["level"] == "basic"
-
-    ranks[0].say("sleep", "60", told="naps")
-    asleep, awake = asked(local, "/stacks")["ranks"]
-    assert "in nap" in fetched(local, asleep["evidence"]).decode()
-    assert "in main" in fetched(local, awake["evidence"]).decode()
-
-    profile = asked(local, "/profile?rank=1", {"steps": 3})
-    trace = json.loads(gzip.decompress(fetched(local, profile["evidence"])))
-    names = [event.get("name") for event in trace["traceEvents"]]
-    assert names.count("Optimizer.step#SGD.step") == 3
-    assert {"aten::linear", "aten::square", "aten::mean"} <= set(names)
-    ended = wait_until(lambda: local.get("/events?rank=1&kind=torchobs.profile.end")["events"])
-    assert ended[0]["attributes"]["evidence"] == profile["evidence"]["id"]
-    assert {one["kind"] for one in local.get("/evidence")["evidence"]} == {"stacks", "profile"}
-    assert local.get("/ranks/1/steps?last=5")["steps"][-1]["loss"] > 0
 
 
 def test_a_rank_that_is_stuck_or_stopped(local: Caller, ranks: list[Rank], tmp_path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,12 +16,11 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from tests.exporters import EXPORTER, Client, Program, frozen_gc, start_program
+from tests.exporters import EXPORTER, Client, Program, start_program
 from tests.prometheus_server import PrometheusServer, newest_prometheus
 from tests.rank_files import live_rank, train
-from tests.support import clean_environment, freeze, wait_until
+from tests.support import clean_environment, wait_until
 from torchobs.config.options import Address
-from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig, Mode
 from torchobs.exporter.daemon import serve
 
@@ -89,20 +86,6 @@ def test_a_killed_rank_is_shown_within_two_seconds_with_its_last_step(
     # it was killed after a step was in the file and before it was printed, at worst
     assert program.value("torchobs_steps_total", rank="0") in {last(steps), last(steps) + 1}
     assert (program.state("1"), program.value("torchobs_rank_up", rank="1")) == ("alive", 1)
-
-
-@pytest.mark.serial
-def test_a_death_is_seen_though_nobody_scrapes(
-    exporter: Callable[..., Program], rank: Callable[..., tuple[subprocess.Popen[str], Path]]
-) -> None:
-    """The exporter looks by itself: the first scrape after two seconds finds the rank lost, not just fading."""
-    program = exporter()
-    process, _ = rank()
-    assert program.state() == "alive"
-    process.kill()
-    process.wait()
-    time.sleep(2.0)
-    assert program.state() == "lost"
 
 
 def test_a_real_prometheus_gets_the_final_value_before_a_sidecar_leaves(
@@ -351,47 +334,3 @@ def test_a_rank_that_was_killed_a_moment_ago_is_not_left_alive(
         time.sleep(0.02)
     assert 'torchobs_rank_state{job_name="gpt",rank="0",run_id="run-1",state="lost"} 1' in pages[-1]
     assert program.process.wait(timeout=20) == 0
-
-
-class Loop:
-    """Garbage that only a collection finds."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-class Clock:
-    """Seconds, as a test sets them."""
-
-    seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
-@pytest.fixture
-def clock() -> Iterator[Clock]:
-    """That of the keeping; nothing is kept before, nor afterwards."""
-    gc.unfreeze()
-    made = Clock()
-    yield made
-    assert gc.get_freeze_count() == 0
-    freeze()
-
-
-def test_what_has_survived_is_not_looked_at_again_for_an_hour(clock: Clock) -> None:
-    """Young garbage goes at once; what was alive at a full collection goes an hour later, should it be garbage by then."""
-    with frozen_gc(clock):
-        old = Loop()
-        gc.collect()
-        assert gc.get_freeze_count() > 0
-        young, forgotten = Loop(), weakref.ref(old)
-        gone = weakref.ref(young)
-        del young, old
-        gc.collect()
-        assert gone() is None
-        assert forgotten() is not None
-        clock.seconds = daemon.THOROUGH_S
-        gc.collect()
-        assert forgotten() is None
-        assert gc.get_freeze_count() > 0

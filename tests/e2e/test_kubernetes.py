@@ -1,4 +1,4 @@
-"""Life in a pod, on a real cluster: the shipped Job, broken exporters, killed trainers and sidecars, signals, a full volume.
+"""Life in a pod, on a real cluster: the shipped Job, broken exporters, killed trainers and sidecars.
 
 The chart's Prometheus and Alertmanager watch it. Asks KUBECONFIG for the cluster, and for images that it has; `make kube-test`
 builds and hands them over.
@@ -32,11 +32,6 @@ for _ in range(40):
         held = b"x" * (6 << 20)
         time.sleep(30)
 time.sleep(30)
-"""
-FILL = """
-with open("/var/run/torchobs/flight/full", "wb", 0) as file:
-    while True:
-        file.write(bytes(65536))
 """
 
 
@@ -88,33 +83,16 @@ def long() -> dict[str, Any]:
     return made
 
 
-def brief() -> dict[str, Any]:
-    """Over before its exporter, which has little of a core, has loaded."""
-    made = job("brief")
-    trainer_of(made)["command"] = ["true"]
-    exporter_of(made)["resources"] = {kind: {"cpu": "50m", "memory": "128Mi"} for kind in ("requests", "limits")}
-    return made
-
-
-def fills() -> dict[str, Any]:
-    """Its flight volume is full before it trains."""
-    made = job("fills", "20")
-    trainer_of(made)["command"] = ["sh", "-c", f"python3 -c '{FILL}'; exec python3 /script/pod.py 20"]
-    return made
-
-
 JOBS: dict[str, Callable[[], dict[str, Any]]] = {
     "trains": lambda: job("trains", "450"),
     "broken": broken,
     "hoards": hoards,
     "long": long,
-    "brief": brief,
     "loops": lambda: torchrun(
         job("loops", "crash", script="sick_pod.py", backoffLimit=0), f"--max-restarts={INCARNATIONS - 1}"
     ),
     "steady": lambda: job("steady", "100000"),
     "killed": lambda: torchrun(job("killed", "100000", backoffLimit=0)),
-    "fills": fills,
 }
 
 
@@ -168,12 +146,6 @@ def test_prometheus_has_the_exact_end_of_a_job(stage: Stage) -> None:
     assert (info.labels["job_name"], info.labels["run_id"]) == ("trains", stage.uid("trains"))
 
 
-def test_an_exporter_that_still_loads_hears_that_the_training_has_ended(stage: Stage) -> None:
-    """The kernel drops a signal that a container's first process does not handle; the pod does not wait for its grace."""
-    pod = stage.ended("brief", "Complete")
-    assert pod.ended("torchobs")["exitCode"] == 0  # killed at the end of the grace, it would be 137
-
-
 def test_commands_and_the_page_reach_the_pod_only_from_inside(stage: Stage) -> None:
     """The scrape address has metrics and health; a port-forward has the page and the API; a command goes by the socket."""
     pod = stage.training("long")
@@ -189,30 +161,6 @@ def test_commands_and_the_page_reach_the_pod_only_from_inside(stage: Stage) -> N
     checked = stage.namespace.kubectl("exec", pod.name, "-c", "torchobs", "--", "torchobs", "doctor")
     assert checked.endswith("\nAll is well.\n"), checked
     assert pod.content["spec"]["securityContext"].get("runAsUser") is None
-
-
-def test_the_first_signal_drains_and_the_second_ends(stage: Stage) -> None:
-    """A scraper that it has seen does not come again: it waits, and serves; then it goes at once, and loses nothing."""
-    pod = stage.training("long")
-    seen = {"User_Agent": "somebody-else", "X_Prometheus_Scrape_Timeout_Seconds": "5"}
-    assert get(f"{pod.ip}:{PORT}", **seen)[0] == 200
-    terminate = ["exec", pod.name, "-c", "torchobs", "--", "python3", "-c", "import os; os.kill(1, 15)"]
-    stage.namespace.kubectl(*terminate)
-    wait_until(lambda: "waiting for the final state" in stage.namespace.logs(pod, "torchobs"), timeout_s=120, interval_s=0.5)
-    status, page = get(f"{pod.ip}:{PORT}")
-    before = value_on(page, "torchobs_steps_total")
-    assert (status, bool(before)) == (200, True)
-    stage.namespace.kubectl(*terminate)
-    restarted = wait_until(lambda: _restarted(stage), timeout_s=600, interval_s=0.5)
-    assert restarted is not None
-    assert restarted.container("torchobs")["lastState"]["terminated"]["exitCode"] == 0
-    wait_until(lambda: (value_on(get(f"{pod.ip}:{PORT}")[1], "torchobs_steps_total") or 0) > (before or 0), timeout_s=600)
-    assert restarted.container("trainer")["restartCount"] == 0
-
-
-def _restarted(stage: Stage) -> Pod | None:
-    (pod,) = stage.namespace.pods("long")
-    return pod if pod.container("torchobs").get("restartCount") else None
 
 
 def test_a_rank_that_the_kernel_ends_is_shown_with_its_last_step_and_the_next_counts_anew(stage: Stage) -> None:
@@ -270,14 +218,6 @@ def test_a_killed_sidecar_comes_back_and_has_lost_nothing(stage: Stage) -> None:
     page = get(f"{pod.ip}:{PORT}", User_Agent="tests")[1]
     assert value_on(page, "torchobs_rank_state", state="alive") == 1
     assert value_on(page, "torchobs_steps_total", run_id=stage.uid("steady")) is not None
-
-
-def test_a_full_flight_volume_stops_no_training(stage: Stage) -> None:
-    """It trains to its end unobserved, and the log says so."""
-    pod = stage.ended("fills", "Complete")
-    log = stage.namespace.logs(pod, "trainer")
-    assert printed_steps(log) == 20
-    assert "torchobs" in log
 
 
 def test_a_crash_loop_is_seen_by_rules_evaluated_once_a_minute(stage: Stage) -> None:

@@ -6,22 +6,22 @@ MutatingAdmissionPolicy.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from datetime import datetime
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.kubernetes.cluster import PORT, Namespace, get
+from tests.kubernetes.cluster import PORT, get
 from tests.kubernetes.injection import job, pod_template, require_policy
 from tests.kubernetes.jobs import EXPORTER, IN_A_CLUSTER, scripts
 from tests.kubernetes.stage import STARTS_S, Stage, monitored
-from tests.prometheus_server import PrometheusServer
 from tests.support import wait_until
 from torchobs.rules.recordings import LEFT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from tests.prometheus_server import PrometheusServer
 
 pytestmark = IN_A_CLUSTER
 
@@ -29,7 +29,6 @@ INTERVAL_S, TIMEOUT_S, OWN_S = 30.0, 10.0, 5.0
 """Of the slower Prometheus, and what the documentation adds to them for the end of a pod"""
 STEPS, LONG = "4000", "100000"
 """The first takes more than two scrapes of the slower Prometheus"""
-SLOT, URGENT = "torchobs.io~1slot", "torchobs-test-urgent"
 FAILS = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0]); raise RuntimeError('diverged')"
 PATIENT_POLICY = {
     "rules": [
@@ -48,22 +47,12 @@ def training(name: str, *command: str, grace_s: int | None = None, **spec: objec
     return job(name, template, **spec)
 
 
-def preempted() -> dict[str, Any]:
-    """It has the node's only slot until a pod of a higher priority asks for it."""
-    made = training("preempted", "/script/pod.py", LONG)
-    slot = {"torchobs.io/slot": "1"}
-    made["spec"]["template"]["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "50m", **slot}, "limits": slot}
-    return made
-
-
 JOBS: dict[str, Callable[[], dict[str, Any]]] = {
     "finishes": lambda: training("finishes", "/script/pod.py", STEPS),
     "fails": lambda: training(
         "fails", "-c", FAILS, "/script/pod.py", STEPS, grace_s=10, backoffLimit=3, podFailurePolicy=PATIENT_POLICY
     ),
     "deleted": lambda: training("deleted", "/script/pod.py", LONG),
-    "late": lambda: training("late", "/script/pod.py", LONG, activeDeadlineSeconds=240),
-    "preempted": preempted,
 }
 
 
@@ -72,25 +61,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """All Jobs at once."""
     require_policy()
     folder, made = tmp_path_factory.mktemp("alertmanager"), [scripts("pod.py"), *(make() for make in JOBS.values())]
-    with slot(), monitored(folder, *made, scrapes=("15s", "30s"), evaluation="1m", exporter=EXPORTER) as stage:
+    with monitored(folder, *made, scrapes=("15s", "30s"), evaluation="1m", exporter=EXPORTER) as stage:
         yield stage
-
-
-@contextmanager
-def slot() -> Iterator[None]:
-    """A resource of which the node has one, and a priority by which a pod takes it from another."""
-    with Namespace() as somewhere:
-        (node, *_) = somewhere.kubectl("get", "nodes", "-o", "name").split()
-        patch = partial(somewhere.kubectl, "patch", node, "--subresource=status", "--type=json", "-p")
-        somewhere.apply(
-            {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": URGENT}, "value": 1000}
-        )
-        patch(json.dumps([{"op": "add", "path": f"/status/capacity/{SLOT}", "value": "1"}]))
-        try:
-            yield
-        finally:
-            patch(json.dumps([{"op": "remove", "path": f"/status/capacity/{SLOT}"}]))
-            somewhere.kubectl("delete", "priorityclass", URGENT)
 
 
 def pod_of(stage: Stage, name: str) -> str:
@@ -163,22 +135,4 @@ def test_a_deleted_training_that_sigterm_does_not_end_has_its_end(stage: Stage) 
     (address,) = (f"{one.ip}:{PORT}" for one in stage.namespace.pods("deleted"))
     stage.namespace.kubectl("delete", "job", "deleted", "--cascade=background", "--wait=false")
     wait_until(lambda: 'reason="terminated"' in get(address, User_Agent="curl")[1], timeout_s=60.0, interval_s=0.5)
-    assert_both_know(stage, pod, run, "terminated")
-
-
-def test_a_preempted_training_is_terminated_and_wakes_nobody(stage: Stage) -> None:
-    """By a pod of a higher priority that needs its place."""
-    pod, run = pod_of(stage, "preempted"), stage.uid("preempted")
-    taker = training("taker", "-c", "pass")["spec"]["template"]
-    taker["metadata"]["labels"] = {}
-    taker["spec"] |= {"priorityClassName": URGENT, "containers": preempted()["spec"]["template"]["spec"]["containers"]}
-    taker["spec"]["containers"][0]["command"] = ["true"]
-    stage.namespace.apply({"apiVersion": "v1", "kind": "Pod", **taker, "metadata": {"name": "taker"}})
-    assert_both_know(stage, pod, run, "terminated")
-
-
-def test_a_training_past_its_deadline_is_terminated_and_wakes_nobody(stage: Stage) -> None:
-    """`activeDeadlineSeconds` of its Job."""
-    pod, run = pod_of(stage, "late"), stage.uid("late")
-    wait_until(lambda: stage.namespace.job_condition("late") == "Failed", timeout_s=STARTS_S, interval_s=1.0)
     assert_both_know(stage, pod, run, "terminated")

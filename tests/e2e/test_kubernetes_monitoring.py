@@ -1,33 +1,27 @@
 """Trainings on a real cluster as the chart's Prometheus, dashboards and Alertmanager see them.
 
-A healthy one, one that blows up, and one each whose node is drained, whose clock is wrong. Needs what `make kube-test` gives.
+A healthy one, one that blows up, and one whose node is drained. Needs what `make kube-test` gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.dashboards import Answers
-from tests.kubernetes.cluster import Pod
-from tests.kubernetes.jobs import IN_A_CLUSTER, job, scripts, trainer_of
+from tests.kubernetes.jobs import IN_A_CLUSTER, job, scripts
 from tests.kubernetes.stage import STARTS_S, Stage, monitored, torchrun
 from tests.support import wait_until
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.kubernetes.cluster import Pod
+
 pytestmark = IN_A_CLUSTER
 
-STEPS = 150
-SKEW_S = 3600
 DRAINED = "torchobs-test-drained"
-
-
-def with_clock(name: str, ahead_s: int) -> dict[str, Any]:
-    """A short training whose wall clock is wrong, beside an exporter and a Prometheus whose clocks are right."""
-    made = job(name, str(STEPS))
-    trainer_of(made)["command"] = ["python3", "/script/skewed_clock.py", str(ahead_s), "/script/pod.py", str(STEPS)]
-    return made
 
 
 def drained() -> dict[str, Any]:
@@ -41,15 +35,13 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
     "explodes": lambda: job("explodes", "explode", script="sick_pod.py"),
     "healthy": lambda: job("healthy", "100000"),
     "drained": drained,
-    "ahead": lambda: with_clock("ahead", SKEW_S),
-    "behind": lambda: with_clock("behind", -SKEW_S),
 }
 
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """All Jobs at once."""
-    folder, names = tmp_path_factory.mktemp("alertmanager"), ("pod.py", "sick_pod.py", "skewed_clock.py")
+    folder, names = tmp_path_factory.mktemp("alertmanager"), ("pod.py", "sick_pod.py")
     with monitored(folder, scripts(*names), *(make() for make in JOBS.values())) as made:
         yield made
 
@@ -65,22 +57,6 @@ def test_of_a_run_that_blows_up_a_page_names_run_node_and_pod(stage: Stage) -> N
     dashboard = Answers(stage.prometheus, stage.began_s)
     shown = dashboard.panel(stage.uid("explodes"), "torchobs-run", "Alerts of this run")
     assert "TorchobsLossNotFinite" in {one.labels["alertname"] for one in shown}
-
-
-@pytest.mark.parametrize(("name", "ahead_s"), [("ahead", SKEW_S), ("behind", -SKEW_S)])
-def test_a_training_with_a_wrong_clock_is_alive_to_its_exact_end(stage: Stage, name: str, ahead_s: int) -> None:
-    """An hour ahead or behind: never taken for lost, and only what is a time of day is wrong."""
-    pod = stage.ended(name, "Complete")
-    assert stage.scraped("torchobs_steps_total", pod) == STEPS
-    assert stage.scraped("torchobs_rank_exit", pod, reason="finished") == 1
-    assert stage.scraped("torchobs_rank_start_time_seconds", pod) == pytest.approx(stage.began_s + ahead_s, abs=SKEW_S / 4)
-    (sick,) = stage.prometheus.query(
-        f'sum(max_over_time(torchobs_rank_state{{pod="{pod.name}",state=~"lost|failed"}}[1h])) or vector(0)'
-    )
-    assert sick.value == 0
-    oldest = stage.prometheus.value(f'max_over_time(torchobs_rank_progress_age_seconds{{pod="{pod.name}"}}[1h])')
-    assert oldest < SKEW_S / 4
-    stage.assert_silence_of(stage.uid(name))
 
 
 def test_a_drained_node_s_training_is_terminated_and_wakes_nobody(stage: Stage) -> None:

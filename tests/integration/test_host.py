@@ -17,10 +17,9 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 
 from tests.exporters import Service
 from tests.otlp import Request, Seen, points
-from tests.rank_files import Clock, File, scanner_of
 from tests.support import wait_until
 from torchobs import catalog
-from torchobs.catalog import HOST_COLLECTORS, Kind, Metric
+from torchobs.catalog import HOST_COLLECTORS, Metric
 from torchobs.exporter import daemon
 from torchobs.exporter import host as host_module
 from torchobs.exporter.config import ExporterConfig
@@ -30,8 +29,7 @@ from torchobs.exporter.host import HostMetrics
 from torchobs.exporter.otlp import source
 from torchobs.exporter.otlp.source import Item, Metrics
 from torchobs.exporter.text_format import END, OPENMETRICS, pieces
-from torchobs.flight.series import Scope
-from torchobs.ranks.snapshot import EMPTY, Snapshot
+from torchobs.ranks.snapshot import EMPTY
 
 KERNEL_S = tuple(name for name in HOST_COLLECTORS if name != "filesystem")
 FILES = ("stat", "meminfo", "vmstat", "diskstats", "net/dev")
@@ -304,7 +302,6 @@ def test_a_dead_file_server_does_not_hold_up_the_exporter_s_end() -> None:
 
 
 BOOTED_NS, BORN_NS, NOW_NS = (seconds * 10**9 for seconds in (1_000_000_000, 1_100_000_000, 1_100_000_060))
-APPLICATION = Scope("opentelemetry.instrumentation.system_metrics", "0.50b0")
 
 
 def facts(cpu_s: float, *more: Sample) -> ScrapeInput:
@@ -334,18 +331,3 @@ def test_the_machine_is_a_resource_of_its_own_that_began_with_its_boot() -> None
     assert (cpu.point.start_time_unix_nano, cpu.point.as_double) == (BOOTED_NS, 12.5)
     (took,) = [one for one in seen if one.metric.name == "torchobs.exporter.host.duration"]
     assert took.resource["service.name"] == "torchobs-exporter"
-
-
-@pytest.fixture
-def snapshot(flight_dir: Path) -> Snapshot:
-    """Of a rank whose application measures its machine, too, by OpenTelemetry's own instrumentation."""
-    file = File(flight_dir)
-    file.set(catalog.SYSTEM_CPU_TIME, 3.0, APPLICATION, **{"cpu.mode": "user"})
-    file.set(Metric("system.memory.usage", Kind.GAUGE, "By", "Memory."), 4.0, APPLICATION)
-    file.set(Metric("system.network.io", Kind.GAUGE, "By", "No counter."), 5.0, APPLICATION)
-    file.set(catalog.HOST_OOM_KILLS, 6.0, APPLICATION)
-    file.save()
-    scanner = scanner_of(flight_dir, Clock())
-    found = scanner.scan()
-    scanner.close()
-    return found

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from importlib.metadata import metadata, version
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 
 from torchobs import _version
@@ -58,30 +57,6 @@ def test_the_extra_all_holds_what_is_ours_to_choose() -> None:
     left_out = {"all", "dev", "bench", "release", "lightning", "transformers", "accelerate"}
     extras = set(METADATA.get_all("Provides-Extra") or ()) - left_out
     assert brought_by("all") == set().union(*map(brought_by, extras))
-
-
-def test_every_ignored_lint_rule_has_its_reason_beside_it(checkout: Path) -> None:
-    """An ignore without a reason cannot be argued with."""
-    text = (checkout / "pyproject.toml").read_text().split("[tool.ruff.lint]")[1].split("[tool.mypy]")[0]
-    ignores = re.findall(r'^ +"[A-Z]+[0-9]*",.*$', text, re.MULTILINE)
-    assert len(ignores) > 10
-    assert not [line for line in ignores if not re.search(r", +# \S+ \S+", line)]
-
-
-def test_warnings_are_errors_and_every_exception_says_why(checkout: Path, pytestconfig: pytest.Config) -> None:
-    """`filterwarnings` begins with error; what it lets pass has a comment above it."""
-    first, *exceptions = pytestconfig.getini("filterwarnings")
-    assert first == "error"
-    lines = (checkout / "pyproject.toml").read_text().splitlines()
-    for exception in exceptions:
-        (at,) = (number for number, line in enumerate(lines) if exception in line.replace("\\\\", "\\"))
-        assert lines[at - 1].lstrip().startswith("#")
-
-
-def test_no_module_has_two_subjects() -> None:
-    """Past 900 lines a file is two files."""
-    lengths = {name: len(path.read_text().splitlines()) for name, path in sources()}
-    assert {name: lines for name, lines in lengths.items() if lines > 900} == {}
 
 
 def test_only_the_guard_catches_everything() -> None:

@@ -247,14 +247,6 @@ def test_prometheus_takes_the_scrape_configuration(tmp_path: Path, program: Call
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_injected_sidecars_push_too() -> None:
-    """The policy's expressions have the push once; another port is appended to these variables."""
-    push = ("--set", "injection.apiVersion=v1,otlp.endpoint=http://collector:4318")
-    (policy,) = of_kind(objects(rendered(*push, "-s", "templates/injection/policy.yaml")), "MutatingAdmissionPolicy")
-    (mutation,) = policy["spec"]["mutations"]
-    assert mutation["jsonPatch"]["expression"].count("OTEL_EXPORTER_OTLP_ENDPOINT") == 1
-
-
 POLICY = ("--set", "injection.engine=policy,injection.apiVersion=v1")
 
 
@@ -291,16 +283,6 @@ def test_without_a_cluster_no_pod_is_applied() -> None:
         assert pod["metadata"]["annotations"]["argocd.argoproj.io/hook"] == "Skip"
 
 
-def test_names_of_namespaces_are_a_choice() -> None:
-    """`matchNames` beside the default `any: true` means these namespaces; kube-system is left out whatever else is."""
-    made = objects(rendered("--set", "podMonitor.namespaceSelector.matchNames={a},injection.excludedNamespaces={b}"))
-    (monitor,) = of_kind(made, "PodMonitor")
-    assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["a"]}
-    (policy,) = of_kind(made, "MutatingAdmissionPolicy")
-    expressions = policy["spec"]["matchConstraints"]["namespaceSelector"]["matchExpressions"]
-    assert {"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": ["kube-system", "b"]} in expressions
-
-
 @pytest.mark.parametrize("name", [*VALUE_SETS, "policy"])
 def test_every_object_has_the_labels_and_the_name_of_the_release(name: str) -> None:
     """The injection's, too: `additionalLabels` and `fullnameOverride` hold for all, whatever else is set."""
@@ -333,22 +315,6 @@ def test_kyvernos_policy_has_the_newest_version_that_is_served(served: tuple[str
     if served:  # and no policy of Kubernetes' own
         chosen = checked("--kube-version", OLDEST, *IMAGE, *known, "-s", "templates/injection/kyverno.yaml")
         assert objects(chosen)[0]["apiVersion"] == f"policies.kyverno.io/{expected}"
-
-
-def scraped(*settings: str, more: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The PodMonitor's spec and the job of the scrape configuration."""
-    made = objects(rendered("--set", ",".join(["scrapeConfig.enabled=true", *settings]), *more))
-    (monitor,) = of_kind(made, "PodMonitor")
-    (text,) = [one["data"]["torchobs.yaml"] for one in made if one["metadata"]["name"].endswith("scrape-config")]
-    (job,) = yaml.safe_load(text)["scrape_configs"]
-    return monitor["spec"], job
-
-
-def test_only_pods_with_the_sidecars_label_are_asked_for() -> None:
-    """Not every pod of the cluster that happens to have a port of that name."""
-    monitor, job = scraped()
-    assert monitor["selector"] == {"matchLabels": {"torchobs": "sidecar"}}
-    assert job["kubernetes_sd_configs"] == [{"role": "pod", "selectors": [{"role": "pod", "label": "torchobs=sidecar"}]}]
 
 
 def ports(*settings: str) -> list[dict[str, Any]]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,55 +13,6 @@ from torchobs.support.error_guard import CircuitBreaker, settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-
-SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    """Give the signals back."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def helper() -> None:
-    """Fail, on behalf of a handler."""
-    raise LookupError
-
-
-def fail(*_: Any) -> None:
-    """Handle a signal by failing."""
-    helper()
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_the_signal_that_a_shared_handler_was_called_for(number: signal.Signals) -> None:
-    """By its argument."""
-    for one in SIGNALS:
-        signal.signal(one, fail)
-    with pytest.raises(LookupError) as caught:
-        signal.raise_signal(number)
-    assert error_guard.raising(caught.value) == number
-    with pytest.raises(LookupError) as plain:
-        helper()
-    assert error_guard.raising(plain.value) is None
-
-
-def test_a_handler_that_runs() -> None:
-    """And what it calls; not what runs after it."""
-    seen = []
-
-    class Handler:
-        def handle(self, number: int, _: Any) -> None:
-            seen.append((number, error_guard.running(sys._getframe())))
-
-    signal.signal(signal.SIGUSR1, Handler().handle)
-    signal.raise_signal(signal.SIGUSR1)
-    assert seen == [(signal.SIGUSR1, signal.SIGUSR1)]
-    assert error_guard.running(sys._getframe()) is None
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
@@ -141,22 +91,3 @@ def test_the_same_exception_of_our_own_goes_no_further() -> None:
     error_guard.call(breaker, wrong)
     assert breaker.is_open
     assert [failure.exception for failure in breaker.failures] == ["TimeIsUpError"]
-
-
-def test_the_end_is_written_though_workers_die_meanwhile() -> None:
-    """Each one's signal breaks in; the work is begun anew until it is done."""
-    left = [3]
-    done = []
-
-    def work() -> None:
-        if left[0]:
-            left[0] -= 1
-            signal.raise_signal(signal.SIGUSR1)
-        done.append(True)
-
-    before = signal.signal(signal.SIGUSR1, limit)
-    try:
-        error_guard.settle(error_guard.CircuitBreaker("exits"), work)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert done == [True]

@@ -9,21 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.flights import recorded
-from torchobs.flight import reader
 from torchobs.flight.directory import open_place
 from torchobs.flight.layout import RECORD_SIZE
-from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord, unpack
+from torchobs.flight.step_record import RecordKind, StepRecord, unpack
 from torchobs.flight.writer import FlightWriter, open_writer
 from torchobs.probes.step_recorder import StepRecorder
 from torchobs.probes.timeline import (
     BACKWARD_BEGINS,
     BACKWARD_ENDS,
-    EVAL,
     FETCH,
     FETCHED,
     FETCHED_NO_GRAD,
     STEP_BEGINS,
-    TRAIN,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -43,15 +40,6 @@ def writer(flight_dir: Path) -> Iterator[FlightWriter]:
     opened = open_writer(open_place(str(flight_dir), None), {"rank": 0})
     yield opened
     opened.close()
-
-
-def records(writer: FlightWriter) -> list[StepRecord]:
-    """What is in the file."""
-    file = reader.open_path(writer.path)
-    try:
-        return file.steps()
-    finally:
-        file.close()
 
 
 def step(
@@ -102,34 +90,6 @@ def _run(steps: list[tuple[tuple[int, ...], bool]], *, timed_plainly: bool) -> l
     return [record for record in found if record is not None]
 
 
-def test_what_is_not_plain_is_replayed(writer: FlightWriter) -> None:
-    """The same number of boundaries with other meanings: nothing of them passes for a plain step."""
-    recorder, optimizer = StepRecorder(writer), Optimizer()
-    recorder.plain.timed = True
-    at = 10**12
-    for _ in range(3):
-        at = step(recorder, optimizer, at, (0, 10, 10, 10, 10, 10), loader=True)
-    recorder.mark(EVAL, at, 7)
-    recorder.mark(TRAIN, at + 1000, 7)
-    at = step(recorder, optimizer, at + 1000, (0, 0, 50, 50, 0, 50), loader=False)
-    recorder.mark(FETCH, at, 1)
-    recorder.mark(FETCHED_NO_GRAD, at + 500)
-    at = step(recorder, optimizer, at + 500, (0, 0, 50, 50, 0, 50), loader=False)
-    evaluation, odd = records(writer)[3:]
-    assert evaluation.phase_s[5] == pytest.approx(1000e-9)
-    assert evaluation.duration_s == pytest.approx(150e-9)
-    assert odd.duration_s == pytest.approx(650e-9)
-
-
-def test_an_end_is_provisional_until_the_cycle_is_known(writer: FlightWriter) -> None:
-    """After the first step it might be one of a GAN's two optimizers; from the second on steps are written as they end."""
-    recorder, optimizer = StepRecorder(writer), Optimizer()
-    at = step(recorder, optimizer, 10**12, (0, 1, 1, 1, 1, 1), loader=True)
-    assert records(writer) == []
-    step(recorder, optimizer, at, (0, 1, 1, 1, 1, 1), loader=True)
-    assert [record.step for record in records(writer)] == [1, 2]
-
-
 @given(st.permutations("ABC"), st.integers(1, 3), st.lists(st.integers(0, 2), min_size=3, max_size=3), st.integers(1, 5))
 def test_a_round_of_optimizers_is_a_step(order: list[str], players: int, passes: list[int], rounds: int) -> None:
     """In whichever order they step, after one backward pass or several each, or two of them after one."""
@@ -146,14 +106,6 @@ def test_a_round_of_optimizers_is_a_step(order: list[str], players: int, passes:
     recorder.flush()
     found = [unpack(data, writer.header.seed) for _, data in memory.stores if len(data) == RECORD_SIZE]
     assert [record.step for record in found if record is not None] == list(range(1, rounds + 1))
-
-
-def test_the_first_step_without_a_loader_has_no_duration(writer: FlightWriter) -> None:
-    """Nothing before its backward was seen; the next one has."""
-    recorder, optimizer, at = StepRecorder(writer), Optimizer(), 10**12
-    for _ in range(3):
-        at = step(recorder, optimizer, at, (0, 0, 5, 5, 5, 5), loader=False)
-    assert [bool(record.flags & StepFlag.UNTIMED) for record in records(writer)] == [True, False, False]
 
 
 def test_evaluation_without_end_keeps_the_trace_short(writer: FlightWriter) -> None:

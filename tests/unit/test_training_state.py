@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING
 
 import pytest
 
 from torchobs.probes import context as training_state
 from torchobs.probes.context import LONGEST_S, Captures
-from torchobs.taps import taps
-from torchobs.taps.taps import ThreadFrames
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,22 +47,6 @@ def test_a_capture_without_an_end_is_forgotten(clock: Clock) -> None:
     assert found.in_progress()
 
 
-def test_a_capture_waits_for_the_rounds_in_progress_but_not_long(clock: Clock) -> None:
-    """A round that hangs holds nobody up."""
-    found = Captures()
-    assert found.begin_round("sampler")
-    assert found.begin_round("gpu")
-    ends = {2: "sampler", 3: "gpu"}
-    clock.each_time = lambda: found.end_round(ends.get(clock.slept, ""))
-    found.begin(1)
-    assert clock.slept == 3
-    found.end(1)
-    assert found.begin_round("gpu")
-    clock.each_time, before = lambda: None, clock.now
-    found.begin(2)
-    assert clock.now - before == pytest.approx(0.2, abs=0.01)
-
-
 def test_a_round_that_hangs_holds_up_no_later_capture(clock: Clock) -> None:
     """A driver that does not answer: twenty captures wait together for as long as the first one."""
     found = Captures()
@@ -75,16 +56,3 @@ def test_a_round_that_hangs_holds_up_no_later_capture(clock: Clock) -> None:
         found.begin(graph)
         found.end(graph)
     assert clock.now - begun_s == pytest.approx(training_state._PATIENCE_S, rel=0.1)
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, enabled: object) -> None:
-    """Also when what is done with the frames raises."""
-    monkeypatch.setattr(taps, "_COLLECTS_MEANWHILE", True)
-    try:
-        (gc.enable if enabled else gc.disable)()
-        with pytest.raises(KeyError, match="False"), ThreadFrames():
-            raise KeyError(gc.isenabled())
-        assert gc.isenabled() is enabled
-    finally:
-        gc.enable()
