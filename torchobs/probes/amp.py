@@ -296,8 +296,8 @@ class AmpProbe:
         self._note_called_safely = self._breaker.guard(self._note_called)
         self._watch_optimizers_safely = self._breaker.guard(self._watch_optimizers)
         watched = {
-            "step": self._watched_step, "scale": self._watched_scale, "unscale_": self._watched_unscale,
-            "update": self._watched_update,
+            "step": self._watched_step, "scale": self._watched(self._after_scale),
+            "unscale_": self._watched(self._before_unscale, first=True), "update": self._watched(self._after_update),
         }  # fmt: skip
         for name, make in watched.items():
             taps.SCALER[name].lead(make, self.name)
@@ -352,39 +352,24 @@ class AmpProbe:
 
         return step
 
-    def _watched_scale(self, original: Any) -> Any:
-        note = self._breaker.guard(self._after_scale)
+    def _watched(self, note: Callable[[Any, Any, Any], None], *, first: bool = False) -> Callable[[Any], Any]:
+        """Return what wraps a method of a scaler to call ``note`` with scaler, argument and result, or ``first``."""
+        note_safely = self._breaker.guard(note)
 
-        @functools.wraps(original)
-        def scale(scaler: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            scaled = original(scaler, outputs, *args, **kwargs)
-            if not self._graph_being_made():
-                note(scaler, outputs, scaled)
-            return scaled
+        def make(original: Any) -> Any:
+            @functools.wraps(original)
+            def watched(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+                given = next(iter((*args, *kwargs.values())), None)
+                if first:
+                    note_safely(scaler, given, None)
+                result = original(scaler, *args, **kwargs)
+                if not first and not self._graph_being_made():
+                    note_safely(scaler, given, result)
+                return result
 
-        return scale
+            return watched
 
-    def _watched_unscale(self, original: Any) -> Any:
-        note = self._breaker.guard(self._before_unscale)
-
-        @functools.wraps(original)
-        def unscale_(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            note(scaler, optimizer)
-            return original(scaler, optimizer, *args, **kwargs)
-
-        return unscale_
-
-    def _watched_update(self, original: Any) -> Any:
-        note = self._breaker.guard(self._after_update)
-
-        @functools.wraps(original)
-        def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(scaler, *args, **kwargs)
-            if not self._graph_being_made():
-                note(scaler)
-            return result
-
-        return update
+        return make
 
     def _watch_optimizers(self) -> None:
         """Hook optimizers from the first scaler step on, so that other trainings do not pay for it."""
@@ -421,7 +406,7 @@ class AmpProbe:
         for note_scaled in self._loss_scaled:
             note_scaled(outputs, scaled, scaler._scale)
 
-    def _before_unscale(self, scaler: Any, optimizer: Any) -> None:
+    def _before_unscale(self, scaler: Any, optimizer: Any, _result: Any) -> None:
         if not scaler._enabled:
             return
         self._scaling.waits_for_unscale = False
@@ -429,6 +414,6 @@ class AmpProbe:
             for note_unscaled in self._unscales:
                 note_unscaled(optimizer, scaler._scale)
 
-    def _after_update(self, scaler: Any) -> None:
+    def _after_update(self, scaler: Any, _new_scale: Any, _result: Any) -> None:
         if scaler._enabled:
             self._scales.updated(scaler)
