@@ -134,6 +134,21 @@ def test_a_job_that_finishes_ends_its_exporter(tmp_path: Path, job: dict[str, st
         assert not Path(f"/dev/shm/torchobs-{number}").exists()
 
 
+@pytest.mark.parametrize(("ends", "state"), [("os.kill(os.getpid(), signal.SIGTERM)", "PENDING"), ("{}['no key']", "FAILED")])
+def test_the_documented_script_requeues_what_may_go_on(
+    tmp_path: Path, job: dict[str, str], checkout: Path, ends: str, state: str
+) -> None:
+    """What SIGTERM ended is requeued, and not what the program itself raised, which keeps its exit status."""
+    (script,) = re.findall(r"```bash\n(#!/usr/bin/env bash.*?)```", (checkout / "docs" / "slurm.md").read_text(), re.DOTALL)
+    (tmp_path / "job.sh").write_text(script)
+    (tmp_path / "train.py").write_text(f"import os, signal, torchobs\ntorchobs.step()\n{ends}\n")
+    with SlurmCluster() as slurm:
+        options = ("--ntasks=1", f"--chdir={tmp_path}", f"--output={tmp_path / 'job.log'}")
+        number = slurm.submit(*options, tmp_path / "job.sh", "train.py", HOME=str(tmp_path), **job)
+        wait_until(lambda: slurm.state(number) in {"PENDING", "FAILED", "COMPLETED"} and (tmp_path / "flights").exists(), 90)
+        assert slurm.state(number) == state, (tmp_path / "job.log").read_text()
+
+
 def test_prolog_and_epilog_watch_every_job(tmp_path: Path, job: dict[str, str], prometheus: PrometheusServer) -> None:
     """A job script that knows nothing of it: torchrun's two ranks are seen, finish, and nothing is left on the node."""
     installed = tmp_path / "slurm"

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchobs
 from tests.cgroups import inside, memory_cgroup
-from tests.exporters import Service
+from tests.exporters import Caller, Service
 from tests.support import NEEDS_COMPILER, ROOT, wait_until
 from torchobs.exporter.config import ExporterConfig
 from torchobs.support import error_guard
@@ -154,6 +154,7 @@ def test_a_rank_that_the_kernel_kills_at_its_limit_ran_out_of_memory(
     assert process.wait(timeout=120) == -signal.SIGKILL
     wait_until(lambda: page.state() == "lost")
     assert reasons(page) == {"out_of_memory": 1}
+    assert [run["action"] for run in Caller(page.address).get("/ranks")["ended"]] == ["unknown"]
     assert page.value("torchobs_memory_host_utilization_ratio") is None, "a dead rank has no memory"
 
 
@@ -179,6 +180,8 @@ def test_a_rank_that_falls_with_a_worker_that_was_killed_ran_out_of_memory(
     os.kill(process.pid, signal.SIGKILL)
     wait_until(lambda: page.state() == "lost")
     assert reasons(page) == {"out_of_memory": 1}
+    ended = Caller(page.address).get("/ranks")["ended"]
+    assert [(run["action"], run["cause"]) for run in ended] == [("restart", "killed_beside")]
 
 
 STEPS_GROWTH = 40_000

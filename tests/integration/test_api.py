@@ -171,7 +171,7 @@ def test_the_training_summary_counts_as_the_metrics_do(begin: Callable[..., Flig
 
 def test_without_a_rank_there_is_nothing_and_it_says_so(web: Caller) -> None:
     """Rates of no steps are null; a command has nobody to go to."""
-    assert web.get("/ranks") == {"ranks": []}
+    assert web.get("/ranks") == {"ranks": [], "ended": []}
     found = web.get("/debug/training/summary")
     assert (found["gradient_explosions"], found["gradient_explosion_rate"], found["anomaly_rate"]) == (0, None, None)
     found = web.get("/debug/summary")

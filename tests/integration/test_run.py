@@ -414,6 +414,7 @@ def test_the_end_says_what_inspect_would_say_first(tmp_path: Path, flight_dir: P
     assert lines[0] == "torchobs: Trouble. Ended: 1 rank, 12 steps, last loss NaN."
     assert lines[1].startswith('torchobs: Rank 0 ended by ValueError "at its end" at ')
     assert lines[2].startswith("torchobs: The loss turned NaN in step 9")
+    assert "torchobs: action: do_not_restart. The program itself raised an exception: it would do so again." in lines
     assert lines[-2].startswith("torchobs: time since the process began: ")
     assert lines[-1].startswith(f"torchobs: more: torchobs inspect {flight_dir} --run ")
 

@@ -32,6 +32,7 @@ examples:
                                                     another run, by its run_id or the beginning of it, or by its job's name
   torchobs inspect r0-3f…9a.flight --steps 50       one rank; also from a copy (kubectl cp), or a part of one
   torchobs inspect --json | jq '.ranks[] | {rank, state, exit}'
+  torchobs inspect --json | jq -r .action           restart, do_not_restart, exclude_node or unknown
 
 Exit status: 0 if every rank is alive or finished, 1 if one failed, was lost or hangs, 2 if there was nothing to read."""
 
@@ -55,7 +56,8 @@ def main(given: Sequence[str]) -> int:
     out, wanted = tolerant(sys.stdout), Options(options.steps, options.events)
     chosen = arguments.found(lambda: choose(options.paths or [default_directory()], options.run))
     if options.json:
-        out.write(json.dumps(document(chosen.ranks, chosen.launchers, chosen.bad, wanted), indent=2, allow_nan=False) + "\n")
+        made = document(chosen.ranks, chosen.launchers, chosen.bad, wanted, chosen.before)
+        out.write(json.dumps(made, indent=2, allow_nan=False) + "\n")
     else:
         lines = [*render(run_document(chosen, wanted), style_for(out)), *chosen.notes]
         out.write("".join(f"{line}\n" for line in lines))

@@ -35,7 +35,7 @@ from torchobs.support import error_guard
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
-    from torchobs.ranks.rank_view import RankView
+    from torchobs.ranks.runs import Chosen
     from torchobs.runtime.session import Session
 
 
@@ -221,17 +221,19 @@ class Summary:
 
         chosen = choose([Path(watched.directory)], watched.run_id)
         more = f"torchobs inspect {shlex.quote(watched.directory)} --run {shlex.quote(watched.run_id)}"
-        _tell([*summary_lines(chosen.ranks, chosen.launchers), f"more: {more}"])
+        _tell([*summary_lines(chosen), f"more: {more}"])
 
 
-def summary_lines(ranks: Sequence[RankView], launchers: Sequence[RankView]) -> list[str]:
-    """Return a summary of the run in a few lines: health, how it ended, worst findings, where the time went."""
+def summary_lines(chosen: Chosen) -> list[str]:
+    """Return a summary of the run in a few lines: health, how it ended, worst findings, what to do, where the time went."""
     from torchobs import catalog
+    from torchobs.diagnosis.action import verdict
     from torchobs.diagnosis.diagnosis import diagnose_run
     from torchobs.diagnosis.health import INFO
     from torchobs.support import text as text_format
 
-    known = diagnose_run(ranks, launchers)
+    ranks = chosen.ranks
+    known = diagnose_run(ranks, chosen.launchers)
     ended, *rest = known.by_rank[known.principal]
     worst = [finding.long for finding in [*known.together, *rest] if finding.severity != INFO][:_MOST_FINDINGS]
     times = ranks[known.principal].by_attribute(catalog.GOODPUT_TIME)
@@ -239,7 +241,9 @@ def summary_lines(ranks: Sequence[RankView], launchers: Sequence[RankView]) -> l
     parts = [f"{name} {text_format.percent(s / sum(times.values()))}" for name, s in times.items() if s and s >= least]
     whose = f" of rank {ranks[known.principal].rank}" if len(ranks) > 1 else ""
     went = [f"time{whose} since {ranks[known.principal].since}: {', '.join(parts)}"] if parts else []
-    return [known.verdict.long, ended.long, *worst, *went]
+    after = verdict(ranks, known.principal, chosen.before.get(ranks[known.principal].rank))
+    advice = [] if after.cause in {"running", "finished"} else [f"action: {after.action}. {after.reason}"]
+    return [known.verdict.long, ended.long, *worst, *advice, *went]
 
 
 def _tell(lines: Sequence[str]) -> None:

@@ -38,7 +38,7 @@ _MOST_NAMED = 8
 _IN_BACKWARD = "_engine_run_backward"
 """Where what a collective raises in backward comes out, after which the phase is another"""
 _NO_FAILURE = frozenset({"finished", "interrupted", "terminated"})
-_SHORTLY_S = 60.0
+SHORTLY_S = 60.0
 """Errors of machine, device or workers within this time before the end are reported with it."""
 RECENT = 200
 _KILLED_WITHIN_S = 40.0
@@ -191,7 +191,7 @@ def _last_words(report: RankView) -> Iterator[Finding]:
     if report.reason in _NO_FAILURE:
         return
     for kind in LAST_WORDS:
-        late = [fact for fact in report.events if _makes(kind, fact) and report.last_s - fact.time_s <= _SHORTLY_S]
+        late = [fact for fact in report.events if _makes(kind, fact) and report.last_s - fact.time_s <= SHORTLY_S]
         if late:
             ago_s = report.last_s - late[-1].time_s
             values = {**last_word(late[-1]), "ago": ago_s if ago_s >= state.BEAT_S else None}
@@ -385,7 +385,7 @@ def first_failed(ranks: Sequence[RankView]) -> tuple[RankView | None, Finding | 
 def _first_of(together: Sequence[RankView]) -> tuple[RankView, Finding | None]:
     """Return which of some ranks failed first, if how they ended shows it: their ends are too close for the clocks to order."""
     raised = [report for report in together if report.reason == "exception"]
-    by_itself = [report for report in raised if not _in_collective(report)]
+    by_itself = [report for report in raised if not in_collective(report)]
     # an abort may be a collective's own, which a peer's end has caused
     silent = [one for one in together if one.state == "lost" or (one.reason == "crashed" and one.exit_code != _ABORTED)]
     if len(by_itself) == 1:
@@ -397,7 +397,7 @@ def _first_of(together: Sequence[RankView]) -> tuple[RankView, Finding | None]:
     return together[0], None
 
 
-def _in_collective(report: RankView) -> bool:
+def in_collective(report: RankView) -> bool:
     """Return True if a peer's end may have caused the exception: raised by torch.distributed, or by DDP."""
     for fact in report.main_exceptions[-1:]:
         place = fact.text("location")

@@ -128,7 +128,8 @@ def report_text(chosen: Chosen, suffix: str) -> str:
     """
     if suffix.lower() != ".json":
         return document_text(run_document(chosen), suffix)
-    return json_text(document(chosen.ranks, chosen.launchers, chosen.bad, Options(_ALL, _ALL, history=True)))
+    options = Options(_ALL, _ALL, history=True)
+    return json_text(document(chosen.ranks, chosen.launchers, chosen.bad, options, chosen.before))
 
 
 def document_text(made: blocks.Document, suffix: str) -> str:

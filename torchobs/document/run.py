@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.catalog.findings import Finding
+from torchobs.diagnosis.action import verdict
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.endings import typical_phases
 from torchobs.diagnosis.hangs import stall
@@ -256,16 +258,22 @@ def _text(value: object) -> str:
 
 
 def document(
-    ranks: Sequence[RankView], launchers: Sequence[RankView], bad: Sequence[tuple[str, str]], options: Options
+    ranks: Sequence[RankView],
+    launchers: Sequence[RankView],
+    bad: Sequence[tuple[str, str]],
+    options: Options,
+    before: Mapping[str, RankView] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the report of a run of one rank or more.
 
-    ``launchers``: processes that only started the ranks; ``bad``: files that could not be read, each with the reason.
+    ``launchers``: processes that only started the ranks; ``bad``: files that could not be read, each with the reason;
+    ``before``: the attempt before of ranks that failed, by rank.
     """
     known = diagnose_run(ranks, launchers)
     made = {
         "version": JSON_VERSION,
         "health": {"level": known.health.level.name.lower(), "text": known.health.headline},
+        **verdict(ranks, known.principal, before.get(ranks[known.principal].rank)).plain(),
         "findings": [_finding(finding) for finding in known.together],
         "launchers": [_process(report, options) for report in launchers],
         "ranks": [_rank(report, found, options) for report, found in zip(ranks, known.by_rank, strict=True)],

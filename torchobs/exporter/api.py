@@ -26,6 +26,7 @@ from torchobs.exporter import api_schema as schema
 from torchobs.exporter.access import LET_IN, Problem
 from torchobs.exporter.api_schema import Answer, Dated, Position, instant, named, wall_ns
 from torchobs.exporter.commands import ArtifactStore, CommandService
+from torchobs.exporter.outcomes import Outcomes, has_ended
 from torchobs.flight.control import LEVELS
 from torchobs.flight.events import Event, plain
 from torchobs.flight.reader import Distribution
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.snapshot_cache import Scan, SnapshotCache
     from torchobs.flight.reader import FlightFile
     from torchobs.flight.step_record import StepRecord
+    from torchobs.ranks.rank_view import RunView
     from torchobs.ranks.snapshot import Rank, Snapshot
 
 
@@ -311,7 +313,7 @@ class Api:
         self._config, self._watch = config, watch
         self._token = access.Token(config.api_token_file)
         self._artifacts = ArtifactStore(config)
-        self.commands = CommandService(config, self._artifacts)
+        self.commands, self.outcomes = CommandService(config, self._artifacts), Outcomes()
         self._thread = ThreadPoolExecutor(1, "api")
         self._handlers: dict[str, Callable[[Request], Awaitable[object]]] = {
             "status": self._status, "ranks": self._ranks, "debugSummary": self._debug_summary,
@@ -383,7 +385,17 @@ class Api:
         )
 
     async def _ranks(self, _: Request) -> object:
-        return schema.Ranks([rank_state(rank) for rank in (await self._watch.fresh()).ranks])
+        snapshot = await self._watch.fresh()
+        runs: tuple[RunView, ...] = ()
+        if not all(rank.up for rank in snapshot.ranks):
+            runs = await self._watch.ask(lambda scan: self.outcomes.read(scan, snapshot))
+        ended = await self._run(lambda: [self._ended(run) for run in runs if has_ended(run)])
+        return schema.Ranks([rank_state(rank) for rank in snapshot.ranks], ended)
+
+    def _ended(self, run: RunView) -> Answer:
+        found = self.outcomes.verdict(run)
+        evidence = [schema.Proof(*proof) for proof in found.evidence]
+        return schema.EndedRun(run.job_name, run.run_id, found.action, found.cause, found.reason, evidence)
 
     async def _debug_summary(self, _: Request) -> object:
         return debug_summary(await self._watch.fresh(), len(await self.evidence()))

@@ -16,6 +16,7 @@ from msgspec import Meta
 from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.config.settings import PROBES
+from torchobs.detect.action import ACTIONS, TABLE
 from torchobs.exporter.access import Problem, bad
 from torchobs.flight.artifacts import KINDS
 from torchobs.flight.control import LEVELS, MAX_PROFILE_STEPS
@@ -202,7 +203,17 @@ Status = _object(
     problems=_list(str),
     token=_as(bool, "whether a bearer token admits commands"),
 )
-Ranks = _object("Ranks", ranks=_list(Rank))
+Proof = _each("Proof", ("rank", "host", "text"), str)
+EndedRun = _object(
+    "EndedRun",
+    job_name=str,
+    run_id=str,
+    action=_as(_enum[ACTIONS], "what to do about it"),
+    cause=_as(_enum[tuple(row.cause for row in TABLE)], "why; docs/diagnosis.md has the table"),
+    reason=_as(str, "the same in words"),
+    evidence=_list(Proof),
+)
+Ranks = _object("Ranks", ranks=_list(Rank), ended=_as(_list(EndedRun), "runs without a living rank"))
 Steps = _object("Steps", **_IDENTITY, speed=Speed | None, steps=_list(Step))
 Layer = _object("Layer", layer=str, values=_map(_NUMBER))
 Layers = _object("Layers", **_IDENTITY, layers=_list(Layer))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import Metric
+from torchobs.detect.action import HARDWARE_XIDS
 from torchobs.probes.device_memory import has_statistics
 from torchobs.support.after_fork import importing
 from torchobs.support.import_hooks import imported
@@ -256,7 +257,6 @@ _APPLICATION = frozenset(
     {8, 11, 13, 25, 31, 32, 37, 39, 40, 41, 43, 45, 60, 68, 69, 70, 71, 72, 75, 76, 77, 80, 82, 83, 84, 85, 86, 88, 89}
     | {*range(96, 106), *range(126, 136), 137, 139, 141}
 )
-_HARDWARE = frozenset({46, 48, 54, 62, 64, 74, 79, 94, 95, 136, 140, 143, *range(144, 151), 156, 157, 158, 167, 168, 171, 172})
 
 
 def kind(number: int) -> str:
@@ -269,7 +269,7 @@ def kind(number: int) -> str:
     Source: NVIDIA, "Analyzing Xid Errors with the Xid Catalog", the columns "Resolution Bucket"
     (docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html).
     """
-    if number in _HARDWARE:
+    if number in HARDWARE_XIDS:
         return "xid_hardware"
     return "xid_application" if number in _APPLICATION else "xid_driver"
 

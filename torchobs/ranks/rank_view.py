@@ -124,6 +124,8 @@ class RankView:
     problems: tuple[str, ...] = ()
     """what could not be read, or is not trustworthy"""
     same_boot: bool = True
+    rebooted: bool = False
+    """its machine is this one, and has been started again since"""
     memory_use: MemoryUse = field(default_factory=MemoryUse)
     details: Mapping[str, Any] = field(default_factory=dict)
     """how the run was started (``flight.details``); empty if that is turned off"""
@@ -512,6 +514,7 @@ def view_of(rank: Rank, readings: Readings, recorded: Recorded = NOT_READ) -> Ra
         steps=recorded.steps,
         pace=recorded.pace if records else None,
         events=recorded.events,
+        memory_use=MemoryUse() if up else state.last_memory(rank.view),
     )
 
 

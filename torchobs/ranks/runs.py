@@ -11,6 +11,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torchobs import catalog
@@ -30,7 +31,6 @@ from torchobs.ranks.rank_file import READ_ERRORS, Now, RankCandidate, RankFile, 
 from torchobs.ranks.rank_view import RankView, Recorded, missing_records, steps_of, view_of
 from torchobs.ranks.scanner import system_clock
 from torchobs.ranks.snapshot import Readings, readings_of
-from torchobs.ranks.state import last_memory
 from torchobs.support import text as text_format
 
 _FEW = 16
@@ -220,7 +220,7 @@ def _view(tracked: RankFile, source: str, limit: int | None, now: Now) -> RankVi
         source=text_format.clean(source),
         problems=problems,
         same_boot=tracked.same_boot,
-        memory_use=last_memory(tracked.view),
+        rebooted=not tracked.same_boot and tracked.header.resource.get("host") == os.uname().nodename,
         details=tracked.file.details(),
         history=tracked.file.history(),
         partial=bool(problems),
@@ -292,6 +292,8 @@ class Chosen(NamedTuple):
     notes: list[str]
     launchers: list[RankView]
     """processes that only started the ranks"""
+    before: Mapping[str, RankView] = MappingProxyType({})
+    """the attempt before of ranks that failed, by rank"""
 
 
 def choose(paths: Sequence[Path], run: str | None) -> Chosen:
@@ -303,6 +305,7 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
     ranks, bad = load(path for path in paths if not path.is_dir())
     notes: list[str] = []
     launchers: list[RankView] = []
+    before: dict[str, RankView] = {}
     others: list[RunFiles] = []
     for path in paths:
         if path.is_dir():
@@ -312,6 +315,7 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
             others = [one for one in listed.runs if one is not wanted]
             if wanted is not None:
                 more = _read(wanted)
+                before |= more.before
                 ranks, bad, launchers, notes = (
                     ranks + more.ranks,
                     bad + more.bad,
@@ -323,7 +327,7 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
             notes += listed.notes
     if not ranks:
         raise NoRunError(_nothing(paths, bad, run, others))
-    return Chosen(ranks, bad, notes, launchers)
+    return Chosen(ranks, bad, notes, launchers, before)
 
 
 def _read(run: RunFiles) -> Chosen:
@@ -337,7 +341,11 @@ def _read(run: RunFiles) -> Chosen:
     ranks = [replace(view, rank=view.rank + by_name.get(view.source, "")) for view in ranks]
     names = ", ".join(path.name for path in earlier[-3:])
     notes = [f"{text_format.plural(len(earlier), 'earlier attempt')} of these ranks: inspect {names}"] if earlier else []
-    return Chosen(ranks, bad, notes, launchers)
+    rank_of = {file.path: file.claim.rank[2] for file in run.files}
+    last = {rank_of[path]: path for path in earlier}
+    failed = sorted((view for view in ranks if view.state not in {"alive", "finished"}), key=lambda view: view.last_s)
+    attempts, _ = load([last[view.rank] for view in failed if view.rank in last][:_FEW], _FEW)
+    return Chosen(ranks, bad, notes, launchers, {view.rank: view for view in attempts})
 
 
 def find(wanted: str | None, directory: Path | None = None) -> Chosen:

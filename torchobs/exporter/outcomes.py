@@ -1,0 +1,59 @@
+"""The runs of a directory with what to do about those that have ended: for the API and for messages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torchobs.diagnosis.action import Verdict, end_of, verdict
+from torchobs.diagnosis.diagnosis import diagnose_run
+from torchobs.ranks.live import DetailsReader, RunsReader
+from torchobs.ranks.rank_view import NOT_READ, view_of
+from torchobs.ranks.snapshot import readings_of
+
+if TYPE_CHECKING:
+    from torchobs.detect.action import End
+    from torchobs.exporter.snapshot_cache import Scan
+    from torchobs.ranks.rank_view import RankView, RunView
+    from torchobs.ranks.snapshot import Snapshot
+
+_MOST_ENDS = 4096
+
+
+class Outcomes:
+    """Reads runs, and remembers how their ranks ended: the scanner soon forgets the attempt before."""
+
+    def __init__(self) -> None:
+        self._details, self._runs = DetailsReader(), RunsReader()
+        self._ends: dict[tuple[str, str, str], dict[str, End]] = {}
+        """the last two ends of a rank, by incarnation"""
+
+    def read(self, scan: Scan, snapshot: Snapshot) -> tuple[RunView, ...]:
+        """Return the runs; to be called in the scan thread."""
+        details = self._details.gather(scan, replace(snapshot, ranks=(*snapshot.left, *snapshot.ranks)), ())
+        runs = self._runs.runs(snapshot, details)
+        left = [view_of(rank, readings_of(rank), details.get(rank.incarnation, NOT_READ)) for rank in snapshot.left]
+        for view in (*left, *(rank for run in runs for rank in run.ranks)):
+            if not view.up:
+                self._remember(view)
+        return runs
+
+    def verdict(self, run: RunView) -> Verdict:
+        """Return what to do about a run."""
+        principal = diagnose_run(run.ranks).principal
+        first = run.ranks[principal]
+        known = self._ends.get((run.job_name, run.run_id, first.rank), {})
+        return verdict(run.ranks, principal, next((end for name, end in known.items() if name != first.incarnation), None))
+
+    def _remember(self, view: RankView) -> None:
+        key = (view.job_name, view.run_id, view.rank)
+        known = self._ends.pop(key, {})
+        known[view.incarnation] = end_of(view)
+        self._ends[key] = dict([*known.items()][-2:])
+        if len(self._ends) > _MOST_ENDS:
+            del self._ends[next(iter(self._ends))]
+
+
+def has_ended(run: RunView) -> bool:
+    """Return whether none of its ranks lives."""
+    return not any(rank.up for rank in run.ranks)
