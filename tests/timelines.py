@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchobs.flight.layout import PHASE_NAMES
 from torchobs.probes import timeline as codes
-from torchobs.probes.timeline import Carry, divide, walk
+from torchobs.probes.timeline import Carry, walk
 
 ORDER = PHASE_NAMES
 
@@ -43,10 +43,11 @@ class Timeline:
 
     def close(self, now_ns: int) -> list[int]:
         """End the step."""
-        divided = divide(self._trace, self._arguments, self._begun_ns, now_ns, self._carry)
-        self._trace, self._arguments, self._begun_ns, self._carry = [], [], now_ns, divided.carry
-        self.evaluations += divided.evaluations
-        return divided.spent_ns
+        carry = self.state()
+        self._trace, self._arguments, self._begun_ns, self._carry = [], [], now_ns, carry
+        spent_ns = carry.close(now_ns)
+        self.evaluations += carry.take()[0]
+        return spent_ns
 
 
 def spent(steps: Timeline, now: int) -> dict[str, int]:

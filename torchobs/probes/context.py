@@ -229,25 +229,6 @@ class BeforeStep(HookList[[Any, bool]]):
         self.due_at = 0 if self.listeners else sys.maxsize
 
 
-class TakesLoss(HookList[[Any, Any, bool]]):
-    """Called when a backward begins, with its tensors, the given gradients, and whether it accumulates its gradients."""
-
-    __slots__ = ("_instead",)
-
-    def __init__(self, spent_ns: dict[str, int]) -> None:
-        super().__init__(spent_ns)
-        self._instead: Callable[[Any, Any, bool], object] | None = None
-
-    def divert(self, instead: Callable[[Any, Any, bool], object] | None) -> None:
-        """Have this called instead of the listeners, until ``None`` is given: a captured CUDA graph computes no loss yet."""
-        self._instead = instead
-        self._update()
-
-    def _update(self) -> None:
-        registered = [listener for _, listener in self._by_probe]
-        self.listeners[:] = registered if self._instead is None else [self._instead]
-
-
 class DebugLevel(HookList[[int]]):
     """The debug level in force, and what to call in the sampler thread when it has changed. Set by the command handler."""
 
@@ -291,8 +272,8 @@ class Hooks:
         """Step probe: the outermost backward inside an optimizer's closure has returned"""
         self.compiles_on_trial: HookList[[bool]] = HookList(spent_ns)
         """``debug.explain_compile``: what is compiled from now on is a trial beside the training (``True``), or no longer"""
-        self.takes_loss = TakesLoss(spent_ns)
-        """Step probe"""
+        self.takes_loss: HookList[[Any, Any, bool]] = HookList(spent_ns)
+        """Step probe: a backward pass begins, with its tensors, the given gradients, and whether it accumulates gradients"""
         self.nonfinite_loss: HookList[[Any]] = HookList(spent_ns)
         """Loss probe: a backward pass begins from these tensors, whose loss is not finite"""
         self.nonfinite_gradient: HookList[[Any, frozenset[int]]] = HookList(spent_ns)

@@ -56,15 +56,12 @@ class CudaGraphs:
         def capture_begin(begin: Any) -> Any:
             @functools.wraps(begin)
             def watched(graph: Any, *args: Any, **kwargs: Any) -> Any:
-                has_begun = False
                 begins(graph)
                 try:
-                    result = begin(graph, *args, **kwargs)
-                    has_begun = True
-                    return result
-                finally:
-                    if not has_begun:
-                        ends(graph)
+                    return begin(graph, *args, **kwargs)
+                except BaseException:
+                    ends(graph)
+                    raise
 
             return watched
 
@@ -126,7 +123,8 @@ class CudaGraphs:
             return
         self._capture = _Capture(id(graph), self._context.recorder.begin_capture())
         self._noted, self._losses = [], []
-        self._takes_loss.divert(self._breaker.guard(self._note_loss))
+        # it computes no loss yet
+        self._context.recorder.plain.listeners = [self._breaker.guard(self._note_loss)]
 
     def _capture_ends(self, graph: object) -> None:
         self._training.captures.end(id(graph))
@@ -136,7 +134,7 @@ class CudaGraphs:
         self._note_backward()
         self._capture = None
         self._context.recorder.end_capture(begun.interrupted)
-        self._takes_loss.divert(None)
+        self._context.recorder.plain.listeners = self._takes_loss.listeners
         if self._noted:
             key = id(graph)
             self._captured[key] = ref(graph, lambda _: self._forget(key)), self._noted

@@ -255,13 +255,9 @@ class GradientProbe:
         elif due and self._clip.has_noted(step):
             pace.rest(_NOTED_STEPS)
         elif due:
-            self._measure(optimizer, begun_ns, within=False)
+            self._measure(optimizer, within=False)
         if due:
-            begun_ns = monotonic_ns()
-            sample = _last_with_gradient(optimizer)
-            self._lints.before_step(Measured(step + 1, optimizer, sample), within=False)
-            self._no_gradients.before_step(optimizer, sample)
-            pace.spend(monotonic_ns() - begun_ns)
+            self._lint(optimizer, step + 1, begun_ns, within=False)
         if self._lints.due:
             begun_ns = monotonic_ns()
             self._lints.before_any_step(optimizer, step + 1)
@@ -275,15 +271,17 @@ class GradientProbe:
         optimizer, begun_ns = self._optimizer() if self._optimizer is not None else None, monotonic_ns()
         self._pace.spend_later(self._devices.take_ns())
         if optimizer is not None and self._pace.is_due(self._context.recorder.step):
-            self._measure(optimizer, begun_ns, within=True)
-            begun_ns = monotonic_ns()
-            sample = _last_with_gradient(optimizer)
-            step = self._context.recorder.step
-            self._lints.before_step(Measured(step + 1, optimizer, sample), within=True)
-            self._no_gradients.before_step(optimizer, sample)
-            self._pace.spend(monotonic_ns() - begun_ns)
+            self._measure(optimizer, within=True)
+            self._lint(optimizer, self._context.recorder.step + 1, begun_ns, within=True)
         # last, since another probe may have changed it, and the next optimizer may have no closure
         self._step_hook.due_at = min(self._pace.due_at, self._updates.due_at, self._weights.due_at)
+
+    def _lint(self, optimizer: torch.optim.Optimizer, step: int, begun_ns: int, *, within: bool) -> None:
+        """Look at an optimizer that is about to take a measured step. ``within``: after a closure's backward pass."""
+        sample = _last_with_gradient(optimizer)
+        self._lints.before_step(Measured(step, optimizer, sample), within=within)
+        self._no_gradients.before_step(optimizer, sample)
+        self._pace.spend(monotonic_ns() - begun_ns)
 
     def _grads_of(self, optimizer: torch.optim.Optimizer, expected: int) -> int:
         """Return its number of gradients, counted now and then: parameters are seldom frozen or thawed."""
@@ -293,7 +291,7 @@ class GradientProbe:
         self._counts[optimizer] = (count, against, age + 1)
         return count
 
-    def _measure(self, optimizer: torch.optim.Optimizer, begun_ns: int, *, within: bool) -> None:
+    def _measure(self, optimizer: torch.optim.Optimizer, *, within: bool) -> None:
         parameters = _parameters_with_gradient(optimizer)
         gradients = [parameter.grad for parameter in parameters]
         scale = getattr(optimizer, "grad_scale", None)
@@ -305,7 +303,6 @@ class GradientProbe:
             self._keep(made, optimizer, within=within)
             if made.faults and not (within or made.arriving):
                 self._context.hooks.nonfinite_gradient.notify(optimizer, frozenset())
-        self._pace.spend(monotonic_ns() - begun_ns)
 
     def _measure_clipped(self, gradients: list[Any]) -> Measurement | None:
         """Measure gradients that are about to be clipped, or whose norm may be inexact."""
@@ -320,13 +317,11 @@ class GradientProbe:
         if clipping.scale is not None:
             total = self._unscaled(clipping)
         if each is not None:
-            begun_ns = monotonic_ns()
             names = {id(parameter.grad): id(parameter) for parameter in _parameters_with_gradient(optimizer)}
             each.keys = [names.get(key, 0) for key in each.keys]
             each.faults = [fault._replace(key=names.get(fault.key, 0)) for fault in each.faults]
             if due or each.faults:
                 self._keep(each, optimizer, within=False)
-            self._pace.spend(monotonic_ns() - begun_ns)
         if isinstance(total, float):
             scale = clipping.scale if isinstance(clipping.scale, float) else 1.0
             self._context.recorder.add_norm(total, scale, within_step=False)

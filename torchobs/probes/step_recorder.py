@@ -34,7 +34,6 @@ from torchobs.probes.timeline import (
     UNPIN,
     WITHIN_STEP,
     Carry,
-    divide,
     exhausted,
     walk,
 )
@@ -352,13 +351,19 @@ class StepRecorder:
         if len(self.trace) > LONG_TRACE:
             for stamp in self.trace:
                 self._early |= 1 << (stamp & 15)
-            self._note_late_begin()
-            self._carry, self.plain.clean = walk(self.trace, self.arguments, self.plain.begun_ns, self._carry), False
+            self._carry, self.plain.clean = self._walk(), False
             self._carry.merge()
             self.evaluations.extend(self._carry.evaluations)
             self._carry.evaluations = []
-            self.trace.clear()
-            self.arguments.clear()
+
+    def _walk(self) -> Carry:
+        """Go through the trace, and begin another one."""
+        if not self.step and self._carry is None and self.trace and self._begins_late():
+            self.values.flags |= StepFlag.UNTIMED  # nothing before it was seen
+        state = walk(self.trace, self.arguments, self.plain.begun_ns, self._carry)
+        self.trace.clear()
+        self.arguments.clear()
+        return state
 
     def _has(self, codes: int) -> bool:
         """Return True if there was one of these boundaries since the last part."""
@@ -411,10 +416,6 @@ class StepRecorder:
             if self.step == step and len(self.trace) >= len(trace):
                 return step, state
         return None
-
-    def _note_late_begin(self) -> None:
-        if not self.step and self._carry is None and self.trace and self._begins_late():
-            self.values.flags |= StepFlag.UNTIMED  # nothing before it was seen
 
     def _begins_late(self) -> bool:
         """Return True if the first boundary cannot be the beginning of a step."""
@@ -560,19 +561,16 @@ class StepRecorder:
 
     def _close(self, calls: dict[int, int], now_ns: int) -> None:
         """Close a part: divide its time, and add the sizes of its batches to its values."""
-        self._note_late_begin()
-        plain, values, self._early = self.plain, self._take_values(), 0
-        plain.sole = 0
-        divided = divide(self.trace, self.arguments, plain.begun_ns, now_ns, self._carry)
-        self.trace.clear()
-        self.arguments.clear()
-        self.evaluations.extend(divided.evaluations)
-        for loader, number in divided.batches.items() if self.sizes else ():
+        carry, plain = self._walk(), self.plain
+        values, self._early, plain.sole, spent_ns = self._take_values(), 0, 0, carry.close(now_ns)
+        evaluations, batches = carry.take()
+        self.evaluations.extend(evaluations)
+        for loader, number in batches.items() if self.sizes else ():
             tokens, samples = self.sizes.get(loader, (0, 0))
             values.tokens += number * tokens
             values.samples = min(values.samples + number * samples, _U32)
-        self._carry, plain.clean, plain.begun_ns = divided.carry, divided.carry.is_clean, now_ns
-        self._parts.append(_Part(calls, values, divided.spent_ns, now_ns))
+        self._carry, plain.clean, plain.begun_ns = carry, carry.is_clean, now_ns
+        self._parts.append(_Part(calls, values, spent_ns, now_ns))
 
     def _write_parts(self) -> None:
         """Write the parts as one step."""

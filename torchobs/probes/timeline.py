@@ -22,7 +22,7 @@ Rollouts of a reinforcement learner in ``eval()`` mode look like an evaluation, 
 Boundaries are integers, ``ns << 4 | code``, which are interpreted when the step ends. Between real steps caches are cold, and a
 hook costs what it touches: the same arithmetic took ten times longer spread over five hooks than in one place. So a hook
 appends one integer. The boundaries of a plain step (``hot_path.PlainSteps``) go into the record as they are; any others
-go through :func:`divide` as the step ends, which sees all of it: what a fetch was for, and whether an ``eval()`` was an
+go through :func:`walk` as the step ends, which sees all of it: what a fetch was for, and whether an ``eval()`` was an
 evaluation, shows behind it.
 """
 
@@ -32,7 +32,7 @@ from copy import copy
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 PHASES = 9
 DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, EVALUATION, CHECKPOINT, COMPILE, BETWEEN = range(PHASES)
@@ -82,28 +82,8 @@ class Window(NamedTuple):
     piece: int
 
 
-class Division(NamedTuple):
-    """What became of a step's time."""
-
-    spent_ns: list[int]
-    """By phase"""
-    evaluations: Sequence[tuple[int, int]]
-    """Begin and end of each, in ns"""
-    batches: Mapping[int, int]
-    """By loader, how many of its batches were trained on"""
-    carry: Carry
-
-
-def divide(trace: Iterable[int], arguments: Sequence[int], begun_ns: int, now_ns: int, carry: Carry | None) -> Division:
-    """Divide the step that ends now into phases; ``carry``: what the last one has left, ``None`` if nothing is known of it."""
-    walked = walk(trace, arguments, begun_ns, carry)
-    spent_ns = walked.close(now_ns)
-    evaluations, batches, walked.evaluations, walked.batches = walked.evaluations, walked.batches, [], {}
-    return Division(spent_ns, evaluations, batches, walked)
-
-
 def walk(trace: Iterable[int], arguments: Sequence[int], begun_ns: int, carry: Carry | None) -> Carry:
-    """Return the state behind these boundaries, of a step that is still open."""
+    """Return the state behind these boundaries; ``carry``: what the last step has left, ``None`` if nothing is known of it."""
     state = Carry() if carry is None else carry.copy()
     if state.is_clean:
         state.since_ns, state.segment, state.has_trained = begun_ns, OTHER, True  # plain steps may have passed since
@@ -114,7 +94,7 @@ def walk(trace: Iterable[int], arguments: Sequence[int], begun_ns: int, carry: C
 
 
 class Carry:
-    """What a step leaves to the next, and the state within one: ``divide`` and ``walk`` change a copy."""
+    """What a step leaves to the next, and the state within one: ``walk`` changes a copy."""
 
     __slots__ = (
         "batches", "compiling_ns", "ended", "evaluating_ns", "evaluations", "fetch_ns", "fetched", "fetching", "has_batch",
@@ -154,7 +134,9 @@ class Carry:
         self.has_batch = self.has_trained = False
         """Whether a batch was fetched in this step, or the script has marked where it is there; whether anything was trained"""
         self.evaluations: list[tuple[int, int]] = []
+        """Begin and end of each that has ended, in ns, until they are taken"""
         self.batches: dict[int, int] = {}
+        """By loader, how many of its batches were trained on in this step"""
 
     def copy(self) -> Carry:
         """Return a copy that changes independently."""
@@ -397,6 +379,11 @@ class Carry:
         self.has_trained = True
         spent_ns, self.spent_ns = self.spent_ns, [0] * PHASES
         return spent_ns
+
+    def take(self) -> tuple[list[tuple[int, int]], dict[int, int]]:
+        """Return the evaluations that have ended and the batches that were trained on, and begin with none."""
+        evaluations, batches, self.evaluations, self.batches = self.evaluations, self.batches, [], {}
+        return evaluations, batches
 
     def close_early(self, now_ns: int, patience_ns: float) -> tuple[list[int], int]:
         """Return the ns spent in each phase if the step ended now, and how many of them were idle; no step may follow.
