@@ -146,7 +146,6 @@ class Session:
         writer.event(catalog.EVENT_RUN_START.name, {"launcher": found_identity.launcher, "restart": found_identity.restart})
         self.recorded_in = writer.path
         self.run = RunSpan(chosen, writer, lambda: self.writer)
-        self.run.begin()
         recorder, pauses, spent_ns = StepRecorder(writer), SamplerPauses(), dict[str, int]()
         training, hooks = TrainingState(recorder.plain), Hooks(spent_ns, recorder.plain)
         context = self.context = ProbeContext(
@@ -166,7 +165,7 @@ class Session:
         ]  # fmt: skip
         self._last.append(("history", history.record))
         self._slow += [
-            ("otel", self.run.sample),
+            ("otel", self.run.observe),
             ("children", partial(hide_launcher_file, context)),
             ("patches", self._probe_manager.check_patches),
         ]

@@ -173,24 +173,24 @@ class RootSpans:
 
 
 class RunSpan:
-    """One per session."""
+    """One per session. Installs our providers when the application imports OpenTelemetry."""
 
     def __init__(self, settings: Settings, writer: FlightWriter, active: Callable[[], FlightWriter | None]) -> None:
-        self._settings, self._writer, self._active = settings, writer, active
+        self._writer, self._active = writer, active
         self._handles: list[MetaPathFinder | None] = []
         self._installed = False
         parent = (settings.traceparent or "").split("-")  # checked by the settings: version-trace-span-flags
         self._flags = int(parent[3], 16) if settings.traceparent else 1
-        self._roots = RootSpans(writer, self._flags, _remote(parent[2], settings.tracestate) if settings.traceparent else {})
+        remote: dict[str, object] = {"parent": parent[2], "remote": True} if settings.traceparent else {}
+        if remote and settings.tracestate:
+            remote["state"] = settings.tracestate
+        self._roots = RootSpans(writer, self._flags, remote)
+        self._roots.announce()
         self._context: ProbeContext | None = None
         self._steps: StepSpans | None = None
         self.anomalous: deque[int] = deque(maxlen=100)
         """Anomalous steps that the sampler has found, for their spans"""
-
-    def begin(self) -> None:
-        """Write the span's start, and install our providers when the application imports OpenTelemetry."""
-        self._roots.announce()
-        if self._settings.set_global_providers:
+        if settings.set_global_providers:
             # only an application that imports the API pays for it
             self._handles = [after_import(name, self._install) for name in ("opentelemetry.trace", "opentelemetry.metrics")]
 
@@ -234,12 +234,8 @@ class RunSpan:
             otel.uninstall()
             self._installed = False
 
-    def sample(self) -> None:
-        """Collect the application's observable instruments, in a thread of their own."""
-        self.observe(0.0)
-
-    def observe(self, timeout_s: float) -> None:
-        """Collect them, waiting at most that long for their callbacks."""
+    def observe(self, timeout_s: float = 0.0) -> None:
+        """Collect the application's observable instruments, in a thread of their own; wait at most that long for it."""
         if self._installed:
             from torchobs import otel
 
@@ -279,12 +275,6 @@ class RunSpan:
         step = self._steps.parent_span() if self._steps is not None else None
         ids = step or self._roots.current.ids
         return SpanContext(int(ids.trace, 16), int(ids.span, 16), is_remote=False, trace_flags=TraceFlags(self._flags))
-
-
-def _remote(parent: str, state: str | None) -> dict[str, object]:
-    """Return the fields of the run's frame that a launcher's span determines."""
-    found: dict[str, object] = {"parent": parent, "remote": True}
-    return found | {"state": state} if state else found
 
 
 def trace_attributes(settings: Settings) -> dict[str, str | int]:
