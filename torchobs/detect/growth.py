@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import combinations, pairwise
-from math import sqrt
+from math import inf, sqrt
 from statistics import median
 from typing import NamedTuple
 
@@ -122,14 +122,28 @@ def time_to_limit_s(growth: Growth | None, left: float) -> float | None:
 
 
 class MemoryHistory:
-    """The points of a run: the last ``LEAST`` in full, and at most ``MOST`` of the whole run, ever further apart."""
+    """The points of a run: the last ``LEAST`` in full, and at most ``MOST`` of the whole run, ever further apart.
 
-    __slots__ = ("_every", "_seen", "recent", "whole")
+    A reading from another thread falls anywhere in a step, where activations come and go: a point is the minimum of several.
+    """
+
+    __slots__ = ("_every", "_minimum", "_seen", "recent", "whole")
 
     def __init__(self) -> None:
         self.recent: list[MemoryPoint] = []
         self.whole: list[MemoryPoint] = []
-        self._every, self._seen = 1, 0
+        self._every, self._seen, self._minimum = 1, 0, inf
+
+    def see(self, used: float) -> None:
+        """Take a reading."""
+        self._minimum = min(self._minimum, used)
+
+    def point(self, step: int, seconds: float) -> tuple[Growth | None, Growth | None]:
+        """Add a point of the readings since the last one; return :meth:`growths`."""
+        if self._minimum < inf:
+            self.add(MemoryPoint(step, seconds, self._minimum))
+        self._minimum = inf
+        return self.growths()
 
     def add(self, point: MemoryPoint) -> None:
         """Add the next point; the caller keeps the distance between points."""

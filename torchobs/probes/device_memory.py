@@ -27,8 +27,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.growth import FastWindow, MemoryPoint
-from torchobs.probes.memory_growth import Floor, GrowthGauges, GrowthVerdict
+from torchobs.detect.growth import FastWindow, MemoryHistory, MemoryPoint
+from torchobs.probes.memory_growth import GrowthGauges, GrowthVerdict
 from torchobs.support import text
 from torchobs.support.error_guard import call
 from torchobs.tensors.names import all_modules, clean, layer_of, roots
@@ -398,7 +398,7 @@ class _Device:
 
     def __init__(self, context: ProbeContext, memory: DeviceMemory, before: DeviceMemory | None = None) -> None:
         self._context, self._attributes, self._memory = context, {"device": memory.device}, memory
-        self._floor, self._fast = Floor(), FastWindow()
+        self._floor, self._fast = MemoryHistory(), FastWindow()
         self._trends: tuple[Growth | None, Growth | None] = (None, None)
         self._peak, self._seen_peak = memory.allocated, before.peak if before else None
         self._retries, self._ooms = (before.retries or 0, before.ooms or 0) if before else (0, 0)

@@ -1,46 +1,19 @@
-"""Memory growth per step: a floor of memory in use, its trend, and the time until the limit.
-
-A reading from another thread falls anywhere in a step, where activations come and go; the minimum of ten readings is near
-what stays allocated. The trend of that series is evaluated (:mod:`torchobs.detect.growth`).
-"""
+"""Memory growth per step, and the time until the limit, by the trend of what stays (:mod:`torchobs.detect.growth`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, nan
+from math import nan
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog.findings import finding
-from torchobs.detect.growth import NEAR_S, Growth, MemoryHistory, MemoryPoint, soonest
+from torchobs.detect.growth import NEAR_S, Growth, soonest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchobs.probes.context import ProbeContext
-
-
-class Floor:
-    """Minimum of memory in use since the last point, and the history of points."""
-
-    def __init__(self) -> None:
-        self._history = MemoryHistory()
-        self._minimum = inf
-
-    def see(self, used: float) -> None:
-        """Record a reading."""
-        self._minimum = min(self._minimum, used)
-
-    def begin(self) -> None:
-        """Restart the history: another model is trained from here on."""
-        self._history.begin()
-
-    def point(self, step: int, seconds: float) -> tuple[Growth | None, Growth | None]:
-        """Add a point of the readings since the last one; return the trends of the whole run and of the last minutes."""
-        if self._minimum < inf:
-            self._history.add(MemoryPoint(step, seconds, self._minimum))
-        self._minimum = inf
-        return self._history.growths()
 
 
 @dataclass(slots=True)

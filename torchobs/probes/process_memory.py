@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from torchobs import catalog
-from torchobs.detect.growth import FastWindow, MemoryPoint
-from torchobs.probes.memory_growth import Floor, GrowthGauges, GrowthVerdict, Suspicion
+from torchobs.detect.growth import FastWindow, MemoryHistory, MemoryPoint
+from torchobs.probes.memory_growth import GrowthGauges, GrowthVerdict, Suspicion
 from torchobs.support.cgroup import cpu_of, field, memory_of, number, of_process, pressure, read, tightest
 
 if TYPE_CHECKING:
@@ -324,7 +324,7 @@ class MemoryProbe:
         self._context = context
         self._process = ProcessStats()
         self._limits = MemoryLimits(context.writer, self._process.machine, self._root)
-        self._anonymous, self._cgroup_floor, self._fast = Floor(), Floor(), FastWindow()
+        self._anonymous, self._cgroup_floor, self._fast = MemoryHistory(), MemoryHistory(), FastWindow()
         self._own_trends: Trends = (None, None)
         self._limit_trends: Trends = (None, None)
         self._model = context.recorder.models.changes
