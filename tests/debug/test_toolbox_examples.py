@@ -16,6 +16,8 @@ PROGRAMS = {
     "profile_training": ["aten::addmm", "KiB", "forward"],
     "switches": ["gradient_norms", "norm 0."],
     "denoising": ["final_norm", "drift"],
+    "tuned_training": ["Plan: mode amp", "recommended", "losses"],
+    "guarded_training": ["batch 7: x: finite", "39 steps"],
 }
 """Names, each with what it prints among other things"""
 

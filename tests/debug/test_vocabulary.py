@@ -1,4 +1,4 @@
-"""The rules at the top of docs/debug.md, over all public signatures and results of the toolboxes in ``TOOLBOXES``."""
+"""One vocabulary for torchobs.debug, tune and guard: arguments, results and errors of all that is public."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import inspect
 import json
 import pkgutil
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
@@ -17,37 +18,57 @@ import pytest
 import torch
 from torch import nn
 
-from torchobs import debug
+from torchobs import debug, guard, tune
 from torchobs.config.options import Level
 from torchobs.debug.switches import PRESETS
 from torchobs.support.result import Checked, Problem, Result
 
-TOOLBOXES: list[ModuleType] = [debug]
-"""Packages that keep the rules"""
+TOOLBOXES: list[ModuleType] = [debug, tune, guard]
+DEFAULTS = {"amp": {"auto", "off"}, "level": {"basic"}}
 ORDER = ("model", "batch", "loss_fn", "optimizer")
 OTHER_WORDS = {
     "net": "model", "module": "model", "data": "batch", "inputs": "batch", "criterion": "loss_fn", "opt": "optimizer",
-    "targets": "target", "autocast": "amp", "precision": "amp", "dtype": "amp",
+    "targets": "target", "autocast": "amp", "precision": "amp", "amp_dtype": "amp", "compute": "amp",
 }  # fmt: skip
-BANNED = {"anomalies", "anomaly_detected", "reasons", "violations", "agree", "success", "verdict", "total_norm"}
+ARE_INPUTS = {"validate_inputs"}
+"""What it takes is no batch of a model"""
+BANNED = {
+    "accepted", "agree", "anomalies", "anomaly_detected", "exceeded", "failures", "left_out", "reasons", "success",
+    "total_norm", "verdict", "violations",
+}  # fmt: skip
+"""For ``ok`` and ``problems``, and for ``gradient_norm``"""
 UNITS = {
     "_s": {"time", "seconds", "duration", "wait", "elapsed"},
     "_bytes": {"memory", "size", "bytes", "allocated", "reserved"},
 }
-SIZES_OF_OTHER_THINGS = {"batch_size", "dataset_size", "world_size"}
+SIZES_OF_OTHER_THINGS = {"batch_size", "dataset_size", "world_size", "memory_savings"}
 VERBS = {"check", "inspect", "compare", "explain", "count", "trace", "profile", "monitor"}
-VERBS |= {"enable", "disable", "clear", "report"}
+VERBS |= {"enable", "disable", "clear", "report", "benchmark", "optimize", "load", "record", "sanitize", "scan", "validate"}
+VERBS |= {"verify"}
 NOUNS = {
     "context", "operation", "validation", "nan_guard", "logging_bridge", "early_stopping", "diffusion_monitor",  # blocks
     "forward_pass", "backward_pass", "optimization_step", "training_step", "inference",  # what they do is a noun in this field
     "memory", "memory_growth", "memory_by_module", "system", "status", "summary", "training_summary", "plots",  # readings
+    "device", "devices", "memory_stats", "memory_fraction", "pipeline", "seed", "resources", "safe_inference",
 }  # fmt: skip
 
 
 def functions() -> dict[str, Callable[..., Any]]:
     """All public functions, by name."""
-    found = {name: getattr(toolbox, name) for toolbox in TOOLBOXES for name in toolbox.__all__}
-    return {name: value for name, value in found.items() if callable(value) and not isinstance(value, type)}
+    return {name: value for name, value in public() if "." not in name and not isinstance(value, type)}
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Each public function, constructor and method, with its name."""
+    for toolbox in TOOLBOXES:
+        for name in toolbox.__all__:
+            value = getattr(toolbox, name)
+            if isinstance(value, type) and not issubclass(value, BaseException):
+                methods = {method for base in value.__mro__ if base.__module__.startswith("torchobs.") for method in vars(base)}
+                callables = {method: getattr(value, method) for method in methods if not method.startswith("_")}
+                yield from ((f"{name}.{method}", each) for method, each in callables.items() if inspect.isfunction(each))
+            if not (isinstance(value, type) and issubclass(value, BaseException)):
+                yield name, value
 
 
 def results() -> Iterator[type[Result]]:
@@ -62,14 +83,23 @@ def results() -> Iterator[type[Result]]:
 def test_arguments_have_one_order_and_one_name() -> None:
     """Promise: model, batch, loss_fn, optimizer, in this order and before all others; a target by keyword."""
     wrong = []
-    for name, function in functions().items():
+    for name, function in public():
+        if isinstance(function, type):
+            continue  # of results and policies
         parameters = inspect.signature(function).parameters
         keyword = {word for word, each in parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY}
-        places = [ORDER.index(word) if word in ORDER else len(ORDER) for word in parameters if word not in keyword]
+        places = [ORDER.index(word) for word in parameters if word in ORDER and word not in keyword]
         is_sorted = places == sorted(places) or name == "context"  # its batch is a number
         wrong += [f"{name}: the order of {list(parameters)}"] * (not is_sorted)
-        wrong += [f"{name}: {word} is called {OTHER_WORDS[word]}" for word in parameters if word in OTHER_WORDS]
+        others = [word for word in parameters if word in OTHER_WORDS and name not in ARE_INPUTS]
+        wrong += [f"{name}: {word} is called {OTHER_WORDS[word]}" for word in others]
         wrong += [f"{name}: target by keyword only"] * ("target" in parameters and "target" not in keyword)
+        defaults = {word: parameters[word].default for word in DEFAULTS if word in parameters}
+        wrong += [
+            f"{name}: {word}={default!r}"
+            for word, default in defaults.items()
+            if default not in {*DEFAULTS[word], inspect.Parameter.empty}
+        ]
     assert wrong == []
 
 
@@ -85,10 +115,11 @@ def test_results_speak_one_language() -> None:
     assert len(classes) > 10 * len(TOOLBOXES)
     for each in classes:
         names = {field.name: str(field.type) for field in fields(each)}
+        has_problems = "problems" in names or hasattr(each, "problems")
         wrong += [f"{each.__name__} is not frozen"] * (not each.__dataclass_params__.frozen)  # type: ignore[attr-defined]
         wrong += [f"{each.__name__}.{name}: another word for problems" for name in names if name in BANNED]
-        wrong += [f"{each.__name__}: problems without ok"] * ("problems" in names and not issubclass(each, Checked))
-        wrong += [f"{each.__name__}: ok without problems"] * ("problems" not in names and issubclass(each, Checked))
+        wrong += [f"{each.__name__}: problems without ok"] * (has_problems and not issubclass(each, Checked))
+        wrong += [f"{each.__name__}: ok without problems"] * (issubclass(each, Checked) and not has_problems)
         for name, kind in names.items():
             for unit, words in UNITS.items():
                 is_number = kind.split(" | ")[0] in {"int", "float"}
@@ -138,7 +169,8 @@ def takers() -> Iterator[tuple[str, Callable[[Any], Any]]]:
     """Functions that need a model, each to be called with something as the model, and with ``None`` for what else it needs."""
     for name, function in functions().items():
         parameters = list(inspect.signature(function).parameters.values())
-        needed = [each for each in parameters if each.default is inspect.Parameter.empty]
+        usual = [each for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        needed = [each for each in usual if each.default is inspect.Parameter.empty]
         if needed and needed[0].name == "model":
             yield name, partial(_called, function, len(needed) - 1)
 
@@ -152,7 +184,94 @@ def _called(function: Callable[..., Any], more: int, given: Any) -> Any:
 def test_what_is_no_model_is_refused_in_words(given: Any) -> None:
     """Promise: a ``TypeError`` that names the function and says what it takes, from each that takes a model."""
     called = dict(takers())
-    assert len(called) > 12
+    assert len(called) > 16
     for name, call in called.items():
-        with pytest.raises(TypeError, match=rf"{name.removeprefix('a')}\(\) takes a torch.nn.Module, not "):
-            call(given)
+        if not (name == "safe_inference" and callable(given)):
+            takes = rf"({name.removeprefix('a')}\(\) takes|model is) a torch.nn.Module.* not |a module or its state"
+            with pytest.raises(TypeError, match=takes):
+                call(given)
+
+
+def small() -> nn.Sequential:
+    """A small one."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def skipped() -> guard.StepOutcome:
+    """One of a recovery, of a batch with a NaN."""
+    trained = small()
+    recovery = guard.Recovery(trained, torch.optim.SGD(trained.parameters(), lr=0.1))
+    return recovery.step((torch.full((2, 4), torch.nan), torch.ones(2, 2)), nn.functional.mse_loss)
+
+
+X = torch.ones(2, 4)
+PAIR = (X, torch.ones(2, 2))
+MADE: dict[str, Callable[[Path], Checked]] = {
+    "Benchmark": lambda _: tune.benchmark(small(), X, modes=("none",), rounds=6),
+    "Plan": lambda _: tune.optimize(small(), amp="bf16"),
+    "Difference": lambda _: tune.optimize(small(), amp="bf16").inspect(X),
+    "FitResult": lambda _: tune.pipeline(small(), nn.functional.mse_loss, amp="off").fit([PAIR], 1),
+    "MemoryStats": lambda _: tune.memory_stats("cpu"),
+    "Devices": lambda _: tune.devices(),
+    "Freed": lambda _: tune.clear_cache("cpu"),
+    "MemoryLimit": lambda _: tune.memory_fraction(0.5, "cpu"),
+    "ContractReport": lambda _: guard.Contract(max=0.0).inspect(X),
+    "OutputReport": lambda _: guard.check_outputs(X),
+    "ModelReport": lambda _: guard.check_model({"w": torch.tensor([torch.nan])}),
+    "InferenceResult": lambda _: guard.safe_inference(small(), X * torch.nan),
+    "StepOutcome": lambda _: skipped(),
+    "ResourceReport": lambda _: guard.resources(memory=0, cpu=None).check(),
+    "FileScan": lambda folder: guard.scan_file(_saved(folder)),
+}
+
+
+def _saved(folder: Path) -> Path:
+    torch.save(small(), folder / "whole.pt")
+    return folder / "whole.pt"
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("name", MADE)
+def test_a_result_says_whether_all_is_well(name: str, tmp_path: Path) -> None:
+    """Promise: ok, bool() and problems agree; it cannot be changed, prints, and becomes strict JSON."""
+    result = MADE[name](tmp_path)
+    assert type(result).__name__ == name
+    assert result.ok == bool(result) == (not result.problems)
+    assert isinstance(result.problems, tuple)
+    assert all(type(each.kind) is type(each.where) is type(each.text) is str for each in result.problems)
+    plain = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert (plain["ok"], len(plain["problems"])) == (result.ok, len(result.problems))
+    assert str(result)
+    assert result._repr_html_()
+    with pytest.raises(FrozenInstanceError):
+        result.problems = ()  # type: ignore[misc]
+
+
+META = nn.Linear(4, 2, device="meta")
+TAKES_A_MODEL: dict[str, Callable[[Any], object]] = {
+    "benchmark": lambda given: tune.benchmark(given, X),
+    "pipeline": lambda given: tune.pipeline(given, nn.functional.mse_loss),
+    "Plan.inspect": lambda given: tune.optimize(given).inspect(X),
+    "check_model": guard.check_model,
+    "safe_inference": lambda given: guard.safe_inference(given, X),
+    "Recovery": lambda given: guard.Recovery(given, torch.optim.SGD([torch.ones(1)])).step(PAIR, nn.functional.mse_loss),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_A_MODEL)
+def test_a_model_without_values_is_refused(name: str) -> None:
+    """Promise: an error that says so, before anything is computed."""
+    with pytest.raises(ValueError, match="on the device meta"):
+        TAKES_A_MODEL[name](META)
+
+
+@pytest.mark.parametrize("loss_fn", [None, "mse", nn.MSELoss, lambda a, b, c: a + b + c])
+def test_what_is_no_loss_function_is_refused(loss_fn: Any) -> None:
+    """Promise: the error has both forms."""
+    trained = small()
+    recovery = guard.Recovery(trained, torch.optim.SGD(trained.parameters(), lr=0.1))
+    for call in (lambda: tune.pipeline(small(), loss_fn), lambda: recovery.step(PAIR, loss_fn)):
+        with pytest.raises(TypeError, match=r"loss_fn\(model, batch\), or loss_fn\(output, target\)"):
+            call()
+    assert recovery.steps == 0

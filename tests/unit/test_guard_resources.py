@@ -37,7 +37,7 @@ def test_percent_is_of_the_container_s_limits(tmp_path: Path) -> None:
     container(tmp_path, used_s=1e9)
     time.sleep(LEAST_CPU_S)
     usages = by_name(watched.check())
-    assert (usages["cpu"].where, usages["cpu"].limit, usages["cpu"].ok) == ("container", 0.5, False)
+    assert (usages["cpu"].where, usages["cpu"].limit_cores, usages["cpu"].ok) == ("container", 0.5, False)
     memory = usages["memory"]
     assert (memory.where, memory.percent, memory.ok) == ("container", 62.5, False)
 
@@ -49,7 +49,7 @@ def test_without_a_container_it_is_the_machine() -> None:
     disk = psutil.disk_usage(".")
     assert usages["disk"].percent == pytest.approx(100 * disk.used / (disk.used + disk.free), abs=1)
     machine = psutil.virtual_memory()
-    assert usages["memory"].limit <= machine.total
+    assert (usages["memory"].limit_bytes or 0) <= machine.total
 
 
 def test_one_call_for_each_time_that_it_is_too_much(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_cores_are_those_that_this_process_may_use() -> None:
         cpu = by_name(guard.resources().check())["cpu"]
     finally:
         os.sched_setaffinity(0, allowed)
-    assert cpu.limit <= 1.0
+    assert (cpu.limit_cores or 0.0) <= 1.0
 
 
 def test_a_callback_that_raises_ends_the_watch_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from torchobs import api, catalog
 from torchobs.debug.findings import record_finding, record_findings, record_series
 from torchobs.debug.tensors import require
 from torchobs.support.arguments import is_number, is_text, is_whole
-from torchobs.support.result import Checked, Problem, Result, fill
+from torchobs.support.result import Checked, Problem, fill
 from torchobs.tensors.losses import wide_type
 from torchobs.tensors.running import evaluating
 
@@ -26,8 +26,8 @@ Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True, slots=True)
-class StopDecision(Result):
-    """What a stopper made of one value."""
+class StopDecision(Checked):
+    """What a stopper made of one value. ``ok``: training goes on; but ``bool()`` is true where it should stop."""
 
     monitor: str
     value: float
@@ -42,6 +42,11 @@ class StopDecision(Result):
     """Checks without improvement that it still waits for"""
     stop: bool
     reason: str
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Why training should stop."""
+        return (Problem("early_stop", self.monitor, self.reason),) if self.stop else ()
 
     def __bool__(self) -> bool:
         """Return True if training should stop."""

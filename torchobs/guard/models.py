@@ -37,6 +37,8 @@ ONES = (
 )
 _STATISTICS = ("running_mean", "running_var")
 """Buffers of torch's norms, known by their names also where a dictionary does not tell buffers from parameters"""
+_KINDS = ("nonfinite", "value", "shape", "missing", "added")
+"""Of problems, the gravest first"""
 _LOWEST = [torch.finfo(each).min for each in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
 """What a mask has beside 0 where it does not have -inf"""
 UNKNOWABLE = (
@@ -50,11 +52,12 @@ class ModelReport(Checked):
     """What :func:`check_model` found. ``ok`` is True if nothing was; it is no word of trust."""
 
     problems: tuple[Problem, ...]
-    """of the kind ``value``, or beside a reference ``shape``, ``missing`` (only the reference has it) or ``added``"""
+    """the gravest first: of the kind ``nonfinite`` or ``value``; beside a reference ``shape``, ``missing`` (it alone has it) or
+    ``added``"""
     tensors: int
     elements: int
     remarks: tuple[Problem, ...] = ()
-    """what is common in some models and no problem by itself: a matrix of zeros or of ones; what has no values to look at"""
+    """what is common in some models and no problem by itself, ``meta`` (no values to look at), ``zeros``, ``ones``"""
     unknowable: tuple[str, ...] = UNKNOWABLE
 
 
@@ -87,22 +90,19 @@ def check_model(
         raise ValueError(
             f"{on_meta[0]} is on the device meta, where it has no values: load the weights first, or give a reference"
         )
-    looked = [
-        Problem("value", name, text)
-        for name, tensor in state.items()
-        if (text := _problem(tensor, name, is_buffer=name in buffers)) is not None
-    ]
-    problems = [each for each in looked if each.text not in {ZEROS, ONES}]
-    remarks = [each for each in looked if each.text in {ZEROS, ONES}]
-    remarks += [Problem("meta", name, "on the device meta, where it has no values to look at") for name in on_meta]
+    unusual = [_unusual(tensor, name, is_buffer=name in buffers) for name, tensor in state.items()]
+    found = [Problem("meta", name, "on the device meta, where it has no values to look at") for name in on_meta]
+    found += [problem for problem in unusual if problem is not None]
     if other is not None:
-        problems += [
+        found += [
             Problem("shape", name, f"its shape is {tuple(tensor.shape)}, and the reference has {tuple(other[name].shape)}")
             for name, tensor in state.items()
             if name in other and other[name].shape != tensor.shape
         ]
-        problems += [Problem("missing", name, "only the reference has it") for name in _lacking(other, state)]
-        problems += [Problem("added", name, "the reference has it not") for name in _lacking(state, other)]
+        found += [Problem("missing", name, "only the reference has it") for name in _lacking(other, state)]
+        found += [Problem("added", name, "the reference has it not") for name in _lacking(state, other)]
+    problems = sorted((each for each in found if each.kind in _KINDS), key=lambda problem: _KINDS.index(problem.kind))
+    remarks = [each for each in found if each.kind not in _KINDS]
     if problems:
         count(catalog.GUARD_FINDINGS, 1, Category.NUMERICS, Severity.WARNING, by="check_model")
         about = {"layer": problems[0].where, "problem": problems[0].text, "problems": len(problems)}
@@ -169,8 +169,8 @@ def _values(tensor: torch.Tensor) -> torch.Tensor | None:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def _problem(tensor: torch.Tensor, name: str, *, is_buffer: bool) -> str | None:
-    """Return what is unusual about a tensor, or that it is ``ZEROS`` or ``ONES``. Numbers are read from its device at once."""
+def _unusual(tensor: torch.Tensor, name: str, *, is_buffer: bool) -> Problem | None:
+    """Return what is unusual about a tensor. Numbers are read from its device at once."""
     values = _values(tensor)
     if values is None:
         return None
@@ -183,20 +183,24 @@ def _problem(tensor: torch.Tensor, name: str, *, is_buffer: bool) -> str | None:
         # -inf beside any finite values, as of ALiBi's masks, and one infinity alone, which is a minimum of nothing
         by_mask = bool((torch.isfinite(values) | (values == -inf)).all()) or bool((values == inf).all())
         intended = not is_statistic and (_is_mask(values) or (is_buffer and by_mask))
-        return None if intended else f"{int(numbers[0]):,} of {values.numel():,} values are not finite"
-    return None if is_buffer or is_statistic else _finite_problem(values, *numbers[1:])
+        text = f"{int(numbers[0]):,} of {values.numel():,} values are not finite"
+        return None if intended else Problem("nonfinite", name, text)
+    return None if is_buffer or is_statistic else _unusual_value(name, values, *numbers[1:])
 
 
-def _finite_problem(values: torch.Tensor, least: float, largest: float, outlier: float, index: float) -> str | None:
+def _unusual_value(
+    name: str, values: torch.Tensor, least: float, largest: float, outlier: float, index: float
+) -> Problem | None:
     """Return what is unusual about a parameter whose values are finite."""
     extreme = max(-least, largest)
     if extreme > HUGE:
-        return None if _is_mask(values) else f"a magnitude of {extreme:g}"
+        return None if _is_mask(values) else Problem("value", name, f"a magnitude of {extreme:g}")
     # vectors of one value are how norms, scales of layers and biases begin; of matrices of zeros or ones there is a remark
     if least == largest and sum(size > 1 for size in values.shape) > 1:
-        return {0.0: ZEROS, 1.0: ONES}.get(least, f"every value is {least:g}")
+        kind, text = {0.0: ("zeros", ZEROS), 1.0: ("ones", ONES)}.get(least, ("value", f"every value is {least:g}"))
+        return Problem(kind, name, text)
     if outlier > OUTLIER:
-        return f"the norm of neuron {int(index)} is {outlier:.0f} deviations above the others"
+        return Problem("value", name, f"the norm of neuron {int(index)} is {outlier:.0f} deviations above the others")
     return None
 
 

@@ -35,13 +35,15 @@ _log = logging.getLogger("torchobs.guard")
 
 @dataclass(frozen=True)
 class Usage(Result):
-    """One resource. ``used`` and ``limit`` are bytes; of a processor, cores."""
+    """One resource, in bytes; a processor in cores. What it is not measured in is ``None``."""
 
     resource: str
     where: str
     """``container`` or ``machine``, a device, or a file system's path"""
-    used: float
-    limit: float
+    used_bytes: int | None
+    limit_bytes: int | None
+    used_cores: float | None
+    limit_cores: float | None
     percent: float
     threshold: float
     """in percent"""
@@ -96,14 +98,7 @@ class ResourceGuard:
         ``on_exceed`` is called with the report if a resource is newly above its threshold, which is recorded as an event. It
         is called again once the resource has been below.
         """
-        usages = tuple(
-            Usage(
-                name, where, used, limit, 100.0 * used / limit, threshold if threshold <= PERCENT else 100.0 * threshold / limit
-            )
-            for name, where, used, limit in self._readings()
-            if limit > 0
-            for threshold in [self._thresholds[name]]
-        )
+        usages = tuple(self._usage(*reading) for reading in self._readings() if reading[-1] > 0)
         report, before = ResourceReport(usages), self._above
         self._above = frozenset((usage.resource, usage.where) for usage in usages if not usage.ok)
         new = [usage for usage in usages if (usage.resource, usage.where) in self._above - before]
@@ -112,6 +107,14 @@ class ResourceGuard:
         if new and self._on_exceed is not None:
             self._on_exceed(report)
         return report
+
+    def _usage(self, resource: str, where: str, used: float, limit: float) -> Usage:
+        threshold = self._thresholds[resource]
+        threshold = threshold if threshold <= PERCENT else 100.0 * threshold / limit
+        share = 100.0 * used / limit
+        if resource == "cpu":
+            return Usage(resource, where, None, None, used, limit, share, threshold)
+        return Usage(resource, where, int(used), int(limit), None, None, share, threshold)
 
     def __enter__(self) -> ResourceGuard:  # noqa: PYI034  # typing.Self needs Python 3.11
         """Start looking, every ``interval_s``. An exception of ``on_exceed`` is logged, and ends it."""
