@@ -16,14 +16,14 @@ from torchobs.debug import operations
 from torchobs.debug.steps import RAISED
 from torchobs.debug.tensors import require_model, require_optimizer
 from torchobs.probes.device_memory import has_statistics
+from torchobs.probes.leak import count_tensors, count_types, grown_types
 from torchobs.probes.nonfinite.locate import is_users_file
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.result import Result, fill
 from torchobs.tensors.batches import batch_sizes, rebuilt, walk
 from torchobs.tensors.losses import compute_loss
-from torchobs.tensors.references import collections_paused, living, types_of_objects
 from torchobs.tensors.running import beside_grad, running_modules, state_kept
-from torchobs.tensors.values import bytes_of, is_uninitialized, storages
+from torchobs.tensors.values import bytes_of, storages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -210,7 +210,6 @@ def _optimizer_state(optimizer: Any) -> int | None:
 
 MOST_ROWS = 15
 """Rows of each table"""
-_OWN = ("torchobs.debug.", "tracemalloc.", "weakref.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,29 +285,15 @@ def memory(label: str = "") -> MemoryPoint:
 
     Nobody's peaks are reset.
     """
-    reading, tensors = operations.read(), _tensors()
-    groups: dict[Any, list[int]] = {}
-    storages: set[int] = set()
-    for x in tensors:
-        storage = x.untyped_storage()
-        group = groups.setdefault((tuple(map(int, x.shape)), str(x.dtype).removeprefix("torch."), str(x.device)), [0, 0])
-        group[0] += 1
-        if id(storage) not in storages:
-            storages.add(id(storage))
-            group[1] += storage.nbytes()
-    every = (TensorGroup(*key, *counted) for key, counted in groups.items())
-    rows = sorted(every, key=lambda row: -row.size_bytes)
+    reading, living = operations.read(), count_tensors()
+    rows = [
+        TensorGroup(kind.shape, kind.dtype, kind.device, count, living.sizes[kind]) for kind, count in living.tensors.items()
+    ]
     return MemoryPoint(
-        label=label, host_bytes=reading.host, host_peak_bytes=reading.host_peak, devices=_devices(), tensors=len(tensors),
-        tensor_bytes=sum(row.size_bytes for row in rows), largest=tuple(rows[:MOST_ROWS]),
+        label=label, host_bytes=reading.host, host_peak_bytes=reading.host_peak, devices=_devices(),
+        tensors=living.tensors.total(), tensor_bytes=living.sizes.total(),
+        largest=tuple(sorted(rows, key=lambda row: -row.size_bytes)[:MOST_ROWS]),
     )  # fmt: skip
-
-
-def _tensors() -> list[Any]:
-    """Return the live dense tensors."""
-    dense = (x for x in living(torch.Tensor) if not is_uninitialized(x) and x.layout is torch.strided and not x.is_nested)
-    wrappers = {"FakeTensor", "FunctionalTensor", "DTensor"}
-    return [x for x in dense if x.device.type != "meta" and type(x).__name__ not in wrappers]
 
 
 def _devices() -> tuple[DeviceMemory, ...]:
@@ -331,14 +316,14 @@ def memory_growth(label: str = "") -> Iterator[MemoryGrowth]:
     growth = MemoryGrowth(label)
     _trace(+1)
     gc.collect()
-    objects, before, lines = _counted(), operations.read(), tracemalloc.take_snapshot()
+    objects, before, lines = count_types(), operations.read(), tracemalloc.take_snapshot()
     watch = AllocationWatch(lines=True)
     try:
         with watch:
             yield growth
     finally:
         gc.collect()
-        grown = _grown(objects)
+        grown = tuple(Growth(name, None, more) for name, more in grown_types(objects, count_types())[:MOST_ROWS])
         after, later = operations.read(), tracemalloc.take_snapshot()
         _trace(-1)
         host, device = operations.use(before, after)
@@ -388,14 +373,3 @@ def _python_lines(later: tracemalloc.Snapshot, lines: tracemalloc.Snapshot) -> t
         if is_users_file(one.traceback[0].filename)
     ]
     return tuple(sorted(rows, key=lambda row: -(row.size_bytes or 0))[:MOST_ROWS])
-
-
-def _counted() -> Counter[type]:
-    with collections_paused():
-        return Counter(types_of_objects())
-
-
-def _grown(before: Counter[type]) -> tuple[Growth, ...]:
-    more = ((f"{kind.__module__}.{kind.__qualname__}", count) for kind, count in (_counted() - before).most_common())
-    rows = [Growth(name, None, count) for name, count in more if not name.startswith(_OWN)]
-    return tuple(rows[:MOST_ROWS])

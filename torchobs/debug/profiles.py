@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import gzip
 import os
 import shutil
@@ -21,6 +20,7 @@ from torchobs.debug.tensors import is_batch
 from torchobs.runtime.profiler import Recording
 from torchobs.support.arguments import is_whole
 from torchobs.support.result import Checked, Problem, fill
+from torchobs.tensors.references import collections_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -185,15 +185,10 @@ class Recorder:
             return
         if not self._begun:
             return
-        collects = gc.isenabled()
-        gc.disable()  # torch 2.13 has crashed when garbage was collected while it parsed its events
-        try:
+        with collections_paused():  # torch 2.13 has crashed when garbage was collected while it parsed its events
             self._summarize(recording.profiler, steps, elapsed)
             if self._trace is not None or self._tensorboard is not None:
                 self._write(recording.profiler)
-        finally:
-            if collects:
-                gc.enable()
 
     def cancel(self) -> None:
         """Stop it, and keep nothing."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from math import isfinite, nan
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -144,45 +145,6 @@ RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeE
 """What a model raises, an optimizer, or the compiler"""
 
 
-class Collector:
-    """Starts the statistics of tensors where they are; ``read`` waits for them once."""
-
-    def __init__(self) -> None:
-        self._rows, self._groups = Rows(), list[str]()
-
-    def add(self, group: str, name: str, values: Any) -> None:
-        """Take all tensors of a value: a tensor, or any nesting of tuples, lists, dicts and dataclass-like outputs."""
-        for path, tensor in islice(walk(values, name), MOST_TENSORS):
-            self._rows.add(path, tensor)
-            self._groups.append(group)
-
-    def read(self) -> dict[str, tuple[TensorRow, ...]]:
-        """Return the statistics by group, in the order in which they were taken."""
-        found: dict[str, list[TensorRow]] = {}
-        for group, row in zip(self._groups, self._rows.described(), strict=True):
-            found.setdefault(group, []).append(row)
-        return {group: tuple(rows) for group, rows in found.items()}
-
-
-@contextmanager
-def activations(model: Any, collector: Collector, *, wanted: bool) -> Iterator[None]:
-    """Take the output of every module without children during the block, by hooks that are gone afterwards.
-
-    Scripted modules take no hooks: what passes between them is not seen.
-    """
-    handles = []
-    try:
-        for name, module in model.named_modules() if wanted else ():
-            if not any(True for _ in module.children()) and not isinstance(module, torch.jit.ScriptModule):
-                shown = name or type(module).__name__
-                take = lambda _module, _given, output, shown=shown: collector.add("activations", shown, output)  # noqa: E731
-                handles.append(module.register_forward_hook(take))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def raised_by(model: Any, batch: Any) -> str | None:
     """Call a model with a batch; return class and first line of what it raised, ``None`` if nothing."""
     try:
@@ -292,13 +254,31 @@ class _Watched:
         return getattr(self._model, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        collector = Collector()
-        collector.add("inputs", "input", kwargs or (args[0] if len(args) == 1 else args))
-        with _measured() as part, activations(self._model, collector, wanted=self._wanted):
-            output = self._model(*args, **kwargs)
-        collector.add("outputs", "output", output)
-        groups = collector.read()
-        inputs, inside, outputs = (groups.get(name, ()) for name in ("inputs", "activations", "outputs"))
+        rows, groups = Rows(), list[str]()
+
+        def take(group: str, name: str, values: Any) -> None:
+            for path, tensor in islice(walk(values, name), MOST_TENSORS):
+                rows.add(path, tensor)
+                groups.append(group)
+
+        def hooked(name: str, module: Any) -> Any:
+            return module.register_forward_hook(lambda _module, _given, output: take("activations", name, output))
+
+        take("inputs", "input", kwargs or (args[0] if len(args) == 1 else args))
+        leaves = {name: x for name, x in self._model.named_modules() if self._wanted and not any(True for _ in x.children())}
+        # scripted modules take no hooks: what passes between them is not seen
+        hooks = [hooked(name or type(x).__name__, x) for name, x in leaves.items() if not isinstance(x, torch.jit.ScriptModule)]
+        try:
+            with _measured() as part:
+                output = self._model(*args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        take("outputs", "output", output)
+        described = list(zip(groups, rows.described(), strict=True))
+        inputs, inside, outputs = (
+            tuple(row for group, row in described if group == name) for name in ("inputs", "activations", "outputs")
+        )
         odd = [("nonfinite_tensor", row.name, row.defect) for row in (*inputs, *inside, *outputs) if row.defect]
         problems, kind = record_findings(self._function, odd), type(self._model).__name__
         self.passes.append(
@@ -453,18 +433,10 @@ def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPa
     return watched.passes[0]
 
 
-@dataclass(slots=True)
-class _Part:
-    """Time and memory of a part, filled at its end."""
-
-    time_s: float = nan
-    host: Any = None
-    device: Any = None
-
-
 @contextmanager
-def _measured() -> Iterator[_Part]:
-    part, before = _Part(), operations.read()
+def _measured() -> Iterator[Any]:
+    """Yield a part whose ``time_s``, ``host`` and ``device`` are there at its end."""
+    part, before = SimpleNamespace(), operations.read()
     operations.wait_for_devices()
     begun = time.perf_counter()
     yield part

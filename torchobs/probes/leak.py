@@ -51,32 +51,53 @@ class Amount(NamedTuple):
     size: int
 
 
+class TensorKind(NamedTuple):
+    """What tensors are counted by."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}] on {self.device}"
+
+
 @dataclass(slots=True)
 class LiveObjects:
     """One count. Memory that tensors share counts once."""
 
     types: Counter[int] = field(default_factory=Counter)
     """By the type's ``id``"""
-    tensors: Counter[str] = field(default_factory=Counter)
-    """By kind: type, shape and device"""
-    sizes: Counter[str] = field(default_factory=Counter)
+    tensors: Counter[TensorKind] = field(default_factory=Counter)
+    sizes: Counter[TensorKind] = field(default_factory=Counter)
     """Their bytes, by kind"""
 
 
 def count_objects() -> LiveObjects:
     """Count all objects that the garbage collector tracks, and the dense tensors among them."""
+    types = count_types()
+    found = count_tensors()
+    return LiveObjects(types, found.tensors, found.sizes)
+
+
+def count_types() -> Counter[int]:
+    """Count all objects that the garbage collector tracks by the ``id`` of their type."""
     with collections_paused():
-        found = LiveObjects(Counter(map(id, types_of_objects())))
-    storages: set[int] = set()
+        return Counter(map(id, types_of_objects()))
+
+
+def count_tensors() -> LiveObjects:
+    """Count the dense tensors that the garbage collector tracks."""
+    found, storages = LiveObjects(), set[int]()
     with torch._C.DisableTorchFunction():  # no mode of the user's sees this
         for known in _tensors()[-MOST_TENSORS:]:
             _add(found, known, storages)
     return found
 
 
-def grown_types(before: LiveObjects, after: LiveObjects) -> list[tuple[str, int]]:
+def grown_types(before: Counter[int], after: Counter[int]) -> list[tuple[str, int]]:
     """Return the names of types that have more objects than before, and how many more, the most first."""
-    grown = {kind: more for kind, count in after.types.items() if (more := count - before.types[kind]) > 0}
+    grown = {kind: more for kind, count in after.items() if (more := count - before[kind]) > 0}
     names = {id(kind): f"{kind.__module__}.{kind.__qualname__}" for kind in subclasses(object) if id(kind) in grown}
     rows = ((name, grown[kind]) for kind, name in names.items() if not name.startswith(_OWN))
     return sorted(rows, key=lambda row: -row[1])
@@ -85,7 +106,7 @@ def grown_types(before: LiveObjects, after: LiveObjects) -> list[tuple[str, int]
 def grown_kinds(before: LiveObjects, after: LiveObjects) -> list[tuple[str, Amount]]:
     """Return the kinds of tensors that have more objects and no fewer bytes than before, the most bytes first."""
     differences = (
-        (kind, Amount(number - before.tensors[kind], after.sizes[kind] - before.sizes[kind]))
+        (str(kind), Amount(number - before.tensors[kind], after.sizes[kind] - before.sizes[kind]))
         for kind, number in after.tensors.items()
     )
     rows = [(kind, more) for kind, more in differences if more.number > 0 and more.size >= 0]
@@ -108,7 +129,7 @@ def _add(found: LiveObjects, known: ref[Any], storages: set[int]) -> None:
         key, size = storage.data_ptr(), storage.nbytes()
     except (RuntimeError, NotImplementedError):  # one of functorch's, which has no memory of its own
         return
-    kind = f"{str(x.dtype).removeprefix('torch.')}[{', '.join(map(str, x.shape))}] on {x.device}"
+    kind = TensorKind(str(x.dtype).removeprefix("torch."), tuple(map(int, x.shape)), str(x.device))
     found.tensors[kind] += 1
     found.sizes[kind] += 0 if key in storages else size
     storages.add(key)
@@ -222,7 +243,7 @@ class LeakProbe:
             lines = sorted(lines, key=lambda row: -row[1].number)  # tensors lie outside of Python's memory: by number
         tables = {
             "lines": [f"{line} {more.number:,} more, {text.size(more.size)}" for line, more in lines],
-            "objects": [f"{more:,} {name}" for name, more in grown_types(before, after)],
+            "objects": [f"{more:,} {name}" for name, more in grown_types(before.types, after.types)],
             "tensors": [f"{text.plural(more.number, 'tensor')} {kind}, {text.size(more.size)}" for kind, more in kinds],
         }
         attributes |= {"tensor_bytes": tensor_bytes} | {name: rows[:MOST_IN_EVENT] for name, rows in tables.items() if rows}

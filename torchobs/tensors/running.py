@@ -14,7 +14,7 @@ from torchobs.support.import_hooks import imported
 from torchobs.taps.patch import Patch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -22,49 +22,24 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 
-def random_state(generators: Iterable[torch.Generator] = ()) -> dict[str, Any]:
-    """Return the state of Python, torch on CPU and CUDA, NumPy where it is imported, and of a loader's own generators.
-
-    It is data that ``torch.load`` reads safely.
-    """
-    numpy = imported("numpy")
-    return {
-        "python": random.getstate(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
-        "numpy": None if numpy is None else _plain(numpy.random.get_state()),
-        "generators": [generator.get_state() for generator in generators],
-    }
-
-
-def restore_random_state(state: dict[str, Any], generators: Iterable[torch.Generator] = ()) -> None:
-    """Continue from a state that :func:`random_state` returned."""
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
-    if state["numpy"] is not None:
-        import numpy as np
-
-        name, keys, *rest = state["numpy"]
-        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002  # the global one, which others draw from
-    for generator, own in zip(generators, state["generators"], strict=False):  # of another loader there may be fewer
-        generator.set_state(own)
-
-
-def _plain(state: tuple[Any, ...]) -> list[Any]:
-    name, keys, *rest = state
-    return [name, keys.tolist(), *rest]
-
-
 @contextmanager
 def random_states_kept(generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """Put the global random states, and those of these generators, back when the block ends."""
-    state = random_state(generators)
+    """Put the states of Python, NumPy (where it is imported), torch and these generators back when the block ends."""
+    numpy: Any = imported("numpy")
+    cuda: Any = torch.cuda if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    of_python, of_torch, own = random.getstate(), torch.get_rng_state(), [each.get_state() for each in generators]
+    of_numpy, of_cuda = numpy and numpy.random.get_state(), cuda and cuda.get_rng_state_all()
     try:
         yield
     finally:
-        restore_random_state(state, generators)
+        random.setstate(of_python)
+        torch.set_rng_state(of_torch)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+        if cuda is not None:
+            cuda.set_rng_state_all(of_cuda)
+        for generator, state in zip(generators, own, strict=True):
+            generator.set_state(state)
 
 
 @contextmanager
