@@ -123,6 +123,7 @@ def healthy(directory: Path) -> Made:
     rank = Rank(directory, job_name="vit").train(120).aside(catalog.SPAN_EVALUATION.name, 6.0)
     rank.train(60).aside(catalog.SPAN_CHECKPOINT.name, 2.0, size=3 * GIB)
     rank.event(catalog.EVENT_SCALARS, names=["accuracy", "accuracy"], steps=[60, 120], values=[0.71, 0.84])
+    rank.set(catalog.SCALAR_VALUE, 0.84, name="accuracy")
     rank.set(catalog.CHECKPOINTS, 1, result="saved")
     rank.set(catalog.CHECKPOINT_TIMESTAMP, BORN_WALL_NS / S + rank.at_s)
     rank.set(catalog.CHECKPOINT_SIZE, 3 * GIB)

@@ -50,7 +50,7 @@ SAMPLE: dict[str, object] = {
     "scheduler": "StepLR", "units_dead": 60, "units": 64, "kind": "loss_spike", "compiled": 3, "evidence": "r0-12.layers",
     "activity": "Training", "alive": 7, "world": 64, "speed": "1.90 steps/s", "ranks": 8, "ran": 3600.0,
     "amount": "2,000 more, 95 MiB", "modules": ["decoder, 30 GiB"], "function": "get_batch",
-    "holder": "The parameter fc.weight", "other": "0", "elsewhere": "backward",
+    "holder": "The parameter fc.weight", "calm": 300, "other": "0", "elsewhere": "backward",
 }  # fmt: skip
 SAMPLE_OF: dict[str, dict[str, object]] = {
     "past_anomalies": {"what": "2 loss spikes"},

@@ -31,8 +31,8 @@ ORIGIN = "nonfinite_origin"
 """The kinds on where a NaN or an infinity was born begin so"""
 _UNNAMED, _NAMELESS = "unnamed", "a parameter of no module"
 """A parameter that neither a module nor a variable holds (``probes.nonfinite.origin.UNNAMED``), and what is said of it"""
-_ALIKE = "[ The same goes for {alike:more rank}.]"
-"""Behind a finding that stands for equal ones of other ranks"""
+_MORE = "[ It is past: the last {healthy:,} steps were healthy.][ The same goes for {alike:more rank}.]"
+"""Behind a finding from which the training has recovered, and one that stands for equal ones of other ranks"""
 _CONDITION = re.compile(r"(\w+)([?!])")
 
 
@@ -83,7 +83,7 @@ class Finding(NamedTuple):
     @property
     def long(self) -> str:
         """The finding with its figures, and what to do."""
-        return sentence((KINDS[self.kind].long or KINDS[self.kind].short) + _ALIKE, self._values())
+        return sentence((KINDS[self.kind].long or KINDS[self.kind].short) + _MORE, self._values())
 
     def _values(self) -> dict[str, object]:
         who = {"who": f"Rank {self.rank}", "count": 1} if self.rank else {}
@@ -363,8 +363,8 @@ between info
     long: Between steps {share:%}[ on {where}]: {function}, {location}.
 checkpoint_age info
     short: The last checkpoint was complete[ {age:s} before the end][age! at the end].
-    long: The last checkpoint was complete[ {age:s} before the end][age! at the end]: [{lost:step}][more? or more][lost?
-      must be done again][lost!nothing has to be done again].
+    long: The last checkpoint was complete[ {age:s} before the end][age! at the end]: [{lost:step}][more? or more][lost? must be
+      done again][lost!nothing has to be done again].
 checkpoint_failed error alert=TorchobsCheckpointFailed
     short: Checkpoints cannot be saved.
     long: {saves:checkpoint} could not be saved[ ({why})], and none was since.[ {free:size} were left on the file system, and a
@@ -400,8 +400,8 @@ memory_leak warning source=torchobs.memory.leak
 == compile ==
 recompile_storm warning alert=TorchobsRecompileStorm source=torchobs.compile.recompile_storm
     short: torch.compile compiles {location} again and again: its guard on {guard} fails ({expression}).
-    long: torch.compile compiled {location} again and again (at least {recompiles:,} times in ten minutes): its guard on
-      {guard} failed, {expression}.[ To avoid it, {remedy}.]
+    long: torch.compile compiled {location} again and again (at least {recompiles:,} times in ten minutes): its guard on {guard}
+      failed, {expression}.[ To avoid it, {remedy}.]
 compile_failure warning source=torchobs.compile.failure
     short: torch.compile has given {location} up ({reason}), and it runs uncompiled[; so {more:does|do} {more:other function}].
 graph_breaks info source=torchobs.compile.graph_break
@@ -451,8 +451,8 @@ slowest_rank warning alert=TorchobsStraggler
     long: Rank {rank} [up?is][up!was] {factor:n} times as slow as the others: in the phase {phase} it [up?spends][up!spent]
       {own:s} of a step, and the others, who [up?wait][up!waited] for it, {others_s:s}.
 ranks_wait info
-    short: Ranks wait for each other, and which one is slow is not certain: of a step rank {rank} spends
-      {own:s} in {phase}, and rank {other} {others_s:s} in {elsewhere}.
+    short: Ranks wait for each other, and which one is slow is not certain: of a step rank {rank} spends {own:s} in {phase}, and
+      rank {other} {others_s:s} in {elsewhere}.
 == training ==
 nonfinite_loss error alert=TorchobsLossNotFinite source=torchobs.anomaly key=nonfinite_loss
     short: The loss [since?has not been][since!is not] finite[since! in step {step:,}][ since step {since:,}][ on {where}].
@@ -466,66 +466,61 @@ nonfinite_loss_before error
     long: The loss has been {name} since step {step:,} or before: older steps are gone from the file.
 nonfinite_loss_passed warning
     short: The loss was not finite in {losses:step}.
-    long: The loss was not finite in {losses:step}[recovered?, and recovered].[ It is past: the last {healthy:,} steps were
-      healthy.]
+    long: The loss was not finite in {losses:step}[recovered?, and recovered].
 nonfinite_gradient warning source=torchobs.anomaly key=nonfinite_gradient
     short: Gradients [since?have not been][since!are not] finite[since! in step {step:,}][ since step {since:,}][ on {where}].
     long: Gradients were {kinds} in step {step:,}[, in {layers:named}][last?, the last that it began][steps?; in {steps:measured
-      step} in all].[scaled? The loss scaler skips such steps: a few are usual.][ It is past: the last {healthy:,} steps were
-      healthy.]
+      step} in all].[scaled? The loss scaler skips such steps: a few are usual.]
 gradient_explosion warning alert=TorchobsGradientExplosion source=torchobs.anomaly key=gradient_explosion
     short: Gradients explode[: the norm is {value:n} in step {step:,}, usual is {baseline:n}][ on {where}].
     long: The gradient norm rose in step {step:,} to {value:n}, usual was {baseline:n}[; so it did in {again:later step}].[ The
       gradient of layer {layer} grew most: {layer_norm:n}, usual was {layer_usual:n}.][ The learning rate had risen {rate:fold}
-      (from {rate_usual:n} to {rate_value:n}) in step {rate_step:,}.][ It is past: the last {healthy:,} steps were healthy.]
+      (from {rate_usual:n} to {rate_value:n}) in step {rate_step:,}.]
 loss_spike warning source=torchobs.anomaly key=loss_spike
     short: The loss has jumped[ to {value:n} in step {step:,}, usual is {baseline:n}][ on {where}].
     long: The loss rose in step {step:,} to {value:n}, usual was {baseline:n}[; so it did in {again:later step}].[ The gradient
       of layer {layer} grew most: {layer_norm:n}, usual was {layer_usual:n}.][ The learning rate had risen {rate:fold} (from
-      {rate_usual:n} to {rate_value:n}) in step {rate_step:,}.][ It is past: the last {healthy:,} steps were healthy.]
+      {rate_usual:n} to {rate_value:n}) in step {rate_step:,}.]
 gradient_vanishing warning alert=TorchobsGradientVanishing source=torchobs.anomaly key=gradient_vanishing
     short: Gradients vanish[: the norm is {value:n} in step {step:,}, usual is {baseline:n}][ on {where}].
     long: The gradient norm was vanishingly small, or zero, in {vanished:step} of the {measured:,} measured.[ At the end
-      {zero:%} of the parameters had gradients of exactly zero.][ It is past: the last {healthy:,} steps were healthy.]
+      {zero:%} of the parameters had gradients of exactly zero.]
 diverged warning alert=TorchobsLossDiverged source=torchobs.anomaly key=diverged
     short: The loss has diverged[ to {value:n} in step {step:,}, its start was {baseline:n}][ on {where}].
     long: The loss rose from {first:n} to {left:n} times that or more within its first {warm_up:,} steps, and has not come
       back[: in step {step:,} it was {value:n}].[ The highest learning rate in them was {rate:n}.]
 past_anomalies info
-    short: {word} {what}[; the last {healthy:,} steps were healthy].
+    short: {word} {what}[; the last {calm:,} steps were healthy].
 nonfinite_parameters error source=torchobs.nonfinite.rest
     short: {parameter} holds NaN or infinity[ on {where}], and was not found to be finite since.
 nonfinite_origin_input error source=torchobs.nonfinite.origin key=input
     short: The input[ {parameter}] holds NaN or infinity[, in sample {sample:,}].
     long: The NaN or infinity[ of step {step:,}] came with the input[ {parameter}][, in sample {sample:,}]; it went into
-      {operator}[ in {module}][ ({location})].[ It is past: the last {healthy:,} steps were healthy.]
+      {operator}[ in {module}][ ({location})].
 nonfinite_origin_parameter error source=torchobs.nonfinite.origin key=parameter
     short: {holder} [several?hold][several!holds] NaN or infinity.
-    long: {holder} held the NaN or infinity[ of step {step:,}] already; what made [several?them][several!it] so was not seen.[
-      It is past: the last {healthy:,} steps were healthy.]
+    long: {holder} held the NaN or infinity[ of step {step:,}] already; what made [several?them][several!it] so was not seen.
 nonfinite_origin_operator error source=torchobs.nonfinite.origin key=operator
     short: {operator}[ in {module}][ ({location})] makes NaN or infinity.
     long: The NaN or infinity[ of step {step:,}] was born in {operator}[ in {module}][module!, outside of any module][
-      ({location})][: {note}].[ It is past: the last {healthy:,} steps were healthy.]
+      ({location})][: {note}].
 nonfinite_origin_backward error source=torchobs.nonfinite.origin key=backward
     short: The derivative of {operator}[ in {module}][ ({location})] makes NaN or infinity.
     long: The NaN or infinity[ of step {step:,}] was [note?most likely ]born in the derivative of {operator}[ in
-      {module}][module!, outside of any module][ ({location})].[ That derivative is infinite {infinite}.][ It is past: the last
-      {healthy:,} steps were healthy.]
+      {module}][module!, outside of any module][ ({location})].[ That derivative is infinite {infinite}.]
 nonfinite_origin_overflow error source=torchobs.nonfinite.origin key=overflow
     short: Gradients overflow in float16, in {parameter}: scale the loss, or train in bfloat16.
     long: The NaN or infinity[ of step {step:,}] is most likely gradients that overflowed in float16, in {parameter}[ {note}]:
       the largest number there is 65,504, and no loss scaler was used. Scale the loss (torch.amp.GradScaler, with weights in
-      float32), or train in bfloat16.[ It is past: the last {healthy:,} steps were healthy.]
+      float32), or train in bfloat16.
 nonfinite_origin_region error
     short: NaN or infinity appears inside [module!a ]{region}[ {module}][ ({location})]: run `debug.trace_nan(model, batch)`.
     long: The NaN or infinity[ of step {step:,}] appeared inside [backward?the backward pass of ][module!a ]{region}[ {module}][
-      ({location})][note? or a later one]. Run `debug.trace_nan(model, batch)`.[ It is past: the last {healthy:,} steps were
-      healthy.]
+      ({location})][note? or a later one]. Run `debug.trace_nan(model, batch)`.
 nonfinite_origin_unknown error source=torchobs.nonfinite.origin key=unknown
     short: Where NaN or infinity begins was not found[: it passes {operator}][ in {module}][ ({location})].
     long: Where the NaN or infinity[ of step {step:,}] began was not found[: it passed {operator}][ in {module}][
-      ({location})][; {note}].[ It is past: the last {healthy:,} steps were healthy.]
+      ({location})][; {note}].
 zero_learning_rate warning
     short: The learning rate is 0[all? in all steps][ from step {since:,}][before? or before][since? on].
     long: The learning rate was 0[all? in all steps][ from step {since:,}][before? or before][since? on]: {steps:step} changed

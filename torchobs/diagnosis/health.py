@@ -315,7 +315,7 @@ def _past(ranks: Sequence[RankView]) -> Iterator[Finding]:
         yield finding("past_anomalies", severity=severity, word=word, what=_counted(recent))
     if past:
         healthy = min(rank.past[kind] for rank in ranks for kind in past if kind in rank.past)
-        yield finding("past_anomalies", word="Past:", what=_counted(past), healthy=healthy)
+        yield finding("past_anomalies", word="Past:", what=_counted(past), calm=healthy)
 
 
 def _counted(numbers: Mapping[str, int]) -> str:

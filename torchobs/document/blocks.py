@@ -108,6 +108,12 @@ class Table(NamedTuple):
     pages: tuple[Cell, ...] = ()
     """links to its pages, where these rows are one of several"""
 
+    def filled(self) -> Table:
+        """Return it without the columns in which no row has anything."""
+        kept = [at for at, cells in enumerate(zip(*self.rows, strict=True)) if any(cells)]
+        head, *rows = (tuple(cells[at] for at in kept) for cells in (self.head, *self.rows))
+        return self._replace(head=head, rows=tuple(rows), words=frozenset(map(kept.index, self.words.intersection(kept))))
+
 
 class Shares(NamedTuple):
     """Parts of a whole, in seconds. ``colours``: prefix of the parts' colour classes."""
@@ -221,5 +227,6 @@ class Document(NamedTuple):
 
 
 def section(name: str, title: str, *blocks: Block | None, wide: bool = False, cards: bool = False) -> Section:
-    """Return a section of the blocks that there are."""
-    return Section(name, title, tuple(block for block in blocks if block is not None), wide, cards)
+    """Return a section of the blocks that there are; a report's tables lose the columns in which no row has anything."""
+    there = (block.filled() if isinstance(block, Table) and not block.foot else block for block in blocks if block is not None)
+    return Section(name, title, tuple(there), wide, cards)

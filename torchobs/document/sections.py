@@ -363,7 +363,7 @@ def checkpoint_table(rank: RankView) -> Table | None:
             ("last one", f"{text_format.span(max(0.0, age_s))} {before}" + (f", {text_format.size(size)}" if size else ""))
         ]
     counts = (("steps clipped", catalog.GRAD_CLIPPED_STEPS), ("steps with a gradient not finite", catalog.GRAD_NONFINITE_STEPS))
-    return _pairs("Checkpoints and gradients", "Checkpoints and gradients", [*rows, *_counted(rank, counts)])
+    return _pairs("Checkpoints and gradients", "Of the whole run", [*rows, *_counted(rank, counts)])
 
 
 def _counted(rank: RankView, wanted: Iterable[tuple[str, catalog.Metric]]) -> Iterator[tuple[str, str]]:

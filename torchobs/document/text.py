@@ -114,14 +114,14 @@ def table(block: Table, style: TerminalStyle, most: int | None = None) -> list[s
 
     Columns without any text are left out; where room lacks, the last ones go.
     """
+    block = block.filled()
     rows = block.rows[:most]
     columns: list[list[str]] = []
     needed: list[int] = []
     for at, (head, *cells) in enumerate(zip(block.head, *rows, strict=True)):
-        if any(cells):
-            room = max(map(text_format.columns, (head, *cells)))
-            needed.append(min(room, _LEAST_WORDS) if at in block.words else room)
-            columns.append([text_format.pad(cell, room, right=at not in block.words) for cell in (head, *cells)])
+        room = max(map(text_format.columns, (head, *cells)))
+        needed.append(min(room, _LEAST_WORDS) if at in block.words else room)
+        columns.append([text_format.pad(cell, room, right=at not in block.words) for cell in (head, *cells)])
     while sum(text_format.columns(first) + len(_GAP) for first, *_ in columns[:-1]) + needed[len(columns) - 1] > style.width:
         columns.pop()
     lines = [text_format.cut(_GAP.join(cells).rstrip(), style.width) for cells in zip(*columns, strict=True)]
