@@ -7,7 +7,6 @@ import json
 import socket
 import sys
 import threading
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +26,9 @@ if TYPE_CHECKING:
 
     from torchobs.node.lifetime import ServiceStatus
 
-frozen_gc = daemon.frozen_gc
-"""The real program's. An exporter's end in this process would let go of what the tests have frozen."""
-vars(daemon)["frozen_gc"] = nullcontext
+keep_survivors = daemon.keep_survivors
+"""The real program's. An exporter in this process would let go of what the tests have frozen."""
+vars(daemon)["keep_survivors"] = lambda: None
 
 EXPORTER = (sys.executable, "-m", "torchobs", "exporter")
 """The real program, as far as its options."""

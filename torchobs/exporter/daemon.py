@@ -40,7 +40,7 @@ from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.state import FADED_AFTER_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from starlette.requests import Request
     from starlette.routing import BaseRoute
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.host import HostMetrics
-    from torchobs.exporter.metrics_page import Client
     from torchobs.exporter.otlp.push import Push
     from torchobs.ranks.snapshot import Snapshot
 
@@ -59,11 +58,10 @@ JUST_ENDED_S = 5.0
 """A rank without a heartbeat for longer has not ended by the signal that ends the exporter."""
 FLUSH_S = 10.0
 """How long a node's exporter that ends waits for the OTLP receiver."""
-THOROUGH_S = 3600.0
-"""Seconds between two full garbage collections that include frozen objects"""
+SETTLED_S, THOROUGH_S = 60.0, 3600.0
+"""Seconds until the first garbage collection of all objects, and between two"""
 YOUNG = 10_000
 """Threshold of the youngest generation: with Python's default it would be collected three times per page."""
-_FULL = 2
 
 _FAILURES = frozenset(catalog.EXIT_REASONS) - {"finished", "interrupted", "terminated"}
 
@@ -134,36 +132,19 @@ def serve(
     if it raises ``OSError``. Returns the exit code: 0, or 1 if a node's exporter could not listen. A sidecar goes on trying.
     """
     allow_files()
-    with frozen_gc():
-        return asyncio.run(_Service(config, announce, finished).run())
+    return asyncio.run(_Service(config, announce, finished).run())
 
 
-@contextlib.contextmanager
-def frozen_gc(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """Keep the garbage collector from traversing the state of up to 10^5 series again and again.
+def keep_survivors() -> None:
+    """Collect all garbage, and keep later collections from traversing what is left (``gc.freeze``).
 
-    Each series has some ten objects, which live as long as the series and are in no cycles. A full collection traverses all of
-    them: 30 ms with 10,000 series, in the middle of a scrape, once in some hundred scrapes. Here the survivors of a full
-    collection are frozen for an hour (``gc.freeze``); what became garbage meanwhile is collected at its end.
+    Each series has some ten objects, which live as long as the series and are in no cycles; a full collection would traverse
+    the state of up to 10^5 series, 30 ms for 10,000, in the middle of a scrape.
     """
-    thorough_s, thresholds = clock(), gc.get_threshold()
-
-    def keep(phase: str, info: Mapping[str, int]) -> None:
-        nonlocal thorough_s
-        if info["generation"] == _FULL and phase == "stop":
-            gc.freeze()
-        elif info["generation"] == _FULL and clock() - thorough_s >= THOROUGH_S:
-            thorough_s = clock()
-            gc.unfreeze()
-
-    gc.callbacks.append(keep)
-    gc.set_threshold(YOUNG, *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.callbacks.remove(keep)
-        gc.unfreeze()
+    gc.set_threshold(YOUNG)
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 class _Service:
@@ -191,15 +172,14 @@ class _Service:
         self._failed_writes: Mapping[str, int] = NO_FAILED_WRITES
         self._scrapes = Scrapes()
         """as of the last tick, so that scrapes of one second share a page"""
+        self._collected_s = time.monotonic() + SETTLED_S
         self._done, self._leave, self._hurry = False, asyncio.Event(), asyncio.Event()
 
     def _app(self, more: Iterable[BaseRoute]) -> ASGIApp:
         """Return the application of a listener; ``more``: its routes to the API."""
         routes = [Route("/-/healthy", self._healthy), Route("/-/ready", self._ready), *self._live.routes(), *more]
-        others, path = (
-            Starlette(routes=[Route(self._config.telemetry_path, self._metrics), *routes]),
-            self._config.telemetry_path,
-        )
+        path = self._config.telemetry_path
+        others = Starlette(routes=[Route(path, self._metrics), *routes])
 
         async def front(scope: Scope, receive: Receive, send: Send) -> None:
             # bypasses the router, for speed: see ``metrics_page``
@@ -273,12 +253,17 @@ class _Service:
             _log.error("a look at the ranks failed, and is tried again: %r", problem, exc_info=problem)
 
     async def _tick(self) -> None:
+        if time.monotonic() >= self._collected_s:
+            self._collected_s += THOROUGH_S
+            keep_survivors()
         await self._web_config.reload()
         await self._listeners.tick()
         await self._write_targets()
         snapshot = await self._snapshots.fresh(max_age_s=FADED_AFTER_S / 2)
         await self._api.look(snapshot)
-        self._count_losses()
+        targets = self._targets.failures if self._targets is not None else 0
+        announced, control = self._listeners.unannounced, self._api.commands.failures
+        self._failed_writes = {"log": lost_lines(), "file_sd": targets, "announcement": announced, "control": control}
         self._scrapes = self._metrics.scrapes
         if self._pod is not None:
             self._pod.look(snapshot, self._scrapers, time.monotonic())
@@ -290,12 +275,6 @@ class _Service:
             self._done = True
             self._leave.set()
 
-    def _count_losses(self) -> None:
-        targets = self._targets.failures if self._targets is not None else 0
-        lost, failures = lost_lines(), self._api.commands.failures
-        announced = self._listeners.unannounced
-        self._failed_writes = {"log": lost, "file_sd": targets, "announcement": announced, "control": failures}
-
     async def _write_targets(self) -> None:
         if self._targets is not None:
             addresses, tls = file_sd.listened_on(self._listeners.sockets), self._web_config.context is not None
@@ -305,7 +284,7 @@ class _Service:
         found = self._web_config.problem, self._targets.problem if self._targets is not None else ""
         return (*self._listeners.problems, *filter(None, found))
 
-    def _has_connection(self, client: Client) -> bool:
+    def _has_connection(self, client: tuple[str, int]) -> bool:
         return self._listeners.has_connection(client)
 
     def _words(self) -> tuple[str, ...]:

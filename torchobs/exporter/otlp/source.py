@@ -161,20 +161,12 @@ class Batch(NamedTuple):
     owner: str = ""
 
 
-class _Shape(NamedTuple):
-    """A signal's request and the fields of its levels."""
-
-    request: Any
-    resources: str
-    scopes: str
-    items: str
-
-
-_SHAPES = {
-    "metrics": _Shape(ExportMetricsServiceRequest, "resource_metrics", "scope_metrics", "metrics"),
-    "traces": _Shape(ExportTraceServiceRequest, "resource_spans", "scope_spans", "spans"),
-    "logs": _Shape(ExportLogsServiceRequest, "resource_logs", "scope_logs", "log_records"),
+_REQUESTS: dict[str, tuple[Any, str, str]] = {
+    "metrics": (ExportMetricsServiceRequest, "metrics", "metrics"),
+    "traces": (ExportTraceServiceRequest, "spans", "spans"),
+    "logs": (ExportLogsServiceRequest, "logs", "log_records"),
 }
+"""Of each signal the request, what its levels are called, and the field of its items"""
 
 
 def batches(signal: str, items: Iterable[Item]) -> list[Batch]:
@@ -183,20 +175,21 @@ def batches(signal: str, items: Iterable[Item]) -> list[Batch]:
     for item in items:
         owned.setdefault(id(item.place.resource), []).append(item)
     parts = (own[begin : begin + most] for own in owned.values() for begin in range(0, len(own), most))
-    return [_batch(_SHAPES[signal], part) for part in parts]
+    return [_batch(signal, part) for part in parts]
 
 
-def _batch(shape: _Shape, items: Sequence[Item]) -> Batch:
+def _batch(signal: str, items: Sequence[Item]) -> Batch:
     """Return the request with these items of one resource."""
-    request = shape.request()
-    levels = getattr(getattr(request, shape.resources).add(resource=items[0].place.resource), shape.scopes)
+    kind, level, field = _REQUESTS[signal]
+    request = kind()
+    levels = getattr(getattr(request, f"resource_{level}").add(resource=items[0].place.resource), f"scope_{level}")
     scopes: dict[Place, Any] = {}
     metrics: dict[tuple[Place, MetricKey | None], Any] = {}
     for place, message, metric in items:
         points = metrics.get((place, metric))
         if points is None:
             if place not in scopes:
-                scopes[place] = getattr(levels.add(scope=place.scope, schema_url=place.schema_url), shape.items)
+                scopes[place] = getattr(levels.add(scope=place.scope, schema_url=place.schema_url), field)
             points = metrics[place, metric] = scopes[place] if metric is None else _points(scopes[place], metric)
         points.append(message)
     return Batch(request.SerializeToString(), len(items), items[0].place.owner)
@@ -267,10 +260,6 @@ def _exporter_place(service: str, instance: str, more: Mapping[str, object]) -> 
 
 def _scope(name: str, version: str, attributes: Mapping[str, object] | None = None) -> InstrumentationScope:
     return InstrumentationScope(name=encodable(name), version=encodable(version), attributes=pairs(attributes or {}))
-
-
-def _key(rank: Rank) -> Key:
-    return rank.incarnation, rank.rank
 
 
 class _Stream:
@@ -437,11 +426,11 @@ class Metrics:
 
     def is_new(self, rank: Rank) -> bool:
         """Return whether a rank has not been collected yet."""
-        return _key(rank) not in self._sources
+        return (rank.incarnation, rank.rank) not in self._sources
 
     def gone(self, ranks: Iterable[Rank]) -> list[Key]:
         """Return the keys that were collected before and are not among ``ranks``."""
-        return [*self._sources.keys() - {_key(rank) for rank in ranks}]
+        return [*self._sources.keys() - {(rank.incarnation, rank.rank) for rank in ranks}]
 
     def collect(
         self, ranks: Iterable[Rank], gone: Iterable[Key], at_ns: int, scrape: ScrapeInput | None = None
@@ -466,11 +455,11 @@ class Metrics:
         return self._host.collect((), host.said, at_ns)
 
     def _of_rank(self, rank: Rank, at_ns: int) -> Iterator[Item]:
-        source = self._sources.get(_key(rank))
+        source = self._sources.get((rank.incarnation, rank.rank))
         if source is None:
             header = rank.view.header
             identity = dict(zip(labels.IDENTITY, (rank.job_name, rank.run_id, rank.rank), strict=True))
-            source = self._sources[_key(rank)] = _Source(place_of(header), identity, header.wall_ns)
+            source = self._sources[(rank.incarnation, rank.rank)] = _Source(place_of(header), identity, header.wall_ns)
         samples = exporter_metrics.of_rank(rank)
         return source.collect(rank.view.points, samples, at_ns, recent=rank.exemplars, up=rank.up)
 
@@ -488,29 +477,25 @@ class Rings:
         """Return the spans and the log records that are new since the last call; drop what is kept of all other ranks."""
         spans: list[Item] = []
         records: list[Item] = []
-        served = set()
-        for rank in ranks:
-            served.add(rank.incarnation)
-            ring = self._rings.get(rank.incarnation)
-            if ring is None:
-                ring = self._rings[rank.incarnation] = _Ring(rank.view.header, spans=self._spans)
+        served = {rank.incarnation: rank for rank in ranks}
+        for incarnation, rank in served.items():
+            if incarnation not in self._rings:
+                self._rings[incarnation] = _Ring(rank.view.header, spans=self._spans)
+            ring = self._rings[incarnation]
             for item in self._fresh(ring, rank):
                 with _left_out(rank):
                     ring.add(item, wall_ns, spans, records)
             if not rank.up:
                 with _left_out(rank):
                     spans += ring.finish(rank.reason, rank.view.live.heartbeat_ns)
-        self._keep(served)
+        for incarnation in self._rings.keys() - served.keys():
+            self._rings.pop(incarnation).close()
         return spans, records
 
     def close(self) -> None:
         """Close everything. Idempotent."""
-        self._keep(())
+        self.read((), 0)
         self._directory.close()
-
-    def _keep(self, incarnations: Collection[str]) -> None:
-        for incarnation in self._rings.keys() - set(incarnations):
-            self._rings.pop(incarnation).close()
 
     def _fresh(self, ring: _Ring, rank: Rank) -> list[Event | events.Span | Late]:
         """Return what was written to a rank's ring since the last call, oldest first; nothing if it cannot be read."""
