@@ -68,5 +68,5 @@ def test_an_answer_that_breaks_off_is_an_error_in_words(tmp_path: Path, answer: 
         server = threading.Thread(target=serve)
         server.start()
         with pytest.raises(CommandError, match="no exporter answers at"):
-            control.evidence(path, "/api/v1/evidence/0123456789abcdef", 5.0)
+            control.evidence(path, {"href": "/api/v1/evidence/0123456789abcdef"}, 5.0, "too late")
         server.join()

@@ -91,22 +91,14 @@ def stacks(given: Sequence[str]) -> int:
     path = socket_of(options)
     for answer in post(path, "/stacks", {}, options.rank)["ranks"]:
         try:
-            body = _written(path, answer)
+            late = answer["refused"] or f"rank {answer['rank']} did not write its stacks within {_STACKS_WAIT_S:g} s"
+            body = evidence(path, answer["evidence"], _STACKS_WAIT_S, late)
         except CommandError as problem:  # other ranks may have written theirs
             sys.stderr.write(f"torchobs stacks: {problem}\n")
             status = problem.status
         else:
             sys.stdout.write(f"==> rank {answer['rank']} of {answer['run_id']} <==\n{body.decode(errors='replace')}\n")
     return status
-
-
-def _written(path: Path, answer: Mapping[str, Any]) -> bytes:
-    link = answer["evidence"]
-    if link is None:
-        raise CommandError(answer["refused"])
-    if (body := evidence(path, link["href"], _STACKS_WAIT_S)) is None:
-        raise CommandError(f"rank {answer['rank']} did not write its stacks within {_STACKS_WAIT_S:g} s")
-    return body
 
 
 def level_parser() -> argparse.ArgumentParser:
@@ -141,7 +133,8 @@ def profile(given: Sequence[str]) -> int:
     options = profile_parser().parse_args(list(given))
     path = socket_of(options)
     answer = post(path, "/profile", {"steps": options.steps}, options.rank)
-    body = _trace(path, answer, options.wait)
+    late = f"there is no trace after {options.wait:g} s: too few steps have ended, or --wait is too short"
+    body = evidence(path, answer["evidence"], options.wait, late)
     output = Path(options.output or f"trace-rank{answer['rank']}.json.gz")
     try:
         output.write_bytes(body)
@@ -149,12 +142,6 @@ def profile(given: Sequence[str]) -> int:
         raise CommandError(f"{output}: {problem.strerror or problem}") from None
     sys.stdout.write(f"{output}: {len(body)} bytes, {options.steps} steps of rank {answer['rank']}\n")
     return 0
-
-
-def _trace(path: Path, answer: Mapping[str, Any], wait_s: float) -> bytes:
-    if (body := evidence(path, answer["evidence"]["href"], wait_s)) is None:
-        raise CommandError(f"there is no trace after {wait_s:g} s: too few steps have ended, or --wait is too short")
-    return body
 
 
 def _with_common(parser: arguments.Parser) -> arguments.Parser:
@@ -198,20 +185,22 @@ def post(path: Path, what: str, content: object, rank: str | None) -> Any:
     return answer
 
 
-def evidence(path: Path, href: str, timeout_s: float) -> bytes | None:
-    """Wait for an artifact and return it; ``None`` on timeout.
+def evidence(path: Path, link: Mapping[str, str] | None, timeout_s: float, late: str) -> bytes:
+    """Wait for an artifact and return it.
 
-    Raises ``CommandError``, also when the rank reports that it could not be written.
+    Raises ``CommandError``: the rank reports that it could not be written, or ``late`` if it has not come in time, or will not.
     """
+    if link is None:
+        raise CommandError(late)
     deadline_s = time.monotonic() + timeout_s
     while True:
-        status, body = _ask(path, "GET", href)
+        status, body = _ask(path, "GET", link["href"])
         if status == http.client.OK:
             return body
         if status == http.client.GONE:
             raise CommandError(json.loads(body)["detail"])
         if time.monotonic() > deadline_s:
-            return None
+            raise CommandError(late)
         time.sleep(POLL_S)
 
 

@@ -258,7 +258,9 @@ class _Service:
             keep_survivors()
         await self._web_config.reload()
         await self._listeners.tick()
-        await self._write_targets()
+        if self._targets is not None:
+            addresses, tls = file_sd.listened_on(self._listeners.sockets), self._web_config.context is not None
+            await asyncio.to_thread(self._targets.update, addresses, self._config.telemetry_path, tls=tls)
         snapshot = await self._snapshots.fresh(max_age_s=FADED_AFTER_S / 2)
         await self._api.look(snapshot)
         targets = self._targets.failures if self._targets is not None else 0
@@ -274,11 +276,6 @@ class _Service:
         if self._finished is not None and snapshot.number and self._finished(self._status()):
             self._done = True
             self._leave.set()
-
-    async def _write_targets(self) -> None:
-        if self._targets is not None:
-            addresses, tls = file_sd.listened_on(self._listeners.sockets), self._web_config.context is not None
-            await asyncio.to_thread(self._targets.update, addresses, self._config.telemetry_path, tls=tls)
 
     def _problems(self) -> tuple[str, ...]:
         found = self._web_config.problem, self._targets.problem if self._targets is not None else ""
@@ -321,7 +318,8 @@ class _Service:
             goal = max([final, *(rank.ended_in or 0 for rank in self._snapshots.latest.ranks)])
             waiting = [] if self._done else self._scrapers.waiting(goal, time.monotonic())
             is_alone = self._push is None and self._scrapers.last_s is None
-            if self._config.mode == "sidecar" and is_alone and self._has_failed():
+            has_failed = any(rank.reason in _FAILURES for rank in self._snapshots.latest.ranks if not rank.up)
+            if self._config.mode == "sidecar" and is_alone and has_failed:
                 waiting.append("the first scraper")
             if self._push is not None and not self._push.settled:
                 waiting.append("OTLP")
@@ -333,9 +331,6 @@ class _Service:
             _log.info("waiting for the final state to be fetched by: %s", ", ".join(waiting))
             await _sleep_until(self._hurry, 0.2)
             await self._tick_safely()
-
-    def _has_failed(self) -> bool:
-        return any(rank.reason in _FAILURES for rank in self._snapshots.latest.ranks if not rank.up)
 
     async def _final(self) -> int:
         """Take the final snapshot, push it, and return its number.

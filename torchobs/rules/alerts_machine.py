@@ -22,46 +22,22 @@ PAST = "1d"
 _PORT = "cluster, instance, device, port"
 
 
-def _gpu_memory() -> Alert:
-    def share(*matchers: str) -> str:
-        allocated, limit = (
-            select(metric, *matchers) for metric in (catalog.MEMORY_DEVICE_ALLOCATED, catalog.MEMORY_DEVICE_LIMIT)
-        )
-        return f"min_over_time({allocated}[{WINDOW}]) / on ({ONE_RANK}, device) ({limit} > 0)"
-
-    return Alert(
-        alert="TorchobsGpuMemoryNearLimit",
-        expr=f"{share()} > @gpu_memory@",
-        summary="is close to its GPU memory limit.",
-        description=(
-            "For 10 minutes tensors have held {{ $value | humanizePercentage }} of the memory that a rank may use on its "
-            "device. A longer sequence or a larger batch may fail."
-        ),
-        culprits=Culprits(f"max by ({ONE_RANK}) ({share(THIS_RUN)})", SHARE),
-    )
+def _held(*matchers: str) -> str:
+    """Return the share of a rank's device memory that tensors have held all the time."""
+    allocated, limit = select(catalog.MEMORY_DEVICE_ALLOCATED, *matchers), select(catalog.MEMORY_DEVICE_LIMIT, *matchers)
+    return f"min_over_time({allocated}[{WINDOW}]) / on ({ONE_RANK}, device) ({limit} > 0)"
 
 
-def _fragmented() -> Alert:
-    def share(*matchers: str) -> str:
-        split, reserved = (
-            select(metric, *matchers) for metric in (catalog.MEMORY_DEVICE_INACTIVE_SPLIT, catalog.MEMORY_DEVICE_RESERVED)
-        )
-        return f"{split} / on ({ONE_RANK}, device) ({reserved} > 0)"
+def _split(*matchers: str) -> str:
+    """Return the share of the allocator's device memory that lies in pieces."""
+    split, reserved = select(catalog.MEMORY_DEVICE_INACTIVE_SPLIT, *matchers), select(catalog.MEMORY_DEVICE_RESERVED, *matchers)
+    return f"{split} / on ({ONE_RANK}, device) ({reserved} > 0)"
 
-    return Alert(
-        alert="TorchobsMemoryFragmented",
-        expr=f"""
-            {share()} > @fragmented@
-            and on ({ONE_RANK}, device)
-            {name(catalog.MEMORY_ALLOC_RETRIES)} > 0
-        """,
-        summary="runs out of GPU memory because of fragmentation.",
-        description=(
-            "Allocations were retried in the last 10 minutes, while {{ $value | humanizePercentage }} of the memory that the "
-            "allocator holds lies in pieces too small to use. Try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
-        ),
-        culprits=Culprits(f"max by ({ONE_RANK}) ({share(THIS_RUN)})", SHARE),
-    )
+
+def _links_lost(*matchers: str) -> str:
+    """Return how many NVLinks fewer a GPU has than within the last day."""
+    there = select(catalog.GPU_NVLINK_LINKS, *matchers)
+    return f"max_over_time({there}[{PAST}]) - {there} > 0"
 
 
 def _filesystem() -> Alert:
@@ -109,23 +85,6 @@ def _gpu_fault() -> Alert:
             "GPU {{ $l.hw_id }}{{ with $l.error_type }}, {{ . }}{{ else }}, lost{{ end }}",
             "Observed by",
         ),
-    )
-
-
-def _nvlink() -> Alert:
-    def lost(*matchers: str) -> str:
-        there = select(catalog.GPU_NVLINK_LINKS, *matchers)
-        return f"max_over_time({there}[{PAST}]) - {there}"
-
-    return Alert(
-        alert="TorchobsNvlinkDown",
-        expr=f"{lost()} > 0",
-        summary="has lost NVLinks.",
-        description=(
-            f"A GPU has {amount('link', 'links')} fewer than within the last day, and collectives take a slower way. Reset the "
-            "GPU, or drain the machine."
-        ),
-        culprits=Culprits(f"{lost(THIS_RUN)} > 0", f"GPU {{{{ $l.hw_id }}}}, {amount('link', 'links', '$v')}", "Observed by"),
     )
 
 
@@ -214,8 +173,26 @@ MEMORY = Group(
                 named=False,
             ),
         ),
-        _gpu_memory(),
-        _fragmented(),
+        Alert(
+            "TorchobsGpuMemoryNearLimit",
+            f"{_held()} > @gpu_memory@",
+            "is close to its GPU memory limit.",
+            "For 10 minutes tensors have held {{ $value | humanizePercentage }} of the memory that a rank may use on its "
+            "device. A longer sequence or a larger batch may fail.",
+            culprits=Culprits(f"max by ({ONE_RANK}) ({_held(THIS_RUN)})", SHARE),
+        ),
+        Alert(
+            "TorchobsMemoryFragmented",
+            f"""
+            {_split()} > @fragmented@
+            and on ({ONE_RANK}, device)
+            {name(catalog.MEMORY_ALLOC_RETRIES)} > 0
+            """,
+            "runs out of GPU memory because of fragmentation.",
+            "Allocations were retried in the last 10 minutes, while {{ $value | humanizePercentage }} of the memory that the "
+            "allocator holds lies in pieces too small to use. Try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+            culprits=Culprits(f"max by ({ONE_RANK}) ({_split(THIS_RUN)})", SHARE),
+        ),
         Alert(
             "TorchobsSharedMemoryFull",
             f"{select(catalog.MEMORY_SHARED_USED)} / ({select(catalog.MEMORY_SHARED_SIZE)} > 0) > @shared_memory@",
@@ -281,7 +258,21 @@ RESOURCES = Group(
 )
 """Devices and workers"""
 
-LINKS = Group("torchobs.links", (_nvlink(), _infiniband()), interval="1m")
+LINKS = Group(
+    "torchobs.links",
+    (
+        Alert(
+            "TorchobsNvlinkDown",
+            _links_lost(),
+            "has lost NVLinks.",
+            f"A GPU has {amount('link', 'links')} fewer than within the last day, and collectives take a slower way. Reset the "
+            "GPU, or drain the machine.",
+            culprits=Culprits(_links_lost(THIS_RUN), f"GPU {{{{ $l.hw_id }}}}, {amount('link', 'links', '$v')}", "Observed by"),
+        ),
+        _infiniband(),
+    ),
+    interval="1m",
+)
 
 ITSELF = Group(
     "torchobs.itself",
