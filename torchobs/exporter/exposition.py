@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.catalog import BY_NAME, Kind
@@ -109,15 +109,10 @@ class SeriesLimits:
         self._drop_prefixes = tuple(text.removesuffix("*") for text in drop if text.endswith("*"))
         self._was_full = False
 
-    def refusal(self, family: Family) -> str | None:
-        """Return the reason not to admit another series; ``None`` to admit it."""
+    def drops(self, family: Family) -> bool:
+        """Return whether a family is not to be served."""
         name = sample_name(family)
-        if name in self._drop_names or name.startswith(self._drop_prefixes):
-            return "drop_list"
-        if self.taken >= self._total:
-            self._was_full = True
-            return "total_limit"
-        return None
+        return name in self._drop_names or name.startswith(self._drop_prefixes)
 
     def take(self, entry: LabelledSeries) -> bool:
         """Reserve room for a series' lines; return False if there is none."""
@@ -155,7 +150,8 @@ class RankLines:
         self._taken: set[tuple[str, ...]] = set()
         """name and labels of each admitted series, to detect duplicates"""
         self._own: dict[Format, SampleRenderer] = {}
-        self._blocks: dict[tuple[Format, int], _Block] = {}
+        self._blocks: dict[tuple[Format, int], tuple[tuple[tuple[Series, ...], bool, bool], BlockRenderer]] = {}
+        """the renderer of each block, with the series and the state of the rank that it is for"""
 
     def of_exporter(self, rank: Rank, form: Format) -> list[FamilyLines]:
         """Return the lines of the exporter's own metrics of the rank."""
@@ -167,13 +163,12 @@ class RankLines:
         """Yield the lines of each value block; ``shared``: include metrics that ranks share."""
         self.is_holding = False
         for index, block in enumerate(rank.view.blocks):
-            kept = self._blocks.get((form, index))
-            if kept is None or kept.series is not block.series or (kept.up, kept.shared) != (rank.up, shared):
-                shown = self.select(block.series, up=rank.up, shared=shared)
-                renderer = BlockRenderer(shown, form, self.quiet)
-                kept = self._blocks[form, index] = _Block(block.series, rank.up, shared, renderer)
-            yield kept.renderer.lines(block, NO_EXEMPLARS if index else rank.exemplars)
-            self.is_holding |= kept.renderer.is_holding
+            shown, kept = (block.series, rank.up, shared), self._blocks.get((form, index))
+            if kept is None or kept[0] != shown:
+                selected = self.select(block.series, up=rank.up, shared=shared)
+                kept = self._blocks[form, index] = shown, BlockRenderer(selected, form, self.quiet)
+            yield kept[1].lines(block, NO_EXEMPLARS if index else rank.exemplars)
+            self.is_holding |= kept[1].is_holding
 
     def select(self, series: Collection[Series], *, up: bool, shared: bool) -> list[tuple[int, LabelledSeries]]:
         """Return the series of a block that are shown in the rank's state, with their index in the block."""
@@ -209,8 +204,8 @@ class RankLines:
     def _place(self, series: Series) -> LabelledSeries | str:
         """Return the series with its labels, or the reason why it is not on the page."""
         family = family_of(series.name, series.kind, series.unit)
-        if (reason := self._limits.refusal(family)) is not None:
-            return reason
+        if self._limits.drops(family):
+            return "drop_list"
         if not self._names.claim(series, family):
             return "conflict"
         entry = label(series, family, self._identity)
@@ -281,15 +276,6 @@ def _first_ranks(ranks: Mapping[_Key, Rank]) -> set[_Key]:
     for key, rank in sorted(ranks.items(), key=lambda one: (not one[1].up, len(one[1].rank), one[1].rank)):
         first.setdefault((rank.job_name, rank.run_id), key)
     return set(first.values())
-
-
-class _Block(NamedTuple):
-    """A renderer, and the series and the state of the rank that it is for."""
-
-    series: tuple[Series, ...]
-    up: bool
-    shared: bool
-    renderer: BlockRenderer
 
 
 def _by_family(found: Iterable[FamilyLines]) -> Iterator[str]:
