@@ -21,43 +21,13 @@ LEAST_NONFINITE_LOSSES = 10
 """So many, and more than half of the steps: the loss stays so."""
 
 
-def _loss_not_finite() -> Alert:
-    losses = select(name(catalog.ANOMALIES), f'kind="{_kind("nonfinite_loss")}"')
-    return Alert(
-        alert="TorchobsLossNotFinite",
-        expr=f"""
-            {losses} >= {LEAST_NONFINITE_LOSSES}
-            and on ({ONE_RANK})
-            {losses} > on ({ONE_RANK}) 0.5 * {name(catalog.STEPS)}
-        """,
-        severity="page",
-        summary="trains on with a loss that is NaN or infinite.",
-        description=(
-            'In the last 10 minutes {{ printf "%.0f" $value }} steps, more than half, had a loss that is NaN or infinite; no '
-            "step of a sound run has. Unless a loss scaler skipped them, the weights are lost: go back to the last checkpoint "
-            "before them."
-        ),
-        culprits=Culprits(losses.replace("{", f"{{{THIS_RUN}, "), '{{ printf "%.0f" $v }} losses', "Most on"),
-    )
+def _kind(name: str) -> str:
+    """Return a matcher for a kind of anomaly. Raises ``ValueError`` for a kind that is not in the catalog."""
+    return catalog.ANOMALY_KINDS[catalog.ANOMALY_KINDS.index(name)]
 
 
-def _loss_diverged() -> Alert:
-    """Return the alert on a loss that stays far above that of the untrained model, and is finite."""
-    diverged = select(catalog.ANOMALY_ACTIVE, f'kind="{_kind("diverged")}"')
-    return Alert(
-        alert="TorchobsLossDiverged",
-        expr=f"""
-            count {BY_RUN} ({lasting(diverged, "== 1", DIVERGED, ONE_RANK)} and on ({ONE_RANK}) {diverged} == 1)
-        """,
-        summary="diverged in its first steps.",
-        description=(
-            'On {{ printf "%.0f" $value }} of its ranks the loss rose to ten times its first value, and has stayed there for 5 '
-            "minutes. Lower the learning rate or lengthen its warm-up, and check that the loss is computed as meant."
-        ),
-        culprits=Culprits(
-            select(catalog.LOSS, THIS_RUN), 'rank {{ $l.rank }} with a loss of {{ printf "%.3g" $v }}', "Now", named=False
-        ),
-    )
+_NAN = select(name(catalog.ANOMALIES), f'kind="{_kind("nonfinite_loss")}"')
+_DIVERGED = select(catalog.ANOMALY_ACTIVE, f'kind="{_kind("diverged")}"')
 
 
 def _gradient_explosion() -> Alert:
@@ -130,30 +100,6 @@ def _kinds() -> Culprits:
     )
 
 
-def _gradient_vanishing() -> Alert:
-    """Return the alert; one verdict suffices, because each needs several measured steps in a row, or a hundred steps."""
-    verdicts = select(name(catalog.ANOMALIES), f'kind="{_kind("gradient_vanishing")}"')
-    return Alert(
-        alert="TorchobsGradientVanishing",
-        expr=f"""
-            {verdicts} >= {LASTING}
-          or
-            {select(catalog.GRAD_UNMOVED_LAYERS)} > 0
-        """,
-        summary="learns nothing, or parts of its model learn nothing.",
-        description=(
-            'One of its ranks had {{ printf "%.0f" $value }} steps in the last 10 minutes with a gradient close to zero, or '
-            "has that many layers whose weights do not change. Look for a detached graph, dead units, or saturated activations."
-        ),
-        culprits=Culprits(
-            f"bottomk(3, {select(catalog.GRAD_LAYER_NORM, THIS_RUN)})",
-            'layer {{ $l.layer }} of rank {{ $l.rank }} with a gradient norm of {{ printf "%.3g" $v }}',
-            "Smallest at present",
-            named=False,
-        ),
-    )
-
-
 def _ranks_disagree() -> Alert:
     """Return the alert on what must be equal on all ranks of a replica group: learning rate, world size, versions of torch.
 
@@ -209,16 +155,55 @@ def _differing(label: str, ranks: str, what: str, *, of_value: bool = False) -> 
     return Culprits(f"{each} unless {ON_GROUP} (count {BY_GROUP} ({each}) == 1)", show, "There are", named=False)
 
 
-def _kind(name: str) -> str:
-    """Return a matcher for a kind of anomaly. Raises ``ValueError`` for a kind that is not in the catalog."""
-    return catalog.ANOMALY_KINDS[catalog.ANOMALY_KINDS.index(name)]
-
-
 ANOMALIES = Group(
     "torchobs.anomalies",
     (
         *map(recent, (catalog.ANOMALIES, catalog.AMP_STEPS_SKIPPED, catalog.STEPS)),
-        *(_loss_not_finite(), _loss_diverged(), _gradient_explosion(), _gradient_vanishing()),
+        Alert(
+            "TorchobsLossNotFinite",
+            f"""
+            {_NAN} >= {LEAST_NONFINITE_LOSSES}
+            and on ({ONE_RANK})
+            {_NAN} > on ({ONE_RANK}) 0.5 * {name(catalog.STEPS)}
+            """,
+            "trains on with a loss that is NaN or infinite.",
+            'In the last 10 minutes {{ printf "%.0f" $value }} steps, more than half, had a loss that is NaN or infinite; no '
+            "step of a sound run has. Unless a loss scaler skipped them, the weights are lost: go back to the last checkpoint "
+            "before them.",
+            "page",
+            culprits=Culprits(_NAN.replace("{", f"{{{THIS_RUN}, "), '{{ printf "%.0f" $v }} losses', "Most on"),
+        ),
+        # a loss that stays far above that of the untrained model, and is finite
+        Alert(
+            "TorchobsLossDiverged",
+            f"count {BY_RUN} ({lasting(_DIVERGED, '== 1', DIVERGED, ONE_RANK)} and on ({ONE_RANK}) {_DIVERGED} == 1)",
+            "diverged in its first steps.",
+            'On {{ printf "%.0f" $value }} of its ranks the loss rose to ten times its first value, and has stayed there for 5 '
+            "minutes. Lower the learning rate or lengthen its warm-up, and check that the loss is computed as meant.",
+            culprits=Culprits(
+                select(catalog.LOSS, THIS_RUN), 'rank {{ $l.rank }} with a loss of {{ printf "%.3g" $v }}', "Now", named=False
+            ),
+        ),
+        _gradient_explosion(),
+        # one verdict suffices, because each needs several measured steps in a row, or a hundred steps
+        Alert(
+            "TorchobsGradientVanishing",
+            f"""
+            {select(name(catalog.ANOMALIES), f'kind="{_kind("gradient_vanishing")}"')} >= {LASTING}
+          or
+            {select(catalog.GRAD_UNMOVED_LAYERS)} > 0
+            """,
+            "learns nothing, or parts of its model learn nothing.",
+            'One of its ranks had {{ printf "%.0f" $value }} steps in the last 10 minutes with a gradient close to zero, or '
+            "has that many layers whose weights do not change. Look for a detached graph, dead units, or saturated "
+            "activations.",
+            culprits=Culprits(
+                f"bottomk(3, {select(catalog.GRAD_LAYER_NORM, THIS_RUN)})",
+                'layer {{ $l.layer }} of rank {{ $l.rank }} with a gradient norm of {{ printf "%.3g" $v }}',
+                "Smallest at present",
+                named=False,
+            ),
+        ),
     ),
 )
 DISAGREEMENT = Group("torchobs.disagreement", (_ranks_disagree(),))
