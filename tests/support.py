@@ -57,7 +57,7 @@ INSTALLED_BY_HAND = {
 }
 """Programs that depend on too much to be unpacked, and Debian's packages of them: without them CI fails."""
 
-OF_THE_TESTS = frozenset({"TORCHOBS_NATIVE"})
+OF_THE_TESTS = frozenset({"TORCHOBS_NATIVE", "TORCHOBS_KEEP_RUNS"})
 """What the tests run with, not what a job has said: `TORCHOBS_NATIVE=0 make test` is without the compiled part."""
 JOB_PREFIXES = ("TORCHOBS_", "OTEL_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "KUBERNETES_", "ROLE_")
 JOB_VARIABLES = frozenset(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.rank_files import BORN_NS, BORN_WALL_NS, Clock, File, S, scanner_of, states, steps
-from torchobs.cli import inspect, report
+from torchobs.cli import inspect, runs
 from torchobs.detect.hangs import Standstill
 from torchobs.exporter import api
 from torchobs.exporter.api_schema import Stall
@@ -436,10 +436,10 @@ def test_commands_say_what_they_leave_out(
     for seed in range(1, 6):
         File(flight_dir, seed=seed, run_id=f"run-{seed}").save()
     monkeypatch.setattr(reader, "MAX_FILES", 3)
-    assert report.runs(["--dir", str(flight_dir)]) == 0
+    assert runs.main(["--dir", str(flight_dir)]) == 0
     *_, last = capsys.readouterr().out.splitlines()
     assert last.startswith("2 more flight files in this directory: 3 are read")
-    assert report.runs(["--dir", str(flight_dir), "--json"]) == 0
+    assert runs.main(["--dir", str(flight_dir), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (len(found["runs"]), found["left_out"]) == (3, 2)
     inspect.main([str(flight_dir)])

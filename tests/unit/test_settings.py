@@ -66,6 +66,9 @@ GOOD: list[tuple[str, str, str, object]] = [
     ("TORCHOBS_NATIVE", "0", "native", False),
     ("TORCHOBS_WATCHDOG", "off", "watchdog", False),
     ("TORCHOBS_RUN_DETAILS", "off", "run_details", False),
+    ("TORCHOBS_TAG", "baseline", "tag", "baseline"),
+    ("TORCHOBS_KEEP_RUNS", "0", "keep_runs", 0),
+    ("TORCHOBS_KEEP_DIR", "/volume/runs", "keep_dir", Path("/volume/runs")),
 ]
 BAD: list[tuple[str, str]] = [
     ("TORCHOBS_ENABLED", "maybe"),

@@ -11,9 +11,11 @@ from pathlib import Path
 from torchobs.cli import arguments
 from torchobs.cli.arguments import tolerant
 from torchobs.config.options import Option, integer
-from torchobs.document.run import Options, document, run_document
+from torchobs.document import kept
+from torchobs.document.kept import Kept
+from torchobs.document.run import Options, document
 from torchobs.document.text import render, style_for
-from torchobs.ranks.runs import choose, default_directory
+from torchobs.ranks.runs import choose
 
 _MOST = integer(0, 1_000_000)  # beyond any file's capacity
 _STEPS_OPTION = Option("steps", _MOST, "Number of last steps to list.", "10", flag="--steps", metavar="N")
@@ -54,11 +56,18 @@ def main(given: Sequence[str]) -> int:
     """Run ``torchobs inspect`` with these arguments and return its exit status."""
     options = parser().parse_args(list(given))
     out, wanted = tolerant(sys.stdout), Options(options.steps, options.events)
-    chosen = arguments.found(lambda: choose(options.paths or [default_directory()], options.run))
+    one = str(options.paths[0]) if len(options.paths) == 1 and not options.run else options.run
+    chosen = arguments.found(lambda: choose(options.paths, one) if options.paths and one is options.run else kept.find(one))
     if options.json:
-        made = document(chosen.ranks, chosen.launchers, chosen.bad, wanted, chosen.before)
+        if isinstance(chosen, Kept):
+            made = chosen.data
+        else:
+            made = document(chosen.ranks, chosen.launchers, chosen.bad, wanted, chosen.before)
         out.write(json.dumps(made, indent=2, allow_nan=False) + "\n")
     else:
-        lines = [*render(run_document(chosen, wanted), style_for(out)), *chosen.notes]
+        lines = [*render(kept.report_on(chosen, wanted), style_for(out)), *chosen.notes]
         out.write("".join(f"{line}\n" for line in lines))
-    return int(any(report.state not in {"alive", "finished"} for report in (*chosen.ranks, *chosen.launchers)))
+    states = (
+        [chosen.side.summary.state] if isinstance(chosen, Kept) else [one.state for one in (*chosen.ranks, *chosen.launchers)]
+    )
+    return int(any(state not in {"alive", "finished"} for state in states))

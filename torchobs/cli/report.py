@@ -1,28 +1,27 @@
-"""``torchobs report``, ``compare`` and ``runs``: a run as one file, two runs, all runs of this machine."""
+"""``torchobs report`` and ``compare``: a run as one file, and what differs between two."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from torchobs.cli import arguments
 from torchobs.cli.arguments import CommandError, tolerant
-from torchobs.document.blocks import Table
-from torchobs.document.text import render, style_for, table
-from torchobs.flight.events import plain
-from torchobs.ranks.rank_view import RankView
-from torchobs.ranks.runs import Chosen, RunFiles, default_directory, find, listing, load
+from torchobs.document.text import render, style_for
 from torchobs.support import text as text_format
+
+if TYPE_CHECKING:
+    from torchobs.document.kept import Kept
+    from torchobs.ranks.runs import Chosen
 
 _DESCRIPTION = """\
 Write a report on a run as one file: how it ended and why, loss, gradients and learning rate, anomalies, where the time went,
 memory, layers, ranks, and how it was started. It needs nothing but the flight files, of a run that is alive, dead or copied
-from elsewhere.
+from elsewhere, or what was kept of a run.
 
 The file's name chooses the format: .html is a page that opens offline, prints and needs no script; .md is for an issue; .json
 is for programs (docs/report.md)."""
@@ -38,10 +37,6 @@ examples:
 Exit status: 0 if the report was written, 2 if there was nothing to read."""
 
 _DRAWN = ("png", "svg", "pdf")
-RUNS_VERSION = 1
-_RECORDS = 64
-_WORST_FIRST = ("failed", "lost", "hung", "unresponsive", "alive", "finished")
-_RUN_HEAD = ("run", "job", "ranks", "state", "ended by", "steps", "loss", "started", "last seen")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         "run",
         nargs="?",
         metavar="RUN",
-        help="A run_id or its beginning, a job's name, a flight file, or a directory of them. [default: the latest run]",
+        help="A run_id or its beginning, a job's name, a flight or kept file, a directory of them. [default: the latest run]",
     )
     made.add_argument(
         "-o", "--output", metavar="FILE", type=Path, help="Where to write it: .html, .md or .json. [default: report.html]"
@@ -65,17 +60,17 @@ def parser() -> argparse.ArgumentParser:
 def main(given: Sequence[str]) -> int:
     """Run ``torchobs report`` with these arguments and return its exit status."""
     options = parser().parse_args(list(given))
-    from torchobs.document import files  # slow to import
+    from torchobs.document import files, kept  # slow to import
 
     output = options.output if options.output is not None else None if options.plots else Path("report.html")
     if output is not None:
         _check(output)
-    chosen = arguments.found(lambda: find(options.run, options.flight_dir))
+    chosen = arguments.found(lambda: kept.find(options.run, options.flight_dir))
     lines = [_plots(chosen, options.plots, options.format)] if options.plots is not None else []
     if output is not None:
         _write(output, files.report_text(chosen, output.suffix))
-        job_name, run_id = chosen.ranks[0].names
-        run = f"{job_name} {run_id} ({text_format.plural(len(chosen.ranks), 'rank')})"
+        summary = kept.side_for(chosen).summary
+        run = f"{summary.job_name} {summary.run_id} ({text_format.plural(summary.ranks, 'rank')})"
         lines.append(f"report of {run} in {text_format.clean(output)}")
     sys.stdout.write("".join(f"{line}\n" for line in (*lines, *map(text_format.clean, chosen.notes))))
     return 0
@@ -101,15 +96,15 @@ def _write(output: Path, words: str) -> None:
         raise CommandError(f"{text_format.clean(output)} cannot be written: {problem.strerror or problem}") from None
 
 
-def _plots(chosen: Chosen, directory: Path, form: str) -> str:
-    from torchobs.document.run import run_document
+def _plots(chosen: Chosen | Kept, directory: Path, form: str) -> str:
+    from torchobs.document import kept
 
     try:
         from torchobs.document.plots import draw
     except ModuleNotFoundError as missing:
         raise CommandError(f"{missing.name} is not installed: pip install 'torchobs[report]'") from None
     try:
-        drawn = draw(run_document(chosen), directory, form)
+        drawn = draw(kept.report_on(chosen), directory, form)
     except OSError as problem:
         raise CommandError(f"{text_format.clean(directory)} cannot be written to: {problem.strerror or problem}") from None
     return f"{text_format.plural(len(drawn), 'chart')} in {text_format.clean(directory)}"
@@ -117,7 +112,8 @@ def _plots(chosen: Chosen, directory: Path, form: str) -> str:
 
 _COMPARE = """\
 Compare two runs: settings, arguments, versions and commit that differ, median and range of step times, memory, goodput, and
-loss and gradient norm over the same steps. B is shown relative to A."""
+loss and gradient norm over the same steps of the training: a run that was resumed is set beside the steps that it had
+behind it. B is shown relative to A."""
 
 _COMPARE_EXAMPLES = """\
 examples:
@@ -133,7 +129,9 @@ def compare_parser() -> argparse.ArgumentParser:
     made = arguments.parser("compare", "torchobs compare [options] A B", _COMPARE, _COMPARE_EXAMPLES)
     for name in ("first", "second"):
         made.add_argument(
-            name, metavar="RUN", help="A run_id or its beginning, a job's name, a flight file, or a directory of them."
+            name,
+            metavar="RUN",
+            help="A run_id or its beginning, a job's name, a flight file, a directory of them, or a kept file.",
         )
     made.add_argument("-o", "--output", metavar="FILE", type=Path, help="Write a page (.html), Markdown (.md) or JSON (.json).")
     made.add_argument("--json", action="store_true", help="Print JSON for programs; docs/report.md describes its fields.")
@@ -145,12 +143,12 @@ def compare(given: Sequence[str]) -> int:
     """Run ``torchobs compare`` with these arguments and return its exit status."""
     options = compare_parser().parse_args(list(given))
     from torchobs.document import compare as comparing
-    from torchobs.document import files
+    from torchobs.document import files, kept
 
     if options.output is not None:
         _check(options.output)
-    first, second = (arguments.found(partial(find, run, options.flight_dir)) for run in (options.first, options.second))
-    comparison = comparing.compare(first, second)
+    runs = (arguments.found(partial(kept.find, run, options.flight_dir)) for run in (options.first, options.second))
+    comparison = comparing.compare(*map(kept.side_for, runs))
     out, suffix = tolerant(sys.stdout), options.output.suffix.lower() if options.output is not None else ""
     if options.json or suffix == ".json":
         words = files.json_text(comparison.to_dict())
@@ -163,94 +161,3 @@ def compare(given: Sequence[str]) -> int:
         words = f"comparison in {text_format.clean(options.output)}\n"
     out.write(words)
     return 0
-
-
-class RunSummary(NamedTuple):
-    """One run. Times in Unix seconds; ``state`` is the worst of its ranks', ``ended_by`` that rank's reason."""
-
-    job_name: str
-    run_id: str
-    ranks: int
-    world_size: int | None
-    attempt: int
-    state: str
-    ended_by: str
-    started: float
-    last_seen: float
-    steps: int
-    loss: float | None
-
-
-def _summary(run: RunFiles, reports: Sequence[RankView]) -> RunSummary:
-    worst = min(reports, key=lambda report: _WORST_FIRST.index(report.state) if report.state in _WORST_FIRST else 0)
-    world = worst.header.resource.get("world_size")
-    first = min(run.files, key=lambda item: item.header.wall_ns)
-    return RunSummary(
-        job_name=worst.names[0], run_id=worst.names[1], ranks=len(reports),
-        world_size=world if isinstance(world, int) else None,
-        attempt=max(report.restart for report in reports) + 1, state=worst.state, ended_by=worst.reason,
-        started=first.header.begun_s, last_seen=max(report.last_s for report in reports),
-        steps=max(report.last_step for report in reports),
-        loss=next(reversed([*reports[0].losses.values()]), None),
-    )  # fmt: skip
-
-
-_RUNS = """\
-List the runs whose flight files are on this machine, the latest first: job, ranks, state, start, steps, the last loss, and how
-they ended. A run's id, or the beginning of it, is what `inspect --run`, `report` and `compare` take."""
-
-_RUNS_EXAMPLES = """\
-examples:
-  torchobs runs                               this user's runs
-  torchobs runs --dir /dev/shm/torchobs-1000  those in another directory
-  torchobs runs --json | jq -r '.runs[] | select(.state == "failed") | .run_id'
-
-Exit status: 0, or 2 if there was nothing to read."""
-
-
-def runs_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``torchobs runs``."""
-    made = arguments.parser("runs", "torchobs runs [options]", _RUNS, _RUNS_EXAMPLES)
-    made.add_argument("--json", action="store_true", help="Print JSON for programs; docs/report.md describes its fields.")
-    arguments.add(made, arguments.DIRECTORY)
-    return made
-
-
-def runs(given: Sequence[str]) -> int:
-    """Run ``torchobs runs`` with these arguments and return its exit status."""
-    options = runs_parser().parse_args(list(given))
-    directory = arguments.found(lambda: options.flight_dir or default_directory())
-    try:
-        listed = arguments.found(lambda: listing(directory))
-    except CommandError as problem:
-        raise CommandError(f"{text_format.clean(directory)}: {problem}", problem.status) from None
-    bad, runs = list(listed.bad), list[RunSummary]()
-    for run in listed.runs:
-        reports, unreadable = load(run.newest()[0], _RECORDS, evidence=False)
-        bad += unreadable
-        runs += [_summary(run, reports)] if reports else []
-    out = tolerant(sys.stdout)
-    if options.json:
-        made = {
-            "version": RUNS_VERSION, "directory": str(directory), "runs": [plain(run._asdict()) for run in runs],
-            "unreadable": [{"file": name, "reason": why} for name, why in bad], "left_out": listed.left_out,
-        }  # fmt: skip
-        out.write(json.dumps(made, indent=1, allow_nan=False) + "\n")
-        return 0 if runs else arguments.NOTHING
-    style = style_for(out)
-    shown = Table("", _RUN_HEAD, tuple(map(_run_row, runs)), frozenset({0, 1, 3, 4}))
-    missing = f"no runs in {text_format.clean(directory)}: a training writes them with torchobs.init()"
-    unread = [text_format.cut(f"not read: {text_format.clean(name)}: {why}", style.width) for name, why in bad[:5]]
-    out.write("".join(f"{line}\n" for line in (*(table(shown, style) if runs else [missing]), *listed.notes, *unread)))
-    return 0 if runs else arguments.NOTHING
-
-
-def _run_row(run: RunSummary) -> tuple[str, ...]:
-    ranks = f"{run.ranks:,} of {run.world_size:,}" if run.world_size and run.world_size > run.ranks else f"{run.ranks:,}"
-    again = f" (attempt {run.attempt})" if run.attempt > 1 else ""
-    return (
-        text_format.cut(run.run_id, 48), text_format.cut(run.job_name, 32), ranks, run.state,
-        (run.ended_by.replace("_", " ") if run.ended_by != run.state else "") + again, f"{run.steps:,}",
-        text_format.number(run.loss),
-        text_format.moment(run.started, "%m-%d %H:%M:%S"), text_format.moment(run.last_seen, "%m-%d %H:%M:%S"),
-    )  # fmt: skip

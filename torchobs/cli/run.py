@@ -48,8 +48,9 @@ _VALUED = (
     settings.named("exporter_address")._replace(flag="--address", metavar="HOST:PORT"),
     arguments.DIRECTORY,
     settings.named("level")._replace(flag="--level"),
+    settings.named("tag")._replace(flag="--tag", metavar="TAG"),
 )
-_OPTIONS = (*(option.flag for option in _VALUED), "--no-exporter", "--quiet", "--help", "-m")
+_OPTIONS = (*(option.flag for option in _VALUED), "--no-exporter", "--no-keep", "--quiet", "--help", "-m")
 _PYTHON = re.compile(r"python[\d.]*")
 """The program that people are used to write before a script"""
 
@@ -188,10 +189,13 @@ class _Watched(NamedTuple):
     directory: str
     run_id: str
     pid: int
+    is_told: bool
+    """whether a person reads the summary"""
+    most_kept: int
 
 
 class Summary:
-    """Prints the summary at the end. Must be created before ``init()``, so that its exit handler runs last."""
+    """Prints the summary at the end, and keeps the run. Must be made before ``init()``, so that its exit handler runs last."""
 
     def __init__(self, *, quiet: bool) -> None:
         from torchobs.runtime.notebook import PageAddress
@@ -205,23 +209,46 @@ class Summary:
     def begin(self, session: Session | None) -> None:
         """Remember the run."""
         writer = session.writer if session is not None else None
-        if session is None or writer is None or session.identity is None or session.identity.rank:
+        if session is None or writer is None or session.identity is None:
             return
-        if self._quiet or not session.settings.summary or not os.isatty(_STDERR):
-            return
-        directory = str(Path(writer.path).parent)
-        self._watched = _Watched(directory, session.identity.run_id, os.getpid())
+        is_quiet = self._quiet or session.identity.rank or not session.settings.summary or not os.isatty(_STDERR)
+        directory, most = str(Path(writer.path).parent), session.settings.keep_runs
+        self._watched = _Watched(directory, session.identity.run_id, os.getpid(), not is_quiet, most)
 
     def end(self) -> None:
-        """Print the summary of the run after everything else has ended."""
+        """Print the summary of the run after everything else has ended. It is kept by its last rank, or by the exporter."""
         watched, self._watched = self._watched, None
         if watched is None or watched.pid != os.getpid():  # a forked child
+            return
+        try:
+            self._tell_and_keep(watched)
+        finally:
+            if getattr(sys, "last_type", None) is KeyboardInterrupt:
+                # Python ends by SIGINT then, but forgets it when any text is evaluated, as a named tuple does when it is made
+                with contextlib.suppress(KeyboardInterrupt):
+                    exec("raise KeyboardInterrupt")  # noqa: S102  # reminds it
+
+    @staticmethod
+    def _tell_and_keep(watched: _Watched) -> None:
+        from torchobs.flight.directory import opened
+        from torchobs.node.election import is_decided
+
+        with opened(watched.directory) as directory_fd:
+            is_keeper = watched.most_kept and not is_decided(directory_fd)
+        if not watched.is_told and not is_keeper:
             return
         from torchobs.ranks.runs import choose
 
         chosen = choose([Path(watched.directory)], watched.run_id)
-        more = f"torchobs inspect {shlex.quote(watched.directory)} --run {shlex.quote(watched.run_id)}"
-        _tell([*summary_lines(chosen), f"more: {more}"])
+        if watched.is_told:
+            more = f"torchobs inspect {shlex.quote(watched.directory)} --run {shlex.quote(watched.run_id)}"
+            _tell([*summary_lines(chosen), f"more: {more}"])
+        if is_keeper:
+            from torchobs.document import kept
+
+            if (place := kept.directory()) is not None:
+                with contextlib.suppress(kept.NotKeptError, OSError):  # another rank lives, the disk is full
+                    kept.keep(chosen, place, watched.most_kept)
 
 
 def summary_lines(chosen: Chosen) -> list[str]:
@@ -263,7 +290,8 @@ exit status, signals, input and output stay its own.
 
 The first rank on a machine starts an exporter, which serves metrics and a live page on http://127.0.0.1:10960 (or the next free
 port; exporter.json in the flight directory has the address) and ends after the machine's last training. On a terminal, rank 0
-prints the page's address at the start and a summary of the run at the end."""
+prints the page's address at the start and a summary of the run at the end. What `torchobs report` shows of a run that has ended
+is kept, also beyond a reboot (docs/report.md)."""
 
 _EXAMPLES = """\
 examples:
@@ -321,6 +349,7 @@ def parser() -> arguments.Parser:
     usage = "torchobs run [options] script.py [arguments …]\n       torchobs run [options] -m module [arguments …]"
     made = arguments.parser("run", usage, _DESCRIPTION, _EXAMPLES, _Parser)
     made.add_argument("--no-exporter", action="store_true", help="Start no exporter on this machine.")
+    made.add_argument("--no-keep", action="store_true", help="Keep nothing of the run beyond the machine's next start.")
     made.add_argument("--quiet", action="store_true", help="Print neither the page's address nor the summary.")
     for option in _VALUED:
         arguments.add(made, option)
@@ -361,6 +390,8 @@ def _overrides(options: argparse.Namespace) -> dict[str, object]:
         "exporter_address": options.exporter_address,
         "flight_dir": options.flight_dir,
         "level": options.level,
+        "tag": options.tag,
+        "keep_runs": 0 if options.no_keep else None,
     }
 
 

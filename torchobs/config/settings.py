@@ -75,6 +75,9 @@ class Settings:
     native: bool = True
     watchdog: bool = True
     run_details: bool = True
+    tag: str | None = None
+    keep_runs: int = 200
+    keep_dir: Path | None = None
     log_level: LogLevel = "WARNING"
     set_global_providers: bool = True
 
@@ -184,6 +187,15 @@ OPTIONS = (
         "run are kept in the flight file, for `torchobs inspect`, `report` and `compare` alone, and the first lines of "
         "messages of exceptions, which alerts show, too; secrets are removed.",
         "true", ("TORCHOBS_RUN_DETAILS",),
+    ),
+    Option("tag", kinds.TEXT, "A word to find the run by, in `torchobs runs`.", "none", ("TORCHOBS_TAG",)),
+    Option(
+        "keep_runs", kinds.integer(0), "How many runs are kept beyond the machine's next start, the newest ones, in 200 MiB at "
+        "most; 0: this run is not kept.", "200", ("TORCHOBS_KEEP_RUNS",),
+    ),
+    Option(
+        "keep_dir", kinds.PATH, "Directory of the kept runs.",
+        "torchobs/runs in $XDG_STATE_HOME, else in ~/.local/state; in a pod none", ("TORCHOBS_KEEP_DIR",),
     ),
     Option("log_level", kinds.LOG_LEVEL, "Level of the logger `torchobs`.", "WARNING", ("TORCHOBS_LOG_LEVEL",)),
     Option(

@@ -14,7 +14,8 @@ from typing import Any
 from torchobs.document import blocks
 from torchobs.document.charts import curve, described_in
 from torchobs.document.html import page
-from torchobs.document.run import Options, document, run_document
+from torchobs.document.kept import Kept, report_on
+from torchobs.document.run import Options, document
 from torchobs.ranks.runs import Chosen
 from torchobs.support import text as text_format
 
@@ -121,13 +122,15 @@ def check_format(path: Path) -> None:
         raise ValueError(f"{str(path)!r} names no format: end it in .html, .md or .json")
 
 
-def report_text(chosen: Chosen, suffix: str) -> str:
+def report_text(chosen: Chosen | Kept, suffix: str) -> str:
     """Return the report on a run in the format of a file name's suffix.
 
     As JSON it is plain data as of ``torchobs inspect --json``, with every step and event, and the history.
     """
     if suffix.lower() != ".json":
-        return document_text(run_document(chosen), suffix)
+        return document_text(report_on(chosen), suffix)
+    if isinstance(chosen, Kept):
+        return json_text(chosen.data)
     options = Options(_ALL, _ALL, history=True)
     return json_text(document(chosen.ranks, chosen.launchers, chosen.bad, options, chosen.before))
 

@@ -29,6 +29,7 @@ from torchobs.exporter import access, file_sd
 from torchobs.exporter.api import Api
 from torchobs.exporter.exporter_metrics import NO_FAILED_WRITES, ScrapeInput, Scrapes
 from torchobs.exporter.http import Listeners, allow_files
+from torchobs.exporter.keeping import Keeper
 from torchobs.exporter.metrics_page import MetricsPage, PageCache, ScrapeTracker
 from torchobs.exporter.page import LivePage
 from torchobs.exporter.pod_advice import PodAdvice
@@ -169,6 +170,7 @@ class _Service:
         self._listeners = Listeners(config, self._web_config, self._app(self._api.mounts()), commanded, announce)
         self._targets = file_sd.TargetFile(config.file_sd, gethostname()) if config.file_sd else None
         self._push, self._host = _optional(config)
+        self._keeper = Keeper(config)
         self._failed_writes: Mapping[str, int] = NO_FAILED_WRITES
         self._scrapes = Scrapes()
         """as of the last tick, so that scrapes of one second share a page"""
@@ -224,6 +226,8 @@ class _Service:
                 await self._tick_safely()
                 await _sleep_until(self._leave, FADED_AFTER_S if self._snapshots.latest.fading else TICK_S)
             await self._drain()
+            if not self._hurry.is_set():
+                await self._keeper.finish(self._snapshots.latest)
             return 0
         finally:
             await self._close()
@@ -263,6 +267,7 @@ class _Service:
             await asyncio.to_thread(self._targets.update, addresses, self._config.telemetry_path, tls=tls)
         snapshot = await self._snapshots.fresh(max_age_s=FADED_AFTER_S / 2)
         await self._api.look(snapshot)
+        self._keeper.look(snapshot)
         targets = self._targets.failures if self._targets is not None else 0
         announced, control = self._listeners.unannounced, self._api.commands.failures
         self._failed_writes = {"log": lost_lines(), "file_sd": targets, "announcement": announced, "control": control}

@@ -74,7 +74,7 @@ NEEDED = ("msgspec", "prometheus_client", "starlette", "uvicorn", "yaml")
 
 _INHERITED = frozenset(
     {
-        *("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "XDG_RUNTIME_DIR"),
+        *("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "XDG_RUNTIME_DIR", "XDG_STATE_HOME"),
         # A Python from an HPC site's modules finds its own libpython by it.
         "LD_LIBRARY_PATH",
         *("OTEL_METRICS_EXPORTER", "OTEL_TRACES_EXPORTER", "OTEL_LOGS_EXPORTER"),
@@ -82,7 +82,7 @@ _INHERITED = frozenset(
         *("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
     }
 )
-_INHERITED_PREFIXES = ("LC_", "TORCHOBS_EXPORTER_", "OTEL_EXPORTER_", "OTEL_BSP_", "SSL_CERT_")
+_INHERITED_PREFIXES = ("LC_", "TORCHOBS_EXPORTER_", "TORCHOBS_KEEP_", "OTEL_EXPORTER_", "OTEL_BSP_", "SSL_CERT_")
 
 _SHELL = ("/bin/sh", "-c", 'exec "$@" &', "sh")
 # -I ignores PYTHON* and the working directory. The trainer's own torchobs is imported whatever else is installed, but its

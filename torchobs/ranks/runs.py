@@ -311,7 +311,7 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
         if path.is_dir():
             listed = listing(path)
             bad += listed.bad
-            wanted = next(iter(listed.runs if run is None else _named(listed.runs, run)), None)
+            wanted = listed.runs[at] if (at := named([one[:2] for one in listed.runs], run)) is not None else None
             others = [one for one in listed.runs if one is not wanted]
             if wanted is not None:
                 more = _read(wanted)
@@ -361,14 +361,19 @@ def find(wanted: str | None, directory: Path | None = None) -> Chosen:
     return choose([directory or default_directory()], wanted)
 
 
-def _named(runs: Sequence[RunFiles], wanted: str) -> list[RunFiles]:
-    """Return the runs of that id, or else of a job of that name, or else those with an id that begins so."""
+def named(names: Sequence[tuple[str, str]], wanted: str | None) -> int | None:
+    """Return which of these runs, as job's name and run_id, the latest first, a person means; ``None``: none of them.
+
+    The first of that run_id, or else of a job of that name, or else with a run_id that begins so.
+    """
+    if wanted is None:
+        return 0 if names else None
     tests = (
-        [run for run in runs if run.run_id == wanted],
-        [run for run in runs if run.job_name == wanted],
-        [run for run in runs if run.run_id.startswith(wanted)],
+        [at for at, (_, run_id) in enumerate(names) if run_id == wanted],
+        [at for at, (job_name, _) in enumerate(names) if job_name == wanted],
+        [at for at, (_, run_id) in enumerate(names) if run_id.startswith(wanted)],
     )
-    return next((some for some in tests if some), [])
+    return next((found[0] for found in tests if found), None)
 
 
 def default_directory() -> Path:

@@ -1,0 +1,259 @@
+"""Runs that outlive the machine: what is kept, how much of it, and what becomes of it afterwards."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests import fork_server
+from tests.diagnosis_files import fact, facts, step, steps
+from tests.support import ROOT, clean_environment, wait_until
+from torchobs import catalog
+from torchobs.cli import __main__ as dispatch
+from torchobs.document import kept
+from torchobs.document.blocks import HeatMap, LineChart, StripChart
+from torchobs.document.files import report_text
+from torchobs.document.kept import NotKeptError
+from torchobs.document.run import Options, document
+from torchobs.flight.details import History, HistoryRow
+from torchobs.ranks.runs import Chosen, NoRunError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torchobs.ranks.rank_view import RankView
+
+SCRIPT = ROOT / "tests" / "scripts" / "dying.py"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where runs are kept."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "torchobs" / "runs"
+
+
+def ran(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    """Status and output of a command."""
+    status = dispatch.main([str(argument) for argument in arguments])
+    return (status, *capsys.readouterr())
+
+
+def run(run_id: str = "run-1", *, number: int = 60, details: Mapping[str, Any] | None = None, **given: Any) -> Chosen:
+    """A run of one rank that has finished."""
+    of = {"state": "finished", "reason": "finished", "resource": {"run_id": run_id}, "details": details or {}}
+    return Chosen([facts(given.pop("history", steps(number)), **{**of, **given})], [], [], [])
+
+
+def test_a_reboot(flight_dir: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs that the node's exporter and `torchobs run` have kept are listed, inspected, reported and compared as before."""
+    environ = {
+        **clean_environment(), "TORCHOBS_DIR": str(flight_dir), "TORCHOBS_KEEP_RUNS": "200", "PYTHONPATH": str(ROOT),
+        "XDG_STATE_HOME": str(tmp_path / "state"), "TORCHOBS_EXPORTER_ADDRESS": "127.0.0.1:0",
+    }  # fmt: skip
+
+    def train(run_id: str, how: str, *options: str) -> None:
+        argv = [sys.executable, "-m", "torchobs", "run", "--quiet", *options, str(SCRIPT), how]
+        fork_server.Python(argv, env={**environ, "TORCHOBS_RUN_ID": run_id}).wait(timeout=120)
+
+    train("untold", "finish", "--no-exporter", "--no-keep")
+    assert not place.exists()
+    train("by-itself", "finish", "--no-exporter", "--tag", "base")
+    assert len([*place.iterdir()]) == 1
+    train("unasked", "finish", "--no-keep")
+    (tmp_path / "interrupted.py").write_text("raise KeyboardInterrupt")
+    argv = [sys.executable, "-m", "torchobs", "run", "--no-exporter", str(tmp_path / "interrupted.py")]
+    assert subprocess.run(argv, env=environ, check=False, capture_output=True).returncode == -signal.SIGINT
+    train("by-exporter", "raise")
+    wait_until(lambda: len([*place.glob("*.run.gz")]) == 2, 60)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in place.iterdir()} == {0o600}
+    where = ("--dir", flight_dir)
+    before = [*ran(capsys, "inspect", flight_dir, "--run", "by-exporter")[1].splitlines()]
+    assert ran(capsys, "report", "by-itself", *where, "-o", tmp_path / "before.html")[0] == 0
+    assert ran(capsys, "report", "by-itself", *where, "-o", tmp_path / "before.json")[0] == 0
+    compared = ran(capsys, "compare", "by-itself", "by-exporter", "--json", *where)[1]
+
+    shutil.rmtree(flight_dir)
+    flight_dir.mkdir()
+    status, after, _ = ran(capsys, "inspect", "--run", "by-exporter")
+    assert status == 1
+    assert after.splitlines()[:-1] == [line for line in before if "other runs in this directory" not in line]
+    assert after.splitlines()[-1].startswith("kept in ")
+    for suffix in ("html", "json"):
+        assert ran(capsys, "report", "by-itself", *where, "-o", tmp_path / f"after.{suffix}")[0] == 0
+        assert (tmp_path / f"after.{suffix}").read_text() == (tmp_path / f"before.{suffix}").read_text()
+    assert ran(capsys, "compare", "by-itself", "by-exporter", "--json", *where)[1] == compared
+    status, table, _ = ran(capsys, "runs", *where)
+    first, second = (line.split() for line in table.splitlines()[1:])
+    assert (first[0], first[3:5], second[0]) == ("by-exporter", ["failed", "exception"], "by-itself")
+    (base,) = json.loads(ran(capsys, "runs", *where, "--tag", "base", "--json")[1])["runs"]
+    assert (base["run_id"], base["state"], base["steps"], base["tag"]) == ("by-itself", "finished", 60, "base")
+    assert base["kept"]
+    assert base["best_loss"] <= base["loss"]
+    assert len(base["commit"]) == 40
+    assert ran(capsys, "runs", *where, "--job", "another")[0] == 2
+    (plain,) = json.loads(ran(capsys, "inspect", base["kept"], "--json")[1])["ranks"]
+    assert (plain["run_id"], len(plain["steps"])) == ("by-itself", 60)
+
+
+def everything() -> RankView:
+    """A rank with each kind of block in its report, and numbers that JSON has none for."""
+    odd = [*steps(40), step(41, float("nan"), float("inf")), step(42, float("-inf"), None)]
+    rows = tuple(HistoryRow(float(at), at, (1e9 + at, 0.5 * at)) for at in range(1, 5))
+    names = (catalog.MEMORY_HOST_RSS.name, f"{catalog.GRAD_LAYER_NORM.name}{{layer.0}}")
+    events = [fact(catalog.EVENT_ANOMALY, 4.0, 40, kind="loss_spike")]
+    values = {(catalog.GOODPUT_TIME, "productive"): 4.0, (catalog.ANOMALIES, "loss_spike"): 1, catalog.GRAD_CLIP_MAX_NORM: 1.0}
+    made = facts(odd, events=events, values=values, details={"command": ["train.py"]})
+    return replace(made, history=History(names, rows))
+
+
+def test_a_report_comes_back_as_it_was(place: Path) -> None:
+    """Every kind of block, as HTML, Markdown and JSON; nothing but JSON is in the file."""
+    chosen = Chosen(
+        [everything(), facts(steps(30), resource={"rank": 1}, state="finished", reason="finished")], [("r9", "damaged")], [], []
+    )
+    path = kept.keep(chosen, place, 9)
+    back = kept.load(path)
+    kinds = {type(chart) for chart in back.report.charts()}
+    assert kinds == {LineChart, StripChart, HeatMap}
+    for suffix in (".html", ".md"):
+        assert report_text(back, suffix) == report_text(chosen, suffix)
+    assert back.data == document(chosen.ranks, [], chosen.bad, Options(2048, 200, history=True))
+    assert repr(back.side) == repr(kept.side_for(chosen))  # a NaN equals nothing
+    for line in gzip.decompress(path.read_bytes()).splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+def test_how_much_is_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest runs and so many bytes; a run again is the same file, at most the newest one is larger than the limit."""
+    paths = [kept.keep(run(f"run-{at}"), place, 9) for at in range(4)]
+    for at, path in enumerate(paths):
+        os.utime(path, (at, at))
+    (place / ".left.tmp").touch()
+    os.utime(place / ".left.tmp", (0, 0))
+    assert kept.keep(run("run-3", number=61), place, 3) == paths[3]
+    assert sorted(place.iterdir()) == sorted(paths[1:])
+    monkeypatch.setattr(kept, "MOST_BYTES", paths[2].stat().st_size * 2 + 100)
+    newest = kept.keep(run("run-4"), place, 3)
+    assert sorted(place.iterdir()) == sorted([paths[3], newest])
+    monkeypatch.setattr(kept, "MOST_BYTES", 1)
+    newest = kept.keep(run("run-5"), place, 3)
+    assert [*place.iterdir()] == [newest]
+
+
+def test_nothing_is_written_onto_a_disk_that_is_nearly_full(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flight_dir: Path
+) -> None:
+    """Nor for a run that still runs, nor in a pod without a volume; and what a person asked for is refused in words."""
+    size = os.statvfs("/")
+    full = os.statvfs_result((*tuple(size)[:4], int(0.04 * size.f_blocks), *tuple(size)[5:]))
+    with monkeypatch.context() as patch:
+        patch.setattr(kept, "_ENOUGH", size.f_blocks * size.f_frsize)
+        patch.setattr(os, "statvfs", lambda _: full)
+        with pytest.raises(NotKeptError, match="is nearly full"):
+            kept.keep(run(), place, 9)
+    with pytest.raises(NotKeptError, match="still runs"):
+        kept.keep(run(up=True, state="alive", reason=""), place, 9)
+    assert not place.is_dir() or not [*place.iterdir()]
+    place.mkdir(parents=True, exist_ok=True)
+    place.chmod(0o700)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    assert kept.directory() is None
+    status, _, told = ran(capsys, "keep", "--dir", flight_dir)
+    assert (status, "set TORCHOBS_KEEP_DIR" in told) == (1, True)
+    monkeypatch.setenv("TORCHOBS_KEEP_DIR", "/volume")
+    assert str(kept.directory()) == "/volume"
+
+
+def test_where_runs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rules of XDG: a relative path does not count."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert str(kept.directory()) == "/state/torchobs/runs"
+    for path in ("", "state"):
+        monkeypatch.setenv("XDG_STATE_HOME", path)
+        assert str(kept.directory()) == "/home/ada/.local/state/torchobs/runs"
+    monkeypatch.delenv("HOME")
+    assert kept.directory() is None
+
+
+def test_a_file_that_is_none_is_said_to_be_none(
+    place: Path, flight_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Damaged, cut, of a later version, of another program or forged: a line each in the list, and no traceback anywhere."""
+    path, cut = kept.keep(run(), place, 9), kept.keep(run("run-2"), place, 9)
+    cut.write_bytes(cut.read_bytes()[:-20])
+    raw, text = path.read_bytes(), gzip.decompress(path.read_bytes()).decode()
+    head, body = text.splitlines()
+    made = {
+        "empty": b"", "noise": b"\0" * 99, "flipped": raw[:200] + bytes([raw[200] ^ 255]) + raw[201:],
+        "later": gzip.compress(text.replace('"version": 1', '"version": 2', 1).encode()),
+        "other": gzip.compress(b"[1, 2]\n{}\n"), "nan": gzip.compress(f'{head[:-1]}, "x": NaN}}\n{body}\n'.encode()),
+        "forged": gzip.compress(text.replace('"steps": 60', '"steps": {}', 1).encode()),
+        "deep": gzip.compress(b"[" * 100_000),
+    }  # fmt: skip
+    for name, content in made.items():
+        (place / f"{name}.run.gz").write_bytes(content)
+    os.mkfifo(place / "pipe.run.gz")
+    status, listed, _ = ran(capsys, "runs", "--dir", flight_dir, "--json")
+    found = json.loads(listed)
+    assert (status, {one["run_id"] for one in found["runs"]}) == (0, {"run-1", "run-2"})  # a list reads the first line alone
+    assert {one["file"] for one in found["unreadable"]} == {f"{name}.run.gz" for name in made}
+    said = {one["file"]: one["reason"] for one in found["unreadable"]}
+    assert said["later.run.gz"] == "kept by another version of torchobs: its form is 2, not 1"
+    for name in (cut.name, *(f"{name}.run.gz" for name in made)):
+        status, _, told = ran(capsys, "report", place / name, "-o", tmp_path / "r.html")
+        assert (status, "cannot be read" in told) == (2, True), name
+    assert len(ran(capsys, "runs", "--dir", flight_dir)[1].splitlines()) == 1 + 2 + 5
+    report = json.loads(body)
+    report["report"]["sections"][0]["blocks"][0]["is"] = "Html"
+    path.write_bytes(gzip.compress(f"{head}\n{json.dumps(report)}\n".encode()))
+    with pytest.raises(NoRunError, match="was to be"):
+        kept.load(path)
+
+
+def test_two_writers_at_once(place: Path) -> None:
+    """Of one run or of many: each file is whole, the limit holds, and nothing is left over."""
+    begin = threading.Barrier(6)
+
+    def write(number: int) -> None:
+        begin.wait()
+        for at in range(6):
+            kept.keep(run(f"run-{at}", number=20 + number), place, 4)
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(6)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    kept.keep(run("the last"), place, 4)
+    assert len([*place.iterdir()]) == 4
+    runs, bad = kept.listed(place)
+    assert (len(runs), bad) == (4, [])
+    assert [kept.load(path).side.summary for path in runs.values()] == [*runs]
+
+
+def test_a_run_that_was_resumed_is_compared_step_by_step(
+    place: Path, flight_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its first step is the one after those that it was resumed from; and that it was is a difference."""
+    kept.keep(run("whole", history=[step(number, 100.0 - number) for number in range(1, 81)]), place, 9)
+    history = [step(number, 60.0 - number) for number in range(1, 41)]
+    kept.keep(run("again", history=history, values={catalog.STEPS_RESUMED_FROM: 40.0}), place, 9)
+    found = json.loads(ran(capsys, "compare", "whole", "again", "--dir", flight_dir, "--json")[1])
+    (loss,) = (one for one in found["quantities"] if one["what"].startswith("loss, "))
+    assert (loss["what"], loss["first"], loss["second"], loss["change"]) == ("loss, steps 73 to 80", 23.5, 23.5, 0.0)
+    assert {"name": "resumed from step", "first": "", "second": "40"} in found["differences"]
+    assert [one["resumed_from"] for one in found["runs"]] == [0.0, 40.0]

@@ -1,0 +1,153 @@
+"""``torchobs runs``: the runs of this machine, those in its flight files and the kept ones. ``torchobs keep``: keep one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchobs.cli import arguments
+from torchobs.cli.arguments import CommandError, tolerant
+from torchobs.config import settings
+from torchobs.document import kept
+from torchobs.document.blocks import Table
+from torchobs.document.kept import NotKeptError
+from torchobs.document.summary import RunSummary, summary_of
+from torchobs.document.text import style_for, table
+from torchobs.flight.events import plain
+from torchobs.ranks.runs import Listing, NoRunError, RunFiles, choose, default_directory, listing, load
+from torchobs.support import text as text_format
+
+RUNS_VERSION = 1
+_RECORDS = 64
+_HEAD = ("run", "job", "ranks", "state", "ended by", "steps", "loss", "best loss", "started", "last seen", "tag", "commit", "")
+_COMMIT = 9
+
+_RUNS = """\
+List the runs of this machine, the latest first, those whose flight files are there and those that were kept beyond a reboot:
+job, ranks, state, how they ended, steps, last and least loss, times, tag and git commit. A run's id, or the beginning of it, is
+what `inspect --run`, `report` and `compare` take."""
+
+_RUNS_EXAMPLES = """\
+examples:
+  torchobs runs                               this user's runs
+  torchobs runs --job gpt --tag baseline      those of a job that were given this tag (torchobs run --tag)
+  torchobs runs --dir /dev/shm/torchobs-1000  those in another directory, and the kept ones
+  torchobs runs --json | jq -r '.runs[] | select(.state == "failed") | .run_id'
+
+Exit status: 0, or 2 if there was nothing to read."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of ``torchobs runs``."""
+    made = arguments.parser("runs", "torchobs runs [options]", _RUNS, _RUNS_EXAMPLES)
+    made.add_argument("--job", metavar="NAME", help="Only runs of this job.")
+    made.add_argument("--tag", metavar="TAG", help="Only runs with this tag.")
+    made.add_argument("--json", action="store_true", help="Print JSON for programs; docs/report.md describes its fields.")
+    arguments.add(made, arguments.DIRECTORY)
+    return made
+
+
+def main(given: Sequence[str]) -> int:
+    """Run ``torchobs runs`` with these arguments and return its exit status."""
+    options = parser().parse_args(list(given))
+    place = kept.directory()
+    directory, listed = _listing(options.flight_dir)
+    found, bad = kept.listed(place, listed.runs)
+    bad = [*listed.bad, *bad]
+    runs: list[tuple[RunSummary, Path | None]] = [*found.items()]
+    for run in listed.runs:
+        summary, unreadable = _summary(run)
+        runs += [(summary, None)] if summary is not None else []
+        bad += unreadable
+    wanted = [run for run in runs if options.job in {None, run[0].job_name} and options.tag in {None, run[0].tag}]
+    runs = sorted(wanted, key=lambda run: -run[0].last_s)
+    out = tolerant(sys.stdout)
+    if options.json:
+        made = {
+            "version": RUNS_VERSION, "directory": str(directory), "kept_in": str(place) if place is not None else None,
+            "runs": [{**plain(run._asdict()), "kept": str(file) if file else None} for run, file in runs],
+            "unreadable": [{"file": name, "reason": why} for name, why in bad], "left_out": listed.left_out,
+        }  # fmt: skip
+        out.write(json.dumps(made, indent=1, allow_nan=False) + "\n")
+        return 0 if runs else arguments.NOTHING
+    style = style_for(out)
+    shown = Table("", _HEAD, tuple(_row(*run) for run in runs), frozenset({0, 1, 3, 4, 10, 11, 12}))
+    where = text_format.joined([text_format.clean(one) for one in (directory, place) if one is not None])
+    of = "".join(f" with {name} {text_format.clean(word)!r}" for name in ("job", "tag") if (word := getattr(options, name)))
+    missing = f"no runs{of} in {where}: a training writes them with torchobs.init()"
+    unread = [text_format.cut(f"not read: {text_format.clean(name)}: {why}", style.width) for name, why in bad[:5]]
+    out.write("".join(f"{line}\n" for line in (*(table(shown, style) if runs else [missing]), *listed.notes, *unread)))
+    return 0 if runs else arguments.NOTHING
+
+
+def _listing(flight_dir: Path | None) -> tuple[Path | None, Listing]:
+    """Return the flight directory and what is in it; after a reboot there may be none."""
+    try:
+        directory = flight_dir or default_directory()
+    except NoRunError:
+        return None, Listing([], [])
+    try:
+        return directory, arguments.found(lambda: listing(directory))
+    except CommandError as problem:
+        raise CommandError(f"{text_format.clean(directory)}: {problem}", problem.status) from None
+
+
+def _summary(run: RunFiles) -> tuple[RunSummary | None, list[tuple[str, str]]]:
+    """Return the line of a run, and its unreadable files; all records are read of its first rank."""
+    paths = [*run.newest()[0]]
+    (first, bad), (others, more) = load(paths[:1], evidence=False), load(paths[1:], _RECORDS, evidence=False)
+    begun_s = min(run.files, key=lambda item: item.header.wall_ns).header.begun_s
+    return summary_of([*first, *others], begun_s) if first or others else None, bad + more
+
+
+def _row(one: RunSummary, file: Path | None) -> tuple[str, ...]:
+    ranks = f"{one.ranks:,} of {one.world_size:,}" if one.world_size and one.world_size > one.ranks else f"{one.ranks:,}"
+    again = f" (attempt {one.attempt})" if one.attempt > 1 else ""
+    return (
+        text_format.cut(one.run_id, 48), text_format.cut(one.job_name, 32), ranks, one.state,
+        (one.ended_by.replace("_", " ") if one.ended_by != one.state else "") + again, f"{one.steps:,}",
+        text_format.number(one.loss), text_format.number(one.best_loss),
+        text_format.moment(one.started, "%m-%d %H:%M:%S"), text_format.moment(one.last_seen, "%m-%d %H:%M:%S"),
+        text_format.cut(one.tag, 24), one.commit[:_COMMIT], "kept" if file else "",
+    )  # fmt: skip
+
+
+_KEEP = """\
+Keep what `report` shows of a run that has ended, in a file that a reboot does not take. `torchobs run` and the exporter of a
+node do it by themselves; this is for a run without both, and in a pod for TORCHOBS_KEEP_DIR."""
+
+_KEEP_EXAMPLES = """\
+examples:
+  torchobs keep                 the latest run on this machine
+  torchobs keep 4711            another, by its run_id or the beginning of it, or by its job's name
+
+Exit status: 0 if it is kept, 1 if it cannot be, 2 if there was nothing to read."""
+
+
+def keep_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``torchobs keep``."""
+    made = arguments.parser("keep", "torchobs keep [options] [RUN]", _KEEP, _KEEP_EXAMPLES)
+    made.add_argument("run", nargs="?", metavar="RUN", help="A run_id or its beginning, or a job's name. [default: the latest]")
+    made.add_argument("--automatic", action="store_true", help="Not if the run was started with --no-keep.")
+    arguments.add(made, arguments.DIRECTORY)
+    return made
+
+
+def keep(given: Sequence[str]) -> int:
+    """Run ``torchobs keep`` with these arguments and return its exit status."""
+    options = keep_parser().parse_args(list(given))
+    place = kept.directory()
+    if place is None:
+        raise CommandError("there is no place to keep it: set TORCHOBS_KEEP_DIR to a directory on a volume")
+    chosen = arguments.found(lambda: choose([options.flight_dir or default_directory()], options.run))
+    if options.automatic and not kept.is_wanted(chosen):
+        return 0
+    try:
+        path = kept.keep(chosen, place, max(1, settings.resolve({})[0].keep_runs))
+    except (NotKeptError, OSError) as problem:
+        raise CommandError(f"not kept: {problem}") from None
+    sys.stdout.write(f"{' '.join(chosen.ranks[0].names)} is kept in {text_format.clean(path)}\n")
+    return 0

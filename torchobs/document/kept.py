@@ -1,0 +1,276 @@
+"""Runs that have ended, kept where a reboot does not take them: a file of compressed JSON for each.
+
+A file is two lines: what a list of runs needs, and the rest: the side in a comparison, the report's blocks, the plain data of
+``inspect --json``. A reader takes nothing for granted: what has not the form that is declared here is refused in words.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from hashlib import blake2b
+from math import isfinite
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from torchobs.config import settings
+from torchobs.document.blocks import Document, Table
+from torchobs.document.run import DEFAULT, Options, document, known_details, run_document
+from torchobs.document.summary import RunSummary, Side, side_of
+from torchobs.flight.layout import nonfinite_name
+from torchobs.node.launch import in_kubernetes
+from torchobs.ranks import runs
+from torchobs.ranks.rank_file import READ_ERRORS
+from torchobs.ranks.runs import Chosen, NoRunError, RunFiles
+from torchobs.support import text as text_format
+
+SUFFIX = ".run.gz"
+_KIND, VERSION = "a run of torchobs", 1
+MOST_BYTES = 200 * 1024**2
+"""All kept runs together"""
+_SPARE, _ENOUGH = 0.05, 1024**3
+"""A file system with this share of it left, or so many bytes, is not nearly full."""
+_STALE_S = 3600.0
+_STEPS, _EVENTS = 4096, 200
+"""Of all ranks together, as plain data; each has some"""
+_LONGEST_HEAD, _LONGEST = 1024**2, 256 * 1024**2
+_ERRORS = (*READ_ERRORS, EOFError, zlib.error)
+_ROUNDED = {one.__name__: one for one in (text_format.number, text_format.duration, text_format.size)}
+_NONFINITE = ("NaN", "Infinity", "-Infinity")
+
+
+class NotKeptError(Exception):
+    """A run is not kept; the message says why."""
+
+
+class Kept(NamedTuple):
+    """A kept run."""
+
+    side: Side
+    report: Document
+    data: dict[str, Any]
+    """as of ``inspect --json``"""
+    notes: tuple[str, ...] = ()
+
+
+def directory() -> Path | None:
+    """Return where runs are kept; ``None``: nowhere, as in a pod without ``TORCHOBS_KEEP_DIR``.
+
+    A relative path in a variable of XDG's is ignored, as its specification asks.
+    """
+    environ = settings.environment()
+    if given := settings.resolve({})[0].keep_dir:
+        return given
+    state, home = Path(environ.get("XDG_STATE_HOME", "")), Path(environ.get("HOME", ""))
+    state = state if state.is_absolute() else home / ".local" / "state"
+    return state / "torchobs" / "runs" if state.is_absolute() and not in_kubernetes(environ) else None
+
+
+def _name(job_name: str, run_id: str, boot: bytes) -> str:
+    """Return the name of a run's file: the same for all attempts that one boot of the machine has seen."""
+    return blake2b(f"{job_name}\0{run_id}\0".encode(errors="replace") + boot, digest_size=8).hexdigest() + SUFFIX
+
+
+def is_wanted(chosen: Chosen) -> bool:
+    """Return False for a run that did not want to be kept, and one that does not tell with which settings it ran."""
+    given = known_details(chosen.ranks, chosen.ranks[0]).get("settings")
+    return isinstance(given, dict) and given.get("keep_runs") != "0"
+
+
+def keep(chosen: Chosen, place: Path, most: int) -> Path:
+    """Keep a run that has ended, and remove the oldest ones beyond ``most``, and beyond 200 MiB. Return its file.
+
+    Raises :class:`NotKeptError`, and ``OSError`` where it cannot be written.
+    """
+    first, number = chosen.ranks[0], len(chosen.ranks)
+    if any(rank.up for rank in (*chosen.ranks, *chosen.launchers)):
+        raise NotKeptError(f"{first.names[1]} still runs: it is kept when it has ended")
+    side, path = side_of(chosen), place / _name(first.job_name, first.run_id, first.header.boot_id)
+    with suppress(*_ERRORS):
+        if summary_in(path) == side.summary:
+            return path
+    much = Options(max(10, _STEPS // number), max(20, _EVENTS // number), history=True)
+    data = document(chosen.ranks, chosen.launchers, chosen.bad, much)
+    head = {"kept": _KIND, "version": VERSION, "summary": _encoded(side.summary)}
+    body = {"side": _encoded(side), "report": _encoded(run_document(chosen)), "data": data}
+    text = "".join(f"{json.dumps(line, allow_nan=False)}\n" for line in (head, body))
+    _write(path, gzip.compress(text.encode(errors="replace"), 6))
+    with suppress(OSError):  # another writer removes them
+        _prune(place, most, path)
+    return path
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that has its name once it is complete and on the disk. Raises ``OSError`` and :class:`NotKeptError`."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    usage = os.statvfs(path.parent)
+    left = usage.f_bavail * usage.f_frsize - len(content)
+    if left < min(_ENOUGH, _SPARE * usage.f_blocks * usage.f_frsize):
+        raise NotKeptError(f"the disk of {text_format.clean(path.parent)} is nearly full")
+    fd, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)  # 0600
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(fd)
+        Path(temporary).replace(path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _prune(place: Path, most: int, newest: Path) -> None:
+    """Remove the files that were written first until the limits hold, and what a killed writer has left; never the newest."""
+    files = {path: path.stat() for path in (*_files(place), *place.glob(".*.tmp"))}
+    left, number = MOST_BYTES, 0
+    for path in sorted(files, key=lambda one: (one != newest, -files[one].st_mtime)):
+        if path.suffix == ".tmp":
+            is_over = time.time() - files[path].st_mtime > _STALE_S
+        else:
+            left, number = left - files[path].st_size, number + 1
+            is_over = path != newest and (number > most or left < 0)
+        if is_over:
+            path.unlink()
+
+
+def _files(place: Path) -> list[Path]:
+    """Return the files of kept runs, nothing else: no pipe is ever opened."""
+    return [path for path in place.glob(f"*{SUFFIX}") if path.is_file()]
+
+
+def listed(place: Path | None, apart: Sequence[RunFiles] = ()) -> tuple[dict[RunSummary, Path], list[tuple[str, str]]]:
+    """Return the kept runs but those ``apart``, and the files that are none, each with the reason."""
+    live = {_name(run.job_name, run.run_id, file.header.boot_id) for run in apart for file in run.files}
+    found, bad = {}, []
+    for path in _files(place) if place is not None else ():
+        try:
+            if path.name not in live:
+                found[summary_in(path)] = path
+        except _ERRORS as problem:
+            bad.append((path.name, runs.reason(problem)))
+    return found, bad
+
+
+def load(path: Path) -> Kept:
+    """Read a kept run. Raises :class:`NoRunError` for a file that is damaged or none."""
+    try:
+        with gzip.open(path) as file:
+            _head(file.readline(_LONGEST_HEAD))
+            rest = _json(file.read(_LONGEST))
+        kept: Kept = _decoded(Kept, rest)
+    except _ERRORS as problem:
+        raise NoRunError(f"{text_format.clean(path)} cannot be read: {runs.reason(problem)}") from None
+    return kept._replace(notes=(f"kept in {path}",))
+
+
+def find(wanted: str | None, flight_dir: Path | None = None) -> Chosen | Kept:
+    """Read the run that a person named, living or kept: see :func:`torchobs.ranks.runs.find`. Raises what that raises."""
+    if wanted is not None and Path(wanted).exists():
+        return load(Path(wanted)) if wanted.endswith(SUFFIX) else runs.find(wanted, flight_dir)
+    live: list[RunFiles] = []
+    with suppress(NoRunError, OSError):
+        live = runs.listing(flight_dir or runs.default_directory()).runs
+    kept, _ = listed(directory(), live)
+    every: list[RunFiles | RunSummary] = sorted([*live, *kept], key=lambda run: -run.last_s)
+    at = runs.named([(run.job_name, run.run_id) for run in every], wanted)
+    one = every[at] if at is not None else None
+    try:
+        return load(kept[one]) if isinstance(one, RunSummary) else runs.find(wanted, flight_dir)
+    except NoRunError as problem:
+        also = f"; {text_format.plural(len(kept), 'kept run')}: torchobs runs" if kept and one is None else ""
+        raise NoRunError(f"{problem}{also}") from None
+
+
+def side_for(run: Chosen | Kept) -> Side:
+    """Return a run's side in a comparison."""
+    return run.side if isinstance(run, Kept) else side_of(run)
+
+
+def report_on(run: Chosen | Kept, options: Options = DEFAULT) -> Document:
+    """Return the report on a run; on a kept one with at most as many steps and events as were kept."""
+    if isinstance(run, Chosen):
+        return run_document(run, options)
+    most = {"steps": options.steps, "events": options.events}
+
+    def shown(name: str, block: Any) -> Any:
+        is_cut = isinstance(block, Table) and name in most
+        return block._replace(rows=block.rows[max(0, len(block.rows) - most[name]) :]) if is_cut else block
+
+    sections = (one._replace(blocks=tuple(shown(one.name, block) for block in one.blocks)) for one in run.report.sections)
+    return run.report._replace(sections=tuple(sections))
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------------
+
+
+def summary_in(path: Path) -> RunSummary:
+    """Return the first line of a kept run. Raises one of many errors for a file that is none."""
+    with gzip.open(path) as file:
+        return _head(file.readline(_LONGEST_HEAD))
+
+
+def _head(line: bytes) -> RunSummary:
+    head = _json(line)
+    if not isinstance(head, dict) or head.get("kept") != _KIND:
+        raise ValueError("no run that torchobs kept")
+    if head.get("version") != VERSION:
+        raise ValueError(f"kept by another version of torchobs: its form is {head.get('version')!r}, not {VERSION}")
+    made: RunSummary = _decoded(RunSummary, head["summary"])
+    return made
+
+
+def _json(text: bytes) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def _encoded(value: object) -> Any:
+    """Return plain JSON types for a block or a tuple; a named tuple has its kind's name in ``is``."""
+    if isinstance(value, float) and not isfinite(value):
+        return nonfinite_name(value)
+    if isinstance(value, tuple) and (names := getattr(value, "_fields", None)):
+        return {"is": type(value).__name__, **{name: _encoded(part) for name, part in zip(names, value, strict=True)}}
+    if isinstance(value, (tuple, list, frozenset)):
+        return [_encoded(part) for part in value]
+    if isinstance(value, Mapping):
+        return {str(name): _encoded(part) for name, part in value.items()}
+    return getattr(value, "__name__", value)  # of a function of ``_ROUNDED``
+
+
+_hints = cache(get_type_hints)
+
+
+def _decoded(kind: Any, value: Any) -> Any:
+    """Return the value of this declared type. Raises ``ValueError``, or ``TypeError``, for anything else."""
+    origin, parts = get_origin(kind), get_args(kind)
+    made: Any = ...
+    if origin in {Union, UnionType}:
+        name = value.get("is") if isinstance(value, dict) else None
+        fit = [one for one in parts if (value is None) == (one is NoneType) and name in {None, getattr(one, "__name__", "")}]
+        made = _decoded(fit[0], value) if len(fit) == 1 else ...
+    elif kind is float and (type(value) in {int, float} or (isinstance(value, str) and value in _NONFINITE)):
+        made = float(value) if isinstance(value, str) else value
+    elif origin is dict or kind in {str, int, bool, NoneType}:
+        made = value if type(value) is (origin or kind) else ...
+    elif hasattr(kind, "_fields") and isinstance(value, dict):
+        made = kind(**{name: _decoded(hint, value[name]) for name, hint in _hints(kind).items() if name in value})
+    elif origin is Mapping and isinstance(value, dict):
+        made = {name: _decoded(parts[1], part) for name, part in value.items()}
+    elif origin is Callable:
+        made = _ROUNDED[value]
+    elif isinstance(value, list):
+        each = parts if origin is tuple and parts[-1] is not ... else (parts[0],) * len(value)
+        made = [_decoded(part, one) for part, one in zip(each, value, strict=True)]
+        made = frozenset(made) if origin is frozenset else tuple(made)
+    if made is ...:
+        raise ValueError(f"{str(value)[:40]!r} where {getattr(kind, '__name__', kind)} was to be")
+    return made
