@@ -22,8 +22,7 @@ import torch
 from torch import profiler
 
 import torchobs
-from torchobs.flight import files
-from torchobs.runtime import stacks
+from torchobs.flight import artifacts, files
 
 words: "queue.Queue[list[str]]" = queue.Queue()
 
@@ -68,7 +67,7 @@ def hold(until: str) -> None:
 
 def sudden(directory_fd: int, size: int) -> str | None:
     """Look for room as always; then, before a byte is written, another thread gives the signal its default back."""
-    vars(stacks)["shortage"] = files.shortage
+    vars(artifacts)["shortage"] = files.shortage
     lack = files.shortage(directory_fd, size)
     ctypes.CDLL(None).signal(signal.SIGXFSZ, 0)
     return lack
@@ -87,7 +86,7 @@ def obey(given: list[str], model: torch.nn.Module, optimizer: torch.optim.Optimi
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             gc.collect()
         case ["sudden"]:
-            vars(stacks)["shortage"] = sudden
+            vars(artifacts)["shortage"] = sudden
         case ["become", uid]:
             os.seteuid(int(uid))
         case ["profile"]:

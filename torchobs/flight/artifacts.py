@@ -20,7 +20,7 @@ from torchobs.flight import files
 from torchobs.flight.files import SUFFIX, shortage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torchobs.flight.directory import FlightDirectory
     from torchobs.support.descriptors import Descriptor
@@ -151,13 +151,15 @@ def finish(place: FlightDirectory, temporary: str, evidence: ArtifactName) -> No
         remove(place, one.name)
 
 
-def write(place: FlightDirectory, evidence: ArtifactName, data: bytes) -> dict[str, str] | None:
-    """Write a whole file; on failure, return why, as :func:`refusal` does."""
-    if (lack := shortage(place.fd, len(data))) is not None:
+def write(
+    place: FlightDirectory, evidence: ArtifactName, size: int, fill: Callable[[Descriptor], object]
+) -> dict[str, str] | None:
+    """Write a file, which ``fill`` writes to, if there are ``size`` bytes; on failure, return why, as :func:`refusal` does."""
+    if (lack := shortage(place.fd, size)) is not None:
         return {"reason": "no_room", "detail": lack}
     try:
         with new(place, evidence) as file:
-            append(file, data[: LIMITS[evidence.kind]])
+            fill(file)
     except OSError as problem:
         return refusal(problem)
     return None

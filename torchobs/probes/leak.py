@@ -250,7 +250,8 @@ class LeakProbe:
         writer, place = self._context.writer, self._context.writer.place
         if place is not None:
             done = artifacts.named(writer.name, artifacts.LEAK, time.time_ns() // 1_000_000)
-            if artifacts.write(place, done, _text(self._context, attributes, tables).encode()) is None:
+            data = _text(self._context, attributes, tables).encode()[: artifacts.LIMITS[artifacts.LEAK]]
+            if artifacts.write(place, done, len(data), lambda file: artifacts.append(file, data)) is None:
                 attributes["evidence"] = done.id
         self._context.event(catalog.EVENT_MEMORY_LEAK, attributes)
 

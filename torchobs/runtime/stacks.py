@@ -34,7 +34,6 @@ from torchobs.detect import hangs as stall
 from torchobs.detect.hangs import Durations
 from torchobs.flight import artifacts, endings
 from torchobs.flight.artifacts import END, LIMITS, STACKS, STUCK, named
-from torchobs.flight.files import shortage
 from torchobs.flight.layout import LIVE_PHASES
 from torchobs.flight.totals import DURATION_SUM, Word
 from torchobs.probes.timeline import CHECKPOINT, COMPILE, DATA, EVALUATION, FORWARD, OTHER
@@ -69,7 +68,14 @@ def write_stacks(
     evidence = named(writer.name, STACKS, number)
     workers = [worker for workers in context.hooks.loader_workers.ask() for worker in workers][:_MAX_WORKERS]
     states = [f"{worker.name}: {state_of(worker.pid)}" for worker in workers]
-    refused = _write(context, place, evidence, states)
+
+    def fill(file: Descriptor) -> None:
+        artifacts.append(file, _header(context, states).encode())
+        faulthandler.dump_traceback(file=file.number(), all_threads=True)
+        os.ftruncate(file.number(), min(os.fstat(file.number()).st_size, LIMITS[STACKS] - len(END)))
+        artifacts.append(file, END)
+
+    refused = artifacts.write(place, evidence, MIN_FREE, fill)
     if refused is None:
         found: dict[str, object] = {"workers": states} if workers else {}
         if workers and workers[0].awaited:
@@ -79,23 +85,6 @@ def write_stacks(
     context.event(catalog.EVENT_STACKS_FAILED, {"cause": cause, **refused, "evidence": evidence.id})
     if cause == "asked":
         context.warn_limited("stacks", f"stacks could not be written to {place.path}: {refused['detail']}", own=True)
-
-
-def _write(
-    context: ProbeContext, place: FlightDirectory, evidence: ArtifactName, states: Sequence[str]
-) -> dict[str, str] | None:
-    """Write header, stacks and end marker; on failure, return the event's attributes that say why."""
-    if (lack := shortage(place.fd, MIN_FREE)) is not None:
-        return {"reason": "no_room", "detail": lack}
-    try:
-        with artifacts.new(place, evidence) as file:
-            artifacts.append(file, _header(context, states).encode())
-            faulthandler.dump_traceback(file=file.number(), all_threads=True)
-            os.ftruncate(file.number(), min(os.fstat(file.number()).st_size, LIMITS[STACKS] - len(END)))
-            artifacts.append(file, END)
-    except OSError as problem:
-        return artifacts.refusal(problem)
-    return None
 
 
 def _header(context: ProbeContext, states: Sequence[str]) -> str:
