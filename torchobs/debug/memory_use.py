@@ -22,7 +22,7 @@ from torchobs.support.after_fork import renew_in_child
 from torchobs.support.result import Result, fill
 from torchobs.tensors.batches import batch_sizes, rebuilt, walk
 from torchobs.tensors.losses import compute_loss
-from torchobs.tensors.running import beside_grad, running_modules, state_kept
+from torchobs.tensors.running import beside_grad, kept_memory, running_modules, state_kept
 from torchobs.tensors.values import bytes_of, storages
 
 if TYPE_CHECKING:
@@ -131,20 +131,13 @@ def _measured(model: Any, batch: Any, loss_fn: Callable[..., Any] | None) -> tup
     there = [*model.parameters(), *model.buffers(), *_tensors_in(batch)]
 
     def passes(backward: Backward) -> tuple[int, dict[tuple[str, str], int]]:
-        known = {storage.data_ptr() for x in there for storage in storages(x)}
-        modules: dict[tuple[str, str], int] = {}
-        watch = AllocationWatch()
+        modules, watch = Counter[tuple[str, str]](), AllocationWatch()
         with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), running_modules(model) as names, watch:
 
-            def keep(x: Any) -> Any:
-                for storage in storages(x):
-                    if storage.data_ptr() not in known:
-                        known.add(storage.data_ptr())
-                        name = names[-1] if names else ("", type(model).__name__)
-                        modules[name] = modules.get(name, 0) + storage.nbytes()
-                return x.detach()  # a node that holds its own output is a cycle of C++ objects, which no collector sees
+            def note(storage: Any) -> None:
+                modules[names[-1] if names else ("", type(model).__name__)] += storage.nbytes()
 
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            with kept_memory(there, note):
                 loss = compute_loss(model, batch, loss_fn)
             backward(loss)
             del loss

@@ -5,12 +5,13 @@ A tensor on a device costs one transfer of three numbers, for which :meth:`Contr
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import inf, isfinite, isinf, isnan
+from math import inf, isfinite, isnan
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -19,6 +20,7 @@ from torchobs import catalog
 from torchobs.guard.records import Category, Severity, count, record_event
 from torchobs.support.arguments import is_number
 from torchobs.support.result import Checked, Problem
+from torchobs.tensors.losses import wide_type
 from torchobs.tensors.values import dense, is_without_data, shape_of
 
 
@@ -44,75 +46,51 @@ class ContractReport(Checked):
     problems: tuple[Violation, ...]
 
 
-class _Values:
-    """The values of a tensor, and what is wrong with them by a contract."""
+def _wrong_values(contract: Contract, x: torch.Tensor, name: str) -> list[Violation]:
+    """Return what is wrong, by the least value, the largest and the norm; where, is looked for only if something is."""
+    has_range = contract.min is not None or contract.max is not None
+    is_floating = x.dtype.is_floating_point or x.dtype.is_complex
+    if not (has_range or contract.max_norm is not None or (contract.finite and is_floating)) or is_without_data(x):
+        return []
+    if has_range and x.dtype.is_complex:
+        raise ValueError(f"{name} is complex, and complex numbers are in no order: use max_norm")
+    values = ordered_values(x.detach())
+    if not values.numel():
+        return []
+    numbers = [*torch.aminmax(values), *([norm_of(values)] if contract.max_norm is not None else [])]
+    least, largest, *norm = torch.stack([number.to(wide_type(values.device)) for number in numbers]).tolist()
+    found = list[Violation]()
 
-    def __init__(self, contract: Contract, x: torch.Tensor, name: str) -> None:
-        self._contract, self._name, self._shape = contract, name, _shape(x)
-        self._values = self._wanted_values(x)
+    def add(kind: str, expected: str, text: str, wrong: torch.Tensor) -> None:
+        found.append(_violation(kind, name, expected, text, _place(wrong, _shape(x))))
 
-    def _wanted_values(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the values to look at as a dense tensor of ordered numbers; an empty one if there is nothing to look at."""
-        contract = self._contract
-        ordered = contract.min is not None or contract.max is not None
-        floating = x.dtype.is_floating_point or x.dtype.is_complex
-        wanted = ordered or contract.max_norm is not None or (contract.finite and floating)
-        if not wanted or is_without_data(x):
-            return torch.empty(0, device="cpu")
-        if ordered and x.dtype.is_complex:
-            raise ValueError(f"{self._name} is complex, and complex numbers are in no order: use max_norm")
-        return ordered_values(x.detach())
-
-    def violations(self) -> list[Violation]:
-        """Return what is wrong, by the least value, the largest and the norm; where, is looked for only if something is."""
-        values = self._values
-        if not values.numel():
-            return []
-        numbers = [*torch.aminmax(values), *([norm_of(values)] if self._contract.max_norm is not None else [])]
-        wide = torch.float32 if values.device.type == "mps" else torch.float64  # MPS has no float64
-        least, largest, *norm = torch.stack([number.to(wide) for number in numbers]).tolist()
-        contract, found = self._contract, []
-        if contract.finite and (isnan(least) or isinf(least) or isinf(largest)):
-            found.append(self._not_finite())
-        if isnan(least) and (contract.min is not None or contract.max is not None):
-            least, largest = self._extremes_beside_nan()
-        dtype = values.dtype
-        if contract.min is not None and least < (low := rounded(contract.min, dtype)):
-            found.append(self._beyond("min", f"{contract.min:g} or more", least, values < low))
-        if contract.max is not None and largest > (high := rounded(contract.max, dtype)):
-            found.append(self._beyond("max", f"{contract.max:g} or less", largest, values > high))
-        if norm and contract.max_norm is not None and not norm[0] <= contract.max_norm:
-            found.append(_violation("norm", self._name, f"{contract.max_norm:g} or less", f"{norm[0]:.6g}"))
-        return found
-
-    def _not_finite(self) -> Violation:
-        wrong = ~torch.isfinite(self._values)
-        nans = int(torch.isnan(self._values).sum())
+    if contract.finite and not (isfinite(least) and isfinite(largest)):
+        wrong, nans = ~torch.isfinite(values), int(torch.isnan(values).sum())
         counts = ((nans, "NaN"), (int(wrong.sum()) - nans, "Inf"))
-        found = f"{' and '.join(f'{number:,} {word}' for number, word in counts if number)} among {wrong.numel():,} values"
-        return _violation("finite", self._name, "finite values", found, self._place(wrong))
+        text = " and ".join(f"{number:,} {word}" for number, word in counts if number)
+        add("finite", "finite values", f"{text} among {wrong.numel():,} values", wrong)
+    if isnan(least) and has_range:
+        known = values[~values.isnan()]
+        least, largest = map(float, torch.aminmax(known)) if known.numel() else (inf, -inf)
+    for kind, bound, extreme, is_beyond, words in (
+        ("min", contract.min, least, operator.lt, "or more"),
+        ("max", contract.max, largest, operator.gt, "or less"),
+    ):
+        if bound is not None and is_beyond(extreme, limit := rounded(bound, values.dtype)):
+            wrong = is_beyond(values, limit)
+            text = f"{extreme:g}, and {int(wrong.sum()):,} of {wrong.numel():,} values are beyond"
+            add(kind, f"{bound:g} {words}", text, wrong)
+    if norm and contract.max_norm is not None and not norm[0] <= contract.max_norm:
+        found.append(_violation("norm", name, f"{contract.max_norm:g} or less", f"{norm[0]:.6g}"))
+    return found
 
-    def _beyond(self, what: str, expected: str, extreme: float, wrong: torch.Tensor) -> Violation:
-        found = f"{extreme:g}, and {int(wrong.sum()):,} of {wrong.numel():,} values are beyond"
-        return _violation(what, self._name, expected, found, self._place(wrong))
 
-    def _extremes_beside_nan(self) -> tuple[float, float]:
-        values = self._values
-        least = torch.where(torch.isnan(values), inf, values).min()
-        largest = torch.where(torch.isnan(values), -inf, values).max()
-        return float(least), float(largest)
-
-    def _place(self, wrong: torch.Tensor) -> tuple[int, ...] | None:
-        """Return the index of the first wrong element; None where the values do not have the tensor's own shape."""
-        dimensions = len(self._shape)
-        if wrong.shape[:dimensions] != self._shape:
-            return None
-        flat = int(wrong.reshape(-1).to(torch.uint8).argmax())
-        index: list[int] = []
-        for size in reversed(wrong.shape):
-            flat, position = divmod(flat, size)
-            index.insert(0, position)
-        return tuple(index[:dimensions])
+def _place(wrong: torch.Tensor, shape: tuple[Any, ...]) -> tuple[int, ...] | None:
+    """Return the index of the first wrong element; None where the values do not have the tensor's own shape."""
+    if wrong.shape[: len(shape)] != shape:
+        return None
+    index = torch.unravel_index(wrong.reshape(-1).to(torch.uint8).argmax(), wrong.shape)
+    return tuple(map(int, index[: len(shape)]))
 
 
 @lru_cache(maxsize=256)
@@ -287,7 +265,7 @@ class Contract:
     def inspect(self, x: torch.Tensor, name: str = "tensor", sizes: dict[str, object] | None = None) -> ContractReport:
         """Return what :meth:`check` would raise; nothing is recorded."""
         outer = self._outer(x, name, {} if sizes is None else sizes)
-        return ContractReport(tuple(outer or _Values(self, x, name).violations()))
+        return ContractReport(tuple(outer or _wrong_values(self, x, name)))
 
     def _outer(self, x: Any, name: str, sizes: dict[str, object]) -> list[Violation]:
         """Check what needs no values."""

@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple
 from torchobs.guard.records import Severity, found_wrong, text_of
 from torchobs.support.arguments import is_text
 from torchobs.support.result import Checked, Problem
-from torchobs.support.torch_files import DAMAGE
+from torchobs.support.torch_files import DAMAGE, damaged_entry
 
 if TYPE_CHECKING:
     from fickling.fickle import Pickled
@@ -206,13 +206,8 @@ def _check_archive(name: str) -> None:
             what = "a TorchScript program, which torch.jit.load compiles: load that only if you trust its author"
             found_wrong("load", "refused", f"{text_of(Path(name).name)} is {what}")
             raise UnsafeFileError(f"{text_of(name)} is {what}")
-        if (damaged := _damaged_entry(archive)) is not None:
+        if (damaged := damaged_entry(archive)) is not None:
             raise zipfile.BadZipFile(f"the checksum of {text_of(damaged)} is another")
-
-
-def _damaged_entry(archive: zipfile.ZipFile) -> str | None:
-    """Return an entry with another checksum than it says; of an archive without checksums (torch can write none) nothing."""
-    return archive.testzip() if any(entry.CRC for entry in archive.infolist()) else None
 
 
 def _refused(name: str, words: str) -> UnsafeFileError:
@@ -268,7 +263,7 @@ def _read_zip(name: str) -> Iterator[_Finding]:
                 if is_npy or is_named or (content[:1] == _MAGIC_PICKLE and not entry.filename.startswith(memory)):
                     content += part.read(_MOST_BYTES - len(content))
                     yield _npy(content, entry.filename) if is_npy else _by_fickling(content, entry.filename)
-        if (damaged := _damaged_entry(archive)) is not None:
+        if (damaged := damaged_entry(archive)) is not None:
             yield _Finding("unreadable", (f"the checksum of {text_of(damaged)} is another",))
 
 

@@ -12,9 +12,10 @@ import torch
 
 from torchobs.support.import_hooks import imported
 from torchobs.taps.patch import Patch
+from torchobs.tensors.values import storages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import nn
 
@@ -292,3 +293,19 @@ def _own_parameters(model: Any) -> Iterator[None]:
     finally:
         for module, name, x in owned:
             setattr(module, name, x)
+
+
+@contextmanager
+def kept_memory(known: Iterable[torch.Tensor], note: Callable[[Any], object]) -> Iterator[None]:
+    """Call ``note`` with each storage that forward passes in the block keep for a backward pass, once; not with those known."""
+    seen = {storage.data_ptr() for x in known for storage in storages(x)}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        for storage in storages(x):
+            if storage.data_ptr() not in seen:  # none is used again before the pass ends: the graph holds what is kept
+                seen.add(storage.data_ptr())
+                note(storage)
+        return x.detach()  # a node that holds its own output is a cycle of C++ objects, which no collector sees
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        yield

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import torch
 
-from torchobs.support.torch_files import DAMAGE
+from torchobs.support.torch_files import DAMAGE, damaged_entry
 
 _COUNTS = frozenset({"step", "epoch", "batches", "total_steps", "counts_steps", "losses"})
 
@@ -81,7 +81,7 @@ def _check_sums(file: IO[bytes]) -> None:
     """Raise BadZipFile where a record is not what was written, by its checksum: torch reads records without comparing it."""
     if zipfile.is_zipfile(file):  # or else it is of torch's former format, or no file of torch's
         with zipfile.ZipFile(file) as archive:
-            if (record := archive.testzip()) is not None:
+            if (record := damaged_entry(archive)) is not None:
                 raise zipfile.BadZipFile(f"the checksum of its record {record} is another")
     file.seek(0)
 

@@ -10,6 +10,7 @@ import copyreg
 import warnings
 from collections import Counter
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchobs.support.import_hooks import imported
 from torchobs.tensors.batches import call
-from torchobs.tensors.running import training
+from torchobs.tensors.running import kept_memory, training
 from torchobs.tensors.values import storages, stored
 from torchobs.tune.difference import undisturbed
 
@@ -217,36 +218,26 @@ class Kept:
         self.total = 0
         self.by_block = [0] * len(blocks)
         self._within: list[tuple[int, set[int]]] = []
-        self._seen = {each.data_ptr() for tensor in (*model.parameters(), *model.buffers()) for each in storages(tensor)}
         with ExitStack() as stack:
             stack.enter_context(undisturbed(model))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            stack.enter_context(kept_memory([*model.parameters(), *model.buffers()], self._note))
             for index, block in enumerate(blocks):
-                stack.callback(block.register_forward_pre_hook(self._entering(index), with_kwargs=True).remove)
-                stack.callback(block.register_forward_hook(self._leaving, always_call=True).remove)
+                stack.callback(block.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True).remove)
+                stack.callback(block.register_forward_hook(self._leave, always_call=True).remove)
             call(model, example)
 
-    def _entering(self, index: int) -> Any:
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-            inputs = {storage.data_ptr() for each in tensors for storage in storages(each)}
-            self._within.append((index, inputs))
+    def _enter(self, index: int, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        self._within.append((index, {storage.data_ptr() for each in tensors for storage in storages(each)}))
 
-        return hook
-
-    def _leaving(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+    def _leave(self, *_: object) -> None:
         self._within.pop()
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        for storage in storages(tensor):
-            if storage.data_ptr() in self._seen:  # none is used again before the pass ends: the graph holds what is kept
-                continue
-            self._seen.add(storage.data_ptr())
-            self.total += storage.nbytes()
-            if self._within and storage.data_ptr() not in self._within[-1][1]:
-                self.by_block[self._within[-1][0]] += storage.nbytes()
-        return tensor.detach()  # a node that holds its own output is a cycle of C++ objects, which no collector sees
+    def _note(self, storage: Any) -> None:
+        self.total += storage.nbytes()
+        if self._within and storage.data_ptr() not in self._within[-1][1]:
+            self.by_block[self._within[-1][0]] += storage.nbytes()
 
 
 def recomputed(kept: Kept, budget: int) -> tuple[list[int], int]:
