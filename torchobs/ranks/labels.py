@@ -155,15 +155,6 @@ class Exemplar(NamedTuple):
         return {"trace_id": self.trace_id, "span_id": self.span_id, "step": str(self.step)}
 
 
-class _Observation(NamedTuple):
-    """A step's observation in a histogram. ``at_ns``: the step's end, Unix ns."""
-
-    metric: catalog.Metric
-    step: int
-    value: float
-    at_ns: int
-
-
 Shown = dict[str, dict[int, Exemplar]]
 """Exemplars by metric name and bucket index. Replaced instead of modified, so that renderers can cache by identity."""
 NO_EXEMPLARS: Shown = {}
@@ -188,12 +179,14 @@ class Exemplars:
         found = [one for item in fresh for one in self._observations(item)]
         if found:
             shown = {name: dict(buckets) for name, buckets in self.shown.items()}
-            for one in reversed(found):  # newest first: only a few of a whole ring are needed
-                self._put(shown.setdefault(one.metric.name, {}), one)
+            for metric, step, value, at_ns in reversed(found):  # newest first: only a few of a whole ring are needed
+                buckets, index = shown.setdefault(metric.name, {}), bisect_left(metric.bounds, value)
+                if index not in buckets or buckets[index].at_ns < at_ns:  # Prometheus also rejects one older than the last
+                    buckets[index] = Exemplar(*self._ids.step(step), step, value, at_ns)
             self.shown = shown
 
-    def _observations(self, item: Event | Span | Late) -> list[_Observation]:
-        """Return the histogram observations in a step's span, or in what came late."""
+    def _observations(self, item: Event | Span | Late) -> list[tuple[catalog.Metric, int, float, int]]:
+        """Return a step's histogram values, of its span or of what came late: metric, step, value, its end in Unix ns."""
         values: Mapping[str, Any] = item._asdict() if isinstance(item, Late) else {}
         if isinstance(item, Span) and item.ended_ns is not None:
             values = self._step(item, item.ended_ns)
@@ -202,7 +195,7 @@ class Exemplars:
             return []
         amounts = ((metric, values.get(key)) for key, metric in _HISTOGRAMS.items())
         numbers = ((metric, value) for metric, value in amounts if isinstance(value, (int, float)) and isfinite(value))
-        return [_Observation(metric, step, float(value), self._ends[step]) for metric, value in numbers]
+        return [(metric, step, float(value), self._ends[step]) for metric, value in numbers]
 
     def _step(self, span: Span, ended_ns: int) -> Mapping[str, Any]:
         """Return the attributes of a step's span, and record its end; none for another span, or one that is not sampled."""
@@ -215,12 +208,6 @@ class Exemplars:
         if len(self._ends) > _RECENT:
             self._ends.popitem(last=False)
         return values
-
-    def _put(self, buckets: dict[int, Exemplar], seen: _Observation) -> None:
-        index = bisect_left(seen.metric.bounds, seen.value)
-        if index in buckets and buckets[index].at_ns >= seen.at_ns:
-            return  # Prometheus also rejects one older than the last
-        buckets[index] = Exemplar(*self._ids.step(seen.step), seen.step, seen.value, seen.at_ns)
 
 
 def exemplars_of(series: Series, shown: Shown) -> Mapping[int, Exemplar]:
