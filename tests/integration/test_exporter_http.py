@@ -14,7 +14,7 @@ import threading
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics_parser
@@ -506,7 +506,7 @@ def test_scrapes_that_come_together_share_a_scan(scanner: Scanner) -> None:
     scanner.clock = clock = Clock()
 
     async def ask() -> set[int]:
-        watch = SnapshotCache(scanner, clock)
+        watch = SnapshotCache(cast("Any", scanner), clock)
         got = await asyncio.gather(*(watch.fresh(deadline_s=30.0) for _ in range(100)))
         clock.seconds += 0.1
         got.append(await watch.fresh(deadline_s=30.0))
@@ -523,7 +523,7 @@ def test_a_directory_that_does_not_answer_costs_a_scrape_its_deadline(scanner: S
     """It gets the last snapshot then; every one that gave up is counted; no second scan is started beside the first."""
 
     async def ask() -> tuple[list[int], list[int], int, int]:
-        watch = SnapshotCache(scanner)
+        watch = SnapshotCache(cast("Any", scanner))
         await watch.fresh(deadline_s=30.0)
         scanner.answers.clear()
 
@@ -552,7 +552,7 @@ def test_a_scan_that_fails_is_logged_and_the_last_snapshot_served(scanner: Scann
     """A fault of ours costs no scrape, and does not stop the next scan."""
 
     async def ask() -> list[int]:
-        watch = SnapshotCache(scanner)
+        watch = SnapshotCache(cast("Any", scanner))
         numbers = []
         for fails in (False, True, True, False):
             scanner.fails = fails

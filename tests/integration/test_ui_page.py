@@ -251,7 +251,7 @@ def test_files_that_do_not_answer_do_not_hold_the_page_up(
     scanner = Counting(flight_dir)
 
     async def look() -> str:
-        watch = SnapshotCache(scanner)
+        watch = SnapshotCache(scanner)  # type: ignore[arg-type]  # as far as it is used
         await watch.fresh()
         scanner.answers.clear()
         watched = Feed(watch, nothing)

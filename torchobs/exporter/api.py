@@ -10,6 +10,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http import HTTPStatus
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -24,7 +25,7 @@ from torchobs.config.settings import PROBES
 from torchobs.exporter import access, commands
 from torchobs.exporter import api_schema as schema
 from torchobs.exporter.access import LET_IN, Problem
-from torchobs.exporter.api_schema import Answer, Dated, Position, instant, named, wall_ns
+from torchobs.exporter.api_schema import Answer, Dated, instant, named, wall_ns
 from torchobs.exporter.commands import ArtifactStore, CommandService
 from torchobs.exporter.outcomes import Outcomes, has_ended
 from torchobs.flight.control import LEVELS
@@ -45,10 +46,11 @@ if TYPE_CHECKING:
     from torchobs.exporter.access import AccessChannel
     from torchobs.exporter.api_schema import Operation
     from torchobs.exporter.config import ExporterConfig
-    from torchobs.exporter.snapshot_cache import Scan, SnapshotCache
+    from torchobs.exporter.snapshot_cache import SnapshotCache
     from torchobs.flight.reader import FlightFile
     from torchobs.flight.step_record import StepRecord
     from torchobs.ranks.rank_view import RunView
+    from torchobs.ranks.scanner import Scanner
     from torchobs.ranks.snapshot import Rank, Snapshot
 
 
@@ -119,19 +121,19 @@ def dated_events(file: FlightFile, rank: Rank) -> list[Dated]:
                 attributes=plain(found.attributes),
                 units=units(name, found.attributes),
             )
-            dated.append(Dated(Position(when_ns, rank.incarnation, found.position), event))
+            dated.append(((when_ns, rank.incarnation, found.position), event))
     return dated
 
 
 def page(events: Iterable[Dated], before: str | None, limit: int) -> Answer:
     """Return the newest ``limit`` events, newest first; ``before``: cursor of the page before, from which older ones follow."""
-    older = sorted(events, key=lambda one: one.position, reverse=True)
+    older = sorted(events, key=itemgetter(0), reverse=True)
     if before is not None:
         when_ns, incarnation, at = before.rsplit("-", 2)
-        older = [one for one in older if one.position < (int(when_ns), incarnation, int(at))]
+        older = [one for one in older if one[0] < (int(when_ns), incarnation, int(at))]
     taken = older[:limit]
-    more = "-".join(map(str, taken[-1].position)) if len(older) > len(taken) else None
-    return schema.Events([one.event for one in taken], more)
+    more = "-".join(map(str, taken[-1][0])) if len(older) > len(taken) else None
+    return schema.Events([event for _, event in taken], more)
 
 
 def steps(file: FlightFile, rank: Rank, last: int) -> Answer:
@@ -410,7 +412,7 @@ class Api:
             raise access.bad(f"There are {len(ranks)} ranks: say which one's events by the query parameter rank.")
         nothing: list[Dated] = []
         events = [one for rank in ranks for one in await self._read(rank, dated_events, nothing)]
-        chosen = (one for one in events if query.get("kind") in {None, one.event.name})
+        chosen = (one for one in events if query.get("kind") in {None, one[1].name})
         return page(chosen, query.get("before"), query.get("limit", schema.DEFAULT_LENGTH))
 
     async def _steps(self, request: Request) -> object:
@@ -448,9 +450,12 @@ class Api:
     async def _check_failure(self, identifier: str) -> None:
         """Raise ``Problem`` if the rank asked for that artifact has reported that it could not write it."""
         rank = await self._run(self.commands.asked, (await self._watch.fresh()).ranks, identifier)
-        failure = commands.failure(await self._read(rank, dated_events, []), identifier) if rank is not None else None
-        if rank is not None and failure is not None:
-            raise commands.failure_problem(rank.rank, failure)
+        if rank is None:
+            return
+        events: list[Dated] = await self._read(rank, dated_events, [])
+        for _, event in events:
+            if event.name in commands.FAILURES and event.attributes.get("evidence") == identifier:
+                raise commands.failure_problem(rank.rank, event.attributes)
 
     # -- commands ----------------------------------------------------------------------------------------------------------
 
@@ -497,7 +502,7 @@ class Api:
     async def _read(self, rank: Rank, read: Callable[[FlightFile, Rank], T], otherwise: T) -> T:
         """Read more of a rank's file than a snapshot has; return ``otherwise`` if the file cannot be read."""
 
-        def ask(scanner: Scan) -> T:
+        def ask(scanner: Scanner) -> T:
             try:
                 with scanner.flight_file(rank.incarnation) as file:
                     return read(file, rank)

@@ -47,19 +47,8 @@ Answer = Any
 """One of the structs below. They are made from tables, so that a type checker does not know their fields"""
 
 
-class Position(NamedTuple):
-    """Position of an event in the order of all ranks' events; its fields, joined by ``-``, are the cursor of a page."""
-
-    wall_ns: int
-    incarnation: str
-    at: int
-
-
-class Dated(NamedTuple):
-    """An event and its position."""
-
-    position: Position
-    event: Answer
+Dated = tuple[tuple[int, str, int], Answer]
+"""An event after its place among all ranks' events (Unix ns, incarnation, position in its file), which is a page's cursor"""
 
 
 def _object(name: str, /, **fields: Any) -> Any:

@@ -29,7 +29,6 @@ from torchobs.support.text import clean
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from torchobs.exporter.api_schema import Dated
     from torchobs.exporter.config import ExporterConfig
     from torchobs.flight.artifacts import ArtifactName
     from torchobs.ranks.snapshot import Rank, Snapshot
@@ -37,7 +36,8 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 20
 _LONGEST_DETAIL = 200
-_FAILURES = {catalog.EVENT_STACKS_FAILED.name, catalog.EVENT_PROFILE_FAILED.name}
+FAILURES = {catalog.EVENT_STACKS_FAILED.name, catalog.EVENT_PROFILE_FAILED.name}
+"""Events by which a rank reports that it could not write an artifact"""
 _REMEDIES = {
     "no_room": "had no room for it: make room where its flight file is, in its memory limit or `ulimit -f`, and ask again.",
     "not_permitted": "may not write where its flight file is: make that directory writable for its user, and ask again.",
@@ -164,12 +164,6 @@ def _description(one: ArtifactName, status: os.stat_result, run: dict[str, str] 
         size_bytes=status.st_size,
         media_type=media_type(one),
     )
-
-
-def failure(events: Iterable[Dated], identifier: str) -> Mapping[str, Any] | None:
-    """Return the attributes of the event by which a rank reports that it could not write that artifact; if there is one."""
-    reports = (dated.event.attributes for dated in events if dated.event.name in _FAILURES)
-    return next((attributes for attributes in reports if attributes.get("evidence") == identifier), None)
 
 
 def failure_problem(rank: str, failure: Mapping[str, Any]) -> Problem:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torchobs.ranks.scanner import system_clock
 from torchobs.ranks.snapshot import EMPTY, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
-    from torchobs.flight.reader import FlightFile
     from torchobs.ranks.rank_file import Now
+    from torchobs.ranks.scanner import Scanner
 
 FRESH_S = 0.1
 """Age up to which a snapshot serves another scrape as well."""
@@ -27,23 +26,10 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class Scan(Protocol):
-    """The scanner's interface (:class:`torchobs.ranks.scanner.Scanner`)."""
-
-    def scan(self) -> Snapshot:
-        """Return a new snapshot."""
-
-    def flight_file(self, incarnation: str) -> AbstractContextManager[FlightFile]:
-        """Open a served rank's file for a ``with`` block; raises one of ``rank_file.READ_ERRORS`` if it cannot be read."""
-
-    def close(self) -> None:
-        """Close all files."""
-
-
 class SnapshotCache:
     """The newest snapshot. To be used in one event loop."""
 
-    def __init__(self, scanner: Scan, clock: Callable[[], Now] = system_clock) -> None:
+    def __init__(self, scanner: Scanner, clock: Callable[[], Now] = system_clock) -> None:
         self.latest = EMPTY
         self.timeouts = 0
         """waits for a scan that reached the deadline"""
@@ -67,7 +53,7 @@ class SnapshotCache:
         await self._scan(deadline_s)
         return self.latest
 
-    async def ask(self, question: Callable[[Scan], T]) -> T:
+    async def ask(self, question: Callable[[Scanner], T]) -> T:
         """Call a function that reads more of the files than a snapshot has, in the scan thread; return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, question, self._scanner)
 
