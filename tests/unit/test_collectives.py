@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +15,10 @@ from tests.training import loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.probes import collectives
 from torchobs.probes.collectives import (
-    CollectivesProbe,
     GroupStatus,
     UnreadableError,
     decode,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 GLOO: dict[str, Any] = json.loads((Path(__file__).parent / "golden" / "flight_recorder" / "gloo-2.10.json").read_text())
 """Recorded by rank 0 of two with torch 2.13 on a CPU: it waits in an all-reduce and a broadcast of the default group."""
@@ -149,36 +144,3 @@ def test_a_group_of_one_has_no_series_at_level_basic(flight_dir: Path) -> None:
         run.look()
         loss_of(mlp()).backward()  # type: ignore[no-untyped-call]
         assert of_collectives(run.look()) == {}
-
-
-class Destroyed:
-    """`torch.distributed` in between: the group was there, and what is asked of it raises as torch does."""
-
-    def is_initialized(self) -> bool:
-        """It was."""
-        return True
-
-    def get_backend(self) -> str:
-        """Too late."""
-        raise ValueError("Default process group has not been initialized, please make sure to call init_process_group.")
-
-    def get_world_size(self) -> int:
-        """Likewise."""
-        raise ValueError("Default process group has not been initialized, please make sure to call init_process_group.")
-
-
-def group(backend: str, count: Callable[[], int]) -> Any:
-    """A process group of two ranks."""
-    return SimpleNamespace(group_name=backend, backend=backend, size=lambda: 2, _get_sequence_number_for_group=count)
-
-
-def test_a_group_that_does_not_count_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise: a group of a backend without numbers, or one that is just destroyed, leaves the counts of those behind it."""
-    some = [group("ucc", Destroyed().get_world_size), group("gloo", Destroyed().get_world_size), group("nccl", lambda: 7)]
-    monkeypatch.setattr(collectives, "groups", lambda: some)
-    published: list[tuple[str, float]] = []
-    probe: Any = CollectivesProbe()
-    probe._distributed = SimpleNamespace(get_backend=lambda group: group.backend)
-    probe._context = SimpleNamespace(set_gauge=lambda _, value, labels: published.append((labels["group"], value)))
-    probe._publish_counts()
-    assert (published, probe._living) == ([("nccl", 7)], {"nccl"})

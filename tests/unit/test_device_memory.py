@@ -87,19 +87,6 @@ def test_nothing_is_asked_before_cuda_is_initialised() -> None:
     assert module.asked == []
 
 
-def test_a_device_without_memory_is_not_asked_for_its_limit() -> None:
-    """With ``cudaMallocAsync`` the answer needs a context, of half a gigabyte, and makes one."""
-    module, asked = Cuda(), list[int]()
-
-    def fraction(index: int) -> float:
-        asked.append(index)
-        return 1.0
-
-    module._C._cuda_getMemoryFraction = fraction
-    assert [found.limit for found in used_devices(module)] == [TOTAL]
-    assert asked == [0]
-
-
 def test_an_xpu_has_no_split_blocks_and_metal_no_peaks() -> None:
     """What an allocator does not tell is absent."""
     found = {name: entry for name, entry in stats().items() if not name.startswith(("inactive_split", "num_"))}
@@ -344,26 +331,3 @@ def test_cuda_s_initialisation_attaches_once_and_a_removed_session_hears_nothing
     assert len(run.frames(catalog.EVENT_OUT_OF_MEMORY.name)) == 1
     first.remove()
     assert torch.cuda._queued_calls == before
-
-
-def test_an_allocator_without_observers_costs_nobody_the_initialisation(
-    run: Recording, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The one of cudaMallocAsync raises: there are no events then, for a reason that is told, and CUDA starts."""
-
-    def refuse(_: object) -> None:
-        raise RuntimeError("cudaMallocAsync does not yet support attachOutOfMemoryObserver")
-
-    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", refuse, raising=False)
-    monkeypatch.setattr("torchobs.probes.device_memory._Listening.attached", False)
-    context = run.session.context
-    assert context is not None
-    watcher, breaker = OomObserver(), context.breaker("oom")
-    watcher.install(context)
-    for call, *_ in torch.cuda._queued_calls[-1:]:
-        call()
-    assert breaker.is_open
-    assert not context.breaker("device_memory").is_open
-    assert [failure.exception for failure in breaker.failures] == ["RuntimeError"]
-    breaker.errors = 0
-    watcher.remove()

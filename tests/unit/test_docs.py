@@ -32,20 +32,6 @@ def test_the_page_is_up_to_date(checkout: Path) -> None:
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
-def test_a_stale_or_missing_page_is_told_and_left_alone(checkout: Path, tmp_path: Path) -> None:
-    """`--check` fails and changes nothing; without it the page is written, and then the check is content."""
-    page = tmp_path / "metrics.md"
-    assert generate(checkout, "--check", "--out", tmp_path).returncode == 1
-    assert list(tmp_path.iterdir()) == []
-    page.write_text("stale")
-    checked = generate(checkout, "--check", "--out", tmp_path)
-    assert (checked.returncode, page.read_text()) == (1, "stale")
-    assert f"{page} is stale" in checked.stdout
-    assert generate(checkout, "--out", tmp_path).returncode == 0
-    assert generate(checkout, "--check", "--out", tmp_path).returncode == 0
-    assert page.read_text() == (checkout / "docs" / "metrics.md").read_text()
-
-
 def test_every_entry_has_its_row(checkout: Path) -> None:
     """Each metric, event and span, with its Prometheus name and its attributes."""
     page = (checkout / "docs" / "metrics.md").read_text()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._utils import ExceptionWrapper
 
-from torchobs.probes.exits import MAX_MESSAGE, describe, message, places
+from torchobs.probes.exits import MAX_MESSAGE, describe, message
 
 
 class Named(Exception):  # noqa: N818  # as scripts have them
@@ -136,10 +136,3 @@ def test_where_is_one_harmless_word_or_unknown() -> None:
     with pytest.raises(ValueError, match="x") as caught:
         deep("x")
     assert wrapped(caught.value, "in \x1b]0;owned\x07\nsecret")["origin"] == "background"
-
-
-def test_a_package_of_another_environment_is_not_the_user_s_line() -> None:
-    """Torch may be installed once for many environments."""
-    shared = "/opt/shared/lib/python3/dist-packages/torch/_utils.py"
-    frames = [("/home/me/train.py", "train.py:10 in main"), (shared, "_utils.py:7 in f")]
-    assert places(frames) == ("_utils.py:7 in f", "train.py:10 in main")

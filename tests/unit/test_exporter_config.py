@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from torchobs import catalog
 from torchobs.catalog import HOST_COLLECTORS
 from torchobs.config.options import Address, duration_s
 from torchobs.exporter import config
-from torchobs.exporter.config import EVERY_OPTION, ExporterConfig, PushConfig, PushTarget, UnixAddress
+from torchobs.exporter.config import ExporterConfig, PushConfig, PushTarget, UnixAddress
 
 
 def test_durations_are_prometheus_own() -> None:
@@ -115,26 +113,6 @@ def test_collectors_are_chosen_by_name() -> None:
         refused = config.parse({"collect_host": [text]}, {})
         assert refused.collect_host == ()
         assert all(name in refused.problems[0] for name in HOST_COLLECTORS)
-
-
-def test_the_page_has_second_variables_states_endings_and_metrics(checkout: Path) -> None:
-    """An option's variable follows from its name; the page lists further ones, and the catalog's states, in its order."""
-    page = (checkout / "docs" / "exporter.md").read_text()
-    documented = {
-        option: tuple(re.findall(r"`(\w+)`", variables))
-        for option, variables in re.findall(r"^\| `(--[\w.-]+)`[^|]*\| ([^|]*) \|$", page, re.MULTILINE)
-    }
-    for option in EVERY_OPTION:
-        assert option.variables[0] == f"TORCHOBS_EXPORTER_{re.sub('[.-]', '_', option.flag[2:]).upper()}"
-    assert documented == {option.flag: option.variables for option in EVERY_OPTION if len(option.variables) > 1}
-    states = page.split("## The state of a rank")[1].split("A killed rank", maxsplit=1)[0]
-    assert tuple(re.findall(r"^\| `(\w+)` \| ", states, re.MULTILINE)) == catalog.RANK_STATES
-    assert [reason for reason in catalog.EXIT_REASONS if f"`{reason}`" not in page] == []
-    names = {metric.prometheus for metric in catalog.METRICS}
-    for name, star in re.findall(r"\b(torchobs_\w+)(\*?)", page):
-        assert name.startswith("torchobs_run") or name in names or (star and any(known.startswith(name) for known in names)), (
-            name
-        )
 
 
 BASE = "OTEL_EXPORTER_OTLP_ENDPOINT"

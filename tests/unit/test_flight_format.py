@@ -7,11 +7,10 @@ import json
 import re
 import struct
 import zlib
-from collections.abc import Iterable
 from dataclasses import replace
 from math import nan
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 
 import torchobs.flight
 from tests import flights
-from tests.flights import header, plain_step, recorded
+from tests.flights import header
 from torchobs import catalog
 from torchobs.flight.details import Document, decode_history, encode_history, newest
 from torchobs.flight.events import EventRing, SpanIds, Tail, derived, scan
@@ -38,9 +37,10 @@ from torchobs.flight.layout import (
     plan,
 )
 from torchobs.flight.series import Scope, Series, ValueType, decode, encode
-from torchobs.flight.step_record import unpack
 from torchobs.flight.storage import Storage
-from torchobs.runtime.spans import phases_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 HEADER = flights.header()
 MOVES = ("writer.py", "memory.py")
@@ -338,27 +338,3 @@ def test_all_ranks_of_a_run_share_its_traces(launcher: dict[str, str]) -> None:
     ]
     assert len({one.trace for one in of_one}) == len({one.span for one in of_one}) == len(of_one)
     assert all(re.fullmatch("(?!0{32})[0-9a-f]{32}", one.trace) for one in of_one)
-
-
-def test_a_plain_step_s_phases_are_where_they_were() -> None:
-    """Fetch, forward, backward and optimizer, each from its boundary to the next; without a fetch between, not forward."""
-    writer, memory = recorded()
-    begun = writer.header.monotonic_ns
-    for number, loader in ((1, True), (2, False)):
-        plain_step(writer, number, loader=loader)
-    at = writer._steps_at
-    raw = [bytes(memory.content[at + 128 * index : at + 128 * (index + 1)]) for index in range(2)]
-    first, second = (
-        phases_of(record.stamps, record.end_ns)
-        for one in raw
-        if (record := unpack(one, writer.header.seed)) is not None and record.stamps is not None
-    )
-    ms = 50_000_000
-    assert first == [
-        ("data", begun, begun + ms),
-        ("forward", begun + ms, begun + 2 * ms),
-        ("backward", begun + 2 * ms, begun + 3 * ms),
-        ("optimizer", begun + 4 * ms, begun + 5 * ms),
-    ]
-    assert [phase for phase, _, _ in second] == ["between", "backward", "optimizer"]
-    assert second[0][1] == first[-1][2], "the second begins where the first ends"

@@ -13,7 +13,6 @@ import torch
 from transformers.utils import ModelOutput
 
 from torchobs import guard
-from torchobs.support.result import Problem
 
 
 class Pair(NamedTuple):
@@ -189,30 +188,3 @@ def test_safe_inference_evaluates() -> None:
     assert [module.training for module in model.modules()] == before
     pair = guard.safe_inference(lambda a, b: a + b, (torch.ones(2), torch.ones(2)))
     assert pair.data.tolist() == [2.0, 2.0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e5m2])
-def test_a_bound_that_the_type_cannot_hold_is_its_end(dtype: torch.dtype) -> None:
-    """Promise: what comes back is finite, whatever bounds were given for outputs of another type."""
-    outputs = torch.tensor([inf, -inf, nan, 1.0]).to(dtype)
-    found = guard.sanitize_outputs(outputs, "nan_to_num", low=-1e300, high=1e300, nan=1e300)
-    assert found.dtype == dtype
-    assert bool(found.float().isfinite().all())
-    assert found[3].item() == 1.0
-    assert found[0].item() == found[2].item() == -found[1].item()
-    small = guard.sanitize_outputs(torch.tensor([0.3, 0.05]).to(dtype), "clamp", high=0.1)
-    assert guard.sanitize_outputs(small, "clamp", high=0.1) is small
-
-
-CONSTANT = (Problem("constant", "output", "the same output for every sample"),)
-
-
-@pytest.mark.parametrize(("offset", "scale"), [(1.7e9, 1e3), (-1e12, 1.0), (1e15, 100.0)])
-def test_values_far_from_zero_are_not_constant(offset: float, scale: float) -> None:
-    """Promise: what a type tells apart are different answers, such as times since 1970; equal ones are constant there, too."""
-    torch.manual_seed(0)
-    given = offset + scale * torch.randn(256, 2, dtype=torch.float64)
-    assert guard.check_outputs(given).ok
-    assert guard.check_outputs(given[:1].repeat(256, 1)).problems == CONSTANT
-    noise = torch.rand(256, 2, dtype=torch.float64) * 2**-52 * abs(offset)  # of rounding
-    assert guard.check_outputs(given[:1] + noise).problems == CONSTANT

@@ -335,32 +335,6 @@ def test_the_network_policy_closes_the_exporters_port_alone() -> None:
     assert ports("injection.port=12000")[0]["port"] == 12000
 
 
-@pytest.mark.parametrize(
-    ("settings", "labelled"),
-    [
-        ("injection.engine=auto", True),
-        ("injection.engine=kyverno", True),
-        ("injection.engine=none", False),
-        ("injection.apiVersion=v1,injection.excludedNamespaces={monitoring}", False),
-    ],
-)
-def test_helm_test_tries_the_label_wherever_it_does_something(settings: str, *, labelled: bool) -> None:
-    """Else the same pod has the sidecar by the helper. It has no right and no token, and asks nobody for a volume."""
-    pods = of_kind(objects(rendered("--set", settings, "-s", "templates/tests/exporter.yaml")), "Pod")
-    assert [one["metadata"]["name"] for one in pods] == [*(["torchobs-test-wait"] if labelled else []), "torchobs-test"]
-    for pod in pods:
-        assert ("torchobs.io/inject" in pod["metadata"]["labels"]) is labelled
-        assert ("initContainers" in pod["spec"]) is not labelled
-        assert ("the label added a sidecar" in script(pod)) is labelled
-        assert pod["spec"]["automountServiceAccountToken"] is False
-        compile(script(pod), "test", "exec")
-
-
-def script(pod: dict[str, Any]) -> str:
-    """What a pod of `helm test` runs."""
-    return str(pod["spec"]["containers"][0]["command"][-1])
-
-
 PAGES = (
     "README.md",
     "docs/kubernetes.md",

@@ -215,14 +215,6 @@ def test_an_annotation_that_makes_no_sense_is_ignored(default: dict[str, Any], n
         assert {kind: after["resources"][kind][name] for kind in ("requests", "limits")} == {"requests": text, "limits": text}
 
 
-def test_a_limit_range_of_four_lets_the_sidecar_in() -> None:
-    """`maxLimitRequestRatio` 4 is what many namespaces have; a pod that is refused after the change never starts."""
-    for name, ratio in (("cpu", 200 / 50), ("memory", 128 / 64)):
-        resources = sidecar(admitted(policy(), pod()))["resources"]
-        request, limit = (float(resources[kind][name].rstrip("mMi")) for kind in ("requests", "limits"))
-        assert limit / request == ratio <= 4
-
-
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
@@ -335,14 +327,6 @@ def test_the_sidecar_ends_before_the_pods_grace(
         described = pod_spec(tmp_path, {"containers": [{"name": "trainer"}], **spec})
         assert described["terminationGracePeriodSeconds"] == grace_s
         assert environment(described["initContainers"][0])["TORCHOBS_EXPORTER_DRAIN_TIMEOUT"] == drain
-
-
-def test_a_pod_says_what_was_added_to_it(default: dict[str, Any]) -> None:
-    """`kubectl describe pod` shows it, with the version; annotations of the pod's own stay."""
-    image = sidecar(admitted(default, pod()))["image"]
-    for inject, text in (("true", "the exporter"), ("auto", "torchobs and its exporter")):
-        annotations = admitted(default, pod(inject=inject, annotations={"level": "advanced"}))["metadata"]["annotations"]
-        assert annotations == {"torchobs.io/level": "advanced", "torchobs.io/injected": f"{text}, {image}"}
 
 
 @pytest.mark.parametrize(

@@ -235,30 +235,6 @@ def test_pip_installs_where_it_always_did(site: Path, home: Path) -> None:
     assert by_user_base(site, home, str(home / "pipeline.py"))[0] == [str(site / "user")]
 
 
-@pytest.mark.parametrize(
-    ("options", "is_pip"),
-    [
-        ("-u -m pip", True),
-        ("-W ignore -X dev -m pip", True),
-        ("-Wignore -um pip", True),
-        ("-mpip", True),
-        ("-u {home}/pip3.11", True),
-        ("-W pip {home}/pipeline", False),
-        ("{home}/pipeline -m pip", False),
-        ("-m pipeline", False),
-        ("-c pass -m pip", False),
-    ],
-)
-def test_pip_is_recognised_behind_options(site: Path, home: Path, tmp_path: Path, options: str, is_pip: bool) -> None:  # noqa: FBT001
-    """Python's own, of which some take a value; what follows the program is the program's."""
-    shown = "import os; print(os.environ.get('PYTHONUSERBASE'))"
-    for name in ("pip.py", "pipeline.py", "pip3.11", "pipeline"):
-        (home / name).write_text(shown)
-    words = ["-c" + shown if word == "-c" else word.format(home=home) for word in options.split() if word != "pass"]
-    lines, _, _ = by_user_base(site, tmp_path, *words, PYTHONPATH=str(home))
-    assert lines == [str(None if is_pip else site / "user")]
-
-
 def test_a_virtual_environment_needs_the_annotation(site: Path, image: Path, tmp_path: Path) -> None:
     """It has no user's site-packages: it trains unobserved until its `PYTHONPATH` is said."""
     venv.create(tmp_path / "venv", symlinks=True)

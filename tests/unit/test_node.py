@@ -9,14 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from torchobs.flight import files
-from torchobs.flight.directory import open_place
-from torchobs.flight.files import lock_name
-from torchobs.flight.layout import MIN_SIZE, Exit
-from torchobs.flight.writer import open_writer
 from torchobs.node import election, launch, lifetime
 from torchobs.node.lifetime import VIEWER_WAIT_S, Departure, ServiceStatus
-from torchobs.support.descriptors import Descriptor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,60 +58,6 @@ def test_a_planted_link_is_no_lock(directory_fd: int, flight_dir: Path) -> None:
     with pytest.raises(OSError, match="symbolic links"):
         election.Election(directory_fd).win()
     assert not (flight_dir / "target").exists()
-
-
-def test_an_announcement_counts_while_its_exporter_lives(directory_fd: int, flight_dir: Path) -> None:
-    """A killed exporter leaves its announcement behind: the lock tells that nobody listens there any more."""
-    candidate = election.Election(directory_fd)
-    assert candidate.win()
-    made = election.announce(directory_fd, "127.0.0.1:10961")
-    assert election.read(directory_fd) == made
-    assert (made.pid, made.url) == (os.getpid(), "http://127.0.0.1:10961/")
-    assert election.announce(directory_fd, "127.0.0.1:10961", tls=True).url == "https://127.0.0.1:10961/"
-    assert [path.name for path in flight_dir.iterdir() if path.name != election.LOCK] == ["exporter.json"]
-    candidate.release()
-    assert election.read(directory_fd) is None
-
-
-def test_a_rank_lives_while_its_heart_beats(directory_fd: int, flight_dir: Path) -> None:
-    """A script that closes descriptors which it has not opened drops the lock; an end that was recorded is one all the same."""
-    writer = open_writer(open_place(str(flight_dir), None), {"rank": 0}, MIN_SIZE)
-    assert writer._created is not None
-    os.close(writer._created.lock.number())
-    writer.heartbeat()
-    assert not lock_is_held_by_anybody(directory_fd, lock_name(writer.name))
-    assert election.anyone_alive(directory_fd)
-    assert writer.restore()
-    assert lock_is_held_by_anybody(directory_fd, lock_name(writer.name))
-    os.close(writer._created.lock.number())
-    writer.heartbeat()
-    writer.exit(Exit.FINISHED, 0)
-    files._held.clear()
-    assert not election.anyone_alive(directory_fd)
-    writer.close()
-
-
-def lock_is_held_by_anybody(directory_fd: int, name: str) -> bool:
-    """What another process gets for an answer."""
-    child = os.fork()
-    if not child:
-        os._exit(files.is_locked(directory_fd, name))
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-
-
-def test_a_rank_lives_while_its_lock_is_held(directory_fd: int, flight_dir: Path) -> None:
-    """The rescan counts published files with a held lock: not dead ones, not unpublished ones, not those without a lock."""
-    name = f"r0-{'0' * 32}"
-    assert not election.anyone_alive(directory_fd)
-    (flight_dir / f"{name}.flight").touch()
-    assert not election.anyone_alive(directory_fd)
-    file = Descriptor("lock", str(flight_dir / f"{name}.lock"), os.O_RDWR | os.O_CREAT)
-    assert not election.anyone_alive(directory_fd)
-    files.lock(file)
-    assert election.anyone_alive(directory_fd)
-    (flight_dir / f"{name}.flight").rename(flight_dir / ".tmp-0")
-    assert not election.anyone_alive(directory_fd)
-    files.unlock(file)
 
 
 class Clock:

@@ -150,29 +150,6 @@ def test_a_span_ended_by_two_threads_is_written_once(writer: FlightWriter, trace
     assert len(otel.frames(writer)) == 20
 
 
-def test_threads_may_change_a_span_while_it_ends(writer: FlightWriter, tracer: Tracer) -> None:
-    """Attributes and events that arrive during end() are in it or not; nothing breaks."""
-    stop = threading.Event()
-    spans = [tracer.start_span("first")]
-
-    def change() -> None:
-        number = 0
-        while not stop.is_set():
-            number += 1
-            spans[-1].set_attribute(f"k{number % 300}", number)
-            spans[-1].add_event("e")
-
-    thread = threading.Thread(target=change)
-    thread.start()
-    for number in range(100):
-        spans.append(tracer.start_span(f"s{number}"))
-        spans[-2].end()
-    stop.set()
-    thread.join()
-    assert all(len(frame["attrs"]) <= 128 for frame in otel.frames(writer))
-    assert len(otel.frames(writer)) > 5
-
-
 def test_a_signal_handler_may_change_the_span_it_interrupts(writer: FlightWriter, tracer: Tracer) -> None:
     """The SDK's span takes a lock here and hangs forever."""
     span = tracer.start_span("a")

@@ -16,7 +16,7 @@ from torchobs.document.files import markdown
 from torchobs.document.html import page
 from torchobs.document.run import Options, document, run_document
 from torchobs.document.sections import anomalies
-from torchobs.document.summary import parsed, side_of
+from torchobs.document.summary import side_of
 from torchobs.flight.reader import Distribution
 from torchobs.ranks.runs import Chosen
 
@@ -119,12 +119,3 @@ def test_a_curve_has_median_and_range_of_both_runs() -> None:
     assert (loss.second, loss.second_range, loss.change) == (1.1, (1.1, 1.1), -0.5)
     assert "| loss, steps 41 to 45 | 2.2 (2.1 to 2.3) | 1.1 (1.1 to 1.1) | -50.0 % |" in markdown(comparison_document(found))
     assert [one["first_range"] for one in found.to_dict()["quantities"] if one["what"] == loss.what] == [[2.1, 2.3]]
-
-
-def test_arguments_by_name() -> None:
-    """In each way that they are given."""
-    given = ["data.bin", "--lr", "3e-4", "--wd=0.1", "model.depth=12", "--fused", "--seed", "7", "-v"]
-    assert parsed(given) == {
-        "argument 1": "data.bin", "--lr": "3e-4", "--wd": "0.1", "model.depth": "12", "--fused": "yes",
-        "--seed": "7", "-v": "yes",
-    }  # fmt: skip

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,13 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.resources import OTELResourceDetector
 
-from tests.support import ROOT
 from torchobs.cli import exporter, run
 from torchobs.config import settings
 from torchobs.config.options import Address, Option, SettingsProblem, integer, values_of
 from torchobs.config.settings import OPTIONS, Settings, resolve
 from torchobs.exporter import config
-from torchobs.support.error_guard import CircuitBreaker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -353,20 +348,3 @@ def test_the_exporter_is_on_unless_somebody_has_spoken(
     options, what = run._parse([*arguments, str(tmp_path / "x.py"), "--lr", "1"])
     assert run._overrides(options)["exporter"] is expected
     assert what == run.Program(run.ProgramKind.SCRIPT, str(tmp_path / "x.py"), ("--lr", "1"))
-
-
-def test_a_handler_that_raises_within_a_hook_has_no_frame_of_the_hook() -> None:
-    """A signal may come at any time: what its handler raises is the script's, and so is the traceback."""
-
-    def handler(*_: object) -> None:
-        raise LookupError
-
-    before = signal.signal(signal.SIGUSR2, handler)
-    try:
-        with pytest.raises(LookupError) as raised:
-            CircuitBreaker("test").guard(lambda: signal.raise_signal(signal.SIGUSR2))()
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-    own = traceback.extract_tb(run._without_hooks(raised.tb))
-    assert not [frame for frame in own if frame.filename.startswith(f"{ROOT / 'torchobs'}{os.sep}")]
-    assert own[-1].name == "handler"

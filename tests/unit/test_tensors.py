@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections import UserDict, namedtuple
+from collections import UserDict
 from dataclasses import dataclass
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from torch.utils.data import default_collate
 from torchobs import debug, tune
 from torchobs.debug.switches import model_of
 from torchobs.probes.leak import count_objects
-from torchobs.probes.step_recorder import uncounted
 from torchobs.tensors.batches import batch_sizes
 from torchobs.tensors.references import living, living_optimizers, types_of_objects
 from torchobs.tensors.running import evaluating, training
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 IDS = torch.zeros(4, 16, dtype=torch.int64)
 MASK = torch.ones(4, 16, dtype=torch.int64)
 IMAGES, LABELS = torch.zeros(8, 3, 5, 5), torch.zeros(8, dtype=torch.int64)
-Pair = namedtuple("Pair", "x y")  # noqa: PYI024  # what default_collate keeps as it is
 
 
 @dataclass
@@ -78,18 +76,6 @@ def test_sizes_are_those_of_the_batch(name: str) -> None:
     """Samples: the dimension that the tensors share, or the number of those that were not stacked; tokens: only of ids."""
     batch, samples, tokens = BATCHES[name]
     assert batch_sizes(batch) == (tokens, samples)
-
-
-def test_what_a_script_gives_first_is_counted_once() -> None:
-    """A step's amount replaces that of this step, an amount of many steps all that were inferred; nothing is taken back."""
-    assert uncounted(32, 0, 0, ended=False) == 32  # in the first step
-    assert uncounted(32, 32, 1, ended=True) == 0  # after it
-    assert uncounted(30, 32, 1, ended=True) == 0  # without padding
-    assert uncounted(40, 32, 1, ended=True) == 8
-    assert uncounted(32, 32 * 9, 9, ended=False) == 32  # in the tenth step alone
-    assert uncounted(320, 32 * 9, 9, ended=False) == 32  # at the tenth step, for all ten
-    assert uncounted(320, 32 * 10, 10, ended=True) == 0
-    assert uncounted(300, 32 * 10, 10, ended=True) == 0
 
 
 def test_quantiles_of_values_that_go_by_column() -> None:

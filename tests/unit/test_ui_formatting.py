@@ -29,14 +29,6 @@ def test_elements_without_content_are_closed_as_html_and_as_svg_want_it() -> Non
     assert tag("meta", charset="utf-8") == '<meta charset="utf-8"/>'
 
 
-def test_a_curve_has_as_many_points_as_can_be_seen() -> None:
-    """Means within their extremes, by step, also where a device delivered them late."""
-    found = curve([(step, float(step % 10)) for step in [*range(11, 4001), *range(1, 11)]], SMALL_BUCKETS)
-    assert found is not None
-    assert (len(found.buckets), found.first, found.end, found.last) == (SMALL_BUCKETS, 1, 4000, 0.0)
-    assert all(bucket.mean is not None and bucket.least <= bucket.mean <= bucket.greatest for bucket in found.buckets)
-
-
 def test_what_is_not_finite_is_counted_and_leaves_a_gap() -> None:
     """A NaN is data."""
     points = [(1.0, 1.0), (2.0, NAN), (3.0, 2.0), (4.0, -INF)]
@@ -48,13 +40,6 @@ def test_what_is_not_finite_is_counted_and_leaves_a_gap() -> None:
     assert drawn.count('class="odd"') == 2
     assert "2 not finite" in drawn
     assert 'aria-label="Loss from step 1 to 4: from 1 to 2, least 1, greatest 2, 2 values not finite"' in drawn
-
-
-@pytest.mark.parametrize("values", [[], [(1.0, NAN)], [(5.0, INF), (6.0, -INF)]])
-def test_a_curve_of_nothing_is_none(values: list[tuple[float, float]]) -> None:
-    """And the page says so."""
-    assert curve(values, SMALL_BUCKETS) is None
-    assert "No value yet" in small(LineChart("Loss", (Series("Loss", values),), empty="No value yet."))
 
 
 def test_a_spike_does_not_flatten_the_curve() -> None:
