@@ -75,7 +75,9 @@ def test_a_reboot(flight_dir: Path, place: Path, tmp_path: Path, capsys: pytest.
     train("unasked", "finish", "--no-keep")
     (tmp_path / "interrupted.py").write_text("raise KeyboardInterrupt")
     argv = [sys.executable, "-m", "torchobs", "run", "--no-exporter", str(tmp_path / "interrupted.py")]
-    assert subprocess.run(argv, env=environ, check=False, capture_output=True).returncode == -signal.SIGINT
+    elsewhere = environ | {"TORCHOBS_KEEP_DIR": str(tmp_path / "elsewhere"), "TORCHOBS_DIR": str(tmp_path / "flights")}
+    assert subprocess.run(argv, env=elsewhere, check=False, capture_output=True).returncode == -signal.SIGINT
+    assert len([*(tmp_path / "elsewhere").iterdir()]) == 1
     train("by-exporter", "raise")
     wait_until(lambda: len([*place.glob("*.run.gz")]) == 2, 60)
     assert {stat.S_IMODE(path.stat().st_mode) for path in place.iterdir()} == {0o600}
@@ -130,7 +132,7 @@ def test_a_report_comes_back_as_it_was(place: Path) -> None:
     assert kinds == {LineChart, StripChart, HeatMap}
     for suffix in (".html", ".md"):
         assert report_text(back, suffix) == report_text(chosen, suffix)
-    assert back.data == document(chosen.ranks, [], chosen.bad, Options(2048, 200, history=True))
+    assert back.data == document(chosen.ranks, [], chosen.bad, Options(2048, 100, whole=True))
     assert repr(back.side) == repr(kept.side_for(chosen))  # a NaN equals nothing
     for line in gzip.decompress(path.read_bytes()).splitlines():
         json.loads(line, parse_constant=pytest.fail)
@@ -242,7 +244,7 @@ def test_two_writers_at_once(place: Path) -> None:
     assert len([*place.iterdir()]) == 4
     runs, bad = kept.listed(place)
     assert (len(runs), bad) == (4, [])
-    assert [kept.load(path).side.summary for path in runs.values()] == [*runs]
+    assert [kept.load(path).side.steps for path in runs.values()] == [one.steps for one in runs]
 
 
 def test_a_run_that_was_resumed_is_compared_step_by_step(

@@ -14,9 +14,9 @@ from torchobs.document.blocks import Items, StripChart, Table
 from torchobs.document.compare import compare, comparison_document
 from torchobs.document.files import markdown
 from torchobs.document.html import page
+from torchobs.document.kept import side_for
 from torchobs.document.run import Options, document, run_document
 from torchobs.document.sections import anomalies
-from torchobs.document.summary import side_of
 from torchobs.flight.reader import Distribution
 from torchobs.ranks.runs import Chosen
 
@@ -113,7 +113,7 @@ def run(*losses: float) -> Chosen:
 
 def test_a_curve_has_median_and_range_of_both_runs() -> None:
     """The range is that of the middle half, so that one spike does not make it; nothing is judged."""
-    found = compare(side_of(run(2.0, 2.1, 2.2, 2.3, 99.0)), side_of(run(1.0, 1.1, 1.1, 1.1, 1.2)))
+    found = compare(side_for(run(2.0, 2.1, 2.2, 2.3, 99.0)), side_for(run(1.0, 1.1, 1.1, 1.1, 1.2)))
     loss = next(one for one in found.quantities if one.what == "loss, steps 41 to 45")
     assert (loss.first, loss.first_range) == (2.2, (2.1, 2.3))
     assert (loss.second, loss.second_range, loss.change) == (1.1, (1.1, 1.1), -0.5)

@@ -67,7 +67,8 @@ def main(given: Sequence[str]) -> int:
     else:
         lines = [*render(kept.report_on(chosen, wanted), style_for(out)), *chosen.notes]
         out.write("".join(f"{line}\n" for line in lines))
-    states = (
-        [chosen.side.summary.state] if isinstance(chosen, Kept) else [one.state for one in (*chosen.ranks, *chosen.launchers)]
-    )
+    if isinstance(chosen, Kept):
+        states = [one["state"] for one in (*chosen.data["ranks"], *chosen.data["launchers"])]
+    else:
+        states = [report.state for report in (*chosen.ranks, *chosen.launchers)]
     return int(any(state not in {"alive", "finished"} for state in states))

@@ -69,8 +69,11 @@ def main(given: Sequence[str]) -> int:
     lines = [_plots(chosen, options.plots, options.format)] if options.plots is not None else []
     if output is not None:
         _write(output, files.report_text(chosen, output.suffix))
-        summary = kept.side_for(chosen).summary
-        run = f"{summary.job_name} {summary.run_id} ({text_format.plural(summary.ranks, 'rank')})"
+        if isinstance(chosen, kept.Kept):
+            names, ranks = chosen.side[:2], len(chosen.data["ranks"])
+        else:
+            names, ranks = chosen.ranks[0].names, len(chosen.ranks)
+        run = f"{' '.join(names)} ({text_format.plural(ranks, 'rank')})"
         lines.append(f"report of {run} in {text_format.clean(output)}")
     sys.stdout.write("".join(f"{line}\n" for line in (*lines, *map(text_format.clean, chosen.notes))))
     return 0

@@ -13,8 +13,7 @@ from torchobs.cli.arguments import CommandError, tolerant
 from torchobs.config import settings
 from torchobs.document import kept
 from torchobs.document.blocks import Table
-from torchobs.document.kept import NotKeptError
-from torchobs.document.summary import RunSummary, summary_of
+from torchobs.document.kept import NotKeptError, RunSummary, summary_of
 from torchobs.document.text import style_for, table
 from torchobs.flight.events import plain
 from torchobs.ranks.runs import Listing, NoRunError, RunFiles, choose, default_directory, listing, load

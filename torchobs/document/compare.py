@@ -1,20 +1,27 @@
-"""Two runs compared: what was set differently, and what came of it. Pure."""
+"""Two runs compared: what was set differently, and what came of it. Pure.
+
+Each is given as plain data (``document.run``), which a kept run is as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
+from statistics import median, quantiles
 from typing import Any, NamedTuple
 
+from torchobs import catalog
 from torchobs._version import __version__
-from torchobs.document.blocks import Document, Item, Items, LineChart, Section, Series, Table, Text, section
-from torchobs.document.summary import WARM_UP, Quantity, Side, of_many
+from torchobs.document.blocks import Document, Item, Items, LineChart, Point, Section, Series, Table, Text, section
+from torchobs.document.run import facts
 from torchobs.flight.events import plain
 from torchobs.support import text as text_format
 
 VERSION = 1
+_WARM_UP = 5
 _NAMES = ("A", "B")
 _TAIL = 0.1
+CURVES = {"loss": "Loss", "grad_norm": "Gradient norm", "duration_s": "Step time", "learning_rate": "Learning rate"}
 
 
 class Compared(NamedTuple):
@@ -38,6 +45,28 @@ class Difference(NamedTuple):
     second: str
 
 
+class Side(NamedTuple):
+    """A run as a comparison sees it: by the rank that its report shows."""
+
+    job_name: str
+    run_id: str
+    rank: str
+    state: str
+    ended_by: str
+    started: float
+    steps: int
+    resumed_from: float
+    """steps before this process"""
+    facts: Mapping[str, str]
+    """what it was started with, by name"""
+    is_told: bool
+    """whether its file says how it was started"""
+    quantities: Mapping[str, tuple[str, list[float]]]
+    """units and values, one or many, by name"""
+    curves: Mapping[str, list[Point]]
+    """by field and step of the training"""
+
+
 class Comparison(NamedTuple):
     """Two runs compared."""
 
@@ -48,13 +77,8 @@ class Comparison(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data. Times in seconds, memory in bytes; a non-finite number is its name."""
-        runs = [
-            {
-                **{name: getattr(one.summary, name) for name in ("job_name", "run_id", "state", "steps", "started")},
-                **{name: getattr(one, name) for name in ("rank", "resumed_from")},
-            }
-            for one in (self.first, self.second)
-        ]
+        names = ("job_name", "run_id", "rank", "state", "steps", "resumed_from", "started")
+        runs = [{name: getattr(one, name) for name in names} for one in (self.first, self.second)]
         parts = {
             "differences": [one._asdict() for one in self.differences],
             "quantities": [one._asdict() for one in self.quantities],
@@ -63,46 +87,110 @@ class Comparison(NamedTuple):
         return made
 
 
+def side_of(data: Mapping[str, Any]) -> Side:
+    """Return what is compared of a run; ``data``: plain data of it, with all steps and the history of its principal rank."""
+    every, rank = data["ranks"], data["ranks"][data["principal"]]
+    details = max((rank["details"], *(one["details"] for one in every)), key=len)
+    given, before = details.get("arguments"), float(rank["resumed_from"] or 0.0)
+    return Side(
+        job_name=text_format.clean(rank["job_name"]), run_id=text_format.clean(rank["run_id"]), rank=rank["rank"],
+        state=rank["state"], ended_by=rank["exit"]["reason"] or "", started=float(rank["started"]), steps=rank["last_step"],
+        resumed_from=before,
+        facts=(parsed(given) if isinstance(given, list) else {})
+        | facts(rank["resource"], details)
+        | {"ranks here": str(len(every)), "resumed from step": f"{before:,.0f}" if before else ""},
+        is_told=bool(rank["details"]),
+        quantities={what: (unit, [float(one) for one in values]) for what, unit, values in _quantities(rank)},
+        curves={
+            field: [(before + step["step"], float(step[field])) for step in rank["steps"] if step[field] is not None]
+            for field in CURVES
+        },
+    )  # fmt: skip
+
+
 def compare(first: Side, second: Side) -> Comparison:
     """Compare two runs. Steps are those of the training: a run that was resumed goes on where the first one was."""
     names = dict.fromkeys((*first.facts, *second.facts))
     pairs = ((name, first.facts.get(name, ""), second.facts.get(name, "")) for name in names)
+    found = [
+        _compared(what, unit, *(side.quantities[what][1] for side in (first, second)))
+        for what, (unit, _) in first.quantities.items()
+        if not what.startswith("step time,") or any(any(side.quantities[what][1]) for side in (first, second))
+    ]
     differences = tuple(Difference(*pair) for pair in pairs if pair[1] != pair[2])
-    return Comparison(first, second, differences, tuple(_quantities(first, second)))
+    return Comparison(first, second, differences, (*found, *_tails(first, second)))
 
 
-def _quantities(first: Side, second: Side) -> Iterator[Compared]:
-    theirs = {one.what: one for one in second.quantities}
-    for one in first.quantities:
-        other = theirs.get(one.what, one._replace(value=None, middle_half=None))
-        if not one.what.startswith("step time,") or one.value is not None or other.value is not None:
-            yield _compared(one, other)
-    yield from _curves(first, second)
+def parsed(arguments: Sequence[object]) -> dict[str, str]:
+    """Return a script's arguments by name: ``--lr 3e-4``, ``--lr=3e-4``, ``lr=3e-4``; others by their position."""
+    words = [text_format.clean(word) for word in arguments]
+    by_name: dict[str, str] = {}
+    option = ""
+    position = 0
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and name.strip("-"):
+            by_name[name] = value
+        elif word.startswith("-"):
+            by_name[word] = "yes"
+        elif option:
+            by_name[option] = word
+        else:
+            position += 1
+            by_name[f"argument {position}"] = word
+        option = word if word.startswith("-") and not equals else ""
+    return by_name
 
 
-def _compared(first: Quantity, second: Quantity) -> Compared:
-    was, became = first.value, second.value
+def _quantities(rank: Mapping[str, Any]) -> Iterator[tuple[str, str, Sequence[Any]]]:
+    steps, history, rss = rank["steps"], rank["history"], catalog.MEMORY_HOST_RSS.name
+    timed = [step["duration_s"] for step in steps if step["duration_s"] is not None and step["step"] > _WARM_UP]
+    yield "step time", "s", [seconds for seconds in timed if isfinite(float(seconds))]
+    for phase in catalog.PHASES:
+        yield f"step time, {phase}", "s", [step["phases"].get(phase, 0.0) for step in steps[_WARM_UP:]]
+    speed, spent = rank["speed"] or {}, rank["goodput"]
+    yield from _greatest("speed", "", [speed.get("steps_per_s")])
+    yield from _greatest("tokens per second", "", [speed.get("tokens_per_s")])
+    yield from _greatest("goodput", "", [spent.get("productive", 0.0) / sum(spent.values())] if any(spent.values()) else [])
+    at = history["names"].index(rss) if rss in history["names"] else None
+    seen = [row[2 + at] for row in history["rows"]] if at is not None else []
+    yield from _greatest("host memory, greatest RSS", "By", seen or [rank["memory"]["rss"]])
+    yield from _greatest("device memory, peak", "By", [sizes.get("peak") for sizes in rank["device_memory"].values()])
+    yield "steps", "", [rank["last_step"]]
+
+
+def _greatest(what: str, unit: str, values: Sequence[Any]) -> Iterator[tuple[str, str, Sequence[Any]]]:
+    yield what, unit, sorted(float(value) for value in values if value is not None)[-1:]
+
+
+def _compared(what: str, unit: str, first: Sequence[float], second: Sequence[float]) -> Compared:
+    was, became = (median(values) if values else None for values in (first, second))
     change = (became - was) / abs(was) if was and became is not None else None
-    return Compared(first.what, first.unit, was, became, change, first.middle_half, second.middle_half)
+    return Compared(what, unit, was, became, change, _middle_half(first), _middle_half(second))
 
 
-def _curves(first: Side, second: Side) -> Iterator[Compared]:
+def _middle_half(values: Sequence[float]) -> tuple[float, float] | None:
+    if len(values) < 2:  # noqa: PLR2004  # a range has two ends
+        return None
+    low, _, high = quantiles(values, method="inclusive")
+    return low, high
+
+
+def _tails(first: Side, second: Side) -> Iterator[Compared]:
     """Yield loss and gradient norm over the last tenth of the steps that both runs have."""
-    common = int(min(side.resumed_from + side.summary.steps for side in (first, second)))
-    begin = common - max(int(common * _TAIL), WARM_UP)
+    common = int(min(side.resumed_from + side.steps for side in (first, second)))
+    begin = common - max(int(common * _TAIL), _WARM_UP)
     for field, name in (("loss", "loss"), ("grad_norm", "gradient norm")):
-        what = f"{name}, steps {begin + 1:,} to {common:,}"
         tails = [
-            [value for at, value in side.course.points(field) if begin < at <= common and isfinite(value)]
-            for side in (first, second)
+            [value for at, value in side.curves[field] if begin < at <= common and isfinite(value)] for side in (first, second)
         ]
         if all(tails):
-            yield _compared(*(of_many(what, "", tail) for tail in tails))
+            yield _compared(f"{name}, steps {begin + 1:,} to {common:,}", "", *tails)
 
 
 def comparison_document(found: Comparison) -> Document:
     """Return the comparison as a document."""
-    runs = (found.first.summary, found.second.summary)
+    runs = (found.first, found.second)
     names = [f"{name}: {run.job_name} {run.run_id}" for name, run in zip(_NAMES, runs, strict=True)]
     jobs = list(dict.fromkeys(run.job_name for run in runs))
     return Document(
@@ -112,7 +200,7 @@ def comparison_document(found: Comparison) -> Document:
         headline=_settings(found),
         sections=(
             section("findings", "What differs", Items(tuple(_ends(found)))), _set_differently(found), _measured(found),
-            _charts((found.first, found.second)),
+            _charts(runs),
         ),
         footer=(f"torchobs {__version__}",),
     )  # fmt: skip
@@ -125,7 +213,7 @@ def _settings(found: Comparison) -> str:
 
 def _ends(found: Comparison) -> Iterator[Item]:
     """Yield how each run that is not in order ended."""
-    for name, run in zip(_NAMES, (found.first.summary, found.second.summary), strict=True):
+    for name, run in zip(_NAMES, (found.first, found.second), strict=True):
         if run.state not in {"alive", "finished"}:
             reason = f" ({run.ended_by})" if run.ended_by else ""
             yield Item("warning", f"{name} did not finish: {run.state}{reason}, after step {run.steps:,}.")
@@ -167,10 +255,8 @@ def _measured(found: Comparison) -> Section:
 
 
 def _charts(sides: Sequence[Side]) -> Section:
-    fields = (("Loss", "loss"), ("Gradient norm", "grad_norm"), ("Step time", "duration_s"), ("Learning rate", "learning_rate"))
     charts = []
-    for title, field in fields:
-        curves = ((name, side.course.points(field)) for name, side in zip(_NAMES, sides, strict=True))
-        lines = tuple(Series(name, points) for name, points in curves if points)
+    for field, title in CURVES.items():
+        lines = tuple(Series(name, side.curves[field]) for name, side in zip(_NAMES, sides, strict=True) if side.curves[field])
         charts.append(LineChart(title, lines, text_format.duration if field == "duration_s" else text_format.number))
     return section("curves", "Curves", *(chart if chart.series else None for chart in charts))

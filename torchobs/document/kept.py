@@ -1,7 +1,7 @@
 """Runs that have ended, kept where a reboot does not take them: a file of compressed JSON for each.
 
-A file is two lines: what a list of runs needs, and the rest: the side in a comparison, the report's blocks, the plain data of
-``inspect --json``. A reader takes nothing for granted: what has not the form that is declared here is refused in words.
+A file is two lines: what a list of runs needs, and the rest: the report's blocks, and the plain data of ``inspect --json``.
+A reader takes nothing for granted: what has not the form that is declared here is refused in words.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from torchobs.config import settings
 from torchobs.document.blocks import Document, Table
+from torchobs.document.compare import Side, side_of
 from torchobs.document.run import DEFAULT, Options, document, known_details, run_document
-from torchobs.document.summary import RunSummary, Side, side_of
 from torchobs.flight.layout import nonfinite_name
 from torchobs.node.launch import in_kubernetes
 from torchobs.ranks import runs
 from torchobs.ranks.rank_file import READ_ERRORS
+from torchobs.ranks.rank_view import RankView
 from torchobs.ranks.runs import Chosen, NoRunError, RunFiles
 from torchobs.support import text as text_format
 
@@ -44,6 +45,7 @@ _STEPS, _EVENTS = 4096, 200
 _LONGEST_HEAD, _LONGEST = 1024**2, 256 * 1024**2
 _ERRORS = (*READ_ERRORS, EOFError, zlib.error)
 _ROUNDED = {one.__name__: one for one in (text_format.number, text_format.duration, text_format.size)}
+_WORST_FIRST = ("failed", "lost", "hung", "unresponsive", "alive", "finished")
 _NONFINITE = ("NaN", "Infinity", "-Infinity")
 
 
@@ -51,14 +53,55 @@ class NotKeptError(Exception):
     """A run is not kept; the message says why."""
 
 
+class RunSummary(NamedTuple):
+    """One run. Times in Unix seconds; ``state`` is the worst of its ranks', ``ended_by`` that rank's reason."""
+
+    job_name: str
+    run_id: str
+    ranks: int
+    world_size: int | None
+    attempt: int
+    state: str
+    ended_by: str
+    started: float
+    last_seen: float
+    steps: int
+    loss: float | None
+    best_loss: float | None
+    """the least of those that were still there to be read"""
+    commit: str = ""
+    tag: str = ""
+
+    @property
+    def last_s(self) -> float:
+        """As of a run's files."""
+        return self.last_seen
+
+
+def summary_of(ranks: Sequence[RankView], started_s: float) -> RunSummary:
+    """Return the line of a run of one rank or more; its losses are the first rank's."""
+    worst = min(ranks, key=lambda rank: _WORST_FIRST.index(rank.state) if rank.state in _WORST_FIRST else 0)
+    world, losses = worst.header.resource.get("world_size"), [*ranks[0].losses.values()]
+    known = known_details(ranks, ranks[0])
+    git, given = (part if isinstance(part := known.get(name), dict) else {} for name in ("git", "settings"))
+    return RunSummary(
+        job_name=worst.names[0], run_id=worst.names[1], ranks=len(ranks),
+        world_size=world if isinstance(world, int) else None,
+        attempt=max(rank.restart for rank in ranks) + 1, state=worst.state, ended_by=worst.reason,
+        started=started_s, last_seen=max(rank.last_s for rank in ranks), steps=max(rank.last_step for rank in ranks),
+        loss=losses[-1] if losses else None, best_loss=min(filter(isfinite, losses), default=None),
+        commit=text_format.clean(git.get("commit") or ""), tag=text_format.clean(given.get("tag") or ""),
+    )  # fmt: skip
+
+
 class Kept(NamedTuple):
     """A kept run."""
 
-    side: Side
     report: Document
     data: dict[str, Any]
     """as of ``inspect --json``"""
-    notes: tuple[str, ...] = ()
+    side: Side
+    notes: tuple[str, ...]
 
 
 def directory() -> Path | None:
@@ -90,17 +133,19 @@ def keep(chosen: Chosen, place: Path, most: int) -> Path:
 
     Raises :class:`NotKeptError`, and ``OSError`` where it cannot be written.
     """
-    first, number = chosen.ranks[0], len(chosen.ranks)
+    first, number, begun_s = chosen.ranks[0], len(chosen.ranks), min(rank.begun_s for rank in chosen.ranks)
     if any(rank.up for rank in (*chosen.ranks, *chosen.launchers)):
         raise NotKeptError(f"{first.names[1]} still runs: it is kept when it has ended")
-    side, path = side_of(chosen), place / _name(first.job_name, first.run_id, first.header.boot_id)
+    summary, path = summary_of(chosen.ranks, begun_s), place / _name(first.job_name, first.run_id, first.header.boot_id)
     with suppress(*_ERRORS):
-        if summary_in(path) == side.summary:
+        if _encoded(summary_in(path)) == _encoded(summary):  # a NaN equals nothing
             return path
-    much = Options(max(10, _STEPS // number), max(20, _EVENTS // number), history=True)
-    data = document(chosen.ranks, chosen.launchers, chosen.bad, much)
-    head = {"kept": _KIND, "version": VERSION, "summary": _encoded(side.summary)}
-    body = {"side": _encoded(side), "report": _encoded(run_document(chosen)), "data": data}
+    much = Options(max(10, _STEPS // number), max(20, _EVENTS // number), whole=True)
+    head = {"kept": _KIND, "version": VERSION, "summary": _encoded(summary)}
+    body = {
+        "report": _encoded(run_document(chosen)),
+        "data": document(chosen.ranks, chosen.launchers, chosen.bad, much),
+    }
     text = "".join(f"{json.dumps(line, allow_nan=False)}\n" for line in (head, body))
     _write(path, gzip.compress(text.encode(errors="replace"), 6))
     with suppress(OSError):  # another writer removes them
@@ -164,10 +209,9 @@ def load(path: Path) -> Kept:
         with gzip.open(path) as file:
             _head(file.readline(_LONGEST_HEAD))
             rest = _json(file.read(_LONGEST))
-        kept: Kept = _decoded(Kept, rest)
+        return Kept(_decoded(Document, rest["report"]), rest["data"], side_of(rest["data"]), (f"kept in {path}",))
     except _ERRORS as problem:
         raise NoRunError(f"{text_format.clean(path)} cannot be read: {runs.reason(problem)}") from None
-    return kept._replace(notes=(f"kept in {path}",))
 
 
 def find(wanted: str | None, flight_dir: Path | None = None) -> Chosen | Kept:
@@ -190,7 +234,9 @@ def find(wanted: str | None, flight_dir: Path | None = None) -> Chosen | Kept:
 
 def side_for(run: Chosen | Kept) -> Side:
     """Return a run's side in a comparison."""
-    return run.side if isinstance(run, Kept) else side_of(run)
+    if isinstance(run, Kept):
+        return run.side
+    return side_of(document(run.ranks, run.launchers, run.bad, Options(0, 0, whole=True)))
 
 
 def report_on(run: Chosen | Kept, options: Options = DEFAULT) -> Document:
@@ -259,8 +305,8 @@ def _decoded(kind: Any, value: Any) -> Any:
         made = _decoded(fit[0], value) if len(fit) == 1 else ...
     elif kind is float and (type(value) in {int, float} or (isinstance(value, str) and value in _NONFINITE)):
         made = float(value) if isinstance(value, str) else value
-    elif origin is dict or kind in {str, int, bool, NoneType}:
-        made = value if type(value) is (origin or kind) else ...
+    elif kind in {str, int, bool, NoneType}:
+        made = value if type(value) is kind else ...
     elif hasattr(kind, "_fields") and isinstance(value, dict):
         made = kind(**{name: _decoded(hint, value[name]) for name, hint in _hints(kind).items() if name in value})
     elif origin is Mapping and isinstance(value, dict):

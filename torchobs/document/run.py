@@ -74,6 +74,8 @@ class Options(NamedTuple):
     steps: int = 10
     events: int = 200
     history: bool = False
+    whole: bool = False
+    """of the rank that the report shows all steps and the history, whatever of the others"""
 
 
 DEFAULT = Options()
@@ -197,7 +199,7 @@ def start(every: Sequence[RankView], first: RankView) -> Section:
     """Return command line, versions, settings and seed."""
     known = known_details(every, first)
     line = command_line(known)
-    rows = tuple(facts(first, known).items())
+    rows = tuple(facts(first.header.resource, known).items())
     return section(
         "start", "How it was started", Code(line) if line else None,
         Table("Program, environment, settings", ("What", "Value"), rows, frozenset({0, 1})) if rows else None, wide=True,
@@ -217,14 +219,14 @@ def command_line(known: Mapping[str, Any]) -> str:
     return text_format.clean(shlex.join(text_format.clean(word, _LONGEST) for word in words), _LONGEST)
 
 
-def facts(report: RankView, known: Mapping[str, Any]) -> dict[str, str]:
+def facts(resource: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, str]:
     """Return program, versions, devices, settings and what is relevant to repeat the run, by name."""
-    found = {
-        "script": report.described("script"), "host": report.described("host"), "launcher": report.described("launcher"),
-        "ranks in all": report.described("world_size"), "attempt": str(report.restart + 1) if report.restart else "",
-        "torchobs": report.described("torchobs_version"), "Python": report.described("python_version"),
-        "torch": report.described("torch_version"),
+    names = {
+        "script": "script", "host": "host", "launcher": "launcher", "ranks in all": "world_size",
+        "torchobs": "torchobs_version", "Python": "python_version", "torch": "torch_version",
     }  # fmt: skip
+    found = {name: _text(resource.get(key)) for name, key in names.items()}
+    found["attempt"] = f"{restart + 1}" if isinstance(restart := resource.get("restart"), int) and restart else ""
     found.update(_known(known))
     return {name: text for name, text in found.items() if text}
 
@@ -270,13 +272,17 @@ def document(
     ``before``: the attempt before of ranks that failed, by rank.
     """
     known = diagnose_run(ranks, launchers)
+    much = [options] * len(ranks)
+    if options.whole:
+        much[known.principal] = options._replace(steps=len(ranks[known.principal].steps), history=True)
     made = {
         "version": JSON_VERSION,
         "health": {"level": known.health.level.name.lower(), "text": known.health.headline},
         **verdict(ranks, known.principal, before.get(ranks[known.principal].rank)).plain(),
         "findings": [_finding(finding) for finding in known.together],
         "launchers": [_process(report, options) for report in launchers],
-        "ranks": [_rank(report, found, options) for report, found in zip(ranks, known.by_rank, strict=True)],
+        "principal": known.principal,
+        "ranks": [_rank(*of) for of in zip(ranks, known.by_rank, much, strict=True)],
         "unreadable": [{"file": name, "reason": why} for name, why in bad],
     }
     found: dict[str, Any] = plain(made)
@@ -310,6 +316,7 @@ def _rank(report: RankView, findings: Sequence[Finding], options: Options) -> di
         "restart": report.restart,
         "phase": report.phase,
         "last_step": report.last_step,
+        "resumed_from": report.value(catalog.STEPS_RESUMED_FROM),
         "stall": found._asdict() if (found := stall(report)) else None,
         "evidence": [{"file": left.name, "kind": left.kind, "id": left.id} for left in report.left],
         "findings": [_finding(finding) for finding in findings],

@@ -13,8 +13,8 @@ from torchobs.ranks.snapshot import readings_of
 
 if TYPE_CHECKING:
     from torchobs.detect.action import End
-    from torchobs.exporter.snapshot_cache import Scan
     from torchobs.ranks.rank_view import RankView, RunView
+    from torchobs.ranks.scanner import Scanner
     from torchobs.ranks.snapshot import Snapshot
 
 _MOST_ENDS = 4096
@@ -28,7 +28,7 @@ class Outcomes:
         self._ends: dict[tuple[str, str, str], dict[str, End]] = {}
         """the last two ends of a rank, by incarnation"""
 
-    def read(self, scan: Scan, snapshot: Snapshot) -> tuple[RunView, ...]:
+    def read(self, scan: Scanner, snapshot: Snapshot) -> tuple[RunView, ...]:
         """Return the runs; to be called in the scan thread."""
         details = self._details.gather(scan, replace(snapshot, ranks=(*snapshot.left, *snapshot.ranks)), ())
         runs = self._runs.runs(snapshot, details)
