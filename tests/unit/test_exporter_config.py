@@ -52,6 +52,7 @@ SET: dict[str, tuple[list[str], object]] = {
     "procfs": (["/host/proc"], "/host/proc"),
     "sysfs": (["/host/sys"], "/host/sys"),
     "log_level": (["warn"], "warn"),
+    "notify": (["https://hooks.example/x"], "https://hooks.example/x"),
     "log_format": (["json"], "json"),
 }
 """By its option, texts and the value that they give."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 from torchobs.config import settings
-from torchobs.config.options import Option, ValueKind
+from torchobs.config.options import Option
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -95,7 +95,7 @@ def add(to: argparse._ActionsContainer, option: Option, *, default: object = Non
     if lenient:
         more = {"action": "append", "nargs": "?", "const": option.bare}
     else:
-        more = {"type": _checked(kind), "choices": kind.choices or None}
+        more = {"type": _checked(option), "choices": kind.choices or None}
     metavar = option.metavar or "|".join(kind.choices) or None
     to.add_argument(option.flag, dest=option.name, metavar=metavar, default=default, help=described(option), **more)
 
@@ -111,12 +111,13 @@ def described(option: Option) -> str:
     return " ".join(filter(None, parts)).replace("%", "%%")
 
 
-def _checked(kind: ValueKind) -> Callable[[str], object]:
+def _checked(option: Option) -> Callable[[str], object]:
     def parse(text: str) -> object:
         try:
-            return kind.parse(text)
+            return option.kind.parse(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected {kind.allowed}") from None
+            shown = "" if option.hidden_if is not None and option.hidden_if in text else f"{text!r}: "
+            raise argparse.ArgumentTypeError(f"{shown}expected {option.kind.allowed}") from None
 
     return parse
 

@@ -49,6 +49,7 @@ _VALUED = (
     arguments.DIRECTORY,
     settings.named("level")._replace(flag="--level"),
     settings.named("tag")._replace(flag="--tag", metavar="TAG"),
+    settings.NOTIFY,
 )
 _OPTIONS = (*(option.flag for option in _VALUED), "--no-exporter", "--no-keep", "--quiet", "--help", "-m")
 _PYTHON = re.compile(r"python[\d.]*")
@@ -318,6 +319,8 @@ def main(given: Sequence[str], begin: Callable[..., object] | None = None) -> No
     Returns when the script ends by itself. Raises what the script raises, ``SystemExit`` included.
     """
     options, what = _parse(list(given))
+    if options.notify:
+        _begin_anew(options.notify, list(given))
     enter(what)
     breaker, summary = error_guard.CircuitBreaker("run"), Summary(quiet=options.quiet)
     error_guard.call(breaker, begin or _init, **_overrides(options))
@@ -393,6 +396,16 @@ def _overrides(options: argparse.Namespace) -> dict[str, object]:
         "tag": options.tag,
         "keep_runs": 0 if options.no_keep else None,
     }
+
+
+def _begin_anew(notify: str, given: list[str]) -> None:
+    """Begin anew with the URL in the environment: everybody can read a command line, also that of forked workers."""
+    own, _ = split(given)
+    kept = [word for at, word in enumerate(own) if not word.startswith("--notify") and own[at - 1 : at] != ["--notify"]]
+    before, environ = sys.orig_argv[: -len(given)], {**settings.environment(), settings.NOTIFY.variables[0]: notify}
+    if [*before, *given] != sys.orig_argv:  # called by another program
+        before = [sys.executable, "-m", "torchobs", "run"]
+    os.execve(sys.executable, [*before, *kept, *given[len(own) :]], environ)  # noqa: S606  # the same program once more
 
 
 def _init(**overrides: object) -> object:

@@ -180,6 +180,20 @@ def _memory(text: str) -> int:
     return int(found[1]) << _SHIFTS[found[2] or ""]
 
 
+def _target(text: str) -> str:
+    import shlex
+    from urllib.parse import urlsplit
+
+    url = text.removeprefix("ntfy:")
+    if url.startswith(("http://", "https://")):
+        parts = urlsplit(url)
+        if not parts.hostname or parts.port == 0 or "@" in parts.netloc or not re.fullmatch(r"[!-~]+", url):
+            raise ValueError("a URL")
+    elif url != text or not shlex.split(text):
+        raise ValueError("a command")
+    return text
+
+
 def _attributes(text: str) -> Attributes:
     """Parse ``key=value,…`` as the OpenTelemetry SDK's ``OTELResourceDetector`` does: what has no ``=`` is left out."""
     pairs = [item.partition("=") for item in text.split(",") if item.strip()]
@@ -214,6 +228,7 @@ ATTRIBUTES = ValueKind("key=value,key=value with percent-encoded values", _attri
 MEMORY = ValueKind("bytes, such as 134217728 or 128Mi", _memory)
 """In Kubernetes' notation"""
 DURATION = ValueKind("a duration such as 90s, 5m or 1h30m", duration_s)
+TARGET = ValueKind("a URL such as https://hooks.example/…, ntfy:URL, or a command", _target)
 LEVEL, LOG_LEVEL = one_of(*get_args(Level)), one_of(*get_args(LogLevel))
 
 

@@ -206,6 +206,15 @@ OPTIONS = (
 """One option for every field of :class:`Settings`, which defines its type and default."""
 
 
+NOTIFY = Option(
+    "notify", kinds.TARGET,
+    "Where a message goes when a run fails, hangs, has NaN or other trouble, or ends after ten minutes: the URL of a webhook "
+    "(Slack, Mattermost, Discord's /slack), ntfy:URL, or a command that reads JSON. A secret: prefer the variable.",
+    "nowhere", ("TORCHOBS_NOTIFY",), flag="--notify", metavar="URL", hidden_if="",
+)  # fmt: skip
+"""No setting of ``init()``: the exporter finds it in the environment in which a rank was started."""
+
+
 def environment() -> Mapping[str, str]:
     """Return a copy of ``os.environ``, so that :func:`resolve` and ``identity.discover`` read the same values."""
     return dict(os.environ)
@@ -236,5 +245,5 @@ def named(name: str) -> Option:
 def _unknown_variables(environ: Mapping[str, str]) -> Iterator[SettingsProblem]:
     # The exporter checks variables with its own prefix (`torchobs exporter --help` lists them).
     checked = {name: "" for name in environ if not name.startswith(EXPORTER_PREFIX)}
-    known = [name for option in OPTIONS for name in option.every_variable]
+    known = [name for option in (*OPTIONS, NOTIFY) for name in option.every_variable]
     return unknown_variables(checked, _PREFIX, known, what="setting")

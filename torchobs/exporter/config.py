@@ -137,6 +137,8 @@ class ExporterConfig:
     sysfs: str = "/sys"
     log_level: str = "info"
     log_format: str = "logfmt"
+    notify: str | None = field(default=None, repr=False)
+    """where messages go if a run's own environment does not say"""
     push: PushConfig | None = None
     """None: no OTLP push"""
     problems: tuple[str, ...] = ()
@@ -314,6 +316,7 @@ OPTIONS = tuple(map(with_exporter_variable, (
     ),
     Option("procfs", _PATH, "Where the machine's /proc is mounted.", "/proc", flag="--path.procfs", metavar="DIR"),
     Option("sysfs", _PATH, "Where the machine's /sys is mounted.", "/sys", flag="--path.sysfs", metavar="DIR"),
+    settings.NOTIFY,
     Option("log_level", kinds.one_of("debug", "info", "warn", "error"), "The least severe lines.", "info", flag="--log.level"),
     Option("log_format", kinds.one_of("logfmt", "json"), "How to write them.", "logfmt", flag="--log.format"),
 )))  # fmt: skip

@@ -31,6 +31,7 @@ from torchobs.exporter.exporter_metrics import NO_FAILED_WRITES, ScrapeInput, Sc
 from torchobs.exporter.http import Listeners, allow_files
 from torchobs.exporter.keeping import Keeper
 from torchobs.exporter.metrics_page import MetricsPage, PageCache, ScrapeTracker
+from torchobs.exporter.notify import Notifier
 from torchobs.exporter.page import LivePage
 from torchobs.exporter.pod_advice import PodAdvice
 from torchobs.exporter.snapshot_cache import SnapshotCache
@@ -163,6 +164,7 @@ class _Service:
         self._scrapers = ScrapeTracker(self._has_connection)
         self._metrics = MetricsPage(self._fresh, self._pages, self._scrapers, config.pod_uid)
         self._web_config, self._api = WebConfigMiddleware(config.web_config_file), Api(config, self._snapshots)
+        self._notifier = Notifier(config, self._snapshots, self._api.outcomes, self._page)
         self._pod = PodAdvice(config) if config.mode == "sidecar" and config.pod_uid else None
         links = {config.telemetry_path: "Metrics", "/api/v1/openapi.json": "API", "/-/healthy": "healthy", "/-/ready": "ready"}
         self._live = LivePage(self._snapshots, self._words, tuple(links.items()), self._api.evidence)
@@ -278,9 +280,19 @@ class _Service:
             if self._push.due and self._host is not None:
                 await self._host.look()
             self._push.look(self._scrape_input(snapshot))
-        if self._finished is not None and snapshot.number and self._finished(self._status()):
+        self._notifier.look(snapshot)
+        is_settled = self._notifier.settled or self._hurry.is_set()
+        if self._finished is not None and snapshot.number and self._finished(self._status()) and is_settled:
             self._done = True
             self._leave.set()
+
+    def _page(self) -> tuple[str, str]:
+        """Return the live page's URL, and how to reach it from another machine; empty if no TCP port is listened on."""
+        addresses = file_sd.listened_on(self._listeners.sockets)
+        if not addresses:
+            return "", ""
+        port, scheme = addresses[0].port, "http" if self._web_config.context is None else "https"
+        return f"{scheme}://localhost:{port}/", f" (from elsewhere: ssh -L {port}:localhost:{port} {gethostname()})"
 
     def _problems(self) -> tuple[str, ...]:
         found = self._web_config.problem, self._targets.problem if self._targets is not None else ""
@@ -328,6 +340,8 @@ class _Service:
                 waiting.append("the first scraper")
             if self._push is not None and not self._push.settled:
                 waiting.append("OTLP")
+            if not self._notifier.settled:
+                waiting.append("messages")
             if not waiting:
                 break
             if time.monotonic() > deadline_s:
@@ -349,6 +363,7 @@ class _Service:
                 break
             await _sleep_until(self._hurry, FADED_AFTER_S / 2)
             snapshot = await self._snapshots.after_now()
+        self._notifier.look(snapshot)
         if self._push is not None:
             self._push.look(self._scrape_input(snapshot), final=True)
         return snapshot.number
@@ -356,6 +371,7 @@ class _Service:
     async def _close(self) -> None:
         if self._targets is not None:
             self._targets.remove()
+        self._notifier.close()
         self._live.feed.close(done=self._done and {rank.up for rank in self._snapshots.latest.ranks} == {False})
         if self._push is not None:
             self._push.close()

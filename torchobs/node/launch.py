@@ -78,6 +78,7 @@ _INHERITED = frozenset(
         # A Python from an HPC site's modules finds its own libpython by it.
         "LD_LIBRARY_PATH",
         *("OTEL_METRICS_EXPORTER", "OTEL_TRACES_EXPORTER", "OTEL_LOGS_EXPORTER"),
+        "TORCHOBS_NOTIFY",
         *("OTEL_SDK_DISABLED", "OTEL_METRIC_EXPORT_INTERVAL"),
         *("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
     }
