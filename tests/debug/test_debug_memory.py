@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.debug.models import Slope, hooks
 from torchobs import debug, guard, tune
+from torchobs.probes.leak import Tracing
 
 
 def wide() -> torch.nn.Sequential:
@@ -307,3 +308,14 @@ def test_a_model_that_differentiates_in_its_forward_pass() -> None:
     assert counted.backward > 0
     assert debug.check_devices(model, x).error is None
     assert hooks(model) == 0
+
+
+def test_a_block_goes_on_tracing_when_another_of_ours_ends() -> None:
+    """Promise: the leak probe may trace when it begins, and end before it does."""
+    probe = Tracing()
+    probe.start()
+    with debug.memory_growth() as growth:
+        probe.stop()
+        kept = [bytearray(100_000)]
+    assert growth.python_lines[0].size_bytes >= len(kept[0])
+    assert not tracemalloc.is_tracing()

@@ -7,7 +7,6 @@ import tracemalloc
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +14,9 @@ import torch
 from torchobs.debug import operations
 from torchobs.debug.steps import RAISED
 from torchobs.debug.tensors import require_model, require_optimizer
-from torchobs.probes.device_memory import has_statistics
-from torchobs.probes.leak import count_tensors, count_types, grown_types
+from torchobs.probes.device_memory import used_devices
+from torchobs.probes.leak import Tracing, count_tensors, count_types, grown_types
 from torchobs.probes.nonfinite.locate import is_users_file
-from torchobs.support.after_fork import renew_in_child
 from torchobs.support.result import Result, fill
 from torchobs.tensors.batches import batch_sizes, rebuilt, walk
 from torchobs.tensors.losses import compute_loss
@@ -207,7 +205,7 @@ MOST_ROWS = 15
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory(Result):
-    """One CUDA device, as torch's allocator has it."""
+    """One device, as torch's allocator has it."""
 
     device: str
     allocated_bytes: int
@@ -274,7 +272,7 @@ class MemoryGrowth(Result):
 
 
 def memory(label: str = "") -> MemoryPoint:
-    """Return the memory of the process, of its CUDA devices, and of the live tensors by shape. It takes some tens of ms.
+    """Return the memory of the process, of its devices, and of the live tensors by shape. It takes some tens of ms.
 
     Nobody's peaks are reset.
     """
@@ -282,18 +280,12 @@ def memory(label: str = "") -> MemoryPoint:
     rows = [
         TensorGroup(kind.shape, kind.dtype, kind.device, count, living.sizes[kind]) for kind, count in living.tensors.items()
     ]
+    devices = tuple(DeviceMemory(x.device, x.allocated, x.reserved, x.peak or x.allocated) for x in used_devices(torch))
     return MemoryPoint(
-        label=label, host_bytes=reading.host, host_peak_bytes=reading.host_peak, devices=_devices(),
+        label=label, host_bytes=reading.host, host_peak_bytes=reading.host_peak, devices=devices,
         tensors=living.tensors.total(), tensor_bytes=living.sizes.total(),
         largest=tuple(sorted(rows, key=lambda row: -row.size_bytes)[:MOST_ROWS]),
     )  # fmt: skip
-
-
-def _devices() -> tuple[DeviceMemory, ...]:
-    cuda: Any = torch.cuda
-    indices = range(cuda.device_count()) if cuda.is_initialized() and has_statistics(torch) else ()
-    read = cuda.memory_allocated, cuda.memory_reserved, cuda.max_memory_allocated
-    return tuple(DeviceMemory(f"cuda:{index}", *(function(index) for function in read)) for index in indices)
 
 
 @contextmanager
@@ -307,7 +299,8 @@ def memory_growth(label: str = "") -> Iterator[MemoryGrowth]:
     from torchobs.debug.operator_watch import AllocationWatch  # torch is optional until training begins
 
     growth = MemoryGrowth(label)
-    _trace(+1)
+    tracing = Tracing()
+    tracing.start()
     gc.collect()
     objects, before, lines = count_types(), operations.read(), tracemalloc.take_snapshot()
     watch = AllocationWatch(lines=True)
@@ -318,36 +311,13 @@ def memory_growth(label: str = "") -> Iterator[MemoryGrowth]:
         gc.collect()
         grown = tuple(Growth(name, None, more) for name, more in grown_types(objects, count_types())[:MOST_ROWS])
         after, later = operations.read(), tracemalloc.take_snapshot()
-        _trace(-1)
+        tracing.stop()
         host, device = operations.use(before, after)
         live = watch.live()
         fill(
             growth, host=host, gpu_memory=device, tensor_bytes=watch.current, tensor_peak_bytes=watch.peak,
             tensor_lines=_by_line(live), python_lines=_python_lines(later, lines), objects=grown,
         )  # fmt: skip
-
-
-class _Tracing:
-    """Python's own ``tracemalloc``, which is one for the process, for as many blocks as want it."""
-
-    lock = Lock()
-    blocks = 0
-    begun = False
-    """Whether the first of these blocks began it, and the last one is to end it"""
-
-
-renew_in_child(_Tracing, lock=Lock)
-
-
-def _trace(more: int) -> None:
-    with _Tracing.lock:
-        if not _Tracing.blocks:
-            _Tracing.begun = not tracemalloc.is_tracing()
-            if _Tracing.begun:
-                tracemalloc.start()
-        _Tracing.blocks += more
-        if not _Tracing.blocks and _Tracing.begun:
-            tracemalloc.stop()
 
 
 def _by_line(live: Iterable[Live]) -> tuple[Growth, ...]:

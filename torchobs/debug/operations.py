@@ -20,11 +20,10 @@ from torchobs.debug.findings import record_finding, record_operation
 from torchobs.debug.gradients import before_steps, norm_of, scale_in_use
 from torchobs.debug.tensors import require
 from torchobs.flight.control import LEVELS
-from torchobs.probes.device_memory import has_statistics
+from torchobs.probes.device_memory import used_devices
 from torchobs.probes.process_memory import ProcessStats
 from torchobs.runtime.session import current
 from torchobs.support.after_fork import renew_in_child
-from torchobs.support.import_hooks import imported
 from torchobs.support.result import Checked, Problem, Result, fill
 
 if TYPE_CHECKING:
@@ -59,28 +58,20 @@ class Reading(NamedTuple):
 
 
 def read() -> Reading:
-    """Read the process's resident memory, and what torch's CUDA allocator has given to tensors on all devices."""
-    device, device_peak = _devices()
+    """Read the process's resident memory, and what torch's allocators have given to tensors on all devices."""
+    used = used_devices(torch)
+    device = sum(each.allocated for each in used) if used else None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Reading(ProcessStats().resident().all, peak, device, device_peak)
-
-
-def _devices() -> tuple[int | None, int]:
-    torch: Any = imported("torch")
-    if torch is None or not torch.cuda.is_initialized() or not has_statistics(torch):
-        return None, 0
-    devices = range(torch.cuda.device_count())
-    return sum(map(torch.cuda.memory_allocated, devices)), sum(map(torch.cuda.max_memory_allocated, devices))
+    return Reading(ProcessStats().resident().all, peak, device, sum(each.peak or each.allocated for each in used))
 
 
 def wait_for_devices() -> None:
     """Wait for the CUDA devices that this process uses, which need not be the current one."""
-    torch: Any = imported("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return
-    for index in range(torch.cuda.device_count()):
-        if torch._C._cuda_hasPrimaryContext(index):  # to wait for another one would make a context there
-            torch.cuda.synchronize(index)
+    cuda: Any = torch.cuda
+    c: Any = torch._C
+    for index in range(cuda.device_count()) if cuda.is_initialized() else ():
+        if c._cuda_hasPrimaryContext(index):  # to wait for another one would make a context there
+            cuda.synchronize(index)
 
 
 def use(before: Reading, after: Reading) -> tuple[MemoryUse, MemoryUse | None]:
@@ -170,7 +161,7 @@ class DebugInfo(Checked):
     memory: MemoryUse | None = None
     """Resident memory of the process"""
     gpu_memory: MemoryUse | None = None
-    """Memory that tensors have on CUDA devices; ``None`` without one"""
+    """Memory that tensors have on all devices; ``None`` where none is used"""
     gradient_norm: float | None = None
     """L2 norm, unscaled, of the gradients of the last optimizer step inside, or of ``model`` at the end; else ``None``"""
     problems: tuple[Problem, ...] = ()

@@ -16,6 +16,7 @@ import tracemalloc
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -167,7 +168,7 @@ class LeakProbe:
         self._suspicion, self._clock = suspicion, clock
         self._traces = RateLimiter(AGAIN_S)
         self._left = MOST_TRACES
-        self._tracing = _Tracing()
+        self._tracing = Tracing()
         self._running: Iterator[None] | None = None
 
     def install(self, context: ProbeContext) -> None:
@@ -195,7 +196,8 @@ class LeakProbe:
         clock, recorder, counts = self._clock, self._context.recorder, list[LiveObjects]()
         yield from self._count(counts)
         resident = ProcessStats().resident().all
-        self._tracing.start()
+        if not tracemalloc.is_tracing():  # the program may have begun meanwhile
+            self._tracing.start(FRAMES)
         begun_s = clock()
         while clock() - begun_s < WARM_S:  # so that every allocation of a step is seen before the first snapshot
             yield
@@ -256,21 +258,32 @@ class LeakProbe:
         self._context.event(catalog.EVENT_MEMORY_LEAK, attributes)
 
 
-class _Tracing:
-    """``tracemalloc`` while it is ours. A child that is forked meanwhile stops it, too: its allocations are nobody's."""
+class Tracing:
+    """``tracemalloc``, which is one for the process, on for as long as anybody of ours wants it.
+
+    Where the program traces itself, that is used, and left on. A child that is forked meanwhile stops ours: its allocations are
+    nobody's.
+    """
+
+    _lock = Lock()
+    _wanted = 0
+    _is_ours = False
 
     def __init__(self) -> None:
         self.on = False
 
-    def start(self) -> None:
-        """Start, unless the user has."""
-        if not tracemalloc.is_tracing():
-            tracemalloc.start(FRAMES)
+    def start(self, frames: int = 1) -> None:
+        """Begin to trace, unless the program or anybody of ours does."""
+        with Tracing._lock:
+            if not Tracing._wanted:
+                Tracing._is_ours = not tracemalloc.is_tracing()
+                if Tracing._is_ours:
+                    tracemalloc.start(frames)
+            Tracing._wanted += 1
             self.on = True
-            renew_in_child(self, on=self._stopped)
 
     def snapshot(self) -> list[tracemalloc.Snapshot]:
-        """Return a snapshot, or nothing if the program has stopped the tracing, or traces itself."""
+        """Return a snapshot, or nothing if the program has stopped the tracing."""
         return [tracemalloc.take_snapshot()] if self.on and tracemalloc.is_tracing() else []
 
     def is_full(self) -> bool:
@@ -278,11 +291,21 @@ class _Tracing:
         return self.on and tracemalloc.get_tracemalloc_memory() > MOST_TRACED
 
     def stop(self) -> None:
-        """Stop what was started here."""
-        if self.on:
-            self.on = self._stopped()
+        """Stop; with the last one the tracing ends, if it is ours."""
+        with Tracing._lock:
+            if self.on:
+                self.on = False
+                Tracing._wanted = max(0, Tracing._wanted - 1)
+                if Tracing._is_ours and not Tracing._wanted:
+                    tracemalloc.stop()
 
-    def _stopped(self) -> bool:
-        if self.on:
-            tracemalloc.stop()
-        return False
+
+def _stopped() -> int:
+    """Stop ours in a forked child; return that nobody wants it there."""
+    if Tracing._is_ours and Tracing._wanted:
+        tracemalloc.stop()
+    Tracing._is_ours = False
+    return 0
+
+
+renew_in_child(Tracing, _lock=Lock, _wanted=_stopped)
