@@ -1,28 +1,20 @@
 """A training process that does on request what it should not: `python -m tests.stuck_rank DIRECTORY [RANK]`.
 
-It trains a small model, a step every 10 ms, and reads words from its standard input: `sleep` sleeps in Python, `hold` holds
-Python's lock in C for as many seconds as follow, or until the named pipe that follows is opened, `profile` runs the
-application's own profiler for a moment, `end` ends it.
-`limit` lets files have that many bytes (-1: any number), `deadly` gives the signal for larger ones its default back and
-collects what is garbage, `sudden` gives it back when there is room for stacks that are about to be written, `become` takes
-another effective user. It prints the first word when it has obeyed, `naps` and `holds` when it is about to.
+It trains a small model, a step every 10 ms, and reads words from its standard input: `hold` holds Python's lock in C for as
+many seconds as follow, or until the named pipe that follows is opened, `become` takes another effective user, `end` ends it.
+It prints the first word when it has obeyed, `holds` when it is about to.
 """
 
 import ctypes
-import gc
 import os
 import queue
-import resource
-import signal
 import sys
 import threading
 import time
 
 import torch
-from torch import profiler
 
 import torchobs
-from torchobs.flight import artifacts, files
 
 words: "queue.Queue[list[str]]" = queue.Queue()
 
@@ -47,12 +39,6 @@ def tell(what: str) -> None:
     sys.stdout.flush()
 
 
-def nap(seconds: float) -> None:
-    """Sleep in Python."""
-    tell("naps")
-    time.sleep(seconds)
-
-
 def hold(until: str) -> None:
     """Wait in C, with Python's lock held: for so many seconds, or until somebody opens a named pipe to write."""
     tell("holds")
@@ -65,33 +51,13 @@ def hold(until: str) -> None:
             pass  # a signal came
 
 
-def sudden(directory_fd: int, size: int) -> str | None:
-    """Look for room as always; then, before a byte is written, another thread gives the signal its default back."""
-    vars(artifacts)["shortage"] = files.shortage
-    lack = files.shortage(directory_fd, size)
-    ctypes.CDLL(None).signal(signal.SIGXFSZ, 0)
-    return lack
-
-
-def obey(given: list[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def obey(given: list[str]) -> None:
     """Do what was said."""
     match given:
-        case ["sleep", seconds]:
-            nap(float(seconds))
         case ["hold", until]:
             hold(until)
-        case ["limit", size]:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), resource.RLIM_INFINITY))
-        case ["deadly"]:
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-            gc.collect()
-        case ["sudden"]:
-            vars(artifacts)["shortage"] = sudden
         case ["become", uid]:
             os.seteuid(int(uid))
-        case ["profile"]:
-            with profiler.profile():
-                step(model, optimizer)
 
 
 def main() -> None:
@@ -106,7 +72,7 @@ def main() -> None:
         step(model, optimizer)
         given = words.get_nowait() if not words.empty() else []
         if given:
-            obey(given, model, optimizer)
+            obey(given)
             tell(given[0])
 
 

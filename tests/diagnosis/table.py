@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SOFT, CULPRIT = 0.95, 0.95
-CLEAR = "\r\x1b[K"
-"""Erases a terminal's line"""
 NAN = "NaN or infinity"
 HARD = frozenset({NAN})
 PAGE = Path(__file__).parents[2] / "docs" / "diagnosis.md"
@@ -93,7 +91,6 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of the name of a sickness, or `healthy`")
     parser.add_argument("--processes", type=int, default=2, help="[%(default)s]")
     parser.add_argument("--write", action="store_true", help=f"write the rows of what was run into {PAGE.name}")
-    parser.add_argument("--verbose", action="store_true", help="write each run's verdict on stderr as it comes")
     given = parser.parse_args()
     from tests.diagnosis.healthy_runs import HEALTHY
     from tests.diagnosis.sicknesses import SICKNESSES
@@ -109,7 +106,6 @@ def main() -> int:
     ) as pool:
         started = [pool.submit(task, name, seed) for task, name, seed in planted]
         trained = [pool.submit(healthy, name, seed) for name, seed in well]
-        _tell(started + trained, verbose=given.verbose)
         results, quiet = [each.result() for each in started], [each.result() for each in trained]
     table = rows(results)
     said = [(name, told) for name, _, told in quiet if told]
@@ -126,25 +122,6 @@ def main() -> int:
     if given.write:
         PAGE.write_text(merged(PAGE.read_text(), table, summary if quiet else "", [NAN, *SICKNESSES]))
     return int(bool(said) or not enough(results))
-
-
-def _tell(runs: list[concurrent.futures.Future[Any]], *, verbose: bool) -> None:
-    """Write how many runs are done, on a terminal, until all are; with ``verbose`` also what was said of each."""
-    stream, shown = sys.stderr, sys.stderr.isatty()
-    for done, run in enumerate(concurrent.futures.as_completed(runs), 1):
-        if verbose:
-            stream.write(f"{CLEAR if shown else ''}{_verdict(run.result())}\n")
-        if shown:
-            stream.write(f"{CLEAR}{done} of {len(runs)} runs")
-            stream.flush()
-    if shown:
-        stream.write(CLEAR)
-
-
-def _verdict(result: tuple[Any, ...]) -> str:
-    """Return a line of what was said of one run."""
-    name, *_, said = result
-    return said if isinstance(said, str) else f"{name}: {said or 'nothing was said'}"
 
 
 def enough(results: list[tuple[str, bool, bool | None, int | None, str]]) -> bool:

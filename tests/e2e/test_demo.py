@@ -234,21 +234,6 @@ def test_training_lowers_the_loss_and_every_step_is_accounted_for(run: Run) -> N
     assert "def " in printed
 
 
-def test_accumulation_and_ranks_give_the_gradients_of_one_large_batch(run: Run) -> None:
-    """One pass over 8 sequences, two over 4, and two ranks with 4 each are the same training, to rounding."""
-    _, large = run("--steps", "3", "--batch-size", "8")
-    _, accumulated = run("--steps", "3", "--batch-size", "4", "--accumulate", "2")
-    _, distributed = run("--steps", "3", "--batch-size", "4", ranks=2)
-
-    assert sorted((line["step"], line["rank"]) for line in distributed) == [(s, r) for s in (1, 2, 3) for r in (0, 1)]
-    for line in large:
-        same_step = [other for other in (*accumulated, *distributed) if other["step"] == line["step"]]
-        assert [other["grad_norm"] for other in same_step] == pytest.approx([line["grad_norm"]] * 3, rel=1e-4)
-        own, *shares = (other["loss"] for other in same_step)
-        assert own == pytest.approx(line["loss"], rel=1e-5)
-        assert sum(shares) / 2 == pytest.approx(line["loss"], rel=1e-5)
-
-
 def test_workers_bf16_and_the_blow_up_are_only_options(run: Run) -> None:
     """With worker processes and bf16 it trains as well, and from the given step on the learning rate is blown up."""
     _, lines = run(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from tests.exporters import EXPORTER, Client, Program, start_program
+from tests.exporters import EXPORTER, Program, start_program
 from tests.prometheus_server import PrometheusServer, newest_prometheus
 from tests.rank_files import live_rank, train
 from tests.support import clean_environment, wait_until
@@ -256,23 +256,6 @@ def test_a_signal_while_it_loads_is_kept_until_it_listens(start: Start, flight_d
     process.send_signal(signal.SIGTERM)
     process.stdin.close()
     assert process.wait(timeout=30) == 0
-
-
-def test_it_needs_no_argument(start: Start, flight_dir: Path, free_port: Callable[[], int]) -> None:
-    """A container without `args`: all that there is to say stands in variables, or is the default."""
-    port = free_port()
-    variables = {"FLIGHT_DIR": str(flight_dir), "WEB_LISTEN_ADDRESS": f"127.0.0.1:{port}"}
-    environ = clean_environment() | {f"TORCHOBS_EXPORTER_{name}": text for name, text in variables.items()}
-    process, client = start(*EXPORTER, env=environ), Client(f"127.0.0.1:{port}")
-    wait_until(lambda: process.poll() is not None or _answers(client), timeout_s=60)
-    assert client.value("torchobs_exporter_config_ok") == 1
-
-
-def _answers(client: Client) -> bool:
-    try:
-        return client.get("/-/ready").status == 200
-    except OSError:
-        return False
 
 
 @pytest.mark.serial

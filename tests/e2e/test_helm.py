@@ -11,23 +11,23 @@ import json
 import re
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests import support
-from tests.helm import CHART, VALUE_SETS, helm, objects, rendered, values_of
+from tests.helm import CHART, VALUE_SETS, helm, values_of
 from tests.kubernetes import injection
-from tests.kubernetes.cluster import PORT, Namespace
+from tests.kubernetes.cluster import Namespace
 from tests.kubernetes.crds import CRDS
 from tests.kubernetes.jobs import EXPORTER, IN_A_CLUSTER
-from tests.kubernetes.stage import scrape_config, within
-from tests.prometheus_server import PrometheusServer, newest_prometheus
-from tests.support import free_port, wait_until
+from tests.support import wait_until
 from torchobs._version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = [*IN_A_CLUSTER, pytest.mark.skipif(bool(missing := support.why_missing("helm")), reason=str(missing))]
 
@@ -195,69 +195,3 @@ def test_the_api_server_takes_every_variant(name: str, namespace: Namespace) -> 
     assert done.returncode == 0, done.stderr
     assert "unchanged" not in done.stdout
     assert done.stdout.count("(server dry run)") == text.count("\nkind: ")
-
-
-def test_prometheus_finds_sidecars_with_and_without_a_network_of_their_own() -> None:
-    """By the chart's scrape configuration, and by what the operator makes of both endpoints of its PodMonitor."""
-    program = newest_prometheus(2)
-    assert program, support.why_missing("prometheus")
-    port = free_port()
-    with Namespace("privileged") as privileged:
-        privileged.apply(sidecar_alone("claims"), sidecar_alone("shares", port=port))
-        clash = f"clashes/{privileged.name}"
-        own, shared = f"claims/{privileged.name}", f"shares/{privileged.name}"
-        jobs = {"scraped": scrape_config(privileged.name), **pod_monitor_jobs(privileged.name)}
-        often = {"scrape_interval": "5s", "scrape_timeout": "5s"}
-        settings = {"scrape_configs": [{**job, **often, "job_name": name} for name, job in jobs.items()]}
-        with PrometheusServer(program, interval="1s", settings=settings) as prometheus:
-            expected = {("scraped", own), ("scraped", shared), ("named", own), ("hostNetwork", shared)}
-
-            def found() -> set[tuple[str, str]]:
-                return targets("up == 1")
-
-            def down() -> set[tuple[str, str]]:
-                return targets("up == 0")
-
-            def targets(query: str) -> set[tuple[str, str]]:
-                series = prometheus.query(query)
-                return {(one.labels["job"], f"{one.labels['pod']}/{one.labels['namespace']}") for one in series}
-
-            wait_until(lambda: found() == expected, timeout_s=180, interval_s=0.5)
-            # A second exporter of the node finds the port taken. What answers at its address is not its page.
-            privileged.apply(sidecar_alone("clashes", port=port))
-            wait_until(lambda: down() == {("scraped", clash), ("hostNetwork", clash)}, timeout_s=180, interval_s=0.5)
-            assert {one.labels["pod"] for one in prometheus.query("torchobs_build_info")} == {"claims", "shares"}
-            ports = {one.labels["instance"].rpartition(":")[2] for one in prometheus.query('up{pod="shares"} == 1')}
-            assert ports == {str(port)}
-
-
-def sidecar_alone(name: str, port: int = 0) -> dict[str, Any]:
-    """A pod of the exporter alone; with a port it has the node's network, and claims none."""
-    container: dict[str, Any] = {"name": "torchobs", "image": EXPORTER, "imagePullPolicy": "IfNotPresent"}
-    metadata: dict[str, Any] = {"name": name, "labels": {"torchobs": "sidecar"}}
-    container["env"] = [{"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}]
-    if port:
-        metadata["annotations"] = {"torchobs.io/port": str(port)}
-        container["env"].append({"name": "TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS", "value": f":{port}"})
-    else:
-        container["ports"] = [{"name": "torchobs", "containerPort": PORT}]
-    spec = {"hostNetwork": bool(port), "containers": [container], "terminationGracePeriodSeconds": 1}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
-
-
-def pod_monitor_jobs(namespace: str) -> dict[str, dict[str, Any]]:
-    """What the operator makes of the endpoints of the PodMonitor: a job each, of the port's name and the relabelings."""
-    (made,) = objects(rendered("-s", "templates/podmonitor.yaml"))
-    named, shared = made["spec"]["podMetricsEndpoints"]
-    meta = "__meta_kubernetes_"
-    places = [
-        {"source_labels": [f"{meta}namespace"], "target_label": "namespace"},
-        {"source_labels": [f"{meta}pod_name"], "target_label": "pod"},
-    ]
-    keep = {"source_labels": [f"{meta}pod_container_port_name"], "regex": named["port"], "action": "keep"}
-    theirs = [{re.sub("[A-Z]", lambda upper: f"_{upper[0].lower()}", key): value for key, value in one.items()}
-              for one in shared["relabelings"]]  # fmt: skip
-    return {
-        "named": within({"relabel_configs": [keep, *places]}, namespace),
-        "hostNetwork": within({"relabel_configs": [*places, *theirs]}, namespace),
-    }

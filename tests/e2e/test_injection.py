@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.kubernetes.cluster import PORT, Namespace, Pod, get
+from tests.kubernetes.cluster import Namespace, Pod
 from tests.kubernetes.injection import (
     JOBSET,
-    JOBSET_UID,
     Policy,
     injection,
     job,
@@ -174,16 +173,6 @@ def test_an_image_without_torchobs_is_watched_and_trains_to_its_end(stage: Stage
     assert stage.namespace.logs(found, "torchobs-copy") == ""
 
 
-def test_the_jobs_of_a_jobset_are_one_run(stage: Stage) -> None:
-    """Each child is a Job of its own, with a UID of its own, and the ranks are one run's."""
-    for index in range(2):
-        (found,) = completed(stage.namespace, f"gpt-node-{index}")
-        whose = {"job_name": "gpt", "run_id": JOBSET_UID, "rank": str(index)}
-        assert stage.scraped("torchobs_rank_info", found, **whose) == 1
-        assert stage.scraped("torchobs_steps_total", found, **whose) == STEPS
-        assert stage.scraped("torchobs_world_size", found, job_name="gpt", run_id=JOBSET_UID) == 2
-
-
 def test_a_key_stays_readable_for_its_owner_alone(stage: Stage) -> None:
     """Without a group both containers are one user, and the exporter reads the flight files all the same."""
     (found,) = completed(stage.namespace, "keys")
@@ -258,38 +247,3 @@ def test_without_a_policy_and_with_a_broken_one_the_training_starts() -> None:
             pods = [*completed(other, "absent"), *completed(other, "broken")]
     assert [one.content["spec"].get("initContainers") for one in pods] == [None, None]
     assert [one.content["metadata"]["labels"].get("asked") for one in pods] == [None, "yes"]
-
-
-@pytest.mark.usefixtures("stage")  # as above
-def test_two_pods_on_the_nodes_network_run_side_by_side() -> None:
-    """Neither claims the exporter's port, so that the scheduler puts both on the node, and neither exporter ends for it.
-
-    Their user is root, as which an exporter does not run.
-    """
-    # two seconds more, in which the process that tells it leaves
-    until_told = "import signal, time; signal.signal(signal.SIGTERM, print); signal.pause(); time.sleep(2)"
-    template = pod_template("true", ["python3", "-c", until_told])
-    template["spec"] |= {"hostNetwork": True, "securityContext": {"runAsUser": 0}}
-    del template["spec"]["volumes"], template["spec"]["containers"][0]["volumeMounts"]
-    with Namespace("privileged") as other, injection(other, EXPORTER):
-        other.apply(job("network", template, parallelism=2, completions=2))
-
-        def both_run() -> bool:
-            return [one.container("main").get("state", {}).keys() for one in other.pods("network")] == [
-                {"running"},
-                {"running"},
-            ]
-
-        assert wait_until(both_run, timeout_s=600, interval_s=0.3)
-        node, uids = other.pods("network")[0].ip, [one.content["metadata"]["uid"] for one in other.pods("network")]
-
-        def answers() -> list[int]:
-            return sorted(get(f"{node}:{PORT}", f"/metrics?pod={uid}")[0] for uid in uids)
-
-        assert wait_until(lambda: answers() == [200, 421], timeout_s=300, interval_s=0.3), "each pod's page or none"
-        for one in other.pods("network"):
-            other.kubectl("exec", one.name, "-c", "main", "--", "python3", "-c", "import os; os.kill(1, 15)")
-        for found in completed(other, "network"):
-            sidecar = found.content["spec"]["initContainers"][0]
-            assert ("ports" in sidecar, sidecar["securityContext"]["runAsUser"]) == (False, 65532)
-            assert found.container("torchobs")["restartCount"] == 0

@@ -12,13 +12,10 @@ import pytest
 
 from tests.kubernetes.cluster import Namespace
 from tests.kubernetes.injection import (
-    JOBSET,
-    JOBSET_UID,
     RESTRICTED,
     admitted,
     annotated,
     injecting,
-    injection,
     pod,
     pod_template,
     rendered,
@@ -43,88 +40,6 @@ def namespace() -> Iterator[Namespace]:
 
 
 CHILD = {"batch.kubernetes.io/job-name": "gpt-node-0", "batch.kubernetes.io/controller-uid": "c1"}
-OPERATORS = {
-    "Job": (CHILD, {"kind": "Job", "apiVersion": "batch/v1"}, ("gpt-node-0", "c1")),
-    "JobSet": (JOBSET | CHILD, {"kind": "Job", "apiVersion": "batch/v1"}, ("gpt", JOBSET_UID)),
-    "TrainJob": (
-        JOBSET | CHILD | {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"},
-        {"kind": "Job", "apiVersion": "batch/v1"},
-        ("gpt", JOBSET_UID),
-    ),
-    "PyTorchJob": (
-        {"training.kubeflow.org/job-name": "gpt", "training.kubeflow.org/replica-type": "worker"},
-        {"kind": "PyTorchJob", "apiVersion": "kubeflow.org/v1"},
-        ("gpt", "owner-uid"),
-    ),
-    "MPIJob": (
-        {"training.kubeflow.org/job-name": "gpt", "training.kubeflow.org/operator-name": "mpi-operator"},
-        {"kind": "MPIJob", "apiVersion": "kubeflow.org/v2beta1"},
-        ("gpt", "owner-uid"),
-    ),
-    "RayJob": (
-        {"ray.io/cluster": "gpt-raycluster-x2x", "ray.io/originated-from-cr-name": "gpt", "ray.io/node-type": "worker"},
-        {"kind": "RayCluster", "apiVersion": "ray.io/v1"},
-        ("gpt", "owner-uid"),
-    ),
-    "RayCluster": (
-        {"ray.io/cluster": "gpt", "ray.io/node-type": "head"},
-        {"kind": "RayCluster", "apiVersion": "ray.io/v1"},
-        ("gpt", "owner-uid"),
-    ),
-    "Volcano Job": (
-        {"volcano.sh/job-name": "gpt", "volcano.sh/task-spec": "worker"},
-        {"kind": "Job", "apiVersion": "batch.volcano.sh/v1alpha1"},
-        ("gpt", "owner-uid"),
-    ),
-    "Kueue": (CHILD | {"kueue.x-k8s.io/queue-name": "q"}, {"kind": "Job", "apiVersion": "batch/v1"}, ("gpt-node-0", "c1")),
-    "LeaderWorkerSet": (
-        {"leaderworkerset.sigs.k8s.io/name": "gpt", "leaderworkerset.sigs.k8s.io/group-key": "9f3c"},
-        {"kind": "StatefulSet", "apiVersion": "apps/v1"},
-        ("gpt", "9f3c"),
-    ),
-    "none": ({}, {}, (None, None)),
-}
-
-
-@pytest.mark.parametrize(("labels", "owner", "expected"), OPERATORS.values(), ids=OPERATORS)
-def test_a_run_is_its_outermost_owner(
-    namespace: Namespace, labels: dict[str, str], owner: dict[str, str], expected: tuple[str | None, str | None]
-) -> None:
-    """From what each operator gives to a pod: JobSet 0.8.1, training-operator 1.8, KubeRay 1.4, Volcano 1.8."""
-    given = owner | {"name": "owner", "uid": "owner-uid"} if owner else {}
-    made = admitted(namespace, pod(labels=labels, **given))
-    env = {one["name"]: one for one in made["spec"]["containers"][0]["env"]}
-
-    def resolved(name: str) -> str | None:
-        entry = env.get(name, {})
-        field = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
-        found: str | None = made["metadata"]["labels"][field.split("'")[1]] if field else entry.get("value")
-        return found
-
-    assert (resolved("TORCHOBS_K8S_JOB_NAME"), resolved("TORCHOBS_K8S_JOB_UID")) == expected
-
-
-def test_what_is_there_already_stays_as_it_is(namespace: Namespace) -> None:
-    """A variable, a mount, a group, a grace and init containers of the user's own; and the whole pod, if a sidecar is."""
-    given = pod()
-    spec = given["spec"]
-    spec["containers"][0]["env"] = [{"name": "TORCHOBS_K8S_JOB_UID", "value": "mine"}]
-    spec["containers"][0]["volumeMounts"].append({"name": "own", "mountPath": "/var/run/torchobs/flight"})
-    spec["volumes"].append({"name": "own", "emptyDir": {}})
-    spec["terminationGracePeriodSeconds"] = 7
-    spec["securityContext"] |= {"fsGroup": 7, "fsGroupChangePolicy": "Always"}
-    spec["initContainers"] = [spec["containers"][0] | {"name": "first"}]
-    made = admitted(namespace, given)["spec"]
-    assert [one["name"] for one in made["initContainers"]] == ["torchobs", "first"]
-    main = made["containers"][0]
-    assert [one["value"] for one in main["env"] if one["name"] == "TORCHOBS_K8S_JOB_UID"] == ["mine"]
-    assert [one["name"] for one in main["volumeMounts"] if one["mountPath"] == "/var/run/torchobs/flight"] == ["own"]
-    assert (made["securityContext"]["fsGroup"], made["securityContext"]["fsGroupChangePolicy"]) == (7, "Always")
-    assert made["terminationGracePeriodSeconds"] == 7
-    spec["initContainers"] = [spec["containers"][0] | {"name": "torchobs", "restartPolicy": "Always"}]
-    again = admitted(namespace, given)
-    assert [one["name"] for one in again["spec"]["initContainers"]] == ["torchobs"]
-    assert "torchobs" not in again["metadata"]["labels"]
 
 
 def odd_pods() -> dict[str, dict[str, Any]]:
@@ -193,24 +108,6 @@ def test_only_the_training_gets_the_accounts_token(namespace: Namespace) -> None
     assert its.startswith("kube-api-access-")
     (site,) = [mount for mount in made["containers"][0]["volumeMounts"] if mount["name"] == "torchobs-site"]
     assert site["readOnly"] is True  # every later process of the pod runs it
-
-
-def test_a_pod_keeps_its_quality_of_service_class(namespace: Namespace) -> None:
-    """Guaranteed, which a node's CPU manager pins to cores, stays Guaranteed, though limits and requests differ in notation."""
-    given = pod("auto")
-    given["spec"]["containers"][0]["resources"] = {
-        "limits": {"cpu": "1", "memory": "1Gi"},
-        "requests": {"cpu": "1000m", "memory": "1Gi"},
-    }
-    assert admitted(namespace, given)["status"]["qosClass"] == "Guaranteed"
-
-
-def test_who_opts_out_is_left_alone(namespace: Namespace) -> None:
-    """By the pod's label, and by the namespace's."""
-    assert "initContainers" not in admitted(namespace, pod("false"))["spec"]
-    with Namespace() as other, injection(other, EXPORTER):
-        other.kubectl("label", "namespace", other.name, "torchobs.io/inject=false")
-        assert wait_until(lambda: "initContainers" not in admitted(other, pod())["spec"], timeout_s=120)
 
 
 def begins(inject: str, number: int) -> dict[str, Any]:

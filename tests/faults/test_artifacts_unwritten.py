@@ -146,23 +146,6 @@ def test_a_full_file_system(rank: Rank) -> None:
     assert rank.kept().count("stacks") == 8
 
 
-def test_a_limit_of_file_sizes(rank: Rank) -> None:
-    """`ulimit -f` in the middle of the stacks, and of the trace that torch writes: neither is served by half."""
-    rank.say("limit", 600)
-    refused = rank.ask("/stacks")
-    assert (refused.status, "File too large" in refused.json["detail"]) == (410, True)
-    refused = rank.ask("/profile", {"steps": 2})
-    assert (refused.status, "set TMPDIR" in refused.json["detail"]) == (410, True)
-    assert rank.unfinished() == []
-    rank.say("sudden")
-    assert "File too large" in rank.ask("/stacks").json["detail"]
-    rank.say("deadly")  # the profiler is garbage, and with it the file that torch could not write to its end
-    for what, content in (("/stacks", None), ("/profile", {"steps": 2})):
-        assert rank.ask(what, content).status == 410
-    rank.say("hold", 4)
-    rank.say("limit", -1)
-
-
 def test_a_directory_that_is_not_the_rank_s_any_more(rank: Rank) -> None:
     """What has gone wrong with its rights is said, and mended without a restart."""
     rank.directory.chmod(0o555)
