@@ -377,3 +377,44 @@ def test_a_cache_of_data_is_no_checkpoint(run: Recording, tmp_path: Path, kind: 
     assert saved(run)["saved"] == 0
     assert run.frames("torchobs.checkpoint") == []
     assert checkpoint_s(run) == [0.0, 0.0, 0.0]
+
+
+def _wrapped(state: dict[str, Any]) -> dict[str, Any]:
+    return {f"module.{name}": value for name, value in state.items()}
+
+
+LOADS: dict[str, tuple[Callable[..., object], list[tuple[object, ...]]]] = {
+    "all": (lambda model, optimizer, of: (model.load_state_dict(of[0]), optimizer.load_state_dict(of[1])), []),
+    "no optimizer": (lambda model, _, of: model.load_state_dict(of[0]), [("optimizer", None, 4)]),
+    "a prefix": (lambda model, _, of: model.load_state_dict(_wrapped(of[0]), strict=False), [("keys", 0, None)]),
+    "a part of a larger one": (lambda model, _, of: model.load_state_dict(_wrapped(of[0]) | of[0], strict=False),
+                               [("optimizer", None, 4)]),
+    "a part of the model": (lambda model, _, of: model.load_state_dict(dict([*of[0].items()][:1]), strict=False), []),
+    "a teacher": (lambda *given: mlp().load_state_dict(given[2][0]), []),
+    "read only": (lambda *_: None, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", LOADS)
+def test_what_is_left_of_a_checkpoint_is_told_at_once(flight_dir: Path, tmp_path: Path, how: str, caplog: Any) -> None:
+    """Keys that fit nowhere, at the call; and an optimizer's state that stays in the file, at the first step."""
+
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = mlp()
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        loss_of(model).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    before, (loads, said) = made(), LOADS[how]
+    step(*before)
+    torch.save({"states": [each.state_dict() for each in before]}, tmp_path / "last.pt")
+    for run in recording(flight_dir):
+        now = made()
+        loads(*now, torch.load(tmp_path / "last.pt")["states"])
+        step(*now)
+        step(*now)
+        found = run.attributes(catalog.EVENT_CHECKPOINT_UNUSED.name)
+        assert [(event["kind"], event.get("matched"), event.get("parameters")) for event in found] == said
+    assert len([line for line in caplog.messages if "checkpoint" in line]) == len(said)

@@ -50,7 +50,8 @@ SAMPLE: dict[str, object] = {
     "scheduler": "StepLR", "units_dead": 60, "units": 64, "kind": "loss_spike", "compiled": 3, "evidence": "r0-12.layers",
     "activity": "Training", "alive": 7, "world": 64, "speed": "1.90 steps/s", "ranks": 8, "ran": 3600.0,
     "amount": "2,000 more, 95 MiB", "modules": ["decoder, 30 GiB"], "function": "get_batch",
-    "holder": "The parameter fc.weight", "calm": 300, "other": "0", "elsewhere": "backward",
+    "holder": "The parameter fc.weight", "calm": 300, "other": "0", "elsewhere": "backward", "matched": 0, "keys": 148,
+    "unexpected": "module.fc.weight",
 }  # fmt: skip
 SAMPLE_OF: dict[str, dict[str, object]] = {
     "past_anomalies": {"what": "2 loss spikes"},
@@ -58,6 +59,8 @@ SAMPLE_OF: dict[str, dict[str, object]] = {
     "nonfinite_origin_overflow": {"note": "and 5 more"},
     "recompile_storm": {"remedy": RECOMPILE_REMEDIES["shape"]},
     "tiny_learning_rate": {"rate": 1e-9},
+    "checkpoint_keys_unused": {"model": "Net", "missing": "fc.weight"},
+    "checkpoint_optimizer_unused": {"parameters": 148},
     "memory_leak": {"line": None, "native": False},
     "progress": {"activity": "No step", "step": 812, "hanging": None},
     "over": {"activity": "Interrupted by Ctrl-C", "unknown": None, "unwritten": None},

@@ -326,6 +326,18 @@ EVENT_CHECKPOINT_FAILED = error(
     Attribute("free", "bytes that the target's file system has left, where it is a path", unit="By"),
     Attribute("needed", "bytes of the last checkpoint that was saved, else of the trained parameters", unit="By"),
 )
+EVENT_CHECKPOINT_UNUSED = warning(
+    "torchobs.checkpoint.unused",
+    "Little of a checkpoint that was loaded fits the model, or its optimizer's state was not loaded.",
+    Attribute("kind", "what is unused", ("keys", "optimizer")),
+    Attribute("model", "class of the model that load_state_dict(strict=False) was called of"),
+    Attribute("keys", "how many the checkpoint has"),
+    Attribute("matched", "how many of them the model has"),
+    Attribute("unexpected", "the first that it does not have"),
+    Attribute("missing", "the first that it has and the checkpoint has not"),
+    Attribute("optimizer", "class of the optimizer that begins without a state"),
+    Attribute("parameters", "how many it has, as has the state in the file"),
+)
 EVENT_RECOMPILE = info(
     "torchobs.compile.recompile",
     "A function was compiled again.",
@@ -522,6 +534,7 @@ TITLES = {
     EVENT_OTHER_THREAD.name: "Another training thread",
     EVENT_WORKER_DIED.name: "Data loader's worker died",
     EVENT_STARVED.name: "Waiting for data",
+    EVENT_CHECKPOINT_UNUSED.name: "Checkpoint not used",
     EVENT_RECOMPILE.name: "Recompiled",
     EVENT_RECOMPILE_STORM.name: "Recompiled again and again",
     EVENT_COMPILE_FAILED.name: "Compilation given up",

@@ -376,6 +376,12 @@ checkpoint_failed_once info
 save_raised warning source=torchobs.checkpoint.failed
     short: A save raises {exception.type}.
     long: A save ({format}) raised {exception.type}[, {ago:s} before the end].
+checkpoint_keys_unused warning source=torchobs.checkpoint.unused key=keys
+    short: load_state_dict(strict=False) of {model} used {matched:,} of {keys:,} keys: the checkpoint has {unexpected}, the
+      model {missing}.
+checkpoint_optimizer_unused warning source=torchobs.checkpoint.unused key=optimizer
+    short: The checkpoint has an optimizer's state of {parameters:parameter}, and {optimizer} begins without one: moments and
+      counts begin anew. Call optimizer.load_state_dict.
 == memory ==
 device_out_of_memory error source=torchobs.memory.out_of_memory key=device
     short: {device} has no memory left.

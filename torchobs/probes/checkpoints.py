@@ -30,6 +30,7 @@ import torch
 
 from torchobs import catalog
 from torchobs.probes.context import LONG_NS, span_limiter
+from torchobs.probes.restored import Restored
 from torchobs.probes.timeline import CHECKPOINT, PIN, UNPIN
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import call
@@ -148,10 +149,12 @@ class CheckpointProbe:
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
         self._context, self._breaker = context, context.breaker(self.name)
+        self._restored = Restored(context, self._breaker)
         for result in catalog.SAVE_RESULTS:
             context.count(catalog.CHECKPOINTS, 0, {"result": result})
         self._replace("save", partial(self._saver, "torch", 1, "f"), torch, torch.serialization)
         self._replace("load", partial(self._loader, "torch"), torch, torch.serialization)
+        self._replace("load_state_dict", self._restored.watched, torch.nn.Module)
         self._imports = [after_import(SAFETENSORS, self._watch_safetensors), after_import(DISTRIBUTED, self._watch_distributed)]
 
     def remove(self) -> None:
@@ -201,12 +204,13 @@ class CheckpointProbe:
 
     def _loader(self, kind: str, original: Any) -> Any:
         breaker, recorder, training = self._breaker, self._context.recorder, self._context.training
-        write_span = self._context.write_span
+        write_span, read = self._context.write_span, self._restored.read
 
         @functools.wraps(original)
         def load(*args: Any, **kwargs: Any) -> Any:
             started_ns, inner = monotonic_ns(), _calls_from_distributed() or recorder.in_fetch()
             result = original(*args, **kwargs)
+            call(breaker, read, result)
             if not inner and monotonic_ns() - started_ns >= LONG_NS and threading.get_ident() == training.thread:
                 attributes = {"format": kind, "step": recorder.steps_done()}
                 call(breaker, write_span, catalog.SPAN_RESTORE.name, started_ns, monotonic_ns(), attributes, failed=False)

@@ -1,0 +1,93 @@
+"""What a run uses of a checkpoint that it loads: keys that fit nowhere, and an optimizer's state that is left in the file.
+
+Quiet are adapters (all of their keys fit), a part of a large checkpoint that fills the whole model, other heads, a teacher's
+checkpoint, pretrained weights without an optimizer's state, and optimizers that keep none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from torchobs import catalog
+from torchobs.catalog.findings import finding
+from torchobs.support.error_guard import call
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchobs.probes.context import ProbeContext
+    from torchobs.support.error_guard import CircuitBreaker
+
+FEW = 10
+"""Fewer than one key in so many fits: a prefix such as ``module.`` is the usual reason"""
+_MOST_LOOKED_AT = 64
+"""Items of what a file holds: it may be a data cache"""
+
+
+class Restored:
+    """Follows ``torch.load`` and ``Module.load_state_dict`` to the first step of an optimizer."""
+
+    def __init__(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
+        self._context, self._breaker = context, breaker
+        self._whole = WeakSet[Any]()
+        """modules that were given all of their state"""
+        self._left: set[int] = set()
+        """numbers of parameters of the optimizers whose state was in a file"""
+        self._began = False
+        context.hooks.before_step.register(breaker, self._before_step)
+        context.hooks.before_step.due_at = 0
+
+    def read(self, content: Any) -> None:
+        """Note the optimizers' states in what a file held."""
+        self._left |= set(_optimizers(content))
+
+    def watched(self, original: Any) -> Any:
+        """Return ``Module.load_state_dict`` with a look at what it returns."""
+        breaker, compare = self._breaker, self._compare
+
+        @functools.wraps(original)
+        def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            call(breaker, compare, args[0], args[1] if len(args) > 1 else kwargs.get("state_dict", {}), result)
+            return result
+
+        return load_state_dict
+
+    def _compare(self, module: Any, state: Any, result: Any) -> None:
+        missing, unexpected, keys = result.missing_keys, result.unexpected_keys, len(state)
+        if not missing:
+            self._whole.add(module)
+        matched = keys - len(unexpected)
+        if matched * FEW < min(keys, matched + len(missing)):
+            fields: dict[str, object] = {"model": type(module).__name__, "keys": keys, "matched": matched}
+            examples = {"unexpected": unexpected[0], "missing": missing[0]}
+            self._report("keys", {**fields, **examples})
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
+        del closure
+        if self._began:
+            return
+        self._began = True
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        loaded = {id(parameter) for module in self._whole for parameter in module.parameters()}
+        if len(stepped) in self._left and not optimizer.state and stepped <= loaded:
+            fields: dict[str, object] = {"optimizer": type(optimizer).__name__, "parameters": len(stepped)}
+            self._report("optimizer", fields)
+        self._whole.clear()
+
+    def _report(self, kind: str, fields: dict[str, object]) -> None:
+        self._context.event(catalog.EVENT_CHECKPOINT_UNUSED, {"kind": kind, **fields})
+        self._context.warn_limited(f"checkpoint {kind}", finding(f"checkpoint_{kind}_unused", **fields).short)
+
+
+def _optimizers(content: Any, depth: int = 2) -> Iterator[int]:
+    """Yield the number of parameters of each optimizer's state that is not empty, down to lists in a dictionary."""
+    if isinstance(content, Mapping) and content.get("state") and isinstance(content.get("param_groups"), list):
+        yield sum(len(group["params"]) for group in content["param_groups"])
+    elif depth and isinstance(content, (Mapping, list, tuple)):
+        for value in islice(content.values() if isinstance(content, Mapping) else content, _MOST_LOOKED_AT):
+            yield from _optimizers(value, depth - 1)
