@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from torchobs import catalog
-from torchobs.catalog.findings import finding
+from torchobs.catalog.findings import Finding
 from torchobs.support.error_guard import call
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Restored:
 
     def _report(self, kind: str, fields: dict[str, object]) -> None:
         self._context.event(catalog.EVENT_CHECKPOINT_UNUSED, {"kind": kind, **fields})
-        self._context.warn_limited(f"checkpoint {kind}", finding(f"checkpoint_{kind}_unused", **fields).short)
+        self._context.warn_limited(f"checkpoint {kind}", Finding(f"checkpoint_{kind}_unused", values=fields).short)
 
 
 def _optimizers(content: Any, depth: int = 2) -> Iterator[int]:
