@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import weakref
-from collections import deque
 from contextlib import suppress
 from math import nan
 from threading import Lock, get_ident
@@ -61,7 +60,7 @@ class DataProbe:
         self._context, self._starvation = context, StarvationWatch(context)
         plain = context.recorder.plain
         plain.data_breaker, plain.grad_enabled = context.breaker(self.name), torch.is_grad_enabled
-        plain.slow_fetch = self._any_fetch()
+        self._relieve, plain.slow_fetch = plain.data_breaker.guard(context.recorder.relieve), self._any_fetch
         taps.FETCH.lead_shared(self._watched_next, self.name)
 
     def remove(self) -> None:
@@ -81,33 +80,27 @@ class DataProbe:
 
         return watched
 
-    def _any_fetch(self) -> Callable[..., Any]:
-        """Return what records a fetch that is no plain step's."""
-        context, plain = self._context, self._context.recorder.plain
-        trace, breaker, grad_enabled = plain.trace, plain.data_breaker, plain.grad_enabled
-        relieve = breaker.guard(context.recorder.relieve)
-
-        def fetch(original: Callable[[Any], Any], iterator: Any) -> Any:
-            if plain.fetching or breaker.is_open or get_ident() != plain.thread:
-                return original(iterator)
-            relieve()
-            plain.arguments.append(id(getattr(iterator, "_index_sampler", None)))
-            trace.append(monotonic_ns() << 4 | FETCH)
-            plain.fetching, code = True, EXHAUSTED
-            try:
-                batch = original(iterator)
-                code = FETCHED
-            finally:
-                plain.fetching = False
-                if not grad_enabled():
-                    code += 1
-                trace.append(monotonic_ns() << 4 | code)
-                if plain.metered:
-                    # the part before the fetch is as long
-                    context.record_overhead("data", 2 * (monotonic_ns() - (trace[-1] >> 4)))
-            return batch
-
-        return fetch
+    def _any_fetch(self, original: Callable[[Any], Any], iterator: Any) -> Any:
+        """Record a fetch that is no plain step's; return what ``original`` does."""
+        plain = self._context.recorder.plain
+        if plain.fetching or plain.data_breaker.is_open or get_ident() != plain.thread:
+            return original(iterator)
+        self._relieve()
+        plain.arguments.append(id(getattr(iterator, "_index_sampler", None)))
+        plain.trace.append(monotonic_ns() << 4 | FETCH)
+        plain.fetching, code = True, EXHAUSTED
+        try:
+            batch = original(iterator)
+            code = FETCHED
+        finally:
+            plain.fetching = False
+            if not plain.grad_enabled():
+                code += 1
+            plain.trace.append(monotonic_ns() << 4 | code)
+            if plain.metered:
+                # the part before the fetch is as long
+                self._context.record_overhead("data", 2 * (monotonic_ns() - (plain.trace[-1] >> 4)))
+        return batch
 
 
 class StarvationWatch:
@@ -224,7 +217,6 @@ class LoaderProbe:
         self._patches: list[Patch] = []
         self._import: MetaPathFinder | None = None
         self._pools: list[_Pool] = []
-        self._fresh: deque[_Pool] = deque()
         self._started: weakref.WeakSet[Any] = weakref.WeakSet()
         self._rounds = 0
         self._checking = Lock()
@@ -284,17 +276,15 @@ class LoaderProbe:
         workers = getattr(iterator, "_workers", None)
         if workers and iterator not in self._started:  # persistent workers are started once
             self._started.add(iterator)
-            self._fresh.append(_Pool(weakref.ref(iterator), list(workers)))
+            self._pools.append(_Pool(weakref.ref(iterator), list(workers)))
             self._context.count(catalog.DATA_WORKER_START_TIME, (monotonic_ns() - begun_ns) / 1e9)
         self._context.hooks.iterated.notify(loader, iterator)
 
     def sample(self) -> None:
         """Update the number of ready batches; check the workers once a second."""
-        while self._fresh:
-            self._pools.append(self._fresh.popleft())
         if not self._pools:
             return
-        ready = next((count for pool in reversed(self._pools) if (count := _ready(pool.iterator())) is not None), nan)
+        ready = next((count for pool in self._pools[::-1] if (count := _ready(pool.iterator())) is not None), nan)
         self._context.set_gauge(catalog.DATA_BATCHES_READY, ready)
         self._rounds += 1
         if not self._rounds % _ROUNDS:
@@ -303,7 +293,7 @@ class LoaderProbe:
     def _workers(self) -> list[LoaderWorker]:
         """Return the living workers of iterators in use, those first that the next batch is expected of."""
         found: list[LoaderWorker] = []
-        for iterator in [pool.iterator() for pool in self._pools]:
+        for iterator in [pool.iterator() for pool in self._pools.copy()]:
             if iterator is not None and not iterator._shutdown:
                 awaited = _awaited(iterator)
                 alive = [(index, worker.pid) for index, worker in enumerate(iterator._workers) if exit_code(worker) is None]
@@ -337,14 +327,15 @@ class LoaderProbe:
 
     def _count(self) -> None:
         configured = alive = 0
-        for pool in self._pools:
+        for pool in self._pools.copy():
             iterator = pool.iterator()
             leaving = iterator is None or iterator._shutdown
             self._remove_exited(pool, leaving=leaving)
             if iterator is not None and not leaving:
                 alive += len(pool.workers)
                 configured += iterator._num_workers
-        self._pools = [pool for pool in self._pools if pool.workers or pool.iterator() is not None]
+            elif not pool.workers and iterator is None:
+                self._pools.remove(pool)
         self._context.set_gauge(catalog.DATA_WORKERS, configured, {"state": "configured"})
         self._context.set_gauge(catalog.DATA_WORKERS, alive, {"state": "alive"})
 

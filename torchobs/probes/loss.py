@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from torchobs.probes.step_recorder import PendingStep
 
 
-_LOSS = StepFlag.LOSS
-
-
 class _PendingLoss(NamedTuple):
     """Losses of one step, or of a possible part of one; each list is empty until the value has arrived."""
 
@@ -114,16 +111,9 @@ class LossProbe:
         value = loss if self._steps.scaled is None else self._plain(whole, loss)
         if not value.is_cpu:
             self._take_later(value.detach(), within=in_closure)
-        elif in_closure:
-            number = value.item()
-            recorder.add_loss(number, within_step=True)
-            if number - number:
-                self._nonfinite(given)
         else:
-            values, number = recorder.values, value.item()
-            values.loss_sum += number
-            values.losses += 1
-            values.flags |= _LOSS
+            number = value.item()
+            recorder.add_loss(number, within_step=in_closure)
             if number - number:  # NaN, which is true, unless it is finite
                 self._nonfinite(given)
         if begun_ns:

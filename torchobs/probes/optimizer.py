@@ -55,13 +55,11 @@ class _Container:
         """The one that updates the outer optimizer's first parameter"""
         self._parts: dict[int, ref[torch.optim.Optimizer]] = {}
 
-    def knows(self, part: object) -> bool:
-        """Return whether it was added."""
-        known = self._parts.get(id(part))
-        return known is not None and known() is part
-
     def add(self, part: torch.optim.Optimizer) -> None:
-        """Add an optimizer that steps within the outer one."""
+        """Note that an optimizer steps within the outer one."""
+        known = self._parts.get(id(part))
+        if known is not None and known() is part:
+            return
         self._parts[id(part)] = ref(part)
         outer = self.outer()
         if outer is not None and next(iter(_parameters(outer)), 0) in _parameters(part):
@@ -121,7 +119,7 @@ class OptimizerProbe:
                 return  # a subclass's step calls its parent's
             self._containers = {key: each for key, each in self._containers.items() if each.outer() is not None}
             container = self._containers[outer] = _Container(known)
-        if id(optimizer) != outer and not container.knows(optimizer):
+        if id(optimizer) != outer:
             container.add(optimizer)
         if outer == self._context.recorder.plain.rated and container.first is not None and container.first() is optimizer:
             rate = optimizer.param_groups[0].get("lr")

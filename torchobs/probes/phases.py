@@ -175,12 +175,9 @@ class Startup:
         if totals.ints[Word.STEPS]:
             self._show(totals.floats[Word.LAST_STEP_TIMESTAMP] - (known_s - sum(credited(totals))) - self._begun_s)
             self._done = True
-        elif last or (not self._rounds % _STARTUP_ROUNDS and not self._steps_begun()):
+        elif last or not (self._rounds % _STARTUP_ROUNDS or self._context.recorder.has_begun(besides={EVAL, TRAIN})):
             header = self._context.writer.header
             self._show((header.wall_ns - header.monotonic_ns + monotonic_ns()) / 1e9 - known_s - self._begun_s)
-
-    def _steps_begun(self) -> bool:
-        return self._context.recorder.has_begun(besides={EVAL, TRAIN})
 
     def _show(self, seconds: float) -> None:
         if self._cell is not None and seconds > self._shown_s:

@@ -358,8 +358,10 @@ class StepRecorder:
 
     def _walk(self) -> Carry:
         """Go through the trace, and begin another one."""
-        if not self.step and self._carry is None and self.trace and self._begins_late():
-            self.values.flags |= StepFlag.UNTIMED  # nothing before it was seen
+        if not self.step and self._carry is None and self.trace:
+            code = self.trace[0] & 15
+            if code == BACKWARD_BEGINS or (code == PIN and self.arguments[0] == COMPILE):  # no step begins so
+                self.values.flags |= StepFlag.UNTIMED
         state = walk(self.trace, self.arguments, self.plain.begun_ns, self._carry)
         self.trace.clear()
         self.arguments.clear()
@@ -416,11 +418,6 @@ class StepRecorder:
             if self.step == step and len(self.trace) >= len(trace):
                 return step, state
         return None
-
-    def _begins_late(self) -> bool:
-        """Return True if the first boundary cannot be the beginning of a step."""
-        code = self.trace[0] & 15
-        return code == BACKWARD_BEGINS or (code == PIN and self.arguments[0] == COMPILE)
 
     def begin_capture(self) -> OpenPart:
         """Set the step in progress aside for the capture of a CUDA graph, which is none; return it for :meth:`end_capture`."""

@@ -60,8 +60,6 @@ class StepProbe:
         """Whether an optimizer's step has called another's"""
         self._no_backward: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         """Whether none of the optimizer's closures has done a backward"""
-        self._evaluations: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        """Evaluations in its last closure step"""
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
@@ -77,9 +75,11 @@ class StepProbe:
         self._backward = BackwardWatch(context, breaker)
         self._backward.install()
         self._graphs.install()
-        before, after = self._hooks(breaker)
-        taps.BEFORE_STEP.lead(before)
-        taps.AFTER_STEP.lead(after)
+        self._breaker, self._before_safely, plain = breaker, breaker.guard(self._before), self._plain
+        plain.slow_before, plain.slow_after = self._any_before, self._any_after
+        plain.notify, plain.read_rate = breaker.guard(self._before_step.notify), self._read_rate
+        taps.BEFORE_STEP.lead(_as_function(plain.before_step))
+        taps.AFTER_STEP.lead(_as_function(plain.after_step))
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
@@ -104,57 +104,30 @@ class StepProbe:
         if len(self._recorder.trace) > LONG_TRACE:
             self._context.at_backward(self._relieve)
 
-    def _hooks(self, breaker: CircuitBreaker) -> tuple[Hook, Hook]:
-        """Return the hooks: those of ``PlainSteps``, which hands other steps to :meth:`_any_before` and :meth:`_any_after`."""
+    def _any_before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The pre hook of steps that are not plain."""
         plain = self._plain
-        plain.slow_before, plain.slow_after = self._any_before(breaker), self._any_after(breaker)
-        plain.notify, plain.read_rate = breaker.guard(self._before_step.notify), self._read_rate
-        before_step, after_step = plain.before_step, plain.after_step
-        if isinstance(before_step, MethodType):
-            return before_step, after_step
+        # one of hundreds in a backward pass
+        if plain.in_pass and not (plain.depth or self._nests) and self._recorder.alive(id(optimizer)) is optimizer:
+            if plain.step >= plain.due_at or plain.step == self._before_step.last:
+                plain.notify(optimizer, False)  # noqa: FBT003  # a listener
+            return None
+        if self._modes() and self._graph_being_made():
+            plain.stepping = False
+            return None
+        return self._before_safely(monotonic_ns(), optimizer, args, kwargs)
 
-        # functions of a file that Dynamo is told to skip: of a compiled callable it makes a graph, or fails
-
-        def call_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            return before_step(optimizer, args, kwargs)
-
-        def call_after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            return after_step(optimizer, args, kwargs)
-
-        return call_before, call_after
-
-    def _any_before(self, breaker: CircuitBreaker) -> Callable[..., Any]:
-        """Return the pre hook of steps that are not plain."""
-        plain, recorder, before_step, before = self._plain, self._recorder, self._before_step, breaker.guard(self._before)
-        modes, is_made = self._modes, self._graph_being_made
-
-        def any_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            # one of hundreds in a backward pass
-            if plain.in_pass and not (plain.depth or self._nests) and recorder.alive(id(optimizer)) is optimizer:
-                if plain.step >= plain.due_at or plain.step == before_step.last:
-                    plain.notify(optimizer, False)  # noqa: FBT003  # a listener
-                return None
-            if modes() and is_made():
-                plain.stepping = False
-                return None
-            return before(monotonic_ns(), optimizer, args, kwargs)
-
-        return any_before
-
-    def _any_after(self, breaker: CircuitBreaker) -> Callable[..., None]:
-        """Return the post hook of steps that are not plain; one within a backward pass needs nothing."""
-        plain, after, modes, is_made = self._plain, self._after, self._modes, self._graph_being_made
-
-        def any_after(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> None:
-            if (plain.in_pass and not plain.depth) or breaker.is_open or (not plain.stepping and modes() and is_made()):
-                return
-            try:
-                after(monotonic_ns(), optimizer)
-            except Exception as error:
-                if not breaker.takes(error):
-                    raise
-
-        return any_after
+    def _any_after(self, optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> None:
+        """The post hook of steps that are not plain; one within a backward pass needs nothing."""
+        plain, breaker = self._plain, self._breaker
+        is_made = not plain.stepping and self._modes() and self._graph_being_made()
+        if (plain.in_pass and not plain.depth) or breaker.is_open or is_made:
+            return
+        try:
+            self._after(monotonic_ns(), optimizer)
+        except Exception as error:
+            if not breaker.takes(error):
+                raise
 
     def _read_rate(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the learning rate of the step in progress, if it is a number, in groups as torch has them."""
@@ -173,7 +146,8 @@ class StepProbe:
             if self._others.running[ident] == 1:
                 self._graphs.note_step(optimizer)
             return None
-        if ident != plain.thread and (self._is_inside(ident) or self._others.is_other(optimizer)):
+        is_inside = ident in self._others.running and _steps_running() > 1
+        if ident != plain.thread and (is_inside or self._others.is_other(optimizer)):
             self._leave_out(ident)
             return None
         self._others.has_begun = True
@@ -201,7 +175,7 @@ class StepProbe:
         hook, step = self._before_step, plain.step
         if step >= hook.due_at or step == hook.last or evaluates or fresh:
             hook.notify(optimizer, evaluates)
-        return self._watched(optimizer, args, kwargs) if evaluates and self._given else None
+        return self._watched(args, kwargs) if evaluates and self._given else None
 
     def _begins(self, optimizer: torch.optim.Optimizer, ident: int, *, evaluates: bool, within_backward: bool) -> bool:
         """Let the recorder know that an optimizer begins to step; return True if it has never stepped."""
@@ -213,10 +187,6 @@ class StepProbe:
         return id(optimizer) != self._plain.sole and recorder.optimizer_begins(
             optimizer, evaluates=evaluates, within_backward=within_backward
         )
-
-    def _is_inside(self, ident: int) -> bool:
-        """Return True if that thread is within a step that is left out."""
-        return ident in self._others.running and _steps_running() > 1
 
     def _leave_out(self, ident: int) -> None:
         """Note that this thread's step is not recorded; it may call another one."""
@@ -236,10 +206,8 @@ class StepProbe:
     def _number_safely(self, rate: object) -> float | None:
         return call(self._context.breaker(OptimizerProbe.name), number_of, rate)  # another one once that probe is made anew
 
-    def _watched(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the arguments with a closure that records where each evaluation begins, if there may be several."""
-        if self._evaluations.get(optimizer, 2) < 2:  # noqa: PLR2004  # unknown: several
-            return None
+    def _watched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the arguments with a closure that records where each evaluation begins."""
         plain, note, closure = self._plain, self._recorder.trace.append, args[1] if len(args) > 1 else kwargs["closure"]
 
         @functools.wraps(closure, updated=())
@@ -272,7 +240,6 @@ class StepProbe:
     def _closure_ends(self, optimizer: torch.optim.Optimizer) -> None:
         """Record whether it did a backward. One that once did may do without: Lightning's, when a batch is skipped."""
         self._given = self._plain.in_closure = False
-        self._evaluations[optimizer] = sum(stamp & 15 == CLOSURE_GOES_ON for stamp in self._recorder.trace)
         for stamp in reversed(self._recorder.trace):
             code = stamp & 15
             if code in (CLOSURE_GOES_ON, BACKWARD_ENDS):
@@ -283,6 +250,15 @@ class StepProbe:
                     self._no_backward[optimizer] = True
                     self._before_step.due_at = 0  # its gradients are measured before its step from now on
                 return
+
+
+def _as_function(hook: Hook) -> Hook:
+    """Return a function of a file that Dynamo is told to skip: of a compiled callable it makes a graph, or fails."""
+
+    def call_hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return hook(optimizer, args, kwargs)
+
+    return hook if isinstance(hook, MethodType) else call_hook
 
 
 class BackwardWatch:
@@ -300,12 +276,13 @@ class BackwardWatch:
         self._context, self._breaker = context, breaker
         self._end_pass = breaker.guard(context.recorder.end_pass)
         self._notify = breaker.guard(context.hooks.after_closure_backward.notify)
+        self._modes, self._graph_being_made = dispatch_modes(), graph_being_made()
 
     def install(self) -> None:
         """Wrap ``torch.autograd.backward`` and the engine."""
         plain = self._context.recorder.plain
-        plain.step_breaker, plain.end_pass, plain.modes = self._breaker, self._end_pass, dispatch_modes()
-        plain.listeners, plain.slow_backward = self._context.hooks.takes_loss.listeners, self._any_backward()
+        plain.step_breaker, plain.end_pass, plain.modes = self._breaker, self._end_pass, self._modes
+        plain.listeners, plain.slow_backward = self._context.hooks.takes_loss.listeners, self._any_backward
         taps.BACKWARD.lead_shared(self._watched, self._breaker.probe)
         taps.ENGINE.lead(self._watched_engine, self._breaker.probe)
 
@@ -318,22 +295,17 @@ class BackwardWatch:
 
         return backward
 
-    def _any_backward(self) -> Callable[..., Any]:
-        """Return what records a backward pass that is no plain step's, and how it is called."""
-        breaker, recorder, plain = self._breaker, self._context.recorder, self._context.recorder.plain
-        record, modes, is_made, others = self._record, dispatch_modes(), graph_being_made(), self._context.training.others
-
-        def backward(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            elsewhere = get_ident() != plain.thread
-            if plain.backwards or breaker.is_open or elsewhere or (modes() and is_made()):
-                if elsewhere and not breaker.is_open:
-                    others.note(get_ident())
-                if elsewhere and not plain.backwards:
-                    recorder.note_unseen()
-                return original(*args, **kwargs)  # nested (reentrant checkpointing), in another thread, or traced
-            return record(original, args, kwargs, accumulates=True)
-
-        return backward
+    def _any_backward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a backward pass that is no plain step's; return what ``original`` does."""
+        recorder, breaker = self._context.recorder, self._breaker
+        plain, elsewhere = recorder.plain, get_ident() != recorder.plain.thread
+        if plain.backwards or breaker.is_open or elsewhere or (self._modes() and self._graph_being_made()):
+            if elsewhere and not breaker.is_open:
+                self._context.training.others.note(get_ident())
+            if elsewhere and not plain.backwards:
+                recorder.note_unseen()
+            return original(*args, **kwargs)  # nested (reentrant checkpointing), in another thread, or traced
+        return self._record(original, args, kwargs, accumulates=True)
 
     def _record(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulates: bool) -> Any:
         plain, note = self._context.recorder.plain, self._context.recorder.trace.append
@@ -358,13 +330,9 @@ class BackwardWatch:
 
         Within a backward pass that is recorded already it returns the original, so that no frame of ours is between torch's.
         """
-        plain, breaker, original, others = (
-            self._context.recorder.plain,
-            self._breaker,
-            engine.run_backward,
-            self._context.training.others,
-        )
-        run_backward, modes, is_made = self._watched_run(original), dispatch_modes(), graph_being_made()
+        plain, breaker, others = self._context.recorder.plain, self._breaker, self._context.training.others
+        original, modes, is_made = engine.run_backward, self._modes, self._graph_being_made
+        run_backward = self._watched_run(original)
 
         def found(_: object) -> Any:
             if plain.backwards or breaker.is_open:
