@@ -27,8 +27,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.growth import FastWindow, MemoryHistory, MemoryPoint
-from torchobs.probes.memory_growth import GrowthGauges, GrowthVerdict
+from torchobs.detect.growth import FastWindow, MemoryHistory, MemoryPoint, soonest
+from torchobs.probes.memory_growth import GrowthGauges
 from torchobs.support import text
 from torchobs.support.error_guard import call
 from torchobs.tensors.names import all_modules, clean, layer_of, roots
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torchobs.catalog import Metric
     from torchobs.detect.growth import Growth
     from torchobs.probes.context import ProbeContext
+    from torchobs.probes.memory_growth import Verdict
 
 
 class DeviceMemory(NamedTuple):
@@ -428,11 +429,11 @@ class _Device:
         """Add the readings since the last point to the history."""
         self._trends = self._floor.point(step, now)
 
-    def verdict(self) -> GrowthVerdict:
-        """Return the trends and the bytes left."""
+    def verdict(self) -> Verdict:
+        """Return the growth, and when it will reach the limit."""
         fast, limit = self._fast.growth, self._memory.limit
-        left = None if limit is None else limit - self._memory.allocated
-        return GrowthVerdict(fast or self._trends[0], (*self._trends, fast), left)
+        left_s = None if limit is None else soonest((*self._trends, fast), limit - self._memory.allocated)
+        return fast or self._trends[0], left_s
 
     def show(self) -> None:
         """Set the gauges and advance the counters."""

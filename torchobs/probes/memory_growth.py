@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import nan
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.catalog.findings import finding
-from torchobs.detect.growth import NEAR_S, Growth, soonest
+from torchobs.detect.growth import NEAR_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torchobs.detect.growth import Growth
     from torchobs.probes.context import ProbeContext
+
+    Verdict = tuple[Growth | None, float | None]
+    """A space's growth, and the seconds until its limit by the fastest of its trends"""
 
 
 @dataclass(slots=True)
@@ -23,18 +27,6 @@ class Suspicion:
     host: bool = False
 
 
-class GrowthVerdict(NamedTuple):
-    """Growth, the trends compared with the limit, and the bytes left to it."""
-
-    growth: Growth | None
-    trends: tuple[Growth | None, ...]
-    left: float | None
-
-    def time_to_limit_s(self) -> float | None:
-        """Return the seconds until the fastest trend reaches the limit."""
-        return None if self.left is None else soonest(self.trends, self.left)
-
-
 class GrowthGauges:
     """``growth_per_step`` and ``time_to_limit`` of one space, and the event when the limit is near."""
 
@@ -42,15 +34,15 @@ class GrowthGauges:
         self._context, self._attributes = context, {"space": space}
         self._reported = False
 
-    def show(self, verdicts: Sequence[GrowthVerdict]) -> bool:
+    def show(self, verdicts: Sequence[Verdict]) -> bool:
         """Publish the fastest growth and the earliest limit of these spaces (several devices, for example).
 
         Return True if a limit that is near has just been reported.
         """
-        per_step = max((one.growth.per_step for one in verdicts if one.growth is not None), default=None)
+        per_step = max((growth.per_step for growth, _ in verdicts if growth is not None), default=None)
         if per_step is None:
             return False
-        seconds = min((found for one in verdicts if (found := one.time_to_limit_s()) is not None), default=None)
+        seconds = min((left_s for _, left_s in verdicts if left_s is not None), default=None)
         for metric, value in ((catalog.MEMORY_GROWTH_PER_STEP, per_step), (catalog.MEMORY_TIME_TO_LIMIT, seconds)):
             self._context.set_gauge(metric, nan if value is None else value, self._attributes)
         near = seconds is not None and seconds <= NEAR_S

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from torchobs import catalog
-from torchobs.detect.growth import FastWindow, MemoryHistory, MemoryPoint
-from torchobs.probes.memory_growth import GrowthGauges, GrowthVerdict, Suspicion
+from torchobs.detect.growth import FastWindow, MemoryHistory, MemoryPoint, soonest
+from torchobs.probes.memory_growth import GrowthGauges, Suspicion
 from torchobs.support.cgroup import cpu_of, field, memory_of, number, of_process, pressure, read, tightest
 
 if TYPE_CHECKING:
@@ -390,8 +390,8 @@ class MemoryProbe:
 
     def _show_growth(self) -> None:
         fast = self._fast.growth
-        verdict = GrowthVerdict(fast or self._own_trends[0], (*self._limit_trends, fast), self._limits.left)
-        if self._gauges.show([verdict]) and self._suspicion is not None:
+        left_s = soonest((*self._limit_trends, fast), self._limits.left)
+        if self._gauges.show([(fast or self._own_trends[0], left_s)]) and self._suspicion is not None:
             self._suspicion.host = True
 
     def _show_pss(self) -> None:
