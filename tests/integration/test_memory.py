@@ -62,7 +62,8 @@ class Watched:
     def __init__(self, run: Recording, shared: str = "/dev/shm") -> None:
         self.run, self.seconds = run, 0.0
         assert run.session.context is not None
-        self.probe = MemoryProbe(shared=shared, clock=lambda: self.seconds)
+        self.suspicion = Suspicion()
+        self.probe = MemoryProbe(shared=shared, clock=lambda: self.seconds, suspicion=self.suspicion)
         self.probe.install(run.session.context)
 
     def limit(self, left: float, total: float = 64 * 1024**3) -> None:
@@ -211,6 +212,23 @@ def test_a_leak_that_leaves_a_minute_is_told_of_within_half_a_minute(
     assert (seconds == pytest.approx(60, rel=0.2)) if leaks else seconds is None
 
 
+@pytest.mark.parametrize(("kept", "is_steep"), [(4 * MIB, True), (MIB, False)])
+def test_fast_growth_is_looked_at_within_half_a_minute_however_much_is_left(
+    watched: Watched, kept: int, *, is_steep: bool
+) -> None:
+    """It is a suspicion of kept graphs, and no finding by itself."""
+    step, held = mlp_step(), list[Any]()
+    watched.limit(4e12, total=8e12)
+    for _ in range(LEAST + 2):
+        step()
+        held.append(np.ones(kept // 8))
+        watched.probe._read(thorough=False)
+        watched.seconds += 1.0
+    assert watched.suspicion.is_steep == is_steep
+    assert not watched.suspicion.host
+    assert watched.run.frames(catalog.EVENT_MEMORY_GROWTH.name) == []
+
+
 class Marked:
     """An object of a type of its own."""
 
@@ -279,6 +297,52 @@ def test_a_leak_is_told_with_its_line_its_types_and_its_tensors(run_without_leak
     leaking.suspicion.host = True
     leaking.train(3, leaked)
     assert not tracemalloc.is_tracing()
+    assert len(leaking.told()) == 1
+
+
+def collect(leaking: Leaking, model: torch.nn.Module, result: Callable[[torch.Tensor], object]) -> None:
+    """Keep the result of a forward pass in every step, for a minute."""
+    kept, inputs = list[object](), torch.ones(3, next(model.parameters()).shape[1])
+    for is_steep in (False, True):
+        leaking.suspicion.is_steep = is_steep
+        leaking.train(28 if is_steep else 12, lambda: kept.append(result(model(inputs))))
+
+
+def test_graphs_that_never_go_backward_are_told_of_within_a_minute(run_without_leaks: Recording) -> None:
+    """`outputs.append(model(x))` in every step, however much memory is left: long before its growth is a trend of minutes."""
+    leaking = Leaking(run_without_leaks)
+    collect(leaking, leaking.model, lambda output: output)
+    (told,) = leaking.told()
+    assert told["space"] == "host"
+    assert any(" tensors float32[3, " in row for row in told["tensors"])
+    assert any(line.startswith(f"{__file__}:") for line in told["lines"])
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "result"),
+    [
+        ("outputs for a metric", True, lambda output: output.detach()),
+        ("losses that have gone backward", True, lambda output: output.sum().backward() or output),
+        ("a policy's, which is trained at the episode's end", False, lambda output: output),
+    ],
+)
+def test_what_is_collected_over_many_steps_is_no_graph_left_behind(
+    run_without_leaks: Recording, name: str, result: Callable[[torch.Tensor], object], *, own: bool
+) -> None:
+    """Fast growth alone is nothing."""
+    leaking = Leaking(run_without_leaks)
+    collect(leaking, leaking.model if own else mlp(), result)
+    assert leaking.told() == [], name
+    assert leaking.probe._left == leak.MOST_TRACES
+
+
+def test_a_leak_that_is_certain_comes_before_a_search_for_graphs(run_without_leaks: Recording) -> None:
+    """It is reported once, and must not be missed for a suspicion."""
+    leaking = Leaking(run_without_leaks)
+    leaking.suspicion.is_steep = True
+    leaking.train(2)
+    leaking.suspicion.host = True
+    leaking.train(12)
     assert len(leaking.told()) == 1
 
 

@@ -57,6 +57,7 @@ YOUNG_HORIZON_S = 300.0
 """What takes longer is found by the other windows in time."""
 YOUNG_STEPS = 100
 YOUNG_BYTES = 64 * 1024**2
+"""Least growth of these, and of 24 s that are steep: this alone is no finding, but what grows is looked at (``probes.leak``)"""
 YOUNG_ALIKE = 0.9
 """Least ratio of the smallest to the largest among the trends of both thirds and of the whole: a root's is 0.77, that of a ramp
 with a time constant of 20 s 0.82."""
@@ -168,12 +169,14 @@ class MemoryHistory:
 class FastWindow:
     """The last 48 seconds of measurements, which may come more often; each point is the minimum of its second."""
 
-    __slots__ = ("_points", "growth")
+    __slots__ = ("_points", "growth", "is_steep")
 
     def __init__(self) -> None:
         self._points: deque[MemoryPoint] = deque(maxlen=MOST)
         self.growth: Growth | None = None
         """The trend, if it uses up what is left within minutes"""
+        self.is_steep = False
+        """Whether memory grows fast, however much is left: a data set that is cached does so too, and a graph that is kept"""
 
     def see(self, point: MemoryPoint, left: float, total: float, *, caching: bool = False) -> bool:
         """Add a measurement, with the bytes ``left`` of ``total``; return True if a verdict has begun or ended.
@@ -190,6 +193,9 @@ class FastWindow:
         near = left <= (1.0 - FAST_IN_USE) * total and point.used - points[0].used > least / 2
         found = grows(points, FAST_STEPS, FAST_STEADY) if near else None
         self.growth = found if found and found.sustained and found.per_second * found.seconds >= least else None
+        recent = list(points)[-LEAST:]
+        fast = grows(recent, FAST_STEPS, FAST_STEADY) if recent[-1].used - recent[0].used >= YOUNG_BYTES else None
+        self.is_steep = fast is not None and fast.sustained
         if self.growth is None and not caching:
             self.growth = _fills_soon(list(points), left)
         return (self.growth is None) != (before is None)
@@ -197,7 +203,7 @@ class FastWindow:
     def begin(self) -> None:
         """Drop all points, since another model is trained, which begins with a ramp of its own."""
         self._points.clear()
-        self.growth = None
+        self.growth, self.is_steep = None, False
 
 
 def _fills_soon(points: Sequence[MemoryPoint], left: float) -> Growth | None:

@@ -5,6 +5,9 @@ living objects enclose two snapshots of ``tracemalloc``, and the differences are
 while it traces: ten seconds, five steps where these are slow, a minute at most, and less when it has taken 8 MiB. Where the
 user runs ``tracemalloc``, nothing is traced or counted (counting would take ten times as long).
 
+Minutes before that, fast growth is a leak if each step leaves a graph behind that no backward pass can go through any more: it
+has not been freed by one, and the weights that it needs have been changed by the optimizer since.
+
 Objects are counted in the training thread, at the beginning of a backward pass, so that nothing is kept alive that this thread
 is about to drop; tensors are asked one by one through weak references. For 300,000 objects it takes some 0.1 s.
 """
@@ -17,7 +20,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -30,6 +33,7 @@ from torchobs.support.after_fork import renew_in_child
 from torchobs.support.rate_limit import RateLimiter
 from torchobs.support.source_lines import innermost
 from torchobs.taps.taps import subclasses
+from torchobs.tensors.graph import kept_tensors
 from torchobs.tensors.references import collections_paused, objects_of, types_of_objects
 
 if TYPE_CHECKING:
@@ -38,7 +42,11 @@ if TYPE_CHECKING:
     from torchobs.probes.context import ProbeContext
     from torchobs.probes.memory_growth import Suspicion
 
+T = TypeVar("T")
 
+GRAPH_STEPS, LOOKED_GRAPHS, MOST_NODES = 20, 128, 64
+"""Steps for which graphs are watched, how many tensors with one are looked at (a graph keeps what lies within it alive, too),
+and nodes of each"""
 MOST_TENSORS = 20_000
 """Tensors asked for their size, of more the last in the collector's order; each takes 4 µs."""
 _OWN = ("torchobs.", "tracemalloc.", "weakref.", "torch.storage.UntypedStorage")
@@ -114,6 +122,29 @@ def grown_kinds(before: LiveObjects, after: LiveObjects) -> list[tuple[str, Amou
     return sorted(rows, key=lambda row: (-row[1].size, -row[1].number))
 
 
+def tensors_with_graph() -> list[ref[Any]]:
+    """Return the tensors that have a graph."""
+    with torch._C.DisableTorchFunction():
+        return [known for known in _tensors() if (x := known()) is not None and x.grad_fn is not None]
+
+
+def is_left_behind(function: Any) -> bool:
+    """Return whether a graph, by the first nodes from its end on, can no longer be differentiated, and was not before.
+
+    torch says so of a kept tensor that was changed in place since, when it is read.
+    """
+    nodes = [function]
+    for node in nodes:
+        for name, value in kept_tensors(node):
+            if value is not None and "[" not in name:  # not freed, packed by a hook, or one of a list
+                try:
+                    getattr(node, f"_saved_{name}")
+                except RuntimeError:
+                    return True
+        nodes += [following for following, _ in node.next_functions if following is not None][: MOST_NODES - len(nodes)]
+    return False
+
+
 def _tensors() -> list[ref[Any]]:
     """Return weak references to all tensors and parameters."""
     classes = {id(torch.Tensor), id(torch.nn.Parameter)}
@@ -170,6 +201,8 @@ class LeakProbe:
         self._left = MOST_TRACES
         self._tracing = Tracing()
         self._running: Iterator[None] | None = None
+        self._traces_leak = False
+        """Whether that is a trace by now; else it looks for graphs, and a leak that is reported meanwhile comes first"""
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
@@ -183,18 +216,20 @@ class LeakProbe:
     def sample(self) -> None:
         """Begin, go on with, or end a trace."""
         suspicion = self._suspicion
-        wanted = suspicion.host and self._running is None and self._left and not tracemalloc.is_tracing()
-        if wanted and self._traces.take(self._clock()):
-            self._left -= 1
-            self._running = self._trace()
-        suspicion.host = False
+        is_free = self._running is None or (suspicion.host and not self._traces_leak)
+        wanted = is_free and (suspicion.host or suspicion.is_steep) and self._left and not tracemalloc.is_tracing()
+        if wanted and self._traces.take(self._clock(), suspicion.host):
+            self._traces_leak = False
+            self._running = self._trace() if suspicion.host else self._trace_graphs()
+        suspicion.host = suspicion.is_steep = False
         if self._running is not None and next(self._running, True):
             self._running = None
 
     def _trace(self) -> Iterator[None]:
         """Count, trace between two snapshots, count again, and report what grew; yield while there is something to wait for."""
         clock, recorder, counts = self._clock, self._context.recorder, list[LiveObjects]()
-        yield from self._count(counts)
+        self._left, self._traces_leak = self._left - 1, True
+        yield from self._look(counts, count_objects)
         resident = ProcessStats().resident().all
         if not tracemalloc.is_tracing():  # the program may have begun meanwhile
             self._tracing.start(FRAMES)
@@ -209,21 +244,39 @@ class LeakProbe:
         snapshots += self._tracing.snapshot()
         self._tracing.stop()
         grown = ProcessStats().resident().all - resident
-        yield from self._count(counts)
+        yield from self._look(counts, count_objects)
         ended = "memory" if is_full else "complete"
         attributes = {"space": "host", "ended": ended, "seconds": round(passed_s, 1), "steps": steps, "grown": grown}
         self._report(attributes, self._lines(snapshots), counts)
 
-    def _count(self, counts: list[LiveObjects]) -> Iterator[None]:
-        """Have objects counted at the next backward pass, and wait for that."""
-        wanted, until_s = len(counts) + 1, self._clock() + WAIT_S
+    def _trace_graphs(self) -> Iterator[None]:
+        """Trace if each step leaves a graph behind."""
+        recorder, before, after = self._context.recorder, list[list[ref[Any]]](), list[tuple[int, int]]()
+        yield from self._look(before, tensors_with_graph)
+        first, until_s = recorder.step, self._clock() + LONGEST_S
+        while before and recorder.step - first < GRAPH_STEPS and self._clock() < until_s:
+            yield
+        steps, sample = recorder.step - first, before[0][-LOOKED_GRAPHS:] if before else []
 
-        def count() -> None:
-            if len(counts) < wanted:
-                counts.append(count_objects())
+        def look() -> tuple[int, int]:
+            living = [x.grad_fn for known in sample if (x := known()) is not None]
+            return len(tensors_with_graph()), sum(map(is_left_behind, living))
 
-        self._context.at_backward(self._context.breaker(self.name).guard(count))
-        while len(counts) < wanted and self._clock() < until_s:
+        yield from self._look(after, look)
+        for number, left_behind in after:
+            if min(steps, left_behind) >= GRAPH_STEPS and number - len(before[0]) >= steps:
+                yield from self._trace()
+
+    def _look(self, found: list[T], count: Callable[[], T]) -> Iterator[None]:
+        """Have something counted at the next backward pass, and wait for that."""
+        wanted, until_s = len(found) + 1, self._clock() + WAIT_S
+
+        def look() -> None:
+            if len(found) < wanted:
+                found.append(count())
+
+        self._context.at_backward(self._context.breaker(self.name).guard(look))
+        while len(found) < wanted and self._clock() < until_s:
             yield
 
     def _lines(self, snapshots: list[tracemalloc.Snapshot]) -> list[tuple[str, Amount]]:

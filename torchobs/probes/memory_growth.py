@@ -25,6 +25,8 @@ class Suspicion:
     """Whether the host's memory leaks: set by the memory probe, read by the leak probe, both in the sampler thread."""
 
     host: bool = False
+    is_steep: bool = False
+    """Whether it grows so fast that graphs may be kept of forward passes that never go backward: to be proven"""
 
 
 class GrowthGauges:

@@ -377,6 +377,8 @@ class MemoryProbe:
         point = MemoryPoint(recorder.step, self._clock(), used)
         if self._fast.see(point, limits.left, limits.total, caching=self._context.training.epoch == 1):
             self._show_growth()
+        if self._fast.is_steep and self._suspicion is not None:
+            self._suspicion.is_steep = True
 
     def _evaluate_growth(self) -> None:
         """Evaluate the trend of the process's own pages, or of the whole cgroup against the cgroup's limit.
