@@ -12,6 +12,7 @@ import heapq
 import os
 import re
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from math import isfinite
@@ -206,8 +207,7 @@ def list_names(directory_fd: int) -> tuple[list[str], int]:
     """
     found = [*filter(is_name, files.names(directory_fd))]
     if len(found) > MAX_FILES:
-        ranked = ((_is_held(directory_fd, name), _mtime_ns(directory_fd, name), name) for name in found)
-        chosen = heapq.nlargest(MAX_FILES, ranked)
+        chosen = heapq.nlargest(MAX_FILES, (_rank(directory_fd, name) for name in found))
         return sorted(name for _, _, name in chosen), len(found) - MAX_FILES
     return sorted(found), 0
 
@@ -217,18 +217,13 @@ def names(directory_fd: int) -> list[str]:
     return list_names(directory_fd)[0]
 
 
-def _is_held(directory_fd: int, name: str) -> bool:
-    try:
-        return files.is_locked(directory_fd, lock_name(name))
-    except OSError:
-        return False
-
-
-def _mtime_ns(directory_fd: int, name: str) -> int:
-    try:
-        return os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mtime_ns
-    except OSError:
-        return 0
+def _rank(directory_fd: int, name: str) -> tuple[bool, int, str]:
+    """Return what decides which files are read: whether a rank holds its lock, and when it was written last."""
+    is_held, written_ns = False, 0
+    with suppress(OSError):
+        written_ns = os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mtime_ns
+        is_held = files.is_locked(directory_fd, lock_name(name))
+    return is_held, written_ns, name
 
 
 def is_name(name: str) -> bool:
