@@ -436,20 +436,13 @@ class Sensors:
 
     def state(self, library: Library, readings: list[Reading]) -> str:
         """Return the GPU's state: a value of ``hw.state``."""
-        pending, failed = self._row_remapping(library)
+        _, _, pending, failed = self._ask(library, library.api.nvmlDeviceGetRemappedRows, (0, 0, False, False))
         if failed:
             return "failed"
         uncorrected = any(("error.type", "ecc_uncorrected") in one.attributes and one.value for one in readings)
-        return "degraded" if pending or uncorrected or self._wants_recovery(library) else "ok"
-
-    def _row_remapping(self, library: Library) -> tuple[bool, bool]:
-        """Return whether a row remapping is pending until a reset, and whether one has failed."""
-        _, _, pending, failed = self._ask(library, library.api.nvmlDeviceGetRemappedRows, (0, 0, False, False))
-        return bool(pending), bool(failed)
-
-    def _wants_recovery(self, library: Library) -> bool:
-        """Return whether the driver asks for a reset of the GPU or node (since R550)."""
-        return any(self._ask(library, lambda handle: _fields(library.api, handle, [_FIELD_RECOVERY_ACTION]), (0,)))
+        # the driver asks for a reset of the GPU or node (since R550)
+        wants_recovery = self._ask(library, lambda handle: _fields(library.api, handle, [_FIELD_RECOVERY_ACTION]), (0,))
+        return "degraded" if pending or uncorrected or any(wants_recovery) else "ok"
 
     def _ask(self, library: Library, question: Callable[[Any], Any], unknown: Any) -> Any:
         """Return the driver's answer about the device, or ``unknown``. Raises ``NVMLError`` as :meth:`read` does."""
