@@ -24,14 +24,13 @@ Attributes = tuple[tuple[str, str], ...]
 
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 _UNITS = {"": 1, "B": 1, "KiB": 1024, "MiB": 1024**2}
+_KUBERNETES_UNITS = {"": 1, "Ki": 1024, "Mi": 1024**2, "Gi": 1024**3}
 # Patterns as text: compiled on first use, they cost the import nothing.
 _SIZE = r"(\d{1,18})\s*([A-Za-z]*)"
 _INTEGER = r"[+-]?\d{1,18}"
 _ADDRESS = r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>[^\s:\[\]/]*)):(?P<port>\d{1,5})"
 _MAX_PORT = 65535
 _MAX_SHOWN = 40
-_MEMORY = r"(\d{1,15})(Ki|Mi|Gi)?"
-_SHIFTS = {"": 0, "Ki": 10, "Mi": 20, "Gi": 30}
 _DURATION = r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?"
 # https://www.w3.org/TR/trace-context/#traceparent-header: version ff and ids of zeros alone are invalid.
 _TRACEPARENT = r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?"
@@ -152,9 +151,9 @@ def _within(value: Number, low: float, high: float) -> Number:
     return value
 
 
-def _size(text: str) -> int:
+def _size(text: str, units: Mapping[str, int]) -> int:
     found = _matched(_SIZE, text)
-    return int(found[1]) * _UNITS[_one_of(_UNITS, found[2])]
+    return int(found[1]) * units[_one_of(units, found[2])]
 
 
 def _address(text: str) -> Address:
@@ -173,11 +172,6 @@ def duration_s(text: str) -> float:
     if not math.isfinite(total):
         raise ValueError(text)
     return total
-
-
-def _memory(text: str) -> int:
-    found = _matched(_MEMORY, text)
-    return int(found[1]) << _SHIFTS[found[2] or ""]
 
 
 def _target(text: str) -> str:
@@ -225,8 +219,7 @@ ADDRESS = ValueKind(f"host:port with a port up to {_MAX_PORT}", _address)
 TRACEPARENT = ValueKind("a W3C traceparent", lambda text: _matched(_TRACEPARENT, text)[0])
 INTERVAL = ValueKind("auto or an integer, at least 1", _interval)
 ATTRIBUTES = ValueKind("key=value,key=value with percent-encoded values", _attributes)
-MEMORY = ValueKind("bytes, such as 134217728 or 128Mi", _memory)
-"""In Kubernetes' notation"""
+MEMORY = ValueKind("bytes, such as 134217728 or 128Mi", lambda text: _size(text, _KUBERNETES_UNITS))
 DURATION = ValueKind("a duration such as 90s, 5m or 1h30m", duration_s)
 TARGET = ValueKind("a URL such as https://hooks.example/…, ntfy:URL, or a command", _target)
 LEVEL, LOG_LEVEL = one_of(*get_args(Level)), one_of(*get_args(LogLevel))
@@ -250,7 +243,7 @@ def size(minimum: int, maximum: int) -> ValueKind:
     """Return the type of sizes in bytes within these limits, which are whole KiB."""
     return ValueKind(
         f"bytes, KiB or MiB, from {minimum // 1024}KiB to {maximum // 1024}KiB",
-        lambda text: _within(_size(text), minimum, maximum),
+        lambda text: _within(_size(text, _UNITS), minimum, maximum),
     )
 
 
