@@ -168,22 +168,26 @@ _FITTED = 1e-3
 """Of the first loss: with so little left to learn a gradient is small because the training has succeeded"""
 
 
-def fold_course(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly]) -> set[int]:
+def fold_course(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly]) -> tuple[set[int], set[int]]:
     """Follow loss, learning rate and norm; before the newest step's number is moved by the losses themselves.
 
     Return the numbers of the records with a norm at whose time the newest loss was next to nothing of the first, or exactly 0:
-    a margin loss (hinge, triplet) that every example of a batch satisfies.
+    a margin loss (hinge, triplet) that every example of a batch satisfies; and those soon after a jump of the learning rate.
     """
-    fitted = set[int]()
+    fitted, faster, jump = set[int](), set[int](), totals.ints[Word.RATE_JUMP]
     floats, ints, losses = totals.floats, totals.ints, _Losses(totals)
     rate_sum, rates, top = floats[Word.RATE_SUM], ints[Word.RATES], floats[Word.TOP_RATE]
     number, late_square = ints[Word.NORMS], floats[Word.LATE_SQUARE]
     for record in records:
         flags, rate, norm = record.flags, record.learning_rate, record.grad_norm
         if flags & StepFlag.LEARNING_RATE and record.kind == RecordKind.STEP and isfinite(rate_sum + rate):
+            if rates >= LEAST_RATES and 0.0 < RATE_ROSE * top <= rate:
+                jump = record.step
             rate_sum += rate
             rates += 1
             top = max(top, rate)
+        if jump and record.step - jump <= RATE_MEMORY:
+            faster.add(record.seq)
         if flags & StepFlag.GRAD_NORM and isfinite(norm * norm):
             number += 1
             late_square += (norm * norm - late_square) / max(1.0, _LATE_SHARE * number)
@@ -192,9 +196,9 @@ def fold_course(totals: Totals, records: Sequence[StepRecord], found: list[Anoma
         if losses.is_fitted and record.step >= losses.newest and flags & StepFlag.GRAD_NORM:
             fitted.add(record.seq)
     floats[Word.RATE_SUM], ints[Word.RATES], floats[Word.TOP_RATE] = rate_sum, rates, top
-    ints[Word.NORMS], floats[Word.LATE_SQUARE] = number, late_square
+    ints[Word.NORMS], floats[Word.LATE_SQUARE], ints[Word.RATE_JUMP] = number, late_square, jump
     losses.store(totals)
-    return fitted
+    return fitted, faster
 
 
 def begin_course(totals: Totals) -> None:
@@ -309,8 +313,7 @@ def fold_late(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly
     if steps:
         _fold_progress(totals, steps)
         _fold_times(totals, steps)
-    faster = _after_jumps(totals, records)
-    fitted = fold_course(totals, records, found)
+    fitted, faster = fold_course(totals, records, found)
     rises = _fold_losses(totals, records, found, faster)
     fold_norms(totals, records, found, fitted, rises)
     totals.ints[Word.STEPS_SKIPPED] += sum(1 for record in records if record.flags & StepFlag.SKIPPED)
@@ -369,21 +372,6 @@ def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
         floats[Word.PHASE_TIME + index] = value
     for index, value in enumerate((productive, starved, skipped, evaluation, checkpoint, compiling)):
         floats[Word.GOODPUT + index] = value
-
-
-def _after_jumps(totals: Totals, records: Sequence[StepRecord]) -> set[int]:
-    """Return the numbers of the records soon after a jump of the learning rate."""
-    top, rates, jump, found = totals.floats[Word.TOP_RATE], totals.ints[Word.RATES], totals.ints[Word.RATE_JUMP], set[int]()
-    for record in records:
-        rate = record.learning_rate
-        if record.flags & StepFlag.LEARNING_RATE and record.kind == RecordKind.STEP and isfinite(rate):
-            if rates >= LEAST_RATES and 0.0 < RATE_ROSE * top <= rate:
-                jump = record.step
-            top, rates = max(top, rate), rates + 1
-        if jump and record.step - jump <= RATE_MEMORY:
-            found.add(record.seq)
-    totals.ints[Word.RATE_JUMP] = jump
-    return found
 
 
 def _fold_losses(
