@@ -63,10 +63,6 @@ _FAMILIES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _PLAIN = frozenset({"broadcast", "reduce", "gather", "scatter", "barrier", "send", "recv", "coalesced"})
 
 
-class UnreadableError(ValueError):
-    """A dump that is not as the version that is understood has it."""
-
-
 class GroupStatus(NamedTuple):
     """Sequence numbers of the last collectives of one process group; 0: none yet."""
 
@@ -74,15 +70,19 @@ class GroupStatus(NamedTuple):
     completed: int
 
 
+class Group(NamedTuple):
+    """A process group: torch's name of it, the same on all its ranks, and its labels."""
+
+    name: str
+    attributes: dict[str, str]
+
+
 class Operation(NamedTuple):
     """One recorded operation."""
 
     group_id: int
     """number of the process group's backend in this process: a key of ``Dump.groups``"""
-    group_name: str
-    """torch's name of the group, the same on all its ranks"""
-    description: str
-    backend: str
+    group: Group
     kind: str
     """a value of ``catalog.COLLECTIVE_OPERATIONS``"""
     created_ns: int
@@ -109,17 +109,16 @@ class Dump(NamedTuple):
     """oldest first"""
 
 
-def decode(dumped: bytes) -> Dump:
-    """Return the contents of a pickled dump. Raises :class:`UnreadableError`."""
+def decode(dumped: bytes) -> Dump | None:
+    """Return the contents of a pickled dump; ``None`` for one that is not as the version that is understood has it."""
     try:
         dump = pickle.loads(dumped)  # noqa: S301  # torch has made it, in this process
         if str(dump["version"]).partition(".")[0] != str(MAJOR):
-            raise ValueError  # noqa: TRY301  # refused as what cannot be read
+            return None
         groups = {int(key): _status(one) for key, one in dump["pg_status"].items()}
         return Dump(groups, tuple(map(_operation, dump.get("entries") or ())))
-    except (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError) as problem:
-        reason = f"is not as torch writes version {MAJOR}"
-        raise UnreadableError(reason) from problem
+    except (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def operation(name: str) -> str:
@@ -134,11 +133,12 @@ def operation(name: str) -> str:
 
 def _operation(entry: Mapping[str, Any]) -> Operation:
     (group, description), name, took_ms = entry["process_group"], entry["profiling_name"], entry.get("duration_ms")
+    labels = _labels(group, description, name.partition(":")[0])
     done = entry["retired"] is True or entry["state"] == "completed"
-    backend, kind, size = name.partition(":")[0], operation(name), _size(entry["input_sizes"], entry["input_dtypes"])
+    kind, size = operation(name), _size(entry["input_sizes"], entry["input_dtypes"])
     frames = tuple((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames") or ())
     return Operation(
-        entry["pg_id"], group, description, backend, kind, entry["time_created_ns"], size, not done, entry["record_id"],
+        entry["pg_id"], Group(group, labels), kind, entry["time_created_ns"], size, not done, entry["record_id"],
         None if took_ms is None else took_ms / 1e3, None if entry.get("is_p2p") else entry["collective_seq_id"], frames,
     )  # fmt: skip
 
@@ -173,11 +173,6 @@ _Id = tuple[str, int]
 """A recorder, and the number of a group in it"""
 
 
-class _Group(NamedTuple):
-    name: str
-    attributes: dict[str, str]
-
-
 class CollectivesProbe:
     """Reads torch's flight recorder, where there is one and process groups exist."""
 
@@ -185,7 +180,7 @@ class CollectivesProbe:
 
     def __init__(self) -> None:
         self._dumps: dict[str, Callable[..., bytes]] = {}
-        self._groups: dict[_Id, _Group | None] = {}
+        self._groups: dict[_Id, Group | None] = {}
         self._taken: dict[str, Dump] | None = None
         self._last: object = None
         self._mark: object = None
@@ -279,22 +274,23 @@ class CollectivesProbe:
     def _read(self, *, operations: bool, lines: bool = False, only_active: bool = False) -> dict[str, Dump]:
         read = {}
         for name, dump in self._dumps.items():
-            try:
-                read[name] = decode(dump(includeCollectives=operations, includeStackTraces=lines, onlyActive=only_active))
-            except UnreadableError as problem:
-                self._say(f"its dump {problem}")
+            found = decode(dump(includeCollectives=operations, includeStackTraces=lines, onlyActive=only_active))
+            if found is not None:
+                read[name] = found
+            else:
+                self._say(f"its dump is not as torch writes version {MAJOR}")
         return read
 
     def _learn(self, read: dict[str, Dump]) -> dict[str, Dump]:
         """Note the groups by number, and return what was read. A group without an operation in the recorder stays nameless."""
         for recorder, dump in read.items():
-            named = {one.group_id: _group(one) for one in dump.operations}
+            named = {one.group_id: one.group for one in dump.operations}
             for number in dump.groups:
                 known = self._groups.get((recorder, number))
                 self._groups[recorder, number] = known or named.get(number)
         return read
 
-    def _shown(self, read: dict[str, Dump]) -> list[tuple[_Id, _Group]]:
+    def _shown(self, read: dict[str, Dump]) -> list[tuple[_Id, Group]]:
         """Return the first groups that still exist and are not of one rank."""
         world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
         living = {name for group, name in list(getattr(world, "pg_names", {}).items()) if group.size() > 1}
@@ -308,7 +304,7 @@ class CollectivesProbe:
         """Return the last collectives of all groups with the lines that called them, as an event's attribute."""
         calls = [one for dump in self._read(operations=True, lines=True).values() for one in dump.operations]
         texts = [
-            f"{_group(call).attributes['group']} ({call.backend}) #{call.number} {call.kind} at {_site(call)}"
+            f"{call.group.attributes['group']} ({call.group.attributes['backend']}) #{call.number} {call.kind} at {_site(call)}"
             for call in calls[-2 * _MOST_CALLS :]
             if call.number is not None
         ]
@@ -419,10 +415,6 @@ class CollectivesProbe:
         if reason != self._reported:
             self._reported = reason
             self._context.event(catalog.EVENT_COLLECTIVES_UNKNOWN, {"reason": reason})
-
-
-def _group(one: Operation) -> _Group:
-    return _Group(one.group_name, _labels(one.group_name, one.description, one.backend))
 
 
 def _labels(name: str, description: str, backend: str) -> dict[str, str]:
