@@ -45,10 +45,6 @@ _NAME = re.compile(r"(r([0-9]{1,9})-([0-9a-f]{32}))\.(stacks|stuck|profile|leak)
 _MAX_FOUND = 4096
 
 
-class NoEvidenceError(OSError):
-    """The file is not an artifact that may be served, or no longer exists."""
-
-
 class ArtifactName(NamedTuple):
     """A parsed artifact file name."""
 
@@ -109,9 +105,9 @@ def open_checked(directory_fd: int, evidence: ArtifactName, owner: int | None) -
 
 def _check(status: os.stat_result, evidence: ArtifactName, owner: int | None) -> None:
     if not files.is_plain(status, owner):
-        raise NoEvidenceError("not a regular file of the right owner")
+        raise OSError("not a regular file of the right owner")
     if not 0 < status.st_size <= LIMITS[evidence.kind]:
-        raise NoEvidenceError("empty, or larger than any evidence")
+        raise OSError("empty, or larger than any evidence")
 
 
 def create(place: FlightDirectory, name: str) -> Descriptor:
