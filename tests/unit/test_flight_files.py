@@ -373,7 +373,7 @@ def test_only_a_regular_file_of_the_right_owner_and_size_is_opened(flight_dir: P
         try:
             artifacts.look(directory_fd, one, owner)
         except OSError:
-            with pytest.raises(OSError):  # noqa: PT011  # ELOOP, ENOENT, NoEvidenceError: none is opened
+            with pytest.raises(OSError):  # noqa: PT011  # ELOOP, ENOENT, or no evidence: none is opened
                 artifacts.open_checked(directory_fd, one, owner)
             return True
         fd, size = artifacts.open_checked(directory_fd, one, owner)
