@@ -280,15 +280,15 @@ class Stopping(SwitchProbe):
     """The mean training loss between two looks, given to ``early_stopping``: reported, never acted on."""
 
     def install(self) -> None:
-        self._stopper, self._losses = early_stopping("training_loss", mode="min"), list[Any]()
+        self._stopper, self._sum, self._count = early_stopping("training_loss", mode="min"), 0.0, 0
 
     def take_loss(self, loss: Any) -> None:
-        self._losses.append(loss)
+        self._sum, self._count = self._sum + loss, self._count + 1
 
     def before_step(self, step: int, look: Look) -> None:
-        if step >= self.due and self._losses:
-            decision = self._stopper(sum(self._losses) / len(self._losses))
-            self._losses.clear()
+        if step >= self.due and self._count:
+            decision = self._stopper(self._sum / self._count)
+            self._sum, self._count = 0.0, 0
             best = decision.best or 0
             self.note(step, f"loss {decision.value:.4g}, best {best:.4g}, patience left {decision.patience_left}")
 

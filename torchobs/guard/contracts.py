@@ -329,15 +329,10 @@ def _several(dtype: Any) -> tuple[Any, ...]:
 
 
 def _is_dtype(dtype: torch.dtype, kind: torch.dtype | str) -> bool:
-    if kind == "floating":
-        return dtype.is_floating_point
-    if kind == "complex":
-        return dtype.is_complex
-    if kind == "bool":
-        return dtype is torch.bool
-    if kind == "integer":
-        return not dtype.is_floating_point and not dtype.is_complex and dtype is not torch.bool
-    return dtype is kind
+    is_number = dtype.is_floating_point or dtype.is_complex
+    kinds = {"floating": dtype.is_floating_point, "complex": dtype.is_complex, "bool": dtype is torch.bool}
+    kinds["integer"] = not is_number and dtype is not torch.bool
+    return kinds[kind] if isinstance(kind, str) else dtype is kind
 
 
 def _dtype_name(dtype: torch.dtype | str) -> str:

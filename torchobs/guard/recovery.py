@@ -18,7 +18,6 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from torchobs.detect.spikes import UsualValues
 from torchobs.guard.records import Category, LossSpikeError, NonFiniteLossError, Severity, is_transient, recovered
@@ -105,22 +104,6 @@ class BadBatch:
     """on the CPU; of a step of several micro-batches the one whose loss is not finite, or the list of all"""
 
 
-def state_of(objects: Sequence[Any]) -> tuple[dict[str, Any], ...]:
-    """Return ``state_dict()`` of several objects, copied to the CPU; nothing in it is shared with them."""
-    return tuple(copied(each.state_dict()) for each in objects)
-
-
-def copied(state: Any) -> Any:
-    """Return a copy of a state on the CPU, which shares nothing with it."""
-
-    def leaf_of(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return deepcopy(leaf)
-        return leaf.detach() if leaf.is_meta else leaf.detach().to("cpu", copy=True)  # on the device meta is nothing to copy
-
-    return pytree.tree_map(leaf_of, state)
-
-
 def samples_in(batch: Any) -> int:
     """Return the number of samples: the first dimension that all tensors of the batch share; 0 if there is none."""
     sizes = {tensor.shape[0] for _, tensor in walk(batch) if tensor.dim()}
@@ -171,9 +154,15 @@ def parts_of(micro_batches: Sequence[Any], most: int | None) -> Iterator[Part]:
         yield from (Part(part, share * part_share, index) for part, part_share in within)
 
 
-def on_cpu(value: Any) -> Any:
-    """Return the same structure with its tensors copied to the CPU; no list or mapping is shared, whatever is in it."""
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else rebuilt(value, on_cpu, anew=True)
+def on_cpu(value: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """Return the same structure with its tensors copied to the CPU; no list or mapping is shared, whatever is in it.
+
+    ``leaf``: what becomes of anything else in it.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach() if value.is_meta else value.detach().to("cpu", copy=True)  # on the device meta is nothing to copy
+    parts = rebuilt(value, lambda part: on_cpu(part, leaf), anew=True)
+    return leaf(value) if parts is value else parts
 
 
 def free_memory() -> None:
@@ -243,7 +232,7 @@ class Recovery:
     evidence: deque[BadBatch] = field(init=False, default_factory=lambda: deque(maxlen=EVIDENCE))
     """the last batches that were skipped"""
     _baseline: UsualValues = field(init=False, default_factory=UsualValues)
-    _snapshot: tuple[int, tuple[dict[str, Any], ...]] | None = field(init=False, default=None)
+    _snapshot: tuple[int, list[dict[str, Any]]] | None = field(init=False, default=None)
     """the step before which it was taken, and the states"""
     _most: int | None = field(init=False, default=None)
     """samples that may go through the model at once; None until something did not fit"""
@@ -276,7 +265,7 @@ class Recovery:
         snapshot, buffers = self._snapshot, Buffers(self.model)
         is_due = snapshot is None or self.steps - snapshot[0] >= self.policy.snapshot_every
         if is_due and self._judges_spikes():
-            snapshot = self.steps, state_of(self._stateful())
+            snapshot = self.steps, [on_cpu(each.state_dict(), deepcopy) for each in self._stateful()]
         parts, losses = self._forward_backward(micro_batches, loss_fn, buffers)
         loss = sum(each * part.share for each, part in zip(losses, parts, strict=True))
         problem = self._problem(loss)
@@ -301,7 +290,7 @@ class Recovery:
         text = str(problem)
         if action == "restore" and self._snapshot is not None:
             for each, state in zip(self._stateful(), self._snapshot[1], strict=True):
-                each.load_state_dict(copied(state))  # an optimizer keeps what it is given
+                each.load_state_dict(on_cpu(state, deepcopy))  # an optimizer keeps what it is given
             text = f"{problem}; back to step {self._snapshot[0]}"
         kind = "spike" if isinstance(problem, LossSpikeError) else "nonfinite"
         return StepOutcome((Problem(kind, f"step {self.steps}", text),), loss, stepped=False, action=action, parts=len(parts))

@@ -103,7 +103,7 @@ class ActivationProbe:
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
         self._context, self._breaker = context, context.breaker(self.name)
-        self._pace = SamplingInterval(context.settings.overhead_budget * _BUDGETS)
+        self._pace = SamplingInterval(context.settings.overhead_budget * _BUDGETS, context.hooks.layers.every or None)
         self._modes, self._transformed = dispatch_modes(), transformed()
         self._copies = PendingCopies(context.device.cuda)
         self._dead_layers: set[str] = set()

@@ -235,14 +235,8 @@ def optimize(  # type: ignore[misc]  # noqa: PLR0913  # the keywords are those b
     classes: tuple[Any, ...] = tuple(checkpointing) if isinstance(checkpointing, (tuple, list)) else (checkpointing,)
     if not all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
         raise TypeError(f"checkpointing is a class of modules, or several of them, not {checkpointing!r}")
-    asked: dict[str, Any] = {
-        "mode": mode,
-        "level": level,
-        "amp": amp,
-        "checkpointing": classes,
-        "activation_budget": activation_budget,
-    }
-    asked |= {"quantize": quantize, "example": example}
+    asked: dict[str, Any] = {"mode": mode, "level": level, "amp": amp, "checkpointing": classes, "quantize": quantize}
+    asked |= {"activation_budget": activation_budget, "example": example}
     if isinstance(model, nn.Module):
         return _plan(model, model_device(model), asked)
     if model is ...:
