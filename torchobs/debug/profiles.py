@@ -10,6 +10,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, overload
@@ -108,23 +109,24 @@ def profile(  # noqa: PLR0913  # a schedule, and what to write
         found = ", ".join(map(repr, (wait, warmup, active)))
         raise ValueError(f"profile() needs wait and warmup >= 0, active >= 1, whole numbers, not {found}")
     name = what if isinstance(what, str) else "profile"
-    recorder = Recorder(name, batch_size, stacks=stacks, trace=_existing(trace), tensorboard=tensorboard)
+    result = Profile(name, batch_size=batch_size)
+    begin = partial(Recorder, result, stacks=stacks, trace=_existing(trace), tensorboard=tensorboard)
     if isinstance(what, str):
-        return _block(recorder)
+        return _block(begin)
     if hasattr(what, "__iter__") and not is_batch(what):
-        return ProfiledLoop(what, recorder, (wait, warmup, active))
+        return ProfiledLoop(what, result, begin, (wait, warmup, active))
     if not callable(what):
         kind = type(what).__name__
         raise TypeError(f"profile() takes a function that takes one step, a loader, or the name of a block, not {kind}")
-    for _ in ProfiledLoop(range(wait + warmup + active), recorder, (wait, warmup, active)):
+    for _ in ProfiledLoop(range(wait + warmup + active), result, begin, (wait, warmup, active)):
         what()
-    return recorder.result
+    return result
 
 
 @contextmanager
-def _block(recorder: Recorder) -> Iterator[Profile]:
-    recorder.prepare()
-    recorder.record()
+def _block(begin: Callable[[], Recorder]) -> Iterator[Profile]:
+    recorder = begin()
+    recorder.start()
     try:
         yield recorder.result
     finally:
@@ -140,68 +142,49 @@ def _existing(trace: str | Path | None) -> Path | None:
     return path
 
 
-class Recorder:
-    """One recording of ``torch.profiler``: prepared (warming up), recording, finished.
+class Recorder(Recording):
+    """A recording that fills a :class:`Profile`.
 
     ``light``: without shapes, memory and FLOPs, and of all threads, so that it can be ended in any.
     """
 
     def __init__(
-        self, name: str, batch_size: int | None = None, *, stacks: bool = False, trace: Path | None = None,
-        tensorboard: str | Path | None = None, light: bool = False,
+        self, result: Profile, *, stacks: bool = False, trace: Path | None = None, tensorboard: str | Path | None = None,
+        light: bool = False,
     ) -> None:  # fmt: skip
-        self.result = Profile(name, batch_size=batch_size)
+        options: dict[str, Any] = dict.fromkeys(("record_shapes", "profile_memory", "with_flops"), not light)
+        options |= {"with_stack": stacks, "verbose": stacks}  # without `verbose` events have no stack
+        super().__init__(f"torchobs.debug, {result.name!r}", all_threads=light, **options)
+        self.result = result
         self._stacks, self._light, self._trace, self._tensorboard = stacks, light, trace, tensorboard
-        self._recording: Recording | None = None
         self._begun = 0.0
 
-    def prepare(self) -> None:
-        """Start the profiler; nothing is kept yet.
-
-        Raises:
-            RuntimeError: another one is running.
-        """
-        options: dict[str, Any] = dict.fromkeys(("record_shapes", "profile_memory", "with_flops"), not self._light)
-        purpose = f"torchobs.debug, {self.result.name!r}"
-        options |= {"with_stack": self._stacks, "verbose": self._stacks}  # without `verbose` events have no stack
-        self._recording = Recording(purpose, all_threads=self._light, **options)
-
-    def record(self) -> None:
+    def start(self) -> None:
         """Keep what runs from now on."""
-        if self._recording is not None:
-            self._recording.start()
+        super().start()
         operations.wait_for_devices()
         self._begun = time.perf_counter()
 
     def finish(self, steps: int) -> None:
-        """End it, and fill the result from what was recorded in that many steps; with none, only stop."""
-        recording, self._recording = self._recording, None
-        if recording is None:
-            return
+        """End it, and fill the result from what was recorded in that many steps; where it was not started, only stop."""
         operations.wait_for_devices()
         elapsed = time.perf_counter() - self._begun
-        if not recording.stop():
+        if not self.stop():
             fill(self.result, problems=record_findings("profile", [("interrupted", self.result.name, INTERRUPTED)]))
-            return
-        if not self._begun:
-            return
-        with collections_paused():  # torch 2.13 has crashed when garbage was collected while it parsed its events
-            self._summarize(recording.profiler, steps, elapsed)
-            if self._trace is not None or self._tensorboard is not None:
-                self._write(recording.profiler)
+        elif self._begun:
+            with collections_paused():  # torch 2.13 has crashed when garbage was collected while it parsed its events
+                self._summarize(steps, elapsed)
+                if self._trace is not None or self._tensorboard is not None:
+                    self._write()
 
-    def cancel(self) -> None:
-        """Stop it, and keep nothing."""
-        recording, self._recording = self._recording, None
-        if recording is not None:
-            recording.stop()
-
-    def _summarize(self, profiler: Any, steps: int, elapsed: float) -> None:
-        averages = profiler.key_averages()
+    def _summarize(self, steps: int, elapsed: float) -> None:
+        averages = self.profiler.key_averages()
         device, host = device_and_host_time(averages)
         cost = "self_device_time_total" if device else "self_cpu_time_total"
         operators = sorted((row for row in _on_host(averages) if "::" in row.key), key=attrgetter(cost), reverse=True)
-        groups = profiler.key_averages(group_by_input_shape=not self._light, group_by_stack_n=_STACK if self._stacks else 0)
+        groups = self.profiler.key_averages(
+            group_by_input_shape=not self._light, group_by_stack_n=_STACK if self._stacks else 0
+        )
         step_s, size = elapsed / steps if steps else None, self.result.batch_size
         fill(
             self.result, steps=steps, time_s=elapsed, step_time_s=step_s, sample_time_s=step_s and size and step_s / size,
@@ -209,10 +192,10 @@ class Recorder:
             top_operator=operators[0].key if operators else None, table=groups.table(sort_by=cost, row_limit=_ROWS),
         )  # fmt: skip
 
-    def _write(self, profiler: Any) -> None:
+    def _write(self) -> None:
         with tempfile.TemporaryDirectory() as directory:
             written = Path(directory, "trace.json")
-            profiler.export_chrome_trace(str(written))  # torch writes a trace once
+            self.profiler.export_chrome_trace(str(written))  # torch writes a trace once
             if self._trace is not None:
                 with (gzip.open if self._trace.suffix == ".gz" else Path.open)(self._trace, "wb") as file:
                     file.write(written.read_bytes())
@@ -243,29 +226,31 @@ def _on_host(rows: Iterable[Any]) -> list[Any]:
 class ProfiledLoop(Generic[T]):
     """The batches of a loop; the profiler is started, stopped and gone as they are taken."""
 
-    def __init__(self, batches: Iterable[T], recorder: Recorder, schedule: tuple[int, int, int]) -> None:
-        self._batches, self._recorder, self._schedule = batches, recorder, schedule
-
-    @property
-    def result(self) -> Profile:
-        """The profile; its ``steps`` is ``None`` until all active steps were taken, or the loop has ended."""
-        return self._recorder.result
+    def __init__(
+        self, batches: Iterable[T], result: Profile, begin: Callable[[], Recorder], schedule: tuple[int, int, int]
+    ) -> None:
+        self.result = result
+        """Its ``steps`` is ``None`` until all active steps were taken, or the loop has ended"""
+        self._batches, self._begin, self._schedule = batches, begin, schedule
 
     def __iter__(self) -> Iterator[T]:
         wait, warmup, active = self._schedule
         first, last, taken = wait + warmup, wait + warmup + active, 0
+        recorder: Recorder | None = None
         try:
             for batch in self._batches:
-                if taken == last:
-                    self._recorder.finish(active)
                 if taken == wait:
-                    self._recorder.prepare()
-                if taken == first:
-                    self._recorder.record()
+                    recorder = self._begin()
+                if recorder is not None and taken == first:
+                    recorder.start()
+                elif recorder is not None and taken == last:
+                    recorder.finish(active)
+                    recorder = None
                 yield batch
                 taken += 1
-        finally:
-            self._recorder.finish(max(0, min(taken, last) - first))  # the loop has ended, or left by break or an exception
+        finally:  # the loop has ended, or left by break or an exception
+            if recorder is not None:
+                recorder.finish(max(0, min(taken, last) - first))
             if not self.result.steps and not self.result.problems:
                 text = f"no step was recorded: the loop ended within wait={wait} and warmup={warmup} steps, or in the next"
                 fill(self.result, problems=record_findings("profile", [("not_profiled", "profile", text)]))

@@ -16,7 +16,7 @@ from torchobs.debug import findings, operations
 from torchobs.debug.findings import TrainingSummary, logger, record_finding, record_findings, record_series
 from torchobs.debug.gradients import before_steps, scale_in_use
 from torchobs.debug.placement import check_devices
-from torchobs.debug.profiles import Recorder
+from torchobs.debug.profiles import Profile, Recorder
 from torchobs.debug.steps import StepCheck, monitor_step
 from torchobs.debug.stopping import early_stopping
 from torchobs.debug.tensors import require
@@ -162,13 +162,12 @@ class StepProfile(SwitchProbe):
             self.last += f", trace in {result.tensorboard}" * bool(result.tensorboard)
         elif recorder is None and step >= self.due and step != self._ended_at and not self.several_train:
             directory = self.options.trace_dir if self.writes and self.looks < MOST_TRACES else None
-            recorder = Recorder("step", tensorboard=directory, light=True)
             try:
-                recorder.prepare()
+                recorder = Recorder(Profile("step"), tensorboard=directory, light=True)
             except ProfilerBusyError as problem:
                 self.last = self.last or f"no profile: {problem}"
                 return
-            recorder.record()
+            recorder.start()
             self._recorder = recorder
             self.note(step, self.last)
 
@@ -182,7 +181,7 @@ class StepProfile(SwitchProbe):
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             StepProfile._ended_at = self.context.recorder.step
-            recorder.cancel()
+            recorder.stop()
 
 
 class StepTrace(StepProfile):
