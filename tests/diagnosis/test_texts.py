@@ -305,12 +305,12 @@ def apart(directory: Path) -> Made:
 @recorded
 def starved(directory: Path) -> Made:
     """It waits for its data, a worker died, and what it makes between the phases has a line."""
-    rank = Rank(directory).train(100, data=0.9, other=0.3)
+    rank = Rank(directory).train(100, data=0.9, other=1.2)
     rank.event(catalog.EVENT_WORKER_DIED, pid=4711, signal="SIGKILL", code=0)
     rank.set(catalog.DATA_WORKERS_DIED, 1)
     rank.set(catalog.DATA_STARVED, 1)
     rank.event(catalog.EVENT_STEP_BETWEEN, function="get_batch", location="/app/train.py:42")
-    return [rank.train(10, data=0.9, other=0.3).living()]
+    return [rank.train(10, data=0.9, other=1.2).living()]
 
 
 @recorded

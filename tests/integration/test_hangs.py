@@ -528,7 +528,10 @@ def test_the_innermost_line_of_the_script_is_found(within_forward: bool) -> None
 def test_the_line_is_information_where_much_of_the_time_goes_there() -> None:
     """On page, ``top``, ``inspect`` and report alike: one sentence, with the share of the rank that has most of it."""
     event = Event(EVENT_STEP_BETWEEN.name, 0, 3, {"location": "/home/me/train.py:42", "function": "get_batch"})
-    for between_s, expected in ((61.0, ["Between steps 61 %: get_batch, train.py:42."]), (11.0, [])):
+    for between_s, expected in (
+        (61.0, ["61 % of the time of steps is between their phases, most often in get_batch, train.py:42."]),
+        (11.0, []),
+    ):
         phases = dict.fromkeys(PHASES, 0.0) | {"between": between_s, "backward": 100.0 - between_s}
         rank = row(events=[event], values={STEP_PHASE_TIME.name: {(phase,): seconds for phase, seconds in phases.items()}})
         found = list(health.between([rank]))

@@ -189,7 +189,7 @@ def test_a_mistake_that_is_taken_back_is_none() -> None:
         ([finished(values=waited(83.0, 17.0))], "Training waited for its data: 83 % of the time of its steps.", WARNING),
         ([row(0, values={**waited(83.0, 17.0), "torchobs.data.starved": {(): 0.0}})], WELL, INFO),
         ([finished(values=waited(4.0, 4.0))], "last loss 2.313.", INFO),  # a single step that starts the workers
-        ([row(0, values={"torchobs.probe.disabled": {("loss",): 1.0}})], "because the probe failed: loss.", WARNING),
+        ([row(0, values={"torchobs.probe.disabled": {("loss",): 1.0}})], "These probes failed and are off: loss.", WARNING),
         # ends by a person, or a scheduler; one rank's is a failure of a run that goes on
         *(
             (

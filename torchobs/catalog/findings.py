@@ -318,7 +318,7 @@ worker_died error source=torchobs.data.worker_died
 workers_died warning alert=TorchobsLoaderWorkerDied
     short: [earlier?Earlier: ]{workers:worker} of a data loader died[ on {where}].
 probes_off warning alert=TorchobsProbeDisabled
-    short: Not watched, because the probe failed: {probes}.
+    short: These probes failed and are off: {probes}.
 dropped info alert=TorchobsFlightDropped
     short: Did not fit the flight file: {items}.
 verdict info
@@ -359,8 +359,8 @@ data warning alert=TorchobsDataStarvation
       {wait:s}, in step {step:,}: something stalled there.][no_batch? Its workers had no batch ready at the end: give the loader
       more workers, or each less work.]
 between info
-    short: Between steps[ on {where}]: {function}, {location}.
-    long: Between steps {share:%}[ on {where}]: {function}, {location}.
+    short: Between the phases of its steps it is most often in {function}, {location}[, on {where}].
+    long: {share:%} of the time of steps is between their phases, most often in {function}, {location}[, on {where}].
 checkpoint_age info
     short: The last checkpoint was complete[ {age:s} before the end][age! at the end].
     long: The last checkpoint was complete[ {age:s} before the end][age! at the end]: [{lost:step}][more? or more][lost? must be
@@ -409,9 +409,9 @@ recompile_storm warning alert=TorchobsRecompileStorm source=torchobs.compile.rec
     long: torch.compile compiled {location} again and again (at least {recompiles:,} times in ten minutes): its guard on {guard}
       failed, {expression}.[ To avoid it, {remedy}.]
 compile_failure warning source=torchobs.compile.failure
-    short: torch.compile has given {location} up ({reason}), and it runs uncompiled[; so {more:does|do} {more:other function}].
+    short: torch.compile failed on {location} ({reason}), which runs uncompiled[; so {more:does|do} {more:other function}].
 graph_breaks info source=torchobs.compile.graph_break
-    short: torch.compile ends a graph at {location} ({message})[, and at {more:other place}].
+    short: torch.compile breaks the graph at {location} ({message})[, and at {more:other place}].
 == ranks ==
 ranks_missing warning alert=TorchobsRanksMissing
     short: {missing:rank} {missing:has|have} not appeared.
@@ -457,8 +457,8 @@ slowest_rank warning alert=TorchobsStraggler
     long: Rank {rank} [up?is][up!was] {factor:n} times as slow as the others: in the phase {phase} it [up?spends][up!spent]
       {own:s} of a step, and the others, who [up?wait][up!waited] for it, {others_s:s}.
 ranks_wait info
-    short: Ranks wait for each other, and which one is slow is not certain: of a step rank {rank} spends {own:s} in {phase}, and
-      rank {other} {others_s:s} in {elsewhere}.
+    short: Ranks [up?wait][up!waited] for each other, and which one is slow is not certain: of a step rank {rank}
+      [up?spends][up!spent] {own:s} in {phase}, and rank {other} {others_s:s} in {elsewhere}.
 == training ==
 nonfinite_loss error alert=TorchobsLossNotFinite source=torchobs.anomaly key=nonfinite_loss
     short: The loss [since?has not been][since!is not] finite[since! in step {step:,}][ since step {since:,}][ on {where}].
@@ -543,7 +543,7 @@ amp_many_skips warning
 amp_scale_collapsed error source=torchobs.amp.scale_collapsed
     short: The loss scale has fallen to {scale:n}: the gradients are not finite at any scale, and every step is skipped.
 amp_unscaled warning source=torchobs.amp.unscaled
-    short: It trains in float16 autocast without a GradScaler: small gradients become zero. Use torch.amp.GradScaler, or
+    short: Training in float16 autocast has no GradScaler: small gradients become zero. Use torch.amp.GradScaler, or
       bfloat16.
 clipped_scaled warning source=torchobs.amp.clipped_scaled
     short: Gradients are clipped by norm before scaler.unscale_(optimizer), to {limit:n} over the loss scale, {scale:n}: call
@@ -552,15 +552,15 @@ device_unread info source=torchobs.device.unread
     short: Loss and gradient norm are not recorded: torch cannot copy a value from {device_type} without blocking the training.
       torchobs.log(loss=...) is recorded.
 model_changes info source=torchobs.model_change
-    short: It trains parameters that it had not trained before (the next model, fold or trial)[, from step {step:,}
+    short: Parameters are trained that were not before (the next model, fold or trial)[, from step {step:,}
       on][changes?, {changes:time} in all]: losses and step times are judged apart from there.
 other_thread warning source=torchobs.other_thread
     short: Thread {thread} trains at the same time: its steps are not recorded.
 gradients_kept warning source=torchobs.loop.mistake key=gradients_kept
     short: Gradients are never set to zero: each step uses the sum of all before it. Call optimizer.zero_grad() in each step.
 evaluation_mode warning source=torchobs.loop.mistake key=evaluation_mode
-    short: It trains in evaluation mode, without dropout and with batch normalisation as it was: call model.train() after each
-      evaluation.
+    short: The model trains in evaluation mode, without dropout and with batch normalisation as it was: call model.train() after
+      each evaluation.
 never_stepped warning source=torchobs.loop.mistake key=never_stepped
     short: optimizer.step() is missing: [{backward_passes:,} backward {backward_passes:pass|passes}, and ]no step of the
       optimizer[ ({optimizer})].

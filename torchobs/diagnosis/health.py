@@ -436,7 +436,8 @@ def _apart(ranks: Sequence[RankView]) -> Iterator[Finding]:
     if spread[phase] < max((SLOW - 1) * whole_s, LEAST_EXCESS_S) or abs(whole_s - sum(short.phases_s)) > spread[phase] / 2:
         return
     elsewhere = max(range(len(spread)), key=lambda index: short.phases_s[index] - long.phases_s[index])
-    values = {"phase": PHASES[phase], "own": long.phases_s[phase], "elsewhere": PHASES[elsewhere]}
+    up = any(rank.up for rank in ranks)
+    values = {"up": up, "phase": PHASES[phase], "own": long.phases_s[phase], "elsewhere": PHASES[elsewhere]}
     yield finding("ranks_wait", rank=more, other=less, others_s=short.phases_s[elsewhere], **dict[str, Any](values))
 
 
