@@ -265,7 +265,7 @@ def _scope(name: str, version: str, attributes: Mapping[str, object] | None = No
 class _Stream:
     """One series, and what its points have in common."""
 
-    __slots__ = ("_attributes", "_has_sum", "_place", "is_open", "metric", "series", "survives")
+    __slots__ = ("_common", "_has_sum", "_kind", "_place", "is_open", "metric", "series", "survives")
 
     def __init__(self, series: Series, place: Place, attributes: Mapping[str, object]) -> None:
         self.series, self._place = series, place
@@ -275,62 +275,48 @@ class _Stream:
         self.survives = cumulative(series.kind) or (described is not None and described.survives)
         self.is_open = False
         """whether the last point sent has a value, which receivers keep until a point ends the series"""
-        self._attributes = pairs(attributes)
+        self._kind: Any = HistogramDataPoint if series.kind is Kind.HISTOGRAM else NumberDataPoint
+        bounds = {"explicit_bounds": series.bounds} if series.kind is Kind.HISTOGRAM else {}
+        self._common: dict[str, Any] = {"attributes": pairs(attributes), **bounds}
         self._has_sum = True
 
     def point(self, value: Value, start_ns: int, at_ns: int, recent: Mapping[int, Exemplar]) -> Item:
         """Return the point of a value counted since ``start_ns``; ``recent``: exemplars by bucket."""
+        self.is_open = True
+        own: dict[str, Any] = {"time_unix_nano": at_ns}
+        if self.series.kind is not Kind.GAUGE:
+            own["start_time_unix_nano"] = start_ns
         if isinstance(value, Distribution):
             # a histogram that has observed negative values has a sum that is not monotonic, and OTLP forbids it then
             self._has_sum = value.least is None or value.least >= 0
-        self.is_open = True
-        return Item(self._place, self._message(value, start_ns, at_ns, recent), self.metric)
+            own |= {"count": sum(value.counts), "sum": value.sum if self._has_sum else None, "bucket_counts": value.counts}
+            # a span can precede the fold of its step
+            exemplars = [_exemplar(exemplar) for index, exemplar in recent.items() if value.counts[index]]
+            own |= {"min": value.least, "max": value.greatest, "exemplars": exemplars}
+        else:
+            own["as_int" if isinstance(value, int) and abs(value) < _INT64 else "as_double"] = value
+        return self._item(own)
 
     def end(self, at_ns: int) -> Item:
         """Return the point that ends the series (*no recorded value*)."""
         self.is_open = False
+        own: dict[str, Any] = {"time_unix_nano": at_ns, "flags": _NO_VALUE}
         if self.series.kind is Kind.HISTOGRAM:  # Prometheus ends only the buckets and the sum that the point has
-            nothing = Distribution((0,) * (len(self.series.bounds) + 1), 0.0, None, None)
-            point = self._message(nothing, 0, at_ns, {})
-        else:
-            point = NumberDataPoint(attributes=self._attributes, time_unix_nano=at_ns)
-        point.flags = _NO_VALUE
-        return Item(self._place, point, self.metric)
+            own |= {"bucket_counts": (0,) * (len(self.series.bounds) + 1), "sum": 0.0 if self._has_sum else None}
+        return self._item(own)
 
-    def _message(
-        self, value: Value, start_ns: int, at_ns: int, recent: Mapping[int, Exemplar]
-    ) -> HistogramDataPoint | NumberDataPoint:
-        if not isinstance(value, Distribution):
-            number = NumberDataPoint(attributes=self._attributes, time_unix_nano=at_ns)
-            if self.series.kind is not Kind.GAUGE:
-                number.start_time_unix_nano = start_ns
-            if isinstance(value, int) and abs(value) < _INT64:
-                number.as_int = value
-            else:
-                number.as_double = value
-            return number
-        return HistogramDataPoint(
-            attributes=self._attributes,
-            start_time_unix_nano=start_ns,
-            time_unix_nano=at_ns,
-            count=sum(value.counts),
-            sum=value.sum if self._has_sum else None,
-            bucket_counts=value.counts,
-            explicit_bounds=self.series.bounds,
-            min=value.least,
-            max=value.greatest,
-            exemplars=[
-                ExemplarMessage(
-                    filtered_attributes=pairs({"step": exemplar.step}),
-                    time_unix_nano=exemplar.at_ns,
-                    as_double=exemplar.value,
-                    span_id=bytes.fromhex(exemplar.span_id),
-                    trace_id=bytes.fromhex(exemplar.trace_id),
-                )
-                for index, exemplar in recent.items()
-                if value.counts[index]  # a span can precede the fold of its step
-            ],
-        )
+    def _item(self, own: Mapping[str, Any]) -> Item:
+        return Item(self._place, self._kind(**self._common, **own), self.metric)
+
+
+def _exemplar(exemplar: Exemplar) -> ExemplarMessage:
+    return ExemplarMessage(
+        filtered_attributes=pairs({"step": exemplar.step}),
+        time_unix_nano=exemplar.at_ns,
+        as_double=exemplar.value,
+        span_id=bytes.fromhex(exemplar.span_id),
+        trace_id=bytes.fromhex(exemplar.trace_id),
+    )
 
 
 class _Source:
