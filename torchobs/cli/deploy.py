@@ -15,7 +15,7 @@ from torchobs.cli.arguments import CommandError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 _DASHBOARDS = """\
@@ -42,13 +42,19 @@ def dashboards(given: Sequence[str]) -> int:
     files = rendered()
     if not files:
         raise CommandError("this installation has none: it was built without deploy/grafana")
+    return _written(options.directory, {file.name: file.read_bytes() for file in files}, "dashboards")
+
+
+def _written(directory: Path, files: Mapping[str, bytes], what: str) -> int:
+    """Write files below a directory, say so, and return the exit status. Raises :class:`CommandError`."""
     try:
-        options.directory.mkdir(parents=True, exist_ok=True)
-        for file in files:
-            (options.directory / file.name).write_bytes(file.read_bytes())
+        for name, content in files.items():
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
     except OSError as error:
-        raise CommandError(f"{error.filename or options.directory}: {error.strerror}") from None
-    sys.stdout.write(f"{len(files)} dashboards in {options.directory}\n")
+        raise CommandError(f"{error.filename or directory}: {error.strerror}") from None
+    sys.stdout.write(f"{len(files)} {what} in {directory}\n")
     return 0
 
 
@@ -118,15 +124,7 @@ def rules(given: Sequence[str]) -> int:
     if options.directory is None:
         sys.stdout.write(texts[files.ALERTS])
         return 0
-    try:
-        for name, text in texts.items():
-            path = options.directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"{error.filename or options.directory}: {error.strerror}") from None
-    sys.stdout.write(f"{len(texts)} files in {options.directory}\n")
-    return 0
+    return _written(options.directory, {name: text.encode() for name, text in texts.items()}, "files")
 
 
 def _rendered(values: Path | None) -> dict[str, str]:

@@ -223,15 +223,13 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _expire(self) -> None:
-        if not self._has_asked():
+        if not self._progress():
             self.transport.abort()
 
     def _progress(self) -> int:
         """Return 0 before the first request, 1 between two requests, 2 while a response is under way."""
-        return 0 if not self._has_asked() else 1 if self.cycle.response_complete else 2
-
-    def _has_asked(self) -> bool:
-        return cast("object", self.cycle) is not None
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return 0 if cycle is None else 1 if cycle.response_complete else 2
 
 
 def _most_connections() -> int:

@@ -89,12 +89,12 @@ def first(query: str, show: str) -> str:
     )
 
 
-def dashboard(grafana_url: str, uid: str, since: str = HOUR_BEFORE) -> str:
-    """Return a link to a dashboard with the alert's run, from that time on."""
+def dashboard(grafana_url: str, uid: str) -> str:
+    """Return a link to a dashboard with the alert's run, from an hour before the alert on."""
     variables = "".join(
         f"{{{{ with $labels.{label} }}}}&var-{label}={{{{ . | urlquery }}}}{{{{ end }}}}" for label in promql.RUN
     )
-    return f"{grafana_url}/d/{uid}?from={since}&to=now{variables}"
+    return f"{grafana_url}/d/{uid}?from={HOUR_BEFORE}&to=now{variables}"
 
 
 def _located(query: str) -> str:
