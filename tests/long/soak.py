@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from bench.processes import MIB, exit_on_sigterm, exporter, flight_directory, rss
 from bench.scraping import ACCEPT
@@ -51,37 +51,17 @@ ALLOWED = {"memory": 3 * MIB, "descriptors": 1.0, "threads": 0.5, "series": 100.
 restarts of half an hour is 50 MiB. Series: how many of the dead are within their grace changes all the time; a rank has 110 at
 least, and there are hundreds of restarts."""
 
-MAX_POINTS = 200
-"""of a trend, whose pairs have 20,000 slopes."""
 
-
-class Trend(NamedTuple):
-    """How a quantity went."""
-
-    level: float
-    """the median"""
-    grown: float
-    """slope times the time looked at; what it grew if it grew steadily"""
-    allowed: float
-
-    @property
-    def grows(self) -> bool:
-        """Whether it grew by more than is allowed."""
-        return self.grown > self.allowed
-
-
-def trend(points: Sequence[tuple[float, float]], allowed: float) -> Trend:
-    """Return the trend of (seconds, value) points in order.
+def growth(points: Sequence[tuple[float, float]]) -> float:
+    """Return what a quantity grew in all, of its (seconds, value) points in order.
 
     The slope is the median of those between all pairs of points (Theil 1950; Sen 1968), of which three in ten may be wild: a
     scrape that was just being answered, ranks that were just being replaced. Raises ``ValueError`` for fewer than two points.
     """
     if len(points) < 2:
-        raise ValueError("a trend needs two points")
-    step = -(-len(points) // MAX_POINTS)
-    kept = points[::step]
-    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(kept, 2) if b[0] > a[0]]
-    return Trend(median(value for _, value in points), median(slopes) * (points[-1][0] - points[0][0]), allowed)
+        raise ValueError("a growth needs two points")
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2) if b[0] > a[0]]
+    return median(slopes) * (points[-1][0] - points[0][0])
 
 
 class Life:
@@ -148,9 +128,9 @@ class Record:
         for name, value in zip(ALLOWED, values, strict=True):
             self.points[name].append((seconds, value))
 
-    def trends(self) -> dict[str, Trend]:
-        """Return what each quantity did after the warm-up."""
-        return {name: trend(points[int(len(points) * WARM_UP) :], ALLOWED[name]) for name, points in self.points.items()}
+    def grown(self) -> dict[str, float]:
+        """Return what each quantity grew after the warm-up."""
+        return {name: growth(points[int(len(points) * WARM_UP) :]) for name, points in self.points.items()}
 
 
 def train(directory: str, steps: int) -> None:
@@ -182,8 +162,6 @@ def soak(seconds: float, directory: Path, program: Program, lives: list[Life]) -
             if number % 5 == 0:
                 _look(program, record)
             record.add(now_s - began_s, program, series)
-            if number % 30 == 0:
-                say(f"{(now_s - began_s) / 60:.1f} min: {_state(record, lives)}")
             time.sleep(max(0.0, SAMPLE_S - (time.monotonic() - now_s)))
     finally:
         os.close(directory_fd)
@@ -221,31 +199,14 @@ def _told(record: Record) -> Iterator[None]:
         record.failures.append(repr(problem))
 
 
-def _state(record: Record, lives: list[Life]) -> str:
-    last = {name: points[-1][1] for name, points in record.points.items()}
-    return (
-        f"{last['memory'] / MIB:.1f} MiB, {last['descriptors']:.0f} descriptors, {last['threads']:.0f} threads, "
-        f"{last['series']:.0f} series; {sum(life.starts for life in lives)} starts, {len(record.failures)} failures"
-    )
-
-
-def table(record: Record, lives: list[Life], minutes: float) -> str:
-    """Render what happened as a Markdown table."""
-    starts, seen = sum(life.starts for life in lives), f"{record.scrapes} scrapes, {record.looks} looks at the live page"
-    lines = [
-        f"{minutes:g} minutes: {starts} starts of {len(lives)} ranks, {seen}, {len(record.failures)} failures.\n",
-        "| after the first third | median | grown | allowed |\n|---|---|---|---|",
-    ]
-    for name, found in record.trends().items():
+def table(record: Record) -> str:
+    """Render what each quantity was and grew as a Markdown table."""
+    lines = ["| after the first third | median | grown | allowed |", "|---|---|---|---|"]
+    for name, grown in record.grown().items():
         unit, form = (MIB, "{:.1f} MiB") if name == "memory" else (1, "{:.1f}")
-        cells = [form.format(value / unit) for value in (found.level, found.grown, found.allowed)]
-        lines.append(f"| {name} | {' | '.join(cells)} |{' **grows**' if found.grows else ''}")
+        level = median(value for _, value in record.points[name][int(len(record.points[name]) * WARM_UP) :])
+        lines.append(f"| {name} | {' | '.join(form.format(value / unit) for value in (level, grown, ALLOWED[name]))} |")
     return "\n".join(lines)
-
-
-def say(text: str) -> None:
-    """Progress."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -268,10 +229,13 @@ def main() -> None:
                 life.end()
         if program.process.poll() is not None:
             record.failures.append(f"the exporter ended with {program.process.returncode}:\n{program.log}")
-    print(table(record, lives, options.minutes), flush=True)
+    starts = sum(life.starts for life in lives)
+    print(f"{starts} starts of {len(lives)} ranks, {record.scrapes} scrapes, {record.looks} looks at the live page\n")
+    print(table(record), flush=True)
+    record.failures += [f"{name} grew by {grown}" for name, grown in record.grown().items() if grown > ALLOWED[name]]
     for failure in record.failures[:20]:
-        say(f"failure: {failure}")
-    sys.exit(bool(record.failures) or any(found.grows for found in record.trends().values()))
+        print(f"failure: {failure}", file=sys.stderr)
+    sys.exit(bool(record.failures))
 
 
 if __name__ == "__main__":
