@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 KIND, STEP = sys.argv[1], int(sys.argv[2])
 FOREVER_S = 100_000.0
-ASLEEP_S = 50.0
-"""So long sleeps what would keep a processor busy for the minute after which a rank is called hung. What is left of it is
+ASLEEP_S = 10.0
+"""So long sleeps what would keep a processor busy for half of the time after which a rank is called hung. What is left of it is
 several times as long as the heartbeat may be missing."""
 
 
