@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests import fork_server
+from tests.chromium import Browser, Tab
 from tests.diagnosis_files import fact, facts, step, steps
+from tests.exporters import Service
+from tests.integration.test_ui_chromium import CONTRASTS
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import __main__ as dispatch
@@ -26,11 +29,12 @@ from torchobs.document.blocks import HeatMap, LineChart, StripChart
 from torchobs.document.files import report_text
 from torchobs.document.kept import NotKeptError
 from torchobs.document.run import Options, document
+from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.details import History, HistoryRow
 from torchobs.ranks.runs import Chosen, NoRunError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from torchobs.ranks.rank_view import RankView
@@ -259,3 +263,77 @@ def test_a_run_that_was_resumed_is_compared_step_by_step(
     assert (loss["what"], loss["first"], loss["second"], loss["change"]) == ("loss, steps 73 to 80", 23.5, 23.5, 0.0)
     assert {"name": "resumed from step", "first": "", "second": "40"} in found["differences"]
     assert [one["resumed_from"] for one in found["runs"]] == [0.0, 40.0]
+
+
+SECRET = "--a-sentinel-argument"
+
+
+def test_the_page_of_past_runs(place: Path, flight_dir: Path) -> None:
+    """It lists what is kept, and gives the steps of one of them; nothing of how it was started, and no other file."""
+    with Service(ExporterConfig(flight_dir=str(flight_dir))) as service:
+        assert "No run has been kept here yet" in service.get("/live/past").body.decode()
+        assert 'href="./live/past"' in service.get("/").body.decode()
+        details = {"command": ["train.py", SECRET], "git": {"commit": "f" * 40}, "settings": {"tag": "base"}}
+        history = [step(1, 3.0), step(2, float("nan"), None), step(3, 1.0, float("inf"))]
+        values = {catalog.STEPS_RESUMED_FROM: 40.0}
+        path = kept.keep(run("<i>run</i>", history=history, details=details, values=values), place, 9)
+        (place / "noise.run.gz").write_bytes(b"noise")
+        page, got = service.get("/live/past"), service.get(f"/live/past/curves?run={path.name}")
+        assert page.headers["content-security-policy"].startswith("default-src 'none'")
+        assert "&lt;i&gt;run&lt;/i&gt;" in page.body.decode()
+        assert "Not read: noise.run.gz: Not a gzipped file" in page.body.decode()
+        assert not [text for text in (SECRET, "f" * 7) if text in page.body.decode() + got.body.decode()]
+        found = json.loads(got.body, parse_constant=pytest.fail)
+        assert (found["step"], found["loss"], found["grad_norm"]) == ([41, 42, 43], [3.0, None, 1.0], [1.0, None, None])
+        assert found["time_s"] == pytest.approx([0.1, 0.2, 0.3], abs=1e-6)
+        for name in ("", "noise.run.gz", "..%2F..%2Fetc%2Fpasswd", f"..%2Fruns%2F{path.name}"):
+            assert service.get(f"/live/past/curves?run={name}").status == 404, name
+        assert service.get("/live/past", Host="evil.example").status == 421
+
+
+LINES, VALUES = "document.querySelectorAll('#chart path.line').length", "document.getElementById('values').innerText"
+
+
+def until(tab: Tab, script: str, value: object) -> None:
+    """Wait until an expression in the page has a value, or a text begins with it."""
+    wait_until(lambda: (found := tab.run(script)) == value or (isinstance(found, str) and found.startswith(str(value))))
+
+
+def test_past_runs_in_a_browser(place: Path, flight_dir: Path, tmp_path: Path, program: Callable[[str], str]) -> None:
+    """Six runs at most, over steps or time, smoothed; values by pointer and by keyboard, on a desk and on a phone."""
+    for at in range(8):
+        history = [step(number, 8.0 - at + (number % 2), 1.0) for number in range(1, 101)]
+        kept.keep(run(f"run-{at}", history=history, last_s=history[-1].end_s + at), place, 9)
+    with (
+        Service(ExporterConfig(flight_dir=str(flight_dir))) as service,
+        Browser(program("chromium"), tmp_path / "profile") as browser,
+    ):
+        for width, dark in ((1280, False), (390, True)):
+            tab = browser.tab(f"http://{service.address}/live/past", width=width, dark=dark)
+            until(tab, LINES, 3)
+            assert tab.run(VALUES).splitlines()[0] == "run-7 step 100: 1"
+            box = json.loads(tab.run("JSON.stringify(document.getElementById('chart').getBoundingClientRect())"))
+            pointer = {"type": "mouseMoved", "x": box["left"] + 64, "y": box["top"] + 50}
+            tab.call("Input.dispatchMouseEvent", pointer)
+            until(tab, VALUES, "run-7 step 1: 2")
+            tab.call("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": 1, "y": 1})
+            until(tab, VALUES, "run-7 step 100: 1")
+            tab.run("document.getElementById('chart').focus()")
+            tab.press("ArrowLeft", 37)
+            assert tab.run("document.getElementById('chart').ariaValueText").startswith("run-7, step 99: 2; run-6, step 99: 3")
+            tab.press("Home", 36)
+            assert "step 1:" in tab.run(VALUES)
+            tab.run("axis.value = 'time_s'; axis.dispatchEvent(new Event('input'))")
+            assert tab.run(VALUES).splitlines()[0] == "run-7 after 10 s: 1"
+            tab.run("smooth.value = 0.99; smooth.dispatchEvent(new Event('input'))")
+            assert "run-7 after 10 s: 1.49" in tab.run(VALUES)
+            tab.run("document.querySelectorAll('tbody input').forEach((one) => one.checked || one.click())")
+            until(tab, LINES, 6)
+            assert tab.run("document.querySelectorAll('tbody input:checked').length") == 6
+            assert "Six runs are drawn at most" in tab.run("said.textContent")
+            tab.run("document.querySelector('tbody input').click()")
+            until(tab, LINES, 5)
+            assert tab.complaints == []
+            assert tab.run("document.documentElement.scrollWidth") <= width
+            assert tab.run(CONTRASTS)[0][0] >= 4.5
+            assert tab.run("[...document.querySelectorAll('input, select')].every((one) => one.labels.length)")

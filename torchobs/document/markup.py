@@ -12,7 +12,7 @@ from torchobs.support import text as text_format
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_VOID = frozenset({"meta", "link", "rect", "path"})
+_VOID = frozenset({"meta", "link", "rect", "path", "input"})
 _MOST_NAME = 160
 
 

@@ -25,7 +25,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from torchobs import catalog
-from torchobs.exporter import access, file_sd
+from torchobs.document import kept
+from torchobs.exporter import access, file_sd, past
 from torchobs.exporter.api import Api
 from torchobs.exporter.exporter_metrics import NO_FAILED_WRITES, ScrapeInput, Scrapes
 from torchobs.exporter.http import Listeners, allow_files
@@ -167,6 +168,7 @@ class _Service:
         self._notifier = Notifier(config, self._snapshots, self._api.outcomes, self._page)
         self._pod = PodAdvice(config) if config.mode == "sidecar" and config.pod_uid else None
         links = {config.telemetry_path: "Metrics", "/api/v1/openapi.json": "API", "/-/healthy": "healthy", "/-/ready": "ready"}
+        links |= {past.PATH: "Past runs"} if kept.directory() is not None else {}
         self._live = LivePage(self._snapshots, self._words, tuple(links.items()), self._api.evidence)
         commanded = self._app(self._api.mounts("socket")) if access.is_socket_wanted(config) else None
         self._listeners = Listeners(config, self._web_config, self._app(self._api.mounts()), commanded, announce)
@@ -181,7 +183,8 @@ class _Service:
 
     def _app(self, more: Iterable[BaseRoute]) -> ASGIApp:
         """Return the application of a listener; ``more``: its routes to the API."""
-        routes = [Route("/-/healthy", self._healthy), Route("/-/ready", self._ready), *self._live.routes(), *more]
+        page = (*self._live.routes(), *past.routes())
+        routes = [Route("/-/healthy", self._healthy), Route("/-/ready", self._ready), *page, *more]
         path = self._config.telemetry_path
         others = Starlette(routes=[Route(path, self._metrics), *routes])
 

@@ -275,10 +275,10 @@ class LivePage:
     def routes(self) -> list[Route]:
         """Return the routes."""
         return [
-            Route("/", _guarded(self._page)),
-            Route(STREAM_PATH, _guarded(self._stream)),
-            Route(STYLE_PATH, _guarded(partial(_asset, ("shared.css", "live.css"), "text/css"))),
-            Route(SCRIPT_PATH, _guarded(partial(_asset, ("live.js",), "text/javascript"))),
+            Route("/", guarded(self._page)),
+            Route(STREAM_PATH, guarded(self._stream)),
+            Route(STYLE_PATH, guarded(partial(served_asset, ("shared.css", "live.css"), "text/css"))),
+            Route(SCRIPT_PATH, guarded(partial(served_asset, ("live.js",), "text/javascript"))),
         ]
 
     async def _page(self, request: Request) -> Response:
@@ -291,7 +291,7 @@ class LivePage:
         return StreamingResponse(messages, headers=_STREAM_HEADERS, media_type="text/event-stream")
 
 
-def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+def guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
     """Return the handler behind the API's rules for reading, because the page shows the same data."""
 
     async def guarded(request: Request) -> Response:
@@ -305,5 +305,6 @@ def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
     return guarded
 
 
-async def _asset(names: Sequence[str], media_type: str, _: Request) -> Response:
+async def served_asset(names: Sequence[str], media_type: str, _: Request) -> Response:
+    """Return files of ``document`` as one response."""
     return Response(asset(*names), media_type=media_type, headers=HEADERS)
