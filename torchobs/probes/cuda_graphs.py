@@ -56,12 +56,15 @@ class CudaGraphs:
         def capture_begin(begin: Any) -> Any:
             @functools.wraps(begin)
             def watched(graph: Any, *args: Any, **kwargs: Any) -> Any:
+                has_begun = False
                 begins(graph)
                 try:
-                    return begin(graph, *args, **kwargs)
-                except BaseException:
-                    ends(graph)
-                    raise
+                    result = begin(graph, *args, **kwargs)
+                    has_begun = True
+                    return result
+                finally:
+                    if not has_begun:
+                        ends(graph)
 
             return watched
 
