@@ -20,6 +20,7 @@ import torch
 
 from torchobs.flight.step_record import StepFlag
 from torchobs.probes.gradient_norms import Clipping, completed_total, from_norms, is_l2
+from torchobs.probes.step_recorder import parameters_of
 from torchobs.support.graph_safe import graph_being_made, outside_of_graphs
 from torchobs.taps import taps
 from torchobs.taps.capture_results import CapturedResults
@@ -107,7 +108,7 @@ class ClipWatch:
         seen = [each for each in self._seen if each.scale is None and each.scaling == self._scaling.losses]
         if not seen:
             return  # correct use: they were unscaled first
-        gradients = {id(parameter.grad) for group in optimizer.param_groups for parameter in group["params"]}
+        gradients = {id(parameter.grad) for parameter in parameters_of(optimizer)}
         for each in seen:
             if each.first in gradients:
                 self.mark_scaled(each, scale)

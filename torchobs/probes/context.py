@@ -16,6 +16,7 @@ from torchobs.catalog import Event
 from torchobs.catalog.findings import KINDS, Finding
 from torchobs.detect.hangs import loop_lines
 from torchobs.probes.hot_path import METER_EVERY, PlainSteps
+from torchobs.probes.step_recorder import parameters_of
 from torchobs.support.error_guard import CircuitBreaker
 from torchobs.support.rate_limit import RateLimiter
 from torchobs.taps.taps import ThreadFrames
@@ -109,8 +110,7 @@ class ProbeContext:
 
     def trained(self) -> list[Any]:
         """Return the parameters of the optimizers that have stepped."""
-        groups = [group for optimizer in self.recorder.optimizers() for group in list(optimizer.param_groups)]
-        return [parameter for group in groups for parameter in list(group["params"])]
+        return list(parameters_of(*self.recorder.optimizers()))
 
     def models(self) -> list[Any]:
         """Return the models given to ``torchobs.watch`` that are alive."""

@@ -29,6 +29,7 @@ from torchobs import catalog
 from torchobs.flight.value_blocks import LAYERS
 from torchobs.probes.context import SamplingInterval
 from torchobs.probes.gradient_norms import Measurement, flat, measure
+from torchobs.probes.step_recorder import parameters_of
 from torchobs.tensors.device_reads import Devices
 from torchobs.tensors.names import ParameterNames, layer_of
 from torchobs.tensors.references import TensorReference
@@ -100,7 +101,7 @@ class Layers:
             return None
         for group in optimizer.param_groups:
             self.names.take_group(group)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = list(parameters_of(optimizer))
         if not self.names.look_for((parameter for parameter in parameters if parameter.requires_grad), now=now):
             return None
         self.flattened = self.flattened or any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters)
@@ -298,7 +299,7 @@ class UpdateWatch:
                 self._layers.set_layer(catalog.UPDATE_LAYER_RATIO, layer.name, moved / size)
 
     def _copy(self, optimizer: Any) -> None:
-        ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        ours = set(map(id, parameters_of(optimizer)))
         layers = self._layers.chosen
         for _ in range(len(layers)):
             layer = layers[self._turn % len(layers)]

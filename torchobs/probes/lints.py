@@ -14,6 +14,7 @@ from weakref import ref
 
 from torchobs import catalog
 from torchobs.detect.learning import LASTING_SAMPLES, LASTING_STEPS
+from torchobs.probes.step_recorder import parameters_of
 from torchobs.probes.timeline import BACKWARD_ENDS
 from torchobs.tensors.graph import accumulator_of
 from torchobs.tensors.names import clean
@@ -184,7 +185,7 @@ class Lints:
         self._scans += bool(roots)  # models that were built before init() are found by a scan, later
         self._due_s = monotonic() + SCAN_S
         for optimizer, state in new:
-            trained = set(map(id, _parameters_of([optimizer])))
+            trained = set(map(id, parameters_of(optimizer)))
             with suppress(RuntimeError):  # a dictionary changed size
                 models = [each for each in roots if any(id(parameter) in trained for parameter in each.parameters())]
                 modal = [each for each in models if any(map(_has_modes, each.modules()))]
@@ -504,7 +505,7 @@ class NotInOptimizer:
         roots = list(modules())
         self._looks += bool(roots)  # models that were built before init() are found by a scan, later
         self._next_step = step + _APART
-        trained = {id(each): each.dtype for each in _parameters_of(self._context.recorder.optimizers())}
+        trained = {id(each): each.dtype for each in self._context.trained()}
         with suppress(RuntimeError):  # a dictionary changed size
             before, candidates = self._candidates, dict[int, _Candidate]()
             for name, each in (one for module in roots for one in self._left_out(module, trained)):
@@ -534,7 +535,7 @@ class NotInOptimizer:
         if not alive or (self._waits and not is_last):
             return
         self._context.yield_gil()  # the scan for optimizers holds it for some 100 ms
-        owners = {id(each): type(one).__name__ for one in living_optimizers() for each in _parameters_of([one])}
+        owners = {id(each): type(one).__name__ for one in living_optimizers() for each in parameters_of(one)}
         kinds = [owners.get(id(parameter), "") for _, parameter in alive]
         self._waits = "" not in kinds
         if is_last or not self._waits:
@@ -554,12 +555,12 @@ class NotInOptimizer:
         return [(id(one), len(getattr(one, "param_groups", ()))) for one in self._context.recorder.optimizers()]
 
     def _untrained(self, found: list[_Candidate]) -> list[_Candidate]:
-        trained = set(map(id, _parameters_of(self._context.recorder.optimizers())))
+        trained = set(map(id, self._context.trained()))
         return [one for one in found if id(one.parameter()) not in trained]
 
     def _write(self, left: list[_Candidate]) -> None:
         self._reported = left
-        trained = sum(1 for _ in _parameters_of(self._context.recorder.optimizers()))
+        trained = len(self._context.trained())
         names = [one.name for one in left[: self._NAMED]]
         attributes = {"parameters": names, "parameters_affected": len(left), "parameters_trained": trained}
         attributes |= {"optimizer": self._optimizer} if self._optimizer else {}
@@ -601,7 +602,3 @@ def _state(parameter: Any) -> tuple[int, list[float]]:
     is_dense = parameter.layout is torch.strided  # a sparse one has no order in memory to ask for
     plain = parameter.is_cpu and is_dense and parameter.is_contiguous() and parameter.is_floating_point()
     return parameter._version, parameter.detach().view(-1)[:_COMPARED].tolist() if plain else []
-
-
-def _parameters_of(optimizers: Iterable[Any]) -> Iterator[Any]:
-    return (each for one in optimizers for group in list(getattr(one, "param_groups", ())) for each in group["params"])

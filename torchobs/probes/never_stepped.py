@@ -14,6 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+from torchobs.probes.step_recorder import parameters_of
 from torchobs.probes.timeline import BACKWARD_ENDS
 from torchobs.tensors.references import living_optimizers
 
@@ -111,6 +112,6 @@ class NeverStepped:
 
 def _watched_parameters(optimizer: Any, count: int) -> list[Any]:
     """Return parameters of the optimizer that autograd takes a hook on, and that no hand updated in those backward passes."""
-    parameters = (each for group in list(getattr(optimizer, "param_groups", ())) for each in list(group["params"]))
-    found = (each for each in parameters if each.requires_grad and each.is_leaf and each._version < max(count, LEAST) // 2)
+    most = max(count, LEAST) // 2
+    found = (one for one in parameters_of(optimizer) if one.requires_grad and one.is_leaf and one._version < most)
     return list(islice(found, _MOST_PARAMETERS))

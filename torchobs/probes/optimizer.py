@@ -26,6 +26,7 @@ from weakref import ref
 
 from torchobs import catalog
 from torchobs.flight.step_record import RecordKind, StepFlag
+from torchobs.probes.step_recorder import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -204,7 +205,7 @@ def _with(optimizer: torch.optim.Optimizer, others: list[torch.optim.Optimizer])
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[int]:
-    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    return list(map(id, parameters_of(optimizer)))
 
 
 def _others(groups: list[dict[str, Any]]) -> dict[Metric, list[float | None]]:

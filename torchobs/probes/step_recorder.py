@@ -40,7 +40,7 @@ from torchobs.probes.timeline import (
 from torchobs.tensors.references import TensorReference
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from torchobs.flight.writer import FlightWriter
     from torchobs.probes.hot_path import PlainSteps
@@ -599,7 +599,7 @@ class StepRecorder:
         known = self._optimizers.get(ident := id(optimizer))
         if known is not None and known.ref() is optimizer:
             return known.key
-        living, first = {known.key for known in list(self._optimizers.values())}, first_parameter(optimizer)
+        living, first = {known.key for known in list(self._optimizers.values())}, next(parameters_of(optimizer), None)
         self._first = {key: known for key, known in self._first.items() if key in living | self._named()}
         again = (key for key, known in self._first.items() if known() is first is not None and key not in living)
         key = next(again, 0) or next(self._keys)
@@ -618,9 +618,9 @@ class StepRecorder:
         self.plain.sole = 0 if self.plain.sole == ident else self.plain.sole
 
 
-def first_parameter(optimizer: Any) -> Any:
-    """Return the first parameter of an optimizer; ``None`` without any."""
-    return next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+def parameters_of(*optimizers: Any) -> Iterator[Any]:
+    """Yield the parameters of optimizers, in their order. From any thread."""
+    return (each for one in optimizers for group in list(getattr(one, "param_groups", ())) for each in list(group["params"]))
 
 
 # -- tokens and samples, inferred from batches until the script gives them to ``torchobs.log`` -------------------------------
@@ -676,7 +676,7 @@ class Models:
 
         ``goes_on``: whether training has gone on since the last optimizer's step.
         """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = list(parameters_of(optimizer))
         known = self._parameters
         unseen = bool(known) and not any((seen := known.get(id(one))) is not None and seen() is one for one in parameters)
         another = unseen and goes_on and bool(parameters) and step - self._begun >= LEAST_STEPS

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.detect.learning import LASTING_SAMPLES, LASTING_STEPS, LayerSample, StuckLayerDetector, StuckLayers, leading
 from torchobs.probes.context import MAX_INTERVAL
+from torchobs.probes.step_recorder import parameters_of
 from torchobs.tensors.names import layer_of
 from torchobs.tensors.references import ObjectIndex, TensorReference
 
@@ -96,7 +97,7 @@ class MissingGradients:
         if presence is None or presence.steps < _PRESENT:
             return []
         missing, first = [], measurement.keys[:1]
-        for parameter in (each for group in list(optimizer.param_groups) for each in group["params"]):
+        for parameter in parameters_of(optimizer):
             if [id(parameter)] == first:
                 break
             if id(parameter) in presence.had and parameter.requires_grad:
@@ -406,7 +407,7 @@ class NoGradients:
             self._look(state, optimizer, step)
 
     def _look_at_parts(self, state: _Optimizer, optimizer: Any, step: int) -> None:
-        without = [one for one in parameters_of(optimizer) if one.grad is None and one.requires_grad]
+        without = [one for one in _filled(optimizer) if one.grad is None and one.requires_grad]
         if state.without is None:
             state.without = [(TensorReference(one), one._version) for one in without]
             state.due = step + LASTING_STEPS if without else -1
@@ -432,7 +433,7 @@ class NoGradients:
             state.looks, state.done = 0, not state.had  # gradients in steps that were not measured, or it needs none
             return
         state.done = True
-        trained = [TensorReference(one) for one in parameters_of(optimizer) if one.requires_grad]
+        trained = [TensorReference(one) for one in _filled(optimizer) if one.requires_grad]
         if not trained:
             return
         note = partial(self._note, _Missing(state, "no_gradient", state.since + 1, trained))
@@ -450,7 +451,7 @@ class NoGradients:
 
     def _chosen(self, optimizer: Any) -> list[tuple[int, Any]]:
         """Return versions of some parameters, and copies of some of their elements."""
-        owned = parameters_of(optimizer)
+        owned = _filled(optimizer)
         chosen = [owned[len(owned) * index // _CHOSEN] for index in range(_CHOSEN)] if owned else []
         with self._torch.no_grad():
             return [(one._version, self._elements(one)) for one in chosen]
@@ -510,6 +511,6 @@ def _possibly_stepped(optimizer: Any) -> set[int]:
     return found
 
 
-def parameters_of(optimizer: Any) -> list[Any]:
-    """Return all parameters of an optimizer that have elements: of a sharded one a rank may have none."""
-    return [one for group in optimizer.param_groups for one in group["params"] if one.numel()]
+def _filled(optimizer: Any) -> list[Any]:
+    """Return the parameters of an optimizer that have elements: of a sharded one a rank may have none."""
+    return [one for one in parameters_of(optimizer) if one.numel()]
