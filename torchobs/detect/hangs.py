@@ -300,13 +300,8 @@ def blamed(ranks: Mapping[str, Position]) -> dict[str, Blamed]:
 
 def alone(position: Position) -> Blamed:
     """Return the activity of a rank that the others are already known to wait for."""
-    if position.state in {"finished", "failed", "lost"}:
-        return Blamed(ENDED, position)
-    if position.phase in PATIENT_PHASES:
-        return Blamed(ASIDE_OF_TRAINING, position)
-    if position.frames and not waits(position.frames):
-        return Blamed(NOT_IN_COLLECTIVE, position)
-    return Blamed(FETCHING if position.phase == "data" else ELSEWHERE, position)
+    by_itself = (ENDED, ASIDE_OF_TRAINING, NOT_IN_COLLECTIVE, FETCHING)
+    return Blamed(next((why for why, rule in _RULES if why in by_itself and rule({"": position})), ELSEWHERE), position)
 
 
 def place(steps: int, phase: str) -> float:
