@@ -119,13 +119,10 @@ def create(place: FlightDirectory, name: str) -> Descriptor:
 def new(place: FlightDirectory, evidence: ArtifactName) -> Iterator[Descriptor]:
     """Open a file to append to, which is there under its name only after a block without an exception. Raises ``OSError``."""
     temporary = files.temporary_name()
-    file = create(place, temporary)
     with contextlib.ExitStack() as undo:
         undo.callback(remove, place, temporary)
-        try:
+        with contextlib.closing(create(place, temporary)) as file:
             yield file
-        finally:
-            file.close()
         finish(place, temporary, evidence)
         undo.pop_all()
 

@@ -140,11 +140,9 @@ def open_directory(path: str) -> int:
 @contextlib.contextmanager
 def opened(path: str | Path, *, link: bool = False) -> Iterator[int]:
     """Open a directory in a ``with`` block; a symbolic link is refused, unless with ``link``. Raises ``OSError``."""
-    directory = Descriptor("", str(path), os.O_RDONLY | os.O_DIRECTORY if link else _DIRECTORY)
-    try:
+    flags = os.O_RDONLY | os.O_DIRECTORY if link else _DIRECTORY
+    with contextlib.closing(Descriptor("", str(path), flags)) as directory:
         yield directory.number()
-    finally:
-        directory.close()
 
 
 def in_memory(path: str | Path) -> bool:

@@ -153,16 +153,13 @@ def _take_lock(place: FlightDirectory, name: str, undo: contextlib.ExitStack) ->
 
 
 def _allocate(place: FlightDirectory, name: str, size: int) -> tuple[int, memoryview]:
-    file = create(place.directory, name, place.file_mode)
-    try:
+    with contextlib.closing(create(place.directory, name, place.file_mode)) as file:
         # storing into a page that a full tmpfs cannot back raises SIGBUS; allocating beforehand turns that into ENOSPC
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.number(), 0, size)
         else:
             os.pwrite(file.number(), bytes(size), 0)
         return file.identity.inode, _mapped(file.number(), size)
-    finally:
-        file.close()
 
 
 def _mapped(fd: int, size: int) -> memoryview:
@@ -241,13 +238,10 @@ def _limited(root: str) -> list[tuple[int, Memory]]:
 def names(directory_fd: int) -> Iterator[str]:
     """Yield the names in the directory. Raises ``OSError``."""
     # a descriptor of its own: concurrent scrapes would share the read position of one
-    directory = Descriptor("", ".", os.O_RDONLY | os.O_DIRECTORY, directory=directory_fd)
-    try:
-        with os.scandir(directory.number()) as found:
-            for entry in found:
-                yield entry.name
-    finally:
-        directory.close()
+    opened = Descriptor("", ".", os.O_RDONLY | os.O_DIRECTORY, directory=directory_fd)
+    with contextlib.closing(opened) as directory, os.scandir(directory.number()) as found:
+        for entry in found:
+            yield entry.name
 
 
 def create(directory: Descriptor | int, name: str, mode: int, what: str = "", flags: int = os.O_RDWR) -> Descriptor:
@@ -271,12 +265,9 @@ def replace(directory_fd: int, name: str, content: bytes, mode: int) -> None:
     """Write a small file that has its name once it is complete. Raises ``OSError``; nothing is left behind then."""
     temporary = temporary_name()
     with contextlib.ExitStack() as undo:
-        file = create(directory_fd, temporary, mode)
         undo.callback(remove, directory_fd, temporary)
-        try:
+        with contextlib.closing(create(directory_fd, temporary, mode)) as file:
             os.write(file.number(), content)
-        finally:
-            file.close()
         os.rename(temporary, name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
         undo.pop_all()
 

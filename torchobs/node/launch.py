@@ -183,8 +183,7 @@ def _start(
         return
     root = str(Path(__file__).parents[2])
     argv = [*_SHELL, sys.executable, "-I", "-c", _BOOTSTRAP, root, flight_dir, address, str(grace_s), *directories]
-    log_file = open_log(directory_fd)
-    try:
+    with contextlib.closing(open_log(directory_fd)) as log_file:
         # No preexec_fn: with it Popen forks and runs Python in the child instead of vfork and exec.
         shell = subprocess.Popen(
             argv,
@@ -198,8 +197,6 @@ def _start(
             umask=0o077,
         )
         shell.wait(_SHELL_TIMEOUT_S)
-    finally:
-        log_file.close()
 
 
 def _directory(module: str) -> str | None:

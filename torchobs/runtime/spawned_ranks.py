@@ -22,6 +22,7 @@ import multiprocessing.process
 import multiprocessing.spawn
 import os
 import sys
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from torchobs.config import settings
@@ -178,14 +179,9 @@ def _has_launched(writer: FlightWriter) -> bool:
 
 
 def _launcher_of(directory_fd: int, name: str) -> object:
-    try:
-        file = reader.open_file(directory_fd, name)
-    except (OSError, BadFlightFileError):
-        return None
-    try:
+    with suppress(OSError, BadFlightFileError), closing(reader.open_file(directory_fd, name)) as file:
         return file.header.resource.get(LAUNCHED_BY)
-    finally:
-        file.close()
+    return None
 
 
 def _configuration() -> dict[str, Any]:
