@@ -27,9 +27,8 @@ _LETTING_GO_S = 0.01
 
 def is_shared() -> bool:
     """Return whether several ranks train together."""
-    from torch import distributed
-
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    group = rank_and_size()
+    return group is not None and group[1] > 1
 
 
 def greatest(value: float, device: torch.device) -> float:

@@ -16,7 +16,7 @@ from torchobs.catalog.findings import origin_of
 from torchobs.probes.nonfinite.backward import bad_gradients, likely_node
 from torchobs.probes.nonfinite.forward import Birth, first_birth, is_mean_of_nothing
 from torchobs.probes.nonfinite.locate import Locator, ModuleNames, Place, is_users, locals_of, memory_of
-from torchobs.support.process_group import rank_and_size
+from torchobs.support.process_group import is_shared
 from torchobs.support.result import Result
 from torchobs.tensors.graph import OPAQUE, GraphNode, read_graph
 from torchobs.tensors.names import roots
@@ -202,7 +202,7 @@ class GraphTracer:
         node = likely_node(self.nodes, bad)
         if node is None:
             return None
-        if has_other_ranks():
+        if is_shared():
             return self._made("unknown", node, self.locator.place(node), (), OTHER_RANKS)
         return self._backward(node, "from the graph's structure: the values were freed by the backward")
 
@@ -281,12 +281,6 @@ class GraphTracer:
         return NonfiniteOrigin(
             "input", operator, place.module, place.kind, place.line, name, inputs, elements, sample, self._step, ""
         )
-
-
-def has_other_ranks() -> bool:
-    """Return whether gradients may be averaged over several ranks: all have the NaN of one."""
-    group = rank_and_size()
-    return group is not None and group[1] > 1
 
 
 def _described(operands: dict[str, Any]) -> tuple[TensorRow, ...]:

@@ -31,11 +31,11 @@ from torchobs.probes.nonfinite.origin import (
     computes_in_float16,
     from_overflow,
     gradients_were_finite,
-    has_other_ranks,
     of_parameters,
     user_frames,
 )
 from torchobs.probes.timeline import BACKWARD_BEGINS, BACKWARD_ENDS
+from torchobs.support.process_group import is_shared
 from torchobs.support.rate_limit import RateLimiter
 from torchobs.taps import taps
 from torchobs.tensors.values import Condition, condition
@@ -171,7 +171,7 @@ class NonfiniteProbe:
             return None
         models, recorder = self._known()[0], self._context.recorder
         were_finite = gradients_were_finite(bad, recorder.optimizers())
-        if not were_finite and not has_other_ranks():
+        if not were_finite and not is_shared():
             if were_finite is False and likely is not None and likely.kind == "backward":
                 return likely
             if not self._scaling.losses and computes_in_float16(bad, nodes):
@@ -224,7 +224,7 @@ class NonfiniteProbe:
         """Return the origin if gradients of these parameters (ids) have overflowed in float16."""
         models, parameters = self._known()
         spoiled = list({id(each): each for each in (*given, *parameters) if id(each) in bad}.values())
-        if not spoiled or self._scaling.losses or has_other_ranks() or not computes_in_float16(spoiled, nodes):
+        if not spoiled or self._scaling.losses or is_shared() or not computes_in_float16(spoiled, nodes):
             return None
         return from_overflow(spoiled, models, step)
 
