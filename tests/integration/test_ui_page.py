@@ -423,20 +423,25 @@ print(repr(session))
 """
 
 
-def test_a_script_says_where_its_page_is(flight_dir: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+@pytest.mark.parametrize("login", [{}, {"SSH_CONNECTION": "10.0.0.1 50000 10.0.0.2 22"}], ids=["here", "by ssh"])
+def test_a_script_says_where_its_page_is(
+    flight_dir: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]], login: dict[str, str]
+) -> None:
     """Rank 0 logs it once, as soon as the exporter listens, though nothing configures logging; the session has it, too."""
     address, log = f"127.0.0.1:{free_port()}", tmp_path / "log"
     with log.open("w") as out:
         process = start(
             sys.executable, "-c", TRAINING, address, torch=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=out, env={**clean_environment(), "TORCHOBS_DIR": str(flight_dir)},
+            stderr=out, env={**clean_environment(), "TORCHOBS_DIR": str(flight_dir), **login},
         )  # fmt: skip
     directory = open_directory(str(flight_dir))
     announced = wait_until(lambda: election.read(directory), timeout_s=60)
     assert announced is not None
     url = announced.url
     assert address in url
-    line = f"torchobs: this run is shown live on {url}\n"
+    port = address.rpartition(":")[2]
+    tunnel = f"; from your own machine: ssh -L {port}:localhost:{port} {os.uname().nodename}" if login else ""
+    line = f"torchobs: this run is shown live on {url}{tunnel}\n"
     assert process.stdin is not None
     assert process.stdout is not None
     wait_until(lambda: line in log.read_text(), timeout_s=60)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from tests.diagnosis_files import START_S, fact, facts, step, steps
 from torchobs import catalog
 from torchobs.catalog import Severity
@@ -15,9 +17,11 @@ from torchobs.document.compare import compare, comparison_document
 from torchobs.document.files import markdown
 from torchobs.document.html import page
 from torchobs.document.kept import side_for
+from torchobs.document.live import figures
 from torchobs.document.run import Options, document, run_document
 from torchobs.document.sections import anomalies
 from torchobs.flight.reader import Distribution
+from torchobs.ranks.rank_view import run_of
 from torchobs.ranks.runs import Chosen
 
 GB = 1 << 30
@@ -119,3 +123,12 @@ def test_a_curve_has_median_and_range_of_both_runs() -> None:
     assert (loss.second, loss.second_range, loss.change) == (1.1, (1.1, 1.1), -0.5)
     assert "| loss, steps 41 to 45 | 2.2 (2.1 to 2.3) | 1.1 (1.1 to 1.1) | -50.0 % |" in markdown(comparison_document(found))
     assert [one["first_range"] for one in found.to_dict()["quantities"] if one["what"] == loss.what] == [[2.1, 2.3]]
+
+
+@pytest.mark.parametrize(("losses", "said"), [(1, "the last one"), (8, "the last one, sum of 8 backward passes, mean 3.7")])
+def test_a_sum_over_micro_batches_says_so(losses: int, said: str) -> None:
+    """Beside the number, which otherwise is eight times what the script prints; steps say where they begin to count."""
+    run = facts([step(1, 29.6, losses=losses)], values={catalog.LOSS: 29.6, catalog.STEPS: 1})
+    shown = {figure.name: figure.more for figure in figures(run, run_of([run])).figures}
+    assert shown["Loss"] == said
+    assert shown["Steps"].startswith("counted from 1, in ")

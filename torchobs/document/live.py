@@ -225,9 +225,9 @@ def figures(rank: RankView, run: RunView) -> Figures:
     whose = f"of rank {rank.rank}’s" if len(run.ranks) > 1 else "of the"
     found = [
         Figure("State", rank.state, rank.reason if rank.reason not in {"", rank.state} else ""),
-        Figure("Steps", f"{run.steps:,}", f"{done}in {rank.lifetime}", run.steps),
+        Figure("Steps", f"{run.steps:,}", f"{done}counted from 1, in {rank.lifetime}", run.steps),
         Figure("Time left", text_format.span(run.left_s), "at the present speed") if run.left_s is not None else None,
-        Figure("Loss", text_format.number(rank.loss), "the last one", rank.loss) if rank.loss is not None else None,
+        Figure("Loss", text_format.number(rank.loss), _sum_of(rank), rank.loss) if rank.loss is not None else None,
         Figure("Step time", text_format.duration(rank.pace.step_s), "typical of the last steps", rank.pace.step_s)
         if rank.pace else None,
         Figure("Speed", "–", f"no step for {text_format.span(still.seconds)}") if still is not None else None,
@@ -242,6 +242,14 @@ def figures(rank: RankView, run: RunView) -> Figures:
         Figure("Ranks", f"{len(run.ranks):,}", "") if len(run.ranks) > 1 else None,
     ]  # fmt: skip
     return Figures(tuple(figure for figure in found if figure is not None))
+
+
+def _sum_of(rank: RankView) -> str:
+    """Return what the last loss is the sum of, and its mean over the micro-batches; a logged one is what was logged."""
+    passes, loss = next(((step.losses, step.loss) for step in reversed(rank.steps) if step.loss is not None), (0, None))
+    if loss is None or passes <= 1:
+        return "the last one"
+    return f"the last one, sum of {passes} backward passes, mean {text_format.number(loss / passes)}"
 
 
 def _work(pace: Throughput, share: float | None) -> str:

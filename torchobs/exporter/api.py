@@ -162,7 +162,7 @@ def _step(parts: Sequence[StepRecord], rank: Rank) -> Answer:
         ended=instant(wall_ns(rank.view.header, record.end_ns)),
         duration_s=None if flags & StepFlag.UNTIMED else record.duration_s,
         loss=loss,
-        losses=record.losses,
+        losses=max(part.losses for part in parts),
         gradient_norm=norm,
         learning_rate=record.learning_rate if flags & StepFlag.LEARNING_RATE else None,
         phases_s=schema.PhaseSeconds(*record.phase_s),

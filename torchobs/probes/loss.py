@@ -175,6 +175,6 @@ class LossProbe:
             del pending[:count]
             if parts and step != GONE:
                 loss = sum(part[0] for part in parts)
-                recorder.late(step, StepFlag.LOSS, loss, 0.0)
+                recorder.late(step, StepFlag.LOSS, loss, 0.0, losses=len(parts))
                 if loss - loss:
                     self._context.hooks.nonfinite_arrived.notify()

@@ -311,9 +311,10 @@ class StepRecorder:
         values.norm_base, values.evaluated = values.norm_squared, False
         values.flags |= StepFlag.CLOSURE
 
-    def late(self, step: int, flags: int, loss: float, norm: float, tokens: int = 0, samples: int = 0) -> None:
-        """Write values of a step that has ended."""
-        self._append(step, time.monotonic_ns(), RecordKind.LATE, flags, 1, 0.0, loss, norm, 0.0, _UNTIMED, tokens, samples)
+    def late(self, step: int, flags: int, loss: float, norm: float, tokens: int = 0, samples: int = 0, losses: int = 1) -> None:
+        """Write values of a step that has ended; ``losses``: how many the loss sums over."""
+        now_ns = time.monotonic_ns()
+        self._append(step, now_ns, RecordKind.LATE, flags, losses, 0.0, loss, norm, 0.0, _UNTIMED, tokens, samples)
 
     def learn_sizes(self, loader: int, tokens: int, samples: int) -> None:
         """Let each batch of that loader, by id, count so many tokens and samples from now on, without those that are given."""

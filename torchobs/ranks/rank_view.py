@@ -61,6 +61,8 @@ class Step(NamedTuple):
     clipped: bool
     new_model: bool = False
     """the first step of a model: baselines of earlier steps do not apply"""
+    losses: int = 0
+    """backward passes that the loss sums over"""
 
     @property
     def phase_s(self) -> Mapping[str, float]:
@@ -605,6 +607,7 @@ def _step(parts: Sequence[StepRecord], header: Header) -> Step:
         skipped=bool(flags & StepFlag.SKIPPED),
         clipped=bool(flags & StepFlag.CLIPPED),
         new_model=bool(flags & StepFlag.NEW_MODEL),
+        losses=max(part.losses for part in parts),
     )
 
 

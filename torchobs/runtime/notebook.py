@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from contextlib import suppress
 from html import escape
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchobs import catalog
+from torchobs.config import settings
 from torchobs.flight.layout import LIVE_PHASES
 from torchobs.flight.totals import Word, is_active
 from torchobs.runtime.stacks import live_phase
@@ -51,7 +53,10 @@ class PageAddress:
             found = election.read(directory_fd)
             self.url = found.url if found is not None else ""
         if self.url and self._says and not PageAddress.silent:
-            _logger.warning("torchobs: this run is shown live on %s", self.url)
+            port = self.url.rstrip("/").rpartition(":")[2]
+            remote = settings.environment().get("SSH_CONNECTION", "")
+            tunnel = f"; from your own machine: ssh -L {port}:localhost:{port} {os.uname().nodename}" if remote else ""
+            _logger.warning("torchobs: this run is shown live on %s%s", self.url, tunnel)
 
 
 INTERVAL_S = 1.0
