@@ -20,7 +20,7 @@ from opentelemetry.metrics import _internal as metrics_api
 from opentelemetry.trace import ProxyTracerProvider, SpanContext, TracerProvider
 
 from torchobs.otel.metrics import FlightMeterProvider
-from torchobs.otel.traces import FlightTracerProvider, no_parent
+from torchobs.otel.traces import FlightTracerProvider, nothing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,15 +49,11 @@ class DefaultMeterProvider(FlightMeterProvider, metrics_api._ProxyMeterProvider)
         self.delegate_to(meter_provider)
 
 
-def _no_file() -> None:
-    return None
+_meters = DefaultMeterProvider(nothing)
+_tracers = DefaultTracerProvider(nothing)
 
 
-_meters = DefaultMeterProvider(_no_file)
-_tracers = DefaultTracerProvider(_no_file)
-
-
-def install(source: Source, parent: Callable[[], SpanContext | None] = no_parent) -> None:
+def install(source: Source, parent: Callable[[], SpanContext | None] = nothing) -> None:
     """Record the application's own instruments and tracers, unless it has set providers.
 
     ``source`` and ``parent`` as in :class:`FlightMeterProvider` and :class:`FlightTracerProvider`. May be called
@@ -71,8 +67,8 @@ def install(source: Source, parent: Callable[[], SpanContext | None] = no_parent
 
 def uninstall() -> None:
     """Stop recording. Existing instruments and tracers do nothing, and still delegate to a provider set later."""
-    _meters.write_to(_no_file)
-    _tracers.write_to(_no_file)
+    _meters.write_to(nothing)
+    _tracers.write_to(nothing)
 
 
 def observe(timeout_s: float = 0.0) -> bool:

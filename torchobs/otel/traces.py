@@ -331,8 +331,8 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 _SAMPLED, _RANDOM = 0x01, 0x02
 
 
-def no_parent() -> None:
-    """Return ``None``: spans without a context begin a trace."""
+def nothing() -> None:
+    """Return ``None``: there is no file; or no parent, so that spans without a context begin a trace."""
 
 
 class FlightTracerProvider(TracerProvider):
@@ -342,7 +342,7 @@ class FlightTracerProvider(TracerProvider):
     ``source`` must return ``None`` or the child's own writer.
     """
 
-    def __init__(self, source: Source, parent: Callable[[], SpanContext | None] = no_parent) -> None:
+    def __init__(self, source: Source, parent: Callable[[], SpanContext | None] = nothing) -> None:
         self._source, self.parent = source, parent
         self._tracers: dict[Scope, FlightTracer] = {}
 
@@ -350,7 +350,7 @@ class FlightTracerProvider(TracerProvider):
         """Return the file's writer; ``None`` when nothing is recorded."""
         return self._source()
 
-    def write_to(self, source: Source, parent: Callable[[], SpanContext | None] = no_parent) -> None:
+    def write_to(self, source: Source, parent: Callable[[], SpanContext | None] = nothing) -> None:
         """Set the functions that return the writer and the parent of root spans."""
         self._source, self.parent = source, parent
 
