@@ -18,6 +18,7 @@ a small part where the sequence is much shorter than six times the width.
 from __future__ import annotations
 
 import re
+from operator import sub
 from typing import NamedTuple
 
 
@@ -125,9 +126,7 @@ class Progress(NamedTuple):
 
     def since(self, before: Progress) -> Progress:
         """Return what was added since then."""
-        return Progress(
-            self.steps - before.steps, self.tokens - before.tokens, self.timed - before.timed, self.timed_s - before.timed_s
-        )
+        return Progress(*map(sub, self, before))
 
 
 def step_flops(parameters: Parameters, tokens: float) -> float:
