@@ -195,13 +195,9 @@ class GpuMonitor:
             gpu = library.gpus.get(f"GPU-{one.uuid}")
             if gpu is not None:
                 found.append((gpu, one.in_use))
-                self._describe(gpu, one)
+                attributes = {"hw.id": gpu.uuid, "UUID": gpu.uuid, "device": one.device, "hw.model": gpu.model}
+                self._context.set_gauge(catalog.RANK_GPU_INFO, 1.0 if one.in_use else None, attributes)
         return found
-
-    def _describe(self, gpu: Gpu, one: Used) -> None:
-        if one.in_use:
-            attributes = {"hw.id": gpu.uuid, "UUID": gpu.uuid, "device": one.device, "hw.model": gpu.model}
-            self._context.set_gauge(catalog.RANK_GPU_INFO, 1.0, attributes)
 
     def _sample(self, library: Library, sampled: SampledGpu) -> None:
         try:
