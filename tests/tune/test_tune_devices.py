@@ -121,13 +121,10 @@ def test_deterministic_algorithms_on_request() -> None:
 class Torch:
     """A torch with three devices, on the last two of which its process has a context."""
 
-    def __init__(self, backend: str = "native") -> None:
+    def __init__(self) -> None:
         self.waited: list[int | None] = []
         self._C = SimpleNamespace(_cuda_hasPrimaryContext=lambda index: index > 0)
-        self.cuda = SimpleNamespace(
-            is_initialized=lambda: True, device_count=lambda: 3, get_allocator_backend=lambda: backend,
-            synchronize=self._synchronize, memory_allocated=lambda index: index, max_memory_allocated=lambda index: 2 * index,
-        )  # fmt: skip
+        self.cuda = SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 3, synchronize=self._synchronize)
 
     def _synchronize(self, device: int | None = None) -> None:
         self.waited.append(device)
@@ -136,7 +133,7 @@ class Torch:
 def test_a_timing_waits_for_the_devices_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """And makes no context on the others."""
     module: Any = Torch()
-    monkeypatch.setattr(operations, "imported", lambda _: module)
+    monkeypatch.setattr(operations, "torch", module)
     operations.wait_for_devices()
     assert module.waited == [1, 2]
 

@@ -11,12 +11,11 @@ import torch
 
 from torchobs.catalog.findings import RECOMPILE_REMEDIES
 from torchobs.debug.findings import record_findings
-from torchobs.debug.steps import RAISED, first_line, raised_by
 from torchobs.debug.tensors import require_model
 from torchobs.probes.compile import read_break, read_failure, read_guard
 from torchobs.runtime.session import current
 from torchobs.support.result import Checked, Problem, Result
-from torchobs.tensors.batches import batch_sizes, call
+from torchobs.tensors.batches import FAILURES, batch_sizes, call, first_line, raised_by
 from torchobs.tensors.running import state_kept
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def explain_compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ())
     with state_kept(model), _on_trial():
         try:
             explained, error = call(torch._dynamo.explain(model), batch), None  # torch's documented name
-        except RAISED as raised:
+        except FAILURES as raised:
             explained, error = None, first_line(raised)
         by = "model" if error is not None and raised_by(model, batch) is not None else "compiler"
         if explained is not None:

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchobs.debug import operations
-from torchobs.debug.steps import RAISED
 from torchobs.debug.tensors import require_model, require_optimizer
 from torchobs.probes.device_memory import used_devices
 from torchobs.probes.leak import Tracing, count_tensors, count_types, grown_types
 from torchobs.probes.nonfinite.locate import is_users_file
 from torchobs.support.result import Result, fill
-from torchobs.tensors.batches import batch_sizes, rebuilt, walk
+from torchobs.tensors.batches import FAILURES, batch_sizes, rebuilt, walk
 from torchobs.tensors.losses import compute_loss
 from torchobs.tensors.running import beside_grad, kept_memory, running_modules, state_kept
 from torchobs.tensors.values import bytes_of, storages
@@ -193,7 +192,7 @@ def _optimizer_state(optimizer: Any) -> int | None:
     try:
         tried = type(optimizer)(groups)
         getattr(type(tried).step, "__wrapped__", type(tried).step)(tried)  # without hooks
-    except RAISED:  # it takes other arguments than its groups have, or refuses tensors without data
+    except FAILURES:  # it takes other arguments than its groups have, or refuses tensors without data
         if tried is None or not tried.state:
             return None
     return sum(int(x.nbytes) for x in _tensors_in([dict(state) for state in tried.state.values()]))

@@ -192,17 +192,10 @@ class AllocationWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and account for what it returns."""
         result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            self._take(result, args)
+        for _, x in walk(result) if not func.is_view else ():
+            if x.layout is torch.strided and not any(x is argument for argument in args):
+                self._add(x.untyped_storage())
         return result
-
-    def _take(self, result: Any, args: Any) -> None:
-        if isinstance(result, torch.Tensor):
-            if result.layout is torch.strided and not any(result is argument for argument in args):
-                self._add(result.untyped_storage())
-        elif isinstance(result, (tuple, list)):
-            for part in result:
-                self._take(part, args)
 
     def _add(self, storage: Any) -> None:
         key, size = id(storage), storage.nbytes()

@@ -15,7 +15,7 @@ from torchobs.debug.findings import record_findings
 from torchobs.debug.tensors import require, require_optimizer
 from torchobs.support.result import Checked, Problem, Result
 from torchobs.support.text import size
-from torchobs.tensors.batches import walk
+from torchobs.tensors.batches import raised_by, walk
 from torchobs.tensors.running import state_kept, wants_gradients
 from torchobs.tensors.values import bytes_of
 
@@ -158,7 +158,6 @@ def _uses(groups: dict[str, list[tuple[str, Any]]]) -> tuple[DeviceUse, ...]:
 
 def _watched(model: Any, batch: Any) -> tuple[tuple[SilentCopy, ...], str | None]:
     from torchobs.debug.operator_watch import TransferWatch
-    from torchobs.debug.steps import raised_by
 
     watch, error = TransferWatch(), None
     for needs_grad in (False, True):  # a forward pass may take derivatives: of a physics-informed network, of an energy

@@ -141,22 +141,6 @@ def _judge(
 
 MOST_TENSORS = 64
 """Most tensors of a batch, or of an output, that are looked at"""
-RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a model raises, an optimizer, or the compiler"""
-
-
-def raised_by(model: Any, batch: Any) -> str | None:
-    """Call a model with a batch; return class and first line of what it raised, ``None`` if nothing."""
-    try:
-        call(model, batch)
-    except RAISED as error:
-        return first_line(error)
-    return None
-
-
-def first_line(error: BaseException) -> str:
-    """Return class and first line of an error."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,25 @@ def call(model: Any, batch: Any) -> Any:
     return model(*batch) if is_sequence(batch) else model(batch)
 
 
+FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a model raises, torch (out of memory included), an optimizer, or the compiler"""
+
+
+def raised_by(model: Any, batch: Any) -> str | None:
+    """Call a model with a batch; return class and first line of what it raised, ``None`` if nothing."""
+    try:
+        call(model, batch)
+    except FAILURES as error:
+        return first_line(error)
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's class, and the first line of its message that has words."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    return f"{type(error).__name__}: {line[:200]}"
+
+
 def is_mapping(values: Any) -> bool:
     """Return True for a mapping, and for what has keys and items as one does."""
     if isinstance(values, Mapping):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torchobs.support.result import Result
+from torchobs.tensors.batches import FAILURES, first_line
 from torchobs.tune import techniques
 
 if TYPE_CHECKING:
@@ -145,8 +146,8 @@ def _state(request: Request, blocks: list[nn.Module]) -> tuple[str | None, str]:
         return state, ""
     try:
         return techniques.tried_state(request.model, request.example, blocks), ""
-    except techniques.FAILURES as error:  # as of a model that takes something else in training
-        why = techniques.first_line(error)
+    except FAILURES as error:  # as of a model that takes something else in training
+        why = first_line(error)
         return None, f"; whether they have state is not known, a forward pass in training mode failed: {why}"
 
 

@@ -21,12 +21,11 @@ from torch import nn
 from torchobs import api, catalog
 from torchobs.support.arguments import is_whole
 from torchobs.support.result import Checked, Problem, Result, row_of
-from torchobs.tensors.batches import call
+from torchobs.tensors.batches import FAILURES, call, first_line
 from torchobs.tensors.losses import check_trained, mean_loss
 from torchobs.tensors.running import Buffers, generators, random_states_kept
 from torchobs.tune.difference import outputs
 from torchobs.tune.plan import Plan, optimize
-from torchobs.tune.techniques import FAILURES, first_line
 
 if TYPE_CHECKING:
     import os
@@ -370,7 +369,7 @@ def _first_steps(step: _Step, plans: Sequence[Plan]) -> tuple[list[Plan], list[P
         except FAILURES as error:
             if not kept:
                 raise  # of the first plan it is the caller's
-            problems.append(Problem("failed", plan.mode, f"{type(error).__name__}: {first_line(error)}"))
+            problems.append(Problem("failed", plan.mode, first_line(error)))
             continue
         kept.append(plan)
         first_s.append(spent_s)

@@ -22,7 +22,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.checkpoint import checkpoint
 
 from torchobs.support.import_hooks import imported
-from torchobs.tensors.batches import call
+from torchobs.tensors.batches import call, first_line
 from torchobs.tensors.running import kept_memory, training
 from torchobs.tensors.values import storages, stored
 from torchobs.tune.difference import undisturbed
@@ -30,10 +30,6 @@ from torchobs.tune.difference import undisturbed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
-
-
-FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
-"""What torch, out of memory included, and a model's own code raise in a mode that they cannot have"""
 
 
 class Technique(Protocol):
@@ -196,16 +192,11 @@ class Compilation:
                 try:
                     return compiled(*args, **kwargs)
                 except TorchDynamoException as error:
-                    failure.append(f"{type(error).__name__}: {first_line(error)}")
+                    failure.append(first_line(error))
                     self._failed(failure[0])
             return eager(*args, **kwargs)
 
         return call
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message that has words."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")[:200]
 
 
 class Kept:
