@@ -15,7 +15,7 @@ from torchobs.guard.contracts import Contract, ordered_values, rounded
 from torchobs.guard.records import Category, Severity, category_of, count, is_transient, record_event, recovered
 from torchobs.guard.recovery import free_memory
 from torchobs.support.arguments import is_number, is_whole
-from torchobs.support.result import Checked, Problem, Result, row_of
+from torchobs.support.result import Checked, Problem, Result
 from torchobs.tensors.batches import SEQUENCES, call, parts_of, walk, with_parts
 from torchobs.tensors.losses import check_trained
 from torchobs.tensors.running import evaluating
@@ -64,10 +64,6 @@ class OutputReport(Checked):
 
     problems: tuple[Problem, ...]
     tensors: tuple[OutputTensor, ...]
-
-    def __getitem__(self, name: str) -> OutputTensor:
-        """Return a tensor's numbers."""
-        return row_of(self.tensors, name)
 
 
 def sanitize_outputs(

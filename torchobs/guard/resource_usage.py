@@ -20,7 +20,7 @@ from torchobs.support import cgroup
 from torchobs.support.arguments import is_number
 from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.import_hooks import imported
-from torchobs.support.result import Checked, Problem, Result, row_of
+from torchobs.support.result import Checked, Problem, Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -65,10 +65,6 @@ class ResourceReport(Checked):
         """Those above their threshold."""
         texts = ((each, f"at {each.percent:.0f} %, above {each.threshold:.0f} %") for each in self.usages if not each.ok)
         return tuple(Problem(each.resource, each.where, f"{each.resource} is {text}") for each, text in texts)
-
-    def __getitem__(self, resource: str) -> Usage:
-        """Return one resource."""
-        return row_of(self.usages, resource)
 
 
 class ResourceGuard:

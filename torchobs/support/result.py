@@ -6,11 +6,9 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from html import escape
 from math import isfinite
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torchobs.support.text import duration, size
-
-R = TypeVar("R", bound="Result")
 
 
 @dataclass(frozen=True)
@@ -18,7 +16,7 @@ class Result:
     """Base of the toolboxes' results: a frozen, slotted dataclass whose fields are numbers, texts, results or tuples of these.
 
     ``repr()`` stays the dataclass's own unless a subclass says ``repr=False``; ``str()`` is a table for people.
-    ``result["0.weight"]`` is its row with that ``name``.
+    ``result["0.weight"]`` is its row with that ``name``, or with that first field.
     """
 
     __slots__ = ()
@@ -28,8 +26,12 @@ class Result:
         return {name: _plain(value) for name, value in _items(self)}
 
     def __getitem__(self, name: str) -> Any:
-        rows = [row for field, value in _items(self) if field != "problems" and isinstance(value, tuple) for row in value]
-        return row_of(tuple(row for row in rows if hasattr(row, "name")), name)
+        tables = [value for field, value in _items(self) if field != "problems" and isinstance(value, tuple)]
+        rows = [row for table in tables for row in table if isinstance(row, Result)]
+        names = [getattr(row, "name", _items(row)[0][1]) for row in rows]
+        if name not in names:
+            raise KeyError(f"there is no {name!r}; there is {', '.join(map(str, names)) or 'nothing'}")
+        return rows[names.index(name)]  # of several the first
 
     def __str__(self) -> str:
         return "\n".join([type(self).__name__, *_lines(self, indent="  ")])
@@ -87,18 +89,6 @@ class Measured(Checked):
     def problems(self) -> tuple[Problem, ...]:
         """None."""
         return ()
-
-
-def row_of(rows: tuple[R, ...], name: str) -> R:
-    """Return the row of a result that has that name, or whose first field it is.
-
-    Raises:
-        KeyError: there is none; the message says which there are.
-    """
-    by_name = {getattr(row, "name", _items(row)[0][1]): row for row in rows}
-    if name not in by_name:
-        raise KeyError(f"there is no {name!r}; there is {', '.join(map(str, by_name)) or 'nothing'}")
-    return by_name[name]
 
 
 def fill(result: Result, **values: Any) -> None:

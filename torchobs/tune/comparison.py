@@ -20,7 +20,7 @@ from torch import nn
 
 from torchobs import api, catalog
 from torchobs.support.arguments import is_whole
-from torchobs.support.result import Checked, Problem, Result, row_of
+from torchobs.support.result import Checked, Problem, Result
 from torchobs.tensors.batches import FAILURES, call, first_line
 from torchobs.tensors.losses import check_trained, mean_loss
 from torchobs.tensors.running import Buffers, generators, random_states_kept
@@ -107,10 +107,6 @@ class Benchmark(Checked):
     modes: tuple[ModeResult, ...]
     problems: tuple[Problem, ...] = ()
     """modes that failed, and so were not measured"""
-
-    def __getitem__(self, mode: str) -> ModeResult:
-        """Return a mode's measurements."""
-        return row_of(self.modes, mode)
 
     def plot(self, path: str | os.PathLike[str]) -> str:
         """Draw speed-ups with their quartiles into a ``.png``, ``.svg`` or ``.pdf``; return the file's name.

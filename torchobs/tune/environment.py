@@ -18,7 +18,7 @@ from torch import distributed
 from torchobs.support import cgroup
 from torchobs.support.arguments import is_number
 from torchobs.support.import_hooks import imported
-from torchobs.support.result import Checked, Measured, Problem, row_of
+from torchobs.support.result import Checked, Measured, Problem
 
 ACCELERATORS = ("cuda", "xpu", "mps")
 """In the order in which ``auto`` takes them"""
@@ -47,10 +47,6 @@ class Devices(Measured):
     """All devices that this process may use: ``tune.devices()["cuda:0"]`` is one of them."""
 
     devices: tuple[MemoryStats, ...]
-
-    def __getitem__(self, name: str) -> MemoryStats:
-        """Return one device's memory."""
-        return row_of(self.devices, name)
 
 
 @dataclass(frozen=True)
