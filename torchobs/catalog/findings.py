@@ -66,9 +66,10 @@ class Finding(NamedTuple):
 
     @property
     def severity(self) -> str:
-        """``info``, ``warning`` or ``error``: of the kind, unless the values have another."""
+        """``info``, ``warning`` or ``error``: of the kind, unless the values have another, or the training has recovered."""
+        usual = Severity.INFO if self.values.get("healthy") else KINDS[self.kind].severity
         severity = self.values.get("severity")
-        return (severity if isinstance(severity, Severity) else KINDS[self.kind].severity).name.lower()
+        return (severity if isinstance(severity, Severity) else usual).name.lower()
 
     @property
     def section(self) -> str:

@@ -157,25 +157,22 @@ def _rate(steps: Sequence[Step], end: int) -> dict[str, Any]:
 def _spikes(report: RankView, past: Mapping[str, int]) -> Iterator[Finding]:
     """Yield loss spikes and explosions, with their causes, if the last loss was finite."""
     for kind in ("gradient_explosion", "loss_spike"):
-        count = int(report.value(catalog.ANOMALIES, kind) or 0)
+        count = report.count(catalog.ANOMALIES, kind)
         first = next((fact for fact in report.events_named(catalog.EVENT_ANOMALY) if fact.text("kind") == kind), None)
         if not count or first is None or first.step is None:
             continue
         rate = _rate(report.steps, _index(report.steps, first.step))
         # single ones are ordinary, unless the learning rate explains them
-        severity = Severity.WARNING if (rate or count >= LEAST_NOTABLE[kind]) and kind not in past else Severity.INFO
+        severity = None if rate or count >= LEAST_NOTABLE[kind] else Severity.INFO
         values: dict[str, Any] = {
             name: first.attributes.get(name) for name in ("value", "baseline", "layer", "layer_norm", "layer_usual")
         }
         again, healthy = count - 1 or None, past.get(kind)
         yield finding(kind, step=first.step, severity=severity, again=again, healthy=healthy, **values, **rate)
-    count = int(report.value(catalog.ANOMALIES, "nonfinite_loss") or 0)
-    if count:
-        healthy = past.get("nonfinite_loss")
-        severity = Severity.INFO if healthy else Severity.WARNING
+    if count := report.count(catalog.ANOMALIES, "nonfinite_loss"):
         seen = [step for step in report.steps if step.loss is not None]
         recovered = bool(seen) and (not report.partial or seen[-1].step >= report.last_step)
-        yield finding("nonfinite_loss_passed", severity=severity, losses=count, recovered=recovered, healthy=healthy)
+        yield finding("nonfinite_loss_passed", losses=count, recovered=recovered, healthy=past.get("nonfinite_loss"))
 
 
 def _index(steps: Sequence[Step], number: int) -> int:
@@ -183,14 +180,13 @@ def _index(steps: Sequence[Step], number: int) -> int:
 
 
 def _settled(origin: Finding, past: Mapping[str, int], report: RankView, *, spoiled: bool) -> Finding:
-    """Return the origin of a NaN, as information if the training has recovered from all of its kinds."""
+    """Return the origin of a NaN, with the healthy steps since if the training has recovered from all of its kinds."""
     kinds = {kind for kind in ("nonfinite_loss", "nonfinite_gradient") if report.value(catalog.ANOMALIES, kind)}
     if report.value(catalog.AMP_STEPS_SKIPPED):
         kinds.discard("nonfinite_gradient")  # part of normal loss scaling
     if not kinds or spoiled or not kinds <= past.keys():
         return origin
-    healthy = min(past[kind] for kind in kinds)
-    return origin._replace(values={**origin.values, "severity": Severity.INFO, "healthy": healthy})
+    return origin._replace(values={**origin.values, "healthy": min(past[kind] for kind in kinds)})
 
 
 def _nonfinite_gradients(report: RankView, past: Mapping[str, int]) -> Iterator[Finding]:
@@ -198,39 +194,32 @@ def _nonfinite_gradients(report: RankView, past: Mapping[str, int]) -> Iterator[
     events = report.events_named(catalog.EVENT_NONFINITE_GRADIENT)
     if events and events[0].step is not None:
         first, scaled = events[0], bool(report.by_attribute(catalog.AMP_SCALE))
-        healthy, last = past.get("nonfinite_gradient"), first.attributes.get("measured") is False
+        last = first.attributes.get("measured") is False
         yield finding(
             "nonfinite_gradient",
             step=first.step,
-            severity=Severity.INFO if scaled or healthy else Severity.WARNING,
+            severity=Severity.INFO if scaled else None,
             kinds=first.text("kinds").replace("nan", "NaN").replace("inf", "infinite") or "not finite",
             layers=first.texts("layers"),
             layers_affected=first.count("layers_affected"),
             last=last,
-            steps=None if last else int(report.value(catalog.GRAD_NONFINITE_STEPS) or 0) or None,
+            steps=None if last else report.count(catalog.GRAD_NONFINITE_STEPS) or None,
             scaled=scaled,
-            healthy=healthy,
+            healthy=past.get("nonfinite_gradient"),
         )
 
 
 def _vanished(report: RankView, past: Mapping[str, int]) -> Iterator[Finding]:
-    count = int(report.value(catalog.ANOMALIES, "gradient_vanishing") or 0)
-    if count:
+    if count := report.count(catalog.ANOMALIES, "gradient_vanishing"):
+        measured, zero = max(report.measured_norms, count), report.value(catalog.GRAD_ZERO) or None
         healthy = past.get("gradient_vanishing")
-        yield finding(
-            "gradient_vanishing",
-            severity=Severity.INFO if healthy else Severity.WARNING,
-            vanished=count,
-            measured=max(report.measured_norms, count),
-            zero=report.value(catalog.GRAD_ZERO) or None,
-            healthy=healthy,
-        )
+        yield finding("gradient_vanishing", vanished=count, measured=measured, zero=zero, healthy=healthy)
 
 
 def _skips(report: RankView) -> Iterator[Finding]:
-    skipped = int(report.value(catalog.AMP_STEPS_SKIPPED) or 0)
-    streak, steps = int(report.value(catalog.AMP_SKIP_STREAK) or 0), int(report.value(catalog.STEPS) or 0)
-    if is_stuck(streak, min(report.by_attribute(catalog.AMP_SCALE).values(), default=None)):
+    skipped, steps = report.count(catalog.AMP_STEPS_SKIPPED), report.count(catalog.STEPS)
+    streak = report.count(catalog.AMP_SKIP_STREAK)
+    if is_stuck(streak, report.scale):
         yield finding("amp_skips", streak=streak, up=report.up)
     elif skipped and skipped >= _MANY_SKIPPED * steps:
         yield finding("amp_many_skips", skipped=skipped, steps=steps)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import ceil, floor, isfinite, log, log10
 from typing import NamedTuple
 
+from torchobs.catalog import PHASES
 from torchobs.document import blocks
 from torchobs.document.markup import EMPTY, Html, joined, tag
 from torchobs.support import text as text_format
@@ -239,7 +240,7 @@ def _lines(chart: blocks.LineChart) -> Html:
     for index, found in enumerate(curves):
         if found is not None:
             places = [axis.x(bucket.at) for bucket in found.buckets]
-            line = f"line s{index % _COLOURED}"
+            line = f"line {_colour(chart, index)}"
             shapes += _shapes(found, places.__getitem__, scale.y, line, banded=len(chart.series) == 1)
     ys = [(scale.y(value) / HEIGHT, chart.rounded(value)) for value in scale.ticks(binary=chart.rounded is text_format.size)]
     pairs = zip(chart.series, curves, strict=True)
@@ -249,9 +250,15 @@ def _lines(chart: blocks.LineChart) -> Html:
     return _figure(chart, plot, _legend(chart, curves, logarithmic=scale.logarithmic))
 
 
+def _colour(chart: blocks.LineChart, index: int) -> str:
+    """Return the class with the colour of a line: a phase has that of its part of a bar."""
+    name = chart.series[index].name
+    return colour_of(name) if name in PHASES else f"s{index % _COLOURED}"
+
+
 def _legend(chart: blocks.LineChart, curves: Sequence[Curve | None], *, logarithmic: bool) -> Html:
     keys = [
-        tag("span", tag("i", class_=f"key s{index % _COLOURED}"), one.name, class_="entry")
+        tag("span", tag("i", class_=f"key {_colour(chart, index)}"), one.name, class_="entry")
         for index, one in enumerate(chart.series)
         if len(chart.series) > 1
     ]

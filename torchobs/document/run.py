@@ -181,7 +181,7 @@ def _rank_row(report: RankView) -> tuple[str, ...]:
         text_format.number(last.loss if last else None),
         text_format.number(next(reversed([*report.norms.values()]), None)),
         text_format.duration(sum(phases.values()) or None),
-        *(text_format.duration(phases.get(name) or None) for name in catalog.PHASES),
+        *(text_format.duration(seconds) if (seconds := phases.get(name)) else "" for name in catalog.PHASES),
         text_format.moment(report.last_s, "%H:%M:%S"), report.described("host"),
     )  # fmt: skip
 

@@ -416,7 +416,7 @@ def last_steps(report: RankView, of: str, most: int) -> Section:
             f"{step.step:,}", text_format.number(step.loss), text_format.number(step.grad_norm),
             text_format.duration(step.duration_s), text_format.number(step.learning_rate),
             "skipped" if step.skipped else "clipped" if step.clipped else "", text_format.moment(step.end_s, "%H:%M:%S"),
-            *(text_format.duration(step.phase_s.get(phase) or None) for phase in catalog.PHASES),
+            *(text_format.duration(took_s) if (took_s := step.phase_s.get(phase)) else "" for phase in catalog.PHASES),
         )
         for step in (report.steps[-most:] if most else ())
     )  # fmt: skip
