@@ -32,7 +32,6 @@ from torchobs.detect.hangs import (
     surplus,
 )
 from torchobs.diagnosis import endings, health
-from torchobs.diagnosis import hangs as collectives
 from torchobs.diagnosis.endings import compare
 from torchobs.flight.reader import Distribution
 from torchobs.ranks.events import Events
@@ -265,7 +264,7 @@ def hung(name: str, progress: GroupProgress) -> RankView:
 def test_ranks_of_replica_groups_are_compared_each_by_itself() -> None:
     """Promise: each has a default group of its own, whose number, operation and size are those of its ranks alone."""
     ranks = [hung("0-g0", WAITING), hung("1-g0", WAITING), hung("0-g1", AWAY), hung("1-g1", AWAY)]
-    assert not [*collectives.surplus(ranks), *health.waited_for(ranks)]
+    assert not [*health.waited_for(ranks)]
     assert not [*health.waited_for([*ranks[:2], hung("0-g1", WAITING._replace(operation="broadcast", size=8.0))])]
     (text,) = (one.long for one in health.waited_for([ranks[0], hung("1-g0", AWAY), *ranks[2:]]))
     assert "Rank 1-g0 has not come to all_reduce number 413 of group x" in text

@@ -1,6 +1,6 @@
 """Where a run stands still and for whom: stalls of a rank, whom the others wait for, and what torch's flight recorder knows.
 
-Pure. Ranks are compared within their replica group alone: each such group has a default group of its own, of the same name.
+Pure. The ranks that a function is given are those of one replica group: each has a default group of its own, of the same name.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from statistics import median
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from torchobs.detect import hangs
 from torchobs.detect.hangs import LEAST_S, PATIENT_PHASES, USUAL_FACTOR, Absence, Blamed, Position, Surplus
 from torchobs.flight.artifacts import PROFILE, STUCK
 from torchobs.flight.events import Event
-from torchobs.ranks import labels, state
+from torchobs.ranks import state
 from torchobs.ranks.rank_view import RankView
 from torchobs.support import text
 
@@ -180,14 +180,13 @@ def _timeout_s(report: RankView) -> float:
     return state.hang_timeout_s(report.readings.distribution(catalog.STEP_DURATION), catalog.SECONDS_BOUNDS)
 
 
-def absences(ranks: Sequence[RankView], named: Collection[str]) -> Iterator[str]:
+def _absences(ranks: Sequence[RankView], named: Collection[str]) -> Iterator[str]:
     """Yield for ranks that the others wait for, and that did not come to a collective, to which they did not come."""
-    by_absence: dict[tuple[str, Absence], list[str]] = {}
-    for team in labels.teams(ranks):
-        for rank, one in hangs.absent({rank.rank: rank.collectives for rank in team}).items():
-            if rank in named:
-                by_absence.setdefault((labels.team(rank), one), []).append(rank)
-    for (_, one), names in by_absence.items():
+    by_absence: dict[Absence, list[str]] = {}
+    for rank, one in hangs.absent({rank.rank: rank.collectives for rank in ranks}).items():
+        if rank in named:
+            by_absence.setdefault(one, []).append(rank)
+    for one, names in by_absence.items():
         operation = "a collective" if one.operation == "none" else one.operation
         yield sentence(ABSENT, {**one._asdict(), "operation": operation, **_who(names)})
 
@@ -198,8 +197,7 @@ def _who(names: Sequence[str]) -> dict[str, object]:
 
 def surpluses(ranks: Sequence[RankView]) -> list[Surplus]:
     """Return the groups in which ranks have called different numbers of collectives."""
-    called = ({rank.rank: rank.called for rank in team} for team in labels.teams(ranks))
-    return list(chain.from_iterable(map(hangs.surplus, called)))
+    return list(hangs.surplus({rank.rank: rank.called for rank in ranks}))
 
 
 def surplus(ranks: Sequence[RankView], reports: Sequence[RankView] = ()) -> Iterator[str]:
@@ -229,8 +227,7 @@ def recent_calls(report: RankView) -> dict[str, dict[int, str]]:
 
 def mismatches(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield what differs where ranks of a group wait in different collectives."""
-    waiting = ({rank.rank: rank.collectives for rank in team} for team in labels.teams(ranks))
-    for one in chain.from_iterable(map(hangs.mismatched, waiting)):
+    for one in hangs.mismatched({rank.rank: rank.collectives for rank in ranks}):
         sizes = {kind: "" if kind[1] is None else f" of {text.size(kind[1])}" for kind in one.kinds}
         kinds = [f"{kind[0]}{sizes[kind]} on {text.ranks(names, _MOST_NAMED)}" for kind, names in one.kinds.items()]
         operations = text.joined(kinds, _MOST_NAMED)
@@ -238,9 +235,8 @@ def mismatches(ranks: Sequence[RankView]) -> Iterator[Finding]:
 
 
 def blamed(ranks: Sequence[RankView]) -> dict[str, Blamed]:
-    """Return the ranks that the others of their replica group wait for, by name."""
-    teams = ({rank.rank: position(rank) for rank in team} for team in labels.teams(ranks))
-    return {name: one for team in teams for name, one in hangs.blamed(team).items()}
+    """Return the ranks that the others wait for, by name."""
+    return hangs.blamed({rank.rank: position(rank) for rank in ranks})
 
 
 def sentences(ranks: Sequence[RankView], found: Mapping[str, Blamed], *, with_calls: bool = True) -> str:
@@ -248,19 +244,13 @@ def sentences(ranks: Sequence[RankView], found: Mapping[str, Blamed], *, with_ca
 
     ``with_calls``: also who called more collectives than others.
     """
-    teams = labels.teams(ranks)
-    awaited = ({rank.rank: found[rank.rank] for rank in team if rank.rank in found} for team in teams)
-    return " ".join(_sentence(team, names, with_calls) for team, names in zip(teams, awaited, strict=True) if names)
-
-
-def _sentence(ranks: Sequence[RankView], found: Mapping[str, Blamed], with_calls: bool) -> str:  # noqa: FBT001  # of the caller
     others = Counter(where(position(rank)) for rank in ranks if rank.rank not in found)
     (there, number), *more = others.most_common()
     kinds = groupby(sorted(found, key=lambda name: _instead(found[name])), key=lambda name: _instead(found[name]))
     culprits = text.joined([f"{text.ranks(list(names), _MOST_NAMED)} {what}" for what, names in kinds], _MOST_GROUPS)
     values = {"waiting": number, "others": number if number > 1 else None, "most": bool(more), "place": there}
     waiting = sentence(WAITING, {"culprits": text.capital(culprits), **values})
-    return " ".join([waiting, *(list(absences(ranks, found)) or (surplus(ranks) if with_calls else ()))])
+    return " ".join([waiting, *(list(_absences(ranks, found)) or (surplus(ranks) if with_calls else ()))])
 
 
 def _instead(one: Blamed) -> str:
@@ -295,7 +285,5 @@ def _step(position: Position) -> int | None:
 
 
 def position(rank: RankView) -> Position:
-    """Return where a rank is, for :mod:`torchobs.detect.hangs`: process groups of one name differ by the replica group."""
-    team = labels.team(rank.rank)
-    progress = {f"{group}-{team}" if team else group: one for group, one in rank.collectives.items()}
-    return Position(rank.state, rank.done if rank.recorded else None, rank.phase, rank.frames, progress)
+    """Return where a rank is, for :mod:`torchobs.detect.hangs`."""
+    return Position(rank.state, rank.done if rank.recorded else None, rank.phase, rank.frames, rank.collectives)

@@ -221,10 +221,10 @@ def _silences(ranks: Sequence[RankView]) -> Iterator[Finding]:
 
 def waited_for(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield the ranks that the others of a hung replica group wait for, and who called another collective than the others."""
-    found = hangs.blamed(ranks)
-    if found:
-        yield finding("waited_for", waiting=hangs.sentences(ranks, found))
-    yield from hangs.mismatches(ranks)
+    for team in labels.teams(ranks):
+        if found := hangs.blamed(team):
+            yield finding("waited_for", waiting=hangs.sentences(team, found))
+        yield from hangs.mismatches(team)
 
 
 def _disagreeing(ranks: Sequence[RankView]) -> Iterator[Finding]:
