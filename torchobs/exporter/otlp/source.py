@@ -26,7 +26,7 @@ import socket
 import time
 import uuid
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -130,10 +130,15 @@ class Place:
     schema_url: str = ""
     owner: str = ""
     """the resource's rank or service in words, for the log"""
+    _others: dict[str, Place] = field(default_factory=dict)
+    """those of the application's scopes"""
 
     def of_scope(self, name: str, version: str, schema_url: str, attributes: Mapping[str, object]) -> Place:
         """Return the place of an application's items in the same resource."""
-        return Place(self.resource, _scope(name, version, attributes), encodable(schema_url), self.owner)
+        key = repr((name, version, schema_url, attributes))
+        if key not in self._others:
+            self._others[key] = Place(self.resource, _scope(name, version, attributes), encodable(schema_url), self.owner)
+        return self._others[key]
 
 
 class MetricKey(NamedTuple):
@@ -326,7 +331,7 @@ class _Source:
         self._identity, self._born_ns = identity, born_ns
         self._streams: dict[Series, _Stream | None] = {}
         self._sampled: dict[tuple[str, tuple[tuple[str, str], ...]], Series] = {}
-        self._places: dict[Scope | None, Place] = {None: place}
+        self._place = place
         self._taken: set[tuple[Scope | None, str, str]] = set()
         self._up = False
 
@@ -387,9 +392,8 @@ class _Source:
         if key in self._taken:
             return None
         self._taken.add(key)
-        if scope is not None and scope not in self._places:
-            self._places[scope] = self._places[None].of_scope(*scope[:3], dict(scope.attributes))
-        return _Stream(series, self._places[scope], attributes)
+        place = self._place if scope is None else self._place.of_scope(*scope[:3], dict(scope.attributes))
+        return _Stream(series, place, attributes)
 
 
 def _is_quiet(series: Series, value: Value) -> bool:
@@ -517,8 +521,6 @@ class _Ring:
         """``head``: the end of the ring as it was read last"""
         self._header, self._ids, self._spans = header, SpanIds(header), spans
         self._place = place_of(header)
-        self._places: dict[str, Place] = {}
-        """of the application's spans, by their scopes"""
         self._file: FlightFile | None = None
         self._root: events.Span | None = None
         """the root span that is open"""
@@ -601,11 +603,8 @@ class _Ring:
         if not self._spans or not span.fields["flags"] & _SAMPLED:
             return []
         name, version, schema_url, attributes = span.fields["scope"]
-        place, key = self._place, repr(span.fields["scope"])
-        if name != SCOPE or version:
-            if key not in self._places:
-                self._places[key] = self._place.of_scope(name, version or "", schema_url or "", attributes or {})
-            place = self._places[key]
+        is_ours = name == SCOPE and not version
+        place = self._place if is_ours else self._place.of_scope(name, version or "", schema_url or "", attributes or {})
         return [Item(place, _span(span, ended_ns))]
 
 
