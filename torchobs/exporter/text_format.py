@@ -283,14 +283,6 @@ class SampleRenderer:
         return heading(self._form, family, metric.brief), prefix(sample_name(family), self._labels_of(sample.attributes))
 
 
-class _Plan(NamedTuple):
-    """The lines while the same series have a value. ``starts``: the first line of each row."""
-
-    pick: Callable[[Sequence[Value | None]], tuple[Any, ...]]
-    template: LineTemplate
-    starts: list[int]
-
-
 _SHOWN = -1
 """In place of a snapshot's number: the series may be shown to every scraper"""
 
@@ -377,16 +369,16 @@ class BlockRenderer:
         found = [self._numbers(entry, values[index]) for index, entry, _ in self._rows]
         shape = () if block.whole else [index for index, _, _ in self._gauges if values[index] is None], [*map(len, found)]
         if shape != self._shape:
-            self._plan, self._shape = self._planned(*shape), shape
-        plan = self._plan
-        texts = numbers([*plan.pick(values), *chain.from_iterable(found)])
+            self._lay_out(*shape)
+            self._shape = shape
+        texts = numbers([*self._pick(values), *chain.from_iterable(found)])
         if exemplars and self._openmetrics:
-            for start, (index, entry, _) in zip(plan.starts, self._rows, strict=True):
+            for start, (index, entry, _) in zip(self._starts, self._rows, strict=True):
                 value = values[index]
                 for bucket, text in entry.exemplars(exemplars):
                     if isinstance(value, Distribution) and value.counts[bucket]:  # a span can precede the fold of its step
                         texts[start + bucket] += text
-        return plan.template.fill(texts)
+        return self._template.fill(texts)
 
     def _numbers(self, entry: LabelledSeries, value: Value | None) -> Sequence[float]:
         found = entry.numbers(value)
@@ -396,19 +388,20 @@ class BlockRenderer:
         self.is_holding |= bool(shown) and shown is not found
         return shown
 
-    def _planned(self, absent: Collection[int], lengths: Sequence[int]) -> _Plan:
-        """Return the plan for a block in which the gauges ``absent`` have no value and the rows have ``lengths`` numbers."""
+    def _lay_out(self, absent: Collection[int], lengths: Sequence[int]) -> None:
+        """Lay out the lines of a block in which the gauges ``absent`` have no value and the rows have ``lengths`` numbers."""
         hidden = frozenset(absent)
         gauges = [one for one in self._gauges if one[0] not in hidden]
         headings, prefixes = [family for _, _, family in gauges], [entry.prefixes[0] for _, entry, _ in gauges]
-        starts = list[int]()
+        self._starts = list[int]()
+        """the first line of each row"""
         for (_, entry, family), length in zip(self._rows, lengths, strict=True):
-            starts.append(len(prefixes))
+            self._starts.append(len(prefixes))
             prefixes += entry.prefixes[:length] if length else ()  # most quiet series never need them
             headings += [family] * length
-        template = LineTemplate(headings, prefixes)
-        template.ranges.sort(key=lambda one: self._positions[one[0].family])
-        return _Plan(_picking([index for index, _, _ in gauges]), template, starts)
+        self._template = LineTemplate(headings, prefixes)
+        self._template.ranges.sort(key=lambda one: self._positions[one[0].family])
+        self._pick = _picking([index for index, _, _ in gauges])
 
 
 def _picking(indices: Sequence[int]) -> Callable[[Sequence[Value | None]], tuple[Any, ...]]:
