@@ -42,7 +42,7 @@ HEAD_S = 10.0
 """Time limit of a TLS handshake, and of the first request's head, which Prometheus sends in one packet."""
 
 MOST_CONNECTIONS = 512
-"""More than any number of scrapers and people."""
+"""By the network, and by Unix sockets, which no crowd on the network closes: more than any number of scrapers and people."""
 
 MOST_HEAD = 16 * 1024
 """Most bytes of a request's head."""
@@ -185,8 +185,9 @@ class HttpProtocol(H11Protocol):
         if accepted.family != socket.AF_UNIX:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._recent[self] = None
-        if len(self._recent) > _most_connections():
-            oldest = min((other for other in self._recent if other is not self), key=HttpProtocol._progress)
+        rivals = [other for other in self._recent if other.app is self.app]
+        if len(rivals) > _most_connections():
+            oldest = min(rivals[:-1], key=HttpProtocol._progress)
             del self._recent[oldest]
             oldest.transport.abort()
         self.loop.call_later(HEAD_S, self._expire)
