@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from tests.training import Recording, recording
 from torchobs import catalog
@@ -17,7 +16,6 @@ from torchobs.probes.device_memory import (
     DeviceMemory,
     DeviceMemoryProbe,
     OomObserver,
-    _observe,
     segments_in_time,
     used_devices,
 )
@@ -298,36 +296,3 @@ def test_who_halves_the_batch_until_it_fits_writes_one_event_a_second(run: Recor
         watcher.note(0, GIB, TOTAL, 0)
         now_s[0] += 0.03
     assert len(run.frames(catalog.EVENT_OUT_OF_MEMORY.name)) == 2
-
-
-def test_cuda_s_initialisation_attaches_once_and_a_removed_session_hears_nothing(
-    run: Recording, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Attaching would initialise CUDA, so it is left to do it; what it was asked to call is taken back; nobody can detach."""
-    attached: list[Callable[[int, int, int, int], object]] = []
-    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", attached.append, raising=False)
-    monkeypatch.setattr("torchobs.probes.device_memory._Listening.attached", False)
-    context = run.session.context
-    assert context is not None
-    before = list(torch.cuda._queued_calls)
-    first = OomObserver()
-    first.install(context)
-    assert not torch.cuda._initialized
-    (queued,) = [call for call, *_ in torch.cuda._queued_calls if call not in [call for call, *_ in before]]
-    first.remove()
-    assert torch.cuda._queued_calls == before
-    first.install(context)
-    queued()  # as torch.cuda._lazy_init does
-    assert attached == [_observe]
-    second = OomObserver()
-    second.install(context)
-    assert len(attached) == 1
-    vars(second)["_torch"] = OomCuda()
-    _observe(0, GIB, TOTAL, 0)
-    assert len(run.frames(catalog.EVENT_OUT_OF_MEMORY.name)) == 1
-    vars(second)["_torch"] = torch
-    second.remove()
-    _observe(0, GIB, TOTAL, 0)
-    assert len(run.frames(catalog.EVENT_OUT_OF_MEMORY.name)) == 1
-    first.remove()
-    assert torch.cuda._queued_calls == before

@@ -6,7 +6,6 @@ here synchronises nowhere. What a kernel copies inside does not show, but is kno
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,9 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.slow_device import SlowDevice
-from torchobs.probes.gradient_norms import Measurement, count_nonfinite, device_norms, measure
-from torchobs.tensors.device_reads import Device, Devices
+from torchobs.probes.gradient_norms import count_nonfinite, device_norms
+from torchobs.tensors.device_reads import Device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,29 +117,6 @@ def test_elements_that_are_not_finite_are_counted_without_a_copy(dtype: torch.dt
         count = count_nonfinite(tensor)
     assert (count.dtype, count.shape) == (torch.int64, ())
     assert seen.largest <= (4 if dtype.itemsize == 1 else 1) << 23
-
-
-def measured(
-    tensors: list[Any], scale: Any = None, suspects: frozenset[int] = frozenset()
-) -> tuple[Measurement | None, SlowDevice]:
-    """A measurement of these, their numbers being keys, and the device it is under way from."""
-    device = SlowDevice()
-    return measure(list(range(len(tensors))), tensors, scale, suspects, Devices(device)), device
-
-
-def test_a_measurement_arrives_when_all_devices_have_delivered() -> None:
-    """In any order; each with the scale, and what the suspected ones count. Keys follow the tensors."""
-    tensors = [of(torch.float32, 5), of(torch.bfloat16, 5, device="cuda:1"), of(torch.float64, 5), of(torch.float32, 7)]
-    made, device = measured(tensors, of(torch.float32), frozenset({1}))
-    assert made is not None
-    assert not made.arrived()
-    device.land_as([math.nan, 3.0, 8.0], copy=1)  # norm, count, scale
-    assert not made.arrived()
-    device.land_as([16.0, 24.0, 40.0, 8.0])  # of 0, 3 and then 2, by type
-    assert made.arrived()
-    assert made.norms == pytest.approx([16.0, math.nan, 40.0, 24.0], nan_ok=True)
-    assert made.weighted() == pytest.approx([2.0, math.nan, 5.0, 3.0], nan_ok=True)
-    assert [(fault.key, fault.elements) for fault in made.faults] == [(1, 3)]
 
 
 def test_pinned_memory_is_the_cpu_s_whatever_the_default_device_is() -> None:

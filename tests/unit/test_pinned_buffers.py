@@ -64,26 +64,6 @@ def test_memory_is_used_again_but_never_while_a_copy_is_on_its_way() -> None:
     assert device.made == 1
 
 
-def test_a_tenth_of_a_second_is_one_copy() -> None:
-    """The first value is sent at once, then what was stored since the last copy, if that is long enough ago."""
-    device, found, now = SlowDevice(), list[float](), [5.0]
-    values = DeviceValues(device, clock=lambda: now[0])
-    for number in range(10):
-        values.expect(torch.tensor(float(number)), found.append)
-        now[0] += 0.03
-    assert [len(copy) for copy, _ in device.sent] == [1, 4, 4]
-    while device.sent:
-        device.land()
-    values.poll()
-    assert found == [float(number) for number in range(9)]
-    values.send_rest()
-    device.land()
-    values.poll()
-    assert found[-1] == 9.0
-    values.send_rest()
-    assert not device.sent
-
-
 def test_a_slow_device_holds_up_no_other_and_no_other_stream() -> None:
     """Each has an order of its own."""
     device, found = SlowDevice(), list[float]()
