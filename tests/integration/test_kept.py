@@ -86,6 +86,9 @@ def test_a_reboot(flight_dir: Path, place: Path, tmp_path: Path, capsys: pytest.
     wait_until(lambda: len([*place.glob("*.run.gz")]) == 2, 60)
     assert {stat.S_IMODE(path.stat().st_mode) for path in place.iterdir()} == {0o600}
     where = ("--dir", flight_dir)
+    living = json.loads(ran(capsys, "runs", *where, "--json")[1])["runs"]
+    names = {"by-itself": True, "by-exporter": True, "untold": False, "unasked": False}
+    assert {one["run_id"]: bool(one["kept"]) for one in living} == names
     before = [*ran(capsys, "inspect", flight_dir, "--run", "by-exporter")[1].splitlines()]
     assert ran(capsys, "report", "by-itself", *where, "-o", tmp_path / "before.html")[0] == 0
     assert ran(capsys, "report", "by-itself", *where, "-o", tmp_path / "before.json")[0] == 0

@@ -70,6 +70,7 @@ BAD: list[tuple[str, str]] = [
     ("OTEL_SDK_DISABLED", "1"),
     ("TORCHOBS_LEVEL", "loud"),
     ("TORCHOBS_DIR", "a\0b"),
+    ("TORCHOBS_KEEP_DIR", "runs"),
     ("TORCHOBS_FILE_SIZE", "3MiB"),
     ("TORCHOBS_FILE_SIZE", "9" * 5000),
     ("TORCHOBS_EXPORTER_ADDRESS", "10960"),

@@ -235,20 +235,24 @@ class Summary:
         from torchobs.node.election import is_decided
 
         with opened(watched.directory) as directory_fd:
-            is_keeper = watched.most_kept and not is_decided(directory_fd)
-        if not watched.is_told and not is_keeper:
+            keeps = watched.most_kept and not is_decided(directory_fd)
+        if not watched.is_told and not keeps:
             return
-        from torchobs.ranks.runs import choose
+        from torchobs.ranks.runs import choose, listing
 
-        chosen = choose([Path(watched.directory)], watched.run_id)
+        directory = Path(watched.directory)
+        keeps = keeps and not any(run.lives for run in listing(directory).runs if run.run_id == watched.run_id)
+        if not watched.is_told and not keeps:
+            return
+        chosen = choose([directory], watched.run_id)
         if watched.is_told:
             more = f"torchobs inspect {shlex.quote(watched.directory)} --run {shlex.quote(watched.run_id)}"
             _tell([*summary_lines(chosen), f"more: {more}"])
-        if is_keeper:
+        if keeps:
             from torchobs.document import kept
 
             if (place := kept.directory()) is not None:
-                with contextlib.suppress(kept.NotKeptError, OSError):  # another rank lives, the disk is full
+                with contextlib.suppress(kept.NotKeptError, OSError):  # the disk is full
                     kept.keep(chosen, place, watched.most_kept)
 
 

@@ -21,6 +21,7 @@ from torchobs.support import text as text_format
 
 RUNS_VERSION = 1
 _RECORDS = 64
+_SOON_S = 5.0
 _HEAD = ("run", "job", "ranks", "state", "ended by", "steps", "loss", "best loss", "started", "last seen", "tag", "commit", "")
 _COMMIT = 9
 
@@ -53,45 +54,45 @@ def main(given: Sequence[str]) -> int:
     """Run ``torchobs runs`` with these arguments and return its exit status."""
     options = parser().parse_args(list(given))
     place = kept.directory()
-    directory, listed = _listing(options.flight_dir)
-    found, bad = kept.listed(place, listed.runs)
+    try:
+        directory: Path | None = options.flight_dir or default_directory()
+    except NoRunError:  # a reboot has taken it
+        directory = None
+    try:
+        listed = arguments.found(lambda: listing(directory)) if directory is not None else Listing([], [])
+    except CommandError as problem:
+        raise CommandError(f"{text_format.clean(directory)}: {problem}", problem.status) from None
+    found, bad = kept.listed(place)
     bad = [*listed.bad, *bad]
-    runs: list[tuple[RunSummary, Path | None]] = [*found.items()]
+    runs: dict[RunSummary, Path | None] = {}
+    by_name = {path.name: run for run, path in found.items()}
     for run in listed.runs:
-        summary, unreadable = _summary(run)
-        runs += [(summary, None)] if summary is not None else []
-        bad += unreadable
-    wanted = [run for run in runs if options.job in {None, run[0].job_name} and options.tag in {None, run[0].tag}]
-    runs = sorted(wanted, key=lambda run: -run[0].last_s)
+        known = by_name.get(kept.name_of(run.job_name, run.run_id, run.files[0].header.boot_id))
+        if known is None or run.lives or run.last_s > known.last_s + _SOON_S:  # what is kept need not be read again
+            summary, unreadable = _summary(run)
+            bad += unreadable
+            if summary is not None:
+                runs[summary] = found.pop(known, None) if known is not None else None
+    every = {**found, **runs}.items()
+    wanted = [run for run in every if options.job in {None, run[0].job_name} and options.tag in {None, run[0].tag}]
+    shown = sorted(wanted, key=lambda run: -run[0].last_s)
     out = tolerant(sys.stdout)
     if options.json:
         made = {
             "version": RUNS_VERSION, "directory": str(directory), "kept_in": str(place) if place is not None else None,
-            "runs": [{**plain(run._asdict()), "kept": str(file) if file else None} for run, file in runs],
+            "runs": [{**plain(run._asdict()), "kept": str(file) if file else None} for run, file in shown],
             "unreadable": [{"file": name, "reason": why} for name, why in bad], "left_out": listed.left_out,
         }  # fmt: skip
         out.write(json.dumps(made, indent=1, allow_nan=False) + "\n")
-        return 0 if runs else arguments.NOTHING
+        return 0 if shown else arguments.NOTHING
     style = style_for(out)
-    shown = Table("", _HEAD, tuple(_row(*run) for run in runs), frozenset({0, 1, 3, 4, 10, 11, 12}))
+    rows = Table("", _HEAD, tuple(_row(*run) for run in shown), frozenset({0, 1, 3, 4, 10, 11, 12}))
     where = text_format.joined([text_format.clean(one) for one in (directory, place) if one is not None])
     of = "".join(f" with {name} {text_format.clean(word)!r}" for name in ("job", "tag") if (word := getattr(options, name)))
     missing = f"no runs{of} in {where}: a training writes them with torchobs.init()"
     unread = [text_format.cut(f"not read: {text_format.clean(name)}: {why}", style.width) for name, why in bad[:5]]
-    out.write("".join(f"{line}\n" for line in (*(table(shown, style) if runs else [missing]), *listed.notes, *unread)))
-    return 0 if runs else arguments.NOTHING
-
-
-def _listing(flight_dir: Path | None) -> tuple[Path | None, Listing]:
-    """Return the flight directory and what is in it; after a reboot there may be none."""
-    try:
-        directory = flight_dir or default_directory()
-    except NoRunError:
-        return None, Listing([], [])
-    try:
-        return directory, arguments.found(lambda: listing(directory))
-    except CommandError as problem:
-        raise CommandError(f"{text_format.clean(directory)}: {problem}", problem.status) from None
+    out.write("".join(f"{line}\n" for line in (*(table(rows, style) if shown else [missing]), *listed.notes, *unread)))
+    return 0 if shown else arguments.NOTHING
 
 
 def _summary(run: RunFiles) -> tuple[RunSummary | None, list[tuple[str, str]]]:

@@ -215,6 +215,7 @@ SDK_DISABLED = ValueKind("true or false", lambda text: one_of("true", "false").p
 """True if OpenTelemetry's ``OTEL_SDK_DISABLED`` leaves the SDK enabled; its specification allows only these words."""
 TEXT = ValueKind("text, not empty", _text)
 PATH = ValueKind("a path", _path)
+ABSOLUTE_PATH = ValueKind("an absolute path", lambda text: Path(_matched(r"/.*", str(_path(text)))[0]))
 ADDRESS = ValueKind(f"host:port with a port up to {_MAX_PORT}", _address)
 TRACEPARENT = ValueKind("a W3C traceparent", lambda text: _matched(_TRACEPARENT, text)[0])
 INTERVAL = ValueKind("auto or an integer, at least 1", _interval)

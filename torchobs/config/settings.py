@@ -194,7 +194,7 @@ OPTIONS = (
         "most; 0: this run is not kept.", "200", ("TORCHOBS_KEEP_RUNS",),
     ),
     Option(
-        "keep_dir", kinds.PATH, "Directory of the kept runs.",
+        "keep_dir", kinds.ABSOLUTE_PATH, "Directory of the kept runs.",
         "torchobs/runs in $XDG_STATE_HOME, else in ~/.local/state; in a pod none", ("TORCHOBS_KEEP_DIR",),
     ),
     Option("log_level", kinds.LOG_LEVEL, "Level of the logger `torchobs`.", "WARNING", ("TORCHOBS_LOG_LEVEL",)),

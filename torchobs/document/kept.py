@@ -117,7 +117,7 @@ def directory() -> Path | None:
     return state / "torchobs" / "runs" if state.is_absolute() and not in_kubernetes(environ) else None
 
 
-def _name(job_name: str, run_id: str, boot: bytes) -> str:
+def name_of(job_name: str, run_id: str, boot: bytes) -> str:
     """Return the name of a run's file: the same for all attempts that one boot of the machine has seen."""
     return blake2b(f"{job_name}\0{run_id}\0".encode(errors="replace") + boot, digest_size=8).hexdigest() + SUFFIX
 
@@ -136,7 +136,7 @@ def keep(chosen: Chosen, place: Path, most: int) -> Path:
     first, number, begun_s = chosen.ranks[0], len(chosen.ranks), min(rank.begun_s for rank in chosen.ranks)
     if any(rank.up for rank in (*chosen.ranks, *chosen.launchers)):
         raise NotKeptError(f"{first.names[1]} still runs: it is kept when it has ended")
-    summary, path = summary_of(chosen.ranks, begun_s), place / _name(first.job_name, first.run_id, first.header.boot_id)
+    summary, path = summary_of(chosen.ranks, begun_s), place / name_of(first.job_name, first.run_id, first.header.boot_id)
     with suppress(*_ERRORS):
         if _encoded(summary_in(path)) == _encoded(summary):  # a NaN equals nothing
             return path
@@ -190,14 +190,12 @@ def _files(place: Path) -> list[Path]:
     return [path for path in place.glob(f"*{SUFFIX}") if path.is_file()]
 
 
-def listed(place: Path | None, apart: Sequence[RunFiles] = ()) -> tuple[dict[RunSummary, Path], list[tuple[str, str]]]:
-    """Return the kept runs but those ``apart``, and the files that are none, each with the reason."""
-    live = {_name(run.job_name, run.run_id, file.header.boot_id) for run in apart for file in run.files}
+def listed(place: Path | None) -> tuple[dict[RunSummary, Path], list[tuple[str, str]]]:
+    """Return the kept runs, and the files that are none, each with the reason."""
     found, bad = {}, []
     for path in _files(place) if place is not None else ():
         try:
-            if path.name not in live:
-                found[summary_in(path)] = path
+            found[summary_in(path)] = path
         except _ERRORS as problem:
             bad.append((path.name, runs.reason(problem)))
     return found, bad
@@ -215,20 +213,28 @@ def load(path: Path) -> Kept:
 
 
 def find(wanted: str | None, flight_dir: Path | None = None) -> Chosen | Kept:
-    """Read the run that a person named, living or kept: see :func:`torchobs.ranks.runs.find`. Raises what that raises."""
-    if wanted is not None and Path(wanted).exists():
-        return load(Path(wanted)) if wanted.endswith(SUFFIX) else runs.find(wanted, flight_dir)
+    """Read the run that a person named: a file, a directory of flight files, or what :func:`.runs.choose` takes, also kept.
+
+    ``None``: the latest run. ``flight_dir``: where named runs are looked for, by default where this user's trainings write.
+    Raises :class:`NoRunError` when no run matches; ``OSError`` for a directory that cannot be read.
+    """
+    if wanted is not None and (path := Path(wanted)).exists():
+        return load(path) if wanted.endswith(SUFFIX) else runs.choose([path], None)
+    if wanted is not None and ("/" in wanted or wanted.endswith((".flight", SUFFIX))):
+        raise NoRunError(f"no such file or directory: {text_format.clean(wanted)}")
     live: list[RunFiles] = []
     with suppress(NoRunError, OSError):
         live = runs.listing(flight_dir or runs.default_directory()).runs
-    kept, _ = listed(directory(), live)
+    here = {name_of(run.job_name, run.run_id, file.header.boot_id) for run in live for file in run.files}
+    kept = {run: path for run, path in listed(directory())[0].items() if path.name not in here}
     every: list[RunFiles | RunSummary] = sorted([*live, *kept], key=lambda run: -run.last_s)
     at = runs.named([(run.job_name, run.run_id) for run in every], wanted)
-    one = every[at] if at is not None else None
+    if at is not None and isinstance(one := every[at], RunSummary):
+        return load(kept[one])
     try:
-        return load(kept[one]) if isinstance(one, RunSummary) else runs.find(wanted, flight_dir)
+        return runs.choose([flight_dir or runs.default_directory()], wanted)
     except NoRunError as problem:
-        also = f"; {text_format.plural(len(kept), 'kept run')}: torchobs runs" if kept and one is None else ""
+        also = f"; {text_format.plural(len(kept), 'kept run')}: torchobs runs" if kept else ""
         raise NoRunError(f"{problem}{also}") from None
 
 

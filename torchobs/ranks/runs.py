@@ -27,7 +27,7 @@ from torchobs.flight.step_record import StepRecord
 from torchobs.flight.throughput import pace
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.events import events_of
-from torchobs.ranks.rank_file import READ_ERRORS, Now, RankCandidate, RankFile, look_at, open_tracked, resolve
+from torchobs.ranks.rank_file import NOW_NS, READ_ERRORS, Now, RankCandidate, RankFile, look_at, open_tracked, resolve
 from torchobs.ranks.rank_view import RankView, Recorded, missing_records, steps_of, view_of
 from torchobs.ranks.scanner import system_clock
 from torchobs.ranks.snapshot import Readings, readings_of
@@ -69,6 +69,11 @@ class RunFiles(NamedTuple):
     def last_s(self) -> float:
         """Its last sign of life, Unix time."""
         return max(file.last_s for file in self.files)
+
+    @property
+    def lives(self) -> bool:
+        """Whether a process of it does."""
+        return any(file.claim.alive_ns == NOW_NS for file in self.files)
 
     def newest(self, apart: Collection[str] = ()) -> tuple[dict[Path, str], list[Path]]:
         """Return each rank's newest incarnation by rank, with what is appended to the rank, and the earlier ones, oldest first.
@@ -346,19 +351,6 @@ def _read(run: RunFiles) -> Chosen:
     failed = sorted((view for view in ranks if view.state not in {"alive", "finished"}), key=lambda view: view.last_s)
     attempts, _ = load([last[view.rank] for view in failed if view.rank in last][:_FEW], _FEW)
     return Chosen(ranks, bad, notes, launchers, {view.rank: view for view in attempts})
-
-
-def find(wanted: str | None, directory: Path | None = None) -> Chosen:
-    """Read the run that a person named: a flight file, a directory, or what :func:`choose` takes. ``None``: the latest run.
-
-    ``directory``: where named runs are looked for, by default where this user's trainings write.
-    Raises :class:`NoRunError` when no run matches; ``OSError`` for a directory that cannot be read.
-    """
-    if wanted is not None and (path := Path(wanted)).exists():
-        return choose([path], None)
-    if wanted is not None and ("/" in wanted or wanted.endswith(".flight")):
-        raise NoRunError(f"no such file or directory: {text_format.clean(wanted)}")
-    return choose([directory or default_directory()], wanted)
 
 
 def named(names: Sequence[tuple[str, str]], wanted: str | None) -> int | None:
