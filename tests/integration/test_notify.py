@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from tests.integration.test_node import announced, exporters
 from tests.otlp import Answer, Receiver, Request
 from tests.support import ROOT, clean_environment, free_port, wait_until
 from torchobs import catalog
+from torchobs.config import settings
 from torchobs.config.options import TARGET
 from torchobs.exporter import notify
 from torchobs.exporter.config import ExporterConfig
@@ -260,4 +260,5 @@ def test_what_cannot_be_a_target_is_refused(text: str, valid: bool) -> None:  # 
     )
     assert done.returncode == 2
     assert (repr(text) in done.stderr, "--notify: expected a URL" in done.stderr) == (False, True)
-    assert os.environ.get("TORCHOBS_NOTIFY") is None
+    _, problems = settings.resolve({}, {"TORCHOBS_NOTIFY": text})
+    assert [str(problem).split(";")[0] for problem in problems] == ["TORCHOBS_NOTIFY is not repeated here"]

@@ -274,7 +274,7 @@ def summary_lines(chosen: Chosen) -> list[str]:
     whose = f" of rank {ranks[known.principal].rank}" if len(ranks) > 1 else ""
     went = [f"time{whose} since {ranks[known.principal].since}: {', '.join(parts)}"] if parts else []
     after = verdict(ranks, known.principal, chosen.before.get(ranks[known.principal].rank))
-    advice = [] if after.cause in {"running", "finished"} else [f"action: {after.action}. {after.reason}"]
+    advice = [] if after.cause in {"running", "finished", "interrupted"} else [f"action: {after.action}. {after.reason}"]
     return [known.verdict.long, ended.long, *worst, *advice, *went]
 
 

@@ -234,6 +234,7 @@ def resolve(
     problems = [*_unknown_variables(environ)]
     given = {name: [value] for name, value in overrides.items() if value is not None}
     chosen = kinds.read(OPTIONS, given, environ, problems)
+    kinds.read([NOTIFY], {}, environ, problems)  # the exporter's, which no training's log could complain of
     return Settings(**chosen), tuple(problems)  # type: ignore[arg-type]  # each value is of its own field's kind
 
 

@@ -139,6 +139,10 @@ def _only(reason: str) -> Callable[[Ends], list[End]]:
 TABLE = (
     Row("running", UNKNOWN, "It has not ended.", lambda ends: [end for end in ends.ranks if end.up]),
     Row("finished", DO_NOT_RESTART, "It finished in order.", _only("finished")),
+    Row(
+        "interrupted", UNKNOWN, "Somebody interrupted it, who knows whether it is to go on.",
+        lambda ends: [ends.first] if ends.first.reason == "interrupted" else [],
+    ),
     Row("hardware", EXCLUDE_NODE, "Hardware has failed: a GPU, its memory, or the network card.", _hardware),
     Row(
         "node_lost", EXCLUDE_NODE, "A machine went down under it, and has been started again.",

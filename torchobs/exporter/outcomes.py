@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchobs.diagnosis.action import Verdict, end_of, verdict
 from torchobs.diagnosis.diagnosis import diagnose_run
-from torchobs.ranks.live import DetailsReader, RunsReader
+from torchobs.ranks.live import MOST_RUNS, DetailsReader, RunsReader
 from torchobs.ranks.rank_view import NOT_READ, view_of
 from torchobs.ranks.snapshot import readings_of
 
@@ -27,6 +27,8 @@ class Outcomes:
         self._details, self._runs = DetailsReader(), RunsReader()
         self._ends: dict[tuple[str, str, str], dict[str, End]] = {}
         """the last two ends of a rank, by incarnation"""
+        self._verdicts: dict[object, Verdict] = {}
+        """of runs that have ended, as long as nothing changes: thousands of ranks take a second"""
 
     def read(self, scan: Scanner, snapshot: Snapshot) -> tuple[RunView, ...]:
         """Return the runs; to be called in the scan thread."""
@@ -39,7 +41,14 @@ class Outcomes:
         return runs
 
     def verdict(self, run: RunView) -> Verdict:
-        """Return what to do about a run."""
+        """Return what to do about a run that has ended."""
+        key = run.key, tuple((rank.incarnation, rank.reason, len(rank.events.facts)) for rank in run.ranks)
+        if key not in self._verdicts:
+            self._verdicts = dict([*self._verdicts.items()][-MOST_RUNS:])
+            self._verdicts[key] = self._decide(run)
+        return self._verdicts[key]
+
+    def _decide(self, run: RunView) -> Verdict:
         principal = diagnose_run(run.ranks).principal
         first = run.ranks[principal]
         known = self._ends.get((run.job_name, run.run_id, first.rank), {})
