@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,6 @@ from torchobs.support.result import Checked, Problem, Result
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
-    from types import TracebackType
 
 LOGGER = "torchobs.debug"
 LOG_EVERY_S = 60.0
@@ -85,7 +85,7 @@ def record_series(values: dict[str, Any]) -> None:
     api.log(**values)
 
 
-class LoggingBridge(logging.Handler):
+class LoggingBridge(logging.Handler, AbstractContextManager["LoggingBridge"]):
     """Hands findings on to another logger until it is closed. A context manager, too."""
 
     def __init__(self, target: logging.Logger) -> None:
@@ -109,11 +109,7 @@ class LoggingBridge(logging.Handler):
                 logger.propagate = self._propagated
         super().close()
 
-    def __enter__(self) -> LoggingBridge:  # noqa: PYI034  # typing.Self needs Python 3.11
-        """Return the bridge."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -30,7 +30,6 @@ from torchobs.tensors.values import values_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator
-    from types import TracebackType
 
     from torch.utils.hooks import RemovableHandle
 
@@ -230,7 +229,7 @@ def norm_of(parameters: Iterable[Any], scale: Any) -> Any:
         return total if scale is None else total / scale.to(total.device, non_blocking=True)
 
 
-class NanGuard:
+class NanGuard(AbstractContextManager["NanGuard"]):
     """What :func:`nan_guard` returns. As a context manager it ends with the block; else :meth:`remove` ends it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, agree: bool = False) -> None:
@@ -242,11 +241,7 @@ class NanGuard:
             optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after),
         ]  # fmt: skip
 
-    def __enter__(self) -> NanGuard:  # noqa: PYI034  # typing.Self needs Python 3.11
-        """Return the guard."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Remove the hooks."""
         self.remove()
 

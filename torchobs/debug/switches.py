@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from threading import RLock, get_ident
@@ -364,7 +364,7 @@ class RunSummary(Checked):
     """Findings of all functions meanwhile, the last hundred, each kind of one thing once"""
 
 
-class Run:
+class Run(AbstractContextManager["Run"]):
     """What :func:`enable` returns: the switches of this process, and a hook of the optimizer's step as long as any is on.
 
     As a context manager it switches everything off at the end. What was seen is kept.
@@ -389,10 +389,6 @@ class Run:
         context.hooks.takes_loss.register(breaker, self._take_loss)
         context.hooks.ends.register(CircuitBreaker(_NAME), disable)
         self._unhook = before_steps(breaker.guard(self._before_step))
-
-    def __enter__(self) -> Run:  # noqa: PYI034  # typing.Self needs Python 3.11
-        """Return the run."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Switch off what is on."""

@@ -24,7 +24,6 @@ from torchobs.support.result import Checked, Problem, Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from types import TracebackType
 
 PERCENT, LEAST_BYTES = 100, 2**20
 """Thresholds up to the one are percentages, from the other on bytes"""
@@ -119,7 +118,7 @@ class ResourceGuard:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()

@@ -20,7 +20,6 @@ from torchobs.tune.environment import device as chosen_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import TracebackType
 
     from torchobs.tune.techniques import Technique
 
@@ -159,7 +158,7 @@ class Plan(Checked, ContextDecorator):
     def __enter__(self) -> Plan:  # noqa: PYI034  # typing.Self needs Python 3.11
         return self.apply()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
     def __str__(self) -> str:
