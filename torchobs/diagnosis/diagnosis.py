@@ -47,11 +47,11 @@ def diagnose_run(ranks: Sequence[RankView], launchers: Iterable[RankView] = ()) 
     still = {rank.rank for rank in standing_still(run)}  # others wait for a rank that evaluates, saves or compiles
     ranks = [rank if rank.rank in still else replace(rank, standstill=None) for rank in run.ranks]
     together = [*chain.from_iterable(map(launcher_ending, launchers)), *compare(ranks)]
-    failed = [first for team in labels.teams(ranks) if (first := first_failed(team)[0]) is not None]
+    teams = labels.teams(ranks)
+    failed = [first for team in teams if (first := first_failed(team)[0]) is not None]
     first = min(failed, key=lambda report: report.last_s, default=None)
     stuck = (report for report in ranks if report.state not in {"alive", "finished"})
-    awaited = chain.from_iterable(map(hangs.blamed, labels.teams(stalled_together(ranks))))
-    waited_for = endings.awaited_at_timeout(ranks) or set(awaited)
+    waited_for = endings.awaited_at_timeout(ranks) or {name for team in teams for name in hangs.blamed(stalled_together(team))}
     named = next((report for report in ranks if report.rank in waited_for), None)
     slow = next((report for report in ranks if report.slowness and report.slowness.is_slow), ranks[0])
     principal = ranks.index(named or first or next(stuck, from_events.source(ranks) or slow))

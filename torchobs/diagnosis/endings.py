@@ -214,13 +214,25 @@ def compare(ranks: Sequence[RankView]) -> list[Finding]:
     """Return the findings on ranks together."""
     if len(ranks) < 2:  # noqa: PLR2004  # a single rank has no peers
         return []
-    together, timed_out = stalled_together(ranks), list(timeouts(ranks))
-    waited_for = [one for one in health.waited_for(together) if not timed_out or one.kind != "waited_for"]
-    return [
-        *(timed_out or _first_to_fail(ranks)),
-        *waited_for,
-        *health.beside_each_other(together, started_here(ranks)),
-    ]
+    only = len(_failed(ranks)) == 1
+    teams = (_in_team(team, only_one_failed=only) for team in labels.teams(ranks))
+    return [*chain.from_iterable(teams), *health.beside_each_other(ranks, started_here(ranks))]
+
+
+def _in_team(ranks: Sequence[RankView], *, only_one_failed: bool) -> Iterator[Finding]:
+    """Yield for whom a replica group that a timeout ended waited, else which rank failed first; and whom it waits for.
+
+    Of a group whose only rank failed nothing is said, if others failed as well.
+    """
+    gave_up = _gave_up(ranks)
+    if gave_up:
+        first = next(iter(gave_up.values()))
+        what, timeout_s = TIMED_OUT.get(first.text("timeout"), TIMED_OUT["collective"]), first.number("timeout_s")
+        names, waiting = text.ranks(list(gave_up), _MOST_NAMED), _waiting(ranks, gave_up)
+        yield finding("collective_timeout", what=what, timeout=timeout_s, gave_up=names, waiting=waiting)
+    elif (found := first_failed(ranks)[1]) is not None and (only_one_failed or len(_failed(ranks)) > 1):
+        yield found
+    yield from (one for one in health.waited_for(stalled_together(ranks)) if not gave_up or one.kind != "waited_for")
 
 
 def awaited_at_timeout(ranks: Sequence[RankView]) -> dict[str, Blamed]:
@@ -229,21 +241,6 @@ def awaited_at_timeout(ranks: Sequence[RankView]) -> dict[str, Blamed]:
     Empty if none did, if a rank had failed before otherwise, and if nothing distinguishes the ranks.
     """
     return {name: one for team in labels.teams(ranks) for name, one in _blamed(team, _statuses(team)).items()}
-
-
-def timeouts(ranks: Sequence[RankView]) -> Iterator[Finding]:
-    """Yield for whom a replica group that a timeout ended waited, in place of which rank failed first."""
-    for team in labels.teams(ranks):
-        gave_up = _gave_up(team)
-        if gave_up:
-            first = next(iter(gave_up.values()))
-            yield finding(
-                "collective_timeout",
-                what=TIMED_OUT.get(first.text("timeout"), TIMED_OUT["collective"]),
-                timeout=first.number("timeout_s"),
-                gave_up=text.ranks(list(gave_up), _MOST_NAMED),
-                waiting=_waiting(team, gave_up),
-            )
 
 
 def _waiting(ranks: Sequence[RankView], gave_up: Mapping[str, Event]) -> str:
@@ -334,15 +331,11 @@ def _absent(fact: Event) -> list[str]:
 
 
 def stalled_together(ranks: Sequence[RankView]) -> list[RankView]:
-    """Return the status of the ranks at the end; ranks of a replica group that hung and were killed together are hung still.
+    """Return the status of a replica group at its end; ranks that hung and were killed together are hung still.
 
     A launcher kills the ranks of a hung run, or a collective's timeout raises in them, so that at the end none lives. Their
     last phases show where they were. It need not have been so long that the exporter would call them hung.
     """
-    return list(chain.from_iterable(map(_stalled_together, labels.teams(ranks))))
-
-
-def _stalled_together(ranks: Sequence[RankView]) -> list[RankView]:
     found = [stall(report) for report in ranks]
     if any(report.up or report.state == "finished" for report in ranks) or not any(map(_stood_still, found)):
         return list(ranks)
@@ -405,14 +398,6 @@ def in_collective(report: RankView) -> bool:
             return True
         return "_engine_run_backward" in place and len(report.events_named(catalog.EVENT_DISTRIBUTED)) > 0
     return False
-
-
-def _first_to_fail(ranks: Sequence[RankView]) -> Iterator[Finding]:
-    """Yield which rank of each replica group failed first; of one whose only rank failed nothing, if others failed as well."""
-    for team in labels.teams(ranks):
-        _, found = first_failed(team)
-        if found is not None and (len(_failed(team)) > 1 or len(_failed(ranks)) == 1):
-            yield found
 
 
 def _failed(ranks: Sequence[RankView]) -> list[RankView]:
