@@ -1,36 +1,34 @@
-"""OTLP in tests: a receiver that answers as it is told, the real Collector, and a push driven by hand."""
+"""OTLP in tests: a receiver that answers as it is told and a push driven by hand."""
 
 from __future__ import annotations
 
 import contextlib
 import gzip
-import json
 import socket
-import ssl
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import yaml
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.rank_files import BORN_WALL_NS, Clock, S
-from tests.support import free_port, wait_until
-from torchobs.exporter.config import SIGNALS, ExporterConfig, PushConfig, PushTarget
+from tests.support import wait_until
+from torchobs.exporter.config import ExporterConfig, PushConfig, PushTarget
 from torchobs.exporter.exporter_metrics import PushCounts, ScrapeInput
 from torchobs.exporter.otlp.push import Clock as PushClock
 from torchobs.exporter.otlp.push import Push
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+    from types import TracebackType
+
     from typing_extensions import Self
 
 NO_VALUE = 1
@@ -247,45 +245,6 @@ def spans(requests: list[Request]) -> list[Any]:
 def records(requests: list[Request]) -> list[Any]:
     """Every log record of requests, in order."""
     return [log for one in requests for of in one.logs.resource_logs for scope in of.scope_logs for log in scope.log_records]
-
-
-class Collector:
-    """A real OpenTelemetry Collector, which listens on an address of this machine and writes all it gets to a file."""
-
-    def __init__(
-        self,
-        program: str,
-        start: Callable[..., subprocess.Popen[str]],
-        home: Path,
-        host: str = "127.0.0.1",
-        signals: Sequence[str] = SIGNALS,
-    ) -> None:
-        self.http, self.grpc = (f"http://{host}:{free_port()}" for _ in range(2))
-        self._out = home / "collected.json"
-        listen = {name: {"endpoint": url.removeprefix("http://")} for name, url in (("http", self.http), ("grpc", self.grpc))}
-        pipeline = {"receivers": ["otlp"], "exporters": ["file"]}
-        config = {
-            "receivers": {"otlp": {"protocols": listen}},
-            "exporters": {"file": {"path": str(self._out), "flush_interval": "50ms"}},
-            "service": {
-                "telemetry": {"metrics": {"level": "none"}},
-                "pipelines": dict.fromkeys(signals, pipeline),
-            },
-        }
-        path = home / "otelcol.yml"
-        path.write_text(yaml.safe_dump(config))
-        start(program, "--config", path)
-        for url in (self.http, self.grpc):
-            wait_until(lambda url=url: listens(url), timeout_s=30)  # type: ignore[misc]  # a default binds the loop's variable
-
-    def lines(self) -> list[dict[str, Any]]:
-        """What it wrote, one object per request; a line it is at is left out."""
-        text = self._out.read_text() if self._out.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-    def resources(self, signal: str) -> list[dict[str, Any]]:
-        """The resources of `metrics`, `spans` or `logs`, in order."""
-        return [of for line in self.lines() for of in line.get(f"resource{signal.capitalize()}", [])]
 
 
 def listens(url: str) -> bool:

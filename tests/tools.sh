@@ -39,7 +39,5 @@ provide promtool prometheus
 provide prometheus-alertmanager prometheus-alertmanager
 provide amtool prometheus-alertmanager
 provide prometheus-node-exporter prometheus-node-exporter
-provide victoria-metrics victoria-metrics
 provide docker-registry docker-registry
-provide vmalert victoria-metrics
 [ "$wanted" != "  " ] || command -v chromium > /dev/null || give_up chromium "not unpacked, for it depends on much" chromium

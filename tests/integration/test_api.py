@@ -22,7 +22,6 @@ from tests.exporters import Caller, Service
 from tests.rank_files import live_rank, train
 from tests.support import wait_until
 from torchobs import debug
-from torchobs.config.settings import PROBES
 from torchobs.exporter import api_schema, commands, daemon
 from torchobs.exporter.access import SOCKET_NAME, AccessChannel, Token, refusal
 from torchobs.exporter.api import Api
@@ -214,14 +213,6 @@ def test_what_a_slow_rank_has_yet_to_read_is_not_replaced(flight_dir: Path, writ
     wait_until(lambda: local.post("/profile", {"steps": 5}).status == 202)
 
 
-def test_probes_are_switched(flight_dir: Path, writer: FlightWriter, local: Caller) -> None:
-    """Exactly those named are off."""
-    assert local.post("/debug/probes", {"off": ["loss", "gradients"]}).json["off"] == ["loss", "gradients"]
-    assert given(flight_dir, writer).probes_off == 1 << PROBES.index("loss") | 1 << PROBES.index("gradients")
-    assert local.post("/debug/probes", {"off": []}).status == 202
-    assert local.post("/debug/probes", {"off": ["nope"]}).status == 400
-
-
 def test_a_command_over_tcp_needs_the_token(writer: FlightWriter, web: Caller, caplog: pytest.LogCaptureFixture) -> None:
     """Refused and done commands are in the log, one line each."""
     assert writer.name
@@ -236,45 +227,6 @@ def test_a_command_over_tcp_needs_the_token(writer: FlightWriter, web: Caller, c
     assert "/api/v1/debug/level/basic" in lines[0]
     assert "over loopback: 401" in lines[0]
     assert "over loopback: 202" in lines[1]
-
-
-BAD: list[tuple[str, str, object, int, str]] = [
-    ("GET", "/nope", None, 404, "no-such-path"),
-    ("GET", "/ranks/9/steps", None, 404, "no-such-rank"),
-    ("GET", "/ranks/..%2f..%2fetc/steps", None, 404, "no-such-path"),
-    ("GET", "/ranks/%00/steps", None, 404, "no-such-rank"),
-    ("GET", "/ranks/0/steps?last=5000", None, 400, "bad-request"),
-    ("GET", "/ranks?rnak=0", None, 400, "bad-request"),
-    ("GET", "/events?before=x", None, 400, "bad-request"),
-    ("GET", f"/events?kind={'x' * 257}", None, 400, "bad-request"),
-    ("GET", "/evidence/0000000000000000", None, 404, "no-such-evidence"),
-    ("GET", "/evidence/..%2Ftoken", None, 404, "no-such-path"),
-    ("GET", "/evidence/%2e%2e", None, 404, "no-such-evidence"),
-    ("POST", "/status", {}, 405, "no-such-method"),
-    ("GET", "/stacks", None, 405, "no-such-method"),
-    ("POST", "/debug/level/loud", {}, 404, "no-such-level"),
-    ("POST", "/debug/level/basic", {"more": 1}, 400, "bad-request"),
-    ("POST", "/debug/level/basic", b"{", 400, "bad-request"),
-    ("POST", "/debug/level/basic", b"[" * 50_000, 400, "bad-request"),
-    ("POST", "/debug/level/basic", b" " * 70_000, 413, "too-large"),
-    ("POST", "/profile", {"steps": 0}, 400, "bad-request"),
-    ("POST", "/profile", {"steps": 1001}, 400, "bad-request"),
-    ("POST", "/profile", b'{"steps": NaN}', 400, "bad-request"),
-    ("POST", "/stacks", b"", 400, "bad-request"),
-    ("POST", "/profile", {"steps": 3}, 409, "rank-off"),
-]
-
-
-def test_bad_requests(writer: FlightWriter, local: Caller) -> None:
-    """Problem JSON that says what to do."""
-    assert writer.name
-    for method, path, content, status, kind in BAD:
-        reply = local.ask(method, path, content)
-        problem = reply.json
-        assert (reply.status, reply.headers["content-type"]) == (status, "application/problem+json"), (path, reply)
-        assert problem.keys() == {"type", "title", "status", "detail"}
-        assert (problem["type"], problem["status"]) == (f"urn:torchobs:problem:{kind}", status), (path, reply)
-        assert len(problem["detail"]) > 10
 
 
 def test_two_runs_have_a_rank_0_each(begin: Callable[..., FlightWriter], local: Caller) -> None:

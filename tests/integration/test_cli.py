@@ -240,20 +240,3 @@ def test_a_missing_extra_is_one_line_that_names_the_command(module: str) -> None
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
     assert said.returncode == 1
     assert said.stderr == f"torchobs exporter: {module} is not installed: pip install 'torchobs[exporter]'\n"
-
-
-def test_run_needs_no_extra(tmp_path: Path) -> None:
-    """A training image has the plain install: `torchobs run` comes before anything of the exporter is even looked for."""
-    script = tmp_path / "script.py"
-    script.write_text("import sys; print('ran with', sys.argv[1:]); sys.exit(5)")
-    arguments = ["run", "--no-exporter", str(script), "--lr", "1"]
-    code = WITHOUT.format(module="msgspec", arguments=arguments)
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={**clean_environment(), "TORCHOBS_ENABLED": "0"},
-    )
-    assert (ran.returncode, ran.stdout) == (5, "ran with ['--lr', '1']\n"), ran.stderr

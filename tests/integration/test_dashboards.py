@@ -261,15 +261,6 @@ def test_the_slow_rank_and_its_node_are_named(hour: Panels) -> None:
     assert max(highest(hour.ask(HEALTHY, "torchobs-ranks", "Stragglers across nodes"), "rank").values()) < 1.2
 
 
-def test_growing_memory_has_a_time_at_which_it_is_full(hour: Panels) -> None:
-    """Of the rank that leaks; a run whose memory does not grow has none."""
-    (left,) = hour.ask(SICK, "torchobs-memory", "Time to the limit")
-    assert 0 < left.value < 30_000
-    assert hour.ask(HEALTHY, "torchobs-memory", "Time to the limit") == []
-    (grown,) = [one for one in hour.ask(SICK, "torchobs-memory", "Growth per step") if max(v for _, v in one.points) > 0]
-    assert (grown.labels["rank"], grown.labels["space"]) == ("3", "host")
-
-
 def test_shares_add_up(hour: Panels) -> None:
     """The phases to the steps' time, the uses to the wall time, and goodput is the productive one."""
     phases = hour.ask(HEALTHY, "torchobs-run", "Step time by phase")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
-import re
 import resource
 import socket
 import ssl
@@ -21,9 +20,8 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from starlette.responses import PlainTextResponse
 
 from tests.diagnosis_files import Parsed
-from tests.exporters import Answer, Service, value_on
-from tests.prometheus_server import PrometheusServer
-from tests.rank_files import Clock, live_rank, train
+from tests.exporters import Service, value_on
+from tests.rank_files import Clock
 from tests.support import wait_until
 from tests.web_configs import USERS, certify
 from torchobs.config.options import Address
@@ -111,32 +109,6 @@ def test_other_requests_are_refused(exporter: Service, method: str, path: str, s
         assert answer.body == b""
 
 
-def test_the_landing_page_shows_the_ranks_and_loads_nothing(exporter: Service, flight_dir: Path) -> None:
-    """A hostile name is text in it; every link stays here, and a policy says so to the browser."""
-    name = "<script>alert(1)</script>\"'&"
-    writer = live_rank(flight_dir, job_name=name, rank=7)
-    train(writer, [1, 2])
-
-    def shown() -> Answer | None:
-        writer.heartbeat()
-        answer = exporter.get("/")
-        text = Parsed(answer.body.decode()).text
-        return answer if re.search(r"Training: 1 of 2 ranks alive, step 2, loss 0\.5", text) else None
-
-    answer = wait_until(shown)
-    assert answer is not None
-    page = Parsed(answer.body.decode())
-    assert name in page.text
-    assert page.tags.count("script") == 1  # ours
-    assert {"./metrics", "./-/healthy", "./-/ready", "./live/live.js", "./live/live.css"} <= set(page.links)
-    assert not [link for link in page.links if not link.startswith(("./", "#", "data:,"))]
-    assert not re.search(r"https?://|@import|url\(|<style|style=|<script>|\son\w+=", answer.body.decode())
-    policy = answer.headers["content-security-policy"]
-    assert policy.startswith("default-src 'none'")
-    assert "unsafe" not in policy
-    writer.close()
-
-
 def test_the_exporter_counts_its_own_scrapes(flight_dir: Path) -> None:
     """The page has how many were served before it, up to a second ago, and how long they took."""
     with Service(ExporterConfig(flight_dir=str(flight_dir))) as exporter:
@@ -166,13 +138,6 @@ def test_the_metrics_may_have_another_path(flight_dir: Path) -> None:
         assert "torchobs_build_info" in exporter.page("/telemetry")
         assert exporter.get("/metrics").status == 404
         assert "./telemetry" in Parsed(exporter.page("/")).links
-
-
-def test_the_next_free_port_is_taken_where_nobody_chose_one(taken: Callable[[int], int]) -> None:
-    """A node's default may be another user's; whoever gives an address gets that one or a clear error."""
-    first = taken(3)
-    with server.bind_near(Address("127.0.0.1", first)) as found:
-        assert found.getsockname()[1] in range(first + 3, first + 3 + server.NEXT_PORTS)
 
 
 def test_a_node_s_exporter_without_any_port_gives_up(
@@ -270,22 +235,6 @@ def test_what_is_no_socket_is_never_replaced(flight_dir: Path, path: Path, kind:
         bind_unix(path)
     assert precious.read_text() == "mine"
     assert {one.name for one in flight_dir.iterdir()} == {path.name, "precious"}
-
-
-def test_prometheus_finds_the_exporter_by_its_file(flight_dir: Path, tmp_path: Path, program: Callable[[str], str]) -> None:
-    """A real one, with file_sd_configs and nothing else; after the end there is no target."""
-    made = config(flight_dir, flight_dir / "x.sock", file_sd=str(tmp_path / "torchobs-%h.json"), telemetry_path="/telemetry")
-    job = {
-        "job_name": "torchobs",
-        "file_sd_configs": [{"files": [str(tmp_path / "torchobs-*.json")], "refresh_interval": "1s"}],
-    }
-    with Service(made) as exporter, PrometheusServer(program("prometheus3"), settings={"scrape_configs": [job]}) as prometheus:
-        wait_until(lambda: prometheus.query("up == 1"), timeout_s=30)
-        (found,) = prometheus.query("torchobs_exporter_config_ok")
-        assert (found.value, found.labels["instance"]) == (1.0, exporter.address)
-        assert found.labels["torchobs_host"] == socket.gethostname()
-        exporter.stop()
-        assert not list(tmp_path.glob("torchobs-*"))
 
 
 APP = PlainTextResponse("page")

@@ -6,24 +6,24 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.rank_files import BOOT, BORN_WALL_NS, File, live_rank, train
-from tests.support import ROOT, clean_environment, wait_until
+from tests.support import ROOT, clean_environment
 from torchobs import catalog
 from torchobs.cli import __main__ as dispatch
 from torchobs.flight.artifacts import named
 from torchobs.flight.layout import DEFAULT_SIZE, SLOT_SIZE, Exit, Live, Region, plan
 from torchobs.ranks import runs as load
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable
 
 GOLDEN = Path(__file__).parent / "golden" / "inspect.json"
 HOSTILE = "h.3\x1b]0;owned\x07\x1b[2J\r\n\u202eevil"
@@ -68,23 +68,6 @@ def test_a_run_that_diverged_and_raised(
     assert [step["step"] for step in rank["steps"]] == list(range(1, 61))
     assert rank["steps"][-1]["loss"] == "NaN"
     assert rank["goodput"]["productive"] > 0
-
-
-def test_a_rank_that_was_killed(
-    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It had no word left; its file has every step. It is told so at once, when its last heartbeat is a moment ago."""
-    victim = dying(start, flight_dir, "wait", stdout=subprocess.PIPE)
-    assert victim.stdout is not None
-    assert victim.stdout.readline() == "trained\n"
-    wait_until(lambda: inspected(capsys, flight_dir)[0] == 0)  # it is alive, if its heartbeat is not late
-    victim.send_signal(signal.SIGKILL)
-    victim.wait(timeout=10)
-    status = inspected(capsys, flight_dir)[0]
-    (rank,) = document(capsys, flight_dir)["ranks"]
-    assert status == 1
-    assert (rank["state"], rank["exit"]["reason"], rank["last_step"]) == ("lost", "lost", 60)
-    assert "vanished without a word after step 60" in inspected(capsys, flight_dir)[1]
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -253,16 +236,6 @@ def test_records_with_bad_bytes_are_counted(tmp_path: Path, capsys: pytest.Captu
     assert len(document(capsys, path, "--steps", "100")["ranks"][0]["steps"]) == 37
 
 
-def test_a_part_is_told_where_nothing_can_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a pod whose root is read-only, and without a temporary directory."""
-    part = tmp_path / "part"
-    part.write_bytes(dead(tmp_path).save().path.read_bytes()[:900_000])
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "read-only"))
-    assert inspected(capsys, part)[0] == 1
-
-
 def test_of_a_copy_with_its_own_name_no_kill_is_asserted(
     flight_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -305,7 +278,7 @@ def test_no_damage_makes_it_raise(tmp_path: Path, capsys: pytest.CaptureFixture[
     file.save()
     whole = bytearray(file.path.read_bytes())
     target = tmp_path / "target"
-    for _ in range(60):
+    for _ in range(25):
         damaged = bytearray(whole)
         for _ in range(random.choice((0, 1, 100, 5000))):
             damaged[random.randrange(4096, len(damaged))] = random.randrange(256)

@@ -46,9 +46,6 @@ def exporter(flight_dir: Path) -> Iterator[Exporter]:
     made.close()
 
 
-SHARED = {metric.prometheus.removesuffix("_total") for metric in catalog.METRICS if metric.shared}
-
-
 def values(exporter: Exporter, name: str) -> list[float]:
     """The values of the samples of that name."""
     return [float(sample.value) for sample in exporter.samples(name)]
@@ -114,23 +111,6 @@ def with_same_numbers(page: str) -> str:
     return re.sub(
         r"(?<= )-?\d[-+.\de]*$|(?<=} )-?\d[-+.\de]*(?= )", lambda number: repr(float(number[0])), page, flags=re.MULTILINE
     )
-
-
-def test_every_sample_of_a_rank_has_its_three_labels_and_no_time(exporter: Exporter, file: File) -> None:
-    """Joins need them; an explicit timestamp would defeat staleness. There is no target_info."""
-    file.step(1, 0.1)
-    exporter.scan(1.0, file)
-    families = exporter.families()
-    assert "target" not in families
-    for family in families.values():
-        for sample in family.samples:
-            assert sample.timestamp is None
-            if family.name in SHARED:
-                assert {"job_name", "run_id"} <= sample.labels.keys()
-                assert "rank" not in sample.labels
-            elif not family.name.startswith(("torchobs_exporter", "torchobs_build", "torchobs_run_")):
-                assert {"job_name", "run_id", "rank"} <= sample.labels.keys()
-            assert not {"job", "instance", "namespace", "pod", "container", "node", "service"} & sample.labels.keys()
 
 
 ERRORS = "torchobs_probe_errors_total"
@@ -387,32 +367,6 @@ def test_each_bucket_shows_its_newest_step_that_has_a_span(exporter: Exporter, f
     assert slow.labels == {"trace_id": ids.trace, "span_id": ids.span, "step": "3"}
     assert (slow.value, slow.timestamp) == (0.6, Timestamp(BORN_WALL_NS // S, 750_000_000))
     assert " # {" not in exporter.text()
-
-
-def test_the_ranks_together_have_a_limit_too(flight_dir: Path, file: File) -> None:
-    """Whoever comes last stays outside, is counted, and gets in as soon as another has gone."""
-    other = File(flight_dir, seed=2, rank=1).save()
-    file.save()
-    both = SeriesLimits()
-    exporter = Exporter(flight_dir, limits=both)
-    exporter.scan()
-    exporter.text()
-    exporter.close()
-    exporter = Exporter(flight_dir, limits=(nothing := SeriesLimits(total=0)))
-    exporter.scan()
-    exporter.text()
-    exporter.close()
-    exporter = Exporter(flight_dir, limits=(limits := SeriesLimits(total=both.taken // 2)))
-    exporter.scan()
-    assert [one.labels["rank"] for one in exporter.samples("torchobs_steps_total")] == ["0"]
-    assert limits.dropped["total_limit"] == nothing.dropped["total_limit"] // 2
-    assert {one.labels["rank"] for one in exporter.samples("torchobs_rank_up")} == {"0", "1"}
-    file.path.unlink()
-    exporter.scan(2.0)
-    assert [one.labels["rank"] for one in exporter.samples("torchobs_steps_total")] == ["1"]
-    assert limits.taken == both.taken // 2
-    exporter.close()
-    assert other.path.exists()
 
 
 def test_what_is_on_the_drop_list_is_not_served(flight_dir: Path, file: File) -> None:

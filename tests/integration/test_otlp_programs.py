@@ -1,227 +1,38 @@
-"""The real Collector and a real Prometheus: what is pushed is what the files hold, what is scraped, and has our names."""
+"""A real Prometheus: what is pushed is what is scraped, and has the names that we give it."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import signal
 import subprocess
 import threading
 import time
 from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.sdk.metrics import export
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from tests import flights
-from tests.exporters import Service, start_program
-from tests.otlp import Collector, pairs_of_json
+from tests.exporters import Service
 from tests.page import page
 from tests.prometheus_server import PrometheusServer, Series, newest_prometheus
-from tests.rank_files import begin_run, live_rank, live_span, train
+from tests.rank_files import live_rank, live_span, train
 from tests.support import NEEDS_PROGRAM, free_port, wait_until
 from torchobs import catalog
-from torchobs.catalog import BY_NAME, Kind, prometheus_label, prometheus_name
+from torchobs.catalog import Kind, prometheus_label, prometheus_name
 from torchobs.exporter.config import ExporterConfig, PushConfig, PushTarget, address_of
-from torchobs.flight.events import SpanIds, trace_id
-from torchobs.flight.layout import Exit
-from torchobs.flight.reader import Distribution, FlightFile, open_path
-from torchobs.otel import FlightMeterProvider, FlightTracerProvider
+from torchobs.otel import FlightMeterProvider
 from torchobs.ranks import state
-from torchobs.ranks.labels import pushed_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torchobs.flight.writer import FlightWriter
-
-IDENTITY = {"job_name": "gpt", "run_id": "run-1", "rank": "0"}
-DATA = ("sum", "gauge", "histogram")
-
-
-@pytest.fixture
-def collector(program: Callable[[str], str], start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> Collector:
-    """A running one."""
-    return Collector(program("otelcol"), start, tmp_path)
-
-
-def measure(writer: FlightWriter) -> None:
-    """What an application records: every instrument."""
-    meter = FlightMeterProvider(lambda: writer).get_meter("my.package", "1.2", "https://example.org/1", {"a": [1, 2]})
-    requests, level = meter.create_counter("my.requests", "{request}", "Requests."), meter.create_up_down_counter("my.level")
-    share, latency = meter.create_gauge("my.share", "1"), meter.create_histogram("my.latency", "s")
-    for number in range(5):
-        requests.add(number, {"route": f"/{number % 2}", "rank": "mine"})
-        requests.add(0.5, {"route": "float"})
-        level.add(-number, {"n": number, "b": True, "l": ["x", "ä"]})
-        share.set(number / 7, {"empty": ""})
-        latency.record(number * 10.0)
-
-
-def work(writer: FlightWriter) -> None:
-    """And every part of a span, below the run's."""
-    header = writer.header
-    run = SpanContext(int(trace_id(header), 16), int(SpanIds(header).run.span, 16), is_remote=False,
-                      trace_flags=TraceFlags(1))  # fmt: skip
-    provider = FlightTracerProvider(lambda: writer, lambda: run)
-    tracer = provider.get_tracer("my.package", "1.2", "https://example.org/1", {"s": 1})
-    remote = SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=TraceFlags(1))
-    with tracer.start_as_current_span("outer", kind=SpanKind.PRODUCER, links=[Link(remote, {"l": 1})]) as outer:
-        outer.add_event("half", {"done": 0.5})
-        with tracer.start_as_current_span("inner", attributes={"n": 1, "f": 2.5, "t": "ä", "s": [True, False]}) as inner:
-            inner.set_status(Status(StatusCode.ERROR, "broken"))
-    with trace.use_span(trace.NonRecordingSpan(remote)):
-        tracer.start_span("of another").end()
-
-
-@pytest.mark.parametrize("way", [("http", "none"), ("grpc", "gzip")], ids="-".join)
-def test_the_collector_gets_what_was_recorded(
-    collector: Collector, start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path, way: tuple[str, str]
-) -> None:
-    """From a rank's life to its end, by the program as people run it, with OpenTelemetry's own variables."""
-    protocol, compression = way
-    environ = {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": collector.http if protocol == "http" else collector.grpc,
-        "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc" if protocol == "grpc" else "http/protobuf",
-        "OTEL_EXPORTER_OTLP_COMPRESSION": compression,
-        "OTEL_BSP_SCHEDULE_DELAY": "200",
-        "OTEL_METRIC_EXPORT_INTERVAL": "3600000",  # its own metrics are the last of all that it pushes, and come at its end
-    }
-    writer = live_rank(flight_dir, **{"k8s.pod.name": "pod-1"})
-    begin_run(writer)
-    train(writer, range(1, 4))
-    live_span(writer, 2)
-    exporter = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir), **environ)
-    wait_until(lambda: collector.resources("metrics"))
-    measure(writer)
-    work(writer)
-    writer.event(catalog.EVENT_ANOMALY.name, {"kind": "loss_spike", "value": 3.5}, 2)
-    writer.heartbeat()
-    writer.publish()
-    wait_until(lambda: len(sent_spans(collector)) == 4)
-    writer.exit(Exit.EXCEPTION, 1)
-    path = writer.path
-    writer.close()
-    wait_until(lambda: len(sent_spans(collector)) == 5)
-    exporter.process.send_signal(signal.SIGTERM)
-    exporter.process.wait(timeout=30)
-    wait_until(lambda: any(is_own(resource) for resource, *_ in sent_points(collector)))
-    file = open_path(path)
-    try:
-        check_points(collector, file)
-        check_spans(collector, file)
-    finally:
-        file.close()
-    complaints = [line for line in exporter.log.splitlines() if "level=error" in line or "level=warn" in line]
-    assert [line for line in complaints if "does not answer within 2 s" not in line] == []  # which a busy machine may not
-
-
-def sent_logs(collector: Collector) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each log record with its resource."""
-    return [
-        (pairs_of_json(of["resource"]["attributes"]), record)
-        for of in collector.resources("logs")
-        for of_scope in of["scopeLogs"]
-        for record in of_scope["logRecords"]
-    ]
-
-
-def sent_spans(collector: Collector) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each span with its scope."""
-    return [
-        (of_scope["scope"], span)
-        for of in collector.resources("spans")
-        for of_scope in of["scopeSpans"]
-        for span in of_scope["spans"]
-    ]
-
-
-def sent_points(collector: Collector) -> Iterator[tuple[Mapping[str, Any], Any, Any, Any]]:
-    """Resource, scope, metric and point, in order."""
-    for of in collector.resources("metrics"):
-        resource = pairs_of_json(of["resource"]["attributes"])
-        for of_scope in of["scopeMetrics"]:
-            for metric in of_scope["metrics"]:
-                (data,) = (metric[name] for name in DATA if name in metric)
-                for point in data["dataPoints"]:
-                    yield resource, of_scope["scope"], metric, point
-
-
-def is_own(resource: Mapping[str, Any]) -> bool:
-    """Whether it is the exporter itself."""
-    return bool(resource["service.name"] == "torchobs-exporter")
-
-
-def check_points(collector: Collector, file: FlightFile) -> None:
-    """The last value of each series is what its file holds."""
-    view, last = file.read(final=True), {}
-    for resource, scope, metric, point in sent_points(collector):
-        if is_own(resource):
-            continue
-        assert resource["service.instance.id"] == view.header.incarnation.hex()
-        assert resource["k8s.pod.name"] == "pod-1"
-        attributes = pairs_of_json(point["attributes"])
-        assert attributes.items() >= IDENTITY.items()
-        if not point.get("flags"):
-            key = scope["name"], metric["name"], json.dumps(attributes, sort_keys=True)
-            last[key] = point
-    assert len(view.points) > 25
-    for series, value in view.points:
-        own = {pushed_name(name): listed(held) for name, held in series.attributes}
-        name = "torchobs" if series.scope is None else series.scope.name
-        key = name, series.name, json.dumps({**own, **IDENTITY}, sort_keys=True)
-        known = BY_NAME.get(series.name)
-        if known is not None and known.quiet is not None and value == known.quiet:
-            assert key not in last, "it says nothing yet"
-            continue
-        assert value_of(last[key]) == expected(value), series.name
-
-
-def listed(value: object) -> object:
-    """An attribute as JSON has it."""
-    return list(value) if isinstance(value, tuple) else value
-
-
-def expected(value: object) -> object:
-    """A value in the shape of :func:`value_of`."""
-    if isinstance(value, Distribution):
-        return sum(value.counts), list(value.counts), value.sum, value.least, value.greatest
-    return value
-
-
-def value_of(point: Mapping[str, Any]) -> object:
-    """A point's value; JSON has 64-bit integers as text."""
-    if "bucketCounts" in point:
-        counts = [int(count) for count in point["bucketCounts"]]
-        return int(point["count"]), counts, point["sum"], point.get("min"), point.get("max")
-    return int(point["asInt"]) if "asInt" in point else point["asDouble"]
-
-
-def check_spans(collector: Collector, file: FlightFile) -> None:
-    """Each frame was sent once, as it is named and timed; torchobs' event is a log record."""
-    header, sent = file.header, sent_spans(collector)
-    frames = [frame for frame in flights.frames(file) if frame["k"] == "span"]
-    *of_user, (_, run) = sent
-    assert sorted(
-        (span["spanId"], span["traceId"], span.get("parentSpanId", ""), span["name"], int(span["endTimeUnixNano"]))
-        for _, span in of_user
-    ) == sorted((frame["span_id"], frame["trace_id"], frame.get("parent", ""), frame["name"], frame["t1"]) for frame in frames)
-    assert (run["spanId"], run["traceId"]) == (SpanIds(header).run.span, trace_id(header))
-    ((resource, record),) = sent_logs(collector)
-    assert record["eventName"] == catalog.EVENT_ANOMALY.name
-    assert resource["service.instance.id"] == header.incarnation.hex()
-    assert (record["traceId"], record["spanId"]) == SpanIds(header).step(2)
-    assert record["spanId"] in {span["spanId"] for _, span in sent}
-    exemplars = {metric["name"] for *_, metric, point in sent_points(collector) if "exemplars" in point}
-    assert exemplars == {"torchobs.step.duration", "torchobs.grad.norm_distribution"}
 
 
 MOVING = {metric.prometheus for metric in (catalog.RANK_PROGRESS_AGE, catalog.RANK_HEARTBEAT_TIMESTAMP)}

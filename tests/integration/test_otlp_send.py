@@ -431,22 +431,6 @@ def sender(receiver: Steps, clock: Fast | None = None, limit_bytes: int = 100) -
     return receiver.sender
 
 
-def test_the_oldest_makes_room_and_is_sent_first() -> None:
-    """The newest is worth most; and cumulative points never arrive backwards, also after a failure."""
-    receiver = Steps(Outcome("retry"), Outcome("sent"), Outcome("sent"))
-    queue = sender(receiver)
-    for number in range(5):
-        queue.put(Batch(bytes([number]) * 40, number))
-    assert (queue.counts.dropped["overflow"], queue.counts.queued) == (0 + 1 + 2, 3 + 4)
-    queue.put(Batch(b"e", 1))
-    queue._run()
-    assert [body[0] for body in receiver.bodies] == [3, 3, 4, b"e"[0]]
-    assert (queue.counts.sent, queue.counts.failures, queue.counts.queued) == (8, 1, 0)
-    assert queue.counts.dropped["shutdown"] == 0
-    queue.put(Batch(b"late", 5))
-    assert queue.counts.dropped["shutdown"] == 5
-
-
 @pytest.mark.parametrize(("after_s", "expected"), [(None, None), (30.0, 30.0), (31_536_000.0, LONGEST_RETRY_AFTER_S)])
 def test_pauses_double_with_chance_up_to_a_minute(after_s: float | None, expected: float | None) -> None:
     """They begin anew after a success. A receiver is not asked before it wants to be; a year is a mistake."""
@@ -458,16 +442,3 @@ def test_pauses_double_with_chance_up_to_a_minute(after_s: float | None, expecte
     for number, waited_s in enumerate([*clock.waits[:12], clock.waits[12]]):
         longest_s = min(FIRST_S * 2 ** (number % 12), MOST_S)
         assert max(longest_s / 2, expected or 0.0) <= waited_s <= max(longest_s, expected or 0.0)
-
-
-def test_a_request_that_cannot_be_sent_costs_no_other() -> None:
-    """Promise: whatever is raised is a refusal of that request, and the signal's thread goes on."""
-
-    def fails() -> Outcome:
-        raise TypeError("getattr(): attribute name must be string")
-
-    queue = sender(Steps(fails, Outcome("sent")))
-    for number in (1, 2, 3):
-        queue.put(Batch(bytes([number]), number))
-    queue._run()
-    assert (queue.counts.dropped["refused"], queue.counts.sent) == (1, 5)

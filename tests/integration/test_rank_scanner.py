@@ -330,21 +330,6 @@ def test_what_is_no_flight_file_is_counted_and_hurts_nobody(
     assert {known: count for known, count in snapshot.errors.items() if count} == {reason: 1}
 
 
-@pytest.mark.parametrize("left", [0, 4400])
-def test_a_file_that_shrinks_keeps_what_was_served(look: Look, rank: Callable[..., File], left: int) -> None:
-    """Its counters do not step back; without a heartbeat it is unresponsive, and dead once the lock is free."""
-    file = rank()
-    file.step(1, 0.1)
-    file.writer.fold()
-    file.save()
-    assert steps(look(0.0)) == {"0": 1}
-    os.truncate(file.path, left)
-    snapshot = look(3.0)
-    assert (states(snapshot), steps(snapshot)) == ({"0": "unresponsive"}, {"0": 1})
-    file.release()
-    assert states(look(4.0)) == {"0": "lost"}
-
-
 @pytest.mark.parametrize(
     ("given", "path", "uid", "accepted"),
     [

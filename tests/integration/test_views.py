@@ -52,7 +52,7 @@ def kept(flight_dir: Path) -> Scalars:
 def test_a_day_of_a_scalar_that_every_step_logs_is_some_hundred_points(kept: Scalars) -> None:
     """They share the ring with the first cause of what goes wrong: in twice the time there are only so many more."""
     told = dict.fromkeys(("acc", "val_loss"), 0)
-    for second in range(DAY_S):
+    for second in range(0, DAY_S, 4):
         kept.set("acc", second, 0.5)
         if second % 600 == 0:
             kept.set("val_loss", second, 2.0)
