@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support import wait_until
 from tests.training import Recording, loss_of, mlp, recording
@@ -150,24 +149,6 @@ def test_what_is_saved_between_two_steps_is_one_checkpoint(run: Recording, tmp_p
     found = saved(run)
     assert found["saved"] == 2
     assert found["size"] == sum((tmp_path / name).stat().st_size for name in ("model", "optimizer", "rng"))
-
-
-def test_a_save_after_an_evaluation_is_of_the_step_before_it(run: Recording, tmp_path: Path) -> None:
-    """The weights have had no more steps, though the evaluation has fetched batches."""
-    model = mlp()
-
-    def save(_: int) -> None:
-        model.eval()
-        for (inputs,) in DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=4):
-            with torch.no_grad():
-                model(inputs)
-        model.train()
-        torch.save(mlp().state_dict(), tmp_path / "model.pt")
-
-    train(save, steps=4)
-    run.look()
-    spans = run.frames(catalog.SPAN_CHECKPOINT.name)
-    assert [span["attrs"]["step"] for span in spans] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("elements", "checkpoints"), [(BIG, 1), (BIG // 2, 0)])

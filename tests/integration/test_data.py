@@ -18,7 +18,7 @@ from tests import flights, support
 from tests.training import Recording, mlp, recording
 from torchobs.flight import reader
 from torchobs.flight.layout import PHASE_NAMES
-from torchobs.probes.data import BatchWatch, StarvationWatch
+from torchobs.probes.data import StarvationWatch
 from torchobs.probes.timeline import LONG_TRACE
 
 if TYPE_CHECKING:
@@ -121,27 +121,6 @@ def test_a_killed_worker_is_an_event_and_torch_says_what_it_always_says(run: Rec
     (event,) = support.wait_until(lambda: run.frames("torchobs.data.worker_died"))
     assert event["attrs"]["signal"] == "SIGKILL"
     assert run.look()[("torchobs.data.workers_died",)] == 1  # the event is there at once, the count at the end of its round
-
-
-def test_a_look_at_one_batch_leaves_the_iterator_as_it_was(run: Recording) -> None:
-    """The next fetch is looked at, the ones after are not; the batches are the same, and no iterator lives longer for it."""
-    context, seen = run.session.context, list[Any]()
-    assert context is not None
-    watch = BatchWatch(context.breaker("loaders"), lambda _, batch: seen.append(batch))
-    loader: Any = DataLoader(torch.zeros(6, 40_000), batch_size=2)  # type: ignore[arg-type]
-    iterator = iter(loader)
-    next(iterator)  # the session itself looks at the first
-    watch.arm(iterator)
-    assert "_next_data" in vars(iterator)
-    first, second = next(iterator), next(iterator)
-    assert (first.shape, second.shape) == ((2, 40_000), (2, 40_000))
-    assert "_next_data" not in vars(iterator)
-    assert [one is first for one in seen] == [True]
-    watch.arm(iterator)
-    references = sys.getrefcount(iterator)
-    watch.remove()
-    assert "_next_data" not in vars(iterator)
-    assert sys.getrefcount(iterator) == references
 
 
 @pytest.mark.serial

@@ -125,16 +125,6 @@ def test_one_step_is_timed_and_nothing_stays_behind(timed: Timed) -> None:
     assert timed.device.events == made
 
 
-def test_backward_passes_of_a_step_are_added_up(timed: Timed) -> None:
-    """Accumulation."""
-    timed.probe.sample()
-    for _ in range(3):
-        timed.step(passes=3)
-    timed.probe.sample()
-    timed.step()
-    assert timed.values() == {**EXPECTED, "data": 3.0, "forward": 6.0, "backward": 12.0}
-
-
 def test_a_device_that_is_behind_is_asked_again_and_not_for_ever(timed: Timed) -> None:
     """Never waited for; what does not come is dropped, and the next step is timed."""
     timed.probe.sample()
@@ -194,30 +184,6 @@ def test_a_step_on_two_streams_is_not_timed(timed: Timed) -> None:
     timed.probe.sample()
     timed.step()
     assert timed.values() == EXPECTED
-
-
-def test_a_step_with_something_else_in_it_is_not_timed(timed: Timed) -> None:
-    """An evaluation, or a phase of the script's own: the host's phases leave them out."""
-    timed.probe.sample()
-    timed.step()
-    timed.model.eval()
-    timed.model.train()
-    timed.step()
-    timed.probe.sample()
-    timed.step()
-    assert timed.values() == {}
-    assert not timed.probe._marks
-
-
-def test_nothing_is_put_in_place_without_cuda(flight_dir: Path) -> None:
-    """On a CPU it is asked whether there is CUDA now, and that is all."""
-    for run in recording(flight_dir):
-        manager: Any = run.session._probe_manager
-        probe = manager._probes[DeviceTimeProbe.name]
-        for _ in range(3):
-            probe.sample()
-        assert not probe._subscriptions
-        assert probe._state == ""
 
 
 def test_what_leads_to_a_backward_pass_is_between_and_idle_time_is_the_phase_s() -> None:

@@ -274,15 +274,6 @@ def test_a_handler_that_somebody_installs_later_is_theirs(flight_dir: Path) -> N
         assert caught() & 1 << (ours - 1)
 
 
-def test_the_watchdog_can_be_switched_off(flight_dir: Path) -> None:
-    """By a setting: no handler, no file."""
-    mask = caught()
-    for _ in recording(flight_dir, watchdog=False):
-        time.sleep(0.3)
-        assert caught() == mask
-        assert not list(flight_dir.glob("*.stuck-*"))
-
-
 def test_a_forked_child_has_no_handler(run: Recording) -> None:
     """Nor a timer, which POSIX does not inherit."""
     ours = 1 << (registered(run)._signal - 1)
@@ -416,45 +407,6 @@ def ends_well(code: str) -> None:
 def test_a_script_profiles_itself_under_switches(preset: str, own: str) -> None:
     """Its profiler sees what it would see without ours, and the interpreter exits with 0, with the switches on or off."""
     ends_well(f"debug.enable({preset!r}, profile_every=2)\n{own}\nfor _ in range(3): step()\ndebug.disable()\n")
-
-
-def test_both_profile_again_and_again() -> None:
-    """Ours and the script's alternate, and neither is left when the interpreter exits with the switches on."""
-    ends_well("""
-debug.enable("full", profile_every=1)
-for number in range(1, 14):
-    if number % 3:
-        step()
-        continue
-    with torch.profiler.profile() as own:
-        step()
-    assert "aten::mse_loss" not in names(own) and "aten::addmm" in names(own)
-assert last("autograd_profiler"), "it never looked"
-""")
-
-
-@pytest.mark.parametrize("where", ["same", "other"])
-def test_no_profile_beside_one_that_warms_up(where: str) -> None:
-    """A profiler of the script's that is only prepared is seen too, though it began before torchobs was used."""
-    ends_well(f"""
-own = torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=1))
-own.start()
-def ours():
-    try:
-        with debug.profile("ours"):
-            raise AssertionError("it began")
-    except RuntimeError as error:
-        assert "the program's own" in str(error), error
-{"ours()" if where == "same" else "in_thread(ours)"}
-debug.enable("performance_profiling", profile_every=1)
-step()
-own.step()
-step()
-own.stop()
-assert "aten::addmm" in names(own)
-step(), step()
-assert "top operator" in last("autograd_profiler"), last("autograd_profiler")
-""")
 
 
 def test_threads_that_train_under_switches() -> None:

@@ -150,13 +150,6 @@ def test_axes_without_parameters_are_known_by_their_process_groups() -> None:
         distributed.destroy_process_group()
 
 
-def test_without_a_process_group_there_are_no_such_series(flight_dir: Path) -> None:
-    """Most trainings have one rank."""
-    for run in recording(flight_dir):
-        support.wait_until(lambda found=run: found.values().get(("torchobs.overhead", "sampler")))  # type: ignore[misc]
-        assert [key for key in run.values() if key[0].startswith(("torchobs.distributed", "torchobs.ddp"))] == []
-
-
 class Optimizer:
     def __init__(self, *parameters: object) -> None:
         self.param_groups = [{"params": list(parameters)}]
@@ -339,39 +332,25 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
 model = torch.nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.{optimizer}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 rank = dist.get_rank()
 torch.manual_seed(rank)
 for number in range(1, 40):
     if rank == 1 and number == 20:
-        {fault}
-    {step}
+        torch.nn.init.normal_(model.module[0].weight)
+    optimizer.zero_grad(); model(torch.randn(4, 8)).square().mean().backward(); optimizer.step()
 dist.destroy_process_group()
 torchobs.shutdown()
-print("{{}}")
+print("{}")
 """
-_PLAIN = "optimizer.zero_grad(); model(torch.randn(4, 8)).square().mean().backward(); optimizer.step()"
-_CLOSURE = (
-    "optimizer.step(lambda: (optimizer.zero_grad(), (loss := model(torch.randn(4, 8)).square().mean()).backward(), loss)[2])"
-)
 
 
-@pytest.mark.parametrize("step", [_PLAIN, _CLOSURE])
-def test_weights_changed_on_one_rank(start: Any, flight_dir: Path, step: str) -> None:
+def test_weights_changed_on_one_rank(start: Any, flight_dir: Path) -> None:
     """As by a checkpoint that is loaded on one rank alone, after the model was wrapped."""
-    fault = "torch.nn.init.normal_(model.module[0].weight)"
-    train(start, flight_dir, "-c", _WEIGHTS.format(optimizer="SGD(model.parameters(), lr=0.01)", fault=fault, step=step))
+    train(start, flight_dir, "-c", _WEIGHTS)
     observed = read(flight_dir)
     assert "weights_differ" in observed.kinds()
     assert "in step 32 the weights of ranks 0 and 1 are not the same (in step 16 they were)" in observed.text("weights_differ")
-
-
-def test_ranks_that_train_one_model(start: Any, flight_dir: Path) -> None:
-    """Each with data of its own: nothing is said, and what is compared was written down."""
-    train(start, flight_dir, "-c", _WEIGHTS.format(optimizer="AdamW(model.parameters(), lr=0.01)", fault="pass", step=_PLAIN))
-    observed = read(flight_dir)
-    assert observed.said() == []
-    assert [fact.step for fact in observed.events(catalog.EVENT_REPLICA_WEIGHTS)] == [16, 32, 16, 32]
 
 
 def weights(ranks: int, odd: dict[str, float]) -> dict[str, dict[int, list[float]]]:

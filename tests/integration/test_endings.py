@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from tests.training import loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.exporter.config import ExporterConfig
-from torchobs.flight import endings, reader
+from torchobs.flight import reader
 from torchobs.flight.layout import Exit
 from torchobs.flight.native import compiled
 from torchobs.probes.exits import Ending
@@ -228,34 +227,6 @@ print(len(blocked), sum(blocked))
 """
     done = run_code(flight_dir, script)
     assert (done.returncode, done.stdout, done.stderr) == (0, "200 0\n", "")
-
-
-def mark_signals() -> None:
-    """Mark the signals that end a process by their default."""
-    memory = ctypes.create_string_buffer(64)
-    endings.mark_exits(memory, ctypes.addressof(memory) + 8)
-
-
-def caught() -> int:
-    """Return the signals that have a handler, of Python's or not."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return int(next(line for line in lines if line.startswith("SigCgt")).split()[1], 16)
-
-
-@COMPILED
-def test_handlers_come_and_go_without_python_s_knowledge() -> None:
-    """What others ask Python for is as it was, and a handler that somebody installed later stays."""
-    before, bit = caught(), 1 << signal.SIGUSR2 - 1
-    mark_signals()
-    try:
-        assert caught() & ~before & bit
-        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
-        signal.signal(signal.SIGUSR1, lambda *_: None)
-        endings.unmark_exits()
-        assert caught() == before | 1 << signal.SIGUSR1 - 1
-    finally:
-        endings.unmark_exits()
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 SCRIPT = """
@@ -486,7 +457,6 @@ if __name__ == "__main__":
     [
         ("fork", "sys.exit(6)", 6, Exit.EXIT_CODE),
         ("fork", "1 // 0", 1, Exit.EXCEPTION),
-        ("spawn", "1 // 0", 1, Exit.EXCEPTION),
         ("fork", "pass", 0, Exit.FINISHED),
     ],
 )

@@ -248,20 +248,6 @@ def test_a_loss_that_jumps_goes_back_to_the_snapshot() -> None:
     assert all(trained.step(batch).stepped for batch in good[45:])
 
 
-def test_jumps_that_a_training_always_makes_undo_nothing_more() -> None:
-    """Promise: where the loss is high once in thirty steps, as when an episode ends, two are undone and the run goes on."""
-    trained, extra = Trained(model(), snapshot_every=10), 0.0
-
-    def loss(model: torch.nn.Module, part: Batch) -> torch.Tensor:
-        return trained.loss(model, part) + extra
-
-    done = []
-    for index, batch in enumerate(batches(600)):
-        extra = 300.0 if index >= 50 and index % 30 == 0 else 0.0
-        done.append(trained.recovery.step(batch, loss).action)
-    assert done.count("restore") == 2
-
-
 class Readable(Dataset[int]):
     """Samples, of which some cannot be read."""
 

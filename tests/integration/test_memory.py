@@ -12,12 +12,11 @@ import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
 from tests.faults.test_flight_files import mounted
-from tests.support import ROOT, wait_until
+from tests.support import ROOT
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.detect.growth import LEAST
@@ -91,11 +90,6 @@ class Watched:
         return None if value is None else float(value)
 
 
-def wait_for_a_look(run: Recording) -> None:
-    """The sampler's own, a second after the start."""
-    wait_until(lambda: (catalog.MEMORY_HOST_RSS.name,) in run.values())
-
-
 def test_the_proportional_set_is_for_the_advanced_level(watched: Watched) -> None:
     """It takes milliseconds; and it goes when the level does."""
     context = watched.run.session.context
@@ -111,24 +105,6 @@ def test_the_proportional_set_is_for_the_advanced_level(watched: Watched) -> Non
     context.hooks.level.value = 1
     watched.probe.observe()
     assert watched.value(catalog.MEMORY_HOST_PSS) is None
-
-
-@pytest.mark.serial  # another test's cgroup lies in this one, which counts its OOM kills as well
-@pytest.mark.skipif(not LINUX, reason="cgroups are Linux's")
-def test_this_machine_s_own_groups_are_read(run: Recording) -> None:
-    """Whatever they are here: a working set is never more than the usage, and a limit never less than what is taken."""
-    wait_for_a_look(run)
-    values = run.look()
-    working_set, limit = (
-        values.get((metric.name,)) for metric in (catalog.CGROUP_MEMORY_WORKING_SET, catalog.CGROUP_MEMORY_LIMIT)
-    )
-    if limit is not None:
-        assert working_set is not None
-        assert 0 < working_set <= limit
-        assert 0 < values[catalog.MEMORY_HOST_UTILIZATION.name, "cgroup"] <= 1
-    if working_set is not None:
-        assert values[catalog.CGROUP_MEMORY_PEAK.name,] >= working_set * 0.5
-        assert values[catalog.CGROUP_MEMORY_OOM_KILLS.name,] == 0
 
 
 def test_shared_memory_that_is_nearly_full_is_an_event(
@@ -168,26 +144,6 @@ def keeps_arrays() -> Callable[[], None]:
         kept.append(np.ones(MIB // 8))
 
     return leaking
-
-
-def test_a_leak_is_measured_and_its_end_foretold(watched: Watched) -> None:
-    """A mebibyte a step or so, a step a second: so many bytes a step as psutil sees, and the limit after so many seconds."""
-    step = keeps_arrays()
-    if LINUX:
-        ctypes.CDLL(None).malloc_trim(0)  # what an earlier test gave back to malloc would be taken again without growing
-    watched.limit(2e9, total=3e9)
-    watched.train(step, 10, 10)
-    before = psutil.Process().memory_info().rss
-    watched.train(step, LEAST - 11, 10)
-    assert watched.value(catalog.MEMORY_GROWTH_PER_STEP, "host") is None
-    watched.train(step, 2, 10)
-    grown = (psutil.Process().memory_info().rss - before) / (10 * (LEAST - 9))
-    assert grown > 0.9 * MIB
-    growth = watched.value(catalog.MEMORY_GROWTH_PER_STEP, "host")
-    assert growth == pytest.approx(grown, rel=0.15)
-    assert watched.value(catalog.MEMORY_TIME_TO_LIMIT, "host") == pytest.approx(2e9 / grown, rel=0.15)
-    (told,) = watched.run.frames(catalog.EVENT_MEMORY_GROWTH.name)
-    assert told["attrs"]["space"] == "host"
 
 
 @pytest.mark.parametrize(("make", "leaks"), [(keeps_arrays, True), (mlp_step, False)])
@@ -374,19 +330,6 @@ def test_tracing_ends_with_the_session_and_in_a_forked_child(run_without_leaks: 
     assert tracemalloc.is_tracing()
     leaking.probe.remove()
     assert not tracemalloc.is_tracing()
-
-
-def test_tracing_that_takes_too_much_memory_ends_early(run_without_leaks: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a leak of very many small objects a part is enough."""
-    monkeypatch.setattr(leak, "MOST_TRACED", 1000)
-    leaking, kept = Leaking(run_without_leaks), list[Any]()
-    leaking.suspicion.host = True
-    leaking.train(5, lambda: kept.extend([object() for _ in range(50)]))
-    assert not tracemalloc.is_tracing()
-    leaking.train(2)
-    (told,) = leaking.told()
-    assert told["ended"] == "memory"
-    assert told["seconds"] < leak.TRACED_S
 
 
 def test_counting_keeps_nothing_alive_and_takes_no_notice_of_strange_tensors() -> None:

@@ -574,13 +574,8 @@ def test_a_launcher_that_fails_behind_its_ranks_is_told_of(tmp_path: Path, fligh
     (tmp_path / "launch.py").write_text(FAILING)
     command = [sys.executable, "-m", "torchobs", "run", "--no-exporter", "--dir", str(flight_dir), str(tmp_path / "launch.py")]
     environment = clean_environment()
-    done = subprocess.run(
-        [*command, "fork", str(tmp_path / "rendezvous")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=110,
+    done = fork_server.run(
+        [*command, "fork", str(tmp_path / "rendezvous")], env=environment, capture_output=True, text=True, timeout=110
     )
     assert done.returncode == 1
     told = subprocess.run(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ import torchobs
 from tests import support
 from tests.training import Recording, StepFlag, has, loss_of, mlp, norm_of, recording
 from torchobs import catalog
-from torchobs.probes.context import OtherThreads, TrainingLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -323,62 +321,6 @@ def test_of_two_threads_that_train_at_once_one_is_recorded(run: Recording, caplo
     assert "second" in caplog.text
 
 
-def test_gradients_are_not_read_beside_another_threads_backward_passes() -> None:
-    """A backward pass replaces gradients without the GIL: a read of them meanwhile has crashed the process."""
-    others, reads, may_end = OtherThreads(), list[str](), threading.Event()
-    others.note(threading.get_ident())
-    others.read(lambda: reads.append("by the one thread that trains"))
-    reading, noted = threading.Event(), threading.Event()
-
-    def other() -> None:
-        reading.wait()
-        others.note(threading.get_ident())
-        noted.set()
-        may_end.wait()
-
-    thread = threading.Thread(target=other)
-    thread.start()
-
-    def read() -> None:
-        reading.set()
-        assert not noted.wait(0.05), "a pass begins after what is being read"
-        reads.append("before the other's first pass")
-
-    others.read(read)
-    noted.wait()
-    others.read(lambda: reads.append("beside it"))
-    may_end.set()
-    thread.join()
-    others.read(lambda: reads.append("after its end"))
-    assert reads == ["by the one thread that trains", "before the other's first pass", "after its end"]
-
-
-def test_a_loop_that_runs_generators_is_never_left() -> None:
-    """Promise: a generator that yields while the stack is read does not end it; what called it is not known from there."""
-    loop, ended, ready = TrainingLoop(), threading.Event(), threading.Event()
-
-    def train() -> None:
-        while not ended.is_set():
-            if not ready.is_set():
-                loop.note()
-                ready.set()
-            sum(number for number in range(50))
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    ready.wait()
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        left = sum(loop.left(cast("int", thread.ident)) for _ in range(20_000))
-    finally:
-        sys.setswitchinterval(interval)
-        ended.set()
-        thread.join()
-    assert left == 0
-    assert loop.is_known
-
-
 def test_threads_that_train_one_after_the_other_are_all_recorded(run: Recording) -> None:
     """Each has ended when the next one begins."""
     expected = list[float]()
@@ -453,14 +395,3 @@ def test_each_fold_is_judged_by_its_own_past(run: Recording, *, keeps: bool) -> 
     assert [values[catalog.ANOMALIES.name, kind] for kind in catalog.ANOMALY_KINDS] == [0] * len(catalog.ANOMALY_KINDS)
     assert values[catalog.MODEL_CHANGES.name,] == 2
     assert run.frames(catalog.EVENT_MODEL_CHANGE.name)[-1]["step"] == 2 * STEPS + 1
-
-
-def test_what_is_unusual_within_a_later_fold_is_still_found(run: Recording) -> None:
-    """The second fold's learning rate goes up sixtyfold."""
-    fit(*new(0))
-    model, optimizer = new(1)
-    fit(model, optimizer)
-    optimizer.param_groups[0]["lr"] = 3.0
-    fit(model, optimizer, 10)
-    values = run.look()
-    assert values[catalog.ANOMALIES.name, "loss_spike"] > 0
