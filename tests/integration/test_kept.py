@@ -227,6 +227,9 @@ def test_a_file_that_is_none_is_said_to_be_none(
         assert (status, "cannot be read" in told) == (2, True), name
     assert len(ran(capsys, "runs", "--dir", flight_dir)[1].splitlines()) == 1 + 2 + 5
     report = json.loads(body)
+    report["report"]["headline"], report["data"]["ranks"][0]["state"] = "\x1b[2J", "\x1b[2J"
+    path.write_bytes(gzip.compress(f"{head}\n{json.dumps(report)}\n".encode()))
+    assert "\x1b" not in ran(capsys, "inspect", path)[1] + ran(capsys, "compare", path, path)[1]
     report["report"]["sections"][0]["blocks"][0]["is"] = "Html"
     path.write_bytes(gzip.compress(f"{head}\n{json.dumps(report)}\n".encode()))
     with pytest.raises(NoRunError, match="was to be"):

@@ -79,7 +79,7 @@ def main(given: Sequence[str]) -> int:
     out = tolerant(sys.stdout)
     if options.json:
         made = {
-            "version": RUNS_VERSION, "directory": str(directory), "kept_in": str(place) if place is not None else None,
+            "version": RUNS_VERSION, "directory": str(directory) if directory else None, "kept_in": str(place) if place else None,
             "runs": [{**plain(run._asdict()), "kept": str(file) if file else None} for run, file in shown],
             "unreadable": [{"file": name, "reason": why} for name, why in bad], "left_out": listed.left_out,
         }  # fmt: skip

@@ -93,8 +93,8 @@ def side_of(data: Mapping[str, Any]) -> Side:
     details = max((rank["details"], *(one["details"] for one in every)), key=len)
     given, before = details.get("arguments"), float(rank["resumed_from"] or 0.0)
     return Side(
-        job_name=text_format.clean(rank["job_name"]), run_id=text_format.clean(rank["run_id"]), rank=rank["rank"],
-        state=rank["state"], ended_by=rank["exit"]["reason"] or "", started=float(rank["started"]), steps=rank["last_step"],
+        **{name: text_format.clean(rank[name]) for name in ("job_name", "run_id", "rank", "state")},
+        ended_by=text_format.clean(rank["exit"]["reason"] or ""), started=float(rank["started"]), steps=rank["last_step"],
         resumed_from=before,
         facts=(parsed(given) if isinstance(given, list) else {})
         | facts(rank["resource"], details)

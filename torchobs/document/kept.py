@@ -311,7 +311,9 @@ def _decoded(kind: Any, value: Any) -> Any:
         made = _decoded(fit[0], value) if len(fit) == 1 else ...
     elif kind is float and (type(value) in {int, float} or (isinstance(value, str) and value in _NONFINITE)):
         made = float(value) if isinstance(value, str) else value
-    elif kind in {str, int, bool, NoneType}:
+    elif kind is str and isinstance(value, str):  # for a terminal, too: no escape sequence of somebody else's file
+        made = "\n".join(text_format.clean(line, len(line)) for line in value.split("\n"))
+    elif kind in {int, bool, NoneType}:
         made = value if type(value) is kind else ...
     elif hasattr(kind, "_fields") and isinstance(value, dict):
         made = kind(**{name: _decoded(hint, value[name]) for name, hint in _hints(kind).items() if name in value})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -68,7 +69,7 @@ async def _page(_: Request) -> Response:
 
 def _row(path: Path, run: RunSummary) -> tuple[str, ...]:
     return (
-        Cell(run.run_id, link=Link(f"past/curves?run={path.name}")), run.job_name, Cell(run.state, tone=run.state),
+        Cell(run.run_id, link=Link(f"past/curves?run={quote(path.name)}")), run.job_name, Cell(run.state, tone=run.state),
         Cell(text_format.moment(run.last_s), at_s=run.last_s), f"{run.steps:,}",
         text_format.number(run.loss), text_format.number(run.best_loss), run.tag,
     )  # fmt: skip
