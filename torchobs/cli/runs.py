@@ -79,8 +79,8 @@ def main(given: Sequence[str]) -> int:
     out = tolerant(sys.stdout)
     if options.json:
         made = {
-            "version": RUNS_VERSION, "directory": str(directory) if directory else None, "kept_in": str(place) if place else None,
-            "runs": [{**plain(run._asdict()), "kept": str(file) if file else None} for run, file in shown],
+            "version": RUNS_VERSION, "directory": _text(directory), "kept_in": _text(place),
+            "runs": [{**plain(run._asdict()), "kept": _text(file)} for run, file in shown],
             "unreadable": [{"file": name, "reason": why} for name, why in bad], "left_out": listed.left_out,
         }  # fmt: skip
         out.write(json.dumps(made, indent=1, allow_nan=False) + "\n")
@@ -93,6 +93,10 @@ def main(given: Sequence[str]) -> int:
     unread = [text_format.cut(f"not read: {text_format.clean(name)}: {why}", style.width) for name, why in bad[:5]]
     out.write("".join(f"{line}\n" for line in (*(table(rows, style) if shown else [missing]), *listed.notes, *unread)))
     return 0 if shown else arguments.NOTHING
+
+
+def _text(path: Path | None) -> str | None:
+    return str(path) if path is not None else None
 
 
 def _summary(run: RunFiles) -> tuple[RunSummary | None, list[tuple[str, str]]]:
