@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,7 +146,8 @@ def test_what_the_layers_put_out_is_seen_by_the_activation_probe(caplog: pytest.
         wait_until(lambda: training.stepped() and not run.ok)
     assert (hooks(training.model), run.problems[0].where) == (0, "0")
     assert run.problems[0].text.endswith("% of its output is not finite")
-    assert any("forward pass of step" in record.getMessage() for record in caplog.records)
+    said = next(record.getMessage() for record in caplog.records if "forward pass of step" in record.getMessage())
+    assert re.search(r"\b0 \[\d+, \d+\] [\d.e-]+ ± ", said), "a layer's name, its output's shape, mean and spread"
     assert current().context.hooks.layers.every == 0
 
 

@@ -199,7 +199,7 @@ class ForwardPass(SwitchProbe):
     def _take(self, step: int, stats: dict[str, ActivationStats]) -> None:
         """Note a step's outputs. In the sampler thread."""
         shares = {name: row.nonfinite for name, row in stats.items() if row.nonfinite}
-        shown = ", ".join(f"{name} {row.mean_abs:.3g} ± {row.std:.3g}" for name, row in stats.items())
+        shown = ", ".join(f"{name} {list(row.shape)} {row.mean_abs:.3g} ± {row.std:.3g}" for name, row in stats.items())
         logger.debug("forward pass of step %d: %s", step, shown)
         texts = [("nonfinite_activation", name, f"{share:.2%} of its output is not finite") for name, share in shares.items()]
         record_findings("enable", texts)

@@ -70,6 +70,7 @@ class _Call(NamedTuple):
     """of the vector"""
     elements: int
     """looked at"""
+    shape: tuple[int, ...]
     since: Since | None
     """of a rectifier: what the number of its silent units, the vector's last element, rests on"""
 
@@ -199,12 +200,12 @@ class ActivationProbe:
         found, at = {}, 0
         for name, calls in sent.rows:
             rows = []
-            for length, elements, since in calls:
+            for length, elements, _, since in calls:
                 rows.append((values[at : at + NUMBERS], elements))
                 at += length
                 if since is not None:
                     self._judge_units(name, int(values[at - 1]), since, sent.step)
-            found[name] = combine(rows)
+            found[name] = combine(rows)._replace(shape=calls[0].shape)
         return found
 
     def _judge_units(self, layer: str, silent: int, since: Since, step: int) -> None:
@@ -315,7 +316,7 @@ class ActivationProbe:
                 row = torch.cat([row, units[0].to(row.dtype)])
         if worth > slot.worth:
             slot.calls, slot.worth = [], worth
-        slot.calls.append((row, _Call(len(row), count, units[1] if units is not None else None)))
+        slot.calls.append((row, _Call(len(row), count, tuple(tensor.shape), units[1] if units is not None else None)))
         self._spend(monotonic_ns() - begun_ns)
 
     def _send(self, step: int) -> None:

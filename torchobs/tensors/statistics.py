@@ -222,6 +222,8 @@ class ActivationStats(NamedTuple):
     """Share of the elements that are NaN or infinite"""
     elements: int
     """Number of elements looked at"""
+    shape: tuple[int, ...] = ()
+    """of the first call's output"""
 
 
 def first_tensor(output: Any, depth: int = _DEPTH) -> Any:
