@@ -12,9 +12,6 @@ HEAD = b"GET /metrics HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /api/v1/stacks HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 GOOD = HEAD + b"\r\n"
 KIB = b"x" * 1024
-MOST = 64 << 20
-"""Bytes that a client sends at most; whoever takes them all takes any number."""
-
 SENT: dict[str, Iterable[bytes]] = {
     "10 MB of headers": [HEAD, *repeat(b"X: " + KIB + b"\r\n", 10_000)],
     "one header of 10 MB": [HEAD, b"X: ", *repeat(KIB, 10_000)],

@@ -105,7 +105,6 @@ def test_two_hundred_steps_are_bit_identical(flight_dir: Path, monkeypatch: pyte
 
 LIMIT = 768 * 1024**2
 """Torch fits, twice."""
-Start = "Callable[..., subprocess.Popen[str]]"
 
 
 @pytest.fixture
