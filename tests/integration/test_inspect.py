@@ -100,15 +100,6 @@ def dead(directory: Path, **given: Any) -> File:
     return file
 
 
-def test_a_rank_that_ran_out_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What it said last of its memory is the evidence."""
-    dead(tmp_path).save()
-    _, out = inspected(capsys, tmp_path)
-    assert "vanished with memory full after step 50" in out
-    assert "99 % of its cgroup's memory was taken" in " ".join(out.split())
-    assert "process 3.5 GiB" in out
-
-
 @pytest.mark.parametrize("which", ["file", "directory"])
 def test_a_rank_that_hung_is_told_with_its_stacks(tmp_path: Path, which: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Those that lie beside the file; empty ones, another rank's, and links are not."""

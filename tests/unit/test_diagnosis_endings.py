@@ -27,10 +27,8 @@ def raised_event(seconds: float, kind: str = "builtins.ValueError", location: st
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (FINISHED, "Rank 0 finished in order after step 50; it ran for 5 s since init()."),
         ({"state": "failed", "reason": "terminated", "exit_code": 143}, "Rank 0 was terminated by SIGTERM after step 50"),
         ({"state": "failed", "reason": "terminated", "exit_code": 129}, "Rank 0 was terminated by SIGHUP after step 50"),
-        ({"state": "failed", "reason": "exit_code", "exit_code": 3}, "Rank 0 left with exit status 3, after step 50."),
         ({"state": "failed", "reason": "crashed", "exit_code": 139}, "crashed in a thread that ran no Python code (SIGSEGV"),
         ({"unwritten": True}, "without a word after step 50 at least, in the phase forward: killed (SIGKILL)"),
         ({"same_boot": False}, "without a word after step 50, in the phase forward: the machine has been started"),
@@ -98,16 +96,6 @@ def test_a_thread_that_ended_by_an_exception_stands_beside_the_end(reason: str) 
     [
         (catalog.EVENT_WORKER_DIED, {"pid": 77, "signal": "SIGKILL"}, "worker_died", "(pid 77) was ended by SIGKILL"),
         (catalog.EVENT_GPU_XID, {"hw__id": "GPU-1", "xid": 79}, "gpu_xid", "The driver reports XID 79 of GPU GPU-1, 1 s"),
-        (
-            catalog.EVENT_OUT_OF_MEMORY,
-            {"device": "cuda:0", "requested": 2**31, "free": 2**30, "limit": 2**36, "allocated": 2**35, "reserved": 2**35,
-             "parameters": 2**33, "modules": ["head, 4 GiB"]},
-            "device_out_of_memory",
-            (
-                "cuda:0 had no memory left, 1 s before the end: 2 GiB were asked for, 1 GiB of 64 GiB were free, tensors held "
-                "32 GiB and the allocator 32 GiB. Of the model: parameters 8 GiB. Most of it is in head, 4 GiB."
-            ),
-        ),
         (
             catalog.EVENT_OUT_OF_MEMORY, {"device": "cpu", "requested": 2**30, "limit": 6 * 2**30}, "host_out_of_memory",
             "The host had no memory left, 1 s before the end: 1 GiB were asked for, at the process's limit of 6 GiB (ulimit).",
