@@ -444,7 +444,8 @@ class StepRecorder:
 
         ``evaluates``: its closure does the backward pass. ``within_backward``: it steps in one (rule 4).
         """
-        fresh, goes_on = self.alive(id(optimizer)) is not optimizer, evaluates or self._has(_GOING_ON)
+        fresh = self.alive(id(optimizer)) is not optimizer
+        goes_on = fresh and (evaluates or self._has(_GOING_ON))
         key = self._key(optimizer)
         if fresh:
             self._end_model()
@@ -585,8 +586,8 @@ class StepRecorder:
         norm = sqrt(values.norm_squared) if values.flags & StepFlag.GRAD_NORM else 0.0
         phases = tuple([length / 1e9 for length in spent]) if plain.timed else _UNTIMED
         is_plain = not self.direct and len(parts) == 1 and last.calls == {self._pacemaker: 1} and plain.pending is None
-        same = (one for one, known in list(self._optimizers.items()) if known.key == self._pacemaker)
-        plain.sole = next(same, 0) if is_plain else 0
+        living = list(self._optimizers.items()) if is_plain else []
+        plain.sole = next((one for one, known in living if known.key == self._pacemaker), 0)
         duration_s = sum(spent[phase] for phase in WITHIN_STEP) / 1e9
         self._append(
             step, last.ended_ns, RecordKind.STEP, values.flags, values.losses & _U32, duration_s, values.loss_sum,
