@@ -15,16 +15,17 @@
   };
   const short = (value) => value === 0 || (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e6)
     ? String(+value.toPrecision(4)) : value.toExponential(2);
-  const span = (s) => s < 120 ? `${short(s)} s` : s < 7200 ? `${short(s / 60)} min` : `${short(s / 3600)} h`;
-  const place = (x) => at("axis").value === "step" ? `step ${Math.round(x).toLocaleString("en")}` : `after ${span(x)}`;
+  const unit = (s) => at("axis").value === "step" ? [1, ""] : s < 120 ? [1, " s"] : s < 7200 ? [60, " min"] : [3600, " h"];
+  const count = (value) => value.toLocaleString("en", { maximumFractionDigits: 2 });
+  const place = (x) => `${at("axis").value === "step" ? "step" : "after"} ${count(x / unit(x)[0])}${unit(x)[1]}`;
 
   // Some four multiples of 1, 2 or 5 times a power of ten between the two.
   function rounds(low, high) {
     const room = (high - low) / TICKS, power = 10 ** Math.floor(Math.log10(room));
-    const unit = [1, 2, 5, 10].map((part) => part * power).find((one) => one >= 0.8 * room);
-    if (!unit) return [low];
-    const first = Math.ceil(low / unit), count = Math.floor(high / unit) - first + 1;
-    return Array.from({ length: count }, (_, index) => (first + index) * unit);
+    const step = [1, 2, 5, 10].map((part) => part * power).find((one) => one >= 0.8 * room);
+    if (!step) return [low];
+    const first = Math.ceil(low / step), last = Math.floor(high / step);
+    return Array.from({ length: last - first + 1 }, (_, index) => (first + index) * step);
   }
 
   // The mean of what came before, which weighs less the longer ago it was; corrected for its beginning.
@@ -58,9 +59,10 @@
       svg.append(made("path", { d: `M${LEFT} ${y(real)}H${width - 8}`, class: "grid" }));
       svg.append(made("text", { x: LEFT - 6, y: y(real) + 4, "text-anchor": "end" }, short(real)));
     }
-    for (const value of xs.length ? rounds(...range) : []) {
-      const words = axis === "step" ? value.toLocaleString("en") : span(value), end = x(value) > width - 40 ? "end" : "middle";
-      svg.append(made("text", { x: x(value), y: HEIGHT - 4, "text-anchor": end }, words));
+    const [scale, named] = unit(range[1]);
+    for (const value of xs.length ? rounds(range[0] / scale, range[1] / scale) : []) {
+      const along = x(value * scale), end = along > width - 40 ? "end" : "middle";
+      svg.append(made("text", { x: along, y: HEIGHT - 4, "text-anchor": end }, count(value) + named));
     }
     for (const line of lines) {
       const d = line.xs.map((value, index) => `${index ? "L" : "M"}${x(value).toFixed(1)} ${y(line.ys[index]).toFixed(1)}`);
