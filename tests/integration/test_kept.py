@@ -236,6 +236,24 @@ def test_a_file_that_is_none_is_said_to_be_none(
         kept.load(path)
 
 
+def test_an_exporter_that_a_person_starts_keeps_where_it_is_told(
+    place: Path, flight_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a sidecar, which ends with its pod: what has ended is kept, unless the run did not want it, or does not tell."""
+    given = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), "TORCHOBS_KEEP_RUNS": "9"}
+    refusals: tuple[dict[str, str], ...] = ({}, {"TORCHOBS_KEEP_RUNS": "0"}, {"TORCHOBS_RUN_DETAILS": "false"})
+    for number, refusal in enumerate(refusals, 1):
+        environ = given | refusal | {"TORCHOBS_RUN_ID": f"run-{number}"}
+        argv = [sys.executable, "-c", "import torchobs; torchobs.init(); torchobs.step()"]
+        subprocess.run(argv, env=environ, check=True)
+    monkeypatch.setenv("TORCHOBS_KEEP_RUNS", "9")
+    for told, wanted in (("", []), (str(place), ["run-1"])):
+        monkeypatch.setenv("TORCHOBS_KEEP_DIR", told)
+        with Service(ExporterConfig(flight_dir=str(flight_dir))) as service:
+            service.page()
+        assert [run.run_id for run in kept.listed(place)[0]] == wanted
+
+
 def test_two_writers_at_once(place: Path) -> None:
     """Of one run or of many: each file is whole, the limit holds, and nothing is left over."""
     begin = threading.Barrier(6)
