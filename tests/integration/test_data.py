@@ -7,23 +7,26 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import torchobs
 from tests import flights, support
 from tests.training import Recording, mlp, recording
+from torchobs.document.sections import epoch_table
 from torchobs.flight import reader
 from torchobs.flight.layout import PHASE_NAMES
 from torchobs.probes.data import StarvationWatch
 from torchobs.probes.timeline import LONG_TRACE
+from torchobs.ranks.runs import load
+from torchobs.support.text import number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 
 FETCH_S = 0.02
@@ -254,6 +257,24 @@ def test_an_evaluation_before_a_loop_s_first_step_is_no_epoch(run: Recording, wo
             loop.evaluate(validation)
             loop.step(batch)
     assert epochs(run) == 3
+
+
+def test_each_epoch_has_its_line(run: Recording) -> None:
+    """Its steps, its time, and the mean of its losses."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = DataLoader(TensorDataset(torch.ones(6, 8), torch.ones(6, 1)), batch_size=2)
+    for _ in range(3):
+        for inputs, targets in loader:
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    assert epochs(run) == 3
+    assert run.session.writer is not None
+    (view,), _ = load([Path(run.session.writer.path)])
+    table = epoch_table(view)
+    assert table is not None
+    assert [row[:2] for row in table.rows] == [("1", "3"), ("2", "3")]  # the third has not ended
+    assert {row[3] for row in table.rows} == {number(view.loss)}
 
 
 def test_a_new_loader_for_every_epoch(run: Recording) -> None:

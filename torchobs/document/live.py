@@ -152,8 +152,8 @@ def page_document(shown: Model) -> Document:
             section("curves", f"{of} over its last steps", *sections.curves(focus), cards=True),
             section("ranks", "Ranks", _rank_table(shown, run)),
             section(
-                "details", f"{of} in detail", sections.goodput(focus), sections.memory_table(focus),
-                sections.precision_table(focus), sections.compile_table(focus),
+                "details", f"{of} in detail", sections.goodput(focus), sections.epoch_table(focus),
+                sections.memory_table(focus), sections.precision_table(focus), sections.compile_table(focus),
                 sections.checkpoint_table(focus), cards=True,
             ),
         ]  # fmt: skip

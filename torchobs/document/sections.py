@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import isfinite
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 
 from torchobs import catalog
 from torchobs.catalog.findings import PAST
@@ -32,6 +32,7 @@ from torchobs.support.rate_limit import BURST
 
 _MOST_MARKS = 40
 _MOST_SCALARS = 16
+_MOST_EPOCHS = 20
 _LONGEST_NAME = 80
 _ORDINARY = frozenset(
     event.name
@@ -99,7 +100,7 @@ def training(report: RankView, of: str) -> Section:
         *scalars[:_MOST_SCALARS],
     ]  # fmt: skip
     drawn = (chart for chart in charts if chart is not None and chart.series)
-    return section("training", f"Training{of}", *drawn, precision_table(report))
+    return section("training", f"Training{of}", *drawn, epoch_table(report), precision_table(report))
 
 
 def _marks(report: RankView) -> list[Mark]:
@@ -346,6 +347,23 @@ def compile_table(rank: RankView) -> Table | None:
             (f"{name}, {kind.replace('_', ' ')}", f"{int(count):,}") for (kind,), count in rank.of(metric).items() if count
         ]
     return _pairs("torch.compile", "torch.compile; the stages add up", rows)
+
+
+def epoch_table(rank: RankView) -> Table | None:
+    """Return a line for each of the last epochs; the mean loss of those of which the file still has every step."""
+    rows = []
+    for span in [span for span in rank.events.spans if span.is_ours and span.name == catalog.SPAN_EPOCH.name][-_MOST_EPOCHS:]:
+        begun_s, ended_s, steps = span.begun_ns / 1e9, (span.ended_ns or 0) / 1e9, span.attributes.get("steps")
+        inside = [step for step in rank.steps if begun_s < step.end_s <= ended_s]
+        losses = [step.loss for step in inside if step.loss is not None]
+        words = (
+            text_format.clean(span.attributes.get("epoch"), _LONGEST_NAME),
+            text_format.count(steps if isinstance(steps, int) else None),
+            text_format.duration(span.duration_s),
+            text_format.number(fmean(losses) if losses and isinstance(steps, int) and len(inside) >= steps else None),
+        )
+        rows.append(words)
+    return Table("Epochs that have ended", ("Epoch", "Steps", "Time", "Mean loss"), tuple(rows)) if rows else None
 
 
 def checkpoint_table(rank: RankView) -> Table | None:
