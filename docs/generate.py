@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from itertools import groupby
 from pathlib import Path
 
 from torchobs import catalog
-from torchobs.catalog import Attribute, Event, Kind, Metric, Span, prometheus_label
+from torchobs.catalog import Attribute, Event, Kind, Metric, Severity, Span, prometheus_label
 from torchobs.exporter import api_schema
 
 HEADINGS = {
@@ -30,6 +31,8 @@ HEADINGS = {
 }
 """Each heading stands above the metric that begins it, in the catalog's order."""
 
+EVENTS = "Each with its attributes. What is neither *info* nor *error* is a warning."
+
 SPANS = """\
 [Which traces there are, and which spans all ranks share](opentelemetry.md#which-traces-there-are). Sent over OTLP, the
 attributes of events and spans are in the namespace of the event or span, `torchobs.step.loss`, except what the semantic
@@ -40,9 +43,9 @@ INTRODUCTION = """\
 
 # Metrics, events and spans
 
-The first name is Prometheus', with unit and labels, the second OpenTelemetry's; one follows from the other as Prometheus' own
-OTLP endpoint does it. What ends in `_total` is a counter, the rest are gauges, unless *histogram* is said: its bounds are
-powers of two from {seconds} seconds, of four from {norms} for norms, so that they convert to native histograms without loss.
+Each name is Prometheus', with unit and labels. OpenTelemetry's is the same with dots for underscores, without the unit and
+`_total`: `torchobs.step.duration`. Where it is not, it stands behind. What ends in `_total` is a counter, the rest are gauges,
+unless *histogram* is said. Its bounds are powers of two from {seconds} seconds, or of four from {norms} for norms.
 
 - A series of a rank has the labels `job_name`, `run_id` and `rank`; `{rank_info}` has the rest. Join
   `on (run_id, rank, instance)`. `rank` is its number; in a replica group (torchft) as in `0-g1`; of two living processes that
@@ -83,7 +86,7 @@ def metrics_page() -> str:
         seconds=_powers(2, catalog.SECONDS_BOUNDS),
         norms=_powers(4, catalog.NORM_BOUNDS),
     )
-    described: set[Attribute] = set()
+    described: set[tuple[str, ...]] = set()
     sections = [
         f"## {heading}\n\n{''.join(_metric(metric, described) for metric in metrics)}" for heading, metrics in _groups()
     ]
@@ -96,19 +99,32 @@ def _groups() -> list[tuple[str, list[Metric]]]:
     return [(title, [metric for _, metric in group]) for title, group in groupby(headed, key=lambda pair: pair[0])]
 
 
-def _metric(metric: Metric, described: set[Attribute]) -> str:
+def _metric(metric: Metric, described: set[tuple[str, ...]]) -> str:
     """Return the line of a metric, with its labels behind its name. A label is described where it comes first."""
     labels = ",".join(prometheus_label(attribute.name) for attribute in metric.attributes)
-    new = [_label(attribute, described) for attribute in metric.attributes if attribute not in described]
-    name, words = f"{metric.prometheus}{{{labels}}}" if labels else metric.prometheus, f"{', '.join(new)}." if new else ""
-    return f"- `{name}` `{metric.name}`: {' '.join(filter(None, [metric.brief, words, _notes(metric)]))}\n"
+    new = [_label(attribute, described) for attribute in metric.attributes if _key(attribute) not in described]
+    names = f"`{metric.prometheus}{{{labels}}}`" if labels else f"`{metric.prometheus}`"
+    if _opentelemetry(metric.prometheus) != metric.name:
+        names += f" `{metric.name}`"
+    words = f"{', '.join(new)}." if new else ""
+    return f"- {names}: {' '.join(filter(None, [metric.brief, words, _notes(metric)]))}\n"
 
 
-def _label(attribute: Attribute, described: set[Attribute]) -> str:
-    if attribute in described:
-        return f"`{attribute.name}`"
-    described.add(attribute)
+def _opentelemetry(prometheus: str) -> str:
+    """Return the OpenTelemetry name that the page's rule makes of a Prometheus name."""
+    return re.sub(r"_(seconds|bytes|ratio|watts|joules|celsius|hertz)$", "", prometheus.removesuffix("_total")).replace(
+        "_", "."
+    )
+
+
+def _label(attribute: Attribute, described: set[tuple[str, ...]]) -> str:
+    described.add(_key(attribute))
     return f"`{attribute.name}` ({', '.join(attribute.values) or attribute.brief})"
+
+
+def _key(attribute: Attribute) -> tuple[str, ...]:
+    """Return what makes an attribute the one that was described before: its name and its values."""
+    return attribute.name, *(attribute.values or [attribute.brief])
 
 
 def _notes(metric: Metric) -> str:
@@ -122,23 +138,27 @@ def _notes(metric: Metric) -> str:
     return f"*{words.capitalize()}.*" if words else ""
 
 
-def _events(described: set[Attribute]) -> str:
-    lines = [
-        f"- `{event.name}`: *{event.severity.name.lower()}.* {event.brief}{_names(event, described)}\n"
-        for event in catalog.EVENTS
-    ]
-    return f"## Events\n\nEach with its severity and its attributes.\n\n{''.join(lines)}"
+def _events(described: set[tuple[str, ...]]) -> str:
+    lines = []
+    for event in catalog.EVENTS:
+        severity = "" if event.severity is Severity.WARNING else f"*{event.severity.name.capitalize()}.* "
+        lines.append(f"- `{event.name}{_attributes(event)}`: {severity}{event.brief}{_values(event, described)}\n")
+    return f"## Events\n\n{EVENTS}\n\n{''.join(lines)}"
 
 
-def _spans(described: set[Attribute]) -> str:
-    lines = [f"- `{span.name}`: {span.brief}{_names(span, described)}\n" for span in catalog.SPANS]
+def _spans(described: set[tuple[str, ...]]) -> str:
+    lines = [f"- `{span.name}{_attributes(span)}`: {span.brief}{_values(span, described)}\n" for span in catalog.SPANS]
     return f"## Spans\n\n{SPANS}\n\n{''.join(lines)}"
 
 
-def _names(entry: Event | Span, described: set[Attribute]) -> str:
-    """Return the names of the attributes, with their values where a closed set of them comes first."""
-    names = [_label(one, described) if one.values else f"`{one.name}`" for one in entry.attributes]
-    return f" {', '.join(names)}" if names else ""
+def _attributes(entry: Event | Span) -> str:
+    return f"{{{','.join(attribute.name for attribute in entry.attributes)}}}" if entry.attributes else ""
+
+
+def _values(entry: Event | Span, described: set[tuple[str, ...]]) -> str:
+    """Return the attributes that have a closed set of values, where they come first."""
+    new = [_label(one, described) for one in entry.attributes if one.values and _key(one) not in described]
+    return f" {', '.join(new)}." if new else ""
 
 
 def _powers(base: int, bounds: tuple[float, ...]) -> str:
