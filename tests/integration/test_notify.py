@@ -29,6 +29,7 @@ from torchobs.config.options import TARGET
 from torchobs.exporter import notify
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.notify import Message, deliver
+from torchobs.exporter.outcomes import Outcomes
 from torchobs.ranks.rank_view import run_of
 
 if TYPE_CHECKING:
@@ -239,6 +240,23 @@ def test_a_server_that_never_answers_keeps_nobody_waiting(
             assert "torchobs_rank_exit" in service.page()
             assert time.monotonic() - began_s < 1
             assert receiver.taken == []
+
+
+def test_what_cannot_be_looked_at_keeps_no_exporter(
+    flight_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fault of our own costs the messages, is in the log, and neither the page nor the exporter's end."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(Outcomes, "read", broken)
+    env = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT)}
+    done = fork_server.run((sys.executable, "-c", "import torchobs; torchobs.init(); torchobs.step()"), env=env)
+    assert done.returncode == 0
+    with Service(ExporterConfig(flight_dir=str(flight_dir), notify="cat")) as service:
+        wait_until(lambda: "a look at the runs failed" in caplog.text)
+        assert service.state() == "finished"
 
 
 @pytest.mark.parametrize(

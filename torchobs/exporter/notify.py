@@ -115,6 +115,7 @@ class Notifier:
         if self._looking is None or self._looking.done():
             if self._looking is not None and (problem := self._looking.exception()) is not None:
                 _log.error("a look at the runs failed, and is tried again: %r", problem, exc_info=problem)
+                self._noticed = self._dead  # what cannot be looked at keeps no exporter from leaving
             self._looking = asyncio.get_running_loop().create_task(self._look())
 
     def close(self) -> None:
