@@ -49,6 +49,8 @@ for step in range(1 << 30):
     optimizer.step()
     if step == 5:
         print("ready", flush=True)
+    if step == 9 and "hang" in sys.argv:
+        time.sleep(60)
     if step == 9 and "raise" in sys.argv:
         raise KeyError("at its end")
     time.sleep(0.02)
@@ -240,6 +242,19 @@ def test_a_server_that_never_answers_keeps_nobody_waiting(
             assert "torchobs_rank_exit" in service.page()
             assert time.monotonic() - began_s < 1
             assert receiver.taken == []
+
+
+def test_a_hang_is_a_message(tmp_path: Path, flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real rank that makes no step any more; it lives, so nothing is to be done by a machine yet."""
+    monkeypatch.setattr(notify, "SETTLED_S", 0.5)
+    (tmp_path / "train.py").write_text(TRAIN.replace("layer =", "torchobs.init()\nlayer =", 1))
+    env = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT)}
+    config = ExporterConfig(flight_dir=str(flight_dir), hang_timeout_s=1.0, notify=f"sh -c 'cat >> {tmp_path}/got'")
+    with Service(config), fork_server.Python((sys.executable, str(tmp_path / "train.py"), "hang"), env=env) as process:
+        (hung,) = wait_until(lambda: collected(tmp_path), 40)
+        assert (hung["kind"], hung["action"]) == ("hung", None)
+        assert " hangs.\n" in hung["text"]
+        process.kill()
 
 
 def test_what_cannot_be_looked_at_keeps_no_exporter(
