@@ -22,7 +22,7 @@ RECENT_COLLECTIVES = Attribute(
 )
 EVENT_EXCEPTION = error(
     "torchobs.exception",
-    "An uncaught exception; one of the main thread ends the rank, except in a notebook's cell or a test.",
+    "An uncaught exception; in the main thread it ends the rank, except in a notebook or test.",
     Attribute("exception.type", "its class"),
     Attribute("exception.message", "first line of its message, without secrets, at most 100 characters"),
     Attribute("location", "file:line where it was raised"),
@@ -83,7 +83,7 @@ EVENT_GUARD_VIOLATION = warning(
 )
 EVENT_GUARD_RECOVERY = warning(
     "torchobs.guard.recovery",
-    "An error that a training or inference went on after, or gave up on.",
+    "An error after which a training or inference went on, or gave up.",
     _CATEGORY,
     _SEVERITY,
     *named("action", "error"),
@@ -166,7 +166,7 @@ EVENT_AMP_CLIPPED_SCALED = warning(
 )
 EVENT_DEVICE_UNREAD = warning(
     "torchobs.device.unread",
-    "Losses and gradient norms on this device are not recorded: reading them would block.",
+    "This device's losses and gradient norms are not recorded: reading them would block.",
     Attribute("device_type", "torch's name of the kind of device"),
 )
 EVENT_MEMORY_GROWTH = warning(
@@ -178,7 +178,7 @@ EVENT_MEMORY_GROWTH = warning(
 )
 EVENT_MEMORY_LEAK = warning(
     "torchobs.memory.leak",
-    "What grew while host memory was leaking, over some ten seconds, the largest first.",
+    "What grew while host memory leaked, over some ten seconds, largest first.",
     SPACE,
     Attribute("ended", "why it ended early, if it did", ("complete", "memory")),
     Attribute("seconds", "for which it was watched", unit="s"),
@@ -214,7 +214,7 @@ EVENT_OUT_OF_MEMORY = error(
 )
 EVENT_SHARED_MEMORY_FULL = warning(
     "torchobs.memory.shared_full",
-    "Shared memory (/dev/shm), in which workers and NCCL pass data, is nearly full.",
+    "Shared memory (/dev/shm), which workers and NCCL use, is nearly full.",
     Attribute("used", "bytes in use", unit="By"),
     Attribute("size", "bytes in all", unit="By"),
 )
@@ -229,7 +229,7 @@ EVENT_NONFINITE_GRADIENT = warning(
 )
 EVENT_NONFINITE_ORIGIN = error(
     "torchobs.nonfinite.origin",
-    "Where a NaN or infinity was born; for one place at most once in ten minutes.",
+    "Where a NaN or infinity was born; at most once in ten minutes for one place.",
     ORIGIN,
     Attribute("operator", "torch's operator that made it, or was the first to be given it"),
     Attribute("module", "path of the module that called the operator; absent outside of any"),
@@ -285,7 +285,7 @@ EVENT_ACTIVATIONS = info(
 )
 EVENT_DEAD_UNITS = warning(
     "torchobs.dead_units",
-    "At level extreme: half of a rectifier's units or more gave only zeros for a hundred steps.",
+    "At level extreme: at least half of a rectifier's units gave only zeros for a hundred steps.",
     *named("layer", "units_dead", "units", "steps"),
 )
 EVENT_PROBE_DISABLED = warning(
@@ -294,7 +294,7 @@ EVENT_PROBE_DISABLED = warning(
 EVENT_MODEL = info("torchobs.model", "A model was passed to torchobs.watch().", *named("name", "parameters", "trainable"))
 EVENT_SCALARS = info(
     "torchobs.scalars",
-    "Points of the curves of scalars given to torchobs.log(), for the page, top, inspect and the API.",
+    "Points of the curves of scalars given to torchobs.log().",
     *named("names", "steps", "values"),
 )
 EVENT_MODEL_CHANGE = info(
@@ -328,7 +328,7 @@ EVENT_CHECKPOINT_FAILED = error(
 )
 EVENT_CHECKPOINT_UNUSED = warning(
     "torchobs.checkpoint.unused",
-    "Little of a checkpoint that was loaded fits the model, or its optimizer's state was not loaded.",
+    "Little of a loaded checkpoint fits the model, or its optimizer's state was not loaded.",
     Attribute("kind", "what is unused", ("keys", "optimizer")),
     Attribute("model", "class of the model that load_state_dict(strict=False) was called of"),
     Attribute("keys", "how many the checkpoint has"),
@@ -361,7 +361,7 @@ EVENT_COMPILE_FAILED = warning(
 )
 EVENT_STEP_BETWEEN = info(
     "torchobs.step.between",
-    "The line at which the training thread most often is between the phases of a step.",
+    "The script's most frequent line between the phases of a step.",
     *named("location", "function"),
 )
 EVENT_GRAPH_BREAK = info(
@@ -449,12 +449,12 @@ EVENT_PROFILE_FAILED = warning(
 # --- spans --------------------------------------------------------------------------------------------------------------------
 SPAN_RUN = span(
     "torchobs.run",
-    "From init() to the begin of training, or the rank's end, at most an hour. The launcher's TRACEPARENT is its parent.",
+    "From init() to the beginning of training, or the rank's end, at most an hour.",
     Attribute("reason", "how the rank ended, if within it without saying so itself"),
 )
 SPAN_SEGMENT = span(
     "torchobs.segment",
-    "An epoch, short epochs of together a minute, or an hour. A trace of its own, linked to run and previous segment.",
+    "An epoch, short epochs of together a minute, or an hour.",
     Attribute("epoch", "number of the epoch it begins in, from 1; absent without epochs"),
     Attribute("part", "number of the hour within the epoch, from 0"),
     Attribute("steps", "steps that ended in it"),
@@ -484,8 +484,8 @@ SPAN_RESTORE = span(
 )
 SPAN_STEP = span(
     "torchobs.step",
-    "A step: one in ten seconds, some slow or anomalous ones, and those with events. A trace of its own, linked to run and "
-    "segment. Where it is not one fetch, backward and optimizer step, its phases are attributes (`forward_s` ...).",
+    "A step: one in ten seconds, some slow or anomalous ones, and those with events. Where it is not one fetch, "
+    "backward and optimizer step, its phases are attributes (`forward_s` ...).",
     Attribute("step", "its number"),
     Attribute(
         "reason",

@@ -32,11 +32,11 @@ MEMORY_HOST_PSS = gauge("torchobs.memory.host.pss", "By").described(
     "Proportional set size of the rank's process. From level advanced on."
 )
 MEMORY_HOST_CHILDREN_RSS = gauge("torchobs.memory.host.children_rss", "By", quiet=0.0).described(
-    "Resident set sizes of the process's children (DataLoader workers), shared pages in each."
+    "Resident set sizes of the process's children, shared pages in each."
 )
 MEMORY_HOST_AVAILABLE = gauge("torchobs.memory.host.available", "By", shared=True).described("The machine's available memory.")
 MEMORY_HOST_UTILIZATION = gauge("torchobs.memory.host.utilization", "1", LIMIT, shared=True).described(
-    "Share of the limit, with swap, in use and not reclaimable; at 1 the kernel kills."
+    "Share of the limit, swap included, in use and not reclaimable; at 1 the kernel kills."
 )
 MEMORY_SHARED_SIZE = gauge("torchobs.memory.shared.size", "By", shared=True).described("Size of /dev/shm.")
 MEMORY_SHARED_USED = gauge("torchobs.memory.shared.used", "By", shared=True).described("Bytes in use in /dev/shm.")
@@ -75,7 +75,7 @@ CGROUP_CPU_THROTTLED_TIME = counter("torchobs.cgroup.cpu.throttled_time", "s", s
     "Time for which the cgroup's threads were throttled, summed."
 )
 CGROUP_PRESSURE_TIME = counter("torchobs.cgroup.pressure.time", "s", RESOURCE, WAITING, shared=True).described(
-    "Time in which some, or all, of the cgroup's tasks waited for a resource."
+    "Time in which tasks of the cgroup waited for a resource."
 )
 
 # --- hardware: OpenTelemetry's names, and what they lack as torchobs.gpu.* ----------------------------------------------------
@@ -92,7 +92,7 @@ HW_TEMPERATURE = gauge("hw.temperature", "Cel", GPU_ID, HW_SENSOR).described("Te
 GPU_CLOCK_FREQUENCY = gauge("torchobs.gpu.clock.frequency", "Hz", GPU_ID).described("Clock of the streaming multiprocessors.")
 GPU_CLOCK_LIMIT = gauge("torchobs.gpu.clock.limit", "Hz", GPU_ID).described("Highest clock that the multiprocessors can have.")
 GPU_THROTTLE_TIME = counter("torchobs.gpu.throttle.time", "s", GPU_ID, GPU_THROTTLE, quiet=0.0).described(
-    "Time with throttled clocks, by the driver's count, else by a sample every ten seconds."
+    "Time with throttled clocks, by the driver, else sampled every ten seconds."
 )
 HW_ERRORS = counter("hw.errors", "{error}", GPU_ID, HW_TYPE, HW_ERROR, quiet=0.0).described(
     "Errors since the rank began to observe the GPU."

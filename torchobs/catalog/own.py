@@ -29,7 +29,7 @@ GUARD_RECOVERIES = counter(
     Attribute("action", "what was done", ("split", "skip", "restore", "retry", "raise", "return", "record")),
     GUARD_SEVERITY,
     quiet=0.0,
-).described("Errors that guard.Recovery and guard.safe_inference went on after or gave up on, and those of guard.record.")
+).described("Errors that guard.Recovery and guard.safe_inference dealt with or gave up on, and those of guard.record.")
 GUARD_EXCEEDED = counter(
     "torchobs.guard.exceeded",
     "{time}",
@@ -78,15 +78,13 @@ DEBUG_OPERATION_MEMORY = gauge("torchobs.debug.operation.memory", "By", DEBUG_OP
     "Most memory of the process, or its devices, during an operation."
 )
 DEBUG_OPERATION_ANOMALIES = counter("torchobs.debug.operation.anomalies", "{operation}", DEBUG_OPERATION).described(
-    "Operations with values that are not finite, or where torch's anomaly mode raised."
+    "Operations with non-finite values, or in which torch's anomaly mode raised."
 )
 DEBUG_STEPS = counter("torchobs.debug.steps", "{step}").described(
     "Steps checked by debug.monitor_step() or debug.training_step()."
 )
 DEBUG_ANOMALY_STEPS = counter("torchobs.debug.anomaly_steps", "{step}").described("Checked steps with an anomaly.")
-DEBUG_STEP_ANOMALIES = counter("torchobs.debug.step_anomalies", "{step}", STEP_ANOMALY).described(
-    "Anomalies of checked steps: gradient norm beyond a threshold; loss not finite or a spike."
-)
+DEBUG_STEP_ANOMALIES = counter("torchobs.debug.step_anomalies", "{step}", STEP_ANOMALY).described("Anomalies of checked steps.")
 
 # --- torchobs itself ----------------------------------------------------------------------------------------------------------
 OVERHEAD = counter("torchobs.overhead", "s", PROBE, quiet=0.0).described("Time that torchobs took in the training thread.")
@@ -150,7 +148,7 @@ OTLP_DROPPED = counter(
     "{item}",
     _SIGNAL,
     Attribute("reason", "why", ("overflow", "refused", "rejected", "shutdown")),
-).described("Data points, spans or log records dropped: queue full, refused or rejected, or the exporter ended.")
+).described("Data points, spans or log records dropped, by reason.")
 OTLP_QUEUED = gauge("torchobs.exporter.otlp.queued", "{item}", _SIGNAL).described(
     "Data points, spans or log records that wait to be sent."
 )

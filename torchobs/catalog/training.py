@@ -11,16 +11,16 @@ STEP_DURATION = histogram("torchobs.step.duration", "s", SECONDS_BOUNDS).describ
 )
 STEP_PHASE_TIME = counter("torchobs.step.phase.time", "s", PHASE).described("Time spent in each phase of the steps.")
 STEP_DEVICE_TIME = gauge("torchobs.step.device.time", "s", PHASE).described(
-    "Time that the CUDA device was in each phase of a step, idle or not; one step a second."
+    "CUDA device's time in each phase of a step, idle or not; one step a second."
 )
 LAST_STEP_TIMESTAMP = gauge("torchobs.last_step.timestamp", "s", survives=True).described(
     "Unix time at which the last step ended."
 )
 MODEL_CHANGES = counter("torchobs.model_changes", "{change}", quiet=0.0).described(
-    "Times that training continued with new parameters (next fold or trial), which resets all baselines."
+    "Times that training went on with new parameters (next fold or trial); baselines begin anew."
 )
 LOSS = gauge("torchobs.loss", "", survives=True).described(
-    "Last finite loss: the sum over the step's backward passes, or the value given to torchobs.log()."
+    "Last finite loss: summed over the step's backward passes, or as given to torchobs.log()."
 )
 LEARNING_RATE = gauge("torchobs.learning_rate", "", GROUP, survives=True).described("Learning rate of each parameter group.")
 OPTIMIZER_WEIGHT_DECAY = gauge("torchobs.optimizer.weight_decay", "", GROUP, survives=True).described(
@@ -39,24 +39,22 @@ SCHEDULER_MISUSE = counter("torchobs.scheduler.misuses", "{scheduler}", SCHEDULE
     "Learning-rate schedulers used wrongly."
 )
 SAMPLES = counter("torchobs.samples", "{sample}", quiet=0.0).described(
-    "Samples trained on: given to torchobs.log(), else inferred from the loader's batches."
+    "Samples trained on, as given to torchobs.log(), else inferred from batches."
 )
 TOKENS = counter("torchobs.tokens", "{token}", quiet=0.0).described(
-    "Tokens trained on, padding included: given to torchobs.log(), else inferred from integer ids."
+    "Tokens trained on, as given to torchobs.log(), else inferred, with padding."
 )
 MODEL_FLOPS = gauge("torchobs.model.flops", "{operation}").described(
-    "FLOPs of a step on this rank, both passes: given to torchobs.log(flops=...), else 6 per token and parameter."
+    "FLOPs of a step on this rank, as given to torchobs.log(flops=...), else estimated."
 )
-MFU = gauge("torchobs.mfu", "1").described(
-    "Model FLOPs utilization: these FLOPs per second of step time, over the devices' dense peak."
-)
+MFU = gauge("torchobs.mfu", "1").described("Model FLOPs utilization: these FLOPs per second of step time, over the dense peak.")
 STEPS_PLANNED = gauge("torchobs.steps.planned", "{step}", survives=True).described("Planned steps of the run, if known.")
 STEPS_RESUMED_FROM = gauge("torchobs.steps.resumed_from", "{step}").described(
     "Steps before this process, from `torchobs.log(resumed_from=...)` or the optimizer's state; absent if unknown."
 )
 EPOCHS = counter("torchobs.epochs", "{epoch}").described("Passes over the training loader begun.")
 GOODPUT_TIME = counter("torchobs.goodput.time", "s", GOODPUT_STATE, quiet=0.0).described(
-    "Wall time by use, adding up to the rank's lifetime; idle: after the last step, or no sign of one for long."
+    "Wall time by use, adding up to the rank's lifetime."
 )
 SCALAR_VALUE = gauge("torchobs.scalar", "", SCALAR, survives=True).described(
     "Last value of each extra number given to torchobs.log()."
@@ -73,26 +71,26 @@ GRAD_INTERVAL = gauge("torchobs.grad.interval", "{step}").described(
     "Steps from one measurement of the gradient norm to the next."
 )
 GRAD_NORM_RANKS = gauge("torchobs.grad.norm_ranks", "{rank}", survives=True, quiet=1.0).described(
-    "Ranks over which squared norms add up to that of the whole gradient; 1 where each rank has the whole norm."
+    "Ranks over which squared gradient norms are summed; 1: each rank has the whole norm."
 )
 GRAD_LAYER_NORM = gauge("torchobs.grad.layer.norm", "", LAYER).described(
-    "L2 norm of a layer's gradient, of this rank's shard where it is sharded."
+    "L2 norm of a layer's gradient, or of this rank's shard."
 )
 GRAD_LAYER_GROWTH = gauge("torchobs.grad.layer.growth", "1", LAYER, survives=True).described(
-    "In an explosion or spike of the last ten minutes: gradient over its usual norm, of the layer that grew most."
+    "Gradient norm over its usual one, of the layer that grew most, for ten minutes after an explosion or spike."
 )
 GRAD_LAYERS_FOLDED = gauge("torchobs.grad.layers_folded", "{layer}", quiet=0.0).described(
     "Layers without series of their own, combined as 'other'."
 )
 GRAD_UNMOVED_LAYERS = gauge("torchobs.grad.unmoved_layers", "{layer}", survives=True, quiet=0.0).described(
-    "Layers that learn nothing: their gradients are tiny or missing, or their inputs all zero."
+    "Layers that learn nothing: gradients tiny or missing, or inputs all zero."
 )
 GRAD_ZERO = gauge("torchobs.grad.zero", "1", quiet=0.0).described("Share of the parameters with a gradient of zeros alone.")
 PARAM_LAYER_NORM = gauge("torchobs.param.layer.norm", "", LAYER).described(
     "L2 norm of a layer's weights (the first 8 million). From level advanced on."
 )
 UPDATE_LAYER_RATIO = gauge("torchobs.update.layer.ratio", "1", LAYER).described(
-    "Norm of one step's change of a layer's weights over their norm. From level advanced on."
+    "Change of a layer's weights in one step, relative to their norm. From level advanced on."
 )
 ACTIVATION_LAYER_MEAN_ABS = gauge("torchobs.activation.layer.mean_abs", "", OUTPUT_LAYER).described(
     "Mean absolute value of a layer's output. At level extreme."
@@ -110,7 +108,7 @@ ACTIVATION_LAYER_NONFINITE = gauge("torchobs.activation.layer.nonfinite", "1", O
     "Share of a layer's output that is NaN or infinite. At level extreme."
 )
 GRAD_NONFINITE_ELEMENTS = counter("torchobs.grad.nonfinite_elements", "{element}", quiet=0.0).described(
-    "Gradient elements that were NaN or infinite in measured steps; on a GPU of layers that recently had some."
+    "NaN or infinite gradient elements in measured steps; on a GPU, of layers that recently had some."
 )
 GRAD_NONFINITE_STEPS = counter("torchobs.grad.nonfinite_steps", "{step}").described(
     "Measured steps with a NaN or infinite gradient norm."
@@ -126,7 +124,7 @@ ANOMALIES = counter("torchobs.anomalies", "{anomaly}", ANOMALY_KIND).described(
     "Anomalous steps; a loss that has diverged counts once."
 )
 ANOMALY_ACTIVE = gauge("torchobs.anomaly.active", "", ANOMALY_KIND, quiet=0.0).described(
-    "1 while the last measured step was anomalous, or the loss has not come back (diverged)."
+    "1 while the last measured step was anomalous, or the loss stays diverged."
 )
 
 # --- automatic mixed precision ------------------------------------------------------------------------------------------------
@@ -145,7 +143,7 @@ AMP_OVERFLOWS = counter("torchobs.amp.overflows", "{step}", OPTIMIZER, quiet=0.0
 )
 AMP_AUTOCAST = gauge(
     "torchobs.amp.autocast", "", Attribute("device_type", "e.g. cuda"), Attribute("dtype", "e.g. bfloat16")
-).described("1 for each data type that autocast uses; bfloat16 alone has no loss scale.")
+).described("1 for each data type that autocast uses.")
 
 # --- data ---------------------------------------------------------------------------------------------------------------------
 DATA_WORKER_START_TIME = counter("torchobs.data.worker_start.time", "s", quiet=0.0).described(
@@ -187,7 +185,7 @@ COMPILE_IN_PROGRESS = gauge("torchobs.compile.in_progress", "").described("1 whi
 
 # --- checkpoints --------------------------------------------------------------------------------------------------------------
 CHECKPOINTS = counter("torchobs.checkpoints", "{checkpoint}", SAVE_RESULT, quiet=0.0).described(
-    "Saves by torch, safetensors and torch.distributed.checkpoint; those between two steps are one, failures each."
+    "Saves by torch, safetensors, torch.distributed.checkpoint; those between two steps count once, failures each."
 )
 CHECKPOINT_FAILURE_STREAK = gauge("torchobs.checkpoint.failure_streak", "{checkpoint}", survives=True, quiet=0.0).described(
     "Saves that raised since the last one that succeeded."
@@ -196,7 +194,7 @@ CHECKPOINT_TIMESTAMP = gauge("torchobs.checkpoint.timestamp", "s", survives=True
     "Unix time at which the last checkpoint was complete."
 )
 CHECKPOINT_DURATION = gauge("torchobs.checkpoint.duration", "s", survives=True).described(
-    "Duration of the last checkpoint until it was complete; training may have waited for less."
+    "Duration of the last checkpoint until it was complete."
 )
 CHECKPOINT_SIZE = gauge("torchobs.checkpoint.size", "By", survives=True).described(
     "Bytes that this rank wrote for the last checkpoint."
@@ -216,7 +214,7 @@ DISTRIBUTED_COORDINATES = gauge(
     Attribute("cp", "context"),
     Attribute("ep", "expert"),
     survives=True,
-).described("Constant 1; labels: the rank's place on each axis of parallelism (mesh, Megatron, DeepSpeed), for joins.")
+).described("Constant 1; labels: the rank's place on each axis of parallelism, for joins.")
 DISTRIBUTED_INFO = gauge(
     "torchobs.distributed.info",
     "",
@@ -226,7 +224,7 @@ DISTRIBUTED_INFO = gauge(
     survives=True,
 ).described("Constant 1; labels: how the training is spread over ranks.")
 DDP_TIME = gauge("torchobs.ddp.time", "s", DDP_PART).described(
-    "Time in the iteration timed last by DistributedDataParallel: the first ten, then one in 100."
+    "Time in DistributedDataParallel's last timed iteration: the first ten, then one in 100."
 )
 DDP_BUCKETS = gauge("torchobs.ddp.buckets", "{bucket}").described("Gradient buckets; each is one all-reduce.")
 DDP_BUCKET_SIZE = gauge("torchobs.ddp.bucket.size", "By").described("Size of the largest gradient bucket.")
@@ -243,14 +241,14 @@ DDP_INFO = gauge(
     survives=True,
 ).described("Constant 1; labels: the settings of DistributedDataParallel.")
 COLLECTIVE_ENQUEUED = gauge("torchobs.collective.enqueued", "", PROCESS_GROUP_BACKEND, PROCESS_GROUP, survives=True).described(
-    "Sequence number of the last collective that the rank called; in a hang the lowest is the missing rank's."
+    "Number of the last collective that the rank called; in a hang the missing rank's is lowest."
 )
 COLLECTIVE_COMPLETED = gauge("torchobs.collective.completed", "", PROCESS_GROUP_BACKEND, PROCESS_GROUP).described(
-    "Sequence number of the last collective that has come back on the rank; absent while training moves."
+    "Number of the last collective that came back on the rank; absent while training moves."
 )
 COLLECTIVE_PENDING_AGE = gauge(
     "torchobs.collective.pending.age", "s", PROCESS_GROUP_BACKEND, PROCESS_GROUP, COLLECTIVE_OPERATION
-).described("Time since the rank called its oldest collective still out, once all is still for ten seconds; 0: none.")
+).described("Age of the rank's oldest open collective, once all is still for ten seconds; 0: none.")
 COLLECTIVE_PENDING_SIZE = gauge(
     "torchobs.collective.pending.size", "By", PROCESS_GROUP_BACKEND, PROCESS_GROUP, COLLECTIVE_OPERATION
 ).described("Size of that collective's input on this rank.")
@@ -294,7 +292,7 @@ RUN_MISSING_RANKS = gauge("torchobs.run.missing_ranks", "{rank}").described(
     "Ranks started on this machine that the exporter does not see."
 )
 RUN_STEP_SPREAD = gauge("torchobs.run.step_spread", "{step}").described(
-    "Steps between the first and last rank of a replica group on this machine, the most of any."
+    "Steps between first and last rank here, the most of any replica group."
 )
 RUN_GRAD_NORM = gauge("torchobs.run.grad_norm", "").described(
     "L2 norm of the whole gradient, if all ranks are on this machine."
