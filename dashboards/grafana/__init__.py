@@ -37,6 +37,7 @@ _DEBUG = (
 WITHOUT_PANEL: Mapping[Metric, str] = dict.fromkeys(
     _DEBUG, "only where a person calls torchobs.debug, whose results, and the API's summaries, show it."
 ) | {
+    catalog.MODEL_PARAMETERS: "A number that does not change: the live page and inspect show it, and which layers are frozen.",
     catalog.GRAD_LAYER_GROWTH: "it is for the alert, which names the layer; the norms by layer have panels.",
     catalog.CHECKPOINT_FAILURE_STREAK: "it is for the live page, top and inspect; the checkpoints by result have a panel.",
     catalog.ACTIVATION_LAYER_MEAN_ABS: "the standard deviation, which has a panel, goes up and down with it.",

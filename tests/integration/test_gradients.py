@@ -23,8 +23,10 @@ from tests.training import Recording, StepFlag, has, loss_of, mlp, norm_of, reco
 from torchobs import catalog
 from torchobs.detect.spikes import BlownLayer
 from torchobs.diagnosis.diagnosis import diagnose
+from torchobs.document.live import figures
 from torchobs.flight.control import LEVELS
 from torchobs.probes.layers import MOST_LAYERS, SHOWN_S, GrownLayers
+from torchobs.ranks.rank_view import RunView
 from torchobs.ranks.runs import load
 
 if TYPE_CHECKING:
@@ -737,3 +739,24 @@ def test_layers_that_grew_are_shown_for_ten_minutes(run: Recording) -> None:
     context.writer.publish()
     shown = {key[1]: value for key, value in run.values().items() if key[0] == catalog.GRAD_LAYER_GROWTH.name}
     assert {name for name, value in shown.items() if value is not None and not isnan(value)} == {"layer1"}
+
+
+def test_how_many_parameters_the_model_has(run: Recording, flight_dir: Path) -> None:
+    """Each once, tied ones too; frozen ones apart, with the name of a frozen layer between trained ones."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    tied = nn.ModuleDict({"body": model, "again": model[3]})
+    for layer in (model[0], model[2]):
+        layer.requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD([parameter for parameter in tied.parameters() if parameter.requires_grad], lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    values = shown(run)
+    name = catalog.MODEL_PARAMETERS.name
+    assert (values[name, "trainable"], values[name, "frozen"]) == (25, 40)
+    (event,) = run.attributes(catalog.EVENT_FROZEN_BETWEEN.name)
+    assert (event["layers"], event["layers_affected"]) == (["body.2"], 1)
+    (view,), _ = load(list(flight_dir.glob("*.flight")))
+    (found,) = [one for one in figures(view, RunView((view,), 1, 1)).figures if one.name == "Parameters"]
+    assert (found.value, found.more) == ("65", "25 trained, 40 frozen; frozen between trained ones: layer body.2")

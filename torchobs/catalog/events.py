@@ -292,6 +292,11 @@ EVENT_PROBE_DISABLED = warning(
     "torchobs.probe.disabled", "A probe raised and was switched off.", PROBE, *named("exception.type", "location")
 )
 EVENT_MODEL = info("torchobs.model", "A model was passed to torchobs.watch().", *named("name", "parameters", "trainable"))
+EVENT_FROZEN_BETWEEN = info(
+    "torchobs.frozen_between",
+    "Frozen layers stand between trained ones; at most once for each model.",
+    *named("layers", "layers_affected"),
+)
 EVENT_SCALARS = info(
     "torchobs.scalars",
     "Points of the curves of scalars given to torchobs.log().",
@@ -530,6 +535,7 @@ TITLES = {
     EVENT_REPLICA_WEIGHTS.name: "Weights to compare",
     EVENT_REPLICA_BATCHES.name: "Batches to compare",
     EVENT_ACTIVATIONS.name: "Layer outputs",
+    EVENT_FROZEN_BETWEEN.name: "Frozen layers between trained ones",
     EVENT_MODEL_CHANGE.name: "Another model",
     EVENT_OTHER_THREAD.name: "Another training thread",
     EVENT_WORKER_DIED.name: "Data loader's worker died",

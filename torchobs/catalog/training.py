@@ -44,6 +44,9 @@ SAMPLES = counter("torchobs.samples", "{sample}", quiet=0.0).described(
 TOKENS = counter("torchobs.tokens", "{token}", quiet=0.0).described(
     "Tokens trained on, as given to torchobs.log(), else inferred, with padding."
 )
+MODEL_PARAMETERS = gauge(
+    "torchobs.model.parameters", "{parameter}", Attribute("state", "", ("trainable", "frozen")), survives=True
+).described("Elements of the parameters of the models that are trained.")
 MODEL_FLOPS = gauge("torchobs.model.flops", "{operation}").described(
     "FLOPs of a step on this rank, as given to torchobs.log(flops=...), else estimated."
 )

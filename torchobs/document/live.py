@@ -237,6 +237,7 @@ def figures(rank: RankView, run: RunView) -> Figures:
         if productive is not None else None,
         Figure("Learning rate", text_format.number(rate), f"first of {len(rates)} groups" if len(rates) > 1 else "", rate)
         if rate is not None else None,
+        _parameters(rank),
         Figure("Device memory", text_format.size(max(peaks)), "peak of a device") if peaks else None,
         Figure("Host memory", text_format.size(max(rss)), "greatest RSS seen") if rss else None,
         Figure("Ranks", f"{len(run.ranks):,}", "") if len(run.ranks) > 1 else None,
@@ -250,6 +251,22 @@ def _sum_of(rank: RankView) -> str:
     if loss is None or passes <= 1:
         return "the last one"
     return f"the last one, sum of {passes} backward passes, mean {text_format.number(loss / passes)}"
+
+
+def _parameters(rank: RankView) -> Figure | None:
+    """Return how many parameters the rank's models have, and which of them are not trained."""
+    by_state = rank.by_attribute(catalog.MODEL_PARAMETERS)
+    whole, frozen = sum(by_state.values()), by_state.get("frozen", 0.0)
+    if not whole:
+        return None
+    parts = [f"{text_format.count(whole - frozen)} trained, {text_format.count(frozen)} frozen" if frozen else "all trained"]
+    for event in rank.events_named(catalog.EVENT_FROZEN_BETWEEN)[-1:] if frozen else ():
+        layers, number = event.attributes.get("layers"), event.attributes.get("layers_affected")
+        if isinstance(layers, (list, tuple)) and isinstance(number, int):
+            names = [text_format.clean(layer) for layer in layers]
+            more = [f"{number - len(names):,} more"] if number > len(names) else []
+            parts.append(f"frozen between trained ones: layer{'s' * (number > 1)} {text_format.joined([*names, *more])}")
+    return Figure("Parameters", text_format.count(whole), "; ".join(parts), whole)
 
 
 def _work(pace: Throughput, share: float | None) -> str:

@@ -82,6 +82,8 @@ class GradientProbe:
         """The last measured steps, oldest first"""
         self._shown_s, self._events = 0.0, RateLimiter(_EVENT_S)
         self._gauges: dict[str, float] = {}
+        self._sized: frozenset[int] = frozenset()
+        """Ids of the parameters that were trained when the models' size was last published"""
         context.count(catalog.GRAD_NONFINITE_ELEMENTS, 0)
         context.blown_layer[:] = [self._blown_layer]
         self._updates, self._grown = UpdateWatch(context, self._layers), GrownLayers(context)
@@ -124,6 +126,19 @@ class GradientProbe:
         self._publish(now=True)
         self._updates.show()
         self._look_at_loop(last=True)
+        self._show_size()
+
+    def _show_size(self) -> None:
+        """Publish how many parameters the models have, once and whenever others are trained."""
+        trained = frozenset(id(parameter) for parameter in self._context.trained() if parameter.requires_grad)
+        if trained == self._sized or (size := self._layers.names.size(trained)) is None:
+            return
+        self._sized, between = trained, size.frozen_between
+        for state, number in (("trainable", size.trainable), ("frozen", size.frozen)):
+            self._context.set_gauge(catalog.MODEL_PARAMETERS, number, {"state": state})
+        if between:
+            named = {"layers": between[:_LAYERS_NAMED], "layers_affected": len(between)}
+            self._context.event(catalog.EVENT_FROZEN_BETWEEN, named)
 
     def _look_at_loop(self, *, last: bool = False) -> None:
         self._lints.sample()

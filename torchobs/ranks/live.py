@@ -54,7 +54,7 @@ METRICS = (
     catalog.CGROUP_MEMORY_WORKING_SET, catalog.CGROUP_MEMORY_LIMIT, catalog.CHECKPOINTS, catalog.CHECKPOINT_TIMESTAMP,
     catalog.CHECKPOINT_SIZE, catalog.CHECKPOINT_FAILURE_STREAK,
     catalog.SCALAR_VALUE, catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
-    catalog.DISTRIBUTED_INFO, catalog.GRAD_NORM_RANKS, catalog.MFU, *comparison.COLLECTIVE_METRICS,
+    catalog.DISTRIBUTED_INFO, catalog.GRAD_NORM_RANKS, catalog.MFU, catalog.MODEL_PARAMETERS, *comparison.COLLECTIVE_METRICS,
     catalog.DATA_WORKERS_DIED, catalog.HW_STATUS, catalog.MEMORY_HOST_AVAILABLE, catalog.CGROUP_MEMORY_PEAK,
     catalog.MEMORY_SHARED_USED, catalog.MEMORY_SHARED_SIZE, catalog.CGROUP_MEMORY_OOM_KILLS,
     *(metric for metric, _ in LAYERS.values()),

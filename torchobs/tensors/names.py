@@ -15,14 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 from torchobs.support.graph_safe import no_hook_in_graphs
 from torchobs.tensors.references import TensorReference, living
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from torchobs.support.error_guard import CircuitBreaker
 
@@ -33,6 +33,15 @@ LONGEST = 120
 _CHUNK = 2_000
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_ddp_module"})
 _PARAMETRIZED = re.compile(r"\.parametrizations\.([^.]+)\.(original\d*)$")
+
+
+class ModelSize(NamedTuple):
+    """How many elements the parameters of the models that are trained have."""
+
+    trainable: int
+    frozen: int
+    frozen_between: tuple[str, ...]
+    """Layers of which no parameter is trained, though some before and after them are"""
 
 
 class ParameterNames:
@@ -79,6 +88,26 @@ class ParameterNames:
                 layers.update((number, name) for name in own & matrices or own)  # flattened ones are all vectors
                 counted.update(names)
         return len(layers)
+
+    def size(self, trained: Collection[int]) -> ModelSize | None:
+        """Return the size of the models known without a scan that have a trained parameter (ids); ``None``: none is known.
+
+        Also ``None`` where FSDP1 has flattened them: a rank has its shard alone.
+        """
+        sizes, frozen = dict[int, tuple[int, bool]](), list[str]()
+        for module in self.outermost():
+            with suppress(RuntimeError, ValueError):  # a dictionary changed size; a lazy parameter has no shape yet
+                named = [(layer_of(clean(name)), parameter) for name, parameter in self._parameters(module)]
+                if any(getattr(parameter, "_fsdp_flattened", False) for _, parameter in named):
+                    return None
+                if any(id(parameter) in trained for _, parameter in named):
+                    # DeepSpeed's ZeRO 3 keeps the whole size beside an empty shard
+                    found = {id(x): (int(getattr(x, "ds_numel", x.numel())), x.requires_grad) for _, x in named}
+                    is_new = not found.keys() & sizes.keys()  # not a wrapper of one that has been seen
+                    frozen += _frozen_between(named) if is_new else []
+                    sizes |= found
+        amounts = [[number for number, trains in sizes.values() if trains is wanted] for wanted in (True, False)]
+        return ModelSize(sum(amounts[0]), sum(amounts[1]), tuple(frozen)) if sizes else None
 
     def take_group(self, group: dict[str, Any]) -> None:
         """Use the names in an optimizer's group: made from ``named_parameters()``, on torch ≥ 2.6."""
@@ -149,6 +178,17 @@ class ParameterNames:
         while chunk := list(islice(parameters, _CHUNK // 20)):
             yield from chunk
             self._yield_gil()
+
+
+def _frozen_between(named: Sequence[tuple[str, Any]]) -> list[str]:
+    trains = dict[str, bool]()
+    for layer, parameter in named:
+        trains[layer] = trains.get(layer, False) or parameter.requires_grad
+    order = list(trains.values())
+    if True not in order:
+        return []
+    first, last = order.index(True), len(order) - 1 - order[::-1].index(True)
+    return [layer for layer in list(trains)[first:last] if not trains[layer]]
 
 
 class BuiltModules:
