@@ -48,8 +48,7 @@ Each name is Prometheus', with unit and labels. OpenTelemetry's is the same with
 unless *histogram* is said. Its bounds are powers of two from {seconds} seconds, or of four from {norms} for norms.
 
 - A series of a rank has the labels `job_name`, `run_id` and `rank`; `{rank_info}` has the rest. Join
-  `on (run_id, rank, instance)`. `rank` is its number; in a replica group (torchft) as in `0-g1`; of two living processes that
-  claim one rank, the younger is `0-3f9a12bc`.
+  `on (run_id, rank, instance)`. `rank` is [its number, or a name](exporter.md#restarts-and-names).
 - *Quiet*: on the page only from its first value other than zero. A counter is shown at 0 first, so that `increase()` sees its
   first event.
 - *Shared*: a fact of the container or the machine, without `rank`, once a page.
