@@ -136,19 +136,6 @@ def test_sharpness_aware_minimisation_is_one_step_of_two_passes(run: Recording) 
     assert {(step.losses, step.learning_rate) for step in steps} == {(2, 0.05)}
 
 
-def test_fresh_models_of_one_step_each_are_a_step_each(run: Recording) -> None:
-    """Promise: what ended steps before was deleted with its model, and so was each that has stepped since."""
-    for seed, count in ((0, 10), *((seed, 1) for seed in range(1, 31))):
-        model = mlp(seed)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for index in range(count):
-            optimizer.zero_grad()
-            loss_of(model, index).backward()
-            optimizer.step()
-        del model, optimizer
-    assert len(run.steps()) == 39, "the last is taken for an occasional optimizer's"
-
-
 def test_an_accumulation_and_an_adversary_add_up_as_before(run: Recording) -> None:
     """Parameters that stay as they are between two backward passes: all losses are the step's."""
     model, losses = mlp(), list[float]()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.flights import recorded
+from tests.flights import RecordingMemory, recorded
 from torchobs.flight.directory import open_place
 from torchobs.flight.layout import RECORD_SIZE
 from torchobs.flight.step_record import RecordKind, StepRecord, unpack
@@ -86,8 +86,32 @@ def _run(steps: list[tuple[tuple[int, ...], bool]], *, timed_plainly: bool) -> l
         recorder.plain.clean = recorder.plain.clean and timed_plainly
         at = step(recorder, optimizer, at, lengths, loader=loader)  # type: ignore[arg-type]
     recorder.flush()
+    return _records(writer, memory)
+
+
+def _records(writer: FlightWriter, memory: RecordingMemory) -> list[StepRecord]:
     found = [unpack(data, writer.header.seed) for _, data in memory.stores if len(data) == RECORD_SIZE]
     return [record for record in found if record is not None]
+
+
+@pytest.mark.parametrize("held", [0, 1, 20])
+def test_fresh_models_of_one_step_each_are_a_step_each(held: int) -> None:
+    """Once what ended steps before was deleted, and each that has stepped since; one that another thread holds delays them.
+
+    The last one is taken for an occasional optimizer's.
+    """
+    writer, memory = recorded()
+    recorder, at, holds, optimizer = StepRecorder(writer), 10**12, list[Optimizer](), Optimizer()
+    for seed, count in ((0, 10), *((seed, 1) for seed in range(1, 31))):
+        for _ in range(count):
+            at = step(recorder, optimizer, at, (0, 0, 1, 1, 1, 1), loader=False)
+        if seed == held:
+            holds.append(optimizer)
+        elif seed == held + 5:
+            holds.clear()
+        optimizer = Optimizer()
+    recorder.flush()
+    assert [record.step for record in _records(writer, memory)] == list(range(1, 40))
 
 
 @given(st.permutations("ABC"), st.integers(1, 3), st.lists(st.integers(0, 2), min_size=3, max_size=3), st.integers(1, 5))

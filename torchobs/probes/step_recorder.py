@@ -464,11 +464,19 @@ class StepRecorder:
             self._pacemaker, self._calls = last.last, last.calls[last.last]
             self._write_parts()
 
-    def _end_model(self) -> None:
-        """Write the parts as a whole step if their optimizers and the pacemaker have been deleted: none will step again."""
+    def _end_model(self, besides: int = 0) -> None:
+        """Write each part as a step if their optimizers and the pacemaker have been deleted: none will step again.
+
+        As one step they would depend on when the last reference to one of them went, which may be in another thread.
+        ``besides``: so many of the last ones stay open.
+        """
         living = {PASS, 0, *(known.key for known in list(self._optimizers.values()))}
-        if self._parts and living.isdisjoint(self._named()):
-            self._write_parts()
+        if living.isdisjoint(self._named()):
+            parts, number = self._parts, max(0, len(self._parts) - besides)
+            for part in parts[:number]:
+                self._parts = [part]
+                self._write_parts()
+            self._parts = parts[number:]
 
     def note_unseen(self) -> None:
         """Note a backward pass in another thread than the steps, or that the training goes on in another thread."""
@@ -540,6 +548,7 @@ class StepRecorder:
 
     def flush(self) -> None:
         """Write complete steps when the rank ends. Rule 5."""
+        self._end_model(besides=1)
         if self._pacemaker:
             for part in self._parts:
                 part.values.resolve(GONE)
