@@ -334,6 +334,7 @@ CACHES: dict[str, Any] = {
     "tensors": {"images": torch.zeros(100, 3, 32), "labels": torch.zeros(100)},
     "a list": [(torch.zeros(3, 32), index) for index in range(10)],
     "a tensor": torch.zeros(100, 7),
+    "transitions": [{"state": torch.zeros(100, 7), "action": torch.zeros(100)}],
     "a table": {"losses": [1.0, 0.5], "config": {"model": "resnet", "lr": 0.1}},
 }
 
@@ -356,8 +357,11 @@ def test_a_cache_of_data_is_no_checkpoint(run: Recording, tmp_path: Path, kind: 
     torch.save(CACHES[kind], tmp_path / "before.pt")
     train(lambda step: torch.save(CACHES[kind], tmp_path / f"{step}.pt"))
     assert saved(run)["saved"] == 0
+    torch.load(tmp_path / "before.pt")
     assert run.frames("torchobs.checkpoint") == []
     assert checkpoint_s(run) == [0.0, 0.0, 0.0]
+    assert run.session.context is not None
+    assert not run.session.context.breakers["checkpoint"].is_open
 
 
 def _wrapped(state: dict[str, Any]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Restored:
         missing, unexpected, keys = result.missing_keys, result.unexpected_keys, len(state)
         if not missing:
             self._whole.add(module)
-        matched = keys - len(unexpected)
+        matched = max(0, keys - len(unexpected))  # a module's own hook may have added keys
         if matched * FEW < min(keys, matched + len(missing)):
             fields: dict[str, object] = {"model": type(module).__name__, "keys": keys, "matched": matched}
             examples = {"unexpected": unexpected[0], "missing": missing[0]}
@@ -85,9 +85,16 @@ class Restored:
 
 
 def _optimizers(content: Any, depth: int = 2) -> Iterator[int]:
-    """Yield the number of parameters of each optimizer's state that is not empty, down to lists in a dictionary."""
-    if isinstance(content, Mapping) and content.get("state") and isinstance(content.get("param_groups"), list):
-        yield sum(len(group["params"]) for group in content["param_groups"])
-    elif depth and isinstance(content, (Mapping, list, tuple)):
-        for value in islice(content.values() if isinstance(content, Mapping) else content, _MOST_LOOKED_AT):
+    """Yield the number of parameters of each optimizer's state that is not empty, down to lists in a dictionary.
+
+    A file may hold anything under the name ``state``: a tensor, which has no truth value, and on a device would wait for it.
+    """
+    if not isinstance(content, (dict, list, tuple)):
+        return
+    state, groups = (content.get("state"), content.get("param_groups")) if isinstance(content, dict) else (None, None)
+    if isinstance(state, Mapping) and state and isinstance(groups, list):
+        parameters = [group.get("params") for group in groups if isinstance(group, dict)]
+        yield sum(len(each) for each in parameters if isinstance(each, list))
+    elif depth:
+        for value in islice(content.values() if isinstance(content, dict) else content, _MOST_LOOKED_AT):
             yield from _optimizers(value, depth - 1)
