@@ -95,9 +95,11 @@ def test_a_normalisation_counts_as_a_layer_only_if_it_learns_nothing(run: Record
     """Of three linear layers and two norms, one of which is given nothing but zeros: four."""
     layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
     model = nn.Sequential(*layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    model[2].unused = nn.LazyLinear(1)  # without a shape until it is called
     with torch.no_grad():
         layers[3].bias.fill_(-100.0)  # type: ignore[operator]  # it is a tensor
-    found = train(run, (model, torch.optim.Adam(model.parameters(), lr=1e-3)), rows)
+    found = train(run, (model, optimizer), rows)
     assert [(told["layers"], told["layers_total"]) for told in found] == [(["5"], 4), (["0", "3"], 4)]
 
 

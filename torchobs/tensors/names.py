@@ -76,13 +76,15 @@ class ParameterNames:
 
         Those count that have a matrix: a normalisation's scale or a bias alone is no layer, unless it is one of ``stuck``.
         """
+        from torchobs.tensors.values import shape_of  # which imports torch: there is a model by now
+
         layers, counted = set[tuple[int, str]](), set[int]()
         for number, module in enumerate(self.outermost()):
             names, matrices = dict[int, str](), set(stuck)
             with suppress(RuntimeError):  # a dictionary changed size
                 named = [(layer_of(clean(name)), parameter) for name, parameter in self._parameters(module)]
                 names = {id(parameter): name for name, parameter in named}
-                matrices.update(name for name, parameter in named if parameter.dim() > 1)
+                matrices.update(name for name, parameter in named if len(shape_of(parameter)) > 1)
             if any(key in trained for key in names):
                 own = {name for key, name in names.items() if key not in counted}  # not again as its wrapper's
                 layers.update((number, name) for name in own & matrices or own)  # flattened ones are all vectors
