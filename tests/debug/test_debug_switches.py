@@ -149,6 +149,8 @@ def test_what_the_layers_put_out_is_seen_by_the_activation_probe(caplog: pytest.
     said = next(record.getMessage() for record in caplog.records if "forward pass of step" in record.getMessage())
     assert re.search(r"\b0 \[\d+, \d+\] [\d.e-]+ ± ", said), "a layer's name, its output's shape, mean and spread"
     assert current().context.hooks.layers.every == 0
+    training.run(1)
+    assert hooks(training.model) == 0, "the last step, before the sampler has noticed"
 
 
 def test_an_error_in_a_switch_is_its_own(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -148,10 +148,13 @@ class ActivationProbe:
         if not self._removed:
             self._follow()
 
+    def _is_wanted(self) -> bool:
+        hooks = self._context.hooks
+        return hooks.level.value >= EXTREME or hooks.layers.every > 0
+
     def _follow(self) -> None:
         """Begin and end looking, as level and model have changed."""
-        context = self._context
-        on = context.hooks.level.value >= EXTREME or context.hooks.layers.every > 0
+        context, on = self._context, self._is_wanted()
         if on != self._on:
             self._on, self._chosen, self._scans = on, None, 0
         if self._model != context.recorder.models.changes:
@@ -264,7 +267,8 @@ class ActivationProbe:
             self._close()
             self._send(step + 1)
             self._spend(monotonic_ns() - begun_ns)
-        if self._opened_in != step and self._pace.is_due(step + 1):
+        # it may have been switched off since the sampler's last round, and this be the last backward pass
+        if self._opened_in != step and self._is_wanted() and self._pace.is_due(step + 1):
             begun_ns, self._opened_in = monotonic_ns(), step
             self._open_window()
             self._spend(monotonic_ns() - begun_ns)
