@@ -159,9 +159,9 @@ class StepRecorder:
     """
 
     __slots__ = (
-        "_append", "_calls", "_carry", "_compiling_ns", "_early", "_first", "_keys", "_optimizers", "_pacemaker", "_parts",
-        "_seen_backward", "_without", "_work_done", "arguments", "direct", "evaluations", "given", "models", "plain",
-        "restarts", "sizes", "trace", "values",
+        "_append", "_calls", "_carry", "_compiling_ns", "_early", "_first", "_has_deleted", "_keys", "_optimizers",
+        "_pacemaker", "_parts", "_seen_backward", "_without", "_work_done", "arguments", "direct", "evaluations", "given",
+        "models", "plain", "restarts", "sizes", "trace", "values",
     )  # fmt: skip
 
     def __init__(self, writer: FlightWriter) -> None:
@@ -188,6 +188,8 @@ class StepRecorder:
         """The living optimizers that have stepped, by id"""
         self._first: dict[int, TensorReference] = {}
         """The first parameters of these, and of deleted ones that the parts or the pacemaker name, by key"""
+        self._has_deleted = False
+        """Whether it may hold deleted ones"""
         self._early = 0
         """The codes of boundaries that were replayed before the part's end, as bits"""
         self._work_done, self._append = writer.work_done, writer.append
@@ -470,6 +472,8 @@ class StepRecorder:
         As one step they would depend on when the last reference to one of them went, which may be in another thread.
         ``besides``: so many of the last ones stay open.
         """
+        if not self._parts or not self._has_deleted:
+            return
         living = {PASS, 0, *(known.key for known in list(self._optimizers.values()))}
         if living.isdisjoint(self._named()):
             parts, number = self._parts, max(0, len(self._parts) - besides)
@@ -610,10 +614,16 @@ class StepRecorder:
         known = self._optimizers.get(ident := id(optimizer))
         if known is not None and known.ref() is optimizer:
             return known.key
-        living, first = {known.key for known in list(self._optimizers.values())}, next(parameters_of(optimizer), None)
-        self._first = {key: known for key, known in self._first.items() if key in living | self._named()}
-        again = (key for key, known in self._first.items() if known() is first is not None and key not in living)
-        key = next(again, 0) or next(self._keys)
+        first, key = next(parameters_of(optimizer), None), 0
+        if self._has_deleted:  # else in no time: there may be an optimizer for each of a thousand parameters
+            self._has_deleted = False
+            named, living = self._named(), {known.key for known in list(self._optimizers.values())}
+            self._first = {key: known for key, known in self._first.items() if key in living or key in named}
+            deleted = [key for key in self._first if key not in living]
+            if deleted:
+                self._has_deleted = True
+            key = next((key for key in deleted if self._first[key]() is first is not None), 0)
+        key = key or next(self._keys)
         if first is not None:
             self._first[key] = TensorReference(first)
         self._optimizers[ident] = _Optimizer(weakref.ref(optimizer, lambda _: self._forget(ident)), key)
@@ -626,6 +636,7 @@ class StepRecorder:
     def _forget(self, ident: int) -> None:
         """Note that an optimizer was deleted. In any thread, at any moment."""
         self._optimizers.pop(ident, None)
+        self._has_deleted = True
         self.plain.sole = 0 if self.plain.sole == ident else self.plain.sole
 
 
