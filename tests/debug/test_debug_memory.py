@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.debug.models import Slope, hooks
 from torchobs import debug, guard, tune
-from torchobs.probes.leak import Tracing
+from torchobs.probes.leak import MOST_TENSORS, Tracing
 
 
 def wide() -> torch.nn.Sequential:
@@ -146,6 +146,18 @@ def test_a_point_has_the_tensors_by_shape() -> None:
     assert found.host_bytes > 10 << 20
     assert (found.label, found.devices, len(views)) == ("here", (), 2)
     assert found.tensor_bytes >= 492_000
+
+
+def test_all_tensors_are_counted_also_those_of_other_classes() -> None:
+    """However many there are; quantised weights and adapters are of classes that inherit from a parameter."""
+
+    class Weight(nn.Parameter):
+        pass
+
+    many, weight = [torch.empty(1, 9) for _ in range(MOST_TENSORS + 10)], Weight(torch.ones(124, 1000))
+    found = debug.memory()
+    assert found.tensors > len(many)
+    assert {row.shape for row in found.largest} >= {(1, 9), tuple(weight.shape)}
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # what torch says of sparse, quantised and nested tensors

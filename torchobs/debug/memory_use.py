@@ -19,6 +19,7 @@ from torchobs.probes.nonfinite.locate import is_users_file
 from torchobs.support.result import Result, fill
 from torchobs.tensors.batches import FAILURES, batch_sizes, rebuilt, walk
 from torchobs.tensors.losses import compute_loss
+from torchobs.tensors.references import living
 from torchobs.tensors.running import beside_grad, kept_memory, running_modules, state_kept
 from torchobs.tensors.values import bytes_of, storages
 
@@ -275,14 +276,14 @@ def memory(label: str = "") -> MemoryPoint:
 
     Nobody's peaks are reset.
     """
-    reading, living = operations.read(), count_tensors()
+    reading, counted = operations.read(), count_tensors(living(torch.Tensor))
     rows = [
-        TensorGroup(kind.shape, kind.dtype, kind.device, count, living.sizes[kind]) for kind, count in living.tensors.items()
+        TensorGroup(kind.shape, kind.dtype, kind.device, count, counted.sizes[kind]) for kind, count in counted.tensors.items()
     ]
     devices = tuple(DeviceMemory(x.device, x.allocated, x.reserved, x.peak or x.allocated) for x in used_devices(torch))
     return MemoryPoint(
         label=label, host_bytes=reading.host, host_peak_bytes=reading.host_peak, devices=devices,
-        tensors=living.tensors.total(), tensor_bytes=living.sizes.total(),
+        tensors=counted.tensors.total(), tensor_bytes=counted.sizes.total(),
         largest=tuple(sorted(rows, key=lambda row: -row.size_bytes)[:MOST_ROWS]),
     )  # fmt: skip
 

@@ -35,9 +35,10 @@ from torchobs.support.source_lines import innermost
 from torchobs.taps.taps import subclasses
 from torchobs.tensors.graph import kept_tensors
 from torchobs.tensors.references import collections_paused, objects_of, types_of_objects
+from torchobs.tensors.values import is_without_data
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torchobs.probes.context import ProbeContext
     from torchobs.probes.memory_growth import Suspicion
@@ -95,12 +96,13 @@ def count_types() -> Counter[int]:
         return Counter(map(id, types_of_objects()))
 
 
-def count_tensors() -> LiveObjects:
-    """Count the dense tensors that the garbage collector tracks."""
+def count_tensors(tensors: Iterable[Any] | None = None) -> LiveObjects:
+    """Count the dense ones of these tensors; by default of ``MOST_TENSORS`` that the garbage collector tracks."""
     found, storages = LiveObjects(), set[int]()
     with torch._C.DisableTorchFunction():  # no mode of the user's sees this
-        for known in _tensors()[-MOST_TENSORS:]:
-            _add(found, known, storages)
+        for x in (known() for known in _tensors()[-MOST_TENSORS:]) if tensors is None else tensors:
+            if x is not None:
+                _add(found, x, storages)
     return found
 
 
@@ -152,9 +154,8 @@ def _tensors() -> list[ref[Any]]:
         return list(map(ref, objects_of(classes)))
 
 
-def _add(found: LiveObjects, known: ref[Any], storages: set[int]) -> None:
-    x = known()
-    if x is None or x.layout is not torch.strided or x.is_nested or x.device.type == "meta":
+def _add(found: LiveObjects, x: Any, storages: set[int]) -> None:
+    if is_without_data(x) or x.layout is not torch.strided or x.is_nested:
         return
     try:
         storage = x.untyped_storage()
