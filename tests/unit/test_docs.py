@@ -15,6 +15,8 @@ import torch
 from torchobs import catalog, debug, guard, tune
 from torchobs.catalog import Event, Metric, Span, prometheus_label
 from torchobs.cli.__main__ import COMMANDS
+from torchobs.config.options import BOOLEAN
+from torchobs.config.settings import OPTIONS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,6 +63,23 @@ def test_the_page_says_what_a_dead_rank_still_shows(checkout: Path) -> None:
     assert not stays & {
         metric.prometheus for metric in (catalog.RANK_PROGRESS_AGE, catalog.ANOMALY_ACTIVE, catalog.EXPORTER_FILES)
     }
+
+
+def test_the_pages_stay_short(checkout: Path) -> None:
+    """As `wc -w` counts them: what is added takes the place of something, or moves to a page of its own."""
+    words = {page.stem: len(page.read_text().split()) for page in (checkout / "docs").glob("*.md")}
+    assert sum(words.values()) <= 35_000
+    assert words["debug"] + words["tune"] + words["guard"] <= 6_000
+    assert [name for name, count in words.items() if count > 2_500 and name != "metrics"] == []
+
+
+def test_every_setting_has_its_row(checkout: Path) -> None:
+    """With its variables, and what is allowed, in the words of the messages about wrong values."""
+    page = (checkout / "docs" / "settings.md").read_text()
+    for option in OPTIONS:
+        allowed = "a switch" if option.kind is BOOLEAN else option.kind.allowed
+        row = rf"^\| `{option.name}` \| `{'`, `'.join(option.variables)}`.* \| {re.escape(allowed)} \| "
+        assert re.search(row, page, re.MULTILINE), option.name
 
 
 WRITTEN = ("top", "inspect", "report", "compare", "runs", "stacks", "profile", "level", "doctor", "exporter")
