@@ -19,6 +19,7 @@ from tests.training import loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.outcomes import Outcomes
 from torchobs.flight import reader
 from torchobs.flight.layout import Exit
 from torchobs.flight.native import compiled
@@ -276,6 +277,10 @@ def test_the_signal_and_the_place_are_told(flight_dir: Path, body: str, number: 
     try:
         (rank,) = wait_until(lambda: [rank for rank in scanner.scan().ranks if not rank.up])
         assert (rank.state, rank.reason) == ("failed", "crashed")
+        outcomes = Outcomes()
+        (run,) = outcomes.read(scanner, scanner.scan())
+        (proof,) = outcomes.verdict(run).evidence  # as a message and the API say it
+        assert told in proof.text
     finally:
         scanner.close()
 

@@ -27,11 +27,13 @@ import faulthandler
 import functools
 import operator
 import os
+import re
 import signal
 import stat
 import sys
 import weakref
 from collections.abc import Iterable
+from itertools import islice
 from threading import get_ident
 
 from torchobs.flight import files
@@ -83,6 +85,10 @@ def _read(directory_fd: int, lock_name: str, size: int) -> tuple[bytes, float]:
 MOST_OF_MARK = 64 << 10
 """Bytes that are read of a mark: a hundred frames, ``faulthandler``'s limit, take less"""
 
+_STACK = "Stack (most recent call first):\n"
+_FRAME = re.compile(r'  File "([^"\n]*)", line ([0-9]+|\?\?\?) in ([^\n]*)')
+_MOST_FRAMES = 64
+
 _CRASH_HEADING = b"Fatal Python error: "
 _TITLES = {
     b"Segmentation fault": signal.SIGSEGV,
@@ -119,10 +125,15 @@ def crash_signal(directory_fd: int, lock_name: str) -> signal.Signals | None:
     return _signal_of(_read(directory_fd, lock_name, 64)[0])
 
 
-def crash_stack(directory_fd: int, lock_name: str) -> str:
-    """Return the stack of a mark; empty without one."""
+def crash_frames(directory_fd: int, lock_name: str) -> tuple[str, ...]:
+    """Return the frames of the thread that crashed; empty without a mark, or if it ran no Python code."""
     content = _read(directory_fd, lock_name, MOST_OF_MARK)[0]
-    return content.decode(errors="replace") if _signal_of(content) is not None else ""
+    return frames_of(content.decode(errors="replace").partition(_STACK)[2]) if _signal_of(content) is not None else ()
+
+
+def frames_of(stack: str) -> tuple[str, ...]:
+    """Return the frames of a stack by ``faulthandler`` as ``file:line in function``, the innermost first; at most 64."""
+    return tuple(f"{found[1]}:{found[2]} in {found[3]}" for found in islice(_FRAME.finditer(stack), _MOST_FRAMES))
 
 
 def _signal_of(content: bytes) -> signal.Signals | None:

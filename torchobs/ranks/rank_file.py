@@ -168,6 +168,7 @@ class RankFile:
         self._ends = False
         self._fatal: int | None = None
         """the signal of a crash"""
+        self._crash: tuple[str, ...] = ()
         self.opened = 0
         self.state = "alive"
         self.fading = False
@@ -224,6 +225,8 @@ class RankFile:
         # killed in the grace, too: a lock that has just become free says alive until its heartbeat is old
         self._ends = self.header.pid == 1 and terminated_age_s is not None and terminated_age_s <= grace_s
         self._fatal = None if self.lock_held else endings.crash_signal(directory_fd, lock_name(self.name))
+        if self._fatal is not None and not self._crash:
+            self._crash = endings.crash_frames(directory_fd, lock_name(self.name))
         try:
             self._read(now)
         finally:  # an unreadable file counts as one without a heartbeat
@@ -294,6 +297,7 @@ class RankFile:
             opened=self.opened,
             exemplars=self.exemplars,
             exception=self.exception,
+            crash=self._crash,
             standstill=self.standstill(now),
             terminated_age_s=self.terminated_age_s(now),
         )

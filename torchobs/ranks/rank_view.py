@@ -512,6 +512,7 @@ def view_of(rank: Rank, readings: Readings, recorded: Recorded = NOT_READ) -> Ra
         standstill=rank.standstill if up else None,
         slowness=rank.standing.slowness if rank.standing else None,
         raised=rank.exception,
+        crash=rank.crash,
         exit_code=live.exit_code,
         steps=recorded.steps,
         pace=recorded.pace if records else None,

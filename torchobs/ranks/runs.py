@@ -42,10 +42,7 @@ _MOST_LISTED = 12
 
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\(most recent call first\):\n((?:  [^\n]*\n?)*)")
-_FRAME = re.compile(r'  File "([^"\n]*)", line ([0-9]+|\?\?\?) in ([^\n]*)')
 _MAIN = re.compile(r"^# Thread 0x([0-9a-f]+) is 'MainThread'$", re.MULTILINE)
-_STACK = "Stack (most recent call first):\n"
-_MOST = 64
 
 
 class FoundFile(NamedTuple):
@@ -261,14 +258,11 @@ def _left(directory: Path) -> dict[str, list[ArtifactName]]:
 
 def _with(report: RankView, directory: Path, left: Mapping[str, Sequence[ArtifactName]]) -> RankView:
     own = sorted(left.get(file_name(report.header), ()), key=lambda one: (one.kind, one.number))
-    dump, crash = _stacks(directory, own, report), ""
-    if report.reason == "crashed":
-        with suppress(OSError), opened(directory, link=True) as fd:  # it is gone by now
-            crash = endings.crash_stack(fd, lock_name(file_name(report.header)))
+    dump = _stacks(directory, own, report)
     silent = report.reason in _SILENT and not report.events_named(catalog.EVENT_RUN_END)
     # where the file lies now, perhaps as a copy, counts only if its header does not say where it was
     unwritten = silent and not (in_memory(directory) if report.header.in_memory is None else report.header.in_memory)
-    return replace(report, left=tuple(own), frames=main_frames(dump), crash=crash_frames(crash), unwritten=unwritten)
+    return replace(report, left=tuple(own), frames=main_frames(dump), unwritten=unwritten)
 
 
 def _stacks(directory: Path, left: Sequence[ArtifactName], report: RankView) -> str:
@@ -402,13 +396,4 @@ def main_frames(dump: str) -> tuple[str, ...]:
         return ()
     named = _MAIN.search(dump)
     main = next((body for number, body in threads if named and number == int(named[1], 16)), threads[-1][1])
-    return _frames(main)
-
-
-def crash_frames(dump: str) -> tuple[str, ...]:
-    """Return the frames of the thread that crashed, the innermost first; empty if it ran no Python code."""
-    return _frames(dump.partition(_STACK)[2])
-
-
-def _frames(body: str) -> tuple[str, ...]:
-    return tuple(f"{found[1]}:{found[2]} in {found[3]}" for found in list(_FRAME.finditer(body))[:_MOST])
+    return endings.frames_of(main)

@@ -137,6 +137,8 @@ class Rank:
     exemplars: Shown = field(default_factory=dict)
     exception: Mapping[str, str] = field(default_factory=dict)
     """attributes of ``catalog.RANK_EXCEPTION``: the newest exception of its main thread; empty: none is in its event ring"""
+    crash: tuple[str, ...] = ()
+    """frames of the thread that crashed, the innermost first; empty: none did, or it ran no Python code"""
     standstill: Standstill | None = None
     """that it makes no step; None: it does, or has ended, or does something else that may take long"""
     terminated_age_s: float | None = None
