@@ -14,6 +14,7 @@ is about to drop; tensors are asked one by one through weak references. For 300,
 
 from __future__ import annotations
 
+import sys
 import time
 import tracemalloc
 from collections import Counter
@@ -59,6 +60,8 @@ class Amount(NamedTuple):
 
     number: int
     size: int
+    large: int = 0
+    """how many of them may be tensors, by the size of their object"""
 
 
 class TensorKind(NamedTuple):
@@ -282,21 +285,24 @@ class LeakProbe:
 
     def _lines(self, snapshots: list[tracemalloc.Snapshot]) -> list[tuple[str, Amount]]:
         """Return the lines that grew between two snapshots, the most bytes first; without both none."""
-        numbers, sizes = Counter[str](), Counter[str]()
+        numbers, sizes, large = Counter[str](), Counter[str](), Counter[str]()
+        tensor_size = sys.getsizeof(torch.empty(0, device="cpu"))
         for one in snapshots[1].compare_to(snapshots[0], "traceback") if len(snapshots) > 1 else ():
             line = innermost(one.traceback) if one.count_diff > 0 and one.size_diff > 0 else None
             if line is not None:
                 numbers[line] += one.count_diff
                 sizes[line] += one.size_diff
+                large[line] += one.count_diff if one.size_diff >= one.count_diff * tensor_size else 0
             self._context.yield_gil()
-        return [(line, Amount(numbers[line], size)) for line, size in sizes.most_common()]
+        return [(line, Amount(numbers[line], size, large[line])) for line, size in sizes.most_common()]
 
     def _report(self, attributes: dict[str, object], lines: list[tuple[str, Amount]], counts: list[LiveObjects]) -> None:
         """Write the event, and the whole tables as an artifact."""
         before, after = counts if len(counts) == 2 else [LiveObjects(), LiveObjects()]  # noqa: PLR2004  # both
         tensor_bytes, kinds = after.sizes.total() - before.sizes.total(), grown_kinds(before, after)
         if tensor_bytes > sum(more.size for _, more in lines):
-            lines = sorted(lines, key=lambda row: -row[1].number)  # tensors lie outside of Python's memory: by number
+            # tensors lie outside of Python's memory: by number, without the indices that a sampler draws for each epoch
+            lines = sorted(lines, key=lambda row: (-row[1].large, -row[1].number))
         tables = {
             "lines": [f"{line} {more.number:,} more, {text.size(more.size)}" for line, more in lines],
             "objects": [f"{more:,} {name}" for name, more in grown_types(before.types, after.types)],
