@@ -11,7 +11,7 @@ STEP_DURATION = histogram("torchobs.step.duration", "s", SECONDS_BOUNDS).describ
 )
 STEP_PHASE_TIME = counter("torchobs.step.phase.time", "s", PHASE).described("Time spent in each phase of the steps.")
 STEP_DEVICE_TIME = gauge("torchobs.step.device.time", "s", PHASE).described(
-    "CUDA device's time in each phase of a step, idle or not; one step a second."
+    "The CUDA device's time in each phase of a step, idle or not; one step a second."
 )
 LAST_STEP_TIMESTAMP = gauge("torchobs.last_step.timestamp", "s", survives=True).described(
     "Unix time at which the last step ended."
