@@ -133,6 +133,18 @@ def test_names_have_one_size_in_all_tensors_of_a_check() -> None:
         guard.validate_inputs({"x": inputs["x"]}, {"w": guard.Contract()})
 
 
+def test_values_are_looked_at_within_transformations_that_have_them() -> None:
+    """A gradient or a directional derivative of a function: an infinity is as wrong there."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        guard.Contract().check(x / 0.0)
+        return x.sum()
+
+    for derive in (torch.func.grad(function), lambda x: torch.func.jvp(function, (x,), (x,))):
+        with pytest.raises(guard.ContractError, match="3 Inf among 3 values"):
+            derive(torch.ones(3))
+
+
 def test_no_graph_break() -> None:
     """Promise: a checked function compiles as a whole; nothing is checked in the graph."""
 

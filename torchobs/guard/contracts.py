@@ -21,7 +21,7 @@ from torchobs.guard.records import Category, Severity, count, record_event
 from torchobs.support.arguments import is_number
 from torchobs.support.result import Checked, Problem
 from torchobs.tensors.losses import wide_type
-from torchobs.tensors.values import dense, is_without_data, shape_of
+from torchobs.tensors.values import dense, is_without_data, shape_of, unwrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +265,7 @@ class Contract:
     def inspect(self, x: torch.Tensor, name: str = "tensor", sizes: dict[str, object] | None = None) -> ContractReport:
         """Return what :meth:`check` would raise; nothing is recorded."""
         outer = self._outer(x, name, {} if sizes is None else sizes)
-        return ContractReport(tuple(outer or _wrong_values(self, x, name)))
+        return ContractReport(tuple(outer or _wrong_values(self, unwrapped(x), name)))
 
     def _outer(self, x: Any, name: str, sizes: dict[str, object]) -> list[Violation]:
         """Check what needs no values."""

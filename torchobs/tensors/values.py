@@ -146,6 +146,14 @@ def is_without_data(x: Any) -> bool:
     return type(x).__name__ == "FakeTensor" or torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
+def unwrapped(x: Any) -> Any:
+    """Return the tensor that those of ``torch.func.grad``, ``vjp`` and ``jvp`` wrap, which has the values; any other itself."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_gradtrackingtensor(x):
+        x = functorch.get_unwrapped(x)
+    return x
+
+
 def shape_of(x: Any) -> tuple[int | str, ...]:
     """Return the shape; a dimension of unequal lengths (nested) is ``"*"``, an uninitialised parameter has none."""
     if is_uninitialized(x):
