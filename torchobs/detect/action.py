@@ -23,7 +23,7 @@ _FAULT = re.compile(
 """What CUDA, NCCL and the kernel say of a GPU or a network card that has failed"""
 _OUTSIDE = re.compile(
     r"CUDA|cuDNN|CUBLAS|NCCL|\bHIP\b|out of memory|DataLoader worker|shared memory|Too many open|No space left|[Cc]onnection"
-    r"|[Tt]imed? ?out"
+    r"|[Tt]imed? ?out|allocate memory"
 )
 """Words of errors that the surroundings of a program may have caused"""
 _SURROUNDINGS = frozenset(
