@@ -89,6 +89,9 @@ def test_a_reboot(flight_dir: Path, place: Path, tmp_path: Path, capsys: pytest.
     living = json.loads(ran(capsys, "runs", *where, "--json")[1])["runs"]
     names = {"by-itself": True, "by-exporter": True, "untold": False, "unasked": False}
     assert {one["run_id"]: bool(one["kept"]) for one in living} == names
+    assert ran(capsys, "report", "--dir", tmp_path / "flights", "-o", tmp_path / "latest.json")[0] == 0
+    (latest,) = json.loads((tmp_path / "latest.json").read_text())["ranks"]
+    assert latest["job_name"] == "interrupted"  # of this directory, though others that are kept ended later
     before = [*ran(capsys, "inspect", flight_dir, "--run", "by-exporter")[1].splitlines()]
     assert ran(capsys, "report", "by-itself", *where, "-o", tmp_path / "before.html")[0] == 0
     assert ran(capsys, "report", "by-itself", *where, "-o", tmp_path / "before.json")[0] == 0

@@ -215,7 +215,8 @@ def load(path: Path) -> Kept:
 def find(wanted: str | None, flight_dir: Path | None = None) -> Chosen | Kept:
     """Read the run that a person named: a file, a directory of flight files, or what :func:`.runs.choose` takes, also kept.
 
-    ``None``: the latest run. ``flight_dir``: where named runs are looked for, by default where this user's trainings write.
+    ``None``: the latest run of the directory, of the kept ones where it has none. ``flight_dir``: that directory, where named
+    runs are looked for, too; by default where this user's trainings write.
     Raises :class:`NoRunError` when no run matches; ``OSError`` for a directory that cannot be read.
     """
     if wanted is not None and (path := Path(wanted)).exists():
@@ -227,7 +228,8 @@ def find(wanted: str | None, flight_dir: Path | None = None) -> Chosen | Kept:
         live = runs.listing(flight_dir or runs.default_directory()).runs
     here = {name_of(run.job_name, run.run_id, file.header.boot_id) for run in live for file in run.files}
     kept = {run: path for run, path in listed(directory())[0].items() if path.name not in here}
-    every: list[RunFiles | RunSummary] = sorted([*live, *kept], key=lambda run: -run.last_s)
+    other = () if wanted is None and live else kept
+    every: list[RunFiles | RunSummary] = sorted([*live, *other], key=lambda run: -run.last_s)
     at = runs.named([(run.job_name, run.run_id) for run in every], wanted)
     if at is not None and isinstance(one := every[at], RunSummary):
         return load(kept[one])
