@@ -47,7 +47,7 @@ def slowdown(setup: Setup, chance: random.Random) -> Verdict:
     last = observed.reports[0].last_step
     began = last + 1 - int(text.split(" steps")[0].rsplit(" ", 1)[1].replace(",", "")) if text else None
     # a single step without a fetch has no forward phase: what lies before its backward pass is called between
-    named = phase in text or (phase == "forward" and "is between" in text)
+    named = phase in text or (phase == "forward" and "the phase between" in text)
     return Verdict("slowdown" in observed.kinds(), named, None, f"{phase} {at} {began} {text} {notes(observed)}")
 
 
