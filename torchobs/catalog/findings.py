@@ -368,12 +368,14 @@ checkpoint_age info
       done again][lost!nothing has to be done again].
 checkpoint_failed error alert=TorchobsCheckpointFailed
     short: Checkpoints cannot be saved.
-    long: {saves:checkpoint} could not be saved[ ({why})], and none was since.[ {free:size} were left on the file system, and a
-      checkpoint takes {needed:size}.][ The last one saved is of step {saved_step:,}.]
+    long: {saves:checkpoint} could not be saved[ ({why})], and none was since.[saved_step? {free:size} were left on the file
+      system, and a checkpoint takes {needed:size}.][saved_step! {free:size} were left on the file system, and the parameters
+      alone take {needed:size}.][ The last one saved is of step {saved_step:,}.]
 checkpoint_failed_once info
     short: Checkpoints could not be saved for a time.
-    long: {saves:checkpoint} could not be saved[ ({why})]; a later one was.[ {free:size} were left on the file system, and a
-      checkpoint takes {needed:size}.]
+    long: {saves:checkpoint} could not be saved[ ({why})]; a later one was.[saved_step? {free:size} were left on the file
+      system, and a checkpoint takes {needed:size}.][saved_step! {free:size} were left on the file system, and the parameters
+      alone take {needed:size}.]
 save_raised warning source=torchobs.checkpoint.failed
     short: A save raises {exception.type}.
     long: A save ({format}) raised {exception.type}[, {ago:s} before the end].
