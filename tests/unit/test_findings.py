@@ -162,7 +162,11 @@ def test_a_parameter_without_a_name_is_a_noun() -> None:
         ("slowdown", {"steps": 1, "one": True, "now": 3.0, "usual": 0.1}, "The last step took 3 s, usual was 100 ms;"),
         ("never_stepped", {"backward_passes": 1}, "1 backward pass, and no step"),
         ("dead_units", {"units_dead": 1, "units": 4, "layer": "fc", "steps": 9}, "1 of 4 units of fc gives zero"),
-        ("checkpoint_failed", {"saves": 1, "free": 0, "needed": 1024}, "on the file system, and the parameters alone take 1 KiB."),
+        (
+            "checkpoint_failed",
+            {"saves": 1, "free": 0, "needed": 1024},
+            "on the file system, and the parameters alone take 1 KiB.",
+        ),
         ("gpu_lost", {"hw.id": "0", "reason": "was it 'a?.b'"}, "'a?.b'."),
     ],
 )
