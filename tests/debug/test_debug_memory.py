@@ -148,6 +148,13 @@ def test_a_point_has_the_tensors_by_shape() -> None:
     assert found.tensor_bytes >= 492_000
 
 
+def test_a_block_ends_where_nothing_is_traced_any_more() -> None:
+    """In a child that was forked within it, which traces no more, and beside a program that stops its own."""
+    with debug.memory_growth() as growth:
+        tracemalloc.stop()
+    assert (growth.python_lines, growth.host is not None) == ((), True)
+
+
 def test_all_tensors_are_counted_also_those_of_other_classes() -> None:
     """However many there are; quantised weights and adapters are of classes that inherit from a parameter."""
 

@@ -302,7 +302,7 @@ def memory_growth(label: str = "") -> Iterator[MemoryGrowth]:
     tracing = Tracing()
     tracing.start()
     gc.collect()
-    objects, before, lines = count_types(), operations.read(), tracemalloc.take_snapshot()
+    objects, before, snapshots = count_types(), operations.read(), tracing.snapshot()
     watch = AllocationWatch(lines=True)
     try:
         with watch:
@@ -310,13 +310,13 @@ def memory_growth(label: str = "") -> Iterator[MemoryGrowth]:
     finally:
         gc.collect()
         grown = tuple(Growth(name, None, more) for name, more in grown_types(objects, count_types())[:MOST_ROWS])
-        after, later = operations.read(), tracemalloc.take_snapshot()
+        after, snapshots = operations.read(), snapshots + tracing.snapshot()
         tracing.stop()
         host, device = operations.use(before, after)
         live = watch.live()
         fill(
             growth, host=host, gpu_memory=device, tensor_bytes=watch.current, tensor_peak_bytes=watch.peak,
-            tensor_lines=_by_line(live), python_lines=_python_lines(later, lines), objects=grown,
+            tensor_lines=_by_line(live), python_lines=_python_lines(snapshots), objects=grown,
         )  # fmt: skip
 
 
@@ -328,8 +328,10 @@ def _by_line(live: Iterable[Live]) -> tuple[Growth, ...]:
     return tuple(Growth(location, size, counts[location]) for location, size in sizes.most_common(MOST_ROWS))
 
 
-def _python_lines(later: tracemalloc.Snapshot, lines: tracemalloc.Snapshot) -> tuple[Growth, ...]:
-    grown = (one for one in later.compare_to(lines, "lineno") if one.size_diff > 0)
+def _python_lines(snapshots: list[tracemalloc.Snapshot]) -> tuple[Growth, ...]:
+    """Return the lines that grew between two snapshots; none where the tracing has ended before: in a child that was forked."""
+    compared = snapshots[1].compare_to(snapshots[0], "lineno") if len(snapshots) > 1 else []
+    grown = (one for one in compared if one.size_diff > 0)
     rows = [
         Growth(f"{one.traceback[0].filename}:{one.traceback[0].lineno}", one.size_diff, one.count_diff)
         for one in grown
