@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import torchobs
 from tests import flights, support
 from tests.training import Recording, mlp, recording
+from torchobs.detect import speed
 from torchobs.document.sections import epoch_table
 from torchobs.flight import reader
 from torchobs.flight.layout import PHASE_NAMES
@@ -127,8 +128,9 @@ def test_a_killed_worker_is_an_event_and_torch_says_what_it_always_says(run: Rec
 
 
 @pytest.mark.serial
-def test_training_that_waits_for_its_data_is_told(run: Recording) -> None:
+def test_training_that_waits_for_its_data_is_told(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     """A state, and one event when it begins; the clock is the test's."""
+    monkeypatch.setattr(speed, "LEAST_TRAINED_S", 0.001)
     context, now_s = run.session.context, [0.0]
     assert context is not None
     run.look()  # from here on nobody else folds and publishes

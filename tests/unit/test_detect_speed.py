@@ -228,6 +228,14 @@ def test_less_than_a_minute_tells_nothing() -> None:
     assert (judge.starved, judge.share) == (True, 31 / 60)
 
 
+def test_a_minute_in_which_little_was_trained_tells_nothing() -> None:
+    """A rank that hangs after its first steps waits for no data."""
+    judge = Starvation()
+    judge.judge(DataCounters(0.0, 0, 0.0, 0.0))
+    assert not judge.judge(DataCounters(WINDOW_S, 149, 0.1, 0.3))
+    assert not judge.starved
+
+
 FORWARD, FETCHING, BETWEEN, BACKWARD, AFTER, STEPPING = 400, 30, 10, 800, 5, 55
 
 

@@ -138,7 +138,7 @@ WINDOW_S = 60.0
 """Long enough to include the worker start-up of an epoch in proportion."""
 LEAST_WAITED_STEPS = 10
 LEAST_TRAINED_S = 10.0
-"""With less, the total is dominated by the first step, which starts the workers."""
+"""With less, the total is dominated by the first step, which starts the workers; so is a minute of which the rest is a hang."""
 
 
 def waiting_share(data_s: float, trained_s: float) -> float | None:
@@ -175,10 +175,11 @@ class Starvation:
         if start is None:
             self._window_start = seen
             return False
-        if seen.now_s - start.now_s < WINDOW_S or seen.steps - start.steps < LEAST_WAITED_STEPS:
-            return False
         trained_s = seen.trained_s - start.trained_s
-        self._window_start, self.share = seen, (seen.data_s - start.data_s) / trained_s if trained_s > 0 else 0.0
+        is_short = seen.now_s - start.now_s < WINDOW_S or trained_s < LEAST_TRAINED_S
+        if is_short or seen.steps - start.steps < LEAST_WAITED_STEPS:
+            return False
+        self._window_start, self.share = seen, (seen.data_s - start.data_s) / trained_s
         self.starved = self.share >= (ENDS if self.starved else BEGINS)
         return True
 
