@@ -18,6 +18,8 @@ import torchobs
 from tests import flights, support
 from tests.training import Recording, mlp, recording
 from torchobs.detect import speed
+from torchobs.document.blocks import section
+from torchobs.document.html import content
 from torchobs.document.sections import epoch_table
 from torchobs.flight import reader
 from torchobs.flight.layout import PHASE_NAMES
@@ -277,6 +279,8 @@ def test_each_epoch_has_its_line(run: Recording) -> None:
     assert table is not None
     assert [row[:2] for row in table.rows] == [("1", "3"), ("2", "3")]  # the third has not ended
     assert {row[3] for row in table.rows} == {number(view.loss)}
+    card = content(section("details", "", table, cards=True))  # of the live page
+    assert "Mean loss</th>" in str(card)
 
 
 def test_a_new_loader_for_every_epoch(run: Recording) -> None:

@@ -21,6 +21,7 @@ _WORDS = {"info": "Note", "warning": "Warning", "error": "Error"}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 _LEAST_NAMED = 0.005
 _MOST_TITLE = 80
+_PAIR = 2
 
 
 def page(document: blocks.Document) -> str:
@@ -95,11 +96,11 @@ def content(one: blocks.Section) -> Html:
 
 
 def _card(block: blocks.Block) -> Html:
-    """Return a block in little: a curve without axes, a table of pairs as a list."""
+    """Return a block in little: a curve without axes, a table of pairs as a list, another table as it is."""
     if isinstance(block, blocks.LineChart):
         value = exact(block.rounded(block.last) if block.last is not None else text_format.NONE, block.last)
         return joined([tag("h3", block.name), tag("p", value, class_="value"), charts.small(block)])
-    if isinstance(block, blocks.Table):
+    if isinstance(block, blocks.Table) and len(block.head) == _PAIR:
         return joined([tag("h3", block.name), _terms([(text(name), text(value)) for name, value in block.rows])])
     return joined([tag("h3", block.caption), _shares(block)]) if isinstance(block, blocks.Shares) else _block(block)
 
