@@ -247,3 +247,12 @@ def test_a_leak_leads_with_what_grew_how_much_and_where() -> None:
     assert words(tensors=tensors, lines=lines) == f"{leaks}: {tensors[0]}, made at train.py:23, are never freed. {grew}"
     assert words(lines=lines) == f"{leaks}: what train.py:23 makes is never freed (2,000 more, 95 MiB). {grew}"
     assert words() == f"{leaks}, but no object of Python's became more: look at native code. {grew}"
+
+
+@pytest.mark.parametrize(
+    ("first", "said"), [(1, "The loss turned NaN in step 5. "), (9, "The loss has been NaN since step 13 or before: older")]
+)
+def test_steps_without_a_loss_are_not_steps_that_are_gone(first: int, said: str) -> None:
+    """An earlier loss is unknown only where the file begins later."""
+    history = [step(number, NAN if number == first + 4 else None) for number in range(first, first + 6)]
+    assert any(line.startswith(said) for line in told(facts(history)).values())

@@ -84,7 +84,7 @@ def onset(values: Sequence[float | None]) -> int | None:
 def _nonfinite_loss(report: RankView, lost: int) -> Finding:
     steps, step = report.steps, report.steps[lost]
     name = "NaN" if step.loss is None or isnan(step.loss) else "infinite"
-    if step.step > 1 and all(before.loss is None for before in steps[:lost]):
+    if steps[0].step > 1 and all(before.loss is None for before in steps[:lost]):
         return finding("nonfinite_loss_before", step=step.step, name=name)
     rate = _rate(steps, lost)
     return finding(
