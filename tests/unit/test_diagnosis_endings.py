@@ -98,7 +98,7 @@ def test_a_thread_that_ended_by_an_exception_stands_beside_the_end(reason: str) 
         (catalog.EVENT_GPU_XID, {"hw__id": "GPU-1", "xid": 79}, "gpu_xid", "The driver reports XID 79 of GPU GPU-1, 1 s"),
         (
             catalog.EVENT_OUT_OF_MEMORY, {"device": "cpu", "requested": 2**30, "limit": 6 * 2**30}, "host_out_of_memory",
-            "The host had no memory left, 1 s before the end: 1 GiB were asked for, at the process's limit of 6 GiB (ulimit).",
+            "The process had no memory left, 1 s before the end: 1 GiB were asked for, at its limit of 6 GiB (ulimit).",
         ),
     ],
 )  # fmt: skip

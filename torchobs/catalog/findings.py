@@ -392,9 +392,9 @@ device_out_of_memory error source=torchobs.memory.out_of_memory key=device
       were free, tensors held {allocated:size} and the allocator {reserved:size}.[ Of the model: {model}.][ Most of it is in
       {modules}.][ Most was allocated at {largest}.]
 host_out_of_memory error source=torchobs.memory.out_of_memory key=cpu
-    short: The host has no memory left.
-    long: The host had no memory left[, {ago:s} before the end][: {requested:size} were asked for][, at the process's limit of
-      {limit:size} (ulimit)].[ Of the model: {model}.][ Most of it is in {modules}.]
+    short: [limit?The process][limit!The host] has no memory left.
+    long: [limit?The process][limit!The host] had no memory left[, {ago:s} before the end][: {requested:size} were asked for][,
+      at its limit of {limit:size} (ulimit)].[ Of the model: {model}.][ Most of it is in {modules}.]
 shared_memory_full warning alert=TorchobsSharedMemoryFull source=torchobs.memory.shared_full
     short: Shared memory (/dev/shm) is nearly full[, {ago:s} before the end]: {used:size} of {size:size}.
 memory_growth warning alert=TorchobsMemoryGrowth source=torchobs.memory.growth
