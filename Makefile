@@ -26,6 +26,8 @@ SERIAL_TESTS = $(shell grep -lr pytest.mark.serial tests --include=*.py)
 KUBE_TESTS = $(shell grep -lrE 'pytest.mark.kubernetes|IN_A_CLUSTER' tests/e2e --include=*.py)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH):$(PROGRAMS)/usr/bin
+# What is trained here is not kept among a person's own runs.
+export TORCHOBS_KEEP_RUNS := 0
 # What one process of the tests has compiled, the next need not: of pytest's own start it is half.
 unexport PYTHONDONTWRITEBYTECODE
 

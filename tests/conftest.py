@@ -48,7 +48,8 @@ def pytest_configure() -> None:
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GOGC", "800")
-    os.environ["TORCHOBS_KEEP_RUNS"] = "0"  # no test but those of keeping writes where a person's runs are kept
+    # no test but those of keeping writes where a person's runs are kept, and none reads them
+    os.environ |= {"TORCHOBS_KEEP_RUNS": "0", "XDG_STATE_HOME": "/nonexistent"}
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(ImportError):  # which tests of an installed wheel do without
