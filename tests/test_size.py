@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CEILINGS = {"torchobs": (64_465, 273), "tests": (60_764, 274)}
+CEILINGS = {"torchobs": (64_471, 273), "tests": (60_800, 274)}
 """Lines of Python and files, by folder"""
 
 
