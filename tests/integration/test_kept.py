@@ -70,7 +70,7 @@ def test_a_reboot(flight_dir: Path, place: Path, tmp_path: Path, capsys: pytest.
 
     def train(run_id: str, how: str, *options: str) -> None:
         argv = [sys.executable, "-m", "torchobs", "run", "--quiet", *options, str(SCRIPT), how]
-        fork_server.Python(argv, env={**environ, "TORCHOBS_RUN_ID": run_id}).wait(timeout=120)
+        fork_server.Python(argv, env={**environ, "TORCHOBS_RUN_ID": run_id}, cwd=tmp_path).wait(timeout=120)
 
     train("untold", "finish", "--no-exporter", "--no-keep")
     assert not place.exists()
@@ -114,7 +114,7 @@ def test_a_reboot(flight_dir: Path, place: Path, tmp_path: Path, capsys: pytest.
     assert (base["run_id"], base["state"], base["steps"], base["tag"]) == ("by-itself", "finished", 60, "base")
     assert base["kept"]
     assert base["best_loss"] <= base["loss"]
-    assert len(base["commit"]) == 40
+    assert len(base["commit"]) == 40, "that of the script, which runs elsewhere"
     assert ran(capsys, "runs", *where, "--job", "another")[0] == 2
     (plain,) = json.loads(ran(capsys, "inspect", base["kept"], "--json")[1])["ranks"]
     assert (plain["run_id"], len(plain["steps"])) == ("by-itself", 60)

@@ -10,6 +10,7 @@ one goes and the interval doubles, so that a run of any length is covered evenly
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 import threading
@@ -74,8 +75,9 @@ class RunDetails:
         self._write()
 
     def _add_git(self) -> None:
-        main = getattr(sys.modules.get("__main__"), "__file__", None)
         with suppress(OSError, ValueError):  # a name that is no path
+            # `torchobs run` has no script yet, whose name stands in the arguments already
+            main = getattr(sys.modules.get("__main__"), "__file__", None) or next(filter(os.path.isfile, sys.argv[:1]), None)
             if found := checkout(Path(main).resolve().parent if main else Path.cwd()):
                 self._found["git"] = found._asdict()  # one store: the sampler thread adds to the same dictionary
 
