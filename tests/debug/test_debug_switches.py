@@ -153,6 +153,13 @@ def test_what_the_layers_put_out_is_seen_by_the_activation_probe(caplog: pytest.
     assert hooks(training.model) == 0, "the last step, before the sampler has noticed"
 
 
+def test_a_switch_whose_probe_is_disabled_says_so(flight_dir: Path) -> None:
+    """The user has forbidden the look; without a word the switch would seem to find nothing."""
+    torchobs.init(flight_dir=flight_dir, disable_probes=["activations"])
+    debug.enable(["forward_pass"])
+    assert last("forward_pass").startswith("nothing: the setting disable_probes")
+
+
 def test_an_error_in_a_switch_is_its_own(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """Training goes on, the switch is off and says so."""
     (tmp_path / "file").write_text("")

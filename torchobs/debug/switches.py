@@ -194,6 +194,8 @@ class ForwardPass(SwitchProbe):
     """What the layers put out, as the activation probe sees it at level extreme."""
 
     def install(self) -> None:
+        if "activations" in self.context.settings.disable_probes:
+            self.last = "nothing: the setting disable_probes has the probe activations, which looks"
         self.context.hooks.layers.register(self.breaker, self._take)
 
     def _take(self, step: int, stats: dict[str, ActivationStats]) -> None:
