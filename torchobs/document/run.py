@@ -163,8 +163,9 @@ _RANK_HEAD = ("Rank", "State", "Exit", "Step", "Loss", "Grad norm", "Step time",
 def _ranks(every: Sequence[RankView]) -> Section:
     """Return a table of the ranks, those in trouble first if there are many, and a chart each of step times and losses."""
     ordered = sorted(every, key=lambda report: report.state in {"alive", "finished"}) if len(every) > _MANY else every
+    undivided = sections.undivided([report.steps[-1] for report in ordered if report.steps])
     table = Table(
-        "Times are medians of the last steps",
+        "; ".join(["Times are medians of the last steps", *undivided]),
         _RANK_HEAD,
         tuple(map(_rank_row, ordered)),
         frozenset({1, 2, len(_RANK_HEAD) - 1}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import isfinite
 from statistics import fmean, median, quantiles
 
@@ -427,6 +427,15 @@ def _reasons(report: RankView) -> Table | None:
 _STEP_HEAD = ("Step", "Loss", "Grad norm", "Took", "Learning rate", "", "Ended", *catalog.PHASES)
 
 
+def undivided(steps: Sequence[Step]) -> list[str]:
+    """Return what is to be said of phases that single steps do not tell apart."""
+    said = {
+        "forward": "forward is all from the batch to the backward pass",
+        "between": "between includes a forward pass that has no time of its own",
+    }
+    return [words for phase, words in said.items() if any(step.phase_s.get(phase) for step in steps)]
+
+
 def last_steps(report: RankView, of: str, most: int) -> Section:
     """Return the last steps as a table."""
     rows = tuple(
@@ -438,8 +447,7 @@ def last_steps(report: RankView, of: str, most: int) -> Section:
         )
         for step in (report.steps[-most:] if most else ())
     )  # fmt: skip
-    mixed = any(step.phase_s.get("between") for step in report.steps[-most:] if most)
-    caption = "With the time of each phase" + ("; between includes a forward pass that has no time of its own" if mixed else "")
+    caption = "; ".join(["With the time of each phase", *undivided(report.steps[-most:] if most else ())])
     ranks = report.value(catalog.GRAD_NORM_RANKS) or 1.0
     shard = (
         f"Gradient norms are of this rank's own shard; the squares of {ranks:,.0f} ranks' norms add up to that of the whole's."
