@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CEILINGS = {"torchobs": (64_484, 273), "tests": (60_808, 274)}
+CEILINGS = {"torchobs": (64_484, 273), "tests": (60_813, 274)}
 """Lines of Python and files, by folder"""
 
 
