@@ -12,8 +12,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from torchobs import catalog
-from torchobs.catalog.findings import Finding
 from torchobs.support.error_guard import call
 
 if TYPE_CHECKING:
@@ -37,7 +35,6 @@ class Restored:
         """modules that were given all of their state"""
         self._left: set[int] = set()
         """numbers of parameters of the optimizers whose state was in a file"""
-        self._began = False
         context.hooks.before_step.register(breaker, self._before_step)
         context.hooks.before_step.due_at = 0
 
@@ -63,25 +60,18 @@ class Restored:
             self._whole.add(module)
         matched = max(0, keys - len(unexpected))  # a module's own hook may have added keys
         if matched * FEW < min(keys, matched + len(missing)):
-            fields: dict[str, object] = {"model": type(module).__name__, "keys": keys, "matched": matched}
-            examples = {"unexpected": unexpected[0], "missing": missing[0]}
-            self._report("keys", {**fields, **examples})
+            of = {"model": type(module).__name__, "unexpected": unexpected[0], "missing": missing[0]}
+            self._context.report("checkpoint_keys_unused", **of, keys=keys, matched=matched)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
         del closure
-        if self._began:
-            return
-        self._began = True
+        self._context.hooks.before_step.unregister(self._breaker.probe)  # each listener costs every measured step
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         loaded = {id(parameter) for module in self._whole for parameter in module.parameters()}
         if len(stepped) in self._left and not optimizer.state and stepped <= loaded:
-            fields: dict[str, object] = {"optimizer": type(optimizer).__name__, "parameters": len(stepped)}
-            self._report("optimizer", fields)
+            of = {"optimizer": type(optimizer).__name__, "parameters": len(stepped)}
+            self._context.report("checkpoint_optimizer_unused", **dict[str, Any](of))
         self._whole.clear()
-
-    def _report(self, kind: str, fields: dict[str, object]) -> None:
-        self._context.event(catalog.EVENT_CHECKPOINT_UNUSED, {"kind": kind, **fields})
-        self._context.warn_limited(f"checkpoint {kind}", Finding(f"checkpoint_{kind}_unused", values=fields).short)
 
 
 def _optimizers(content: Any, depth: int = 2) -> Iterator[int]:
