@@ -382,9 +382,9 @@ save_raised warning source=torchobs.checkpoint.failed
 checkpoint_keys_unused warning source=torchobs.checkpoint.unused key=keys
     short: load_state_dict(strict=False) of {model} used {matched:,} of {keys:,} keys: the checkpoint has {unexpected}, the
       model {missing}.
-checkpoint_optimizer_unused warning source=torchobs.checkpoint.unused key=optimizer
+checkpoint_optimizer_unused info source=torchobs.checkpoint.unused key=optimizer
     short: The checkpoint has an optimizer's state of {parameters:parameter}, and {optimizer} begins without one: moments and
-      counts begin anew. Call optimizer.load_state_dict.
+      counts begin anew. To resume, call optimizer.load_state_dict.
 == memory ==
 device_out_of_memory error source=torchobs.memory.out_of_memory key=device
     short: {device} has no memory left.
