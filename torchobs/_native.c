@@ -19,11 +19,12 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
 /* Raised with every change of what Python calls: torchobs/probes/hot_path.py takes no other. */
-enum { INTERFACE = 6 };
+enum { INTERFACE = 7 };
 
 /* torchobs.probes.timeline */
 enum { FETCH = 0, FETCHED = 1, EXHAUSTED = 3, BACKWARD_BEGINS = 5, BACKWARD_ENDS = 6, STEP_BEGINS = 7 };
@@ -759,17 +760,18 @@ static PyType_Spec plain_spec = {
 
 /* -- signals that end the process ---------------------------------------------------------------------------------------
  *
- * Which one it was is stored as it comes: a handler in Python would not run while a rank is stuck in a collective, and what
- * faulthandler writes is the same for each. This one stores a word that was made beforehand, and then has the signal do what it
- * would have done. All that it calls is async-signal-safe. See torchobs.flight.endings.mark_exits.
+ * Which one it was is written as it comes: a handler in Python would not run while a rank is stuck in a collective. This one
+ * writes a line that was made beforehand, and then has the signal do what it would have done. All that it calls is
+ * async-signal-safe. See torchobs.flight.endings.mark_exits.
  */
 
-enum { MOST_SIGNALS = 64 };
+enum { MOST_SIGNALS = 64, MOST_OF_LINE = 32 };
 
-static volatile uint64_t words[MOST_SIGNALS + 1];
-static uint64_t *volatile target;
+static char lines[MOST_SIGNALS + 1][MOST_OF_LINE];
+static volatile int target = -1;
 static volatile pid_t owner;
-static PyObject *anchor; /* what keeps the target where it is */
+static dev_t device;
+static ino_t inode;
 
 static void set_action(int number, void (*handler)(int))
 {
@@ -783,10 +785,11 @@ static void set_action(int number, void (*handler)(int))
 static void on_signal(int number)
 {
     int before = errno;
-    volatile uint64_t *word = target;
-    /* in a child of fork it is its parent's, and what is said already stays */
-    if (word != NULL && getpid() == owner && *word == 0)
-        *word = words[number];
+    struct stat file;
+    /* of a child of fork it is its parent's; the number may be another file's by now; what is said already stays */
+    int is_ours = target >= 0 && getpid() == owner && fstat(target, &file) == 0 && file.st_dev == device && file.st_ino == inode;
+    if (is_ours && file.st_size == 0 && pwrite(target, lines[number], strlen(lines[number]), 0) < 0)
+        before = errno; /* nobody could be told */
     set_action(number, SIG_DFL);
     raise(number); /* held back until this returns */
     errno = before;
@@ -800,37 +803,39 @@ static int has(int number, void (*handler)(int))
 
 static PyObject *unmark_signals(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
-    target = NULL;
+    target = -1;
     for (int number = 1; number <= MOST_SIGNALS; number++) {
-        if (words[number] != 0 && has(number, on_signal))
+        if (lines[number][0] != 0 && has(number, on_signal))
             set_action(number, SIG_DFL);
-        words[number] = 0;
+        lines[number][0] = 0;
     }
-    Py_CLEAR(anchor);
     Py_RETURN_NONE;
 }
 
 static PyObject *mark_signals(PyObject *module, PyObject *args)
 {
-    PyObject *kept, *given, *key, *value;
-    Whole address;
-    if (!PyArg_ParseTuple(args, "OKO!", &kept, &address, &PyDict_Type, &given))
+    PyObject *given, *key, *value;
+    struct stat file;
+    int descriptor;
+    if (!PyArg_ParseTuple(args, "iO!", &descriptor, &PyDict_Type, &given))
         return NULL;
     Py_DECREF(unmark_signals(module, NULL));
+    if (fstat(descriptor, &file) != 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
     for (Py_ssize_t at = 0; PyDict_Next(given, &at, &key, &value);) {
         long number = PyLong_AsLong(key);
-        uint64_t word = PyLong_AsUnsignedLongLong(value);
+        char *line = PyBytes_AsString(value);
         if (PyErr_Occurred())
             return NULL;
-        if (number >= 1 && number <= MOST_SIGNALS)
-            words[number] = word;
+        if (number >= 1 && number <= MOST_SIGNALS && strlen(line) < MOST_OF_LINE)
+            strcpy(lines[number], line);
     }
-    Py_INCREF(kept);
-    anchor = kept;
     owner = getpid();
-    target = (uint64_t *)(uintptr_t)address;
+    device = file.st_dev;
+    inode = file.st_ino;
+    target = descriptor;
     for (int number = 1; number <= MOST_SIGNALS; number++) {
-        if (words[number] != 0 && has(number, SIG_DFL))
+        if (lines[number][0] != 0 && has(number, SIG_DFL))
             set_action(number, on_signal);
     }
     Py_RETURN_NONE;
@@ -840,8 +845,8 @@ static PyObject *mark_signals(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"mark_signals", mark_signals, METH_VARARGS,
-     "mark_signals(anchor, address, words): store ``words[number]`` at the address, if there is 0, when a signal of that\n"
-     "number ends this process, for those that have their default action. Replaces what was marked before."},
+     "mark_signals(descriptor, lines): write ``lines[number]`` into the file, if it is empty, when a signal of that number ends\n"
+     "this process, for those that have their default action. Replaces what was marked before. Raises ``OSError``."},
     {"unmark_signals", unmark_signals, METH_NOARGS, "Give them their default back, but for those that have another handler."},
     {NULL, NULL, 0, NULL},
 };

@@ -134,7 +134,7 @@ def test_what_a_training_survived_of_the_grace_is_not_waited_for(
     process.kill()
     process.wait()
     (lock,) = flight_dir.glob("*.lock")
-    lock.write_text("Stack (most recent call first)\n")
+    lock.write_text("Ended by signal 15\n")
     os.utime(lock, (time.time() - 45, time.time() - 45))
     program.process.terminate()
     assert program.process.wait(timeout=8) == 0, program.log

@@ -206,30 +206,6 @@ def test_stacks_that_the_user_wants_on_sigterm_stay_theirs(flight_dir: Path) -> 
     assert all(not path.stat().st_size for path in flight_dir.glob("*.lock"))
 
 
-def test_forks_of_several_threads_leave_sigterm_deliverable(flight_dir: Path) -> None:
-    """Neither a child nor a thread that forks beside another one keeps SIGTERM blocked."""
-    script = """
-import os, signal, sys, threading, torchobs, warnings
-warnings.simplefilter("ignore")  # since Python 3.12 os.fork() warns of threads
-torchobs.init()
-blocked = []
-def is_blocked():
-    return signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-def fork():
-    for _ in range(50):
-        child = os.fork()
-        if not child: os._exit(is_blocked())
-        blocked.append(os.waitpid(child, 0)[1] != 0 or is_blocked())
-sys.setswitchinterval(1e-6)
-threads = [threading.Thread(target=fork) for _ in range(4)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-print(len(blocked), sum(blocked))
-"""
-    done = run_code(flight_dir, script)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "200 0\n", "")
-
-
 SCRIPT = """
 import ctypes, faulthandler, os, signal, sys, threading, time
 import torchobs

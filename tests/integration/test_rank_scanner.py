@@ -77,7 +77,7 @@ def test_a_rank_without_its_lock_that_survived_a_sigterm_is_alive(look: Look, ra
     """A script that closes descriptors drops the lock: the old mark beside a heart that beats is no end; then it is."""
     file = rank()
     file.release()
-    file.lock_path.write_text("Stack (most recent call first)\n")
+    file.lock_path.write_text("Ended by signal 15\n")
     os.utime(file.lock_path, ns=(BORN_WALL_NS + S, BORN_WALL_NS + S))
     for seconds in (3.1, 4.1):
         assert states(look(seconds, file)) == {"0": "alive"}
@@ -95,7 +95,7 @@ def terminated(start: Callable[..., subprocess.Popen[str]], file: File) -> subpr
     holder = start(sys.executable, "-c", _HOLDER, str(file.lock_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None
     holder.stdout.readline()
-    file.lock_path.write_text("Stack (most recent call first)\n")
+    file.lock_path.write_text("Ended by signal 15\n")
     os.utime(file.lock_path, ns=(BORN_WALL_NS + S, BORN_WALL_NS + S))
     return holder
 

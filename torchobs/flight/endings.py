@@ -1,4 +1,4 @@
-"""How a rank ended without a word: the marks of fatal signals and of SIGTERM, which ``faulthandler`` writes into its lock file.
+"""How a rank ended without a word: the marks that fatal signals, and those that ask it to end, leave in its lock file.
 
 **A crash.** SIGSEGV, SIGBUS, SIGFPE, SIGILL and SIGABRT (an exception of C++ that nobody catches, as of NCCL's watchdog after a
 timeout) leave no trace: the rank is gone, as after a SIGKILL. So ``faulthandler`` writes the stack of that thread into the
@@ -9,16 +9,12 @@ Nothing is installed where ``faulthandler`` is on already (``PYTHONFAULTHANDLER`
 one of these signals has a handler or is ignored: a Java VM in the process meets SIGSEGV all the time, and would not survive the
 first one that ``faulthandler`` hands on. What installs handlers later replaces ours.
 
-**A SIGTERM.** A rank that is asked to end (preemption, ``scancel``, a deleted pod, a launcher) has not failed. The default
-SIGTERM leaves no trace, and a Python handler would not run while a rank is stuck in a collective. So ``faulthandler`` writes,
-in C and without the GIL, the stack of the main thread into the lock file, and then has the signal do what it did before
-(``chain``). A lock file that begins with such a stack is the mark. Nothing is registered where SIGTERM has a handler or is
-ignored; a handler that is installed later replaces this one.
-
-**Other signals that end a rank by their default** (:data:`EXIT_SIGNALS`). The exit word says which it was, where the compiled
-part is there to store it. Without it, on file systems other than tmpfs, and for the first process of a container (which a
-default does not end), such a rank is *lost*. Again nothing is marked where a signal has a handler or is ignored, as SIGHUP
-under nohup, and a handler that is installed later replaces the mark.
+**A signal that ends a rank by its default** (:data:`EXIT_SIGNALS`: preemption, ``scancel``, a deleted pod, a launcher, a closed
+terminal). Such a rank has not failed, and the default leaves no trace; a handler in Python would not run while a rank is stuck
+in a collective. So the compiled part has one in C: it writes one line into the lock file, and then has the signal do what it
+did before. Nothing is marked where a signal has a handler or is ignored, as SIGHUP under nohup; a handler that is installed
+later replaces ours. Without the compiled part such a rank is *lost*. (``faulthandler.register`` would need none, but it writes
+a stack: of 8,000 processes in the midst of Python code one died of SIGSEGV, for the stack changed under its eyes.)
 """
 
 from __future__ import annotations
@@ -34,10 +30,8 @@ import sys
 import weakref
 from collections.abc import Iterable
 from itertools import islice
-from threading import get_ident
 
 from torchobs.flight import files
-from torchobs.flight.layout import EXIT_SET, Exit
 from torchobs.flight.native import compiled
 from torchobs.support import cgroup
 
@@ -149,95 +143,37 @@ def _crash_is_ours() -> bool:
 os.register_at_fork(after_in_child=unmark_crash)
 
 
+EXIT_SIGNALS = (
+    *(signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM),
+    signal.SIGXCPU,
+)
+"""Not SIGPROF: profilers in C leave a process alone that has an action for it already"""
 LASTING_S = 900.0
 """A mark counts for this long. A process that survives SIGTERM (the first of a container, which has it ignored) is killed after
 a grace: half a minute by default in Kubernetes and Slurm, some minutes where a last checkpoint takes long."""
 
-_TERMINATION_HEADING = b"Stack (most recent call first)"
-"""What ``faulthandler`` writes first"""
-
-_termination_file: weakref.ref[LockFile] | None = None
-_held_back: set[int] = set()
-"""Threads in a fork, during which SIGTERM is held back"""
+_ENDED_BY = re.compile(rb"Ended by signal ([0-9]{2})\n")
 
 
-def mark_termination(lock_fd: int) -> bool:
-    """Have SIGTERM leave its mark in the lock file; return True if so. Again with another file, it replaces the first."""
-    global _termination_file  # noqa: PLW0603  # as signal handlers are, one for the process
-    if not _termination_is_ours():
-        if _python_has_handler() or kernel_has_handler([signal.SIGTERM]) is not False:
-            return False
-        # where ours was replaced, and what replaced it taken back, faulthandler still believes that its own is there
-        faulthandler.unregister(signal.SIGTERM)
-    file = LockFile(lock_fd)
-    faulthandler.register(signal.SIGTERM, file=file, all_threads=False, chain=True)
-    _termination_file = weakref.ref(file)
-    return True
-
-
-def unmark_termination() -> None:
-    """Give SIGTERM its default back, unless somebody else has installed a handler."""
-    if _termination_is_ours():
-        faulthandler.unregister(signal.SIGTERM)
-
-
-def terminated_at(directory_fd: int, lock_name: str) -> float | None:
-    """Return the Unix time of the mark in a lock file; ``None`` without one, or without the file."""
-    content, written_s = _read(directory_fd, lock_name, len(_TERMINATION_HEADING))
-    return written_s if content == _TERMINATION_HEADING else None
-
-
-def _before_fork() -> None:
-    """Hold SIGTERM back: a child that gets one before it has let go of the handler would mark its parent's file."""
-    if _termination_in_use() and signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]):
-        _held_back.add(get_ident())
-
-
-def _after_fork_in_parent() -> None:
-    if get_ident() in _held_back:
-        _held_back.remove(get_ident())
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-
-
-def _after_fork_in_child() -> None:
-    unmark_termination()
-    _after_fork_in_parent()
-    _held_back.clear()  # other threads may have been about to fork
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
-
-
-def _termination_in_use() -> bool:
-    """Return True if ``faulthandler`` still has our file for SIGTERM."""
-    return _termination_file is not None and _termination_file() is not None
-
-
-def _termination_is_ours() -> bool:
-    """Return True if the handler is the one in C that Python does not know of."""
-    return _termination_in_use() and not _python_has_handler() and kernel_has_handler([signal.SIGTERM]) is True
-
-
-def _python_has_handler() -> bool:
-    return signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-
-
-EXIT_SIGNALS = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU)
-"""Not SIGPROF: profilers in C leave a process alone that has an action for it already"""
-
-
-def mark_exits(anchor: object, address: int) -> None:
-    """Have these signals store their exit word at the address, which ``anchor`` keeps; again, it replaces the first."""
-    native = compiled()
-    if native is not None and os.getpid() != 1:
-        words = {int(number): EXIT_SET | Exit.TERMINATED << 32 | 128 + number for number in EXIT_SIGNALS}
-        native.mark_signals(anchor, address, words)
+def mark_exits(lock_fd: int) -> None:
+    """Have these signals leave their mark in the lock file; again with another file, it replaces the first."""
+    if (native := compiled()) is not None:
+        # by the others the first process of a container is not asked to end
+        numbers = EXIT_SIGNALS if os.getpid() != 1 else (signal.SIGTERM,)
+        native.mark_signals(lock_fd, {int(number): b"Ended by signal %02d\n" % number for number in numbers})
 
 
 def unmark_exits() -> None:
     """Give the signals their defaults back, unless somebody else has installed a handler."""
     if (native := sys.modules.get("torchobs._native")) is not None and native is compiled():
         native.unmark_signals()
+
+
+def ended_by(directory_fd: int, lock_name: str) -> tuple[int, float] | None:
+    """Return the signal of the mark in a lock file, and its Unix time; ``None`` without one, or without the file."""
+    content, written_s = _read(directory_fd, lock_name, 64)
+    found = _ENDED_BY.fullmatch(content)
+    return None if found is None else (int(found[1]), written_s)
 
 
 os.register_at_fork(after_in_child=unmark_exits)

@@ -289,11 +289,11 @@ class FlightWriter:
         return True
 
     def _restore_lock(self, created: CreatedFile) -> None:
-        """Lock the file again, and let no signal leave a mark until then: ``faulthandler`` would write to the old number."""
+        """Lock the file again, and let no signal leave a mark until then, which would go to the old number."""
         if created.lock.is_intact() and (created.lock.number() == self._marked_in or not self._marks_signals):
             created.place.directory.restore()
             return
-        endings.unmark_termination()
+        endings.unmark_exits()
         endings.unmark_crash()
         created.lock.restore()
         if self._marks_signals:
@@ -304,17 +304,14 @@ class FlightWriter:
         """Have signals leave their marks, in the file or beside it, if they would end the process."""
         if self._created is not None:
             self._marks_signals = True
-            if self.native and self.memory.address:
-                endings.mark_exits(self.memory.anchor, self.memory.address + (self._live_at + Live.EXIT) * 8)
             self._marked_in = self._created.lock.number()
-            endings.mark_termination(self._marked_in)
+            endings.mark_exits(self._marked_in)
             endings.mark_crash(self._marked_in)
 
     def _unmark_signals(self) -> None:
         if self._marks_signals:
             self._marks_signals = False
             endings.unmark_exits()
-            endings.unmark_termination()
             endings.unmark_crash()
 
     def hide(self) -> None:

@@ -164,7 +164,7 @@ class RankFile:
         self.exception: Mapping[str, str] = {}
         """attributes of ``catalog.RANK_EXCEPTION``; empty: no exception of its main thread is in its event ring"""
         self.lock_held = False
-        self._terminated_s: float | None = None
+        self._ended_by: tuple[int, float] | None = None
         self._ends = False
         self._fatal: int | None = None
         """the signal of a crash"""
@@ -220,7 +220,7 @@ class RankFile:
         self.lock_held = self.same_boot and is_held(directory_fd, lock_name(self.name), before=self.lock_held)
         was_up = self.up
         may_have_mark = not self.lock_held or self.header.pid == 1
-        self._terminated_s = endings.terminated_at(directory_fd, lock_name(self.name)) if may_have_mark else None
+        self._ended_by = endings.ended_by(directory_fd, lock_name(self.name)) if may_have_mark else None
         terminated_age_s = self.terminated_age_s(now)
         # killed in the grace, too: a lock that has just become free says alive until its heartbeat is old
         self._ends = self.header.pid == 1 and terminated_age_s is not None and terminated_age_s <= grace_s
@@ -247,7 +247,7 @@ class RankFile:
 
     def terminated_age_s(self, now: Now) -> float | None:
         """Return the seconds since a SIGTERM left its mark; ``None`` without one."""
-        return None if self._terminated_s is None else now.wall_ns / 1e9 - self._terminated_s
+        return None if self._ended_by is None else now.wall_ns / 1e9 - self._ended_by[1]
 
     def standstill(self, now: Now) -> Standstill | None:
         """Return that the rank stands still, if it does (``detect.hangs``)."""
@@ -361,18 +361,20 @@ class RankFile:
         live = view.live
         if self._fatal is not None and live.exit_reason is None:
             return replace(view, live=replace(live, exit_reason=Exit.CRASHED, exit_code=128 + self._fatal))
-        if self._terminated_s is None or live.exit_reason is not None:
+        if self._ended_by is None or live.exit_reason is not None:
             return view
+        number, marked_s = self._ended_by
+        terminated = replace(view, live=replace(live, exit_reason=Exit.TERMINATED, exit_code=128 + number))
         if self._ends:
-            return replace(view, live=replace(live, exit_reason=Exit.TERMINATED, exit_code=143))
+            return terminated
         if self.lock_held:
             return view
         last_s = self.header.wall_s(live.heartbeat_ns or self.header.monotonic_ns)
-        lived_on_s = last_s - self._terminated_s
+        lived_on_s = last_s - marked_s
         survives = lived_on_s > state.FADED_AFTER_S >= beat_age_s  # its lock is free because the program has closed it
         if lived_on_s > endings.LASTING_S or survives:
             return view
-        return replace(view, live=replace(live, exit_reason=Exit.TERMINATED, exit_code=143))
+        return terminated
 
     def _observation(self, now: Now, hang_timeout_s: float) -> state.Observation:
         live = self.view.live
