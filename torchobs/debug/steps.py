@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from math import isfinite, nan
 from types import SimpleNamespace
@@ -245,19 +246,15 @@ class _Watched:
                 rows.add(path, tensor)
                 groups.append(group)
 
-        def hooked(name: str, module: Any) -> Any:
-            return module.register_forward_hook(lambda _module, _given, output: take("activations", name, output))
-
         take("inputs", "input", kwargs or (args[0] if len(args) == 1 else args))
         leaves = {name: x for name, x in self._model.named_modules() if self._wanted and not any(True for _ in x.children())}
-        # scripted modules take no hooks: what passes between them is not seen
-        hooks = [hooked(name or type(x).__name__, x) for name, x in leaves.items() if not isinstance(x, torch.jit.ScriptModule)]
-        try:
+        with ExitStack() as hooks:
+            for name, module in leaves.items():
+                if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks: what passes between them is not seen
+                    seen = partial(take, "activations", name or type(module).__name__)
+                    hooks.enter_context(module.register_forward_hook(lambda _module, _given, output, seen=seen: seen(output)))
             with _measured() as part:
                 output = self._model(*args, **kwargs)
-        finally:
-            for hook in hooks:
-                hook.remove()
         take("outputs", "output", output)
         described = list(zip(groups, rows.described(), strict=True))
         inputs, inside, outputs = (

@@ -32,7 +32,7 @@ from torchobs.probes.gradient_norms import Measurement, flat, measure
 from torchobs.probes.step_recorder import parameters_of
 from torchobs.tensors.device_reads import Devices
 from torchobs.tensors.names import ParameterNames, layer_of
-from torchobs.tensors.references import TensorReference
+from torchobs.tensors.references import ObjectIndex, TensorReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -47,6 +47,8 @@ OTHER = "other"
 WIDER = 4
 """Factor of the number of layers with a series at level advanced and above"""
 _MOST_PLANS = 4096
+_MOST_OPTIMIZERS = 256
+"""Alive at a time, whose layers without a name are kept apart"""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +88,7 @@ class Layers:
         self._plans: dict[tuple[int, ...], list[TrackedLayer]] = {}
         self._made: set[str] = set()
         self._cells: dict[tuple[str, str], Cell] = {}
-        self._optimizers: dict[int, int] = {}
+        self._optimizers = ObjectIndex(_MOST_OPTIMIZERS, lambda number: number)
         self._folded = table.cell(catalog.GRAD_LAYERS_FOLDED, {})
         self._zero = table.cell(catalog.GRAD_ZERO, {})
 
@@ -180,7 +182,7 @@ class Layers:
             cell.set(value)
 
     def _named(self, optimizer: Any) -> Iterable[tuple[str, Any]]:
-        number = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
+        number = self._optimizers.of(optimizer)
         prefix = f"optimizer{number}." if number else ""
         for index, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):

@@ -59,8 +59,8 @@ class _Presence:
 
     __slots__ = ("absences", "had", "steps")
 
-    def __init__(self, keys: Sequence[int]) -> None:
-        self.had, self.steps, self.absences = set(keys), 0, 0
+    def __init__(self) -> None:
+        self.had, self.steps, self.absences = set[int](), 0, 0
 
 
 class MissingGradients:
@@ -72,17 +72,19 @@ class MissingGradients:
     """
 
     def __init__(self) -> None:
-        self._optimizers: dict[int, _Presence] = {}
+        self._optimizers = ObjectIndex(_MOST_OPTIMIZERS, lambda _: _Presence())
 
     def note(self, measurement: Measurement) -> int:
         """See a step's measurement; return how many such parameters there are, certain or not."""
         optimizer = measurement.optimizer() if measurement.optimizer is not None else None
         if optimizer is None or not measurement.keys:
             return 0
-        presence = self._optimizers.setdefault(id(optimizer), _Presence(measurement.keys))
+        presence = self._optimizers.of(optimizer)
+        if presence is None:
+            return 0
         if presence.steps < _PRESENT:
+            presence.had = presence.had.intersection(measurement.keys) if presence.steps else set(measurement.keys)
             presence.steps += 1
-            presence.had.intersection_update(measurement.keys)
             return 0
         missing = self.of(measurement, optimizer)
         if missing:
@@ -93,7 +95,7 @@ class MissingGradients:
 
     def of(self, measurement: Measurement, optimizer: Any) -> list[Any]:
         """Return them, in the optimizer's order."""
-        presence = self._optimizers.get(id(optimizer))
+        presence = self._optimizers.of(optimizer)
         if presence is None or presence.steps < _PRESENT:
             return []
         missing, first = [], measurement.keys[:1]
@@ -106,7 +108,7 @@ class MissingGradients:
 
     def certain(self, optimizer: Any) -> bool:
         """Return True if they have had none for long enough."""
-        presence = self._optimizers.get(id(optimizer))
+        presence = self._optimizers.of(optimizer)
         return presence is not None and presence.absences >= _ABSENT
 
 
