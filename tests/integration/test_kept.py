@@ -292,6 +292,23 @@ def test_a_run_that_was_resumed_is_compared_step_by_step(
     assert [one["resumed_from"] for one in found["runs"]] == [0.0, 40.0]
 
 
+def test_a_long_run_is_kept_from_its_beginning(place: Path, flight_dir: Path) -> None:
+    """What the ring of steps has lost is drawn from what was read of it now and then, and counts for the least loss."""
+    names = (catalog.MEMORY_HOST_RSS.name, catalog.LOSS.name, catalog.GRAD_NORM.name)
+    rows = (HistoryRow(0.1, 0, (1.0, None, None)), HistoryRow(5.0, 10, (1.0, 0.5, None)), HistoryRow(9.0, 20, (1.0, 3.0, 2.0)))
+    chosen = run(history=[step(number, 4.0) for number in range(15, 25)])
+    path = kept.keep(chosen._replace(ranks=[replace(chosen.ranks[0], history=History(names, rows))]), place, 9)
+    assert kept.summary_in(path).best_loss == 0.5
+    loaded = kept.load(path)
+    assert loaded.side.curves["loss"][:2] == [(10.0, 0.5), (15.0, 4.0)]
+    blocks = (block for section in loaded.report.sections for block in section.blocks)
+    (chart,) = (block for block in blocks if isinstance(block, LineChart) and block.name == "Loss")
+    assert (chart.series[0].points[0], chart.note) == ((10, 0.5), "Before step 15: as read now and then.")
+    with Service(ExporterConfig(flight_dir=str(flight_dir))) as service:
+        found = json.loads(service.get(f"/live/past/curves?run={path.name}").body)
+    assert [column[0] for column in found.values()] == [10, 5.0, 0.5, None, None, None]
+
+
 SECRET = "--a-sentinel-argument"
 
 

@@ -6,7 +6,7 @@ Each is given as plain data (``document.run``), which a kept run is as well.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import isfinite
+from math import inf, isfinite
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
@@ -87,6 +87,20 @@ class Comparison(NamedTuple):
         return made
 
 
+def all_steps(rank: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the steps of a rank's plain data, and before them what was read of earlier ones, evenly over the run."""
+    known, steps = {catalog.LOSS.name: "loss", catalog.GRAD_NORM.name: "grad_norm"}, rank["steps"]
+    fields = {2 + at: known[name] for at, name in enumerate(rank["history"]["names"]) if name in known}
+    first = steps[0]["step"] if steps else inf
+    earlier = {
+        row[1]: {**dict.fromkeys(CURVES), "step": row[1], "end_s": rank["started"] + row[0]}
+        | {field: row[at] for at, field in fields.items()}
+        for row in rank["history"]["rows"]
+        if 0 < row[1] < first
+    }
+    return [*earlier.values(), *steps]
+
+
 def side_of(data: Mapping[str, Any]) -> Side:
     """Return what is compared of a run; ``data``: plain data of it, with all steps and the history of its principal rank."""
     every, rank = data["ranks"], data["ranks"][data["principal"]]
@@ -102,7 +116,7 @@ def side_of(data: Mapping[str, Any]) -> Side:
         is_told=bool(rank["details"]),
         quantities={what: (unit, [float(one) for one in values]) for what, unit, values in _quantities(rank)},
         curves={
-            field: [(before + step["step"], float(step[field])) for step in rank["steps"] if step[field] is not None]
+            field: [(before + step["step"], float(step[field])) for step in all_steps(rank) if step[field] is not None]
             for field in CURVES
         },
     )  # fmt: skip

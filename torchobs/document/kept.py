@@ -21,6 +21,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from torchobs import catalog
 from torchobs.config import settings
 from torchobs.document.blocks import Document, Table
 from torchobs.document.compare import Side, side_of
@@ -68,7 +69,7 @@ class RunSummary(NamedTuple):
     steps: int
     loss: float | None
     best_loss: float | None
-    """the least of those that were still there to be read"""
+    """the least of the last steps, and of what was read of those before them"""
     commit: str = ""
     tag: str = ""
 
@@ -82,6 +83,7 @@ def summary_of(ranks: Sequence[RankView], started_s: float) -> RunSummary:
     """Return the line of a run of one rank or more; its losses are the first rank's."""
     worst = min(ranks, key=lambda rank: _WORST_FIRST.index(rank.state) if rank.state in _WORST_FIRST else 0)
     world, losses = worst.header.resource.get("world_size"), [*ranks[0].losses.values()]
+    read = [loss for _, loss in ranks[0].history.of(catalog.LOSS.name).get("", ())]
     known = known_details(ranks, ranks[0])
     git, given = (part if isinstance(part := known.get(name), dict) else {} for name in ("git", "settings"))
     return RunSummary(
@@ -89,7 +91,7 @@ def summary_of(ranks: Sequence[RankView], started_s: float) -> RunSummary:
         world_size=world if isinstance(world, int) else None,
         attempt=max(rank.restart for rank in ranks) + 1, state=worst.state, ended_by=worst.reason,
         started=started_s, last_seen=max(rank.last_s for rank in ranks), steps=max(rank.last_step for rank in ranks),
-        loss=losses[-1] if losses else None, best_loss=min(filter(isfinite, losses), default=None),
+        loss=losses[-1] if losses else None, best_loss=min(filter(isfinite, [*read, *losses]), default=None),
         commit=text_format.clean(git.get("commit") or ""), tag=text_format.clean(given.get("tag") or ""),
     )  # fmt: skip
 

@@ -85,16 +85,28 @@ def _curve(name: str, points: Iterable[tuple[float, float]], last: float | None,
     return LineChart(name, (Series(name, known),) if known else (), last=last, empty=empty)
 
 
+def _whole(report: RankView, chart: LineChart, metric: catalog.Metric) -> LineChart:
+    """Return the curve with what was read of a metric before its first step, evenly over the run."""
+    if not chart.series or not report.steps:
+        return chart
+    (curve,), first = chart.series, report.steps[0].step
+    earlier = {row.step: value for row, value in report.history.of(metric.name).get("", ()) if 0 < row.step < first}
+    note = f"Before step {first:,}: as read now and then." if earlier else chart.note
+    return chart._replace(series=(curve._replace(points=(*earlier.items(), *curve.points)),), note=note)
+
+
 def training(report: RankView, of: str) -> Section:
     """Return the curves of the optimization."""
     marks, limit = _marks(report), report.value(catalog.GRAD_CLIP_MAX_NORM)
     loss, norm, _, *scalars = curves(report)
+    loss, norm = _whole(report, loss, catalog.LOSS), _whole(report, norm, catalog.GRAD_NORM)
     rates = points_of(report.steps, "learning_rate")
     charts = [
         loss._replace(marks=tuple(mark for mark in marks if "loss" in mark.name)),
         norm._replace(
             marks=tuple(mark for mark in marks if "gradient" in mark.name),
-            levels=(("clipping at", limit),) if limit is not None else (), note=_clipped(report),
+            levels=(("clipping at", limit),) if limit is not None else (),
+            note=" ".join(filter(None, (norm.note, _clipped(report)))),
         ),
         LineChart("Learning rate", (Series("learning rate", rates),) if rates else ()), _scale(report),
         *scalars[:_MOST_SCALARS],

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from torchobs.document import html, kept
 from torchobs.document.blocks import Cell, Link, Table, section
-from torchobs.document.compare import CURVES
+from torchobs.document.compare import CURVES, all_steps
 from torchobs.document.markup import tag
 from torchobs.exporter.page import HEADERS, guarded, served_asset
 from torchobs.ranks.runs import NoRunError
@@ -88,10 +88,11 @@ async def _curves(request: Request) -> Response:
 def _columns(path: Path) -> dict[str, list[float | None]]:
     """Return the steps of a run as columns; what is not finite is missing."""
     rank: dict[str, Any] = (run := kept.load(path)).data["ranks"][run.data["principal"]]
+    steps = all_steps(rank)
     columns: dict[str, list[float | None]] = {
-        "step": [run.side.resumed_from + step["step"] for step in rank["steps"]],
-        "time_s": [step["end_s"] - rank["started"] for step in rank["steps"]],
+        "step": [run.side.resumed_from + step["step"] for step in steps],
+        "time_s": [step["end_s"] - rank["started"] for step in steps],
     }
     # the name of a number that is not finite is text
-    known = {field: [step[field] for step in rank["steps"]] for field in CURVES}
+    known = {field: [step[field] for step in steps] for field in CURVES}
     return columns | {field: [None if isinstance(one, str) else one for one in values] for field, values in known.items()}

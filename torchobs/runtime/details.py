@@ -3,8 +3,9 @@
 Both are kept in the flight file, for ``torchobs inspect``, ``report`` and ``compare`` alone: no metric, event or span has what
 a run was started with. Secrets are removed (:mod:`torchobs.config.provenance`); the setting ``run_details`` turns it off.
 
-The step ring holds the last steps only, and the series have no past. Here are at most 128 rows; when they are full every second
-one goes and the interval doubles, so that a run of any length is covered evenly, in 27 KiB.
+The step ring holds the last steps only, and the series have no past. Here are at most 128 rows, also of loss and gradient
+norm; when they are full every second one goes and the interval doubles, so that a run of any length is covered evenly, in
+27 KiB.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torchobs.config.options import as_text
 from torchobs.config.provenance import checkout, redacted, redacted_value
 from torchobs.config.settings import Settings
 from torchobs.flight.details import encode_history
+from torchobs.flight.totals import Word
 from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import imported
 
@@ -143,6 +145,8 @@ METRICS = (
     catalog.MEMORY_HOST_RSS, catalog.MEMORY_HOST_CHILDREN_RSS, catalog.CGROUP_MEMORY_WORKING_SET,
     catalog.MEMORY_DEVICE_ALLOCATED, catalog.MEMORY_DEVICE_RESERVED, catalog.AMP_SCALE, catalog.GRAD_LAYER_NORM,
 )  # fmt: skip
+STEP_METRICS = {catalog.LOSS: Word.LOSS, catalog.GRAD_NORM: Word.GRAD_NORM}
+"""Which the fold of the steps keeps; each with its last value"""
 CURVES = ((METRICS, 48), ((catalog.ACTIVATION_LAYER_STD,), 24))
 """Metrics, and how many curves these have together; those of layers' outputs come at level extreme."""
 
@@ -153,7 +157,7 @@ class GaugeHistory:
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
         self._series = 0
-        self._names: list[str] = []
+        self._names = [metric.name for metric in STEP_METRICS]
         self._left = [most for _, most in CURVES]
         self._cells: list[Cell] = []
         self._rows: list[tuple[float, int, tuple[float, ...]]] = []
@@ -173,7 +177,8 @@ class GaugeHistory:
         if len(writer.table) != self._series:
             self._series = len(writer.table)
             self._find_cells()
-        values = tuple(cell.read() for cell in self._cells)
+        floats = writer.table.core.totals.floats
+        values = (*(floats[word] for word in STEP_METRICS.values()), *(cell.read() for cell in self._cells))
         if all(map(isnan, values)):
             return
         self._rows.append((writer.elapsed_ns() / 1e9, self._context.recorder.step, values))
