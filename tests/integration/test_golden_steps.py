@@ -25,8 +25,6 @@ import torch
 from tests.diagnosis import test_healthy_zoo as zoo
 from tests.diagnosis.observing import Look
 from tests.golden_steps import LOOPS, EventLoop, assert_alike, columns
-from tests.integration.test_integrations import RUN, SCRIPTS, reports, seen, start
-from tests.support import free_port
 from tests.training import recording
 from torchobs.flight import reader
 
@@ -104,23 +102,3 @@ def test_steps_of_events(flight_dir: Path, compare: Compare, loop: str) -> None:
 def test_steps_of_healthy_trainings(flight_dir: Path, compare: Compare, train: zoo.Train) -> None:
     """Whatever people train."""
     compare(f"zoo: {train.__name__}", steps_of(flight_dir, train, LONG.get(train.__name__, 45)))
-
-
-@pytest.mark.parametrize("name", ["loops", "with_lightning", "with_transformers", "with_accelerate"])
-def test_steps_of_scripts(flight_dir: Path, compare: Compare, name: str) -> None:
-    """Frameworks, and loops that are not the plain one."""
-    for word in ("lbfgs", "gan", "low_rank", "recomputed", "gradient_penalty") if name == "loops" else ("plain",):
-        folder = flight_dir / word
-        folder.mkdir()
-        reports(start(*RUN, str(SCRIPTS / f"{name}.py"), word, flight_dir=folder))
-        (rank,) = seen(folder)
-        compare(f"script: {name} {word}", rank.steps)
-
-
-def test_steps_of_ranks_that_accumulate(flight_dir: Path, compare: Compare) -> None:
-    """Under `no_sync`, the last pass of each step with DDP's exchange."""
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    how = (*RUN, str(SCRIPTS / "accumulate.py"))
-    reports(*(start(*how, flight_dir=flight_dir, RANK=rank, LOCAL_RANK=rank, **world) for rank in "01"))
-    for number, rank in enumerate(seen(flight_dir)):
-        compare(f"script: accumulate {number}", rank.steps)
