@@ -325,8 +325,16 @@ def test_shutdown_leaves_dynamo_as_it_was(flight_dir: Path) -> None:
 
 
 def test_nothing_imports_dynamo_before_its_time(flight_dir: Path) -> None:
-    """It takes a second. The tests' own interpreters have imported it beforehand."""
-    script = "import sys, torch, torchobs\ntorchobs.init()\nassert 'torch._dynamo' not in sys.modules"
+    """It takes a second; where the script imports it later, the probe is there from then on."""
+    script = """
+import sys, torch, torchobs
+torchobs.init()
+assert not any(name.startswith("torch._dynamo") for name in sys.modules)
+from torch._dynamo.callback import CompilationCallbackHandler
+watched = CompilationCallbackHandler.install_callbacks
+torchobs.shutdown()
+assert CompilationCallbackHandler.install_callbacks is not watched
+"""
     environment = support.clean_environment() | {"TORCHOBS_DIR": str(flight_dir)}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
