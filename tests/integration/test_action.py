@@ -22,7 +22,7 @@ from torchobs.diagnosis.action import verdict
 from torchobs.exporter.config import ExporterConfig
 
 TRAIN = """
-import errno, os, signal, sys, time, torch, torchobs
+import os, signal, sys, time, torch, torchobs
 import torch.distributed as dist
 torchobs.init(run_id="run", job_name="job")
 how = sys.argv[1]
@@ -45,10 +45,8 @@ ends = {
     "own": lambda: {}["a key that is not there"],
     "own message": lambda: fail(RuntimeError("the loss is gone")),
     "shapes": lambda: layer(torch.ones(1, 3)),
-    "memory": lambda: torch.empty(1 << 50),
     "io": lambda: open("/nowhere/data"),
     "ecc": lambda: fail(RuntimeError("CUDA error: uncorrectable ECC error encountered")),
-    "nic": lambda: fail(OSError(errno.ENETDOWN, os.strerror(errno.ENETDOWN))),
     "status": lambda: sys.exit(3),
     "wait": lambda: time.sleep(60),
     "finish": lambda: None,
@@ -57,14 +55,18 @@ ends[how]()
 """
 
 
+def environment(flight_dir: Path, **environ: str) -> dict[str, str]:
+    """Of a training."""
+    return {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), **environ}
+
+
 def started(flight_dir: Path, how: str, **environ: str) -> subprocess.Popen[str]:
     """A training that trains and then ends so."""
-    env = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), **environ}
     script = flight_dir.parent / f"{flight_dir.name}-train.py"
     script.write_text(TRAIN)
     argv = (sys.executable, str(script), how)
     process: subprocess.Popen[str] = fork_server.Python(
-        argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        argv, env=environment(flight_dir, **environ), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -93,9 +95,7 @@ def inspected(capsys: pytest.CaptureFixture[str], flight_dir: Path) -> dict[str,
         ("own message", "do_not_restart", "program"),
         ("shapes", "unknown", "unknown"),
         ("io", "unknown", "unknown"),
-        ("memory", "unknown", "unknown"),
         ("ecc", "exclude_node", "hardware"),
-        ("nic", "exclude_node", "hardware"),
         ("status", "unknown", "unknown"),
         ("finish", "do_not_restart", "finished"),
     ],
@@ -127,29 +127,35 @@ def test_the_same_step_and_line_twice_is_not_tried_a_third_time(capsys: pytest.C
             wait_until(served)
 
 
+ELSEWHERE = {"TORCHOBS_WORLD_SIZE": "2", "TORCHOBS_RANK": "0"}
+
+
 @pytest.mark.parametrize(
-    ("number", "action"), [(signal.SIGTERM, "restart"), (signal.SIGKILL, "unknown"), (signal.SIGINT, "unknown")]
+    ("number", "environ", "action", "cause"),
+    [
+        (signal.SIGTERM, {}, "restart", "preempted"),
+        (signal.SIGTERM, ELSEWHERE, "unknown", "unknown"),
+        (signal.SIGKILL, {}, "unknown", "unknown"),
+        (signal.SIGINT, {}, "unknown", "interrupted"),
+    ],
 )
-def test_who_is_told_to_end_may_go_on(capsys: pytest.CaptureFixture[str], flight_dir: Path, number: int, action: str) -> None:
+def test_who_is_told_to_end_may_go_on(
+    capsys: pytest.CaptureFixture[str], flight_dir: Path, number: int, environ: dict[str, str], action: str, cause: str
+) -> None:
     """On SIGTERM, unless ranks are elsewhere of which nobody knows whether they failed before; a SIGKILL has many reasons."""
-    with started(flight_dir, "wait") as process:
+    with started(flight_dir, "wait", **environ) as process:
         assert inspected(capsys, flight_dir)["cause"] == "running"
         process.send_signal(number)
     found = inspected(capsys, flight_dir)
-    assert (found["action"], found["cause"] == "interrupted") == (action, number == signal.SIGINT)
-    with started(flight_dir, "wait", TORCHOBS_WORLD_SIZE="2", TORCHOBS_RANK="0", TORCHOBS_RESTART="1") as process:
-        process.send_signal(number)
-    assert inspected(capsys, flight_dir)["action"] == "unknown"
+    assert (found["action"], found["cause"]) == (action, cause)
 
 
 def test_ranks_that_waited_for_one_that_was_killed_may_go_on(capsys: pytest.CaptureFixture[str], flight_dir: Path) -> None:
     """Real gloo: rank 1 is killed, rank 0 fails in the collective, and both are the evidence."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    env = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), **place}
-    ranks = [
-        fork_server.Python((sys.executable, "-c", TRAIN, "pair"), env={**env, "RANK": str(rank)}, stderr=subprocess.DEVNULL)
-        for rank in range(2)
-    ]
+    environs = [environment(flight_dir, **place, RANK=rank) for rank in "01"]
+    argv = (sys.executable, "-c", TRAIN, "pair")
+    ranks = [fork_server.Python(argv, env=environ, stderr=subprocess.DEVNULL) for environ in environs]
     assert [process.wait(timeout=60) for process in ranks] == [1, -signal.SIGKILL]
     found = inspected(capsys, flight_dir)
     assert (found["action"], found["cause"]) == ("restart", "peer_died")
