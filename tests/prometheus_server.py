@@ -354,12 +354,17 @@ def alertmanager_command(binary: str) -> list[str]:
 
 
 def start_alertmanager(
-    start: Callable[..., subprocess.Popen[str]], command: list[str], folder: Path, port: int, receiver: str
+    start: Callable[..., subprocess.Popen[str]],
+    command: list[str],
+    folder: Path,
+    port: int,
+    receiver: str,
+    group_wait_ms: int = 3000,
 ) -> str:
     """Start it with the shipped configuration but short waits and `receiver` as its webhooks; return its address."""
     config = yaml.safe_load((ROOT / "deploy" / "alertmanager" / "alertmanager.yml").read_text())
     for route in (config["route"], *config["route"]["routes"]):
-        route |= {"group_wait": "3s", "group_interval": "1s"}
+        route |= {"group_wait": f"{group_wait_ms}ms", "group_interval": f"{group_wait_ms // 3}ms"}
     for one in config["receivers"]:
         one["webhook_configs"][0]["url"] = f"http://{receiver}/"
     path = folder / "alertmanager.yml"
