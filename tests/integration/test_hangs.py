@@ -9,14 +9,14 @@ import signal
 import sys
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests import support
+from tests.diagnosis.observing import FedClock, fed_clock
 from tests.diagnosis_files import row
 from tests.support import ROOT, clean_environment, free_port, wait_until
 from tests.training import Recording, loss_of, mlp, recording
@@ -35,7 +35,6 @@ from torchobs.ranks import state
 from torchobs.ranks.live import RunsReader
 from torchobs.ranks.runs import load
 from torchobs.ranks.scanner import Scanner
-from torchobs.runtime import stacks
 from torchobs.runtime.stack_samples import innermost
 
 if TYPE_CHECKING:
@@ -45,30 +44,30 @@ if TYPE_CHECKING:
     from torchobs.ranks.snapshot import Snapshot
 
 
-HANGS = {
-    "sleep-early": "hung", "sleep-late": "hung", "spin-early": "hung", "backtrack-early": "unresponsive",
-    "loader-early": "hung", "loader-late": "hung", "worker-early": "hung", "collective-early": "hung",
-}  # fmt: skip
-STEPS = {"early": 4, "late": 150}
-QUIET_AGE_S = 20.0
+KINDS = ("sleep", "sleep late", "spin", "loader", "worker", "collective")
+HANGS = {**dict.fromkeys(KINDS, "hung"), "backtrack": "unresponsive"}
+QUIET_AGE_S = 10.0
 """In place of the minute that is the least patience with a rank"""
-LONGEST_S = 240
-"""For all: that, and the time to get there on a busy machine"""
+
+
+def environment_of(rank: int, port: int, world: int = 2, /, **variables: str) -> dict[str, str]:
+    """The environment of one rank of a job of so many."""
+    of_the_job = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    given = {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1, **of_the_job, **variables}
+    return clean_environment() | {name: str(value) for name, value in given.items()}
 
 
 @pytest.mark.long
 def test_hangs_of_all_kinds_are_found(start: Callable[..., object], flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Python, in C with the GIL held, at a lock, in a collective; a step that took eight seconds hides none."""
+    """In Python, in C with the GIL held, at a lock, in a collective; a step that took seconds hides none."""
     monkeypatch.setattr(state, "LEAST_HANG_S", QUIET_AGE_S)
     for run in HANGS:
-        kind, when = run.split("-")
+        kind, _, late = run.partition(" ")
         world, port = (2 if kind == "collective" else 1), free_port()
         for rank in range(world):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            own = {"TORCHOBS_DIR": os.fspath(flight_dir), "TORCHOBS_RUN_ID": run, "OMP_NUM_THREADS": "1"}
-            environment = {**clean_environment(), **own, **{name: str(value) for name, value in place.items()}}
+            environment = environment_of(rank, port, world, TORCHOBS_DIR=os.fspath(flight_dir), TORCHOBS_RUN_ID=run)
             command = (sys.executable, "-m", "torchobs", "run", "--no-exporter", "-m", "tests.scripts.hanging", kind)
-            start(*command, str(STEPS[when]), torch=True, env=environment, cwd=ROOT)
+            start(*command, "150" if late else "4", torch=True, env=environment, cwd=ROOT)
     with closing(Scanner(ExporterConfig(flight_dir=os.fspath(flight_dir)))) as scanner:
         seen: dict[str, str] = {}
 
@@ -80,7 +79,7 @@ def test_hangs_of_all_kinds_are_found(start: Callable[..., object], flight_dir: 
             states = {run: {state for name, state in seen.items() if name.startswith(f"{run}/")} for run in HANGS}
             return all(states[run] == {expected} for run, expected in HANGS.items())
 
-        wait_until(all_found, timeout_s=LONGEST_S)
+        wait_until(all_found, timeout_s=240)  # on a busy machine
 
 
 QUIET_S = 1.5
@@ -88,19 +87,11 @@ QUIET_S = 1.5
 
 def start_ranks(start: Any, flight_dir: Path, place: str, *often: str, **variables: str) -> None:
     """Start both ranks."""
-    port = support.free_port()
+    port = free_port()
     for rank in range(2):
-        given = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-        environment = {**support.clean_environment(), **{name: str(value) for name, value in given.items()}}
-        environment |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-            "TORCHOBS_RUN_ID": "hung",
-            "TORCHOBS_GRAD_INTERVAL": "1",
-            **variables,
-        }
+        environment = environment_of(rank, port, TORCHOBS_RUN_ID="hung", TORCHOBS_GRAD_INTERVAL="1", **variables)
         command = (sys.executable, "-m", "tests.distributed_rank", "hang", str(flight_dir), place, *often)
-        start(*command, torch=True, env=environment, cwd=support.ROOT)
+        start(*command, torch=True, env=environment, cwd=ROOT)
 
 
 def positions(snapshot: Snapshot) -> dict[str, tuple[str, float]]:
@@ -114,33 +105,21 @@ def positions(snapshot: Snapshot) -> dict[str, tuple[str, float]]:
     }
 
 
-@pytest.mark.parametrize(
-    ("place", "culprit", "told"),
-    [
-        ("forward", ("forward", 5.4), "Rank 1 stays in forward of step 6, and the other rank waits in backward of step 6."),
-        ("skip", ("idle", 20.0), "Rank 1 has left its training loop, and the other rank waits in backward of step 20."),
-    ],
-)
-def test_the_rank_that_sleeps_is_named(
-    start: Any, flight_dir: Path, monkeypatch: pytest.MonkeyPatch, place: str, culprit: tuple[str, float], told: str
-) -> None:
+def test_the_rank_that_sleeps_is_named(start: Any, flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not rank 0, which waits in backward's all-reduce."""
     monkeypatch.setattr(state, "LEAST_HANG_S", QUIET_S)
-    monkeypatch.setattr(state, "PATIENT_PHASES", frozenset({"idle"}))  # who left the loop is waited for half an hour else
-    monkeypatch.setattr(state, "FIRST_STEP_S", QUIET_S)
-    start_ranks(start, flight_dir, place)
+    start_ranks(start, flight_dir, "forward")
+    told = "Rank 1 stays in forward of step 6, and the other rank waits in backward of step 6."
     with closing(Scanner(ExporterConfig(flight_dir=str(flight_dir), hang_timeout_s=QUIET_S))) as scanner:
 
         def hung() -> list[Snapshot]:
             snapshot = scanner.scan()
-            at = positions(snapshot)
-            return [snapshot] if at.get("0", ("", 0.0))[0] == "backward" and at.get("1") == culprit else []
+            return [snapshot] if positions(snapshot) == {"0": ("backward", 5.6), "1": ("forward", 5.4)} else []
 
-        (snapshot,) = support.wait_until(hung, 60.0, 0.2)
-        assert positions(snapshot)["0"] == ("backward", culprit[1] - 1 + 0.6 if place == "skip" else 5.6)
+        (snapshot,) = wait_until(hung, 60.0, 0.2)
         (run,) = RunsReader().runs(snapshot, {})
         assert told in health.health(run).text
-    support.wait_until(lambda: any(text.startswith(told) for text in findings(flight_dir)), 30.0, 0.5)
+    wait_until(lambda: any(text.startswith(told) for text in findings(flight_dir)), 30.0, 0.5)
     reports, _ = load(sorted(flight_dir.glob("*.flight")))
     assert reports[diagnose_run(reports).principal].rank == "1"
 
@@ -157,14 +136,14 @@ def test_stacks_name_the_rank_that_sleeps_in_the_same_phase(
     """Both are in backward of step 6; the exporter asks all ranks of a hung run for stacks, and inspect reads them."""
     monkeypatch.setattr(state, "LEAST_HANG_S", QUIET_S)
     start_ranks(start, flight_dir, "hook", TORCHOBS_DISABLE_PROBES="collectives")  # which would name it after half a minute
-    support.wait_until(lambda: len(list(flight_dir.glob("*.flight"))) == 2)
+    wait_until(lambda: len(list(flight_dir.glob("*.flight"))) == 2)
     config = ExporterConfig(flight_dir=str(flight_dir), hang_timeout_s=QUIET_S)
     with closing(Scanner(config)) as scanner:
         places = {"0": ("backward", 5.6), "1": ("backward", 5.6)}
-        support.wait_until(lambda: positions(scanner.scan()) == places, 60.0, 0.2)
+        wait_until(lambda: positions(scanner.scan()) == places, 60.0, 0.2)
         assert not any("Rank 1 " in text for text in findings(flight_dir))
         CommandService(config, ArtifactStore(config)).look(scanner.scan())
-    (text,) = support.wait_until(lambda: [one for one in findings(flight_dir) if one.startswith("Rank 1 runs")], 30.0, 0.5)
+    (text,) = wait_until(lambda: [one for one in findings(flight_dir) if one.startswith("Rank 1 runs")], 30.0, 0.5)
     assert "distributed_rank.py:" in text
     assert text.endswith("in backward of step 6, and the other rank waits in backward of step 6.")
 
@@ -185,9 +164,9 @@ def test_torch_s_flight_recorder_names_the_rank_that_sleeps_in_the_same_phase(
             runs = RunsReader().runs(scanner.scan(), {})
             return [found for run in runs if (found := told.search(health.health(run).text))]
 
-        (found,) = support.wait_until(named, 180.0, 0.2)
+        (found,) = wait_until(named, 180.0, 0.2)
         assert int(found[1]) == int(found[2]) + 1
-    support.wait_until(lambda: [text for text in findings(flight_dir) if told.fullmatch(text)], 90.0, 0.5)
+    wait_until(lambda: [text for text in findings(flight_dir) if told.fullmatch(text)], 90.0, 0.5)
 
 
 def test_a_recorder_that_is_off_is_said_once_and_leaves_counts_alone(start: Any, flight_dir: Path) -> None:
@@ -201,7 +180,7 @@ def test_a_recorder_that_is_off_is_said_once_and_leaves_counts_alone(start: Any,
         assert {metric for one in reports for metric in counted if one.of(metric)} <= {catalog.COLLECTIVE_ENQUEUED}
         return reasons if len(reasons) == 2 and all(reasons) else []
 
-    reasons = support.wait_until(told, 180.0, 0.3)
+    reasons = wait_until(told, 180.0, 0.3)
     assert [len(of_one) for of_one in reasons] == [1, 1]
     assert "TORCH_FR_BUFFER_SIZE is 0" in reasons[0][0]
 
@@ -209,21 +188,10 @@ def test_a_recorder_that_is_off_is_said_once_and_leaves_counts_alone(start: Any,
 def test_ranks_that_go_around_ddp_are_said_to_disagree(start: Any, flight_dir: Path) -> None:
     """Each trains on its own data from step 6 on, by `model.module`: of two neither is the odd one."""
     start_ranks(start, flight_dir, "bypass")
-    support.wait_until(lambda: len(list(flight_dir.glob("*.flight"))) == 2)
-    (text,) = support.wait_until(
-        lambda: [one for one in findings(flight_dir) if one.startswith("Ranks do not agree")], 60.0, 0.5
-    )
+    wait_until(lambda: len(list(flight_dir.glob("*.flight"))) == 2)
+    (text,) = wait_until(lambda: [one for one in findings(flight_dir) if one.startswith("Ranks do not agree")], 60.0, 0.5)
     assert "(rank 0: " in text
     assert " 1: " in text
-
-
-session = contextmanager(recording)
-
-
-@pytest.fixture
-def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence is long at once: the stack alone decides."""
-    monkeypatch.setattr(phases, "idle_from", lambda _: 0.0)
 
 
 def doing(run: Recording) -> str | None:
@@ -244,128 +212,82 @@ def train_loop(steps: int, within: Callable[[], object] = lambda: None) -> None:
         within()
 
 
-@pytest.mark.usefixtures("no_patience")
-def test_who_has_left_the_loop_is_idle(flight_dir: Path) -> None:
-    """A notebook between two cells, a server, an upload."""
-    with session(flight_dir) as run:
-        train_loop(3)
-        assert doing(run) == "idle"
+def test_who_has_left_the_loop_is_idle(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook between two cells, a server, an upload; whoever stands still elsewhere may hang, however deep in the loop."""
+    monkeypatch.setattr(phases, "idle_from", lambda _: 0.0)  # silence is long at once: the stack alone decides
+    assert doing(run) == "other", "data are read, models made"
+    model = mlp()
+    loss_of(model).backward()  # type: ignore[no-untyped-call]
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    assert doing(run) == "other", "a step that is made by hand, and no loop"
+    within: list[str | None] = []
+    train_loop(2, lambda: within.append(doing(run)))
+    assert within == ["other"] * 2
+    assert doing(run) == "idle"
+    assert inspect.getsourcefile(inspect.unwrap(dist.barrier)).endswith(_COLLECTIVES_FILE)  # type: ignore[union-attr]
+    found: dict[str, Any] = {}
+    exec(compile("def barrier(look):\n    return look()\n", f"/{_COLLECTIVES_FILE}", "exec"), found)  # noqa: S102  # a frame of that file
+    assert found["barrier"](lambda: doing(run)) == "other", "a last barrier that never ends is a hang like any other"
 
 
-@pytest.mark.usefixtures("no_patience")
-def test_who_stands_still_in_the_loop_is_not(flight_dir: Path) -> None:
-    """However deep: that may be a hang."""
-    with session(flight_dir) as run:
-        seen: list[str | None] = []
-        train_loop(3, lambda: seen.append(doing(run)))
-        assert seen == ["other"] * 3
+class Stalls:
+    def __init__(self, run: Recording, clock: FedClock) -> None:
+        run.look()  # and the sampler's thread is gone, which would look, too
+        assert run.session._commands is not None
+        self.run, self._clock, self.commands = run, clock, run.session._commands
 
+    def stand(self, seconds: int, each_s: int = 1) -> list[dict[str, Any]]:
+        """Let so much time pass, with a look every so often; return the attributes of what has been written by then."""
+        for _ in range(0, seconds, each_s):
+            self._clock.sleep(each_s)
+            self.commands.sample()
+        return [one for one in self.run.attributes(catalog.EVENT_STACKS.name) if one["cause"] == "stalled"]
 
-@pytest.mark.usefixtures("no_patience")
-def test_who_waits_for_other_ranks_behind_the_loop_is_not_idle(flight_dir: Path) -> None:
-    """A last barrier that never ends is a hang like any other."""
-    with session(flight_dir) as run:
-        train_loop(3)
-        assert inspect.getsourcefile(inspect.unwrap(dist.barrier)).endswith(_COLLECTIVES_FILE)  # type: ignore[union-attr]
-        found: dict[str, Any] = {}
-        exec(compile("def barrier(look):\n    return look()\n", f"/{_COLLECTIVES_FILE}", "exec"), found)  # noqa: S102  # a frame of that file
-        assert found["barrier"](lambda: doing(run)) == "other"
-
-
-@pytest.mark.usefixtures("no_patience")
-def test_where_there_is_no_loop_nothing_is_claimed(flight_dir: Path) -> None:
-    """Steps made one by one, by hand."""
-    with session(flight_dir) as run:
-        model = mlp()
-        loss_of(model).backward()  # type: ignore[no-untyped-call]
-        torch.optim.SGD(model.parameters(), lr=0.01).step()
-        assert doing(run) == "other"
-
-
-@pytest.mark.usefixtures("no_patience")
-def test_before_the_first_step_nobody_is_idle(flight_dir: Path) -> None:
-    """Data are read, models made."""
-    with session(flight_dir) as run:
-        assert doing(run) == "other"
-
-
-LEAST_S = 1.0
+    def train(self) -> None:
+        """Some steps."""
+        train_loop(5)
+        self.run.look()
+        self.commands.sample()
 
 
 @pytest.fixture
-def short_stalls(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
-    """A recording whose stalls are short; its steps are fast, in which few of a busy machine are not."""
-    monkeypatch.setattr(hangs, "LEAST_S", LEAST_S)
+def stalls(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stalls]:
+    """Those of a recording; the length of a step, which is a stall's, has no part in it."""
     monkeypatch.setattr(hangs, "LONG_FACTOR", 0.0)
     monkeypatch.setattr(hangs, "EARLY_FACTOR", 0.0)
-    monkeypatch.setattr(stacks, "PAUSE_NS", 60_000_000_000)
-    yield from recording(flight_dir)
+    with fed_clock() as clock:  # which the compiled module does not read
+        for run in recording(flight_dir, native=False):
+            yield Stalls(run, clock)
 
 
-def trainer() -> Callable[[], None]:
-    """Take training steps."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def take() -> None:
-        for _ in range(5):
-            optimizer.zero_grad()
-            loss_of(model).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-
-    return take
-
-
-def written(short_stalls: Recording) -> list[dict[str, Any]]:
-    """The attributes of the events."""
-    return [event["attrs"] for event in short_stalls.frames("torchobs.stacks") if event["attrs"]["cause"] == "stalled"]
-
-
-def test_once_in_a_stall_and_the_next_has_to_be_twice_as_long(short_stalls: Recording, flight_dir: Path) -> None:
+def test_once_in_a_stall_and_the_next_has_to_be_twice_as_long(stalls: Stalls, flight_dir: Path) -> None:
     """The file has the line that it stands in; training that goes on is nothing."""
-    step = trainer()
-    for number in range(2):
-        step()
-        support.wait_until(lambda: len(written(short_stalls)) == number + 1)  # noqa: B023  # called here
-        time.sleep(3 * LEAST_S)
-    first, second = written(short_stalls)
-    assert second["quiet_s"] >= 2 * LEAST_S > first["quiet_s"] - LEAST_S / 2
-    assert first["phase"] == "other"
-    step()
-    short_stalls.whole_round()
-    assert len(written(short_stalls)) == 2
-    texts = [path.read_text() for path in sorted(flight_dir.glob("*.stacks-*"))]
+    stalls.train()
+    assert stalls.stand(int(hangs.LEAST_S) - 1) == []
+    (first,) = stalls.stand(60)
+    assert (first["phase"], round(first["quiet_s"])) == ("other", hangs.LEAST_S)
+    stalls.train()
+    assert len(stalls.stand(int(hangs.LEAST_S) + 2)) == 1
+    _, second = stalls.stand(60)
+    assert round(second["quiet_s"]) == 2 * hangs.LEAST_S
+    texts = [path.read_text() for path in flight_dir.glob("*.stacks-*")]
     assert len(texts) == 2
     assert all("test_once_in_a_stall" in text and text.endswith("# end of stacks\n") for text in texts)
 
 
-@pytest.mark.parametrize("what", ["evaluation", "before training", "switched off"])
-def test_what_takes_its_time_writes_none(short_stalls: Recording, what: str) -> None:
-    """Who evaluates, has not begun, or whose steps are not recorded."""
-    step = trainer()
-    if what != "before training":
-        step()
-    if what == "evaluation":
-        model = mlp()
-        model.eval()
-        time.sleep(3 * LEAST_S)
-        model.train()
-    elif what == "switched off":
-        assert short_stalls.session._commands is not None
-        short_stalls.session._commands._probe_manager.switch_off(frozenset({"step"}))
-        time.sleep(2.5 * LEAST_S)
-    else:
-        time.sleep(2.5 * LEAST_S)
-    short_stalls.whole_round()
-    assert not written(short_stalls)
-
-
-def test_a_process_that_was_stopped_did_not_stand_still(short_stalls: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A suspended machine, SIGSTOP: the time in which the sampler did not run does not count."""
-    monkeypatch.setattr(stacks, "PAUSE_NS", 0)
-    trainer()()
-    time.sleep(2.5 * LEAST_S)
-    assert not written(short_stalls)
+def test_what_takes_its_time_writes_none(stalls: Stalls) -> None:
+    """Who has not begun, evaluates, or whose steps are not recorded; nor counts time without the sampler, as by SIGSTOP."""
+    assert stalls.stand(60) == []
+    stalls.train()
+    model = mlp()
+    model.eval()
+    assert stalls.stand(60) == []
+    model.train()
+    stalls.train()
+    assert stalls.stand(60, each_s=60) == []
+    stalls.train()
+    stalls.commands._probe_manager.switch_off(frozenset({"step"}))
+    assert stalls.stand(60) == []
 
 
 STANDING = """
@@ -394,10 +316,10 @@ def test_a_run_that_is_killed_in_a_stall_shows_where_it_stood(start: Any, flight
     script.write_text(STANDING)
     process = start(
         sys.executable, "-m", "torchobs", "run", "--no-exporter", str(script), torch=True,
-        env={**support.clean_environment(), "TORCHOBS_DIR": str(flight_dir)}, cwd=support.ROOT,
+        env={**clean_environment(), "TORCHOBS_DIR": str(flight_dir)}, cwd=ROOT,
     )  # fmt: skip
     # a machine that holds a step up for a second makes stacks, too
-    support.wait_until(lambda: any(" in load" in path.read_text() for path in flight_dir.glob("*.stacks-*")), 60.0)
+    wait_until(lambda: any(" in load" in path.read_text() for path in flight_dir.glob("*.stacks-*")), 60.0)
     process.send_signal(signal.SIGKILL)
     process.wait()
     (report,), _ = load(list(flight_dir.glob("*.flight")))
@@ -415,21 +337,11 @@ from torch.nn.parallel import DistributedDataParallel
 place, seconds = sys.argv[1], float(sys.argv[2])
 dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
 rank = dist.get_rank()
-model = torch.nn.Linear(4, 1)
-
-def hook(module, inputs, output):
-    if place == "hook" and rank == 1 and number == 20:
-        output.register_hook(lambda _: time.sleep(600))
-
-model.register_forward_hook(hook)
-model = DistributedDataParallel(model)
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for number in range(30):
-    if number == 20 and rank == 1:
-        if place in {"sleep", "barrier"}:
-            time.sleep(600)
-    if number == 20 and place == "barrier":
-        dist.monitored_barrier(timeout=timedelta(seconds=seconds))
+    if number == 20 and rank == 1 and place == "sleep":
+        time.sleep(600)
     model(torch.randn(2, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -449,47 +361,40 @@ time.sleep(600)
 TIMEOUT_S = 5.0
 
 
-def ended(start: Any, flight_dir: Path, tmp_path: Path, place: str) -> list[str]:
-    """Run both ranks until rank 0 has ended, end rank 1 as torchrun does, and return what is said of both together."""
-    script, port, ranks = tmp_path / "waiting.py", support.free_port(), []
-    script.write_text(WAITING)
-    for rank in range(2):
-        given = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-        own = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "TORCHOBS_RUN_ID": "waited", "TORCHOBS_DIR": str(flight_dir)}
-        environment = {**support.clean_environment(), **own, **{name: str(value) for name, value in given.items()}}
-        command = (sys.executable, "-m", "torchobs", "run", "--no-exporter", str(script), place, str(TIMEOUT_S))
-        ranks.append(start(*command, torch=True, env=environment, cwd=support.ROOT))
-    assert ranks[0].wait(timeout=120) == 1
-    ranks[1].terminate()
-    ranks[1].wait(timeout=30)
-    reports, _ = load(sorted(flight_dir.glob("*.flight")))
-    diagnosis = diagnose_run(reports)
-    assert reports[diagnosis.principal].rank == "1"
-    (of_rank_0,) = (found for report, found in zip(reports, diagnosis.by_rank, strict=True) if report.rank == "0")
-    step = 30 if place == "save" else 20
-    assert f"after step {step}: it timed out after 5 s waiting for " in of_rank_0[0].long
-    return [finding.long for finding in diagnosis.together]
+TOLD = {"sleep": "Rank 1 stays between two phases of step 21, and the other rank waits in backward of step 21. ", "save": ""}
+"""What is said of where the ranks stood, by where rank 1 did not come; nothing, where it waits for the other one as well"""
 
 
-@pytest.mark.parametrize(
-    ("place", "told"),
-    [
-        ("sleep", "Rank 1 stays between two phases of step 21, and the other rank waits in backward of step 21. "),
-        ("save", ""),
-    ],
-)
-def test_the_rank_that_did_not_come_is_named(start: Any, flight_dir: Path, tmp_path: Path, place: str, told: str) -> None:
+def test_the_rank_that_did_not_come_is_named(start: Any, flight_dir: Path, tmp_path: Path) -> None:
     """And not rank 0, whose exception ended the run, as the one that failed first; it has called one collective more."""
-    found = ended(start, flight_dir, tmp_path, place)
-    begin, _, counts = found[0].partition("Rank 0 called 1 collective more than rank 1 ")
-    assert begin == f"A collective timed out after 5 s on rank 0. {told}"
-    assert re.match(r"\(\d+ and \d+ of group default \(gloo\)\)", counts)
-    assert not any("failed first" in text or "Only rank" in text for text in found)
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING)
+    runs: dict[str, list[Any]] = {}
+    for place in TOLD:
+        port, runs[place] = free_port(), []
+        for rank in range(2):
+            environment = environment_of(rank, port, TORCHOBS_RUN_ID=place, TORCHOBS_DIR=str(flight_dir))
+            command = (sys.executable, "-m", "torchobs", "run", "--no-exporter", str(script), place, str(TIMEOUT_S))
+            runs[place].append(start(*command, torch=True, env=environment, cwd=ROOT))
+    for first, second in runs.values():
+        assert first.wait(timeout=120) == 1
+        second.terminate()  # as torchrun does
+        second.wait(timeout=30)
+    for place, told in TOLD.items():
+        reports = [report for report in load(sorted(flight_dir.glob("*.flight")))[0] if report.run_id == place]
+        diagnosis = diagnose_run(reports)
+        assert reports[diagnosis.principal].rank == "1"
+        (of_rank_0,) = (found for report, found in zip(reports, diagnosis.by_rank, strict=True) if report.rank == "0")
+        step = 30 if place == "save" else 20
+        assert f"after step {step}: it timed out after 5 s waiting for " in of_rank_0[0].long
+        found = [finding.long for finding in diagnosis.together]
+        begin, _, counts = found[0].partition("Rank 0 called 1 collective more than rank 1 ")
+        assert begin == f"A collective timed out after 5 s on rank 0. {told}"
+        assert re.match(r"\(\d+ and \d+ of group default \(gloo\)\)", counts)
+        assert not any("failed first" in text or "Only rank" in text for text in found)
 
 
 class Waiting(torch.nn.Module):
-    """A module in whose forward pass a thread stands."""
-
     def __init__(self, stand: Any) -> None:
         super().__init__()
         self.stand = stand

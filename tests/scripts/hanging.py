@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 KIND, STEP = sys.argv[1], int(sys.argv[2])
 FOREVER_S = 100_000.0
-ASLEEP_S = 10.0
+ASLEEP_S = 5.0
 """So long sleeps what would keep a processor busy for half of the time after which a rank is called hung. What is left of it is
 several times as long as the heartbeat may be missing."""
 
@@ -86,7 +86,7 @@ def main() -> None:
             KINDS[KIND]()
         optimizer.zero_grad()
         model(row).sum().backward()
-        time.sleep(8.0 if number == 1 else 0.02)
+        time.sleep(3.5 if number == 1 else 0.02)
         optimizer.step()
 
 
