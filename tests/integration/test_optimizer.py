@@ -49,15 +49,11 @@ def groups(values: Mapping[tuple[str, ...], Any], name: str) -> dict[str, float]
     ("make", "expected"),
     [
         (lambda p: torch.optim.AdamW(p, lr=0.5, betas=(0.8, 0.95), weight_decay=0.25), (0.5, 0.25, 0.8, 0.95)),
-        (lambda p: torch.optim.AdamW(p, lr=0.5, fused=True), (0.5, 0.01, 0.9, 0.999)),
         (lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.75), (0.5, 0.0, 0.75, None)),
         (lambda p: torch.optim.RMSprop(p, lr=0.5, momentum=0.25), (0.5, 0.0, 0.25, 0.99)),
-        (lambda p: torch.optim.Adagrad(p, lr=0.5), (0.5, 0.0, None, None)),
         (lambda p: torch.optim.Adafactor(p, lr=0.5), (0.5, 0.0, None, None)),
-        (lambda p: torch.optim.SGD(p, lr=torch.tensor(0.5)), (0.5, 0.0, 0.0, None)),
-        (lambda p: torch.optim.SGD(p, lr=1), (1.0, 0.0, 0.0, None)),
     ],
-    ids=["adamw", "adamw fused", "sgd", "rmsprop", "adagrad", "adafactor", "a rate in a tensor", "a whole number"],
+    ids=["adamw", "sgd", "rmsprop", "adafactor"],
 )
 def test_one_group_of_each_optimizer(run: Recording, make: Any, expected: tuple[float | None, ...]) -> None:
     """One group is one series of each hyperparameter that the optimizer has."""
@@ -69,33 +65,24 @@ def test_one_group_of_each_optimizer(run: Recording, make: Any, expected: tuple[
     assert shown == [{} if value is None else {"0": value} for value in expected]
 
 
-RATES: dict[str, Any] = {
-    "int": 1,
-    "numpy's double": np.float64(0.5),
-    "numpy's float": np.float32(0.5),
-    "numpy's int": np.int64(2),
-    "interpolated": np.interp(5, [0, 10], [0.0, 0.1]),
-    "an array": np.array(0.25),
-    "a tensor": torch.tensor(0.5),
-}
+RATES: tuple[Any, ...] = (1, np.float64(0.5), np.float32(0.5), np.int64(2), np.array(0.25), torch.tensor(0.5))
 
 
-@pytest.mark.parametrize("name", RATES)
-def test_a_rate_of_any_type_is_in_the_record_of_every_step(run: Recording, name: str) -> None:
+def test_a_rate_of_any_type_is_in_the_record_of_every_step(run: Recording) -> None:
     """A warm-up that is interpolated (YOLOv5's) sets numpy's numbers, ``lr=1`` is an int: no step goes without its rate."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for index in range(100):
-        optimizer.param_groups[0]["lr"] = RATES[name]
-        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
-        optimizer.param_groups[0]["lr"] = float(RATES[name]) if index > 80 else RATES[name]
-        optimizer.step()
-        optimizer.zero_grad()
+    for rate in RATES:
+        for index in range(40):
+            optimizer.param_groups[0]["lr"] = rate
+            loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+            optimizer.param_groups[0]["lr"] = float(rate) if index > 30 else rate
+            optimizer.step()
+            optimizer.zero_grad()
+        assert groups(run.look(), RATE) == {"0": float(rate)}
     steps = run.steps()
-    assert len(steps) == 100
     assert all(has(record, StepFlag.LEARNING_RATE) for record in steps)
-    assert {record.learning_rate for record in steps} == {float(RATES[name])}
-    assert groups(run.look(), RATE) == {"0": float(RATES[name])}
+    assert [record.learning_rate for record in steps] == [float(rate) for rate in RATES for _ in range(40)]
 
 
 def test_groups_are_shown_as_far_as_they_differ(run: Recording) -> None:
@@ -151,19 +138,17 @@ def saved(make: Callable[[Any], torch.optim.Optimizer], steps: int) -> dict[str,
     return optimizer.state_dict()
 
 
-COUNTING: dict[str, Any] = {
+COUNTING = {
     "adamw": torch.optim.AdamW,
     "fused": lambda p: torch.optim.AdamW(p, fused=True),
-    "rmsprop": torch.optim.RMSprop,
     "adagrad": torch.optim.Adagrad,  # has a state before its first step
-    "adafactor": torch.optim.Adafactor,
 }
 
 
-@pytest.fixture(params=list(COUNTING.values()), ids=list(COUNTING))
+@pytest.fixture(params=COUNTING)
 def counting(request: pytest.FixtureRequest) -> Any:
     """An optimizer that counts its steps."""
-    return request.param
+    return COUNTING[request.param]
 
 
 @pytest.fixture
@@ -192,11 +177,10 @@ def test_an_optimizer_without_a_past_begins_at_0(run: Recording, counting: Any) 
     assert run.look()[SHOWN] == 0
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_an_optimizer_that_counts_nothing_is_not_guessed(run: Recording, momentum: float) -> None:
-    """SGD, with and without a state: it may have been loaded."""
+def test_an_optimizer_that_counts_nothing_is_not_guessed(run: Recording) -> None:
+    """SGD with a state: it may have been loaded."""
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     train(model, optimizer)
     assert SHOWN not in run.look()
 
@@ -217,13 +201,6 @@ class Overriding(lrs.LRScheduler):
             group["lr"] = rate
 
 
-class Calling(lrs.StepLR):
-    """A user's own that overrides ``step`` and calls its parent."""
-
-    def step(self, epoch: int | None = None) -> None:
-        super().step(epoch)
-
-
 class Composite(lrs.LRScheduler):
     """A user's own that steps another one, which torch knows nothing of."""
 
@@ -242,14 +219,7 @@ class Composite(lrs.LRScheduler):
 
 MAKERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "LambdaLR": lambda o: lrs.LambdaLR(o, lambda step: 0.9**step),
-    "MultiplicativeLR": lambda o: lrs.MultiplicativeLR(o, lambda _: 0.9),
     "StepLR": lambda o: lrs.StepLR(o, 2),
-    "MultiStepLR": lambda o: lrs.MultiStepLR(o, [2, 4]),
-    "ConstantLR": lrs.ConstantLR,
-    "LinearLR": lrs.LinearLR,
-    "ExponentialLR": lambda o: lrs.ExponentialLR(o, 0.9),
-    "PolynomialLR": lambda o: lrs.PolynomialLR(o, 10),
-    "CosineAnnealingLR": lambda o: lrs.CosineAnnealingLR(o, 10),
     "CosineAnnealingWarmRestarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 4),
     "CyclicLR": lambda o: lrs.CyclicLR(o, 0.1, 0.5),
     "OneCycleLR": lambda o: lrs.OneCycleLR(o, 0.5, total_steps=20),
@@ -260,7 +230,6 @@ MAKERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
         [lrs.SequentialLR(o, [lrs.LinearLR(o), lrs.StepLR(o, 2)], [3]), lrs.ExponentialLR(o, 0.9)]
     ),
     "overriding": Overriding,
-    "calling": lambda o: Calling(o, 2),
     "composite": lambda o: Composite(o, lrs.StepLR(o, 2)),
     "plateau": lambda o: lrs.ReduceLROnPlateau(o, patience=2),
 }
@@ -289,23 +258,22 @@ def told(run: Recording) -> list[dict[str, Any]]:
     return run.attributes(catalog.EVENT_SCHEDULER_MISUSED.name)
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_every_scheduler_is_counted_once_and_does_what_it_always_did(flight_dir: Path, name: str) -> None:
+def test_every_scheduler_is_counted_once_and_does_what_it_always_did(flight_dir: Path) -> None:
     """Nine steps are nine, whatever it is made of; the rates are those of a run without us; nothing is called misuse."""
-    results = []
-    for recorded in (False, True):
+
+    def rates(name: str) -> list[float]:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-        if not recorded:
-            results.append(train_scheduled(model, optimizer, MAKERS[name](optimizer), 9))
-            continue
-        for run in recording(flight_dir):
-            results.append(train_scheduled(model, optimizer, MAKERS[name](optimizer), 9))
-            values = run.look()
-            assert values[STEPS] == 9
-            assert [values[catalog.SCHEDULER_MISUSE.name, kind] for kind in catalog.SCHEDULER_MISUSES] == [0, 0, 0]
-            assert told(run) == []
-    assert results[0] == results[1]
+        return train_scheduled(model, optimizer, MAKERS[name](optimizer), 9)
+
+    plain = {name: rates(name) for name in MAKERS}
+    for run in recording(flight_dir):
+        for number, name in enumerate(MAKERS, 1):
+            assert rates(name) == plain[name], name
+            assert run.look()[STEPS] == 9 * number, name
+        values = run.look()
+        assert [values[catalog.SCHEDULER_MISUSE.name, kind] for kind in catalog.SCHEDULER_MISUSES] == [0, 0, 0]
+        assert told(run) == []
 
 
 def test_loading_a_state_is_no_step(run: Recording) -> None:
@@ -362,22 +330,15 @@ def test_a_first_step_that_the_loss_scaler_skips_is_no_misuse(run: Recording) ->
     assert told(run) == []
 
 
-def unscheduled(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Train without a scheduler's step."""
-    for index in range(steps):
-        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-
 def test_a_scheduler_that_is_never_stepped_is_told_while_the_run_lasts(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, after many steps of its optimizer."""
     monkeypatch.setattr(schedulers, "UNUSED_STEPS", 20)
     model, optimizer = sgd()
     forgotten = lrs.CosineAnnealingLR(optimizer, 100)
-    unscheduled(model, optimizer, 15)
+    train(model, optimizer, steps=15)
     run.look()
     assert told(run) == []
-    unscheduled(model, optimizer, 15)
+    train(model, optimizer, steps=15)
     for _ in range(3):
         run.look()
     assert told(run) == [{"kind": "never_stepped", "scheduler": type(forgotten).__name__}]
@@ -407,7 +368,7 @@ def test_one_that_a_wrapper_moves_on_is_not_forgotten(run: Recording, monkeypatc
     model, optimizer = sgd()
     wrapped = lrs.ExponentialLR(optimizer, 0.9)
     for _ in range(30):
-        unscheduled(model, optimizer, 1)
+        train(model, optimizer, steps=1)
         wrapped.last_epoch += 1
         optimizer.param_groups[0]["lr"] = wrapped.get_lr()[0]
     run.look()

@@ -252,11 +252,6 @@ def run_span(file: File, **more: object) -> dict[str, object]:
     return {**identity, **begun, "flags": 1, "kind": "internal", **more}
 
 
-def only_traces(receiver: Receiver) -> PushConfig:
-    """Spans to that receiver."""
-    return PushConfig(traces=to(receiver, path="/v1/traces"))
-
-
 def event(file: File, name: str, attrs: object = None, second: float = 1.0, **more: object) -> None:
     """Write an event that happened at a second of the rank's life."""
     at_ns = file.header.monotonic_ns + round(second * S)
@@ -268,18 +263,13 @@ def everything(receiver: Receiver, **given: Any) -> PushConfig:
     return PushConfig(to(receiver), to(receiver, path=TRACES), to(receiver, path=LOGS), **given)
 
 
-def only_logs(receiver: Receiver) -> PushConfig:
-    """Log records to that receiver."""
-    return PushConfig(logs=to(receiver, path=LOGS))
-
-
 @pytest.fixture
 def pushed(flight_dir: Path, receiver: Receiver, file: File) -> Callable[[], list[Any]]:
     """Save the file, push once, and return the log records that came."""
 
     def push() -> list[Any]:
         file.save()
-        with Pushing(flight_dir, only_logs(receiver)) as pushing:
+        with Pushing(flight_dir, PushConfig(logs=to(receiver, path=LOGS))) as pushing:
             pushing.look(3.5)
         return records(receiver.of(LOGS))
 
@@ -296,7 +286,7 @@ def test_spans_are_what_the_ring_holds_each_of_them_once(flight_dir: Path, recei
     for fields in (run_span(file), full, frame(2, 0.2, 0.3, flags=0), frame(3, 0.3, 0.4)):
         file.writer.events.append(fields)
     file.save()
-    with Pushing(flight_dir, only_traces(receiver)) as pushing:
+    with Pushing(flight_dir, PushConfig(traces=to(receiver, path=TRACES))) as pushing:
         pushing.look(1.0)
         pushing.look(1.1)
         file.writer.events.append(frame(4, 0.4, 0.5))
@@ -346,9 +336,8 @@ def segment(file: File, part: int, begun_s: float, **more: object) -> dict[str, 
 
 def test_segments_are_sent_as_they_end_and_the_last_is_completed(flight_dir: Path, receiver: Receiver, file: File) -> None:
     """That of a rank that was killed ends with it, as an error."""
-    config = PushConfig(traces=to(receiver, path="/v1/traces"))
     done = {"k": "span", "status": "unset"}
-    with Pushing(flight_dir, config) as pushing:
+    with Pushing(flight_dir, PushConfig(traces=to(receiver, path=TRACES))) as pushing:
         file.writer.events.append(run_span(file))
         file.writer.events.append(run_span(file, t1=BORN_WALL_NS + S, **done))
         file.writer.events.append(segment(file, 0, 1.0))
@@ -396,39 +385,33 @@ def test_an_event_is_a_record_of_its_step(receiver: Receiver, file: File, pushed
     assert (of_resource.scope_logs[0].scope.name, of_resource.scope_logs[0].scope.version) == ("torchobs", "0.1.0")
 
 
-@pytest.mark.parametrize(
-    ("name", "attrs", "severity", "expected"),
-    [
-        ("torchobs.anomaly", {"kind": "nonfinite_loss", "value": "NaN"}, "ERROR", {"torchobs.anomaly.kind": "nonfinite_loss"}),
-        ("torchobs.exception", {"exception.type": "E", "thread": "t"}, "ERROR", {"exception.type": "E", "thread.name": "t"}),
-        ("torchobs.exception", {"exception.type": "builtins.KeyboardInterrupt"}, "INFO", {}),
-        ("torchobs.gpu.xid", {"hw.id": "GPU-1", "xid": 79}, "ERROR", {"hw.id": "GPU-1", "torchobs.gpu.xid.xid": 79}),
-        ("torchobs.data.starved", {"share": 0.5}, "WARN", {"torchobs.data.starved.share": 0.5}),
-        ("torchobs.run.start", {}, "INFO", {}),
-        (
-            catalog.EVENT_OUT_OF_MEMORY.name,
-            {"requested": 2 << 30},
-            "ERROR",
-            {"torchobs.memory.out_of_memory.requested": 2 << 30},
-        ),
-        ("my.event", {"a": [1, "x"], "b": {"c": None}, "d": True}, "INFO", {"a": [1, "x"], "b": {"c": None}, "d": True}),
-    ],
+NAMES: tuple[tuple[str, dict[str, object], str, dict[str, object]], ...] = (
+    ("torchobs.anomaly", {"kind": "nonfinite_loss", "value": "NaN"}, "ERROR", {"torchobs.anomaly.kind": "nonfinite_loss"}),
+    ("torchobs.exception", {"exception.type": "E", "thread": "t"}, "ERROR", {"exception.type": "E", "thread.name": "t"}),
+    ("torchobs.exception", {"exception.type": "builtins.KeyboardInterrupt"}, "INFO", {}),
+    ("torchobs.gpu.xid", {"hw.id": "GPU-1", "xid": 79}, "ERROR", {"hw.id": "GPU-1", "torchobs.gpu.xid.xid": 79}),
+    ("torchobs.data.starved", {"share": 0.5}, "WARN", {"torchobs.data.starved.share": 0.5}),
+    ("torchobs.run.start", {}, "INFO", {}),
+    ("my.event", {"a": [1, "x"], "b": {"c": None}, "d": True}, "INFO", {"a": [1, "x"], "b": {"c": None}, "d": True}),
+    (catalog.EVENT_OUT_OF_MEMORY.name, {"requested": 2 << 30}, "ERROR", {"torchobs.memory.out_of_memory.requested": 2 << 30}),
 )
-def test_severity_and_names_are_opentelemetry_s(
-    file: File, pushed: Callable[[], list[Any]], name: str, attrs: dict[str, object], severity: str, expected: object
-) -> None:
+
+
+def test_severity_and_names_are_opentelemetry_s(file: File, pushed: Callable[[], list[Any]]) -> None:
     """The conventions' names stay, others are the event's, an application's are its own. Without a step: the run's span.
 
     For people the sentence has sizes with their unit.
     """
-    event(file, name, attrs)
-    (record,) = pushed()
-    assert (record.event_name, record.severity_text) == (name, severity)
-    assert record.severity_number == {"INFO": 9, "WARN": 13, "ERROR": 17}[severity]
-    assert attributes(record.attributes).items() >= dict(expected).items()  # type: ignore[call-overload]  # a case's mapping
-    assert (record.trace_id.hex(), record.span_id.hex()) == SpanIds(file.header).run
-    assert record.body.string_value
-    assert "requested" not in attrs or record.body.string_value.endswith("requested 2 GiB")
+    for name, attrs, _, _ in NAMES:
+        event(file, name, attrs)
+    found = pushed()
+    for record, (name, _, severity, expected) in zip(found, NAMES, strict=True):
+        assert (record.event_name, record.severity_text) == (name, severity)
+        assert record.severity_number == {"INFO": 9, "WARN": 13, "ERROR": 17}[severity]
+        assert attributes(record.attributes).items() >= expected.items()
+        assert (record.trace_id.hex(), record.span_id.hex()) == SpanIds(file.header).run
+        assert record.body.string_value
+    assert found[-1].body.string_value.endswith("requested 2 GiB")
 
 
 def test_each_event_comes_once_and_with_the_next_look(flight_dir: Path, receiver: Receiver, file: File) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import threading
 import time
 from collections import defaultdict
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -40,16 +39,12 @@ MOVING = {metric.prometheus for metric in (catalog.RANK_PROGRESS_AGE, catalog.RA
 PLACE = ("job", "instance")
 
 
-@pytest.fixture
-def prometheus() -> Iterator[tuple[PrometheusServer, str]]:
-    """One that takes OTLP, and scrapes the address."""
+def prometheus_3(*features: str, scrape: Sequence[str] = ()) -> PrometheusServer:
+    """One that takes OTLP; for a `with` block."""
     program = newest_prometheus(major=3)
     if program is None:
         pytest.skip(f"{NEEDS_PROGRAM}: Prometheus 3 (prometheus or prometheus3), on PATH")
-    address = f"127.0.0.1:{free_port()}"
-    arguments = ["--web.enable-otlp-receiver", "--enable-feature=exemplar-storage"]
-    with PrometheusServer(program, scrape=[address], arguments=arguments) as server:
-        yield server, address
+    return PrometheusServer(program, scrape=scrape, arguments=["--web.enable-otlp-receiver", *features])
 
 
 @pytest.fixture
@@ -103,16 +98,18 @@ def exemplars(server: PrometheusServer, selector: str) -> list[tuple[tuple[tuple
     return sorted((key(one["seriesLabels"]), json.dumps(one["exemplars"], sort_keys=True)) for one in found)
 
 
-def test_what_is_pushed_is_what_is_scraped(
-    prometheus: tuple[PrometheusServer, str], rank: FlightWriter, flight_dir: Path
-) -> None:
+def test_what_is_pushed_is_what_is_scraped(rank: FlightWriter, flight_dir: Path) -> None:
     """The same series, but for job, instance and target_info; and it ends when the rank has ended, as a scraped one does."""
-    server, address = prometheus
-    target = PushTarget(f"{server.url}/api/v1/otlp/v1/metrics")
-    config = ExporterConfig(flight_dir=str(flight_dir), push=PushConfig(metrics=target, interval_s=1.0), grace_s=3.0)
+    address = f"127.0.0.1:{free_port()}"
     incarnation = rank.header.incarnation.hex()
     pushed, scraped = f'{{job="gpt", instance="{incarnation}"}}', '{job="torchobs", job_name="gpt", rank!=""}'
-    with Service(replace(config, listen=(address_of(address),))) as service:
+    with (
+        prometheus_3("--enable-feature=exemplar-storage", scrape=[address]) as server,
+        Service(ExporterConfig(
+            listen=(address_of(address),), flight_dir=str(flight_dir), grace_s=3.0,
+            push=PushConfig(metrics=PushTarget(f"{server.url}/api/v1/otlp/v1/metrics"), interval_s=1.0),
+        )) as service,
+    ):  # fmt: skip
         server.wait_for_scrapes(2)
 
         def answers(*selectors: str) -> list[list[Series]]:
@@ -171,11 +168,8 @@ ATTRIBUTES = (
 
 @pytest.fixture(scope="module")
 def otlp_prometheus() -> Iterator[PrometheusServer]:
-    """A Prometheus 3 that takes OTLP."""
-    program = newest_prometheus(major=3)
-    if program is None:
-        pytest.skip(f"{NEEDS_PROGRAM}: Prometheus 3 (prometheus or prometheus3), on PATH")
-    with PrometheusServer(program, arguments=["--web.enable-otlp-receiver"]) as server:
+    """One that is only pushed to."""
+    with prometheus_3() as server:
         yield server
 
 
@@ -226,15 +220,9 @@ def test_prometheus_names_the_catalog_as_we_do(otlp_prometheus: PrometheusServer
     assert send(otlp_prometheus, points)
     names = received(otlp_prometheus, '{mark=~"(torchobs|hw|system)[.].+"}')
     assert names == {metric.name: expected_names(metric.prometheus, metric.kind) for metric in catalog.METRICS}
-    assert labels_in(otlp_prometheus) == {
-        prometheus_label(attribute.name) for one in catalog.METRICS for attribute in one.attributes
-    }
-
-
-def labels_in(otlp_prometheus: PrometheusServer) -> set[str]:
-    """The labels that the catalog's series have, the mark and what Prometheus needs itself left out."""
     series = otlp_prometheus.get("/api/v1/series", **{"match[]": '{mark=~"(torchobs|hw|system)[.].+"}'})
-    return {label for one in series for label in one} - {MARK, "__name__", "le"}
+    labels = {label for one in series for label in one} - {MARK, "__name__", "le"}
+    assert labels == {prometheus_label(attribute.name) for one in catalog.METRICS for attribute in one.attributes}
 
 
 def test_prometheus_names_a_user_s_instruments_as_we_do(otlp_prometheus: PrometheusServer) -> None:
@@ -259,25 +247,14 @@ def test_prometheus_names_a_user_s_attributes_as_we_do(otlp_prometheus: Promethe
     assert found == {f"label {number}": {prometheus_label(name)} for number, name in enumerate(ATTRIBUTES)}
 
 
-@pytest.mark.parametrize("name", ["日本", "_", "..."])
-def test_prometheus_refuses_a_name_of_which_nothing_is_left(otlp_prometheus: PrometheusServer, name: str) -> None:
-    """It gets another name on the page and in the push."""
-    assert not send(otlp_prometheus, [point(name, "", Kind.GAUGE, {})])
-    assert prometheus_name(name, "", Kind.GAUGE) == "unnamed"
-
-
-@pytest.mark.parametrize("name", ["", "日本", "__"])
-def test_prometheus_refuses_a_label_of_which_nothing_is_left(otlp_prometheus: PrometheusServer, name: str) -> None:
-    """The same for labels."""
-    assert not send(otlp_prometheus, [point("refused", "", Kind.GAUGE, {name: "x"})])
-    assert prometheus_label(name).startswith("key")
-
-
-def test_prometheus_lets_no_attribute_rename_a_series(otlp_prometheus: PrometheusServer) -> None:
-    """Over OTLP `__name__` is dropped. On a page it would be a forged name, hence the only label that we name otherwise."""
-    assert send(otlp_prometheus, [point("renamed", "", Kind.GAUGE, {MARK: "renamed", "__name__": "torchobs_rank_up"})])
-    assert received(otlp_prometheus, '{mark="renamed"}') == {"renamed": {"renamed"}}
-    assert prometheus_label("__name__") == "key__name__"
+def test_prometheus_refuses_names_of_which_nothing_is_left(otlp_prometheus: PrometheusServer) -> None:
+    """They get others on the page and in the push."""
+    for name in ("日本", "_", "..."):
+        assert not send(otlp_prometheus, [point(name, "", Kind.GAUGE, {})])
+        assert prometheus_name(name, "", Kind.GAUGE) == "unnamed"
+    for label in ("", "日本", "__"):
+        assert not send(otlp_prometheus, [point("refused", "", Kind.GAUGE, {label: "x"})])
+        assert prometheus_label(label).startswith("key")
 
 
 def test_promtool_has_no_complaint_about_the_page(promtool: str) -> None:

@@ -65,13 +65,10 @@ def test_what_the_statuses_of_http_mean() -> None:
     assert tuple(status for status, outcome in outcomes.items() if outcome.of_address) == OF_ADDRESS
 
 
-@pytest.mark.parametrize("status", [301, 400])
-def test_what_is_refused_is_dropped_and_counted(
-    flight_dir: Path, file: File, status: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_refused_is_dropped_and_counted(flight_dir: Path, file: File, caplog: pytest.LogCaptureFixture) -> None:
     """Any other error would be the same the next time; what the receiver says of it is on the log once, as one line."""
     file.save()
-    answer = Answer(status, {"Location": "http://example.org"}, b"no\nsuch tenant")
+    answer = Answer(301, {"Location": "http://example.org"}, b"no\nsuch tenant")
     with Receiver(lambda _: answer) as receiver, Pushing(flight_dir, only_metrics(receiver)) as pushing:
         pushing.look(1.0)
         counts = pushing.push.counts["metrics"]
@@ -80,7 +77,7 @@ def test_what_is_refused_is_dropped_and_counted(
     assert counts.queued == 0
     wait_until(lambda: "no such tenant" in caplog.text)  # said after the books
     assert caplog.text.count("the receiver refuses") == 1
-    assert f"{status}" in caplog.text
+    assert "301" in caplog.text
 
 
 def test_a_rank_that_is_refused_costs_the_others_nothing(
@@ -108,17 +105,9 @@ def test_a_rank_that_is_refused_costs_the_others_nothing(
     assert line.startswith("OTLP metrics: the receiver refuses those of job gpt, run run-1, rank 1: 400 ")
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        Answer(hold_s=60.0),
-        Answer(200, {"Content-Length": "no number"}),
-    ],
-    ids=["silent", "without an end"],
-)
-def test_a_receiver_that_hangs_is_left_after_the_timeout(flight_dir: Path, file: File, answer: Answer) -> None:
+def test_a_receiver_that_hangs_is_left_after_the_timeout(flight_dir: Path, file: File) -> None:
     """Then the same request is sent again."""
-    answers = iter([answer])
+    answers = iter([Answer(hold_s=60.0)])
     file.save()
     with (
         Receiver(lambda _: next(answers, Answer())) as receiver,
@@ -141,21 +130,21 @@ def silent_port() -> Iterator[int]:
         yield held.getsockname()[1]
 
 
-def test_ten_minutes_without_a_receiver(flight_dir: Path, file: File, silent_port: int) -> None:
-    """Nobody listens for ten minutes (scaled): what was recorded is sent when it is back, or counted as dropped."""
+def test_five_minutes_without_a_receiver(flight_dir: Path, file: File, silent_port: int) -> None:
+    """Nobody listens for five minutes (scaled): what was recorded is sent when it is back, or counted as dropped."""
     clock = Fast(120.0)
     file.set(CALLS, 0, USER)
     file.save()
     target = PushTarget(f"http://127.0.0.1:{silent_port}/v1/metrics")
-    config = PushConfig(metrics=target, interval_s=10.0, queue_bytes=40_000)
+    config = PushConfig(metrics=target, interval_s=10.0, queue_bytes=20_000)
     with Pushing(flight_dir, config, clock) as pushing:
         added = 0
-        while clock.now() < 600.0:
+        while clock.now() < 300.0:
             file.set(CALLS, 1, USER)
             added += 1
             file.save()
             pushing.look(1.0, final=False, wait=False)
-            assert pushing.push.counts["metrics"].queued * 20 < 40_000
+            assert pushing.push.counts["metrics"].queued * 20 < 20_000
             wait_until(lambda: pushing.push._scrape is None)
         down = pushing.push.counts["metrics"]
         with Receiver(port=silent_port) as receiver:
@@ -181,7 +170,6 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
         self.got: list[tuple[dict[str, str], bytes]] = []
 
     def service(self, handler_call_details: Any) -> Any:
-        """See grpc."""
         assert handler_call_details.method == GRPC_METHODS["metrics"]
         return grpc.unary_unary_rpc_method_handler(self._export)
 
@@ -395,11 +383,9 @@ class Waits(Fast):
         self.waits: list[float] = []
 
     def now(self) -> float:
-        """The sum of what was waited for."""
         return math.fsum(self.waits)
 
     def wait(self, condition: threading.Condition, seconds: float) -> None:
-        """See :class:`Fast`."""
         condition.wait(0)
         self.waits.append(seconds)
 
@@ -407,38 +393,29 @@ class Waits(Fast):
 class Steps:
     """A transport that answers by what it is given, and then closes the sender."""
 
-    def __init__(self, *steps: Outcome | Callable[[], Outcome]) -> None:
+    def __init__(self, *steps: Outcome) -> None:
         self._steps = iter(steps)
         self.sender: Sender
-        self.bodies: list[bytes] = []
 
-    def send(self, body: bytes) -> Outcome:
-        """See Transport."""
-        self.bodies.append(body)
+    def send(self, _: bytes) -> Outcome:
         step = next(self._steps, None)
         if step is None:
             self.sender.close(0.0)
-            return Outcome("sent")
-        return step if isinstance(step, Outcome) else step()
+        return step or Outcome("sent")
 
     def close(self) -> None:
-        """See Transport."""
-
-
-def sender(receiver: Steps, clock: Fast | None = None, limit_bytes: int = 100) -> Sender:
-    """A sender to that receiver, whose thread is the test's."""
-    receiver.sender = Sender("metrics", receiver, limit_bytes, clock or Waits())
-    return receiver.sender
+        pass
 
 
 @pytest.mark.parametrize(("after_s", "expected"), [(None, None), (30.0, 30.0), (31_536_000.0, LONGEST_RETRY_AFTER_S)])
 def test_pauses_double_with_chance_up_to_a_minute(after_s: float | None, expected: float | None) -> None:
     """They begin anew after a success. A receiver is not asked before it wants to be; a year is a mistake."""
     clock, again = Waits(), Outcome("retry", after_s=after_s)
-    queue = sender(Steps(*[again] * 12, Outcome("sent"), again), clock)
+    receiver = Steps(*[again] * 12, Outcome("sent"), again)
+    queue = receiver.sender = Sender("metrics", receiver, 100, clock)  # whose thread is the test's
     queue.put(Batch(b"x", 1))
     queue.put(Batch(b"y", 1))
     queue._run()
-    for number, waited_s in enumerate([*clock.waits[:12], clock.waits[12]]):
+    for number, waited_s in enumerate(clock.waits[:13]):
         longest_s = min(FIRST_S * 2 ** (number % 12), MOST_S)
         assert max(longest_s / 2, expected or 0.0) <= waited_s <= max(longest_s, expected or 0.0)
