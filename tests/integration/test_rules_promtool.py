@@ -6,10 +6,8 @@ import json
 import re
 import subprocess
 from itertools import repeat
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import yaml
 from msgspec.structs import asdict
 
@@ -22,12 +20,16 @@ from torchobs.rules.rule_file import Alert
 from torchobs.rules.values import DEFAULT, Values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
-ALERTS = sorted(path.stem for path in (ROOT / "tests" / "rules").glob("Torchobs*.yml"))
-DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-INTERVALS = ("15s", "1m")
-"""At which rules are evaluated: one of ours, and Prometheus' default"""
+CASES = ROOT / "tests" / "rules"
+ALERTS = sorted(path.stem for path in CASES.glob("Torchobs*.yml"))
+SHORT_S = 5400
+"""Longer ones are evaluated every minute alone: they are costly, and hold nothing that is short"""
+Case = dict[str, Any]
+Document = tuple[tuple[str, ...], str, list[Case]]
+"""Alerts, the interval at which their rules are evaluated, and cases"""
 
 
 def run(program: str, *arguments: str | Path) -> str:
@@ -36,18 +38,36 @@ def run(program: str, *arguments: str | Path) -> str:
     return done.stdout + done.stderr if done.returncode else ""
 
 
-def judged(promtool: str, checkout: Path, folder: Path, alerts: tuple[str, ...], documents: list[dict[str, Any]]) -> str:
-    """What promtool has against documents of cases of alerts, by the shipped rules; nothing if they hold."""
-    rules = checkout / "deploy" / "prometheus" / "rules"
-    files = [(rules / name).read_text() for name in ("torchobs-recordings.yml", "torchobs-alerts.yml")]
-    groups = rule_cases.groups_of(files, *alerts)
-    order = [group["name"] for group in groups["groups"]]
-    (folder / "rules.yml").write_text(yaml.dump(groups, Dumper=DUMPER))
-    paths = [folder / f"cases-{number}.yml" for number in range(len(documents))]
-    for path, cases in zip(paths, documents, strict=True):
-        document = {**cases, "rule_files": ["rules.yml"], "group_eval_order": order}
-        path.write_text(yaml.dump(document, Dumper=DUMPER, width=4096))
+def judged(promtool: str, folder: Path, documents: Iterable[Document]) -> str:
+    """What promtool has against cases of alerts, by the shipped rules; nothing if they hold."""
+    shipped, paths = rendered(), []
+    files = [shipped[f"rules/torchobs-{part}.yml"] for part in ("recordings", "alerts")]
+    for number, (alerts, interval, cases) in enumerate(documents):
+        groups = rule_cases.groups_of(files, *alerts)
+        order = [group["name"] for group in groups["groups"]]
+        rules, path = folder / f"rules-{number}.json", folder / f"cases-{number}.json"
+        rules.write_text(json.dumps(groups))
+        document = {"rule_files": [rules.name], "evaluation_interval": interval, "group_eval_order": order, "tests": cases}
+        path.write_text(json.dumps(document))
+        paths.append(path)
     return run(promtool, "test", "rules", *paths)
+
+
+def fired(said: str) -> set[tuple[str, str, int]]:
+    """The alerts that promtool says it got instead of none: the case's name, the alert's, and the second."""
+    found = re.findall(r"name: (.+),\n\s+alertname: (\w+), time: (\S+),", said)
+    assert bool(found) == bool(said), said
+    return {(name, alert, rule_cases.seconds(time)) for name, alert, time in found}
+
+
+def looks(alert: str, times_s: Iterable[int]) -> list[dict[str, Any]]:
+    """Checks that expect nothing."""
+    return [{"eval_time": f"{at_s}s", "alertname": alert, "exp_alerts": []} for at_s in times_s]
+
+
+def is_short(case: Case) -> bool:
+    """Whether it can be evaluated every 15 seconds."""
+    return max(rule_cases.seconds(check["eval_time"]) for check in case["alert_rule_test"]) <= SHORT_S
 
 
 def test_every_rule_file_is_valid(promtool: str, checkout: Path) -> None:
@@ -57,16 +77,19 @@ def test_every_rule_file_is_valid(promtool: str, checkout: Path) -> None:
     assert run(promtool, "check", "rules", "--lint-fatal", *files) == ""
 
 
-@pytest.mark.parametrize("alert", ALERTS)
-def test_every_alert_fires_and_stays_quiet(promtool: str, checkout: Path, tmp_path: Path, alert: str) -> None:
-    """Every case of tests/rules/Torchobs*.yml, however often rules are evaluated; and in two clusters, which are two.
+def test_every_alert_fires_and_stays_quiet(promtool: str, tmp_path: Path) -> None:
+    """Every case of tests/rules/Torchobs*.yml: every 15 seconds, and every minute (Prometheus' default) in two clusters.
 
     There each case that says nothing of clusters has an alert of each, with its own culprits and numbers.
     """
-    documents = [rule_cases.document(checkout / "tests" / "rules" / f"{alert}.yml", interval) for interval in INTERVALS]
-    twice = [of_clusters(case) for case in documents[-1]["tests"] if "cluster=" not in str(case["input_series"])]
-    assert any(check["exp_alerts"] for case in twice for check in case["alert_rule_test"])
-    assert judged(promtool, checkout, tmp_path, (alert,), [*documents, {**documents[-1], "tests": twice}]) == ""
+    documents: list[Document] = []
+    for alert in ALERTS:
+        often, seldom = (rule_cases.document(CASES / f"{alert}.yml", interval)["tests"] for interval in ("15s", "1m"))
+        documents.append(((alert,), "15s", [case for case in often if is_short(case)]))
+        twice = [case if "cluster=" in str(case["input_series"]) else of_clusters(case) for case in seldom]
+        assert any('"cluster": "west"' in json.dumps(case["alert_rule_test"]) for case in twice)
+        documents.append(((alert,), "1m", twice))
+    assert judged(promtool, tmp_path, documents) == ""
 
 
 def test_rules_with_other_values_are_valid(promtool: str, tmp_path: Path) -> None:
@@ -83,24 +106,23 @@ def test_a_link_leads_to_the_run_s_dashboard_from_an_hour_before_the_alert(promt
     """Where it is known where Grafana is; what is in the labels is quoted."""
     (tmp_path / "rules.yml").write_text(rendered(Values(grafana_url="https://grafana.example.org"))[ALERT_FILE])
     series = 'torchobs_rank_exit{run_id="a b", job_name="gpt", rank="0", instance="n0:1", reason="lost"}'
-    look = {"eval_time": "20m", "alertname": "TorchobsRankFailed", "exp_alerts": []}
-    test = {"interval": "15s", "input_series": [{"series": series, "values": "1x100"}], "alert_rule_test": [look]}
-    (tmp_path / "cases.yml").write_text(yaml.dump({"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": [test]}))
-    said = run(promtool, "test", "rules", tmp_path / "cases.yml")
+    checks = looks("TorchobsRankFailed", [1200])
+    test = {"interval": "15s", "input_series": [{"series": series, "values": "1x100"}], "alert_rule_test": checks}
+    document = {"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": [test]}
+    (tmp_path / "cases.json").write_text(json.dumps(document))
+    said = run(promtool, "test", "rules", tmp_path / "cases.json")
     link = "https://grafana.example.org/d/torchobs-run?from=-2400000&to=now&var-job_name=gpt&var-run_id=a+b"
     assert f'dashboard_url="{link}"' in said
 
 
-def test_what_is_recorded(promtool: str, checkout: Path) -> None:
+def test_what_is_recorded(promtool: str) -> None:
     """Goodput over a gap, runs of two clusters, ranks that left, tokens of copies; percentiles of both kinds of histograms."""
     names = ["recordings", "percentiles", *(["percentiles-native"] if promtool.endswith("3") else [])]  # native since 3
-    for name in names:
-        assert run(promtool, "test", "rules", checkout / "tests" / "rules" / f"{name}.yml") == ""
+    assert run(promtool, "test", "rules", *(CASES / f"{name}.yml" for name in names)) == ""
 
 
 AFTER_S = (60, 180, 480, 840, 1800)
 """Times after the end, past every window and every `keep_firing_for`"""
-SHORT_S = 5400
 COUNTED = (
     "TorchobsCgroupOomKill", "TorchobsExporterReadErrors", "TorchobsFlightDropped", "TorchobsGpuFault",
     "TorchobsGradientExplosion", "TorchobsLoaderWorkerDied", "TorchobsLossNotFinite", "TorchobsPushDropped",
@@ -109,83 +131,54 @@ COUNTED = (
 """Alerts about what has happened, as opposed to what lasts"""
 
 
-def fired(promtool: str, checkout: Path, folder: Path, alerts: tuple[str, ...], tests: list[dict[str, Any]]) -> set[str]:
-    """Which of the tests, each with times at which it looks for an alert, have it firing: `NAME at SECONDS INTERVAL`."""
-    documents = []
-    for interval in INTERVALS:
-        named = [{**test, "name": f"{test['name']}/{interval}"} for test in tests if interval in intervals_of(test)]
-        documents.append({"evaluation_interval": interval, "tests": named})
-    said = judged(promtool, checkout, folder, alerts, documents)
-    found = re.findall(r"name: (.+)/(.+),\n\s+alertname: (\w+), time: (\S+),", said)
-    assert bool(found) == bool(said), said
-    return {f"{name} {alert} at {rule_cases.seconds(time)} every {interval}" for name, interval, alert, time in found}
+def cases_of(alert: str) -> Iterator[tuple[str, Case, int, int]]:
+    """Each case of an alert: name, case, when it first fires (0: never), and the next full minute after that."""
+    for number, case in enumerate(rule_cases.load((CASES / f"{alert}.yml").read_text())["tests"]):
+        times = [rule_cases.seconds(check["eval_time"]) for check in case["alert_rule_test"] if check["exp_alerts"]]
+        fires_s = times[0] if times else 0
+        yield f"{alert} {number}", case, fires_s, minute(fires_s)
 
 
-def intervals_of(test: dict[str, Any]) -> tuple[str, ...]:
-    """The intervals at which rules are evaluated in it: hours are long at the shorter one, and hold nothing that is short."""
-    last_s = max(rule_cases.seconds(check["eval_time"]) for check in test["alert_rule_test"])
-    return INTERVALS if last_s <= SHORT_S else INTERVALS[1:]
-
-
-def every(alert: str, expected: set[str], tests: list[dict[str, Any]]) -> set[str]:
-    """`NAME at SECONDS` of an alert, as :func:`fired` has it at all intervals of these tests."""
-    intervals = {test["name"]: intervals_of(test) for test in tests}
-    parts = [one.partition(" ") for one in expected]
-    return {f"{name} {alert} {at} every {interval}" for name, _, at in parts for interval in intervals[name]}
-
-
-def looks(alert: str, times_s: Iterator[int] | list[int]) -> list[dict[str, Any]]:
-    """Checks that expect nothing."""
-    return [{"eval_time": f"{at_s}s", "alertname": alert, "exp_alerts": []} for at_s in times_s]
-
-
-def cases_of(checkout: Path, alert: str) -> list[dict[str, Any]]:
-    """The cases of an alert."""
-    cases: list[dict[str, Any]] = yaml.safe_load((checkout / "tests" / "rules" / f"{alert}.yml").read_text())["tests"]
-    return cases
-
-
-def minute(duration: str) -> int:
+def minute(at_s: int) -> int:
     """The next full minute, at which rules are evaluated at every interval."""
-    return -(-rule_cases.seconds(duration) // 60) * 60
+    return -(-at_s // 60) * 60
 
 
-@pytest.mark.parametrize("alert", ALERTS)
-def test_an_end_in_order_that_one_scrape_saw_begins_no_alert_and_ends_none_at_once(
-    promtool: str, checkout: Path, tmp_path: Path, alert: str
-) -> None:
-    """Of each case the run ends where it is looked at: what fires goes on for a while, what is quiet stays so."""
-    tests, expected = [], set()
-    for number, case in enumerate(cases_of(checkout, alert)):
-        firing = [check for check in case["alert_rule_test"] if check["exp_alerts"]]
-        if firing:
-            at_s = minute(firing[0]["eval_time"])
-            expected.add(f"{number} at {at_s + 60}")
-            times_s = [at_s + 60]
-        else:
-            at_s = min(minute(case["alert_rule_test"][-1]["eval_time"]), rule_cases.lasts_s(case) // 60 * 60)
-            times_s = [at_s + after_s for after_s in AFTER_S]
-        series = rule_cases.ending(case, at_s)
-        tests.append({**case, "name": str(number), "input_series": series, "alert_rule_test": looks(alert, times_s)})
-    assert fired(promtool, checkout, tmp_path, (alert,), tests) == every(alert, expected, tests)
+def test_an_end_in_order_that_one_scrape_saw_begins_no_alert_and_ends_none_at_once(promtool: str, tmp_path: Path) -> None:
+    """Of each case the run ends where it is looked at: what fires goes on for a while, what is quiet stays so.
+
+    What fires if it is evaluated every minute fires every 15 seconds, too, and what is quiet every 15 seconds every minute.
+    """
+    documents, expected = list[Document](), set()
+    for alert in ALERTS:
+        by_interval: dict[str, list[Case]] = {"15s": [], "1m": []}
+        for name, case, fires_s, at_s in cases_of(alert):
+            if fires_s:
+                end_s, times_s = at_s, [at_s + 60]
+                expected.add((name, alert, at_s + 60))
+            else:
+                last_s = rule_cases.seconds(case["alert_rule_test"][-1]["eval_time"])
+                end_s = min(minute(last_s), rule_cases.lasts_s(case) // 60 * 60)
+                times_s = [end_s + after_s for after_s in AFTER_S]
+            ended = {**case, "input_series": rule_cases.ending(case, end_s), "alert_rule_test": looks(alert, times_s)}
+            by_interval["15s" if not fires_s and is_short(ended) else "1m"].append({**ended, "name": name})
+        documents += [((alert,), interval, cases) for interval, cases in by_interval.items()]
+    assert fired(judged(promtool, tmp_path, documents)) == expected
 
 
-@pytest.mark.parametrize("alert", COUNTED)
-def test_what_only_the_last_scrape_saw_fires(promtool: str, checkout: Path, tmp_path: Path, alert: str) -> None:
+def test_what_only_the_last_scrape_saw_fires(promtool: str, tmp_path: Path) -> None:
     """Of each case that fires, what was counted until then is first seen a quarter of a minute before the series end."""
-    tests, expected = [], set()
-    for number, case in enumerate(cases_of(checkout, alert)):
-        firing = [check for check in case["alert_rule_test"] if check["exp_alerts"]]
-        if firing:
-            scraped_s = rule_cases.seconds(case["interval"])
-            begun_s = minute(firing[0]["eval_time"])
-            series = rule_cases.seen_once(case, begun_s + scraped_s, rule_cases.seconds(firing[0]["eval_time"]))
+    documents, expected = list[Document](), set()
+    for alert in COUNTED:
+        tests = []
+        for name, case, fires_s, at_s in cases_of(alert):
+            series = rule_cases.seen_once(case, at_s + rule_cases.seconds(case["interval"]), fires_s) if fires_s else []
             if series:
-                checks = looks(alert, [begun_s + 60])
-                tests.append({**case, "name": str(number), "input_series": series, "alert_rule_test": checks})
-                expected.add(f"{number} at {begun_s + 60}")
-    assert tests
-    assert fired(promtool, checkout, tmp_path, (alert,), tests) == every(alert, expected, tests)
+                tests.append({**case, "name": name, "input_series": series, "alert_rule_test": looks(alert, [at_s + 60])})
+                expected.add((name, alert, at_s + 60))
+        assert tests, alert
+        documents.append(((alert,), "1m", tests))
+    assert fired(judged(promtool, tmp_path, documents)) == expected
 
 
 ENDS: dict[str, set[str]] = {
@@ -197,7 +190,7 @@ ENDS: dict[str, set[str]] = {
     "gone": {"TorchobsTelemetryGone"},
 }
 """What a run's end raises, by its reason; without one it is just gone"""
-ABOUT_ENDS = ("TorchobsRankFailed", "TorchobsRunDown", "TorchobsTelemetryGone", "TorchobsRanksMissing", "TorchobsGoodputLow")
+ABOUT_ENDS = ("TorchobsRankFailed", "TorchobsRunDown", "TorchobsTelemetryGone", "TorchobsRanksMissing")
 
 
 def ends(reason: str) -> list[dict[str, str]]:
@@ -215,13 +208,14 @@ def ends(reason: str) -> list[dict[str, str]]:
     return series
 
 
-def test_a_run_s_end_is_known_by_one_scrape(promtool: str, checkout: Path, tmp_path: Path) -> None:
+def test_a_run_s_end_is_known_by_one_scrape(promtool: str, tmp_path: Path) -> None:
     """At each interval, for each reason: the alerts that have fired by the next hour."""
-    checks = [look for alert in ABOUT_ENDS for look in looks(alert, [at_min * 60 for at_min in range(15, 60)])]
-    tests = [{"name": one, "interval": "15s", "input_series": ends(one), "alert_rule_test": checks} for one in ENDS]
-    found = {re.sub(r" at \d+", "", one) for one in fired(promtool, checkout, tmp_path, ABOUT_ENDS, tests)}
-    assert found == {f"{reason} {alert} every {interval}" for reason, alerts in ENDS.items() for alert in alerts
-                     for interval in INTERVALS}  # fmt: skip
+    checks = [look for alert in ABOUT_ENDS for look in looks(alert, range(900, 3600, 60))]
+    cases = [{"name": one, "interval": "15s", "input_series": ends(one), "alert_rule_test": checks} for one in ENDS]
+    expected = {(name, alert) for name, alerts in ENDS.items() for alert in alerts}
+    for interval in ("15s", "1m"):
+        found = fired(judged(promtool, tmp_path, [(ABOUT_ENDS, interval, cases)]))
+        assert {(name, alert) for name, alert, _ in found} == expected
 
 
 CLUSTERS = ("east", "west")
@@ -254,10 +248,9 @@ def rank(number: int) -> str:
     return f'run_id="a", job_name="gpt", rank="{number}", instance="n{number // 8}:1"'
 
 
-@pytest.mark.parametrize("down", [5, 64])
-def test_of_64_ranks_three_are_named(promtool: str, checkout: Path, tmp_path: Path, down: int) -> None:
+def test_of_64_ranks_three_are_named(promtool: str, tmp_path: Path) -> None:
     """However many fail: one alert, their number, three of them with their node."""
-    series = []
+    series, down = [], 5
     for number in range(RANKS):
         labels = rank(number)
         fails = number >= RANKS - down
@@ -267,9 +260,8 @@ def test_of_64_ranks_three_are_named(promtool: str, checkout: Path, tmp_path: Pa
         ]
         if fails:
             series.append({"series": f'torchobs_rank_exit{{{labels}, reason="exception"}}', "values": "_x20 1x20"})
-    nothing = {"eval_time": "6m", "alertname": "TorchobsRankFailed", "exp_alerts": []}
-    case = {"interval": "15s", "input_series": series, "alert_rule_test": [nothing]}
-    said = judged(promtool, checkout, tmp_path, ("TorchobsRankFailed",), [{"evaluation_interval": "1m", "tests": [case]}])
+    case = {"interval": "15s", "input_series": series, "alert_rule_test": looks("TorchobsRankFailed", [360])}
+    said = judged(promtool, tmp_path, [(("TorchobsRankFailed",), "1m", [case])])
     found = said.partition("got:")[2]  # which three of those that failed alike is not said by the rule, and so not expected
     assert found.count("alertname=") == 1, said
     assert f"{down} of its ranks ended" in found
@@ -357,14 +349,12 @@ def values(points: Timeline) -> str:
     return " ".join(marked.get(one, "_") for one in range(max(marked) + 1))
 
 
-def said_of(promtool: str, folder: Path, cases: dict[str, list[Series]], checks: list[dict[str, object]]) -> str:
-    """What promtool says of the rules that page, and those that record; nothing if all is as the checks expect it."""
-    for name, text in rendered().items():
-        if name.startswith("rules/"):
-            groups = rule_cases.load(text)["groups"]
-            for group in groups:
-                group["rules"] = [rule for rule in group["rules"] if rule.get("alert") in {None, *PAGES}]
-            (folder / Path(name).name).write_text(json.dumps({"groups": groups}))
+LOST = "one that trained and failed for good"
+
+
+def test_ordinary_life_wakes_nobody_up(promtool: str, tmp_path: Path) -> None:
+    """No page in any minute, of any of these; the rules see such runs, for one that is lost does page."""
+    checks = [look for alert in PAGES for look in looks(alert, range(0, 60 * MINUTES, 60))]
     tests = [
         {
             "name": name,
@@ -372,27 +362,8 @@ def said_of(promtool: str, folder: Path, cases: dict[str, list[Series]], checks:
             "input_series": [{"series": one, "values": values(points)} for one, points in together(*lives).items()],
             "alert_rule_test": checks,
         }
-        for name, lives in cases.items()
+        for name, lives in (ORDINARY | {LOST: [life(0, 80, "exception")]}).items()
     ]
-    document = {"rule_files": ["torchobs-*.yml"], "evaluation_interval": "1m", "tests": tests}
-    (folder / "cases.json").write_text(json.dumps(document))
-    argv = [promtool, "test", "rules", str(folder / "cases.json")]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    return done.stdout + done.stderr if done.returncode else ""
-
-
-def test_ordinary_life_wakes_nobody_up(promtool: str, tmp_path: Path) -> None:
-    """No page in any minute, of any of these."""
-    checks: list[dict[str, object]] = [
-        {"eval_time": f"{minute}m", "alertname": alert, "exp_alerts": []} for minute in range(MINUTES) for alert in PAGES
-    ]
-    said = said_of(promtool, tmp_path, ORDINARY, checks)
-    fired = sorted(set(re.findall(r"name: (.+),\n\s+alertname: (\w+),", said)))
-    assert (fired, said) == ([], "")
-
-
-def test_a_run_that_is_lost_does(promtool: str, tmp_path: Path) -> None:
-    """The rules see runs such as those above: one that trained and then failed for good pages."""
-    checks: list[dict[str, object]] = [{"eval_time": "45m", "alertname": "TorchobsRunDown", "exp_alerts": []}]
-    said = said_of(promtool, tmp_path, {"lost": [life(0, 80, "exception")]}, checks)
+    said = judged(promtool, tmp_path, [(tuple(PAGES), "1m", tests)])
+    assert {(name, alert) for name, alert, _ in fired(said)} == {(LOST, "TorchobsRunDown")}
     assert "Training run a of gpt in namespace ml is down." in said
