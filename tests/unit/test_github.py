@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from ruamel.yaml import YAML
 
 from tests import support
+from tests.unit.test_deploy import vendored
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("checkout")
 FOLDER = support.ROOT / ".github"
@@ -23,14 +27,14 @@ SCHEMAS = {
 }
 
 
-@pytest.mark.parametrize("schema", SCHEMAS)
-def test_each_file_is_what_github_takes(schema: str) -> None:
-    """By GitHub's schemas, as check-jsonschema carries them."""
-    files = sorted(FOLDER.glob(SCHEMAS[schema]))
-    assert files
-    command: list[str | Path] = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *files]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stdout
+def test_each_file_is_what_github_takes() -> None:
+    """By GitHub's schemas, read as YAML 1.2, where `on` is a word."""
+    for schema, pattern in SCHEMAS.items():
+        files = sorted(FOLDER.glob(pattern))
+        assert files
+        for file in files:
+            content = YAML(typ="safe", pure=True).load(file.read_text())
+            assert [str(error) for error in vendored(schema).iter_errors(content)] == [], file
 
 
 def test_workflows_do_what_make_can() -> None:
