@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 IMAGES = guard.Contract(shape="batch 3 height width", dtype="floating", min=0.0, max=1.0)
 
 
-def problems(contract: guard.Contract, x: Any) -> list[str]:
-    """What is wrong, in words."""
-    return [problem.kind for problem in contract.inspect(x).problems]
-
-
 def test_the_message_says_what_was_found_and_where() -> None:
     """Promise: number, place and expectation are in the error, for all that is wrong."""
     x = torch.rand(4, 3, 2, 2)
@@ -56,13 +51,12 @@ def test_the_message_says_what_was_found_and_where() -> None:
         (guard.Contract(max_norm=2e5), torch.full((10_000,), 1000.0, dtype=torch.float16), []),
         (guard.Contract(min=0.1, max=0.1), torch.full((2,), 0.1), []),
         (guard.Contract(max=0.1), torch.full((2,), 0.1, dtype=torch.bfloat16), []),
-        (guard.Contract(min=0), torch.tensor([0, 3]), []),
-        (guard.Contract(max=2), torch.tensor([0, 3]), ["max"]),
+        (guard.Contract(min=0, max=2), torch.tensor([0, 3]), ["max"]),
     ],
 )
 def test_each_condition(contract: guard.Contract, x: Any, what: list[str]) -> None:
     """Promise: each condition refuses what breaks it, and only that."""
-    assert problems(contract, x) == what
+    assert [problem.kind for problem in contract.inspect(x).problems] == what
 
 
 KINDS: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
@@ -71,7 +65,6 @@ KINDS: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
     "images": (lambda: torch.zeros(1, 3, 8, 8), True),
     "bool": (lambda: torch.tensor([True]), True),
     "empty": (lambda: torch.empty(0, 4), True),
-    "scalar": (lambda: torch.tensor(3.0), True),
     "float8": (lambda: torch.zeros(2, dtype=torch.float8_e4m3fn), True),
     "complex": (lambda: torch.tensor([1 + 2j]), True),
     "coo": (lambda: torch.tensor([1.0, 0.0, 2.0]).to_sparse(), True),
@@ -93,19 +86,17 @@ KINDS: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
 def test_a_nan_alone_is_wrong_by_default(kind: str) -> None:
     """Promise: ids are integers, logits exceed 1, tensors are of every kind; a NaN is found in each that can hold one."""
     made, is_sound = KINDS[kind]
-    assert problems(guard.Contract(), made()) == ([] if is_sound else ["finite"])
+    assert guard.Contract().inspect(made()).ok is is_sound
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"shape": "b ... c ..."}, "only one of its words"),
-        ({"shape": "b 3x"}, "'3x' is no size, name"),
         ({"dtype": "float"}, "floating, integer, complex, bool"),
         ({"min": 2.0, "max": 1.0}, "nothing is between"),
         ({"max_norm": -1.0}, "a norm is 0 or more"),
         ({"min": nan}, "min is nan: a number"),
-        ({"max": "1"}, "max is '1': a number"),
         ({"dtype": [torch.float32]}, "or a tuple of these"),
         ({"device": "gpu"}, "as torch.device takes it"),
         ({"shape": (-1, 3)}, "'-1' is no size"),
@@ -162,10 +153,10 @@ def test_complex_numbers_are_in_no_order() -> None:
         guard.Contract(min=0.0).check(torch.tensor([1j]))
 
 
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
-def test_unsigned_integers_have_a_range(dtype: torch.dtype) -> None:
+def test_unsigned_integers_have_a_range() -> None:
     """Promise: tokens and pixels of 16 bits and more are compared with the limits."""
-    x = torch.tensor([1, 40_000], dtype=dtype)
-    guard.Contract(min=0, max=40_000, max_norm=40_001).check(x)
-    with pytest.raises(guard.ContractError, match="max: 40000, and 1 of 2 values"):
-        guard.Contract(max=255).check(x)
+    for dtype in (torch.uint16, torch.uint32, torch.uint64):
+        x = torch.tensor([1, 40_000], dtype=dtype)
+        guard.Contract(min=0, max=40_000, max_norm=40_001).check(x)
+        with pytest.raises(guard.ContractError, match="max: 40000, and 1 of 2 values"):
+            guard.Contract(max=255).check(x)

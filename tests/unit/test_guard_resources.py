@@ -25,31 +25,27 @@ def container(root: Path, *, used_s: float, memory_limit: int = 2 * GIB) -> str:
     return plant(root, {**files, **PROC, "sys/fs/cgroup/cpu.stat": stat})
 
 
-def by_name(report: guard.ResourceReport) -> dict[str, guard.Usage]:
-    """Usages by resource."""
-    return {usage.resource: usage for usage in report.usages}
-
-
 def test_percent_is_of_the_container_s_limits(tmp_path: Path) -> None:
-    """Promise: half a core and 2 GiB are what counts, not the machine."""
+    """Promise: half a core and 2 GiB are what counts, not the machine; a threshold may be in bytes."""
     root = container(tmp_path, used_s=1.0)
-    watched = ResourceGuard({"cpu": 90.0, "memory": 60.0}, None, ".", 10.0, root)
+    watched = ResourceGuard({"cpu": 90.0, "memory": GIB}, None, ".", 10.0, root)
     container(tmp_path, used_s=1e9)
     time.sleep(LEAST_CPU_S)
-    usages = by_name(watched.check())
-    assert (usages["cpu"].where, usages["cpu"].limit_cores, usages["cpu"].ok) == ("container", 0.5, False)
-    memory = usages["memory"]
-    assert (memory.where, memory.percent, memory.ok) == ("container", 62.5, False)
+    report = watched.check()
+    assert (report["cpu"].where, report["cpu"].limit_cores, report["cpu"].ok) == ("container", 0.5, False)
+    memory = report["memory"]
+    assert (memory.where, memory.percent, memory.threshold, memory.ok) == ("container", 62.5, 50.0, False)
+    assert "container: memory is at 62 %, above 50 %" in map(str, report.problems)
+    assert ResourceGuard({"memory": 1.5 * GIB}, None, ".", 10.0, root).check().ok
 
 
 def test_without_a_container_it_is_the_machine() -> None:
     """Promise: on a laptop the figures are psutil's."""
-    usages = by_name(guard.resources(cpu=None).check())
-    assert usages.keys() == {"memory", "disk"}
+    report = guard.resources(cpu=None).check()
+    assert {usage.resource for usage in report.usages} == {"memory", "disk"}
     disk = psutil.disk_usage(".")
-    assert usages["disk"].percent == pytest.approx(100 * disk.used / (disk.used + disk.free), abs=1)
-    machine = psutil.virtual_memory()
-    assert (usages["memory"].limit_bytes or 0) <= machine.total
+    assert report["disk"].percent == pytest.approx(100 * disk.used / (disk.used + disk.free), abs=1)
+    assert (report["memory"].limit_bytes or 0) <= psutil.virtual_memory().total
 
 
 def test_one_call_for_each_time_that_it_is_too_much(tmp_path: Path) -> None:
@@ -66,17 +62,8 @@ def test_one_call_for_each_time_that_it_is_too_much(tmp_path: Path) -> None:
     assert len(calls) == 2
 
 
-def test_a_threshold_may_be_in_bytes(tmp_path: Path) -> None:
-    """Promise: 1.25 GiB of 2 are above 1 GiB, in words of percent, and not above 1.5 GiB."""
-    root = container(tmp_path, used_s=1.0)
-    report = ResourceGuard({"memory": GIB}, None, ".", 10.0, root).check()
-    assert [str(problem) for problem in report.problems] == ["container: memory is at 62 %, above 50 %"]
-    assert report["memory"].threshold == 50.0
-    assert ResourceGuard({"memory": 1.5 * GIB}, None, ".", 10.0, root).check().ok
-
-
-def test_it_watches_in_a_thread_that_ends() -> None:
-    """Promise: the callback comes while the training goes on, and no thread is left behind."""
+def test_it_watches_in_a_thread_that_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """Promise: the callback comes while the training goes on; one that raises ends the watch alone, which is logged."""
     called = threading.Event()
     with guard.resources(disk=0, on_exceed=lambda _: called.set(), interval_s=0.01) as watched:
         assert called.wait(30)
@@ -84,19 +71,24 @@ def test_it_watches_in_a_thread_that_ends() -> None:
         assert watched._thread.is_alive()
     assert not watched._thread.is_alive()
 
+    def fail(_: object) -> None:
+        raise KeyError("mine")
+
+    with guard.resources(disk=0, on_exceed=fail, interval_s=0.01) as watched:
+        assert watched._thread is not None
+        watched._thread.join(30)
+    assert "resources are watched no more: KeyError" in caplog.text
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"cpu": 900}, "from 0 to 100, or None"),
-        ({"cpu": 2**30}, "from 0 to 100, or None"),
         ({"memory": 900}, r"or bytes, from 1 MiB \(2\*\*20\) on"),
-        ({"memory": -1}, "from 0 to 100"),
         ({"disk": float("nan")}, "from 0 to 100"),
         ({"gpu_memory": "90"}, "from 0 to 100"),
         ({"cpu": 0.9}, "less than one percent: as a share it is 90 percent"),
         ({"interval_s": 0}, "a time in seconds"),
-        ({"interval_s": float("inf")}, "a time in seconds"),
         ({"interval_s": "soon"}, "a time in seconds"),
     ],
 )
@@ -113,23 +105,7 @@ def test_cores_are_those_that_this_process_may_use() -> None:
     allowed = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(allowed)})
-        cpu = by_name(guard.resources().check())["cpu"]
+        cpu = guard.resources().check()["cpu"]
     finally:
         os.sched_setaffinity(0, allowed)
     assert (cpu.limit_cores or 0.0) <= 1.0
-
-
-def test_a_callback_that_raises_ends_the_watch_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """Promise: an error of the callback is logged and goes no further."""
-    raised = threading.Event()
-
-    def fail(_: object) -> None:
-        raised.set()
-        raise KeyError("mine")
-
-    watched = guard.resources(disk=0, on_exceed=fail, interval_s=0.01)
-    with watched:
-        assert raised.wait(30)
-        assert watched._thread is not None
-        watched._thread.join(30)
-    assert "resources are watched no more: KeyError" in caplog.text
