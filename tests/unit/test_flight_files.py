@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from secrets import token_bytes
 
@@ -40,21 +41,18 @@ garbage
 """
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("/", "ext4"),
-        ("/dev/shm/torchobs-0", "tmpfs"),
-        ("/dev/shmoo", "devtmpfs"),
-        ("/home/me", "nfs4"),
-        ("/home/me/local/x", "xfs"),
-        ("/mnt/with blank\ttab\\back/x", "fuse.sshfs"),
-        ("/over/there", "tmpfs"),
-    ],
-)
-def test_the_file_system_is_that_of_the_longest_mount_and_the_last_of_equals(path: str, expected: str) -> None:
+def test_the_file_system_is_that_of_the_longest_mount_and_the_last_of_equals() -> None:
     """By the text of mountinfo, escapes undone."""
-    assert filesystem_type(MOUNTS, path) == expected
+    expected = {
+        "/": "ext4",
+        "/dev/shm/torchobs-0": "tmpfs",
+        "/dev/shmoo": "devtmpfs",
+        "/home/me": "nfs4",
+        "/home/me/local/x": "xfs",
+        "/mnt/with blank\ttab\\back/x": "fuse.sshfs",
+        "/over/there": "tmpfs",
+    }
+    assert {path: filesystem_type(MOUNTS, path) for path in expected} == expected
 
 
 @pytest.fixture
@@ -76,20 +74,15 @@ def test_the_runtime_directory_comes_first_if_it_is_mine(parent: Path) -> None:
     assert candidates(None, None) == [temporary]
 
 
-@pytest.mark.parametrize(
-    ("blocks", "free", "roomy"),
-    [(1 << 18, 1 << 17, True), (1 << 18, 1 << 15, False), ((1 << 18) - 1, 1 << 17, False), (16_000, 16_000, False)],
-)
-def test_shared_memory_is_taken_only_with_a_gibibyte_and_a_quarter_free(
-    monkeypatch: pytest.MonkeyPatch, blocks: int, free: int, *, roomy: bool
-) -> None:
+def test_shared_memory_is_taken_only_with_a_gibibyte_and_a_quarter_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's 64 MiB belong to NCCL and the DataLoader."""
-
-    def statvfs(_: str) -> os.statvfs_result:
-        return os.statvfs_result((4096, 4096, blocks, free, free, 0, 0, 0, 0, 255))
-
-    monkeypatch.setattr(os, "statvfs", statvfs)
-    assert any(path.startswith("/dev/shm/") for path in candidates(None, None)) is roomy
+    for blocks, free, roomy in (
+        *((1 << 18, 1 << 17, True), (1 << 18, 1 << 15, False)),
+        *(((1 << 18) - 1, 1 << 17, False), (16_000, 16_000, False)),
+    ):
+        told = os.statvfs_result((4096, 4096, blocks, free, free, 0, 0, 0, 0, 255))
+        monkeypatch.setattr(os, "statvfs", lambda _, told=told: told)
+        assert any(path.startswith("/dev/shm/") for path in candidates(None, None)) is roomy
 
 
 def test_the_directory_is_made_private(parent: Path) -> None:
@@ -107,42 +100,24 @@ def test_the_directory_is_made_private(parent: Path) -> None:
     os.close(second.fd)
 
 
-def foreign_directory(path: Path) -> None:
-    """Made by another user (as root), or open to others."""
-    path.mkdir()
-    path.chmod(0o777)
-    if ME == 0:
-        os.chown(path, 12345, 12345)
-
-
-def open_to_others(path: Path) -> None:
-    """Mine, but anybody may write to it."""
-    path.mkdir()
-    path.chmod(0o770)
-
-
-def link_to_mine(path: Path) -> None:
-    """A symbolic link to a directory that is all right."""
-    target = path.with_name("target")
-    target.mkdir(mode=0o700)
-    path.symlink_to(target)
-
-
-HOSTILE = [foreign_directory, open_to_others, link_to_mine]
-
-
-@pytest.mark.parametrize("prepare", HOSTILE)
-def test_a_name_that_somebody_took_is_no_place_and_the_message_says_what_to_do(parent: Path, prepare: object) -> None:
+@pytest.mark.parametrize("taken", ["foreign", "open", "link"])
+def test_a_name_that_somebody_took_is_no_place_and_the_message_says_what_to_do(parent: Path, taken: str) -> None:
     """Nothing is put where another user could read or replace it; training goes on without us."""
-    assert callable(prepare)
-    prepare(parent / f"torchobs-{ME}")
+    place, target = parent / f"torchobs-{ME}", parent / "target"
+    target.mkdir(mode=0o700)
+    if taken == "link":
+        place.symlink_to(target)
+    else:
+        target.rename(place).chmod(0o770)
+    if taken == "foreign" and ME == 0:
+        os.chown(place, 12345, 12345)
     with pytest.raises(NoPlaceError, match="TORCHOBS_DIR"):
         open_place(None, None)
     assert find_existing(None, None) is None
 
 
 def test_a_given_directory_is_made_with_its_parents_and_taken_as_it_is(flight_dir: Path) -> None:
-    """Whoever it belongs to; files are shared by group where it is another user's or gives its group to them."""
+    """Whoever it belongs to; files are shared by group where it is another user's or gives its group to them. No link is."""
     given = flight_dir / "a" / "b"
     made = open_place(str(given), None)
     assert (made.given, made.shared) == (True, False)
@@ -154,38 +129,28 @@ def test_a_given_directory_is_made_with_its_parents_and_taken_as_it_is(flight_di
         assert made.shared is shared
         os.close(made.fd)
     assert find_existing(str(given), None) == str(given)
-
-
-def test_a_given_symbolic_link_is_refused(flight_dir: Path) -> None:
-    """It could lead somewhere else tomorrow."""
-    (flight_dir / "link").symlink_to(flight_dir)
+    (flight_dir / "link").symlink_to(given)
     with pytest.raises(NoPlaceError, match="link"):
         open_place(str(flight_dir / "link"), None)
     with pytest.raises(OSError, match="directory"):
         open_directory(str(flight_dir / "link"))
 
 
-@pytest.mark.parametrize("kind", ["nfs", "nfs4", "lustre", "fuse", "fuse.sshfs", "ceph", "9p", "cifs", "beegfs", "virtiofs"])
-def test_a_network_file_system_is_refused(flight_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """A store into a page of it blocks for as long as the server is away."""
-    monkeypatch.setattr(directory, "_mountinfo", lambda: f"22 1 0:1 / / rw - {kind} server:/ rw\n")
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    with pytest.raises(NoPlaceError, match=kind.partition(".")[0]):
-        open_place(str(flight_dir), None)
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before  # an earlier test's thread may close its own meanwhile
-
-
-@pytest.mark.parametrize(
-    ("kind", "in_memory"), [("tmpfs", True), ("ramfs", True), ("ext4", False), ("overlay", False), ("fuseblk", False)]
-)
-def test_only_memory_is_stored_to_directly(
-    flight_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str, *, in_memory: bool
+def test_a_network_file_system_is_refused_and_only_memory_is_stored_to_directly(
+    flight_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On anything else the sampler writes."""
-    monkeypatch.setattr(directory, "_mountinfo", lambda: f"22 1 0:1 / / rw - {kind} x rw\n")
-    made = open_place(str(flight_dir), None)
-    assert made.in_memory is in_memory
-    os.close(made.fd)
+    """A store into a page of the one blocks for as long as the server is away; on others but memory the sampler writes."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for kind in ("nfs", "nfs4", "lustre", "fuse", "fuse.sshfs", "ceph", "9p", "cifs", "beegfs", "virtiofs"):
+        monkeypatch.setattr(directory, "_mountinfo", lambda kind=kind: f"22 1 0:1 / / rw - {kind} server:/ rw\n")
+        with pytest.raises(NoPlaceError, match=kind.partition(".")[0]):
+            open_place(str(flight_dir), None)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before  # an earlier test's thread may close its own meanwhile
+    for kind in ("tmpfs", "ramfs", "ext4", "overlay", "fuseblk"):
+        monkeypatch.setattr(directory, "_mountinfo", lambda kind=kind: f"22 1 0:1 / / rw - {kind} x rw\n")
+        made = open_place(str(flight_dir), None)
+        assert made.in_memory is (kind in {"tmpfs", "ramfs"})
+        os.close(made.fd)
 
 
 def test_a_pod_s_mount_is_used_where_it_is(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,31 +308,27 @@ def test_what_a_birth_that_was_killed_left_goes_after_an_hour(directory_fd: int,
 def test_a_file_of_another_user_stays(directory_fd: int, flight_dir: Path, make: Make) -> None:
     """Root may remove it, and does not."""
     name = make(100)
-    if os.getuid() == 0:
+    if ME == 0:
         os.chown(flight_dir / name, 12345, 12345)
-        assert clean(directory_fd, now=NOW, min_age_s=0.0, max_total_bytes=0) == []
-    else:
-        assert clean(directory_fd, now=NOW, min_age_s=0.0, max_total_bytes=0) == [name]
+    assert clean(directory_fd, now=NOW, min_age_s=0.0, max_total_bytes=0) == ([] if ME == 0 else [name])
 
 
-FLIGHT = f"r7-{'ab' * 16}.flight"
+RANK = f"r7-{'ab' * 16}"
+FLIGHT = f"{RANK}.flight"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", FLIGHT, f"r7-{'ab' * 16}.stacks-12.json.gz", f"r7-{'ab' * 16}.stacks-.txt", f"r7-{'AB' * 16}.stacks-1.txt",
-     f"../r7-{'ab' * 16}.stacks-1.txt", f"r7-{'ab' * 16}.stacks-1.txt\n", f"r7-{'ab' * 16}.passwd-1.txt"],
-)  # fmt: skip
-def test_other_names_are_no_evidence(name: str) -> None:
+def test_other_names_are_no_evidence() -> None:
     """Whatever they look like."""
-    assert parse(name) is None
+    ends = (".flight", ".stacks-12.json.gz", ".stacks-.txt", ".stacks-1.txt\n", ".passwd-1.txt")
+    names = ["", f"r7-{'AB' * 16}.stacks-1.txt", f"../{RANK}.stacks-1.txt", *(RANK + end for end in ends)]
+    assert [name for name in names if parse(name)] == []
 
 
 def test_only_a_regular_file_of_the_right_owner_and_size_is_opened(flight_dir: Path, directory_fd: int) -> None:
     """No link, no FIFO (which would hold the opener), nothing empty, nothing too large, nothing of another user."""
     one = named(FLIGHT, STACKS, 1)
-    path = flight_dir / one.name
-    (flight_dir / "secret").write_text("secret")
+    path, secret = flight_dir / one.name, flight_dir / "secret"
+    secret.write_text("secret")
 
     def refused(owner: int | None = None) -> bool:
         try:
@@ -382,15 +343,10 @@ def test_only_a_regular_file_of_the_right_owner_and_size_is_opened(flight_dir: P
         return False
 
     assert refused()
-    path.symlink_to(flight_dir / "secret")
-    assert refused()
-    path.unlink()
-    path.hardlink_to(flight_dir / "secret")
-    assert refused()
-    path.unlink()
-    os.mkfifo(path)
-    assert refused()
-    path.unlink()
+    for make in (partial(path.symlink_to, secret), partial(path.hardlink_to, secret), partial(os.mkfifo, path)):
+        make()
+        assert refused()
+        path.unlink()
     path.touch()
     assert refused()
     os.truncate(path, LIMITS[STACKS] + 1)
@@ -400,18 +356,15 @@ def test_only_a_regular_file_of_the_right_owner_and_size_is_opened(flight_dir: P
     assert not refused(os.getuid())
 
 
-def test_evidence_goes_with_its_flight_file(flight_dir: Path, directory_fd: int) -> None:
+def test_evidence_goes_with_its_flight_file(flight_dir: Path, directory_fd: int, make: Make) -> None:
     """What is left without one goes after an hour."""
-    header = flights.header()
-    (flight_dir / file_name(header)).write_bytes(bytes(header.file_size))
-    (flight_dir / lock_name(file_name(header))).touch()
-    beside, lone, new = named(file_name(header), STACKS, 1), named(FLIGHT, STACKS, 2), named(FLIGHT, STACKS, 3)
+    flight = make(25)
+    beside, lone, new = named(flight, STACKS, 1), named(FLIGHT, STACKS, 2), named(FLIGHT, STACKS, 3)
     for one in (beside, lone, new):
         (flight_dir / one.name).write_text("x")
-    for name in (file_name(header), beside.name, lone.name):
-        os.utime(flight_dir / name, (1.0, 1.0))
-    removed = clean(directory_fd, now=1, min_age_s=STALE_S)
-    assert sorted(removed) == sorted([file_name(header), beside.name, lone.name])
+    for one in (beside, lone):
+        age(flight_dir / one.name, 2 * STALE_S)
+    assert sorted(clean(directory_fd, now=NOW, min_age_s=24 * 3600)) == sorted([flight, beside.name, lone.name])
     assert [path.name for path in flight_dir.iterdir()] == [new.name]
 
 
@@ -426,15 +379,10 @@ def reader(flight_dir: Path) -> Iterator[ControlReader]:
     made.close()
 
 
-def path(flight_dir: Path) -> Path:
+@pytest.fixture
+def command(flight_dir: Path) -> Path:
     """The target's record."""
     return flight_dir / control.file_name(TARGET)
-
-
-def put(flight_dir: Path, raw: bytes) -> None:
-    """Put these bytes in the record's place, as another file."""
-    (flight_dir / "temporary").write_bytes(raw)
-    (flight_dir / "temporary").rename(path(flight_dir))
 
 
 def test_a_command_is_read_once(directory_fd: int, reader: ControlReader) -> None:
@@ -445,54 +393,52 @@ def test_a_command_is_read_once(directory_fd: int, reader: ControlReader) -> Non
     assert reader.poll() is None
 
 
-def test_an_exporter_that_restarts_goes_on_counting(directory_fd: int, reader: ControlReader, flight_dir: Path) -> None:
+def test_an_exporter_that_restarts_goes_on_counting(directory_fd: int, reader: ControlReader, command: Path) -> None:
     """It keeps nothing in memory; and where even the record was deleted, numbers go on with the clock."""
     first = write_command(directory_fd, TARGET, Command(level=1))
     assert reader.poll()
     second = write_command(directory_fd, TARGET, Command(level=2))
     assert second > first
-    path(flight_dir).unlink()
+    command.unlink()
     assert reader.poll() is None
     time.sleep(0.002)
-    write_command(directory_fd, TARGET, Command(level=3))
-    seen = reader.poll()
-    assert seen
-    assert (seen.level, seen.seq > second) == (3, True)
+    third = write_command(directory_fd, TARGET, Command(level=3))
+    assert third > second
+    assert reader.poll() == Command(3, seq=third)
 
 
-def test_a_command_for_another_rank_does_not_validate(directory_fd: int, reader: ControlReader, flight_dir: Path) -> None:
+def test_a_command_for_another_rank_does_not_validate(directory_fd: int, reader: ControlReader, command: Path) -> None:
     """Not even under our name: the CRC is seeded by the incarnation, and the target stands in it."""
     other = TARGET[:4] + token_bytes(12)
     write_command(directory_fd, other, Command(level=1))
-    (flight_dir / control.file_name(other)).rename(path(flight_dir))
+    command.with_name(control.file_name(other)).rename(command)
     assert reader.poll() is None
     write_command(directory_fd, TARGET, Command(level=2))
     assert reader.poll()
 
 
-def test_a_damaged_record_is_nobody_s_command(directory_fd: int, reader: ControlReader, flight_dir: Path) -> None:
+def test_a_damaged_record_is_nobody_s_command(directory_fd: int, reader: ControlReader, command: Path) -> None:
     """Every flipped bit, every shorter or longer file, garbage and zeros: nothing is done, nothing is raised."""
     write_command(directory_fd, TARGET, Command(level=3, profile_steps=10, stacks=True))
-    good = path(flight_dir).read_bytes()
+    good = command.read_bytes()
     assert len(good) == control.SIZE
     broken = [good[: bit // 8] + bytes([good[bit // 8] ^ 1 << bit % 8]) + good[bit // 8 + 1 :] for bit in range(8 * len(good))]
     broken += [b"", good[:-1], good + b"\0", bytes(len(good)), os.urandom(len(good)), good * 1000]
-    for raw in broken:
-        put(flight_dir, raw)
-        assert reader.poll() is None
-    put(flight_dir, good)
-    assert reader.poll()
+    for raw in (*broken, good):  # as another file, by rename
+        command.with_name("temporary").write_bytes(raw)
+        command.with_name("temporary").rename(command)
+        assert bool(reader.poll()) == (raw == good)
 
 
-def test_a_command_is_there_whole_or_not_at_all(directory_fd: int, flight_dir: Path) -> None:
+def test_a_command_is_there_whole_or_not_at_all(directory_fd: int, flight_dir: Path, command: Path) -> None:
     """By rename; nothing temporary stays, not even when it fails; another user may read it, whatever the umask."""
     before = os.umask(0o077)
     write_command(directory_fd, TARGET, Command(level=1))
     os.umask(before)
-    assert [entry.name for entry in flight_dir.iterdir()] == [control.file_name(TARGET)]
-    assert path(flight_dir).stat().st_mode & 0o777 == 0o644
-    path(flight_dir).unlink()
-    path(flight_dir).mkdir()
+    assert list(flight_dir.iterdir()) == [command]
+    assert command.stat().st_mode & 0o777 == 0o644
+    command.unlink()
+    command.mkdir()
     with pytest.raises(OSError, match="irectory"):
         write_command(directory_fd, TARGET, Command(level=1))
-    assert [entry.name for entry in flight_dir.iterdir()] == [control.file_name(TARGET)]
+    assert list(flight_dir.iterdir()) == [command]
