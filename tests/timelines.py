@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from torchobs.flight.layout import PHASE_NAMES
 from torchobs.probes import timeline as codes
 from torchobs.probes.timeline import Carry, walk
 
 ORDER = PHASE_NAMES
+_MARKS = (codes.BACKWARD_BEGINS, codes.BACKWARD_ENDS, codes.STEP_BEGINS, codes.PIN, codes.UNPIN, codes.EVAL, codes.TRAIN)
+_CODES = dict(zip("BbOPUET", _MARKS, strict=True))
 
 
 class Timeline:
@@ -37,6 +41,20 @@ class Timeline:
         self.mark(codes.FETCH, begun_ns, loader)
         self.mark((codes.EXHAUSTED if exhausted else codes.FETCHED) + (not gradients), ended_ns)
 
+    def note(self, boundaries: str) -> None:
+        """Note boundaries that are written as words, each with its time.
+
+        `F1@0-10` a fetch from loader 1, `x` behind it: exhausted, `n`: without gradients; `B` and `b` begin and end of a
+        backward pass; `O` an optimizer's begin; `Pdata` and `U` begin and end of a phase that the user names; `E7` and `T7`
+        ``eval()`` and ``train()`` of module 7.
+        """
+        for kind, of, at, end, more in re.findall(r"([A-Zb])(\w*)@(\d+)-?(\d*)(\w*)", boundaries):
+            if kind == "F":
+                self.fetch(int(of), int(at), int(end), exhausted="x" in more, gradients="n" not in more)
+            else:
+                argument = ORDER.index(of) if kind == "P" else int(of) if of else None
+                self.mark(_CODES[kind], int(at), argument)
+
     def state(self) -> Carry:
         """What is known so far."""
         return walk(self._trace, self._arguments, self._begun_ns, self._carry)
@@ -53,6 +71,11 @@ class Timeline:
 def spent(steps: Timeline, now: int) -> dict[str, int]:
     """Close the step; return what is not zero."""
     return {name: value for name, value in zip(ORDER, steps.close(now), strict=True) if value}
+
+
+def times(words: str) -> dict[str, int]:
+    """The same from words such as `data 10, forward 30`."""
+    return {name: int(value) for name, value in (pair.split() for pair in words.split(", "))}
 
 
 def one_step(steps: Timeline, start: int) -> int:

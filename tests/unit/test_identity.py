@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import for_each
 from torchobs.config.identity import Identity, ProcessInfo, discover, this_process
 from torchobs.config.settings import SettingsProblem, resolve
 from torchobs.ranks import labels
@@ -21,53 +22,35 @@ if TYPE_CHECKING:
 
 
 PROCESS = ProcessInfo(
-    host="node7",
-    pid=4242,
-    start_ns=1_763_680_000_123_456_789,
-    parent="4000-88-0f1e2d3c",
-    argv0="/home/me/train.py",
-    own="4242-99-0f1e2d3c",
+    "node7", 4242, 1_763_680_000_123_456_789, parent="4000-88-0f1e2d3c", argv0="/home/me/train.py", own="4242-99-0f1e2d3c"
 )
 
-ELASTIC = {
-    "RANK": "5",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "8",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "node6",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RESTART_COUNT": "2",
-    "TORCHELASTIC_RUN_ID": "gpt-42",
-    "TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_grzndjlf/gpt-42_v8tm0dnr/attempt_2/1/error.json",
-}
+
+def variables(words: str) -> dict[str, str]:
+    """Variables as a shell sets them."""
+    return dict(word.split("=", 1) for word in words.split())
+
+
+ELASTIC = variables(
+    "RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 GROUP_WORLD_SIZE=2 MASTER_ADDR=node6 MASTER_PORT=29500"
+    " TORCHELASTIC_RESTART_COUNT=2 TORCHELASTIC_RUN_ID=gpt-42"
+    " TORCHELASTIC_ERROR_FILE=/tmp/torchelastic_grzndjlf/gpt-42_v8tm0dnr/attempt_2/1/error.json"
+)
 UNNAMED = ELASTIC | {
     "TORCHELASTIC_RUN_ID": "none",
     "TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_aek_zb3s/none_juw2_885/attempt_0/1/error.json",
 }
-SRUN = {
-    "SLURM_JOB_ID": "1234",
-    "SLURM_JOB_NAME": "gpt",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-    "SLURM_NTASKS": "8",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-}
+SRUN = variables(
+    "SLURM_JOB_ID=1234 SLURM_JOB_NAME=gpt SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=5 SLURM_STEP_TASKS_PER_NODE=2(x2),1"
+    " SLURM_NTASKS=8 SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NODEID=1"
+)
 # What a batch script finds, and the torchrun in it inherits: one process, although PROCID and NTASKS are set.
-SBATCH = {"SLURM_JOB_ID": "1234", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-OPENMPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_COMM_WORLD_NODE_RANK": "1",
-    "PMIX_NAMESPACE": "prterun-node6-311@1",
-}
-PMI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SBATCH = variables("SLURM_JOB_ID=1234 SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0")
+OPENMPI = variables(
+    "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2"
+    " OMPI_COMM_WORLD_NODE_RANK=1 PMIX_NAMESPACE=prterun-node6-311@1"
+)
+PMI = variables("PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2")
 LIGHTNING = {"WORLD_SIZE": "4", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "40123"}
 INDEXED = {"JOB_COMPLETION_INDEX": "3"}
 
@@ -80,55 +63,31 @@ def _discover(
     return identity, list(problems)
 
 
-def _place(identity: Identity) -> tuple[object, ...]:
-    return (
-        identity.launcher,
-        identity.rank,
-        identity.world_size,
-        identity.local_rank,
-        identity.local_world_size,
-        identity.node_rank,
-        identity.restart,
-    )
+def _place(of: Identity) -> tuple[object, ...]:
+    return of.launcher, of.rank, of.world_size, of.local_rank, of.local_world_size, of.node_rank, of.restart
 
 
-@pytest.mark.parametrize(
-    ("environ", "place", "run_id"),
-    [
-        pytest.param(ELASTIC, ("torchrun", 5, 8, 1, 4, 1, 2), "gpt-42", id="torchrun"),
-        pytest.param(SBATCH | ELASTIC, ("torchrun", 5, 8, 1, 4, 1, 2), "1234", id="torchrun in sbatch"),
-        pytest.param(
-            {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"},
-            ("env", 1, 4, 1, 4, None, 0),
-            "node7-4000-88-0f1e2d3c",
-            id="deepspeed",
-        ),
-        pytest.param(SRUN, ("slurm", 3, 5, 1, 2, 1, 0), "1234", id="srun"),
-        pytest.param(
-            SRUN | {"SLURM_ARRAY_JOB_ID": "1200", "SLURM_ARRAY_TASK_ID": "7", "SLURM_RESTART_COUNT": "2"},
-            ("slurm", 3, 5, 1, 2, 1, 2),
-            "1200_7",
-            id="srun in a requeued array",
-        ),
-        pytest.param(SBATCH, ("python", 0, 1, 0, 1, 0, 0), "1234", id="sbatch without srun"),
-        pytest.param(OPENMPI, ("openmpi", 3, 4, 1, 2, None, 0), "prterun-node6-311@1", id="mpirun"),
-        pytest.param(PMI, ("pmi", 3, 4, 1, 2, None, 0), "node7-4000-88-0f1e2d3c", id="mpiexec"),
-        pytest.param(
-            INDEXED | {"WORLD_SIZE": "4", "TORCHOBS_K8S_JOB_UID": "c9948307"},
-            ("kubernetes", 3, 4, 0, None, None, 0),
-            "c9948307",
-            id="indexed job",
-        ),
-        pytest.param(
-            LIGHTNING | {"LOCAL_RANK": "0"}, ("lightning", 0, 4, 0, None, 0, 0), "node7-4242-99-0f1e2d3c", id="lightning"
-        ),
-        pytest.param(
-            LIGHTNING | {"LOCAL_RANK": "3"}, ("lightning", 3, 4, 3, None, 0, 0), "node7-4000-88-0f1e2d3c", id="lightning, child"
-        ),
-        pytest.param({}, ("python", 0, 1, 0, 1, 0, 0), "node7-20251120T230640Z-4242", id="bare python"),
-    ],
-)
-def test_every_launcher_is_understood(environ: Mapping[str, str], place: tuple[object, ...], run_id: str) -> None:
+ARRAY = variables("SLURM_ARRAY_JOB_ID=1200 SLURM_ARRAY_TASK_ID=7 SLURM_RESTART_COUNT=2")
+DEEPSPEED = variables("RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_SIZE=4")
+JOB = INDEXED | {"WORLD_SIZE": "4", "TORCHOBS_K8S_JOB_UID": "c9948307"}
+LAUNCHERS: dict[str, tuple[dict[str, str], str, tuple[object, ...]]] = {
+    "torchrun": (ELASTIC, "gpt-42", ("torchrun", 5, 8, 1, 4, 1, 2)),
+    "torchrun in sbatch": (SBATCH | ELASTIC, "1234", ("torchrun", 5, 8, 1, 4, 1, 2)),
+    "deepspeed": (DEEPSPEED, "node7-4000-88-0f1e2d3c", ("env", 1, 4, 1, 4, None, 0)),
+    "srun": (SRUN, "1234", ("slurm", 3, 5, 1, 2, 1, 0)),
+    "srun in a requeued array": (SRUN | ARRAY, "1200_7", ("slurm", 3, 5, 1, 2, 1, 2)),
+    "sbatch without srun": (SBATCH, "1234", ("python", 0, 1, 0, 1, 0, 0)),
+    "mpirun": (OPENMPI, "prterun-node6-311@1", ("openmpi", 3, 4, 1, 2, None, 0)),
+    "mpiexec": (PMI, "node7-4000-88-0f1e2d3c", ("pmi", 3, 4, 1, 2, None, 0)),
+    "indexed job": (JOB, "c9948307", ("kubernetes", 3, 4, 0, None, None, 0)),
+    "lightning": (LIGHTNING | {"LOCAL_RANK": "0"}, "node7-4242-99-0f1e2d3c", ("lightning", 0, 4, 0, None, 0, 0)),
+    "lightning, child": (LIGHTNING | {"LOCAL_RANK": "3"}, "node7-4000-88-0f1e2d3c", ("lightning", 3, 4, 3, None, 0, 0)),
+    "bare python": ({}, "node7-20251120T230640Z-4242", ("python", 0, 1, 0, 1, 0, 0)),
+}
+
+
+@for_each(LAUNCHERS)
+def test_every_launcher_is_understood(environ: Mapping[str, str], run_id: str, place: tuple[object, ...]) -> None:
     """Launcher, rank, world size, local rank, local world size, node rank, restarts and run id, as each launcher says."""
     identity, _ = _discover(environ)
     assert (_place(identity), identity.run_id) == (place, run_id)
@@ -155,12 +114,8 @@ def test_nonsense_is_reported_once_and_the_next_launcher_asked(environ: dict[str
 
 def test_settings_beat_the_launcher() -> None:
     """Rank, local rank, world size, restart, run id and job name can be told, by argument or variable."""
-    identity, problems = _discover(
-        ELASTIC | {"TORCHOBS_RANK": "6", "TORCHOBS_RUN_ID": "mine", "OTEL_SERVICE_NAME": "gpt"},
-        local_rank=2,
-        world_size=16,
-        restart=9,
-    )
+    told = variables("TORCHOBS_RANK=6 TORCHOBS_RUN_ID=mine OTEL_SERVICE_NAME=gpt")
+    identity, problems = _discover(ELASTIC | told, local_rank=2, world_size=16, restart=9)
     assert _place(identity) == ("torchrun", 6, 16, 2, 4, 1, 9)
     assert (identity.run_id, identity.job_name, problems) == ("mine", "gpt", [])
 
@@ -192,22 +147,13 @@ def test_the_better_source_of_the_run_id_wins() -> None:
 
 def test_an_unnamed_torchrun_gives_its_ranks_and_restarts_one_run() -> None:
     """Two ranks and a restart of one launch agree, although a shell of its own started each; the next launch differs."""
-    workers = [
-        ({"RANK": "0", "LOCAL_RANK": "0"}, "attempt_0/0", "51"),
-        ({"RANK": "1", "LOCAL_RANK": "1"}, "attempt_0/1", "52"),
-        ({"RANK": "1", "LOCAL_RANK": "1"}, "attempt_1/1", "53"),
-    ]
-    first, second = (
-        {
-            _discover(
-                UNNAMED | rank | {"TORCHELASTIC_ERROR_FILE": f"/logs/none_{launch}/{directory}/error.json"},
-                dataclasses.replace(PROCESS, parent=parent),
-            )[0].run_id
-            for rank, directory, parent in workers
-        }
-        for launch in ("juw2a885", "w2fr259u")
-    )
-    assert (first, second) == ({"node7-juw2a885"}, {"node7-w2fr259u"})
+    ids: dict[str, set[str]] = {"juw2a885": set(), "w2fr259u": set()}
+    for launch, found in ids.items():
+        for rank, attempt, parent in (("0", 0, "51"), ("1", 0, "52"), ("1", 1, "53")):
+            file = f"/logs/none_{launch}/attempt_{attempt}/{rank}/error.json"
+            worker = {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_ERROR_FILE": file}
+            found.add(_discover(UNNAMED | worker, dataclasses.replace(PROCESS, parent=parent))[0].run_id)
+    assert ids == {launch: {f"node7-{launch}"} for launch in ids}
 
 
 @pytest.mark.parametrize(
@@ -252,41 +198,21 @@ def test_names_are_printable_and_bounded_and_stay_apart() -> None:
 def test_what_else_describes_the_process_is_kept() -> None:
     """The pod by its downward API, the Job, and what the user says, which wins."""
     identity, problems = _discover(
-        {
-            "POD_NAME": "gpt-3-x7k",
-            "K8S_POD_UID": "0f1e",
-            "POD_NAMESPACE": "research",
-            "NODE_NAME": "",
-            "TORCHOBS_K8S_JOB_NAME": "gpt",
-            "TORCHOBS_K8S_JOB_UID": "c994",
-            "OTEL_RESOURCE_ATTRIBUTES": "team=nlp,k8s.namespace.name=mine",
-        }
+        variables(
+            "POD_NAME=gpt-3-x7k K8S_POD_UID=0f1e POD_NAMESPACE=research NODE_NAME= TORCHOBS_K8S_JOB_NAME=gpt"
+            " TORCHOBS_K8S_JOB_UID=c994 OTEL_RESOURCE_ATTRIBUTES=team=nlp,k8s.namespace.name=mine"
+        )
     )
-    assert dict(identity.resource) == {
-        "k8s.pod.name": "gpt-3-x7k",
-        "k8s.pod.uid": "0f1e",
-        "k8s.namespace.name": "mine",
-        "k8s.job.name": "gpt",
-        "k8s.job.uid": "c994",
-        "team": "nlp",
-    }
+    pod = variables("k8s.pod.name=gpt-3-x7k k8s.pod.uid=0f1e k8s.namespace.name=mine k8s.job.name=gpt k8s.job.uid=c994")
+    assert dict(identity.resource) == pod | {"team": "nlp"}
     assert problems == []
 
 
 def test_a_description_leaves_out_what_is_unknown_and_cannot_be_forged() -> None:
     """Fields win over resource attributes of the same name."""
     described = _discover({"JOB_COMPLETION_INDEX": "3", "OTEL_RESOURCE_ATTRIBUTES": "rank=9,team=nlp"})[0].described()
-    assert described == {
-        "team": "nlp",
-        "job_name": "train",
-        "run_id": "node7-4000-88-0f1e2d3c",
-        "rank": 3,
-        "local_rank": 0,
-        "restart": 0,
-        "launcher": "kubernetes",
-        "host": "node7",
-        "launch": "4000-88-0f1e2d3c",
-    }
+    words = "team=nlp job_name=train run_id=node7-4000-88-0f1e2d3c launcher=kubernetes host=node7 launch=4000-88-0f1e2d3c"
+    assert described == {**variables(words), "rank": 3, "local_rank": 0, "restart": 0}
 
 
 def test_a_replica_group_is_part_of_the_identity() -> None:
@@ -350,10 +276,10 @@ def _in_pod(host: str, environ: Mapping[str, str]) -> tuple[Identity, tuple[Sett
 
 def _pytorchjob(rank: int, name: str = "gpt", namespace: str = "ml") -> tuple[str, dict[str, str]]:
     """`setPodEnv` of a PyTorchJob with a master and three workers."""
-    host = f"{name}-master-0" if rank == 0 else f"{name}-worker-{rank - 1}"
-    variables = {"PYTHONUNBUFFERED": "1", "MASTER_PORT": "23456", "PET_MASTER_PORT": "23456", "MASTER_ADDR": f"{name}-master-0"}
-    variables |= {"PET_MASTER_ADDR": f"{name}-master-0", "WORLD_SIZE": "4", "RANK": str(rank), "PET_NPROC_PER_NODE": "auto"}
-    return host, variables | {"PET_NODE_RANK": str(rank), "PET_NNODES": "4", "POD_NAMESPACE": namespace}
+    return f"{name}-master-0" if rank == 0 else f"{name}-worker-{rank - 1}", variables(
+        f"MASTER_PORT=23456 PET_MASTER_PORT=23456 MASTER_ADDR={name}-master-0 PET_MASTER_ADDR={name}-master-0 WORLD_SIZE=4"
+        f" RANK={rank} PET_NPROC_PER_NODE=auto PET_NODE_RANK={rank} PET_NNODES=4 POD_NAMESPACE={namespace}"
+    )
 
 
 def test_ranks_that_share_an_address_are_one_run_and_it_is_said_that_the_next_one_is_it_too() -> None:
@@ -374,18 +300,20 @@ def test_another_address_port_or_namespace_is_another_run() -> None:
     assert len(ids | {_in_pod("gpt-worker-0", _pytorchjob(1)[1] | {"MASTER_PORT": "29500"})[0].run_id}) == 4
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1", ""])
-def test_an_address_of_the_node_itself_is_shared_by_every_run_there(address: str) -> None:
-    """It would merge what has nothing to do with each other."""
-    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": "29500"}
+@for_each(
+    {
+        "DeepSpeed on one node has a parent, which no later run has": (DEEPSPEED | {"MASTER_ADDR": "10.0.0.7"},),
+        "torchrun's port is another after each restart": (UNNAMED | {"MASTER_ADDR": "gpt-node-0-0.gpt"},),
+        **{
+            f"{one or 'no address'}: of the node itself": (
+                variables(f"RANK=1 WORLD_SIZE=2 MASTER_PORT=29500 MASTER_ADDR={one}"),
+            )
+            for one in ("127.0.0.1", "localhost", "::1", "")
+        },
+    }
+)
+def test_an_address_that_others_share_or_that_changes_names_no_run(environ: dict[str, str]) -> None:
+    """It would merge what has nothing to do with each other, or take apart what belongs together."""
     process = ProcessInfo("node7", 1, 1_763_680_000_000_000_000, "9-1-a", "train.py")
+    environ = {name: value for name, value in environ.items() if name != "TORCHELASTIC_ERROR_FILE"}
     assert discover(environ, resolve({}, environ)[0], process)[0].run_id == "node7-9-1-a"
-
-
-def test_one_nodes_ranks_and_torchruns_do_not_go_by_the_address() -> None:
-    """DeepSpeed on one node has a parent, which no later run has; torchrun's port is another after each restart."""
-    process = ProcessInfo("node7", 1, 1_763_680_000_000_000_000, "9-1-a", "train.py")
-    deepspeed = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "MASTER_ADDR": "10.0.0.7"}
-    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}
-    for environ in (deepspeed, torchrun | {"MASTER_ADDR": "gpt-node-0-0.gpt", "MASTER_PORT": "29500"}):
-        assert discover(environ, resolve({}, environ)[0], process)[0].run_id == "node7-9-1-a"
