@@ -1,7 +1,8 @@
 """What the tests of the OpenTelemetry API share: a flight file, and what a reader finds in it."""
 
 import json
-from collections.abc import Mapping
+import signal
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,3 +69,24 @@ def frames(writer: FlightWriter) -> list[dict[str, Any]]:
         return [fields for fields in flights.frames(file) if fields["k"] in {"span", "span_start"}]
     finally:
         file.close()
+
+
+def interrupted(work: Callable[[], object], handle: Callable[[], object], times: int) -> None:
+    """Do the work again and again until a signal handler has broken into it so often."""
+    handled = 0
+
+    def handler(*_: object) -> None:
+        nonlocal handled
+        handled += 1
+        handle()
+        if handled < times:
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.001)
+    try:
+        while handled < times:
+            work()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

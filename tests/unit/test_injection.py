@@ -11,6 +11,7 @@ import yaml
 from tests import helm, support
 from tests.helm import objects
 from tests.kubernetes.injection import pod_spec, pods, rendered
+from tests.support import for_each
 
 pytest.importorskip("cel_expr_python", reason="needs the extra dev: pip install cel-expr-python")
 
@@ -91,40 +92,40 @@ def test_the_registrys_secrets_come_to_the_pods_own() -> None:
     assert admitted(made, pod(imagePullSecrets=both))["spec"]["imagePullSecrets"] == both
 
 
-@pytest.mark.parametrize(
-    ("labels", "expected"),
-    [
-        (
-            {"batch.kubernetes.io/controller-uid": "u", "batch.kubernetes.io/job-completion-index": "3"},
-            "$(TORCHOBS_K8S_JOB_UID)-$(POD_INDEX)",
-        ),
-        ({"apps.kubernetes.io/pod-index": "0"}, "$(TORCHOBS_K8S_JOB_UID)-$(POD_INDEX)"),
-        ({"pod-template-hash": "h"}, "$(POD_UID)"),
-        ({"jobset.sigs.k8s.io/jobset-uid": "u", "batch.kubernetes.io/job-completion-index": "0"}, "$(POD_UID)"),
-    ],
-    ids=["indexed Job", "StatefulSet", "Deployment", "JobSet"],
+NUMBERED = "$(TORCHOBS_K8S_JOB_UID)-$(POD_INDEX)"
+CONTROLLER, INDEX = (f"batch.kubernetes.io/{name}" for name in ("controller-uid", "job-completion-index"))
+
+
+@for_each(
+    {
+        "indexed Job": ({CONTROLLER: "u", INDEX: "3"}, NUMBERED),
+        "StatefulSet": ({"apps.kubernetes.io/pod-index": "0"}, NUMBERED),
+        "Deployment": ({"pod-template-hash": "h"}, "$(POD_UID)"),
+        "JobSet": ({"jobset.sigs.k8s.io/jobset-uid": "u", INDEX: "0"}, "$(POD_UID)"),
+    }
 )
 def test_pods_that_train_for_themselves_are_runs_of_their_own(
-    default: dict[str, Any], labels: dict[str, str], expected: str
+    labels: dict[str, str], expected: str, default: dict[str, Any]
 ) -> None:
     """By an annotation: the same run for the pod that replaces another, where pods have a number; else all pods are one run."""
+
+    def trainer(given: dict[str, Any]) -> dict[str, Any]:
+        return environment(admitted(default, given)["spec"]["containers"][0])
+
     given = pod(annotations={"run": "pod"})
     given["metadata"] |= {"ownerReferences": [{"controller": True, "uid": "u", "name": "n", "kind": "any"}]}
     given["metadata"]["labels"] |= labels
-    env = environment(admitted(default, given)["spec"]["containers"][0])
+    env = trainer(given)
     assert env["TORCHOBS_RUN_ID"] == expected
     known = list(env)
     used = {name for name in known if f"$({name})" in expected}
     assert used
     assert all(known.index(name) < known.index("TORCHOBS_RUN_ID") for name in used), "kubelet knows what came before"
     del given["metadata"]["annotations"]
-    assert "TORCHOBS_RUN_ID" not in environment(admitted(default, given)["spec"]["containers"][0])
+    assert "TORCHOBS_RUN_ID" not in trainer(given)
     own = pod({"name": "a", "env": [{"name": "TORCHOBS_RUN_ID", "value": "mine"}]}, annotations={"run": "pod"})
-    assert environment(admitted(default, own)["spec"]["containers"][0])["TORCHOBS_RUN_ID"] == "mine"
-    assert (
-        environment(admitted(default, pod(annotations={"run": "pod"}))["spec"]["containers"][0])["TORCHOBS_RUN_ID"]
-        == "$(POD_UID)"
-    )
+    assert trainer(own)["TORCHOBS_RUN_ID"] == "mine"
+    assert trainer(pod(annotations={"run": "pod"}))["TORCHOBS_RUN_ID"] == "$(POD_UID)"
 
 
 @pytest.mark.parametrize(
@@ -142,12 +143,7 @@ def test_pods_that_train_for_themselves_are_runs_of_their_own(
     ],
 )
 def test_the_sidecar_starts_and_reads_whatever_the_pods_users_are(
-    settings: dict[str, str],
-    annotation: str,
-    security: dict[str, int],
-    trainer: dict[str, int],
-    sidecars: dict[str, int],
-    group: int | None,
+    settings: Any, annotation: str, security: Any, trainer: Any, sidecars: Any, group: int | None
 ) -> None:
     """Never as root; by a group of the volumes, or without one (ssh keys, OpenShift) as the trainer's user or root's group."""
     annotations = {"fsgroup": annotation} if annotation else None
@@ -160,34 +156,29 @@ def test_the_sidecar_starts_and_reads_whatever_the_pods_users_are(
 
 
 FROM_A_MAP = {"configMapKeyRef": {"name": "paths", "key": "python"}}
+MAPPED = {"PYTHONPATH_OF_POD": FROM_A_MAP, "PYTHONPATH": f"{START}:$(PYTHONPATH_OF_POD)"}
 
 
-@pytest.mark.parametrize(
-    ("container", "annotations", "expected"),
-    [
-        ({}, {}, {"PYTHONUSERBASE": USER}),
-        ({"env": [{"name": "PYTHONUSERBASE", "value": "/own"}]}, {}, {"PYTHONUSERBASE": "/own"}),
-        ({"env": [{"name": "PYTHONPATH", "value": "/src"}]}, {}, {"PYTHONPATH": f"{START}:/src"}),
-        ({}, {"pythonpath": "/src"}, {"PYTHONPATH": f"{START}:/src"}),
-        (
-            {"env": [{"name": "PYTHONPATH", "valueFrom": FROM_A_MAP}]},
-            {},
-            {"PYTHONPATH_OF_POD": FROM_A_MAP, "PYTHONPATH": f"{START}:$(PYTHONPATH_OF_POD)"},
-        ),
-    ],
+@for_each(
+    {
+        "none": ([], None, {"PYTHONUSERBASE": USER}),
+        "a base": ([{"name": "PYTHONUSERBASE", "value": "/own"}], None, {"PYTHONUSERBASE": "/own"}),
+        "a path": ([{"name": "PYTHONPATH", "value": "/src"}], None, {"PYTHONPATH": f"{START}:/src"}),
+        "by an annotation": ([], {"pythonpath": "/src"}, {"PYTHONPATH": f"{START}:/src"}),
+        "from a map": ([{"name": "PYTHONPATH", "valueFrom": FROM_A_MAP}], None, MAPPED),
+    }
 )
 def test_a_path_of_the_pods_own_is_kept(
-    default: dict[str, Any], container: dict[str, Any], annotations: dict[str, str], expected: dict[str, Any]
+    env: list[Any], annotations: dict[str, str] | None, expected: dict[str, Any], default: dict[str, Any]
 ) -> None:
     """Wherever it comes from; nothing of ours replaces the image's. Kubelet resolves a variable by those before it."""
-    made = admitted(default, pod({"name": "a"} | container, inject="auto", annotations=annotations))
+    given = {"name": "a", "env": env}
+    made = admitted(default, pod(given, inject="auto", annotations=annotations))
     found = environment(made["spec"]["containers"][0])
     assert {name: value for name, value in found.items() if name.startswith("PYTHON")} == expected
     assert list(found)[-1] == "PYTHONPATH" or "PYTHONPATH_OF_POD" not in found
-    plain = admitted(default, pod({"name": "a"} | container))
-    assert container.get("env", []) == [
-        one for one in plain["spec"]["containers"][0]["env"] if one["name"].startswith("PYTHON")
-    ]
+    plain = environment(admitted(default, pod(given))["spec"]["containers"][0])
+    assert [name for name in plain if name.startswith("PYTHON")] == [one["name"] for one in env]
 
 
 @pytest.mark.parametrize(
@@ -217,21 +208,14 @@ def test_an_annotation_that_makes_no_sense_is_ignored(default: dict[str, Any], n
 
 @pytest.mark.parametrize(
     ("chosen", "expected"),
-    [
-        (None, ["a", "b"]),
-        ("a", ["a"]),
-        ("b, istio-proxy", ["istio-proxy", "b"]),
-        ("nobody", ["a", "b"]),
-    ],
+    [(None, ["a", "b"]), ("a", ["a"]), ("b, istio-proxy", ["istio-proxy", "b"]), ("nobody", ["a", "b"])],
 )
 def test_the_containers_that_train_are_changed_and_no_other(
     default: dict[str, Any], chosen: str | None, expected: list[str]
 ) -> None:
     """By default all but those that are known to be somebody's proxy; names that nobody has are no choice."""
-    given = pod(
-        *({"name": name} for name in ("a", "istio-proxy", "b")),
-        annotations={"containers": chosen} if chosen is not None else None,
-    )
+    annotations = {"containers": chosen} if chosen is not None else None
+    given = pod(*({"name": name} for name in ("a", "istio-proxy", "b")), annotations=annotations)
     made = admitted(default, given)["spec"]["containers"]
     assert [one["name"] for one in made if "volumeMounts" in one] == expected
     assert all(one == {"name": one["name"]} for one in made if one["name"] not in expected)
@@ -268,9 +252,7 @@ def test_the_job_by_hand_has_what_the_chart_adds(tmp_path: Path) -> None:
     by_hand = template["spec"]
     described = pod_spec(tmp_path, {"containers": [{"name": "trainer"}]})
     (sidecar,), (theirs,) = described["initContainers"], by_hand["initContainers"]
-    assert {key: sidecar[key] for key in ("name", "restartPolicy", "ports")} == {
-        key: theirs[key] for key in ("name", "restartPolicy", "ports")
-    }
+    assert [sidecar[key] == theirs[key] for key in ("name", "restartPolicy", "ports")] == [True] * 3
     # By hand no container gets the account's token; a policy cannot know what the trainer asks of the API server.
     assert by_hand["automountServiceAccountToken"] is False
     assert [one for one in sidecar["volumeMounts"] if one["name"] != "torchobs-no-token"] == theirs["volumeMounts"]
@@ -347,11 +329,7 @@ def test_the_helper_names_the_run_by_the_kinds_own_label(tmp_path: Path, kind: s
     }
     made = pod_spec(tmp_path, spec, kind)
     assert [one["name"] for one in made["initContainers"]] == ["torchobs", "first"]
-    assert made["securityContext"] == {
-        "runAsUser": 1000,
-        "fsGroup": 1000,
-        "fsGroupChangePolicy": "OnRootMismatch",
-    }
+    assert made["securityContext"] == {"runAsUser": 1000, "fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
     for container in made["containers"]:
         env = {one["name"]: one for one in container["env"]}
         assert env["TORCHOBS_K8S_JOB_UID"]["valueFrom"]["fieldRef"]["fieldPath"] == f"metadata.labels['{label}']"

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from tests import support
+from tests.support import for_each
 from torchobs._version import __version__
 from torchobs.flight import reader
 from torchobs.injection.copy_site import copy_site, fit_of, main
@@ -45,37 +46,27 @@ def image(tmp_path: Path) -> Path:
     return made
 
 
-def run(path: Iterable[Path], *command: str, environ: dict[str, str] | None = None) -> tuple[list[str], str, int]:
+def run(path: Iterable[Path], *command: str, python: str = PYTHON, **environ: str) -> tuple[list[str], str, int]:
     """Lines, standard error and status of a Python program in a container with this PYTHONPATH."""
-    variables = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [PYTHON, *command],
-        env=variables | (environ or {}),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        cwd="/",
-    )
+    variables = {"PATH": os.environ["PATH"], **environ}
+    if searched := os.pathsep.join(map(str, path)):
+        variables["PYTHONPATH"] = searched
+    done = subprocess.run([python, *command], env=variables, capture_output=True, text=True, check=False, timeout=120, cwd="/")
     return done.stdout.splitlines(), done.stderr, done.returncode
 
 
-@pytest.mark.parametrize(
-    ("wheel", "expected"),
-    [
-        (
-            "Tag: cp36-abi3-manylinux_2_12_x86_64\nTag: cp36-abi3-manylinux2010_x86_64\nTag: cp36-abi3-manylinux_2_28_x86_64\n",
-            {"python": [3, 10], "exact": False, "glibc": [2, 12], "machine": "x86_64"},
-        ),
-        ("Tag: cp36-abi3-manylinux2014_aarch64\n", {"python": [3, 10], "exact": False, "glibc": [2, 17], "machine": "aarch64"}),
-        ("Tag: cp313-cp313-linux_x86_64\n", {"python": [3, 13], "exact": True, "glibc": [0, 0], "machine": "x86_64"}),
-        ("Tag: py3-none-any\n", {"python": [3, 10], "exact": False, "glibc": None, "machine": None}),
-    ],
-    ids=["psutil's", "older name", "compiled on the spot", "pure Python"],
+@for_each(
+    {
+        "psutil's": ("cp36-abi3-manylinux_2_12_x86_64 cp36-abi3-manylinux2010_x86_64", [3, 10], False, [2, 12], "x86_64"),
+        "older name": ("cp36-abi3-manylinux2014_aarch64", [3, 10], False, [2, 17], "aarch64"),
+        "compiled on the spot": ("cp313-cp313-linux_x86_64", [3, 13], True, [0, 0], "x86_64"),
+        "pure Python": ("py3-none-any", [3, 10], False, None, None),
+    }
 )
-def test_what_a_wheel_needs_is_read_from_its_tags(wheel: str, expected: dict[str, object]) -> None:
+def test_what_a_wheel_needs_is_read_from_its_tags(tags: str, *expected: object) -> None:
     """PEP 600's names of wheels."""
-    assert fit_of([wheel, "Tag: py3-none-any\n"]) == expected
+    wheel = "".join(f"Tag: {tag}\n" for tag in tags.split())
+    assert fit_of([wheel, "Tag: py3-none-any\n"]) == dict(zip(("python", "exact", "glibc", "machine"), expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +121,7 @@ def test_the_import_of_torch_begins_it(site: Path, image: Path, look_first: str)
         f"{look_first or 'pass;'} import sys, torch;"
         " print('torchobs.runtime.session' in sys.modules, type(torch.__loader__).__name__)"
     )
-    lines, _, status = run([site / "start", image], "-c", program, environ={"TORCHOBS_DIR": str(image)})
+    lines, _, status = run([site / "start", image], "-c", program, TORCHOBS_DIR=str(image))
     assert (lines, status) == (["torch", "True SourceFileLoader"], 0)
 
 
@@ -201,26 +192,22 @@ def home(tmp_path: Path) -> Path:
 BEGUN = "import sys, torch; print('torchobs.runtime.session' in sys.modules)"
 
 
-def by_user_base(site: Path, home: Path, *command: str, python: str = PYTHON, **environ: str) -> tuple[list[str], str, int]:
-    """What a program prints in a container whose image sets what it likes, and of which the policy sets one variable."""
-    variables = {"PATH": os.environ["PATH"], "HOME": str(home), "TORCHOBS_DIR": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
-    variables |= {"PYTHONUSERBASE": str(site / "user"), **environ}
-    done = subprocess.run([python, *command], env=variables, capture_output=True, text=True, check=False, timeout=120, cwd="/")
-    return done.stdout.splitlines(), done.stderr, done.returncode
+def by_user_base(site: Path, home: Path, *command: str, image: Iterable[Path] = (), python: str = PYTHON) -> Any:
+    """The same in a container whose image sets the path, and of which the policy sets one variable."""
+    variables = {"HOME": str(home), "TORCHOBS_DIR": str(home), "PYTHONUSERBASE": str(site / "user")}
+    return run(image, *command, python=python, **variables)
 
 
 def test_an_image_keeps_its_own_path(site: Path, image: Path, tmp_path: Path) -> None:
     """No policy can see what an image sets as `PYTHONPATH`: replaced, its torch would not be found."""
-    assert by_user_base(site, tmp_path, "-c", BEGUN, PYTHONPATH=str(image))[0] == ["torch", "True"]
+    assert by_user_base(site, tmp_path, "-c", BEGUN, image=[image])[0] == ["torch", "True"]
 
 
 def test_what_a_user_has_installed_stays_on_the_path(site: Path, home: Path, tmp_path: Path) -> None:
     """At the place where it was, with what its `.pth` files add; ours is not there, and Python says where the user's is."""
     plain = "import site, sys; print([path for path in sys.path if '-packages' in path or 'linked' in path], site.USER_SITE)"
     found, errors, status = by_user_base(site, home, "-c", plain)
-    environ = {"HOME": str(home), "PATH": os.environ["PATH"]}
-    usual = subprocess.run([PYTHON, "-c", plain], env=environ, capture_output=True, text=True, check=True, cwd="/")
-    assert (found, errors, status) == (usual.stdout.splitlines(), "", 0)
+    assert (found, errors, status) == (run([], "-c", plain, HOME=str(home))[0], "", 0)
     assert str(tmp_path / "linked") in found[0]
     assert by_user_base(site, home, "-c", BEGUN)[0] == ["torch", "True"]
 
@@ -242,29 +229,20 @@ def test_a_virtual_environment_needs_the_annotation(site: Path, image: Path, tmp
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     shutil.copy(image / "torch.py", packages)
     assert by_user_base(site, tmp_path, "-c", BEGUN, python=python) == (["torch", "False"], "", 0)
-    path = str(site / "start")
-    assert by_user_base(site, tmp_path, "-c", BEGUN, python=python, PYTHONPATH=path)[0] == ["torch", "True"]
+    assert by_user_base(site, tmp_path, "-c", BEGUN, python=python, image=[site / "start"])[0] == ["torch", "True"]
 
 
-STEPS = 7
-
-
-def test_a_training_that_does_not_know_torchobs_is_recorded(tmp_path: Path) -> None:
+def test_a_training_that_does_not_know_torchobs_is_recorded(site: Path, image: Path, flight_dir: Path) -> None:
     """Every step, from the first, with the settings of the environment; its output is what it is without."""
-    site, image, flights = tmp_path / "site", tmp_path / "image", tmp_path / "flights"
-    for made in (site, image, flights):
-        made.mkdir(mode=0o700)
-    copy_site(site)
+    (image / "torch.py").unlink()
     for path in Path(torch.__file__).parent.parent.iterdir():  # everything installed here but torchobs
         if "torchobs" not in path.name and path.suffix != ".pth":
             (image / path.name).symlink_to(path)
-    environ = {"PYTHONPATH": f"{site / 'start'}:{image}", "TORCHOBS_DIR": str(flights), "OMP_NUM_THREADS": "1"}
-    python = str(getattr(sys, "_base_executable", sys.executable))  # not the environment's, which has torchobs installed
-    command = [python, str(support.ROOT / "tests" / "scripts" / "plain_training.py"), str(STEPS)]
-    done = subprocess.run(command, env=environ, cwd="/", capture_output=True, text=True, check=False, timeout=120)
-    assert (done.stdout.split(), done.stderr) == ([str(step) for step in range(1, STEPS + 1)], "")
-    (path,) = flights.glob("*.flight")
+    script, environ = support.ROOT / "tests" / "scripts" / "plain_training.py", {"OMP_NUM_THREADS": "1"}
+    lines, errors, _ = run([site / "start", image], str(script), "7", TORCHOBS_DIR=str(flight_dir), **environ)
+    assert (lines, errors) == ([str(step) for step in range(1, 8)], "")
+    (path,) = flight_dir.glob("*.flight")
     file = reader.open_path(str(path))
     values = {point.series.name: point.value for point in file.read(final=True).points}
     file.close()
-    assert values["torchobs.steps"] == STEPS
+    assert values["torchobs.steps"] == 7

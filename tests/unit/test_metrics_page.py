@@ -7,7 +7,6 @@ import gzip
 import random
 import zlib
 from math import inf, nan
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,20 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from isal import isal_zlib
 
+from tests.support import for_each
 from torchobs.catalog import Kind
 from torchobs.exporter import metrics_page
 from torchobs.exporter.exporter_metrics import ScrapeInput
 from torchobs.exporter.metrics_page import MetricsPage, Page, ScrapeTracker
 from torchobs.exporter.snapshot_cache import DEADLINE_S
-from torchobs.exporter.text_format import (
-    OPENMETRICS,
-    BlockRenderer,
-    QuietSeries,
-    family_of,
-    label,
-    negotiate,
-    numbers,
-)
+from torchobs.exporter.text_format import OPENMETRICS, BlockRenderer, QuietSeries, family_of, label, negotiate, numbers
 from torchobs.flight.reader import DecodedBlock, Distribution, Value
 from torchobs.flight.series import Series, ValueType
 from torchobs.ranks.labels import NO_EXEMPLARS
@@ -37,24 +29,15 @@ from torchobs.ranks.snapshot import EMPTY
 PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 PROMETHEUS_3 = (
+    "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited;q=0.7,"
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,application/openmetrics-text;version=1.0.0;q=0.5,"
-    "application/openmetrics-text;version=0.0.1;q=0.4,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,"
-    "text/plain;version=0.0.4;q=0.2,*/*;q=0.1"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,text/plain;version=0.0.4;q=0.2,*/*;q=0.1"
 )
-PROTOBUF = "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited"
+ACCEPTED = {"": PLAIN, "application/json": PLAIN, ";;;,,,=": PLAIN, "application/openmetrics-text": OPENMETRICS_TYPE}
+ACCEPTED |= {"text/plain;q=0.2,application/openmetrics-text;q=0.3": OPENMETRICS_TYPE, PROMETHEUS_3: OPENMETRICS_TYPE}
 
 
-@pytest.mark.parametrize(
-    ("accept", "content_type"),
-    [
-        ("", PLAIN),
-        ("application/json", PLAIN),
-        ("application/openmetrics-text", OPENMETRICS_TYPE),
-        ("text/plain;q=0.2,application/openmetrics-text;q=0.3", OPENMETRICS_TYPE),
-        (f"{PROTOBUF};q=0.7,{PROMETHEUS_3}", OPENMETRICS_TYPE),
-        (";;;,,,=", PLAIN),
-    ],
-)
+@for_each({accept: (accept, content_type) for accept, content_type in ACCEPTED.items()})
 def test_openmetrics_is_sent_to_whoever_takes_it(accept: str, content_type: str) -> None:
     """As prometheus-client decides; the version is the one that is written."""
     found = negotiate(accept)
@@ -99,7 +82,8 @@ LINES = {
 }
 
 
-def text_of() -> BlockRenderer:
+@pytest.fixture
+def text() -> BlockRenderer:
     """The text of a block with all of them."""
     entries = [label(series, family_of(series.name, series.kind, ""), {}) for series in ALL]
     return BlockRenderer([*enumerate(entries)], OPENMETRICS, QuietSeries(1))
@@ -111,30 +95,25 @@ def lines(text: BlockRenderer, values: list[Value | None]) -> dict[str, list[str
     return {chunk.heading.family: chunk.lines.split("\n")[1:] for chunk in text.lines(block, NO_EXEMPLARS)}
 
 
-def test_what_has_no_value_has_no_line_and_gets_one_again() -> None:
+_SERIES = [0, 2, 1, 3, 4, 4, 4, 4, 5, 6]
+"""The series that each of those lines is of"""
+
+
+def test_what_has_no_value_has_no_line_and_gets_one_again(text: BlockRenderer) -> None:
     """One after the other, and all of them: the others' lines stay what they are."""
-    text = text_of()
+    every = [line for family in LINES.values() for line in family]
     for index in (*range(len(ALL)), None):
         values = [None if index in {None, place} else value for place, value in enumerate(FULL)]
-        known = {line for place, line in enumerate(_flat(LINES)) if values[_SERIES[place]] is not None}
+        known = {line for place, line in zip(_SERIES, every, strict=True) if values[place] is not None}
         assert {line for family in lines(text, values).values() for line in family} == known
         assert lines(text, FULL) == LINES
 
 
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), Distribution((1, 2), 1.0, None, None)])
-def test_a_counter_is_what_a_page_can_show(value: Value) -> None:
+def test_a_counter_is_what_a_page_can_show(value: Value, text: BlockRenderer) -> None:
     """Neither less than zero nor not finite nor something else; it comes back when it is."""
-    text = text_of()
     assert "c" not in lines(text, [FULL[0], value, *FULL[2:]])
     assert lines(text, FULL) == LINES
-
-
-def _flat(found: dict[str, list[str]]) -> list[str]:
-    return [line for family in found.values() for line in family]
-
-
-_SERIES = [0, 2, 1, 3, 4, 4, 4, 4, 5, 6]
-"""The series that each of those lines is of"""
 
 
 def page_lines(number: int) -> list[bytes]:
@@ -149,9 +128,7 @@ def page_lines(number: int) -> list[bytes]:
     "page",
     [[], [b""], [b"a"], page_lines(10), page_lines(20_000), [random.Random(1).randbytes(1 << 19)], [b"x" * (1 << 22), b"y"]],
 )
-def test_it_is_one_member_with_a_right_checksum(
-    page: list[bytes], compressor: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_one_member_with_a_right_checksum(page: list[bytes], compressor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for readers that stop after the first member, and for pages that do not shrink."""
     monkeypatch.setattr(metrics_page, "compressor", compressor)
     body, made = b"".join(page), metrics_page.gzipped(page)
@@ -165,34 +142,20 @@ def test_it_is_one_member_with_a_right_checksum(
 TIMEOUT = b"x-prometheus-scrape-timeout-seconds"
 
 
-class Pages:
-    """One page, whatever is asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, bool]] = []
-        self.acknowledged = list[int]()
-
-    async def get(self, _: ScrapeInput, accept: str, *, compressed: bool, acknowledged: int) -> Page:
-        """See :class:`torchobs.exporter.metrics_page.PageCache`."""
-        self.asked.append((accept, compressed))
-        self.acknowledged.append(acknowledged)
-        return Page(b"page\n", "text/plain", 7)
-
-
 class Asked:
     """What came of a request."""
 
-    def __init__(
-        self, method: str = "GET", *headers: tuple[bytes, bytes], query: bytes = b"", pod_uid: str | None = None
-    ) -> None:
-        self.pages, self.scrapers, self.deadlines_s = Pages(), ScrapeTracker(), list[float]()
-        self.sent: list[Any] = []
-        page = MetricsPage(self._fresh, self.pages, self.scrapers, pod_uid)  # type: ignore[arg-type]  # as far as it is used
-        scope = {"type": "http", "method": method, "path": "/metrics", "client": ("10.0.0.1", 1), "headers": [*headers]}
-        scope["query_string"] = query
-        asyncio.run(page(scope, self._receive, self._send))
-        self.scrapes = page.scrapes
-        self.status, self.headers = self.sent[0]["status"], dict(self.sent[0]["headers"])
+    def __init__(self, *headers: tuple[bytes, bytes], query: bytes = b"", pod_uid: str | None = None) -> None:
+        self.scrapers, self.deadlines_s, self.sent = ScrapeTracker(), list[float](), list[Any]()
+        page = MetricsPage(self._fresh, self, self.scrapers, pod_uid)  # type: ignore[arg-type]  # as far as it is used
+        scope = {"type": "http", "method": "GET", "path": "/metrics", "client": ("10.0.0.1", 1), "headers": [*headers]}
+        asyncio.run(page({**scope, "query_string": query}, self._receive, self._send))
+        self.status = self.sent[0]["status"]
+
+    async def get(self, _: ScrapeInput, accept: str, *, compressed: bool, acknowledged: int) -> Page:
+        """See :class:`torchobs.exporter.metrics_page.PageCache`: one page, whatever is asked for."""
+        del accept, compressed, acknowledged
+        return Page(b"page\n", "text/plain", 7)
 
     async def _fresh(self, deadline_s: float) -> ScrapeInput:
         self.deadlines_s.append(deadline_s)
@@ -208,17 +171,11 @@ class Asked:
 
 @pytest.mark.parametrize(
     ("query", "pod_uid", "status"),
-    [
-        (b"pod=b", "a", 421),
-        (b"pod=\xff", "a", 421),
-        (b"pod=a", "a", 200),
-        (b"", "a", 200),
-        (b"pod=b", None, 200),
-    ],
+    [(b"pod=b", "a", 421), (b"pod=\xff", "a", 421), (b"pod=a", "a", 200), (b"", "a", 200), (b"pod=b", None, 200)],
 )
 def test_who_asks_for_another_pod_gets_no_page(query: bytes, pod_uid: str | None, status: int) -> None:
     """Two pods with the node's network have one address: the page of one is not that of the other, and nobody is noted."""
-    asked = Asked("GET", (TIMEOUT, b"10"), query=query, pod_uid=pod_uid)
+    asked = Asked((TIMEOUT, b"10"), query=query, pod_uid=pod_uid)
     assert (asked.status, asked.scrapers.got(7)) == (status, status == 200)
 
 
@@ -228,7 +185,7 @@ def test_who_asks_for_another_pod_gets_no_page(query: bytes, pod_uid: str | None
 )
 def test_a_scrape_waits_no_longer_than_its_scraper(declared: bytes, deadline_s: float) -> None:
     """Half of its timeout is for the scan, the rest for the page."""
-    assert Asked("GET", (TIMEOUT, declared)).deadlines_s == [deadline_s]
+    assert Asked((TIMEOUT, declared)).deadlines_s == [deadline_s]
 
 
 ONE, OTHER = ("10.0.0.1", 40_000), ("10.0.0.1", 40_002)
@@ -257,10 +214,7 @@ def scraped(*times_s: float, number: int = 1, timeout_s: float | None = 10.0) ->
     ],
 )
 def test_a_scraper_is_waited_for_until_it_has_the_final_snapshot(
-    scrapers: ScrapeTracker,
-    number: int,
-    at_s: float,
-    is_waited_for: bool,  # noqa: FBT001  # the table's column
+    scrapers: ScrapeTracker, number: int, at_s: float, is_waited_for: int
 ) -> None:
     """By number, not by time; one that is gone holds nobody up."""
     assert scrapers.waiting(number, at_s) == ["10.0.0.1 prometheus"] * is_waited_for

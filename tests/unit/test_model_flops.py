@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,42 +11,20 @@ import torch
 from torchobs.detect.flops import DEVICES, Parameters, Progress, peak_flops, peaks_of, step_flops, utilization
 from torchobs.probes.flops import count_parameters
 
-NAMES = {
-    "Tesla V100-SXM2-16GB": ("float16", 125.0),
-    "Tesla V100-SXM2-32GB": ("float32", 15.7),
-    "Tesla V100-PCIE-16GB": ("float16", 112.0),
-    "Tesla V100S-PCIE-32GB": ("float16", 130.0),
-    "Tesla T4": ("float16", 65.0),
-    "NVIDIA A10": ("bfloat16", 125.0),
-    "NVIDIA A10G": ("bfloat16", 70.0),
-    "NVIDIA A30": ("bfloat16", 165.0),
-    "NVIDIA A40": ("bfloat16", 149.7),
-    "A100-SXM4-40GB": ("bfloat16", 312.0),
-    "NVIDIA A100-SXM4-80GB": ("tfloat32", 156.0),
-    "NVIDIA A100-PCIE-40GB": ("float32", 19.5),
-    "NVIDIA A100 80GB PCIe": ("bfloat16", 312.0),
-    "NVIDIA L4": ("bfloat16", 121.0),
-    "NVIDIA L40": ("bfloat16", 181.05),
-    "NVIDIA L40S": ("bfloat16", 362.05),
-    "NVIDIA H100 80GB HBM3": ("bfloat16", 989.4),
-    "NVIDIA H100 PCIe": ("bfloat16", 756.0),
-    "NVIDIA H100 NVL": ("bfloat16", 835.5),
-    "NVIDIA H200": ("tfloat32", 494.7),
-    "NVIDIA H200 NVL": ("bfloat16", 835.5),
-    "NVIDIA GH200 480GB": ("bfloat16", 989.4),
-    "NVIDIA B200": ("bfloat16", 2250.0),
-    "NVIDIA GB200": ("bfloat16", 2500.0),
-    "NVIDIA GeForce RTX 3090": ("float16", 71.0),
-    "GeForce RTX 3090": ("float16", 71.0),
-    "NVIDIA GeForce RTX 4090": ("bfloat16", 165.2),
-    "NVIDIA GeForce RTX 5090": ("bfloat16", 209.5),
-    "NVIDIA RTX A6000": ("bfloat16", 154.8),
-    "NVIDIA RTX 6000 Ada Generation": ("bfloat16", 364.2),
-    "AMD Instinct MI250X": ("bfloat16", 191.5),
-    "AMD Instinct MI250X/MI250": ("float16", 191.5),
-    "AMD Instinct MI300X": ("bfloat16", 1307.4),
-    "AMD Instinct MI325X": ("float16", 1307.4),
-}
+DATASHEETS = """
+Tesla V100-SXM2-16GB: float16 125.0 | Tesla V100-SXM2-32GB: float32 15.7 | Tesla V100-PCIE-16GB: float16 112.0
+Tesla V100S-PCIE-32GB: float16 130.0 | Tesla T4: float16 65.0 | NVIDIA A10: bfloat16 125.0 | NVIDIA A10G: bfloat16 70.0
+NVIDIA A30: bfloat16 165.0 | NVIDIA A40: bfloat16 149.7 | A100-SXM4-40GB: bfloat16 312.0
+NVIDIA A100-SXM4-80GB: tfloat32 156.0 | NVIDIA A100-PCIE-40GB: float32 19.5 | NVIDIA A100 80GB PCIe: bfloat16 312.0
+NVIDIA L4: bfloat16 121.0 | NVIDIA L40: bfloat16 181.05 | NVIDIA L40S: bfloat16 362.05
+NVIDIA H100 80GB HBM3: bfloat16 989.4 | NVIDIA H100 PCIe: bfloat16 756.0 | NVIDIA H100 NVL: bfloat16 835.5
+NVIDIA H200: tfloat32 494.7 | NVIDIA H200 NVL: bfloat16 835.5 | NVIDIA GH200 480GB: bfloat16 989.4
+NVIDIA B200: bfloat16 2250.0 | NVIDIA GB200: bfloat16 2500.0 | NVIDIA GeForce RTX 3090: float16 71.0
+GeForce RTX 3090: float16 71.0 | NVIDIA GeForce RTX 4090: bfloat16 165.2 | NVIDIA GeForce RTX 5090: bfloat16 209.5
+NVIDIA RTX A6000: bfloat16 154.8 | NVIDIA RTX 6000 Ada Generation: bfloat16 364.2 | AMD Instinct MI250X: bfloat16 191.5
+AMD Instinct MI250X/MI250: float16 191.5 | AMD Instinct MI300X: bfloat16 1307.4 | AMD Instinct MI325X: float16 1307.4
+"""
+"""By device: a type, and the TFLOP/s that it has"""
 UNKNOWN = (
     "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 80GB HBM2e", "NVIDIA H100", "NVIDIA A100X", "NVIDIA L40G", "NVIDIA A10M",
     "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 D", "NVIDIA RTX 6000D",
@@ -58,10 +37,11 @@ def test_a_device_s_peak_is_that_of_its_datasheet() -> None:
 
     PCIe cards, SXM modules and NVL pairs of one chip differ; no peak is above that of a narrower type; all have a source.
     """
-    peaks = {name: (dtype, (peak_flops(name, dtype) or 0) / 1e12) for name, (dtype, _) in NAMES.items()}
-    assert peaks == NAMES
+    names = re.findall(r"([^|\n]+): (\w+) ([\d.]+)", DATASHEETS)
+    found = {name.strip(): (peak_flops(name.strip(), dtype) or 0) / 1e12 for name, dtype, _ in names}
+    assert found == {name.strip(): float(peak) for name, _, peak in names}
     assert [name for name in UNKNOWN if peaks_of(name) is not None] == []
-    assert {id(device.peaks) for device in DEVICES} == {id(peaks_of(name)) for name in NAMES}
+    assert {id(device.peaks) for device in DEVICES} == {id(peaks_of(name)) for name in found}
     for device in DEVICES:
         of = device.peaks
         assert of.source

@@ -60,14 +60,6 @@ def test_a_planted_link_is_no_lock(directory_fd: int, flight_dir: Path) -> None:
     assert not (flight_dir / "target").exists()
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 Look = tuple[float, ServiceStatus, bool]
 """Seconds since the look before, what there is, and whether the exporter leaves"""
 
@@ -101,10 +93,10 @@ LIVES: dict[str, list[Look]] = {
 @pytest.mark.parametrize("life", LIVES)
 def test_when_it_leaves(life: str) -> None:
     """As the case says."""
-    clock = Clock()
-    departure = Departure(60.0, clock)
+    now = [1000.0]
+    departure = Departure(60.0, lambda: now[0])
     for seconds, seen, leaves in LIVES[life]:
-        clock.now += seconds
+        now[0] += seconds
         assert departure(seen) is leaves
         assert departure.decided is leaves
 

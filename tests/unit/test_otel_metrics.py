@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import threading
 import time
 from decimal import Decimal
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -70,31 +68,18 @@ def test_adding_from_eight_threads_loses_nothing(writer: FlightWriter, provider:
 def test_a_signal_handler_may_add_to_what_it_interrupts(writer: FlightWriter, provider: FlightMeterProvider) -> None:
     """No deadlock and no lost addition when a handler adds in the middle of an addition, to old series and to new ones."""
     counter = provider.get_meter("tests").create_counter("interrupted")
-    handled = 0
+    added = dict.fromkeys(("main", "handler"), 0)
 
-    def handler(*_: object) -> None:
-        nonlocal handled
-        handled += 1
+    def add(who: str) -> None:
+        added[who] += 1
         counter.add(1, {"who": "both"})
-        counter.add(1, {"number": handled})
-        if handled < 100:
-            signal.setitimer(signal.ITIMER_REAL, 0.001)
+        counter.add(1, {who: added[who]})
 
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.001)
-    added = 0
-    try:
-        while handled < 100:
-            counter.add(1, {"who": "both"})
-            counter.add(1, {"main": added})
-            added += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    otel.interrupted(lambda: add("main"), lambda: add("handler"), 100)
     provider.observe()
     found = otel.values(writer)
-    assert found["interrupted", '{"who": "both"}'] == added + handled
-    assert sum(found.values()) == 2 * (added + handled)
+    assert found["interrupted", '{"who": "both"}'] == sum(added.values())
+    assert sum(found.values()) == 2 * sum(added.values())
 
 
 def test_measurements_wait_for_nobody_and_are_not_lost(writer: FlightWriter, provider: FlightMeterProvider) -> None:
@@ -190,22 +175,6 @@ def test_impossible_names_and_boundaries_cost_no_training(
         counts, *_, bounds = otel.values(writer)[f"h{number}", "{}"]
         assert (len(bounds), counts[2]) == (15, 1)
     assert len(caplog.records) == len(odd)
-
-
-def test_instruments_outlive_sessions(flight_dir: Path) -> None:
-    """Between two sessions they do nothing; in the second they write to its file, from zero."""
-    current: list[FlightWriter | None] = [None]
-    provider = FlightMeterProvider(lambda: current[0])
-    counter = provider.get_meter("m").create_counter("c")
-    counter.add(1)
-    for _ in range(2):
-        current[0] = writer = otel.new_file(flight_dir)
-        counter.add(5)
-        assert otel.values(writer) == {("c", "{}"): 5}
-        current[0] = None
-        counter.add(1)
-        assert otel.values(writer) == {("c", "{}"): 5}
-        writer.close()
 
 
 def test_a_forked_child_changes_nothing(writer: FlightWriter, meter: Meter) -> None:
