@@ -5,7 +5,6 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -56,8 +55,8 @@ def script(flight_dir: Path) -> Callable[[str], str]:
 
     def run(lines: str) -> str:
         argv = [sys.executable, "-c", PREPARED + textwrap.dedent(lines), str(flight_dir)]
-        given: dict[str, Any] = {"cwd": support.ROOT, "env": support.clean_environment(), "timeout": 60}
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, **given)
+        env = support.clean_environment()
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=support.ROOT, env=env, timeout=60)
         assert done.returncode == 0, done.stderr
         return done.stderr
 
