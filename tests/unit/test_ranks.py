@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support import for_each
 from torchobs import catalog
 from torchobs.catalog import SECONDS_BOUNDS
 from torchobs.flight.layout import Exit
@@ -28,62 +29,47 @@ DYING = OLD._replace(heartbeat_ns=102 * S)
 BOTH = {"aaaaaaaa": "", "bbbbbbbb": "-bbbbbbbb"}
 
 
-@pytest.mark.parametrize(
-    ("claims", "served"),
-    [
-        pytest.param([OLD], {"aaaaaaaa": ""}, id="one claim"),
-        pytest.param([DYING, NEW], {"bbbbbbbb": ""}, id="a short overlap: it ends while its successor starts"),
-        pytest.param(
-            [DYING._replace(alive_ns=102 * S), NEW], {"aaaaaaaa": ""}, id="it may be dying: served until that is clear"
-        ),
-        pytest.param([OLD._replace(alive_ns=104 * S, heartbeat_ns=104 * S), NEW], BOTH, id="it is not dying: two processes"),
-        pytest.param([OLD, NEW], BOTH, id="two scripts with one run id, side by side"),
-        pytest.param([OLD._replace(trains=False), NEW], {"bbbbbbbb": ""}, id="a helper that imports torch is no rank"),
-        pytest.param([OLD, NEW._replace(heartbeat_ns=900 * S)], BOTH, id="one of two has ended: no series changes its name"),
-        pytest.param(
+HANGING = claim("aaaaaaaa", 0, until_s=9000)._replace(alive_ns=9000 * S)
+LAUNCHED = [
+    claim("aaaaaaaa", 0, until_s=900)._replace(launch="x"),
+    claim("bbbbbbbb", 100, until_s=300)._replace(launch="y"),
+    claim("cccccccc", 310, until_s=900, restart=1)._replace(launch="y"),
+]
+ONLY_NEW, OLD_AND_THIRD = {"bbbbbbbb": ""}, {"aaaaaaaa": "", "cccccccc": "-cccccccc"}
+EARLIER_BOOT = claim("aaaaaaaa", 1_700_000_000)._replace(same_boot=False)
+
+
+@for_each(
+    {
+        "one claim": ([OLD], {"aaaaaaaa": ""}),
+        "a short overlap: it ends while its successor starts": ([DYING, NEW], ONLY_NEW),
+        "it may be dying: served until that is clear": ([DYING._replace(alive_ns=102 * S), NEW], {"aaaaaaaa": ""}),
+        "it is not dying: two processes": ([OLD._replace(alive_ns=104 * S, heartbeat_ns=104 * S), NEW], BOTH),
+        "two scripts with one run id, side by side": ([OLD, NEW], BOTH),
+        "a helper that imports torch is no rank": ([OLD._replace(trains=False), NEW], ONLY_NEW),
+        "one of two has ended: no series changes its name": ([OLD, NEW._replace(heartbeat_ns=900 * S)], BOTH),
+        "the younger has restarted: another label, for no series goes back": (
             [OLD._replace(heartbeat_ns=900 * S), NEW, claim("cccccccc", 501, until_s=900)],
-            {"aaaaaaaa": "", "cccccccc": "-cccccccc"},
-            id="the younger has restarted: another label, for no series goes back",
+            OLD_AND_THIRD,
         ),
-        pytest.param(
-            [OLD._replace(displaced=True), NEW], {"aaaaaaaa": "-aaaaaaaa", "bbbbbbbb": ""}, id="displaced: beside its successor"
+        "displaced: beside its successor": ([OLD._replace(displaced=True), NEW], {"aaaaaaaa": "-aaaaaaaa", "bbbbbbbb": ""}),
+        "three seconds are a succession": ([OLD._replace(heartbeat_ns=NEW.born_ns + OVERLAP_NS), NEW], ONLY_NEW),
+        "more than three seconds are not": ([OLD._replace(heartbeat_ns=NEW.born_ns + OVERLAP_NS + 1), NEW], BOTH),
+        "a counted restart: the predecessor goes though it hangs for ever": (
+            [HANGING, claim("bbbbbbbb", 100, until_s=9000, restart=1)],
+            ONLY_NEW,
         ),
-        pytest.param(
-            [OLD._replace(heartbeat_ns=NEW.born_ns + OVERLAP_NS), NEW], {"bbbbbbbb": ""}, id="three seconds are a succession"
-        ),
-        pytest.param(
-            [OLD._replace(heartbeat_ns=NEW.born_ns + OVERLAP_NS + 1), NEW], BOTH, id="more than three seconds are not"
-        ),
-        pytest.param(
-            [claim("aaaaaaaa", 0, until_s=9000)._replace(alive_ns=9000 * S), claim("bbbbbbbb", 100, until_s=9000, restart=1)],
-            {"bbbbbbbb": ""},
-            id="a counted restart: the predecessor goes though it hangs for ever",
-        ),
-        pytest.param(
+        "a restart that the same launcher counted": (
             [OLD._replace(alive_ns=900 * S, launch="x"), NEW._replace(restart=1, launch="x")],
-            {"bbbbbbbb": ""},
-            id="a restart that the same launcher counted",
+            ONLY_NEW,
         ),
-        pytest.param(
-            [
-                claim("aaaaaaaa", 0, until_s=900)._replace(launch="x"),
-                claim("bbbbbbbb", 100, until_s=300)._replace(launch="y"),
-                claim("cccccccc", 310, until_s=900, restart=1)._replace(launch="y"),
-            ],
-            {"aaaaaaaa": "", "cccccccc": "-cccccccc"},
-            id="another launcher's restart replaces nothing",
-        ),
-        pytest.param(
+        "another launcher's restart replaces nothing": (LAUNCHED, OLD_AND_THIRD),
+        "a process that started the rank by multiprocessing is none": (
             [OLD._replace(alive_ns=900 * S), NEW._replace(launched_by="aaaaaaaa")],
-            {"bbbbbbbb": ""},
-            id="a process that started the rank by multiprocessing is none",
+            ONLY_NEW,
         ),
-        pytest.param(
-            [claim("aaaaaaaa", 1_700_000_000)._replace(same_boot=False), claim("bbbbbbbb", 5)],
-            {"bbbbbbbb": ""},
-            id="an earlier boot: its times are far above any CLOCK_MONOTONIC",
-        ),
-    ],
+        "an earlier boot: its times are far above any CLOCK_MONOTONIC": ([EARLIER_BOOT, claim("bbbbbbbb", 5)], ONLY_NEW),
+    }
 )
 def test_which_incarnations_are_served(claims: list[RankCandidate], served: dict[str, str]) -> None:
     """Each with the suffix of its rank; what is decided comes from the files alone."""
@@ -136,25 +122,9 @@ def test_a_name_that_prometheus_refuses_or_drops_is_pushed_as_its_label(name: st
 
 def test_the_info_holds_what_describes_the_rank_and_nothing_else() -> None:
     """Facts, Kubernetes' names, the user's attributes, as a rank writes them; not what is a series already."""
-    resource = {
-        "rank": 0,
-        "job_name": "gpt",
-        "world_size": 8,
-        "restart": 1,
-        "local_rank": 0,
-        "host": "n1",
-        "pid": 7,
-        "trace_id": "a" * 32,
-        "k8s.pod.name": "p",
-        "team": "vision",
-        "hos.t": "",
-        "ho.st": "x",
-        "ho-st": "y",
-        "run.id": "liar",
-        "job": "mine",
-        "instance": "this",
-    }
-    assert labels.of_info(resource) == {
+    shown = {"local_rank": 0, "host": "n1", "k8s.pod.name": "p", "team": "vision", "ho.st": "x", "ho-st": "y", "hos.t": ""}
+    known = {"rank": 0, "job_name": "gpt", "world_size": 8, "restart": 1, "pid": 7, "trace_id": "a" * 32}
+    assert labels.of_info({**shown, **known, "run.id": "liar", "job": "mine", "instance": "this"}) == {
         "local_rank": "0",
         "host": "n1",
         "k8s_pod_name": "p",
@@ -222,10 +192,8 @@ def test_a_free_lock_alone_is_no_death() -> None:
     """A process that closes descriptors it does not know loses its lock and lives on: its heartbeat shows it."""
     seen = GONE._replace(beat_age_s=0.2)
     assert rank_state.judge(seen) == "alive"
-    assert rank_state.fading(seen)
-    assert not rank_state.fading(GONE)
-    assert not rank_state.fading(ALIVE)
-    assert not rank_state.fading(ALIVE._replace(same_boot=False))
+    others = (GONE, ALIVE, ALIVE._replace(same_boot=False))
+    assert [rank_state.fading(one) for one in (seen, *others)] == [True, False, False, False]
 
 
 LAST = len(SECONDS_BOUNDS) - 1

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.resources import OTELResourceDetector
 
+from tests.support import for_each
 from torchobs.cli import exporter, run
 from torchobs.config import settings
 from torchobs.config.options import Address, Option, SettingsProblem, integer, values_of
@@ -65,48 +66,44 @@ GOOD: list[tuple[str, str, str, object]] = [
     ("TORCHOBS_KEEP_RUNS", "0", "keep_runs", 0),
     ("TORCHOBS_KEEP_DIR", "/volume/runs", "keep_dir", Path("/volume/runs")),
 ]
-BAD: list[tuple[str, str]] = [
-    ("TORCHOBS_ENABLED", "maybe"),
-    ("OTEL_SDK_DISABLED", "1"),
-    ("TORCHOBS_LEVEL", "loud"),
-    ("TORCHOBS_DIR", "a\0b"),
-    ("TORCHOBS_KEEP_DIR", "runs"),
-    ("TORCHOBS_FILE_SIZE", "3MiB"),
-    ("TORCHOBS_FILE_SIZE", "9" * 5000),
-    ("TORCHOBS_EXPORTER_ADDRESS", "10960"),
-    ("TORCHOBS_EXPORTER_ADDRESS", "localhost:65536"),
-    ("TORCHOBS_RANK", "-1"),
-    ("TORCHOBS_RANK", "٣"),
-    ("TRACEPARENT", "00-" + "0" * 32 + "-b7ad6b7169203331-01"),
-    ("TORCHOBS_GRAD_INTERVAL", "0"),
-    ("TORCHOBS_LAYERS", "65"),
-    ("TORCHOBS_OVERHEAD_BUDGET", "nan"),
-    ("TORCHOBS_LOG_LEVEL", "TRACE"),
-]
+BAD = {
+    **dict.fromkeys(("TORCHOBS_ENABLED", "TORCHOBS_LEVEL", "TORCHOBS_LOG_LEVEL", "TORCHOBS_OVERHEAD_BUDGET"), ("loud", "nan")),
+    **dict.fromkeys(("TORCHOBS_RANK", "TORCHOBS_GRAD_INTERVAL", "TORCHOBS_LAYERS"), ("-1", "٣", "9" * 5000)),
+    "OTEL_SDK_DISABLED": ("1",),
+    "TORCHOBS_DIR": ("a\0b",),
+    "TORCHOBS_KEEP_DIR": ("runs",),
+    "TORCHOBS_FILE_SIZE": ("3MiB", "9" * 5000),
+    "TORCHOBS_EXPORTER_ADDRESS": ("10960", "localhost:65536"),
+    "TRACEPARENT": ("00-" + "0" * 32 + "-b7ad6b7169203331-01",),
+}
 
 
 def _setting_of(variable: str) -> Option:
     return next(setting for setting in OPTIONS if variable in setting.every_variable)
 
 
-@pytest.mark.parametrize(("variable", "text", "name", "value"), GOOD)
-def test_an_allowed_value_is_taken_from_the_environment(variable: str, text: str, name: str, value: object) -> None:
-    """Each variable sets its own field, and nothing else, to the value that its text stands for."""
+def test_no_setting_and_no_variable_is_left_out_here() -> None:
+    """Of what the next test tries."""
+    every = {(setting.name, variable) for setting in OPTIONS for variable in setting.every_variable}
+    assert {(name, variable) for variable, _, name, _ in GOOD} == every
+
+
+@for_each({f"{variable}={text}": (variable, text, name, value) for variable, text, name, value in GOOD})
+def test_an_allowed_value_is_taken(variable: str, text: str, name: str, value: object) -> None:
+    """A variable sets its own field, and nothing else, to the value that its text stands for; an argument may be either.
+
+    OTEL_SDK_DISABLED alone says the opposite of its argument.
+    """
     found, problems = resolve({}, {variable: text})
     assert found == dataclasses.replace(Settings(), **{name: value})  # type: ignore[arg-type]
     assert problems == ()
-
-
-@pytest.mark.parametrize(("variable", "text", "name", "value"), GOOD)
-def test_an_argument_is_worth_what_the_same_text_is(variable: str, text: str, name: str, value: object) -> None:
-    """Arguments are taken as text and as values; OTEL_SDK_DISABLED alone says the opposite of its argument."""
     given_text = text if variable != "OTEL_SDK_DISABLED" else str(value)
     for argument in (given_text, value):
         found, problems = resolve({name: argument}, {})
         assert (getattr(found, name), problems) == (value, ())
 
 
-@pytest.mark.parametrize(("variable", "text"), BAD)
+@pytest.mark.parametrize(("variable", "text"), [(variable, text) for variable, texts in BAD.items() for text in texts])
 def test_a_bad_value_is_reported_and_the_default_used(variable: str, text: str) -> None:
     """Inside a training nothing is raised; the problem names the variable, its value and what is allowed."""
     found, problems = resolve({}, {variable: text})
@@ -115,13 +112,6 @@ def test_a_bad_value_is_reported_and_the_default_used(variable: str, text: str) 
     assert (problem.name, problem.value) == (variable, text)
     if variable != "OTEL_SDK_DISABLED":
         assert _setting_of(variable).kind.allowed in str(problem)
-
-
-def test_every_setting_is_among_the_good_values() -> None:
-    """The tables above leave no setting and no variable out."""
-    assert {(name, variable) for variable, _, name, _ in GOOD} == {
-        (setting.name, variable) for setting in OPTIONS for variable in setting.every_variable
-    }
 
 
 def test_argument_beats_environment_beats_default() -> None:
@@ -266,15 +256,10 @@ def test_every_field_has_an_option_whose_words_about_the_default_are_true(
 def test_no_mistake_on_the_command_line_ends_a_sidecar(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It serves with the rest of its options, and its configuration names the mistake."""
     served: list[config.ExporterConfig] = []
-
-    def serve(chosen: config.ExporterConfig) -> int:
-        served.append(chosen)
-        return 0
-
-    monkeypatch.setattr("torchobs.exporter.daemon.serve", serve)
+    monkeypatch.setattr("torchobs.exporter.daemon.serve", served.append)
     monkeypatch.setattr("torchobs.exporter.daemon.configure_log", lambda _: None)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
-    assert exporter.main([word, "--web.config.file", "web.yml", "--grace"]) == 0
+    exporter.main([word, "--web.config.file", "web.yml", "--grace"])
     (chosen,) = served
     assert chosen.web_config_file == "web.yml"
     assert chosen.grace_s == 300.0
@@ -285,20 +270,16 @@ def test_no_mistake_on_the_command_line_ends_a_sidecar(word: str, monkeypatch: p
 SCRIPT = ["train.py", "--level", "off", "-m", "--", "--help"]
 
 
-@pytest.mark.parametrize(
-    ("own", "command"),
-    [
+def test_what_follows_the_script_s_name_is_the_script_s() -> None:
+    """Even if it is spelled like an option of ours. A separator lets a name begin with a dash; only the first is ours."""
+    for own, command in (
         ([], SCRIPT),
-        (["--no-exporter"], SCRIPT),
         (["--dir", "d", "--level=basic", "--address", ":1"], SCRIPT),
         (["--level", "basic"], ["-m", "package.train", "--no-exporter"]),
         (["--no-exporter"], []),
-    ],
-)
-def test_what_follows_the_script_s_name_is_the_script_s(own: list[str], command: list[str]) -> None:
-    """Even if it is spelled like an option of ours. A separator lets a name begin with a dash; only the first is ours."""
-    assert run.split([*own, *command]) == (own, command)
-    assert run.split([*own, "--", "-x.py", "--", "--dir"]) == (own, ["-x.py", "--", "--dir"])
+    ):
+        assert run.split([*own, *command]) == (own, command)
+        assert run.split([*own, "--", "-x.py", "--", "--dir"]) == (own, ["-x.py", "--", "--dir"])
 
 
 @pytest.mark.parametrize(
@@ -330,14 +311,7 @@ def test_what_cannot_be_run_is_refused_with_what_is_allowed(
 
 @pytest.mark.parametrize(
     ("arguments", "variable", "expected"),
-    [
-        ([], None, True),
-        ([], "", True),
-        ([], "0", None),
-        ([], "1", None),
-        (["--no-exporter"], None, False),
-        (["--no-exporter"], "1", False),
-    ],
+    [([], None, True), ([], "", True), ([], "0", None), (["--no-exporter"], None, False), (["--no-exporter"], "1", False)],
 )
 def test_the_exporter_is_on_unless_somebody_has_spoken(
     arguments: list[str], variable: str | None, expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

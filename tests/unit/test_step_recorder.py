@@ -10,23 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.flights import RecordingMemory, recorded
-from torchobs.flight.directory import open_place
 from torchobs.flight.layout import RECORD_SIZE
 from torchobs.flight.step_record import RecordKind, StepRecord, unpack
-from torchobs.flight.writer import FlightWriter, open_writer
 from torchobs.probes.step_recorder import StepRecorder
-from torchobs.probes.timeline import (
-    BACKWARD_BEGINS,
-    BACKWARD_ENDS,
-    FETCH,
-    FETCHED,
-    FETCHED_NO_GRAD,
-    STEP_BEGINS,
-)  # fmt: skip
+from torchobs.probes.timeline import BACKWARD_BEGINS, BACKWARD_ENDS, FETCH, FETCHED, FETCHED_NO_GRAD, STEP_BEGINS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from torchobs.flight.writer import FlightWriter
 
 
 class Optimizer:
@@ -35,17 +25,7 @@ class Optimizer:
     param_groups: tuple[dict[str, list[object]], ...] = ()
 
 
-@pytest.fixture
-def writer(flight_dir: Path) -> Iterator[FlightWriter]:
-    """A real flight file."""
-    opened = open_writer(open_place(str(flight_dir), None), {"rank": 0})
-    yield opened
-    opened.close()
-
-
-def step(
-    recorder: StepRecorder, optimizer: object, at: int, lengths: tuple[int, int, int, int, int, int], *, loader: bool
-) -> int:
+def step(recorder: StepRecorder, optimizer: object, at: int, lengths: tuple[int, ...], *, loader: bool) -> int:
     """One step from ``at``: lengths of other, fetch, forward, backward, other, optimizer. Return its end."""
     other, fetch, forward, backward, more, optimizing = lengths
     at += other
@@ -85,7 +65,7 @@ def _run(steps: list[tuple[tuple[int, ...], bool]], *, timed_plainly: bool) -> l
     recorder.plain.timed = True
     for lengths, loader in steps:
         recorder.plain.clean = recorder.plain.clean and timed_plainly
-        at = step(recorder, optimizer, at, lengths, loader=loader)  # type: ignore[arg-type]
+        at = step(recorder, optimizer, at, lengths, loader=loader)
     recorder.flush()
     return _records(writer, memory)
 
@@ -134,14 +114,13 @@ def test_a_round_of_optimizers_is_a_step(order: list[str], players: int, passes:
             recorder.mark(STEP_BEGINS, at := at + 1)
             recorder.optimizer_ends(optimizers[name], at := at + 1)
     recorder.flush()
-    found = [unpack(data, writer.header.seed) for _, data in memory.stores if len(data) == RECORD_SIZE]
-    assert [record.step for record in found if record is not None] == list(range(1, rounds + 1))
+    assert [record.step for record in _records(writer, memory)] == list(range(1, rounds + 1))
 
 
-def test_evaluation_without_end_keeps_the_trace_short(writer: FlightWriter) -> None:
-    """A million fetches and no step: the trace is worked off on the way."""
-    recorder = StepRecorder(writer)
-    for index in range(20_000):
+def test_evaluation_without_end_keeps_the_trace_short() -> None:
+    """Fetches without end and no step: the trace is worked off on the way."""
+    recorder = StepRecorder(recorded()[0])
+    for index in range(5_000):
         recorder.mark(FETCH, 10**12 + 2 * index, 1)
         recorder.mark(FETCHED_NO_GRAD, 10**12 + 2 * index + 1)
     assert len(recorder.trace) <= 4097

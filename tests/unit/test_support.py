@@ -81,38 +81,29 @@ class Found(Result):
     first: Layer | None = None
 
 
+TEXT = """\
+Found
+  title   <b>
+  worst   nan
+  layers:
+    name    norm
+    a       1.5
+    longer  inf
+  first:
+    name  a
+    norm  0.1"""
 FOUND = Found("<b>", nan, (Layer("a", 1.5), Layer("longer", inf)), Layer("a", 0.1))
 
 
-def test_to_dict_is_what_json_takes() -> None:
-    """Promise: strict JSON takes the dictionary, non-finite numbers included."""
+def test_a_result_is_a_dictionary_and_a_table() -> None:
+    """Promise: strict JSON takes the one, non-finite numbers included; the other has rows of one class below a header."""
     plain = FOUND.to_dict()
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
     assert plain["worst"] == "nan"
     assert plain["layers"][1] == {"name": "longer", "norm": "inf"}
-
-
-def test_text_is_a_table() -> None:
-    """Promise: rows of one class are a table with a header."""
-    assert str(FOUND).splitlines() == [
-        "Found",
-        "  title   <b>",
-        "  worst   nan",
-        "  layers:",
-        "    name    norm",
-        "    a       1.5",
-        "    longer  inf",
-        "  first:",
-        "    name  a",
-        "    norm  0.1",
-    ]
-
-
-def test_html_is_escaped() -> None:
-    """Promise: a hostile name is text in a notebook."""
-    html = FOUND._repr_html_()
-    assert "&lt;b&gt;" in html
-    assert "    longer  inf\n" in html
+    assert str(FOUND) == TEXT
+    assert "&lt;b&gt;" in FOUND._repr_html_(), "a hostile name is text in a notebook"
+    assert "    longer  inf\n" in FOUND._repr_html_()
 
 
 def test_import_brings_no_torch() -> None:

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from torchobs.probes import context as training_state
 from torchobs.probes.context import LONGEST_S, Captures
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Clock:
     """A time that passes while somebody sleeps."""
 
     def __init__(self) -> None:
-        self.now, self.slept = 1000.0, 0
-        self.each_time: Callable[[], object] = lambda: None
+        self.now = 1000.0
 
     def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
-        self.slept += 1
-        self.each_time()
 
 
 @pytest.fixture
