@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import support
 from tests.dashboards import filled, shipped, targets, variables
 from tests.page import openmetrics_page
 from tests.prometheus_server import FLAG, PrometheusServer, Series, newest_prometheus, write
@@ -19,7 +19,7 @@ from tests.support import NEEDS_PROGRAM, wait_until
 from torchobs import catalog
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
+    from collections.abc import Container, Iterator, Mapping, Sequence
     from pathlib import Path
 
 OPTIONAL = {"cluster", "namespace", "le", "job_name"}
@@ -106,41 +106,52 @@ def choices(prometheus: PrometheusServer, dashboard: dict[str, Any]) -> dict[str
 NATIVE = {"convert_classic_histograms_to_nhcb": True, "always_scrape_classic_histograms": False}
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["with rules", "native histograms, without rules"])
-def test_every_panel_has_data(prometheus_program: str, checkout: Path, tmp_path: Path, target: str, *, native: bool) -> None:
+def scraping(program: str, target: str, rules: Sequence[Path] = (), job: Mapping[str, bool] | None = None) -> PrometheusServer:
+    """A server that scrapes the page each second."""
+    scrape = {"job_name": "torchobs", "static_configs": [{"targets": [target]}], **(job or {})}
+    settings, arguments = {"scrape_configs": [scrape]}, ["--enable-feature=exemplar-storage"]
+    return PrometheusServer(program, rules=rules, interval="1s", settings=settings, arguments=arguments)
+
+
+def test_every_panel_has_data(prometheus_program: str, checkout: Path, tmp_path: Path, target: str) -> None:
     """However the histograms are stored; without the rules all have but those that show alerts and quantiles."""
-    if native and newest_prometheus(3) is None:
-        pytest.skip(f"{NEEDS_PROGRAM}: Prometheus 3 (prometheus or prometheus3), on PATH")
+    files = []
+    for path in sorted((checkout / "deploy" / "prometheus" / "rules").glob("torchobs-*.yml")):
+        files.append(tmp_path / path.name)
+        files[-1].write_text(path.read_text().replace("  interval: 1m\n", ""))  # each second, not each minute
+    newest = newest_prometheus(3)
+    with contextlib.ExitStack() as stack:
+        with_rules = stack.enter_context(scraping(prometheus_program, target, files))
+        native = stack.enter_context(scraping(newest, target, job=NATIVE)) if newest else None
+        check_panels(with_rules, target, native=False)
+        (alert,) = wait_until(lambda: with_rules.alerts("TorchobsGradientExplosion"))
+        assert (alert.state, alert.labels["job_name"], alert.labels["run_id"]) == ("firing", "gpt", "run-1")
+        if native is None:
+            pytest.skip(f"{NEEDS_PROGRAM}: Prometheus 3 (prometheus or prometheus3), on PATH")
+        check_panels(native, target, native=True)
+
+
+def check_panels(prometheus: PrometheusServer, target: str, *, native: bool) -> None:
+    """All of them, and what Grafana offers; `native`: histograms are, and there are no rules."""
     dashboards = shipped()
-    rules = checkout / "deploy" / "prometheus"
-    loaded = [] if native else sorted((rules / "rules").glob("torchobs-*.yml"))
-    files = [tmp_path / path.name for path in loaded]
-    for path, copy in zip(loaded, files, strict=True):
-        copy.write_text(path.read_text().replace("  interval: 1m\n", ""))  # each second, not each minute
-    scrape = {"job_name": "torchobs", "static_configs": [{"targets": [target]}], **(NATIVE if native else {})}
-    given: Any = {"settings": {"scrape_configs": [scrape]}, "arguments": ["--enable-feature=exemplar-storage"]}
-    with PrometheusServer(prometheus_program, rules=files, interval="1s", **given) as prometheus:
-        prometheus.wait_for_scrapes(4)
-        expected = only_by_rules(dashboards) if native else {}
-        left = unanswered(prometheus, dashboards)
+    prometheus.wait_for_scrapes(4)
+    expected = only_by_rules(dashboards) if native else {}
+    left = unanswered(prometheus, dashboards)
 
-        def answered() -> bool:
-            nonlocal left
-            left = unanswered(prometheus, dashboards, left)  # who has had an answer is not asked again
-            return left == expected
+    def answered() -> bool:
+        nonlocal left
+        left = unanswered(prometheus, dashboards, left)  # who has had an answer is not asked again
+        return left == expected
 
-        wait_until(answered, timeout_s=150, interval_s=1.0)
-        offered = choices(prometheus, dashboards["torchobs-itself"])
-        ranks, run = {"0", "1"}, {"run-1"}
-        no_labels: dict[str, set[str]] = {"cluster": set(), "namespace": set()}
-        assert offered == {**no_labels, "job_name": {"gpt"}, "run_id": run, "rank": ranks, "instance": {target}}
-        assert choices(prometheus, dashboards["torchobs-gradients"])["layer"] == {"layer0"}
-        assert bool(prometheus.query("count_over_time(torchobs_step_duration_seconds_bucket[1m])")) != native
-        check_exemplars(prometheus, dashboards)
-        check_figures(prometheus, dashboards, recorded=not native)
-        if not native:
-            (alert,) = wait_until(lambda: prometheus.alerts("TorchobsGradientExplosion"))
-            assert (alert.state, alert.labels["job_name"], alert.labels["run_id"]) == ("firing", "gpt", "run-1")
+    wait_until(answered, timeout_s=150, interval_s=1.0)
+    offered = choices(prometheus, dashboards["torchobs-itself"])
+    ranks, run = {"0", "1"}, {"run-1"}
+    no_labels: dict[str, set[str]] = {"cluster": set(), "namespace": set()}
+    assert offered == {**no_labels, "job_name": {"gpt"}, "run_id": run, "rank": ranks, "instance": {target}}
+    assert choices(prometheus, dashboards["torchobs-gradients"])["layer"] == {"layer0"}
+    assert bool(prometheus.query("count_over_time(torchobs_step_duration_seconds_bucket[1m])")) != native
+    check_exemplars(prometheus, dashboards)
+    check_figures(prometheus, dashboards, recorded=not native)
 
 
 def only_by_rules(dashboards: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
@@ -197,6 +208,7 @@ def check_figures(prometheus: PrometheusServer, dashboards: dict[str, dict[str, 
 
 RANGE_S = 3300.0
 SICK, HEALTHY = Run(ranks=8, per_node=4), Run("vit", "48213", 4, 4, sick=False)
+TWINS = [Run("bert", "twin", ranks, 2, sick=False) for ranks in (4, 2)]
 
 
 class Panels:
@@ -209,31 +221,20 @@ class Panels:
     def ask(self, run: Run, uid: str, title: str, number: int = 0) -> list[Series]:
         """The answer to one query of a panel, over the whole time or at its end."""
         found = [target for panel, target in targets(self._dashboards[uid]) if panel["title"] == title]
-        return self._query(found[number]["expr"], run, instant=found[number]["instant"])
+        return self.query(found[number]["expr"], run, instant=found[number]["instant"])
 
     def annotation(self, run: Run, name: str) -> set[float]:
         """The values of an annotation."""
         every = self._dashboards["torchobs-run"]["annotations"]["list"]
         (expr,) = (one["expr"] for one in every if one["name"] == name)
-        return {value for one in self._query(expr, run) for _, value in one.points}
+        return {value for one in self.query(expr, run) for _, value in one.points}
 
-    def _query(self, expr: str, run: Run, *, instant: bool = False) -> list[Series]:
+    def query(self, expr: str, run: Run, *, instant: bool = False) -> list[Series]:
+        """The answer to a query of a run's dashboard."""
         query = filled(expr, rate_interval="2m", range="55m", interval="30s").replace('run_id=~".*"', f'run_id=~"{run.run}"')
         if instant:
             return self._server.query(query, self._ended_s - 1)
         return self._server.query_range(query, self._ended_s - RANGE_S, self._ended_s - 1, "30s")
-
-
-@pytest.fixture(scope="module")
-def hour() -> Iterator[Panels]:
-    """An hour of both runs."""
-    if reason := support.why_missing("prometheus"):
-        pytest.skip(reason)
-    with PrometheusServer(newest_prometheus(2) or "prometheus", arguments=[FLAG]) as server:
-        ended_s = time.time()
-        for run in (SICK, HEALTHY):
-            write(server.address, series(run, ended_s - RANGE_S, ended_s, 30.0))
-        yield Panels(server, ended_s)
 
 
 def highest(found: list[Series], label: str) -> dict[str, float]:
@@ -241,7 +242,7 @@ def highest(found: list[Series], label: str) -> dict[str, float]:
     return {one.labels[label]: max(value for _, value in one.points) for one in found}
 
 
-def test_a_restart_is_seen_although_the_pod_was_replaced(hour: Panels) -> None:
+def check_restart(hour: Panels) -> None:
     """A rank of node 1 has a new target, and so a new series that never changes; a run without a restart has none."""
     assert [one.value for one in hour.ask(SICK, "torchobs-run", "Starts again")] == [1.0]
     assert [one.value for one in hour.ask(HEALTHY, "torchobs-run", "Starts again")] == [0.0]
@@ -249,7 +250,7 @@ def test_a_restart_is_seen_although_the_pod_was_replaced(hour: Panels) -> None:
     assert len(hour.annotation(HEALTHY, "Starts")) == 1
 
 
-def test_the_slow_rank_and_its_node_are_named(hour: Panels) -> None:
+def check_slow_rank(hour: Panels) -> None:
     """Compared with ranks on other machines, without the time in which the others wait for it."""
     found = highest(hour.ask(SICK, "torchobs-ranks", "Stragglers across nodes"), "rank")
     assert found.pop(str(SLOW_RANK)) > 1.5
@@ -261,7 +262,7 @@ def test_the_slow_rank_and_its_node_are_named(hour: Panels) -> None:
     assert max(highest(hour.ask(HEALTHY, "torchobs-ranks", "Stragglers across nodes"), "rank").values()) < 1.2
 
 
-def test_shares_add_up(hour: Panels) -> None:
+def check_shares(hour: Panels) -> None:
     """The phases to the steps' time, the uses to the wall time, and goodput is the productive one."""
     phases = hour.ask(HEALTHY, "torchobs-run", "Step time by phase")
     assert sum(one.value for one in phases) == pytest.approx(1.0)
@@ -271,19 +272,25 @@ def test_shares_add_up(hour: Panels) -> None:
     assert goodput.value == pytest.approx(uses["productive"])
 
 
-def test_one_run_id_in_two_clusters_is_two_runs(prometheus_program: str) -> None:
-    """With all clusters chosen each panel's answers say of which one they are, and are not added up over both."""
-    ended_s, ranks = time.time(), {"east": 4, "west": 2}
+def check_clusters(hour: Panels) -> None:
+    """One run id in two clusters is two runs: each panel's answers say of which one they are, and are not added up."""
+    mixed = []
+    for uid, dashboard in shipped().items():
+        for panel, target in targets(dashboard):
+            if "run_id" in variables(dashboard) and target.get("format") != "heatmap":
+                found = hour.query(target["expr"], TWINS[0], instant=True)
+                mixed += [(uid, panel["title"]) for one in found if "cluster" not in one.labels]
+    assert mixed == []
+    up = hour.ask(TWINS[0], "torchobs-run", "Ranks up")
+    assert {one.labels["cluster"]: one.value for one in up} == {"east": 4, "west": 2}
+
+
+def test_an_hour_of_runs(prometheus_program: str) -> None:
+    """A restart is seen although the pod was replaced, the slow rank is named, shares add up, clusters are kept apart."""
     with PrometheusServer(prometheus_program, arguments=[FLAG]) as server:
-        for cluster, number in ranks.items():
-            of = series(Run(ranks=number, per_node=2, sick=False), ended_s - 300, ended_s, 30.0)
+        ended_s = time.time()
+        for cluster, run in (("north", SICK), ("north", HEALTHY), *zip(("east", "west"), TWINS, strict=True)):
+            of = series(run, ended_s - (300 if run in TWINS else RANGE_S), ended_s, 30.0)
             write(server.address, (({**labels, "cluster": cluster}, times, values) for labels, times, values in of))
-        mixed = []
-        for uid, dashboard in shipped().items():
-            for panel, target in targets(dashboard):
-                if "run_id" in variables(dashboard) and target.get("format") != "heatmap":
-                    found = server.query(filled(target["expr"], rate_interval="2m", range="5m", interval="30s"), ended_s - 1)
-                    mixed += [(uid, panel["title"]) for one in found if "cluster" not in one.labels]
-        assert mixed == []
-        up = Panels(server, ended_s).ask(Run(), "torchobs-run", "Ranks up")
-        assert {one.labels["cluster"]: one.value for one in up} == ranks
+        for check in (check_restart, check_slow_rank, check_shares, check_clusters):
+            check(Panels(server, ended_s))
