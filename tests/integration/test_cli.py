@@ -6,14 +6,16 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.rank_files import live_rank, train
 from tests.support import ROOT, clean_environment
 from torchobs import _version
-from torchobs.cli.__main__ import COMMANDS
+from torchobs.cli import __main__ as dispatch
 from torchobs.exporter import config
 from torchobs.flight.layout import Exit
 
@@ -50,55 +52,54 @@ def environment(**more: str) -> dict[str, str]:
     return {**clean_environment(), "PYTHONPATH": str(ROOT), **more}
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("name", CALLS)
+def run(line: list[str], **given: Any) -> subprocess.CompletedProcess[str]:
+    """Run it; its output is read as text."""
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment(), **given}
+    return subprocess.run(line, text=True, check=False, timeout=60, **streams)
+
+
+EACH = "<&- >&- 2>&-"
+BUFFERS = [("help", ""), ("doctor", "1"), ("inspect", ""), ("inspect", "1"), ("top", "")]
+"""Commands, and whether their output is unbuffered"""
+
+
+@pytest.mark.parametrize(("name", "unbuffered"), BUFFERS)
 def test_a_reader_that_has_gone_ends_it_without_a_word(name: str, unbuffered: str, rank: Path) -> None:
     """`torchobs doctor | head -3`: what SIGPIPE does to a shell's own programs."""
     reading, writing = os.pipe()
     os.close(reading)
-    environ = environment(PYTHONUNBUFFERED=unbuffered)
-    done = subprocess.run(
-        command(name, rank), stdout=writing, stderr=subprocess.PIPE, text=True, check=False, timeout=60, env=environ
-    )
+    done = run(command(name, rank), stdout=writing, env=environment(PYTHONUNBUFFERED=unbuffered))
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "unbuffered"), BUFFERS)
 def test_a_full_disk_is_told_in_one_line(name: str, unbuffered: str, rank: Path) -> None:
     """With the reason."""
-    environ = environment(PYTHONUNBUFFERED=unbuffered)
     with Path("/dev/full").open("w", encoding="utf-8") as full:
-        done = subprocess.run(
-            command(name, rank), stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60, env=environ
-        )
+        done = run(command(name, rank), stdout=full, env=environment(PYTHONUNBUFFERED=unbuffered))
     assert done.returncode == 1
     assert done.stderr.endswith(": the output cannot be written: No space left on device\n")
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("name", ["help", "inspect"])
+@pytest.mark.parametrize(("name", "closed"), [("help", ">&-"), ("inspect", "<&-"), ("inspect", "2>&-"), ("inspect", EACH)])
 def test_a_stream_that_is_closed_is_none(name: str, closed: str, rank: Path) -> None:
     """`torchobs inspect >&-` for its exit status: that of a rank that has finished, whose output nobody reads."""
-    line = ["bash", "-c", f'exec "$@" {closed}', "bash", *command(name, rank)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60, env=environment())
+    done = run(["bash", "-c", f'exec "$@" {closed}', "bash", *command(name, rank)])
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)
 
 
 def test_no_other_file_gets_the_number_of_a_closed_stream() -> None:
     """Or what a library prints goes into a socket."""
     program = "import os; from torchobs.cli.arguments import guarded; os._exit(guarded(lambda: os.open('/', os.O_RDONLY)))"
-    line = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", sys.executable, "-c", program]
-    assert subprocess.run(line, check=False, timeout=60, env=environment()).returncode == 3
+    assert run(["bash", "-c", f'exec "$@" {EACH}', "bash", sys.executable, "-c", program]).returncode == 3
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_what_the_encoding_has_not_is_a_question_mark(name: str, rank: Path) -> None:
     """In a container without a locale."""
-    environ = environment(PYTHONIOENCODING="ascii")
-    done = subprocess.run(command(name, rank), capture_output=True, text=True, check=False, timeout=60, env=environ)
+    done = run(command(name, rank), env=environment(PYTHONIOENCODING="ascii"))
     assert done.stderr == ""
     assert done.stdout.isascii()
     assert len(done.stdout) > 100
@@ -117,56 +118,57 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [("inspect", "torchobs.cli.arguments"), ("inspect", "torchobs.cli.inspect"), ("top", "torchobs.cli.top"),
-     ("exporter", "torchobs.cli.exporter"), ("doctor", "torchobs.cli.doctor")],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "module"), [("inspect", "arguments"), ("inspect", "inspect"), ("top", "top")])
 def test_an_interrupt_while_it_imports_shows_nothing(name: str, module: str) -> None:
     """Ctrl-C at once, when the wrong command was typed."""
-    line = [sys.executable, "-c", SLOW.format(module=module), name]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60, env=environment())
+    done = run([sys.executable, "-c", SLOW.format(module=f"torchobs.cli.{module}"), name])
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def torchobs(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m torchobs`."""
-    environment = {**clean_environment(), "COLUMNS": "128", **environ}
-    return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, check=False, timeout=60, env=environment)
+Shown = tuple[int, str, str]
 
 
-@pytest.mark.parametrize("command", list(COMMANDS))
-def test_the_help_teaches(command: str) -> None:
-    """What it is, and at least two commands to copy; `torchobs help COMMAND` is the same."""
-    shown = torchobs(command, "--help")
-    assert shown.returncode == 0
-    examples = shown.stdout.partition("examples:")[2]
-    assert len(re.findall(rf"torchobs .*{command}|torchobs {command}", examples)) >= 2
-    assert max(map(len, shown.stdout.splitlines())) <= 128
+@pytest.fixture
+def torchobs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Shown]:
+    """Run the program in this process; its exit status and what it has written."""
+    monkeypatch.setenv("COLUMNS", "128")
+
+    def main(*arguments: str) -> Shown:
+        try:
+            status = dispatch.main([*arguments])
+        except SystemExit as left:
+            status = int(left.code or 0)
+        return (status, *capsys.readouterr())
+
+    return main
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("tpo",), "no such command: 'tpo', did you mean top?"),
-        (("--verison",), "no such option: '--verison', did you mean --version?"),
-        (("top", "--interval", "0"), "expected a duration from 0.1s to 1h"),
-        (("inspect", "--steps", "-3"), "expected an integer, from 0 to 1000000"),
-        (("dashboards", "import", "."), "invalid choice: 'import'"),
-        (("rules", "import", "."), "invalid choice: 'import'"),
-        (("rules", "export"), "export needs the directory"),
-        (
-            ("rules", "export", ".", "--values", "my.yml"),
-            "export writes the shipped rules; `torchobs rules render`",
-        ),
-        (("rules", "render", "."), "render needs --values FILE"),
-    ],
-)
-def test_a_mistake_is_answered_with_what_is_allowed(arguments: tuple[str, ...], said: str) -> None:
+def test_the_help_teaches(torchobs: Callable[..., Shown]) -> None:
+    """What each command is, and at least two commands to copy."""
+    for command in dispatch.COMMANDS:
+        status, shown, _ = torchobs(command, "--help")
+        examples = shown.partition("examples:")[2]
+        assert (status, len(re.findall(rf"torchobs .*{command}|torchobs {command}", examples)) >= 2) == (0, True), command
+        assert max(map(len, shown.splitlines())) <= 128, command
+
+
+MISTAKES = {
+    ("tpo",): "no such command: 'tpo', did you mean top?",
+    ("--verison",): "no such option: '--verison', did you mean --version?",
+    ("top", "--interval", "0"): "expected a duration from 0.1s to 1h",
+    ("inspect", "--steps", "-3"): "expected an integer, from 0 to 1000000",
+    ("dashboards", "import", "."): "invalid choice: 'import'",
+    ("rules", "export"): "export needs the directory",
+    ("rules", "export", ".", "--values", "my.yml"): "export writes the shipped rules; `torchobs rules render`",
+    ("rules", "render", "."): "render needs --values FILE",
+}
+
+
+def test_a_mistake_is_answered_with_what_is_allowed(torchobs: Callable[..., Shown]) -> None:
     """Exit status 2."""
-    refused = torchobs(*arguments)
-    assert refused.returncode == 2
-    assert said in " ".join(refused.stderr.split())
+    for arguments, said in MISTAKES.items():
+        status, _, error = torchobs(*arguments)
+        assert (status, said in " ".join(error.split())) == (2, True), error
 
 
 def test_the_plain_install_has_all_but_the_exporter(tmp_path: Path) -> None:
@@ -177,66 +179,57 @@ def test_the_plain_install_has_all_but_the_exporter(tmp_path: Path) -> None:
     calls = "[main(['--help']), main(['--version']), main(['doctor', '--no-training']), "
     calls += f"main(['inspect', {str(tmp_path)!r}]), main(['top', '--once', '--dir', {str(tmp_path)!r}]), main(['exporter'])]"
     code = f"{without}print({calls})"
-    shown = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=clean_environment()
-    )
+    shown = run([sys.executable, "-c", code])
     assert shown.stdout.splitlines()[-1] == "[0, 0, 0, 2, 1, 1]"
 
 
 WITHOUT = "import sys; sys.modules[{module!r}] = None; from torchobs.cli.__main__ import main; sys.exit(main({arguments!r}))"
 
 
-def test_the_exporter_s_help_has_every_option_its_variable_and_examples() -> None:
+def test_the_exporter_s_help_has_every_option_its_variable_and_examples(torchobs: Callable[..., Shown]) -> None:
     """One does not have to leave the terminal."""
-    shown = torchobs("exporter", "--help")
-    assert shown.returncode == 0
+    _, shown, _ = torchobs("exporter", "--help")
     for option in config.EVERY_OPTION:
-        assert option.flag in shown.stdout
-        assert all(name in shown.stdout.replace("\n", "").replace(" ", "") for name in option.every_variable)
-    assert "  torchobs exporter --flight-dir /dev/shm/run7  " in shown.stdout
-    assert "config_ok" in shown.stdout
+        assert option.flag in shown
+        assert all(name in shown.replace("\n", "").replace(" ", "") for name in option.every_variable)
+    assert "  torchobs exporter --flight-dir /dev/shm/run7  " in shown
+    assert "config_ok" in shown
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_told(torchobs: Callable[..., Shown]) -> None:
     """Of the program, and of the exporter with its Python, which matters for its page."""
-    assert torchobs("--version").stdout == f"torchobs {_version.__version__}\n"
-    assert re.fullmatch(
-        rf"torchobs exporter {re.escape(_version.__version__)} \(Python 3\.\d+\.\S+\)\n",
-        torchobs("exporter", "--version").stdout,
-    )
+    version = _version.__version__
+    assert torchobs("--version")[1] == f"torchobs {version}\n"
+    exporter = torchobs("exporter", "--version")[1]
+    assert re.fullmatch(rf"torchobs exporter {re.escape(version)} \(Python 3\.\d+\.\S+\)\n", exporter)
 
 
-WRONG = [
-    (("--garce", "5m"), "no such option: '--garce', did you mean --grace?"),
-    (("--grace", "soon"), "--grace 'soon': expected a duration such as 90s, 5m or 1h30m"),
-    (("--grace",), "--grace '': expected a duration such as 90s, 5m or 1h30m"),
-    (("somewhere",), "no such argument: 'somewhere'"),
-    (("--log.level", "loud"), "--log.level 'loud': expected debug, info, warn or error"),
-    (("--web.listen-address", "10960"), "--web.listen-address '10960': expected host:port with a port up to 65535"),
-    (
-        ("--web.listen-address", "127.0.0.1:109600"),
-        "--web.listen-address '127.0.0.1:109600': expected host:port with a port",
-    ),
-    (("--version=1",), "ignored explicit argument '1'"),
-    (("--otlp.endpoint", "collector"), "--otlp.endpoint 'collector': expected"),
-]
+WRONG = {
+    ("--garce", "5m"): "no such option: '--garce', did you mean --grace?",
+    ("--grace", "soon"): "--grace 'soon': expected a duration such as 90s, 5m or 1h30m",
+    ("--grace",): "--grace '': expected a duration such as 90s, 5m or 1h30m",
+    ("somewhere",): "no such argument: 'somewhere'",
+    ("--log.level", "loud"): "--log.level 'loud': expected debug, info, warn or error",
+    ("--web.listen-address", "10960"): "--web.listen-address '10960': expected host:port with a port up to 65535",
+    ("--version=1",): "ignored explicit argument '1'",
+    ("--otlp.endpoint", "collector"): "--otlp.endpoint 'collector': expected",
+}
 
 
-@pytest.mark.parametrize(("arguments", "said"), WRONG)
-def test_what_is_wrong_ends_it_with_one_line_and_nothing_starts(arguments: tuple[str, ...], said: str) -> None:
+def test_what_is_wrong_ends_it_with_one_line_and_nothing_starts(torchobs: Callable[..., Shown]) -> None:
     """What was given, and what is allowed; exit status 2, whether a person reads it or a log does."""
-    done = torchobs("exporter", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("torchobs exporter: ")
-    assert said in line
-    assert line.endswith("`torchobs exporter --help` has all options and variables")
+    for arguments, said in WRONG.items():
+        status, shown, error = torchobs("exporter", *arguments)
+        assert (status, shown, error.count("\n")) == (2, "", 1), error
+        assert error.startswith("torchobs exporter: ")
+        assert said in error
+        assert error.endswith("`torchobs exporter --help` has all options and variables\n")
 
 
-@pytest.mark.parametrize("module", ["uvicorn", "starlette", "prometheus_client"])
+@pytest.mark.parametrize("module", ["uvicorn", "prometheus_client"])
 def test_a_missing_extra_is_one_line_that_names_the_command(module: str) -> None:
     """A plain install has no exporter, and says how to get it."""
     code = WITHOUT.format(module=module, arguments=["exporter", "--flight-dir", "/nowhere"])
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
+    said = run([sys.executable, "-c", code])
     assert said.returncode == 1
     assert said.stderr == f"torchobs exporter: {module} is not installed: pip install 'torchobs[exporter]'\n"

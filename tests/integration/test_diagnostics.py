@@ -151,26 +151,20 @@ def test_ours_makes_way_for_the_application_s_own(
     assert ended["attrs"]["reason"] == "interrupted"
 
 
-def test_a_rank_that_does_not_train_has_no_profile(
-    run: Recording, ask: Callable[..., int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It says so, and the next request is taken."""
-    monkeypatch.setattr(torch_profiler, "NO_STEP_S", 0.0)
-    ask(profile_steps=1)
-    support.wait_until(lambda: run.frames("torchobs.profile.failed"))
-    assert run.frames("torchobs.profile.failed")[0]["attrs"]["reason"] == "no_step"
-
-
 def test_a_profile_takes_no_more_memory_and_time_than_it_may(
-    run: Recording, flight_dir: Path, ask: Callable[..., int], step: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    run: Recording, ask: Callable[..., int], step: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then the trace is what was seen by then."""
+    """Of a rank that does not train there is none, and the next request is taken; where memory grows, it ends early."""
+    with monkeypatch.context() as patched:
+        patched.setattr(torch_profiler, "NO_STEP_S", 0.0)
+        ask(profile_steps=1)
+        training(run, lambda: None, "torchobs.profile.failed")
+    assert run.attributes("torchobs.profile.failed")[0]["reason"] == "no_step"
     monkeypatch.setattr(torch_profiler, "MAX_GROWTH", -(1 << 40))
     step()
     ask(profile_steps=1000)
-    soon(flight_dir, PROFILE, step)
-    support.wait_until(lambda: run.frames("torchobs.profile.end"))
-    assert run.frames("torchobs.profile.end")[0]["attrs"]["reason"] == "memory"
+    training(run, step, "torchobs.profile.end")
+    assert run.attributes("torchobs.profile.end")[0]["reason"] == "memory"
 
 
 def test_a_profiler_that_raises_hurts_nobody(
@@ -189,17 +183,21 @@ def test_a_profiler_that_raises_hurts_nobody(
 
 def test_a_rank_that_holds_python_s_lock_writes_its_stacks_down(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into a file that is there beforehand, while it is stuck; no system call of the application is interrupted by it."""
-    monkeypatch.setattr(stacks, "SILENCE_S", 1.0)
+    monkeypatch.setattr(stacks, "SILENCE_S", 0.5)
+
+    def sleep_with_the_lock() -> None:
+        assert ctypes.PyDLL(None).usleep(900_000) == 0  # it would be -1 had a signal come
+
     for run in recording(flight_dir):
 
         def told(run: Recording = run) -> list[dict[str, Any]]:
             """The events, but for those of a machine that was slow."""
-            return [event["attrs"] for event in run.frames("torchobs.stacks") if event["attrs"]["silent_s"] >= 2]
+            return [event for event in run.attributes("torchobs.stacks") if event["silent_s"] >= 0.9]
 
         support.wait_until(lambda: list(flight_dir.glob("*.stuck-0.txt")))
         begun = time.monotonic()
         run.whole_round()  # the timer is set
-        assert ctypes.PyDLL(None).sleep(2) == 0  # it would be 1 had a signal come
+        sleep_with_the_lock()
         (event,) = support.wait_until(told)
         silent_s = time.monotonic() - begun
         (one,) = (one for one in found(flight_dir, STUCK) if one.id == event["evidence"])
@@ -211,7 +209,7 @@ def test_a_rank_that_holds_python_s_lock_writes_its_stacks_down(flight_dir: Path
         support.wait_until(ready.exists)  # made after the event
         assert ready.stat().st_size == 0  # ready for the next time
         run.whole_round()
-        assert ctypes.PyDLL(None).sleep(2) == 0
+        sleep_with_the_lock()
         support.wait_until(lambda: len(told()) == 2)
         assert {event["evidence"] for event in told()} <= {one.id for one in found(flight_dir, STUCK)}
 
@@ -254,8 +252,9 @@ def test_the_signal_is_one_that_nobody_uses_and_is_given_back(flight_dir: Path) 
         signal.signal(highest, before)
 
 
-def test_a_handler_that_somebody_installs_later_is_theirs(flight_dir: Path) -> None:
+def test_a_handler_that_somebody_installs_later_is_theirs(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It never sees a signal of ours, and stays when we go."""
+    monkeypatch.setattr(stacks, "SILENCE_S", 1.0)
     seen, ours = [], signal.SIGRTMAX - 1
     try:
         for run in recording(flight_dir):
@@ -263,7 +262,7 @@ def test_a_handler_that_somebody_installs_later_is_theirs(flight_dir: Path) -> N
             run.whole_round()
             signal.signal(ours, lambda *_: seen.append(1))
             run.whole_round()  # it is seen before the time is up
-            ctypes.PyDLL(None).sleep(round(stacks.SILENCE_S) + 1)
+            ctypes.PyDLL(None).usleep(1_500_000)
             run.whole_round()
         assert seen == []
         assert callable(signal.getsignal(ours))
@@ -318,30 +317,23 @@ def worker(run: Recording) -> Iterator[int]:
     del batches
 
 
-def dumped(run: Recording, flight_dir: Path, cause: str, said: str) -> tuple[dict[str, Any], str]:
-    """The event and the file of stacks that are written now, once the file has what is ``said``."""
+def test_states_of_workers_need_nothing(run: Recording, flight_dir: Path, worker: int) -> None:
+    """Promise: who waits for a batch sees which worker's it is, and that it sleeps."""
     context = run.session.context
     assert context is not None
-    write_stacks(context, 7, cause)
+    write_stacks(context, 7, "stalled")
 
     def written() -> str:
         texts = [path.read_text() for path in flight_dir.glob("*.stacks-7.txt")]
-        return next((text for text in texts if said in text), "")
+        return next((text for text in texts if "MainThread" in text), "")
 
     text = wait_until(written)
     assert text.endswith("# end of stacks\n")
+    assert f"# worker 0 (pid {worker}): sleeping" in text
     (event,) = wait_until(lambda: run.attributes(catalog.EVENT_STACKS.name))
-    return event, text
-
-
-@pytest.mark.parametrize("cause", ["asked", "stalled"])
-def test_states_of_workers_need_nothing(run: Recording, flight_dir: Path, worker: int, cause: str) -> None:
-    """Promise: who waits for a batch sees which worker's it is, and that it sleeps."""
-    event, text = dumped(run, flight_dir, cause, "MainThread")
     assert event["awaited"] == f"worker 0 (pid {worker})"
     assert event["workers"][0].startswith(f"worker 0 (pid {worker}): sleeping")
     assert len(event["workers"]) == 2
-    assert f"# worker 0 (pid {worker}): sleeping" in text
 
 
 TRAINING = """
