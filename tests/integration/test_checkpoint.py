@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.support import wait_until
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 NAP_S = 0.15
@@ -34,8 +33,7 @@ BIG = 64 * 1024 // 4
 class Sleepy:
     """Takes its time to be pickled, and says how long that was."""
 
-    def __init__(self) -> None:
-        self.napped_s = 0.0
+    napped_s = 0.0
 
     def __getstate__(self) -> dict[str, int]:
         begun = time.perf_counter()
@@ -139,16 +137,21 @@ def test_the_bytes_are_those_of_a_save_without_torchobs(flight_dir: Path, tmp_pa
 
 
 def test_what_is_saved_between_two_steps_is_one_checkpoint(run: Recording, tmp_path: Path) -> None:
-    """Model, optimizer and random states are files of one checkpoint: sizes and times add up."""
+    """Model, optimizer and random states are files of one checkpoint: sizes and times add up; also as safetensors."""
+    safetensors = pytest.importorskip("safetensors.torch")
 
     def save(step: int) -> None:
         for name in ("model", "optimizer", "rng"):
             torch.save({name: torch.nn.Parameter(torch.zeros(step * 1000))}, tmp_path / name)
+        safetensors.save_file(
+            {"weight": torch.nn.Parameter(torch.zeros(step * 1000))}, tmp_path / "safe"
+        )  # as Transformers does
 
     train(save)
     found = saved(run)
     assert found["saved"] == 2
-    assert found["size"] == sum((tmp_path / name).stat().st_size for name in ("model", "optimizer", "rng"))
+    assert found["size"] == sum((tmp_path / name).stat().st_size for name in ("model", "optimizer", "rng", "safe"))
+    assert "safetensors" in str([span["attrs"]["format"] for span in run.frames("torchobs.checkpoint")])
 
 
 @pytest.mark.parametrize(("elements", "checkpoints"), [(BIG, 1), (BIG // 2, 0)])
@@ -182,21 +185,32 @@ def test_a_save_in_another_thread_is_a_checkpoint_but_not_the_loop_s_time(run: R
 
 
 def test_a_failed_save_raises_as_ever_and_is_an_event(run: Recording, tmp_path: Path) -> None:
-    """The script gets its own exception; the failure is counted, its class on record, and the step goes on."""
+    """The script gets its own exception; the failure is counted, its class on record, and the step goes on.
+
+    The event has the last good checkpoint, what another one takes, and what the target's file system has left.
+    """
 
     def save(step: int) -> None:
-        del step
+        if step == 1:
+            torch.save(mlp().state_dict(), tmp_path / "model.pt")
+            return
         with pytest.raises(RuntimeError, match="does not exist"):
             torch.save(mlp().state_dict(), tmp_path / "no such folder" / "model.pt")
 
-    train(save, steps=2)
+    train(save)
     found = saved(run)
-    assert (found["saved"], found["failed"]) == (0, 1)
-    (event,) = run.frames("torchobs.checkpoint.failed")
-    assert event["attrs"]["exception.type"] == "builtins.RuntimeError"
-    assert str(tmp_path) not in str(event)
-    (span,) = run.frames("torchobs.checkpoint")
-    assert span["status"] == "error"
+    assert (found["saved"], found["failed"]) == (1, 1)
+    (attributes,) = run.attributes("torchobs.checkpoint.failed")
+    assert attributes["exception.type"] == "builtins.RuntimeError"
+    assert str(tmp_path) not in str(attributes)
+    assert (attributes["saved_step"], attributes["needed"]) == (1, (tmp_path / "model.pt").stat().st_size)
+    assert "free" not in attributes  # of a folder that is not there
+    assert run.frames("torchobs.checkpoint")[-1]["status"] == "error"
+    (tmp_path / "taken").mkdir()
+    with suppress(RuntimeError):
+        torch.save(mlp().state_dict(), tmp_path / "taken")
+    there = os.statvfs(tmp_path)
+    assert run.attributes("torchobs.checkpoint.failed")[-1]["free"] == pytest.approx(there.f_bavail * there.f_frsize, rel=0.5)
 
 
 def test_a_save_that_succeeds_ends_a_streak_of_failures(run: Recording, tmp_path: Path) -> None:
@@ -212,44 +226,6 @@ def test_a_save_that_succeeds_ends_a_streak_of_failures(run: Recording, tmp_path
     assert [save(name) for name in ("gone", "gone", "there")] == [1, 2, 0]
     train(lambda _: None, steps=2)
     assert [save(name) for name in ("gone", "there", "there")] == [1, 0, 0]
-
-
-def test_what_a_failed_save_leaves_is_told(run: Recording, tmp_path: Path) -> None:
-    """The last good checkpoint, what another one takes, and what the target's file system has left."""
-
-    def save(step: int) -> None:
-        with suppress(RuntimeError):
-            torch.save(mlp().state_dict(), tmp_path / ("model.pt" if step == 1 else "gone/model.pt"))
-
-    train(save, steps=3)
-    (event,) = run.frames("torchobs.checkpoint.failed")
-    assert event["attrs"]["saved_step"] == 1
-    assert event["attrs"]["needed"] == (tmp_path / "model.pt").stat().st_size
-    assert "free" not in event["attrs"]  # of a folder that is not there
-    (tmp_path / "taken").mkdir()
-    with suppress(RuntimeError):
-        torch.save(mlp().state_dict(), tmp_path / "taken")
-    there = os.statvfs(tmp_path)
-    (_, event) = run.frames("torchobs.checkpoint.failed")
-    assert event["attrs"]["free"] == pytest.approx(there.f_bavail * there.f_frsize, rel=0.5)
-
-
-def test_safetensors_are_checkpoints(run: Recording, tmp_path: Path) -> None:
-    """Transformers saves so."""
-    safetensors = pytest.importorskip("safetensors.torch")
-    path = tmp_path / "model.safetensors"
-    train(lambda step: safetensors.save_file({"weight": torch.nn.Parameter(torch.zeros(step * 1000))}, path))
-    assert saved(run)["saved"] == 2
-    assert saved(run)["size"] == (tmp_path / "model.safetensors").stat().st_size
-    assert {span["attrs"]["format"] for span in run.frames("torchobs.checkpoint")} == {"safetensors"}
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    """A process group of one."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def distributed() -> Any:
@@ -315,18 +291,19 @@ def test_an_asynchronous_checkpoint_is_there_when_it_is_complete(run: Recording,
     assert all((span["t1"] - span["t0"]) / 1e9 >= span["attrs"]["blocked_s"] for span in spans)
 
 
-def states() -> dict[str, Callable[[torch.nn.Module, torch.optim.Optimizer], Any]]:
+def states(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What trainers save of a model that they train."""
+    state = model.state_dict()
     return {
-        "state_dict": lambda model, _: model.state_dict(),
-        "optimizer": lambda _, optimizer: optimizer.state_dict(),
-        "whole model": lambda model, _: model,
-        "in a dictionary": lambda model, _: {"epoch": 1, "net": dict(model.state_dict())},
-        "weights in a list": lambda model, _: [parameter.detach() for parameter in model.parameters()],
-        "copies of other precision": lambda model, _: {name: value.half() for name, value in model.state_dict().items()},
-        "copies by names of their own": lambda model, _: {str(i): p.clone() for i, p in enumerate(model.parameters())},
-        "NumPy's": lambda model, _: {name: value.numpy() for name, value in model.state_dict().items()},
-        "an object's": lambda model, _: types.SimpleNamespace(best=model.state_dict(), score=1.0),
+        "state_dict": state,
+        "optimizer": optimizer.state_dict(),
+        "whole model": model,
+        "in a dictionary": {"epoch": 1, "net": dict(state)},
+        "weights in a list": [parameter.detach() for parameter in model.parameters()],
+        "copies of other precision": {name: value.half() for name, value in state.items()},
+        "copies by names of their own": {str(i): p.clone() for i, p in enumerate(model.parameters())},
+        "NumPy's": {name: value.numpy() for name, value in state.items()},
+        "an object's": types.SimpleNamespace(best=state, score=1.0),
     }
 
 
@@ -339,25 +316,33 @@ CACHES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", states())
-def test_state_of_a_model_or_an_optimizer_is_a_checkpoint(run: Recording, tmp_path: Path, kind: str) -> None:
-    """However it is arranged, and by torch or by safetensors."""
+def test_state_of_a_model_or_an_optimizer_is_a_checkpoint(run: Recording, tmp_path: Path) -> None:
+    """However it is arranged. The first one after a step is counted: each has its own."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    for step in range(2):
+    expected = 0.0
+    for step in range(20):
         loss_of(model, step).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    torch.save(states()[kind](model, optimizer), tmp_path / "state.pt")
-    assert saved(run)["saved"] == 1
+        kinds = states(model, optimizer)
+        if 0 < step <= len(kinds):
+            kind = list(kinds)[step - 1]
+            torch.save(kinds[kind], tmp_path / "state.pt")
+            expected += 1
+            assert saved(run)["saved"] == expected, kind
 
 
-@pytest.mark.parametrize("kind", CACHES)
-def test_a_cache_of_data_is_no_checkpoint(run: Recording, tmp_path: Path, kind: str) -> None:
+def test_a_cache_of_data_is_no_checkpoint(run: Recording, tmp_path: Path) -> None:
     """Before training or amid it: a run that saves nothing else has saved nothing that it could go on from."""
-    torch.save(CACHES[kind], tmp_path / "before.pt")
-    train(lambda step: torch.save(CACHES[kind], tmp_path / f"{step}.pt"))
+
+    def save(step: int) -> None:
+        for kind, cache in CACHES.items():
+            torch.save(cache, tmp_path / f"{kind}-{step}.pt")
+
+    save(0)
+    train(save)
     assert saved(run)["saved"] == 0
-    torch.load(tmp_path / "before.pt")
+    torch.load(tmp_path / "a list-0.pt")
     assert run.frames("torchobs.checkpoint") == []
     assert checkpoint_s(run) == [0.0, 0.0, 0.0]
     assert run.session.context is not None

@@ -54,11 +54,7 @@ def test_every_finding_has_a_category_and_a_severity(run: Recording, tmp_path: P
     guard.resources(cpu=None, memory=0, disk=None, gpu_memory=None).check()
     guard.record(KeyError("label"), "info", "data")
     guard.record(torch.OutOfMemoryError())
-    for wrong, error in (
-        ((KeyError(), "bad"), ValueError),
-        ((KeyError(), "info", "dates"), ValueError),
-        (("late",), TypeError),
-    ):
+    for wrong, error in (((KeyError(), "bad"), ValueError), ((KeyError(), "info", "x"), ValueError), (("late",), TypeError)):
         with pytest.raises(error, match=r"use one of|error is an exception"):
             guard.record(*wrong)
     run.whole_round()
@@ -71,12 +67,8 @@ def test_every_finding_has_a_category_and_a_severity(run: Recording, tmp_path: P
         ("torchobs.guard.recovery", "data", "info"), ("torchobs.guard.recovery", "memory", "warning"),
     }  # fmt: skip
     values = run.values()
-    for by, category, severity in (
-        ("load", "file", "error"),
-        ("verify", "file", "error"),
-        ("check_model", "numerics", "warning"),
-    ):
-        assert values["torchobs.guard.findings", by, category, severity] == 1
+    for by, severity in (("load", "error"), ("verify", "error"), ("check_model", "warning")):
+        assert values["torchobs.guard.findings", by, "numerics" if by == "check_model" else "file", severity] == 1
     assert values["torchobs.guard.exceeded", "resources", "memory", "warning"] == 1
     assert values["torchobs.guard.recoveries", "return", "numerics", "error"] == 1
     assert values["torchobs.guard.recoveries", "record", "data", "info"] == 1
@@ -85,23 +77,28 @@ def test_every_finding_has_a_category_and_a_severity(run: Recording, tmp_path: P
 Batch = dict[str, torch.Tensor]
 
 
-def model(seed: int = 0) -> torch.nn.Module:
-    """A small network with buffers that a skipped step must not leave changed."""
-    torch.manual_seed(seed)
+def model() -> torch.nn.Module:
+    """A small network."""
+    torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 
 
-def with_buffers(seed: int = 0) -> torch.nn.Module:
-    """The same with batch norm."""
-    torch.manual_seed(seed)
+def with_buffers() -> torch.nn.Module:
+    """The same with batch norm: buffers that a skipped step must not leave changed."""
+    torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
 
 
-def batches(number: int, seed: int = 0) -> list[Batch]:
+def batches(number: int) -> list[Batch]:
     """Batches of eight samples, of a problem that can be learned."""
-    source = torch.Generator().manual_seed(seed)
+    source = torch.Generator().manual_seed(0)
     inputs = [torch.randn(8, 8, generator=source) for _ in range(number)]
     return [{"x": x, "y": x.sum(1, keepdim=True)} for x in inputs]
+
+
+def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """The mean loss."""
+    return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
 
 
 class Trained:
@@ -118,7 +115,7 @@ class Trained:
         """The mean loss; raises what a device raises whose memory is too small."""
         if len(batch["x"]) > self.largest:
             raise torch.OutOfMemoryError("too many samples")
-        return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
+        return loss_of(model, batch)
 
     def step(self, batch: Batch) -> guard.StepOutcome:
         """One step."""
@@ -130,9 +127,15 @@ def weights(network: torch.nn.Module) -> list[torch.Tensor]:
     return [value.detach().clone() for value in network.state_dict().values()]
 
 
-def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+def same(left: torch.nn.Module, right: torch.nn.Module | list[torch.Tensor]) -> bool:
     """True if all are equal to the bit."""
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    others = weights(right) if isinstance(right, torch.nn.Module) else right
+    return all(map(torch.equal, weights(left), others))
+
+
+def assert_close(left: torch.nn.Module, right: torch.nn.Module) -> None:
+    """Weights that are the same but for rounding."""
+    torch.testing.assert_close(weights(left), weights(right))
 
 
 def test_a_healthy_training_is_the_same_to_the_bit() -> None:
@@ -141,10 +144,10 @@ def test_a_healthy_training_is_the_same_to_the_bit() -> None:
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
     for batch in batches(30):
         optimizer.zero_grad()
-        torch.nn.functional.mse_loss(plain(batch["x"]), batch["y"]).backward()  # type: ignore[no-untyped-call]
+        loss_of(plain, batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         assert guarded.step(batch).stepped
-    assert same(weights(plain), weights(guarded.network))
+    assert same(plain, guarded.network)
     assert not guarded.recovery.counts
 
 
@@ -160,7 +163,7 @@ def test_a_bad_batch_is_skipped_and_kept() -> None:
             assert [str(problem) for problem in outcome.problems] == ["step 8: the loss is nan"]
         assert trained.step(batch).stepped
         assert spared.step(batch).stepped
-    assert same(weights(trained.network), weights(spared.network))
+    assert same(trained.network, spared.network)
     (kept,) = trained.recovery.evidence
     assert (kept.step, bool(torch.isnan(kept.batch["x"][3, 2]))) == (8, True)
 
@@ -174,7 +177,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_too(scaler: Any) -> None:
     zeros = {"x": torch.zeros(4, 8), "y": torch.zeros(4, 1)}
     outcome = trained.recovery.step(zeros, lambda model, batch: (model(batch["x"]) * 0).abs().sqrt().mean())
     assert (outcome.action, outcome.problems[0].text) == ("skip", "a gradient is not finite")
-    assert same(before, weights(trained.network))
+    assert same(trained.network, before)
 
 
 def test_a_budget_ends_in_the_original_error() -> None:
@@ -192,7 +195,7 @@ def test_a_budget_ends_in_the_original_error() -> None:
     assert none.step(sized(8)).parts == 1
 
 
-@pytest.mark.parametrize("largest", [1, 3, 4, 7])
+@pytest.mark.parametrize("largest", [1, 3, 4])
 def test_a_batch_that_does_not_fit_is_split(largest: int) -> None:
     """Promise: the gradients are those of the whole batch, whatever part of it fits; the next batch is split at once."""
     trained, whole = Trained(model()), Trained(model())
@@ -207,8 +210,7 @@ def test_a_batch_that_does_not_fit_is_split(largest: int) -> None:
         outcome = trained.recovery.step(batch, compute)
         assert (outcome.stepped, outcome.action) == (True, "split")
         assert outcome.loss == pytest.approx(whole.step(batch).loss, rel=1e-5)
-    for ours, theirs in zip(weights(trained.network), weights(whole.network), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    assert_close(trained.network, whole.network)
     assert sum(size > largest for size in calls) == trained.recovery.counts["memory.split"] <= 3
 
 
@@ -243,7 +245,7 @@ def test_a_loss_that_jumps_goes_back_to_the_snapshot() -> None:
     assert outcome.action == "restore"
     assert "back to step 41" in outcome.problems[0].text
     assert at_snapshot is not None
-    assert same(at_snapshot[0], weights(trained.network))
+    assert same(trained.network, at_snapshot[0])
     assert str(trained.optimizer.state_dict()) == str(at_snapshot[1])
     assert all(trained.step(batch).stepped for batch in good[45:])
 
@@ -303,20 +305,15 @@ def test_micro_batches_make_the_step_of_the_whole_batch(lengths: tuple[int, ...]
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if scaled else None
     recovery = guard.Recovery(ours, optimizers[0], scaler=scaler, max_grad_norm=0.1)
     for batch in batches(3):
-        outcome = recovery.step(
-            micro_batches(batch, *lengths),
-            lambda model, part: torch.nn.functional.mse_loss(model(part["x"]), part["y"]),
-            accumulate=True,
-        )
+        outcome = recovery.step(micro_batches(batch, *lengths), loss_of, accumulate=True)
         assert (outcome.action, outcome.parts, outcome.stepped) == ("none", len(lengths), True)
         optimizers[1].zero_grad()
-        loss = torch.nn.functional.mse_loss(theirs(batch["x"]), batch["y"])
+        loss = loss_of(theirs, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         assert float(torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)) > 0.1
         optimizers[1].step()
         assert outcome.loss == pytest.approx(loss.item(), rel=1e-5)
-    for mine, whole in zip(weights(ours), weights(theirs), strict=True):
-        torch.testing.assert_close(mine, whole)
+    assert_close(ours, theirs)
 
 
 def test_a_step_of_micro_batches_is_skipped_as_a_whole() -> None:
@@ -327,7 +324,7 @@ def test_a_step_of_micro_batches_is_skipped_as_a_whole() -> None:
     parts[0]["x"][1, 1] = nan
     outcome = trained.recovery.step(parts, trained.loss, accumulate=True)
     assert (outcome.action, trained.recovery.counts) == ("skip", {"numerics.skip": 1})
-    assert same(before, weights(trained.network))
+    assert same(trained.network, before)
     (kept,) = trained.recovery.evidence
     assert (len(kept.batch["x"]), bool(torch.isnan(kept.batch["x"][1, 1]))) == (4, True)
 
@@ -340,8 +337,7 @@ def test_micro_batches_that_do_not_fit_are_split() -> None:
     outcome = trained.recovery.step(micro_batches(batch, 5, 3), trained.loss, accumulate=True)
     assert (outcome.action, outcome.parts) == ("split", 5)
     whole.step(batch)
-    for ours, theirs in zip(weights(trained.network), weights(whole.network), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    assert_close(trained.network, whole.network)
 
 
 def test_with_a_scaler_gradients_are_the_scaler_s_affair() -> None:
@@ -355,26 +351,26 @@ def test_with_a_scaler_gradients_are_the_scaler_s_affair() -> None:
     outcome = recovery.step(batch, lambda model, part: (model(part["x"]) * 1e3).square().mean())
     assert (outcome.action, outcome.stepped) == ("none", False)
     assert isfinite(outcome.loss)
-    assert same(before, weights(network))
+    assert same(network, before)
     assert scaler.get_scale() == 2.0**119
 
 
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        ({"io": -1}, "a budget is 0 or more"),
-        ({"nonfinite": nan}, "a whole number"),
-        ({"snapshot_every": 0}, "snapshot_every at least 1"),
-        ({"backoff_s": nan}, "backoff_s is nan"),
-        ({"least_excess": -1.0}, "a number, 0 or more"),
-        ({"data_errors": ValueError}, "a tuple of exception classes"),
-        ({"agree": "yes"}, "agree is 'yes': True or False"),
-    ],
-)
-def test_a_policy_of_nonsense_is_refused(policy: dict[str, Any], message: str) -> None:
+POLICIES: list[tuple[dict[str, Any], str]] = [
+    ({"io": -1}, "a budget is 0 or more"),
+    ({"nonfinite": nan}, "a whole number"),
+    ({"snapshot_every": 0}, "snapshot_every at least 1"),
+    ({"backoff_s": nan}, "backoff_s is nan"),
+    ({"least_excess": -1.0}, "a number, 0 or more"),
+    ({"data_errors": ValueError}, "a tuple of exception classes"),
+    ({"agree": "yes"}, "agree is 'yes': True or False"),
+]
+
+
+def test_a_policy_of_nonsense_is_refused() -> None:
     """Promise: a budget that is none is an error where it is written."""
-    with pytest.raises(ValueError, match=message):
-        guard.RecoveryPolicy(**policy)
+    for policy, message in POLICIES:
+        with pytest.raises(ValueError, match=message):
+            guard.RecoveryPolicy(**policy)
 
 
 def test_a_failed_attempt_leaves_no_statistics() -> None:
@@ -383,7 +379,7 @@ def test_a_failed_attempt_leaves_no_statistics() -> None:
     attempts = iter([True, False, False])
 
     def compute(model: torch.nn.Module, part: Batch) -> torch.Tensor:
-        loss = torch.nn.functional.mse_loss(model(part["x"]), part["y"])
+        loss = loss_of(model, part)
         if next(attempts):
             raise torch.OutOfMemoryError("in the backward, say")
         return loss
@@ -392,7 +388,7 @@ def test_a_failed_attempt_leaves_no_statistics() -> None:
     assert int(trained.network[1].num_batches_tracked) == 2  # type: ignore[index]
 
 
-class Counted:
+class Changing:
     """State that is no tensor: lists and dictionaries that go on changing."""
 
     def __init__(self) -> None:
@@ -409,20 +405,19 @@ class Counted:
 
 def test_a_snapshot_shares_nothing_with_what_it_was_taken_of() -> None:
     """Promise: lists and dictionaries of the extra objects are those of the snapshot's time, at every restoration."""
-    counted, network = Counted(), model()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-    recovery = guard.Recovery(network, optimizer, guard.RecoveryPolicy(snapshot_every=1000), extra=[counted])
+    changing, trained = Changing(), Trained(model(), snapshot_every=1000)
+    recovery = guard.Recovery(trained.network, trained.optimizer, trained.recovery.policy, extra=[changing])
 
     def compute(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        counted.state["history"].append(1)
-        counted.state["best"]["loss"] -= 1.0
-        return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
+        changing.state["history"].append(1)
+        changing.state["best"]["loss"] -= 1.0
+        return loss_of(model, batch)
 
     for batch in batches(30):
         recovery.step(batch, compute)
     for _ in range(2):
         assert recovery.step({"x": batches(1)[0]["x"], "y": torch.full((8, 1), 1e4)}, compute).action == "restore"
-        assert counted.state == {"history": [], "best": {"loss": 9.0}}
+        assert changing.state == {"history": [], "best": {"loss": 9.0}}
 
 
 def test_a_batch_that_cannot_be_split_is_the_original_error() -> None:
@@ -452,26 +447,25 @@ def test_a_lasting_error_of_data_is_raised() -> None:
         list(Trained(model(), data=2).recovery.batches(DataLoader(Readable(9, dict.fromkeys(range(9), ValueError("all bad"))))))
 
 
-NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
-    "model": ({"model": "resnet"}, "model is a torch.nn.Module, not str"),
-    "optimizer": ({"optimizer": 0.1}, "optimizer is one of torch.optim over the model's parameters, not float"),
-    "policy": ({"policy": {"oom": 1}}, "policy is a guard.RecoveryPolicy, not dict"),
-    "scaler": ({"scaler": 128.0}, "scaler is float"),
-    "extra": ({"extra": ["ema"]}, "extra is a list of objects that have"),
-    "norm": ({"max_grad_norm": nan}, "max_grad_norm is nan; it is a number above 0"),
-    "another's": ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "none of the model's parameters"),
-    "closure": ({"optimizer": torch.optim.LBFGS([torch.zeros(1)])}, "LBFGS calls a closure"),
-}
+NONSENSE: list[tuple[dict[str, Any], str]] = [
+    ({"model": "resnet"}, "model is a torch.nn.Module, not str"),
+    ({"optimizer": 0.1}, "optimizer is one of torch.optim over the model's parameters, not float"),
+    ({"policy": {"oom": 1}}, "policy is a guard.RecoveryPolicy, not dict"),
+    ({"scaler": 128.0}, "scaler is float"),
+    ({"extra": ["ema"]}, "extra is a list of objects that have"),
+    ({"max_grad_norm": nan}, "max_grad_norm is nan; it is a number above 0"),
+    ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "none of the model's parameters"),
+    ({"optimizer": torch.optim.LBFGS([torch.zeros(1)])}, "LBFGS calls a closure"),
+]
 
 
-@pytest.mark.parametrize("name", NONSENSE)
-def test_arguments_of_nonsense_are_refused(name: str) -> None:
+def test_arguments_of_nonsense_are_refused() -> None:
     """Promise: a wrong argument is an error where it is written, which says what is needed."""
-    given, message = NONSENSE[name]
-    network = model()
-    arguments = {"model": network, "optimizer": torch.optim.SGD(network.parameters(), lr=0.1), **given}
-    with pytest.raises((TypeError, ValueError), match=message):
-        guard.Recovery(**arguments)
+    for given, message in NONSENSE:
+        network = model()
+        arguments = {"model": network, "optimizer": torch.optim.SGD(network.parameters(), lr=0.1), **given}
+        with pytest.raises((TypeError, ValueError), match=message):
+            guard.Recovery(**arguments)
 
 
 @pytest.fixture(scope="module")
