@@ -21,7 +21,6 @@ from torchobs.flight.step_record import RecordKind
 from torchobs.probes import amp, clipping, steps
 from torchobs.probes.amp import AmpProbe, LossScaling
 from torchobs.probes.device_times import LONGEST_S, DeviceTimeProbe, Mark, phase_times
-from torchobs.probes.gradient_norms import is_l2
 from torchobs.probes.gradients import GradientProbe
 from torchobs.probes.loss import LossProbe
 from torchobs.probes.timeline import BACKWARD, BACKWARD_BEGINS, DATA, FORWARD, OPTIMIZER, OTHER
@@ -307,18 +306,6 @@ def test_clipping_on_a_device_gives_the_norm_and_says_whether_it_clipped(
         late.device.land_as([0.5] * len(copy[0]))
     assert [step for step, _ in late.norms()] == [1, 2]
     assert late.run.errors() == []
-
-
-def test_a_limit_that_is_on_a_device_is_not_waited_for(late: Late) -> None:
-    """Whether the step was clipped is not known then, and the limit is not shown."""
-    clip = late.gradients._clip
-    with FakeTensorMode():
-        limit, norm = torch.empty((), device="cuda"), torch.empty((), device="cuda")
-        clip._note_clip(limit, norm)
-        clip._note_value(limit)
-        assert not is_l2(limit)
-    assert (clip.limit, clip.value) == (None, None)
-    assert late.device.sent == []
 
 
 def test_the_loss_scale_of_a_fused_optimizer_is_divided_by_on_the_host(

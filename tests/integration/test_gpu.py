@@ -14,7 +14,6 @@ import torchobs
 from tests import nvml, support
 from tests.training import Recording, recording
 from torchobs import catalog
-from torchobs.flight import reader
 from torchobs.probes import gpu as monitor
 from torchobs.probes.gpu import GpuMonitor
 from torchobs.probes.gpu_sensors import MEANINGS, Used, kind, used, visible
@@ -85,22 +84,19 @@ def made(**what: Any) -> pytest.MarkDecorator:
 def test_a_full_gpu_has_all_it_can_tell_in_27_series(bench: Bench) -> None:
     """Shares as ratios, SI units, counters from 0: what the GPU did before we looked is none of ours."""
     bench.look()
-    assert bench.of("hw.gpu.utilization") == {("general",): 0.97}
-    assert bench.of("torchobs.gpu.memory.busy") == {(): 0.41}
-    assert bench.of("hw.gpu.memory.usage") == {(): 60 << 30}
-    assert bench.of("hw.gpu.memory.limit") == {(): 80 << 30}
-    assert bench.of("hw.power") == {(): 612.345}
-    assert bench.of("torchobs.gpu.power.limit") == {(): 700.0}
-    assert bench.of("hw.temperature") == {("gpu",): 64.0, ("memory",): 71.0}
-    assert bench.of("torchobs.gpu.clock.frequency") == {(): 1.755e9}
-    assert bench.of("torchobs.gpu.clock.limit") == {(): 1.98e9}
-    assert bench.of("torchobs.gpu.nvlink.links") == {(): 18.0}
-    assert bench.of("hw.energy") == {(): 0.0}
-    assert bench.of("torchobs.gpu.throttle.time") == {("power",): 0.0, ("thermal",): 0.0}
-    assert bench.of("torchobs.gpu.nvlink.io") == {("receive",): 0.0, ("transmit",): 0.0}
     kinds = ("ecc_corrected", "ecc_uncorrected", "xid_application", "xid_driver", "xid_hardware", "nvlink", "pcie_replay")
-    assert bench.of("hw.errors") == dict.fromkeys([(kind,) for kind in kinds], 0)
-    assert bench.of("hw.status") == {("ok",): 1.0, ("degraded",): 0.0, ("failed",): 0.0}
+    expected = {
+        "hw.gpu.utilization": {("general",): 0.97}, "torchobs.gpu.memory.busy": {(): 0.41},
+        "hw.gpu.memory.usage": {(): 60 << 30}, "hw.gpu.memory.limit": {(): 80 << 30},
+        "hw.power": {(): 612.345}, "torchobs.gpu.power.limit": {(): 700.0},
+        "hw.temperature": {("gpu",): 64.0, ("memory",): 71.0}, "torchobs.gpu.nvlink.links": {(): 18.0},
+        "torchobs.gpu.clock.frequency": {(): 1.755e9}, "torchobs.gpu.clock.limit": {(): 1.98e9}, "hw.energy": {(): 0.0},
+        "torchobs.gpu.throttle.time": {("power",): 0.0, ("thermal",): 0.0},
+        "torchobs.gpu.nvlink.io": {("receive",): 0.0, ("transmit",): 0.0},
+        "hw.errors": dict.fromkeys([(kind,) for kind in kinds], 0),
+        "hw.status": {("ok",): 1.0, ("degraded",): 0.0, ("failed",): 0.0},
+    }  # fmt: skip
+    assert {name: bench.of(name) for name in expected} == expected
     series = [point.series for point in bench.run.view().points if "hw.id" in dict(point.series.attributes)]
     assert len(series) == 26  # and one that says whose it is
 
@@ -164,19 +160,13 @@ def test_a_gpu_that_is_lost_harms_nothing(bench: Bench, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize(
     ("change", "state"),
-    [
-        ({"rows": (0, 0, 1, 0)}, "degraded"),
-        ({"rows": (0, 1, 0, 1)}, "failed"),
-        ({"ecc": {0: 0, 1: 1}}, "degraded"),
-        ({"fields": {230: 1}}, "degraded"),
-        ({"rows": (5, 0, 0, 0)}, "ok"),
-    ],
+    [({"rows": (0, 0, 1, 0)}, "degraded"), ({"rows": (0, 1, 0, 1)}, "failed"), ({"ecc": {0: 0, 1: 1}}, "degraded"),
+     ({"fields": {230: 1}}, "degraded"), ({"rows": (5, 0, 0, 0)}, "ok")],
     ids=str,
-)
+)  # fmt: skip
 def test_the_state_is_what_the_driver_says_of_memory_and_recovery(bench: Bench, change: dict[str, Any], state: str) -> None:
     """A row that waits for its replacement or an uncorrected error: degraded; one that cannot be replaced: failed."""
-    for name, value in change.items():
-        setattr(bench.fake.gpus[0], name, value)
+    vars(bench.fake.gpus[0]).update(change)
     bench.look()
     assert [name for (name,), value in bench.of("hw.status").items() if value] == [state]
 
@@ -185,19 +175,13 @@ def test_an_xid_is_counted_and_told_with_its_number(bench: Bench) -> None:
     """Without ever waiting for one; as the fault of the program, the driver or the hardware, by NVIDIA's catalog."""
     bench.look()
     (gpu,) = bench.fake.gpus
-    bench.fake.xids += [(gpu, 79), (gpu, 9999), (gpu, 31), (gpu, 13)]
+    meanings = {79: "fell off the bus", 9999: "", 31: "memory page fault", 13: "graphics engine exception"}
+    bench.fake.xids += [(gpu, xid) for xid in meanings]
     bench.look()
-    assert {kind: count for (kind,), count in bench.of("hw.errors").items() if count} == {
-        "xid_hardware": 1,
-        "xid_driver": 1,
-        "xid_application": 2,
-    }
-    assert bench.run.attributes("torchobs.gpu.xid") == [
-        {"hw.id": G0, "xid": 79, "meaning": "fell off the bus"},
-        {"hw.id": G0, "xid": 9999, "meaning": ""},
-        {"hw.id": G0, "xid": 31, "meaning": "memory page fault"},
-        {"hw.id": G0, "xid": 13, "meaning": "graphics engine exception"},
-    ]
+    counts = {kind: count for (kind,), count in bench.of("hw.errors").items() if count}
+    assert counts == {"xid_hardware": 1, "xid_driver": 1, "xid_application": 2}
+    told = [{"hw.id": G0, "xid": xid, "meaning": meaning} for xid, meaning in meanings.items()]
+    assert bench.run.attributes("torchobs.gpu.xid") == told
 
 
 @made(gpus=[nvml.h100(0, mig=True), nvml.h100(1)])
@@ -212,19 +196,24 @@ def test_a_gpu_in_mig_mode_has_no_series(bench: Bench, caplog: pytest.LogCapture
 
 
 EIGHT = [nvml.h100(index) for index in range(8)]
+UUIDS = [nvml.H100_UUID.format(index=index) for index in range(8)]
 
 
-@made(gpus=EIGHT, used=[Used(f"cuda:{n}", nvml.H100_UUID.format(index=n)[4:], in_use=n == 5) for n in range(8)], local_rank=5)
+def one_of_eight(index: int) -> list[Used]:
+    """All of them, of which that one is in use."""
+    return [Used(f"cuda:{number}", uuid[4:], in_use=number == index) for number, uuid in enumerate(UUIDS)]
+
+
+@made(gpus=EIGHT, used=one_of_eight(5), local_rank=5)
 def test_a_rank_samples_the_gpu_it_uses(bench: Bench) -> None:
     """Under torchrun every rank sees all of them; rank 5 has the series of its own, and says whose they are."""
     bench.look()
     sampled = {dict(p.series.attributes).get("hw.id") for p in bench.run.view().points} - {None}
-    assert sampled == {nvml.H100_UUID.format(index=5)}
-    own = nvml.H100_UUID.format(index=5)
-    assert bench.run.values()[("torchobs.rank.gpu.info", own, "cuda:5", own, EIGHT[5].name)] == 1.0
+    assert sampled == {UUIDS[5]}
+    assert bench.run.values()[("torchobs.rank.gpu.info", UUIDS[5], "cuda:5", UUIDS[5], EIGHT[5].name)] == 1.0
 
 
-@made(gpus=EIGHT, used=[Used(f"cuda:{n}", nvml.H100_UUID.format(index=n)[4:], in_use=n == 0) for n in range(8)])
+@made(gpus=EIGHT, used=one_of_eight(0))
 def test_idle_gpus_are_local_rank_0_s_after_a_while(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """That one uses one GPU of eight is worth knowing; a few values of each tell it."""
     bench.look()
@@ -254,10 +243,19 @@ def library(monkeypatch: pytest.MonkeyPatch) -> nvml.FakeNvml:
 
 @pytest.fixture
 def session(flight_dir: Path, library: nvml.FakeNvml) -> Iterator[torchobs.Session]:
-    """A session that the test may end; its probe samples that library."""
+    """A session that the test may end; its probe has sampled that library once."""
     assert library.gpus
-    yield torchobs.init(flight_dir=flight_dir, log_level="INFO")
+    session = torchobs.init(flight_dir=flight_dir, log_level="INFO")
+    support.wait_until(lambda: ("hw.power", G0, "gpu") in Recording(session).values())
+    support.wait_until(probe_of(session)._round_done.is_set)  # the first round is over
+    yield session
     torchobs.shutdown()
+
+
+def probe_of(session: torchobs.Session) -> Any:
+    """Its probe of GPUs."""
+    assert session._probe_manager is not None
+    return session._probe_manager._probes["gpu"]
 
 
 def test_a_session_samples_from_a_thread_of_its_own(
@@ -265,19 +263,12 @@ def test_a_session_samples_from_a_thread_of_its_own(
 ) -> None:
     """From init to shutdown, and the last value is that of the end."""
     monkeypatch.setattr(monitor, "END_WAIT_S", 30.0)
-    run = Recording(session)
-    support.wait_until(lambda: ("hw.power", G0, "gpu") in run.values())
-    assert session._probe_manager is not None
-    gpu: Any = session._probe_manager._probes["gpu"]
-    support.wait_until(gpu._round_done.is_set)  # the first round is over
     assert [thread.daemon for thread in gpu_threads()] == [True]
-    assert ("torchobs.overhead", "gpu") in run.values()
+    assert ("torchobs.overhead", "gpu") in Recording(session).values()
     library.gpus[0].millijoules += 9_000
-    assert session.writer is not None
-    file = reader.open_path(session.writer.path)
-    torchobs.shutdown()
-    energy = {point.value for point in file.read(final=True).points if point.series.name == "hw.energy"}
-    file.close()
+    with Recording(session).file() as file:
+        torchobs.shutdown()
+        energy = {point.value for point in file.read(final=True).points if point.series.name == "hw.energy"}
     assert energy == {9.0}
     assert gpu_threads() == []
     assert library.initialised == 0
@@ -285,14 +276,9 @@ def test_a_session_samples_from_a_thread_of_its_own(
 
 def test_no_round_begins_while_a_graph_is_captured(session: torchobs.Session, library: nvml.FakeNvml) -> None:
     """The garbage that its thread might collect may be a graph of the user's, whose end is none of the capture's business."""
-    run = Recording(session)
-    support.wait_until(lambda: ("hw.power", G0, "gpu") in run.values())
     assert session.context is not None
-    assert session._probe_manager is not None
-    gpu: Any = session._probe_manager._probes["gpu"]
-    captures = session.context.training.captures
+    gpu, captures = probe_of(session), session.context.training.captures
     captures.begin(1)
-    support.wait_until(gpu._round_done.is_set)
     before = library.calls["nvmlDeviceGetPowerUsage"]
     for _ in range(2):
         gpu._round_done.clear()
@@ -311,11 +297,7 @@ def test_a_driver_that_hangs_stops_nothing_but_its_own_thread(
     """The heartbeat goes on, the gauges end, it is said once, the process does not wait for it; it may come back."""
     monkeypatch.setattr(monitor, "STUCK_S", 0.05)
     caplog.set_level(logging.INFO, "torchobs")
-    run = Recording(session)
-    support.wait_until(lambda: ("hw.power", G0, "gpu") in run.values())
-    assert session._probe_manager is not None
-    gpu: Any = session._probe_manager._probes["gpu"]
-    support.wait_until(gpu._round_done.is_set)  # the first round is over
+    run, gpu = Recording(session), probe_of(session)
     library.hangs.clear()
     gpu.observe()
     support.wait_until(lambda: gpu._busy_since is not None)
@@ -356,19 +338,9 @@ FIRST, SECOND, THIRD = "GPU-8932f937-d72c", "GPU-8932ffff-0000", "GPU-1d1f0000-1
 
 @pytest.mark.parametrize(
     ("variable", "expected"),
-    [
-        (None, [FIRST, SECOND, THIRD]),
-        ("", []),
-        ("2,0", [THIRD, FIRST]),
-        (" 1 , 2 ", [SECOND, THIRD]),
-        ("0,7,1", [FIRST]),
-        ("1,-1,0", [SECOND]),
-        (THIRD, [THIRD]),
-        ("GPU-1d1f,GPU-8932f9", [THIRD, FIRST]),
-        ("GPU-8932f", []),
-        ("GPU-none,0", []),
-    ],
-)
+    [(None, [FIRST, SECOND, THIRD]), ("", []), (" 2 , 0 ", [THIRD, FIRST]), ("0,7,1", [FIRST]), ("1,-1,0", [SECOND]),
+     ("GPU-1d1f,GPU-8932f9", [THIRD, FIRST]), ("GPU-8932f", []), ("GPU-none,0", [])],
+)  # fmt: skip
 def test_gpus_that_cuda_would_list(variable: str | None, expected: list[str]) -> None:
     """Ordinals, UUIDs and their beginnings; the list ends where a name is none."""
     assert visible(variable, [FIRST, SECOND, THIRD]) == expected
