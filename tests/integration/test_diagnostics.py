@@ -366,6 +366,7 @@ with torch.profiler.profile() as own:
     model(torch.randn(4, 8))
 assert "aten::addmm" in names(own)
 """
+INDENTED = OWN_PROFILER.replace("\n", "\n    ")
 OWN_SCHEDULE = """
 schedule = torch.profiler.schedule(wait=1, warmup=2, active=2, repeat=2)
 traces = []
@@ -420,15 +421,16 @@ assert not [row.error for row in debug.status().switches if row.error]
 """)
 
 
-@pytest.mark.parametrize("ours", ["profile", "block", "emit_itt"])
-def test_the_script_s_profiler_within_ours(ours: str) -> None:
+@pytest.mark.parametrize(
+    "block",
+    [
+        f"def take():{INDENTED}\nresult = debug.profile(take, wait=0, warmup=0, active=2)",
+        "with debug.profile('ours') as result, torch.autograd.profiler.emit_itt(): step()",
+    ],
+    ids=["profile", "emit_itt"],
+)
+def test_the_script_s_profiler_within_ours(block: str) -> None:
     """Ours ends, with nothing kept, and says why; annotations for another tool use torch's one profiler, too."""
-    own = OWN_PROFILER.replace("\n", "\n    ")
-    block = {
-        "profile": f"def take():{own}\nresult = debug.profile(take, wait=0, warmup=0, active=2)",
-        "block": f"with debug.profile('ours') as result:{own}",
-        "emit_itt": "with debug.profile('ours') as result, torch.autograd.profiler.emit_itt(): step()",
-    }[ours]
     ends_well(f"{block}\nassert result.steps is None and 'own profiler began' in result.problems[0].text, result\n")
 
 
