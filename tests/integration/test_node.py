@@ -56,39 +56,26 @@ Trainer = Callable[..., subprocess.Popen[str]]
 @pytest.fixture
 def trainer(start: Callable[..., subprocess.Popen[str]], flight_dir: Path) -> Iterator[Trainer]:
     """Start a rank that asks for an exporter, and wait until it has; its exporters end with the test."""
-    used = [flight_dir]
 
     def run(
-        address: str = "127.0.0.1:0",
-        *,
-        grace_s: float = 60.0,
-        rank: int = 0,
-        hostile: str = "",
-        at: Path = flight_dir,
-        python: str = sys.executable,
-        **options: object,
+        address: str = "127.0.0.1:0", *, hostile: str = "", python: str = sys.executable, **options: object
     ) -> subprocess.Popen[str]:
-        used.append(at)
         options = {"env": clean_environment(), "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": "/"} | options
-        child = start(python, "-c", TRAINER, at, address, str(grace_s), str(rank), hostile, **options)
+        child = start(python, "-c", TRAINER, flight_dir, address, "60", "0", hostile, **options)
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         return child
 
     yield run
-    for process in exporters(*used):
+    for process in exporters(flight_dir):
         with suppress(psutil.NoSuchProcess):  # it has left just now
             process.kill()
 
 
-def exporters(*flight_dirs: Path) -> list[psutil.Process]:
-    """The processes, elected or not, that were started as exporters of these directories."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        arguments = process.info["cmdline"] or []
-        if "-I" in arguments and {str(path) for path in flight_dirs} & set(arguments):
-            found.append(process)
-    return found
+def exporters(flight_dir: Path) -> list[psutil.Process]:
+    """The processes, elected or not, that were started as exporters of this directory."""
+    found = [(process, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    return [process for process, arguments in found if "-I" in arguments and str(flight_dir) in arguments]
 
 
 def announced(flight_dir: Path) -> Announcement:
@@ -106,14 +93,10 @@ def announced(flight_dir: Path) -> Announcement:
     return found
 
 
-def page(address: Announcement) -> str:
-    """The metrics that it serves."""
-    return httpx.get(f"{address.url}metrics", trust_env=False, timeout=10).text
-
-
 def ups(address: Announcement) -> dict[str, float]:
-    """`torchobs_rank_up` by rank, as the page has it."""
-    found = re.findall(r'^torchobs_rank_up\{job_name="j",rank="(\d+)",run_id="r"\} (\S+)$', page(address), re.MULTILINE)
+    """`torchobs_rank_up` by rank, as its page has it."""
+    page = httpx.get(f"{address.url}metrics", trust_env=False, timeout=10).text
+    found = re.findall(r'^torchobs_rank_up\{job_name="j",rank="(\d+)",run_id="r"\} (\S+)$', page, re.MULTILINE)
     return {rank: float(value) for rank, value in found}
 
 
@@ -122,9 +105,13 @@ def log(flight_dir: Path) -> str:
     return (flight_dir / "exporter.log").read_text()
 
 
-def test_a_rank_s_exporter_serves_it_and_says_where(trainer: Trainer, flight_dir: Path) -> None:
-    """Within a second or so of `init()`, without anybody having started anything; its files are for this user alone."""
-    trainer()
+def test_a_rank_s_exporter_serves_it_outlives_it_and_leaves(trainer: Trainer, flight_dir: Path) -> None:
+    """Within a second or so of `init()`, without anybody having started anything; its files are for this user alone.
+
+    Launchers kill whatever descends from a rank, or its whole group: the end is shown by the one who outlives it. When the last
+    state was scraped, nothing is left behind but the lock, the log and the flight files.
+    """
+    child = trainer(start_new_session=True)
     found = announced(flight_dir)
     wait_until(lambda: ups(found) == {"0": 1.0})  # whoever asks before its first look has ended waits two seconds at most
     assert found.version == torchobs.__version__
@@ -134,6 +121,16 @@ def test_a_rank_s_exporter_serves_it_and_says_where(trainer: Trainer, flight_dir
     modes = {path.name: path.stat().st_mode & 0o777 for path in files}
     assert modes == {"exporter.json": 0o600, "exporter.lock": 0o600, "exporter.log": 0o600}
     assert json.loads((flight_dir / "exporter.json").read_text()).keys() == {"pid", "address", "url", "started", "version"}
+    assert psutil.Process(child.pid).children(recursive=True) == [], "no zombie is left for the trainer to find"
+    assert child.pid not in {process.pid for process in psutil.Process(found.pid).parents()}
+    assert os.getsid(found.pid) not in {os.getsid(child.pid), found.pid}
+    assert os.getpgid(found.pid) != os.getpgid(child.pid)
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait(10)
+    wait_until(lambda: ups(found) == {"0": 0.0})
+    wait_until(lambda: not exporters(flight_dir))
+    assert {path.suffix for path in flight_dir.iterdir()} == {".lock", ".log", ".flight"}
+    assert "has left" in log(flight_dir)
 
 
 def status_of(pid: int) -> dict[str, str]:
@@ -165,30 +162,6 @@ def test_nothing_that_a_trainer_set_for_itself_is_inherited(trainer: Trainer, fl
     environ = (process / "environ").read_text()
     assert "LC_TIME=C" in environ
     assert not [name for name in ("LD_PRELOAD", "PYTHON", "RANK", "TORCHOBS_RUN_ID") if f"{name}=" in environ]
-
-
-def test_it_descends_from_no_trainer_and_outlives_it(trainer: Trainer, flight_dir: Path) -> None:
-    """Launchers kill whatever descends from a rank, or its whole group: the end is shown by the one who outlives it."""
-    child = trainer(start_new_session=True)
-    found = announced(flight_dir)
-    assert psutil.Process(child.pid).children(recursive=True) == [], "no zombie is left for the trainer to find"
-    assert child.pid not in {process.pid for process in psutil.Process(found.pid).parents()}
-    assert os.getsid(found.pid) not in {os.getsid(child.pid), found.pid}
-    assert os.getpgid(found.pid) != os.getpgid(child.pid)
-    os.killpg(child.pid, signal.SIGKILL)
-    child.wait(10)
-    wait_until(lambda: ups(found) == {"0": 0.0})
-
-
-def test_it_leaves_when_the_last_state_was_scraped(trainer: Trainer, flight_dir: Path) -> None:
-    """Nothing is left behind but the lock, the log and the flight files."""
-    child = trainer()
-    found = announced(flight_dir)
-    child.communicate("\n", timeout=10)
-    wait_until(lambda: ups(found) == {"0": 0.0})
-    wait_until(lambda: not exporters(flight_dir))
-    assert {path.suffix for path in flight_dir.iterdir()} == {".lock", ".log", ".flight"}
-    assert "has left" in log(flight_dir)
 
 
 def test_ranks_that_start_together_have_one_exporter(

@@ -76,14 +76,10 @@ def by_closure(original: Any) -> Any:
 
 
 class ByObject:
-    """The same as an object that can be called."""
-
     def __init__(self, original: Any) -> None:
-        """Keep it."""
         self._original = original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
         return self._original(*args, **kwargs)
 
 
@@ -113,8 +109,8 @@ def test_a_hook_that_another_tool_has_taken_away_is_put_back(flight_dir: Path, c
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
-def test_a_wrapper_of_what_was_there_before_us_is_kept(flight_dir: Path, wrap: Callable[[Any], Any]) -> None:
-    """It had taken hold of the function before ``init()``: both are called from the next look on, and it stays in the end."""
+def test_a_wrapper_is_kept(flight_dir: Path, wrap: Callable[[Any], Any]) -> None:
+    """Of the function that was there before ``init()``: both are called from the next look on. Of ours: it is left alone."""
     theirs = wrap(torch.autograd.backward)
     for run in recording(flight_dir):
         train = trainer()
@@ -124,12 +120,6 @@ def test_a_wrapper_of_what_was_there_before_us_is_kept(flight_dir: Path, wrap: C
         train(1)
         assert losses(run) == [True, True]  # the engine tells of the first
     assert torch.autograd.backward is theirs
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS)
-def test_a_wrapper_around_ours_is_left_alone(flight_dir: Path, wrap: Callable[[Any], Any]) -> None:
-    """Ours is still called, and seen to be."""
-    theirs = None
     for run in recording(flight_dir):
         torch.autograd.backward = theirs = wrap(torch.autograd.backward)
         run.look()
@@ -207,15 +197,11 @@ CPU = torch.device("cpu")
 
 
 class Calls(TorchFunctionMode):
-    """Counts what is called."""
-
     def __init__(self) -> None:
-        """Make it."""
         super().__init__()
         self.names: Counter[str] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count it."""
         del types
         self.names[getattr(func, "__name__", str(func))] += 1
         return func(*args, **(kwargs or {}))
@@ -261,21 +247,16 @@ def default_device() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("default_device")
-def test_a_training_on_another_default_device_is_recorded(flight_dir: Path) -> None:
-    """With norms, and what is done about a NaN."""
+def test_with_another_default_device_trainings_are_recorded_and_tools_compute(flight_dir: Path) -> None:
+    """With norms, and what is done about a NaN; where the values are: elsewhere a tool would fail, or wait for a GPU."""
     with torchobs.init(flight_dir=flight_dir, level="extreme", grad_interval=2) as session:
         train_on_cpu()
-        recording = Recording(session)
-        recording.look()
-        assert recording.errors() == []
-        steps = recording.steps()
+        run = Recording(session)
+        run.look()
+        assert run.errors() == []
+        steps = run.steps()
     assert len(steps) == STEPS
     assert sum(has(step, StepFlag.GRAD_NORM) for step in steps) >= STEPS // 2
-
-
-@pytest.mark.usefixtures("default_device")
-def test_tools_compute_where_the_values_are() -> None:
-    """On another device they would compute nothing, and on a GPU they would fail or wait for it."""
     with CPU:
         inputs, _ = batch(size=64)
     assert number_of((inputs,)) == number_of((inputs.clone(),))
