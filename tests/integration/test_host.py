@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics_parser
 
 from tests.exporters import Service
-from tests.otlp import Request, Seen, points
+from tests.otlp import Request, points
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.catalog import HOST_COLLECTORS, Metric
@@ -26,7 +26,7 @@ from torchobs.exporter.exporter_metrics import HostFacts, Sample, ScrapeInput
 from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.host import HostMetrics
 from torchobs.exporter.otlp import source
-from torchobs.exporter.otlp.source import Item, Metrics
+from torchobs.exporter.otlp.source import Metrics
 from torchobs.exporter.text_format import END, OPENMETRICS, pieces
 from torchobs.ranks.snapshot import EMPTY
 
@@ -122,6 +122,9 @@ def test_a_disk_s_and_an_interface_s_numbers_are_the_kernel_s_in_standard_units(
     assert found.values(catalog.SYSTEM_NETWORK_IO) == {("eth7", "receive"): 1, ("eth7", "transmit"): 9}
     assert found.values(catalog.SYSTEM_NETWORK_ERRORS) == {("eth7", "receive"): 3, ("eth7", "transmit"): 11}
     assert found.values(catalog.SYSTEM_NETWORK_DROPPED) == {("eth7", "receive"): 4, ("eth7", "transmit"): 12}
+    _network(tree / "proc/1/net/dev", "lo", "eth0")  # a pod has no physical one: of a mounted tree, those of the first process
+    assert {interface for interface, _ in of_tree(tree).values(catalog.SYSTEM_NETWORK_IO)} == {"eth0"}
+    assert psutil.PROCFS_PATH == "/proc", "psutil's own variable holds for the whole process"
 
 
 def test_memory_s_states_add_up_to_its_limit(tree: Path) -> None:
@@ -152,14 +155,6 @@ def test_processors_are_told_by_mode_and_threads_by_state(tree: Path) -> None:
     assert found.values(catalog.SYSTEM_CPU_TIME) == {(mode,): pytest.approx(n / ticks) for mode, n in modes.items()}
     assert found.values(catalog.HOST_THREADS) == {("runnable",): 3, ("blocked",): 1}
     assert found.facts.booted_ns == 1_795_200_000 * 10**9
-
-
-def test_in_a_pod_the_pod_s_interface_is_shown(tree: Path) -> None:
-    """It has no physical one; of a mounted tree, the first process's interfaces are the machine's."""
-    _network(tree / "proc/1/net/dev", "lo", "eth0")
-    found = of_tree(tree)
-    assert {interface for interface, _ in found.values(catalog.SYSTEM_NETWORK_IO)} == {"eth0"}
-    assert psutil.PROCFS_PATH == "/proc", "psutil's own variable holds for the whole process"
 
 
 def test_a_failure_is_counted_each_time_and_told_once(tree: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -279,26 +274,12 @@ def test_a_dead_file_server_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) ->
 BOOTED_NS, BORN_NS, NOW_NS = (seconds * 10**9 for seconds in (1_000_000_000, 1_100_000_000, 1_100_000_060))
 
 
-def facts(cpu_s: float, *more: Sample) -> ScrapeInput:
-    """What an exporter knows that looks at the processors."""
-    said = Sample(catalog.SYSTEM_CPU_TIME, {catalog.CPU_MODE.name: "user"}, cpu_s)
-    own = Sample(catalog.EXPORTER_HOST_DURATION, {}, 0.001)
-    return ScrapeInput(EMPTY, host=HostFacts((said, *more), (own,), BOOTED_NS))
-
-
-def received(items: Iterable[Item]) -> list[Seen]:
-    """Data points as a receiver sees them."""
-    return list(points([Request("/v1/metrics", {}, batch.body, 0.0) for batch in source.batches("metrics", [*items])]))
-
-
-def pushed(metrics: Metrics, told: ScrapeInput, at_ns: int = NOW_NS) -> list[Seen]:
-    """The points of one push."""
-    return received(metrics.collect((), (), at_ns, told))
-
-
 def test_the_machine_is_a_resource_of_its_own_that_began_with_its_boot() -> None:
     """Named as the host; no rank, no exporter. A counter's zero was when the machine was booted, not when we looked first."""
-    seen = pushed(Metrics(BORN_NS), facts(12.5))
+    said = Sample(catalog.SYSTEM_CPU_TIME, {catalog.CPU_MODE.name: "user"}, 12.5)
+    facts = HostFacts((said,), (Sample(catalog.EXPORTER_HOST_DURATION, {}, 0.001),), BOOTED_NS)
+    items = Metrics(BORN_NS).collect((), (), NOW_NS, ScrapeInput(EMPTY, host=facts))
+    seen = list(points([Request("/v1/metrics", {}, batch.body, 0.0) for batch in source.batches("metrics", [*items])]))
     (cpu,) = [one for one in seen if one.metric.name == "system.cpu.time"]
     assert cpu.resource["host.name"] == cpu.resource["service.instance.id"] == socket.gethostname()
     assert cpu.resource["service.name"] == "torchobs-host"

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from torchobs.ranks.rank_view import RankView
 
 SCRIPT = ROOT / "tests" / "scripts" / "dying.py"
 
@@ -80,7 +78,7 @@ def test_a_reboot(flight_dir: Path, place: Path, tmp_path: Path, capsys: pytest.
     (tmp_path / "interrupted.py").write_text("raise KeyboardInterrupt")
     argv = [sys.executable, "-m", "torchobs", "run", "--no-exporter", str(tmp_path / "interrupted.py")]
     elsewhere = environ | {"TORCHOBS_KEEP_DIR": str(tmp_path / "elsewhere"), "TORCHOBS_DIR": str(tmp_path / "flights")}
-    assert subprocess.run(argv, env=elsewhere, check=False, capture_output=True).returncode == -signal.SIGINT
+    assert fork_server.run(argv, env=elsewhere, capture_output=True).returncode == -signal.SIGINT
     assert len([*(tmp_path / "elsewhere").iterdir()]) == 1
     train("by-exporter", "raise")
     wait_until(lambda: len([*place.glob("*.run.gz")]) == 2, 60)
@@ -120,26 +118,19 @@ def test_a_reboot(flight_dir: Path, place: Path, tmp_path: Path, capsys: pytest.
     assert (plain["run_id"], len(plain["steps"])) == ("by-itself", 60)
 
 
-def everything() -> RankView:
-    """A rank with each kind of block in its report, and numbers that JSON has none for."""
+def test_a_report_comes_back_as_it_was(place: Path) -> None:
+    """Every kind of block, as HTML, Markdown and JSON; nothing but JSON is in the file, which has no NaN."""
     odd = [*steps(40), step(41, float("nan"), float("inf")), step(42, float("-inf"), None)]
     rows = tuple(HistoryRow(float(at), at, (1e9 + at, 0.5 * at)) for at in range(1, 5))
     names = (catalog.MEMORY_HOST_RSS.name, f"{catalog.GRAD_LAYER_NORM.name}{{layer.0}}")
     events = [fact(catalog.EVENT_ANOMALY, 4.0, 40, kind="loss_spike")]
     values = {(catalog.GOODPUT_TIME, "productive"): 4.0, (catalog.ANOMALIES, "loss_spike"): 1, catalog.GRAD_CLIP_MAX_NORM: 1.0}
-    made = facts(odd, events=events, values=values, details={"command": ["train.py"]})
-    return replace(made, history=History(names, rows))
-
-
-def test_a_report_comes_back_as_it_was(place: Path) -> None:
-    """Every kind of block, as HTML, Markdown and JSON; nothing but JSON is in the file."""
-    chosen = Chosen(
-        [everything(), facts(steps(30), resource={"rank": 1}, state="finished", reason="finished")], [("r9", "damaged")], [], []
-    )
+    first = replace(facts(odd, events=events, values=values, details={"command": ["train.py"]}), history=History(names, rows))
+    second = facts(steps(30), resource={"rank": 1}, state="finished", reason="finished")
+    chosen = Chosen([first, second], [("r9", "damaged")], [], [])
     path = kept.keep(chosen, place, 9)
     back = kept.load(path)
-    kinds = {type(chart) for chart in back.report.charts()}
-    assert kinds == {LineChart, StripChart, HeatMap}
+    assert {type(chart) for chart in back.report.charts()} == {LineChart, StripChart, HeatMap}
     for suffix in (".html", ".md"):
         assert report_text(back, suffix) == report_text(chosen, suffix)
     assert back.data == document(chosen.ranks, [], chosen.bad, Options(2048, 100, whole=True))
@@ -248,7 +239,7 @@ def test_an_exporter_that_a_person_starts_keeps_where_it_is_told(
     for number, refusal in enumerate(refusals, 1):
         environ = given | refusal | {"TORCHOBS_RUN_ID": f"run-{number}"}
         argv = [sys.executable, "-c", "import torchobs; torchobs.init(); torchobs.step()"]
-        subprocess.run(argv, env=environ, check=True)
+        assert fork_server.run(argv, env=environ).returncode == 0
     monkeypatch.setenv("TORCHOBS_KEEP_RUNS", "9")
     for told, wanted in (("", []), (str(place), ["run-1"])):
         monkeypatch.setenv("TORCHOBS_KEEP_DIR", told)

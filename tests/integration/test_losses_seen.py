@@ -144,60 +144,29 @@ def test_a_pipeline_stage_has_no_loss(run: Recording) -> None:
     assert all(record.phase_s[BACKWARD] > 0.0 for record in run.steps())
 
 
-def penalty(loss: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """A gradient penalty, as DeepXDE's residuals and WGAN-GP's critics have them."""
-    slopes = torch.autograd.grad(loss, inputs, create_graph=True)
-    return loss + slopes[0].square().mean()
-
-
-def test_gradients_within_a_forward_are_none_of_the_training(run: Recording) -> None:
-    """With a graph, or of the data: penalties, residuals, saliency. Then the boundaries of a step are those of a plain one."""
-    model, (inputs, targets) = mlp(), batch()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    context, losses = run.session.context, []
-    assert context is not None
-    inputs.requires_grad_()
-    for index in range(5):
-        optimizer.zero_grad()
-        loss = penalty(torch.nn.functional.mse_loss(model(inputs), targets), inputs)
-        torch.autograd.grad(model(inputs).sum(), inputs)
-        for slope in torch.autograd.grad(loss_of(model, index), list(model.parameters()), create_graph=True):
-            loss = loss + slope.square().sum()
-        losses.append(loss.item())
-        assert context.recorder.trace == [], "nothing was noted"
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    assert [record.loss for record in run.steps()] == losses
-
-
 def test_the_engine_is_put_back(flight_dir: Path) -> None:
-    """And while ours is there, whoever asks it for something else, or within a backward, has torch's own."""
+    """And while ours is there, whoever asks it for something else, or within a backward, has torch's own.
+
+    An error in it is the user's, and the next backward is seen again.
+    """
     before, within = torch.autograd.Variable._execution_engine, list[Any]()
     one = torch.ones(2, requires_grad=True)
     one.register_hook(lambda _: within.append(torch.autograd.Variable._execution_engine.run_backward))  # type: ignore[no-untyped-call]
-    for _ in recording(flight_dir):
+    for run in recording(flight_dir):
         now = torch.autograd.Variable._execution_engine
         assert isinstance(now, type(before))
         assert now is not before
         one.sum().backward()  # type: ignore[no-untyped-call]
         assert within == [before.run_backward]
+        model = mlp()
+        spent = loss_of(model)
+        spent.backward()  # type: ignore[no-untyped-call]
+        with pytest.raises(RuntimeError, match="second time"):
+            engine([spent], [torch.ones_like(spent)])
+        engine([loss_of(model, 3)], [torch.ones(())])
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert len(run.steps()) == 1
     assert torch.autograd.Variable._execution_engine is before
-
-
-def test_an_error_in_the_engine_is_the_user_s(run: Recording) -> None:
-    """And the next backward is seen again."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    spent = loss_of(model)
-    spent.backward()  # type: ignore[no-untyped-call]
-    with pytest.raises(RuntimeError, match="second time"):
-        engine([spent], [torch.ones_like(spent)])
-    optimizer.zero_grad()
-    engine([loss_of(model, 3)], [torch.ones(())])
-    optimizer.step()
-    assert len(run.steps()) == 1
-    assert run.session.context is not None
-    assert run.session.context.training.backwards == 0
 
 
 def test_the_log_names_the_first_step_of_each_kind(run: Recording, caplog: pytest.LogCaptureFixture) -> None:

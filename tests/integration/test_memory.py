@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import gc
-import json
 import mmap
 import os
-import subprocess
-import sys
 import tracemalloc
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.faults.test_flight_files import mounted
-from tests.support import ROOT
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.detect.growth import LEAST
@@ -36,15 +32,6 @@ if TYPE_CHECKING:
 
 
 MIB = 1024**2
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that spin for each other make small steps take seconds where others work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -96,19 +83,19 @@ def test_the_proportional_set_is_for_the_advanced_level(watched: Watched) -> Non
     assert watched.value(catalog.MEMORY_HOST_PSS) is None
 
 
-def test_shared_memory_that_is_nearly_full_is_an_event(
-    flight_dir: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_shared_memory_that_is_nearly_full_is_an_event(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 MiB is a container's default: at nine tenths it is said, once, and again after there was room."""
-    shared = tmp_path / "shm"
-    shared.mkdir()
-    arguments = (*mounted("size=4m", "true", shared), sys.executable, "-m", "tests.cgroups", str(flight_dir), str(shared))
-    output, _ = start(*arguments, stdout=subprocess.PIPE, cwd=ROOT).communicate(timeout=60)
-    told = json.loads(output)
-    assert [(size, used) for size, used, _ in told] == [
-        (4 * MIB, used * MIB) for used in (0.0, 3.0, 3.75, 3.875, 3.5, 2.0, 3.75)
-    ]
-    assert [count for *_, count in told] == [0, 0, 1, 1, 1, 1, 2]
+    watched.run.look()  # the sampler's thread, which asks for other sizes, is gone
+    usage = SimpleNamespace(f_frsize=4096, f_blocks=1024)
+    monkeypatch.setattr(os, "statvfs", lambda _: usage)
+    told = []
+    for used in (0.0, 3.0, 3.75, 3.875, 3.5, 2.0, 3.75):
+        usage.f_bfree = usage.f_bavail = round((4 - used) * 256)
+        watched.probe.observe()
+        assert watched.value(catalog.MEMORY_SHARED_SIZE) == 4 * MIB
+        assert watched.value(catalog.MEMORY_SHARED_USED) == used * MIB
+        told.append(len(watched.run.frames(catalog.EVENT_SHARED_MEMORY_FULL.name)))
+    assert told == [0, 0, 1, 1, 1, 1, 2]
 
 
 def mlp_step() -> Callable[[], None]:
@@ -184,6 +171,7 @@ class Leaking:
     """A leak probe on a clock of its own, and a training that it watches."""
 
     def __init__(self, run_without_leaks: Recording) -> None:
+        run_without_leaks.look()  # whatever the sampler's thread imports is there, and the thread is gone
         self.run, self.seconds, self.suspicion = run_without_leaks, 0.0, Suspicion()
         self.probe = LeakProbe(self.suspicion, lambda: self.seconds)
         assert run_without_leaks.session.context is not None
@@ -264,32 +252,27 @@ def collect(leaking: Leaking, model: torch.nn.Module, result: Callable[[torch.Te
         leaking.train(28 if is_steep else 12, lambda: kept.append(result(model(inputs))))
 
 
-def test_graphs_that_never_go_backward_are_told_of_within_a_minute(run_without_leaks: Recording) -> None:
-    """`outputs.append(model(x))` in every step, however much memory is left: long before its growth is a trend of minutes."""
+COLLECTED: dict[str, Callable[[torch.Tensor], object]] = {
+    "graphs": lambda output: output,
+    "outputs for a metric": lambda output: output.detach(),
+    "losses that have gone backward": lambda output: output.sum().backward() or output,  # type: ignore[no-untyped-call]
+    "a policy's, which is trained at the episode's end": lambda output: output,
+}
+
+
+@pytest.mark.parametrize("name", COLLECTED)
+def test_graphs_that_never_go_backward_are_told_of_within_a_minute(run_without_leaks: Recording, name: str) -> None:
+    """`outputs.append(model(x))` in every step, however much memory is left. Fast growth of other things alone is nothing."""
     leaking = Leaking(run_without_leaks)
-    collect(leaking, leaking.model, lambda output: output)
+    collect(leaking, mlp() if name.startswith("a policy's") else leaking.model, COLLECTED[name])
+    if name != "graphs":
+        assert leaking.told() == []
+        assert leaking.probe._left == leak.MOST_TRACES
+        return
     (told,) = leaking.told()
     assert told["space"] == "host"
     assert any(" tensors float32[3, " in row for row in told["tensors"])
     assert any(line.startswith(f"{__file__}:") for line in told["lines"])
-
-
-@pytest.mark.parametrize(
-    ("name", "own", "result"),
-    [
-        ("outputs for a metric", True, lambda output: output.detach()),
-        ("losses that have gone backward", True, lambda output: output.sum().backward() or output),
-        ("a policy's, which is trained at the episode's end", False, lambda output: output),
-    ],
-)
-def test_what_is_collected_over_many_steps_is_no_graph_left_behind(
-    run_without_leaks: Recording, name: str, result: Callable[[torch.Tensor], object], *, own: bool
-) -> None:
-    """Fast growth alone is nothing."""
-    leaking = Leaking(run_without_leaks)
-    collect(leaking, leaking.model if own else mlp(), result)
-    assert leaking.told() == [], name
-    assert leaking.probe._left == leak.MOST_TRACES
 
 
 def test_a_leak_that_is_certain_comes_before_a_search_for_graphs(run_without_leaks: Recording) -> None:
@@ -303,33 +286,28 @@ def test_a_leak_that_is_certain_comes_before_a_search_for_graphs(run_without_lea
 
 
 def test_a_user_s_own_tracing_is_left_alone(run_without_leaks: Recording) -> None:
-    """It goes on with what it has, and nothing is counted meanwhile."""
+    """It goes on with what it has, and nothing is counted meanwhile. Ours ends with the session, and in a forked child."""
     leaking = Leaking(run_without_leaks)
+    leaking.suspicion.host = True
     tracemalloc.start(2)
     try:
-        leaking.suspicion.host = True
         leaking.train(2)
         assert tracemalloc.is_tracing()
         assert tracemalloc.get_traceback_limit() == 2
     finally:
         tracemalloc.stop()
     assert leaking.probe._running is None
-    assert leaking.told() == []
-
-
-def test_tracing_ends_with_the_session_and_in_a_forked_child(run_without_leaks: Recording) -> None:
-    """A child would trace for the rest of its life."""
-    leaking = Leaking(run_without_leaks)
     leaking.suspicion.host = True
     leaking.train(2)
     assert tracemalloc.is_tracing()
     child = os.fork()
     if child == 0:
-        os._exit(int(tracemalloc.is_tracing()))
+        os._exit(int(tracemalloc.is_tracing()))  # it would trace for the rest of its life
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert tracemalloc.is_tracing()
     leaking.probe.remove()
     assert not tracemalloc.is_tracing()
+    assert leaking.told() == []
 
 
 def test_counting_keeps_nothing_alive_and_takes_no_notice_of_strange_tensors() -> None:
@@ -381,12 +359,8 @@ def test_the_host_s_memory_is_told_by_component(run: Recording, make: Callable[.
     assert attributes["optimizer_state"] >= 2 * size
     assert attributes["buffers"] >= sum(buffer.nbytes for buffer in model.buffers())
     assert len(run.frames(catalog.EVENT_EXCEPTION.name)) == 1
-
-
-def test_other_errors_are_not_taken_for_it(run: Recording) -> None:
-    """A ``RuntimeError`` is one only by the allocator's words."""
     for error in (RuntimeError("shapes do not match"), ValueError("DefaultCPUAllocator: can't allocate memory"), OSError(12)):
-        assert host_shortage(context_of(run), error) is None
+        assert host_shortage(context_of(run), error) is None, "it is one only by the allocator's words"
 
 
 def test_modules_are_named_by_what_they_take_on_a_device(run: Recording) -> None:
