@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +31,12 @@ from torchobs.flight.layout import HEADER_SIZE, LIVE_PHASES, Live
 from torchobs.ranks.rank_view import RankView, RunView, run_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 HOSTILE = "gpt\x1b]0;owned\x07\x1b[2J\r\n\u202e"
 PROGRAM = (sys.executable, "-m", "torchobs", "top")
+Ranks = Callable[..., list[File]]
 
 
 class Terminal:
@@ -98,17 +100,24 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
         one.close()
 
 
-def ranks(directory: Path, count: int, **given: Any) -> list[File]:
-    """Living ranks with a hundred steps, ten a second."""
-    made = []
-    for number in range(count):
-        file = File(directory, seed=number + 1, rank=number, **given)
-        for step in range(1, 101):
-            file.step(step, step / 10)
-        file.set(catalog.MEMORY_HOST_RSS, 2.0**30)
-        file.beat(10.0)
-        made.append(file.save().hold())
-    return made
+@pytest.fixture
+def ranks(flight_dir: Path) -> Iterator[Ranks]:
+    """Make living ranks with a hundred steps, ten a second."""
+    made: list[File] = []
+
+    def make(count: int, **given: Any) -> list[File]:
+        for number in range(count):
+            file = File(flight_dir, seed=number + 1, rank=number, **given)
+            for step in range(1, 101):
+                file.step(step, step / 10)
+            file.set(catalog.MEMORY_HOST_RSS, 2.0**30)
+            file.beat(10.0)
+            made.append(file.save().hold())
+        return made
+
+    yield make
+    for file in made:
+        file.release()
 
 
 def test_it_shows_a_living_rank_and_leaves_on_q(flight_dir: Path, terminal: Callable[..., Terminal]) -> None:
@@ -127,10 +136,10 @@ def test_it_shows_a_living_rank_and_leaves_on_q(flight_dir: Path, terminal: Call
     assert shown.is_as_before()
 
 
-def test_it_follows_the_window_s_size(flight_dir: Path, terminal: Callable[..., Terminal]) -> None:
-    """At once, without waiting for the next look; no line is wider and no look is higher than the window."""
-    files = ranks(flight_dir, 1)
-    shown = terminal("--dir", str(flight_dir), "--interval", "60")
+def test_it_follows_the_window_s_size(flight_dir: Path, ranks: Ranks, terminal: Callable[..., Terminal]) -> None:
+    """At once, without waiting for the next look; no line is wider and no look is higher. With NO_COLOR there is no colour."""
+    ranks(1)
+    shown = terminal("--dir", str(flight_dir), "--interval", "60", NO_COLOR="1")
     wait_until(shown.frames, timeout_s=60)
     shown.resize(10, 44)
     shown.process.send_signal(signal.SIGWINCH)
@@ -140,7 +149,7 @@ def test_it_follows_the_window_s_size(flight_dir: Path, terminal: Callable[..., 
     assert max(map(len, last)) <= 44
     shown.type("\x1b[B")
     wait_until(lambda: len(shown.frames()) >= 3)
-    files[0].release()
+    assert not re.search(r"\x1b\[[1-9][0-9]*m", shown.said)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -168,13 +177,6 @@ def test_suspending_lends_the_terminal_to_the_shell(flight_dir: Path, terminal: 
     shown.type("q")
     assert shown.process.wait(timeout=60) == 0
     assert shown.is_as_before()
-
-
-def test_no_colour_where_none_is_wanted(flight_dir: Path, terminal: Callable[..., Terminal]) -> None:
-    """NO_COLOR, and a terminal that says it is dumb."""
-    shown = terminal("--dir", str(flight_dir), NO_COLOR="1")
-    wait_until(shown.frames, timeout_s=60)
-    assert not re.search(r"\x1b\[[1-9][0-9]*m", shown.read())
 
 
 def test_in_a_pipe_it_prints_one_look(flight_dir: Path) -> None:
@@ -220,50 +222,40 @@ def cells(lines: Sequence[str], row: int = -1) -> dict[str, str]:
     return dict(zip(re.split(r" {2,}", heading.strip()), re.split(r" {2,}", lines[row].strip()), strict=True))
 
 
-@pytest.mark.parametrize("width", range(40, 201, 20))
-def test_every_width_holds_the_state_and_the_step(tmp_path: Path, width: int) -> None:
+def test_every_width_holds_the_state_and_the_step(flight_dir: Path, ranks: Ranks) -> None:
     """What matters less goes first; no name commands the terminal."""
-    files = ranks(tmp_path, 3, job_name=HOSTILE)
-    lines = frame(looked(tmp_path), width)
-    assert max(map(len, lines)) <= width
-    assert [line.split()[:3] for line in lines[-3:]] == [[str(n), "alive", "100"] for n in range(3)]
-    assert not {*"".join(lines)} & {"\x1b", "\x07", "\r", "\n", "\u202e"}
-    for file in files:
-        file.release()
+    ranks(3, job_name=HOSTILE)
+    runs = looked(flight_dir)
+    for width in range(40, 201, 20):
+        lines = frame(runs, width)
+        assert max(map(len, lines)) <= width
+        assert [line.split()[:3] for line in lines[-3:]] == [[str(n), "alive", "100"] for n in range(3)]
+        assert not {*"".join(lines)} & {"\x1b", "\x07", "\r", "\n", "\u202e"}
 
 
-@pytest.mark.parametrize("height", [3, 8, 12, 24, 60])
-def test_more_ranks_than_lines_show_those_in_trouble(tmp_path: Path, height: int) -> None:
+def test_more_ranks_than_lines_show_those_in_trouble(flight_dir: Path, ranks: Ranks) -> None:
     """And the others by moving down; a look is never higher than the window."""
-    files = ranks(tmp_path, 40)
+    files = ranks(40)
     files[17].release()
-    scanner = scanner_of(tmp_path, Clock(12.0))
-    for file in files:
-        if file is not files[17]:
-            file.beat(12.0)
-            file.save()
-    runs, _ = Watch(scanner).look()
-    lines = frame(runs, 100, height)
-    assert len(lines) <= height
-    if height > 3:
-        assert any(line.split()[:2] == ["17", "lost"] for line in lines)
-    further = frame(runs, 100, height, first=20)
-    assert len(further) <= height
-    for file in files:
-        file.release()
+    for file in {*files} - {files[17]}:
+        file.beat(12.0)
+        file.save()
+    runs = looked(flight_dir, 12.0)
+    for height in (3, 8, 12, 24, 60):
+        lines = frame(runs, 100, height)
+        assert max(len(lines), len(frame(runs, 100, height, first=20))) <= height
+        assert height == 3 or any(line.split()[:2] == ["17", "lost"] for line in lines)
 
 
-def test_the_rank_that_others_wait_for_is_marked(tmp_path: Path) -> None:
+def test_the_rank_that_others_wait_for_is_marked(flight_dir: Path, ranks: Ranks) -> None:
     """It is twice as slow in data as it would be without its peers' wait in their backward pass."""
-    files = ranks(tmp_path, 3)
-    (run,) = looked(tmp_path)
+    ranks(3)
+    (run,) = looked(flight_dir)
     waiting = run_of([slowed(one, 2 * (number != 1), 0.075) for number, one in enumerate(run.ranks)])
     assert [round(one.slowness.factor, 2) for one in waiting.ranks if one.slowness] == [1.0, 2.0, 1.0]
     lines = frame([waiting], 140, 40)
     assert "Worth a look: Rank 1 is 2 times as slow as the others, in the phase data." in lines[1]
     assert [one.pace.per_s for one in run.ranks if one.pace] == pytest.approx([10.0] * 3)
-    for file in files:
-        file.release()
 
 
 def slowed(one: RankView, phase: int, by_s: float) -> RankView:
@@ -279,12 +271,12 @@ def paced(one: RankView, **given: Any) -> RankView:
     return replace(one, slowness=None, pace=one.pace._replace(**given))
 
 
-def test_it_shows_the_work_of_a_second_and_the_share_of_the_peak(tmp_path: Path) -> None:
+def test_it_shows_the_work_of_a_second_and_the_share_of_the_peak(flight_dir: Path, ranks: Ranks) -> None:
     """Tokens, or samples where there are none; a column that has nothing in it is not there."""
-    (file,) = ranks(tmp_path, 1)
+    (file,) = ranks(1)
 
     def shown(**pace: Any) -> dict[str, str]:
-        (run,) = looked(tmp_path)
+        (run,) = looked(flight_dir)
         return cells(frame([run_of([paced(run.ranks[0], **pace)])], 160))
 
     assert shown()["tokens/s"] == "10,240"
@@ -295,31 +287,27 @@ def test_it_shows_the_work_of_a_second_and_the_share_of_the_peak(tmp_path: Path)
     assert (found["samples/s"], found["MFU"], found["steps/s"]) == ("80.0", "43 %", "10.0")
     assert "tokens/s" not in found
     assert {"tokens/s", "samples/s", "MFU"}.isdisjoint(shown(per_s=None))
-    file.release()
 
 
-def test_who_is_at_something_that_takes_its_time_is_said_to_be(tmp_path: Path) -> None:
+def test_who_is_at_something_that_takes_its_time_is_said_to_be(flight_dir: Path, ranks: Ranks) -> None:
     """Whoever has left the training loop, or evaluates: no step is missing."""
-    (file,) = ranks(tmp_path, 1)
+    (file,) = ranks(1)
     file.writer.phase(1 + LIVE_PHASES.index("idle"), BORN_NS + 10 * S)
     file.save()
-    assert frame(looked(tmp_path), 100)[-1].split()[1:5] == ["alive,", "idle", "100", "-"]
-    file.release()
+    assert frame(looked(flight_dir), 100)[-1].split()[1:5] == ["alive,", "idle", "100", "-"]
 
 
-def test_a_run_that_stands_still_is_worth_a_look(tmp_path: Path) -> None:
+def test_a_run_that_stands_still_is_worth_a_look(flight_dir: Path, ranks: Ranks) -> None:
     """In the words of the page, without a speed; the column says how old the last step is."""
-    files = ranks(tmp_path, 2)
+    files = ranks(2)
     for file in files:
         file.beat(55.0)
         file.save()
-    _, verdict, *lines = frame(looked(tmp_path, 55.0), 120)
+    _, verdict, *lines = frame(looked(flight_dir, 55.0), 120)
     assert verdict == "Worth a look: No step for 45 s (usual: 100 ms): 2 of 2 ranks alive, step 100, loss 2."
     for row in (-2, -1):
         found = cells(lines, row)
         assert (found["state"], found["step"], found["steps/s"], found["last step"]) == ("alive", "100", "-", "45 s ago")
-    for file in files:
-        file.release()
 
 
 def test_it_starts_fast() -> None:
@@ -332,9 +320,9 @@ def test_it_starts_fast() -> None:
     assert shown.stdout == "[]\n"
 
 
-def test_anomalies_of_the_last_minutes_are_told_as_such(tmp_path: Path) -> None:
+def test_anomalies_of_the_last_minutes_are_told_as_such(flight_dir: Path, ranks: Ranks) -> None:
     """In the live page's words; older ones make no warning."""
-    (file,) = ranks(tmp_path, 1)
+    (file,) = ranks(1)
     attributes = {"kind": "loss_spike", "left_out": 19}
     file.writer.events.append(
         {"k": "event", "name": catalog.EVENT_ANOMALY.name, "t": BORN_NS + 5 * S, "step": 50, "attrs": attributes}
@@ -345,11 +333,10 @@ def test_anomalies_of_the_last_minutes_are_told_as_such(tmp_path: Path) -> None:
     def told(seconds: float) -> str:
         file.beat(seconds)
         file.save()
-        return "\n".join(frame(looked(tmp_path, seconds), 100))
+        return "\n".join(frame(looked(flight_dir, seconds), 100))
 
     assert "Lately: 20 loss spikes." in told(10.0)
     assert "Lately" not in told(1000.0)
-    file.release()
 
 
 def test_more_runs_than_lines_are_moved_through(tmp_path: Path) -> None:
