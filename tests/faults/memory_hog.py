@@ -1,12 +1,11 @@
 """A rank that takes memory, for tests that have it killed: `python -m tests.faults.memory_hog DIRECTORY HOW`.
 
-`HOW` is `grows` (until the kernel ends it), `waits` (with what it has), or `worker` (a child grows until the kernel ends that).
+`HOW` is `grows` (until the kernel ends it), or `worker` (a child grows until the kernel ends that).
 """
 
 import subprocess
 import sys
 import time
-from itertools import count
 
 import torch
 
@@ -27,15 +26,13 @@ if __name__ == "__main__":
         worker = subprocess.run([sys.executable, "-c", GROW], check=False)
         print(worker.returncode, flush=True)  # noqa: T201  # what the test waits for
     held = []
-    for step in count(1):
+    while True:
         optimizer.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         if how == "grows":
-            held.append(bytearray(b"x") * 4 * STEP)
+            held.append(bytearray(b"x") * 8 * STEP)
             seen = recording.view().live.heartbeat_ns
             while recording.view().live.heartbeat_ns == seen:  # no faster than it can be told
                 time.sleep(0.01)
         time.sleep(0.02)
-        if step == 20:
-            print("trains", flush=True)  # noqa: T201  # what the test waits for
