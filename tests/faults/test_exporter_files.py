@@ -1,4 +1,4 @@
-"""An exporter whose directory is vandalised, whose clock jumps, with little memory, on a full disk, or stopped: it goes on."""
+"""An exporter whose directory is vandalised, whose clock jumps, with little memory, or on a full disk: it goes on."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import http.client
 import os
 import random
 import shutil
-import signal
 import subprocess
-import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests import flights
 from tests.cgroups import inside, memory_cgroup
-from tests.exporters import EXPORTER, Caller, Client, Program, Service, start_program, state_on
+from tests.exporters import EXPORTER, Caller, Client, Program, Service
 from tests.faults.hostile_clients import HEAD, crowd
 from tests.faults.test_flight_files import mounted
 from tests.rank_files import BOOT, BORN_WALL_NS, Clock, File, live_rank, scanner_of, train
@@ -31,7 +26,7 @@ from tests.support import clean_environment, wait_until
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric
 from torchobs.exporter import daemon, text_format
-from torchobs.exporter.config import ExporterConfig, PushConfig
+from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import ScrapeInput
 from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.text_format import TEXT
@@ -39,8 +34,6 @@ from torchobs.flight import reader
 from torchobs.flight.series import Scope
 from torchobs.flight.value_blocks import USER
 from torchobs.ranks import scanner as rank_scanner
-from torchobs.ranks import snapshot
-from torchobs.ranks.snapshot import MOST_SERIES, PUSH_BYTES, PUSHED_SERIES_BYTES, RESERVED_BYTES, series_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -375,15 +368,6 @@ def test_beyond_the_limit_no_further_file_is_read(flight_dir: Path, three_files:
     scanner.close()
 
 
-def test_the_limit_follows_from_the_memory() -> None:
-    """By the formula of the documentation. Less than what is kept back is still the ranks' own series, and not none at all."""
-    large, push = ExporterConfig(memory_limit=1 << 30), PushConfig()
-    assert series_limit(large) == ((1 << 30) - RESERVED_BYTES) // snapshot.SERIES_BYTES
-    assert series_limit(replace(large, push=push)) == ((1 << 30) - RESERVED_BYTES - PUSH_BYTES) // PUSHED_SERIES_BYTES
-    assert series_limit(ExporterConfig(memory_limit=48 << 20)) == (8 << 20) // snapshot.SERIES_BYTES
-    assert series_limit(ExporterConfig(memory_limit=1 << 50)) == MOST_SERIES
-
-
 def errors(program: Program, what: str) -> float:
     """How many writes of that failed."""
     return program.value("torchobs_exporter_write_errors_total", what=what) or 0
@@ -419,71 +403,3 @@ def test_a_full_disk_costs_no_scrape(
     wait_until(lambda: program.value("torchobs_exporter_config_ok") == 1)
     assert program.get().status == http.client.OK
     writer.close()
-
-
-STOPPED_S = 2.5
-ANSWER_S = 5.0
-
-
-@pytest.fixture
-def rank(start: Callable[..., subprocess.Popen[str]], flight_dir: Path) -> subprocess.Popen[str]:
-    """A training with everything on, a step every 10 ms."""
-    return start(
-        sys.executable, "-m", "tests.stuck_rank", str(flight_dir), torch=True, stdin=subprocess.PIPE, env=clean_environment()
-    )
-
-
-def values(page: str) -> dict[tuple[str, str], float]:
-    """What only grows on a page, by name and labels."""
-    return {
-        (sample.name, str(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(page)
-        if family.type in {"counter", "histogram"} and not family.name.startswith(("python", "process"))
-        for sample in family.samples
-        if sample.name.endswith(("_total", "_bucket", "_count"))
-    }
-
-
-def steps_on(page: str) -> float:
-    """The steps of rank 0."""
-    return next((value for (name, _), value in values(page).items() if name == "torchobs_steps_total"), 0.0)
-
-
-def test_a_stop_of_the_exporter_is_a_pause_and_nothing_else(
-    start: Callable[..., subprocess.Popen[str]],
-    rank: subprocess.Popen[str],
-    flight_dir: Path,
-    tmp_path: Path,
-    free_port: Callable[[], int],
-) -> None:
-    """SIGSTOP and SIGCONT: its ranks train on, and it is up to date at once."""
-    assert rank.pid
-    program = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir))
-    wait_until(lambda: steps_on(program.page()) > 50, timeout_s=120)
-    before = program.page()
-    after = _page_after_a_stop(program, lambda: _written(flight_dir) > steps_on(before) + 20)
-    assert steps_on(after) - steps_on(before) > 20, "it trained on"
-    assert state_on(after) == "alive"
-    late = values(after)
-    assert not [key for key, value in values(before).items() if late.get(key, -1.0) < value]
-    assert "warn" not in program.log
-
-
-def _written(flight_dir: Path) -> float:
-    """The steps of the rank by its own file."""
-    (path,) = flight_dir.glob("*.flight")
-    with closing(reader.open_path(str(path))) as file:
-        return flights.whole(flights.value(file.read(), catalog.STEPS))
-
-
-def _page_after_a_stop(program: Program, trained: Callable[[], bool]) -> str:
-    """The first page after the exporter was stopped, which was asked for meanwhile."""
-    program.process.send_signal(signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as asking:
-        asked = asking.submit(program.page)
-        time.sleep(STOPPED_S)
-        try:
-            wait_until(trained)
-        finally:
-            program.process.send_signal(signal.SIGCONT)
-        return asked.result(ANSWER_S)
