@@ -47,36 +47,14 @@ if candidate.win():
 print("gone", flush=True)
 """
 
-CANDIDATE = """
-import sys
-from torchobs.cli.node_exporter_process import serve_if_elected
-
-def load():
-    print("elected", flush=True)
-    def serve(flight_dir, address, *, announce, finished):
-        announce(address, False)
-        sys.stdin.readline()
-    return serve
-
-sys.stdin.readline()
-serve_if_elected(sys.argv[1], "127.0.0.1:1", 60.0, load)
-heavy = {"torchobs.node.lifetime", "torchobs.flight.reader", "uvicorn"} & set(sys.modules)
-print("gone", *sorted(heavy - set(sys.argv[2:])), flush=True)
-"""
-
-Start = Callable[[str], subprocess.Popen[str]]
+Start = Callable[[], subprocess.Popen[str]]
 
 
 @pytest.fixture
 def process(start: Callable[..., subprocess.Popen[str]], flight_dir: Path) -> Start:
-    """Start one of the scripts above, talking by lines."""
-
-    def run(script: str) -> subprocess.Popen[str]:
-        return start(
-            sys.executable, "-c", script, flight_dir, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-
-    return run
+    """Start the script above, talking by lines."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return lambda: start(sys.executable, "-c", STEPPED, flight_dir, **pipes)
 
 
 @pytest.fixture
@@ -124,14 +102,14 @@ def test_no_order_leaves_a_rank_without_an_exporter_or_with_two(
     order: tuple[str, ...], process: Start, rank: Callable[[], FlightWriter], directory_fd: int
 ) -> None:
     """An exporter leaves while a rank arrives: afterwards the rank has one, which has announced itself."""
-    leaving = process(STEPPED)
+    leaving = process()
     assert said(leaving) == "serving"
     answers: dict[str, str] = {}
     started: list[subprocess.Popen[str]] = []
 
     def look() -> None:
         if not election.is_decided(directory_fd):
-            started.append(process(STEPPED))
+            started.append(process())
             assert said(started[0]) == "serving"
 
     for step in order:
@@ -156,18 +134,16 @@ def test_a_rank_that_looked_between_release_and_return_starts_one_that_loses(
     process: Start, rank: Callable[[], FlightWriter], directory_fd: int
 ) -> None:
     """The rank saw a free lock, but the leaving exporter was quicker to take it again: the one that was started ends."""
-    leaving = process(STEPPED)
+    leaving = process()
     assert said(leaving) == "serving"
-    go(leaving)
-    assert said(leaving) == "leaving"
-    go(leaving)
-    assert said(leaving) == "released"
+    for step in ("leaving", "released"):
+        go(leaving)
+        assert said(leaving) == step
     rank()
     assert not election.is_decided(directory_fd)
-    late = process(CANDIDATE)
     go(leaving)
     assert said(leaving) == "serving"
-    go(late)
+    late = process()
     assert said(late) == "gone"
     assert late.wait(10) == 0
 
@@ -177,27 +153,24 @@ def test_whoever_was_told_to_end_does_not_look_back(
 ) -> None:
     """A person who stops the exporter of a running training wants it stopped; its announcement goes with it."""
     rank()
-    exporter = process(STEPPED)
+    exporter = process()
     assert said(exporter) == "serving"
-    go(exporter, "stop")
-    assert said(exporter) == "leaving"
-    go(exporter)
-    assert said(exporter) == "released"
-    go(exporter)
-    assert said(exporter) == "gone"
+    for word, step in (("stop", "leaving"), ("go", "released"), ("go", "gone")):
+        go(exporter, word)
+        assert said(exporter) == step
     assert not election.is_decided(directory_fd)
     assert not (flight_dir / election.NAME).exists()
 
 
 def test_a_killed_exporter_leaves_its_place_free(process: Start, directory_fd: int) -> None:
     """The kernel lets go of the lock, and the next one takes over the stale announcement."""
-    exporter = process(STEPPED)
+    exporter = process()
     assert said(exporter) == "serving"
     exporter.send_signal(signal.SIGKILL)
     exporter.wait(10)
     assert not election.is_decided(directory_fd)
     assert election.read(directory_fd) is None
-    successor = process(STEPPED)
+    successor = process()
     assert said(successor) == "serving"
     found = election.read(directory_fd)
     assert found is not None

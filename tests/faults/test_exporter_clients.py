@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.exporters import Program, state_on
+from tests.exporters import EXPORTER, Program, state_on
 from tests.faults.hostile_clients import ANSWERED, HEAD, SENT, converse, crowd
 from tests.rank_files import live_rank, train
 from tests.support import clean_environment, free_port, wait_until
@@ -45,16 +44,7 @@ def program(home: Path, rank: FlightWriter) -> Iterator[Program]:
     """One real exporter for all of them, with few descriptors."""
     assert rank.name
     port, log = free_port(), home / "exporter.err"
-    argv = [
-        sys.executable,
-        "-m",
-        "torchobs",
-        "exporter",
-        "--web.listen-address",
-        f"127.0.0.1:{port}",
-        "--flight-dir",
-        str(home),
-    ]
+    argv = (*EXPORTER, "--web.listen-address", f"127.0.0.1:{port}", "--flight-dir", str(home))
     few = ("sh", "-c", f'ulimit -n {DESCRIPTORS} && exec "$@"', "sh")
     with log.open("w") as error:
         process = subprocess.Popen([*few, *argv], stdin=subprocess.DEVNULL, stderr=error, env=clean_environment(), text=True)
