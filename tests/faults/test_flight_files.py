@@ -122,10 +122,7 @@ def put_another_file_there(directory: Path, name: str) -> None:
     (directory / name).write_bytes(raw)
 
 
-DELETIONS = [delete_file, delete_lock, delete_directory, put_another_file_there]
-
-
-@pytest.mark.parametrize("delete", DELETIONS)
+@pytest.mark.parametrize("delete", [delete_file, delete_lock, delete_directory, put_another_file_there])
 def test_what_was_deleted_comes_back_with_all_it_held(
     writer_deleted: FlightWriter, directory: Path, delete: Callable[[Path, str], None]
 ) -> None:
@@ -324,7 +321,6 @@ def mounted(options: str, then: str, directory: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("options", "then", "expected"),
     [
-        ("size=128k", "true", "NoRoomError none 0"),
         ("size=1m", 'head -c 900k /dev/zero > "$DIRECTORY"/x', "NoRoomError none 1"),
         ("size=4m,nr_inodes=1", "true", "OSError ENOSPC 0"),
         ("size=4m,nr_inodes=3", "true", "made none 2"),

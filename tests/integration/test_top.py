@@ -247,24 +247,6 @@ def test_more_ranks_than_lines_show_those_in_trouble(flight_dir: Path, ranks: Ra
         assert height == 3 or any(line.split()[:2] == ["17", "lost"] for line in lines)
 
 
-def test_the_rank_that_others_wait_for_is_marked(flight_dir: Path, ranks: Ranks) -> None:
-    """It is twice as slow in data as it would be without its peers' wait in their backward pass."""
-    ranks(3)
-    (run,) = looked(flight_dir)
-    waiting = run_of([slowed(one, 2 * (number != 1), 0.075) for number, one in enumerate(run.ranks)])
-    assert [round(one.slowness.factor, 2) for one in waiting.ranks if one.slowness] == [1.0, 2.0, 1.0]
-    lines = frame([waiting], 140, 40)
-    assert "Worth a look: Rank 1 is 2 times as slow as the others, in the phase data." in lines[1]
-    assert [one.pace.per_s for one in run.ranks if one.pace] == pytest.approx([10.0] * 3)
-
-
-def slowed(one: RankView, phase: int, by_s: float) -> RankView:
-    """The same rank, whose steps take so much longer in a phase."""
-    assert one.pace is not None
-    times = [seconds + by_s * (index == phase) for index, seconds in enumerate(one.pace.phases_s)]
-    return paced(one, phases_s=tuple(times))
-
-
 def paced(one: RankView, **given: Any) -> RankView:
     """The same rank with another throughput."""
     assert one.pace is not None
@@ -318,25 +300,6 @@ def test_it_starts_fast() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert shown.stdout == "[]\n"
-
-
-def test_anomalies_of_the_last_minutes_are_told_as_such(flight_dir: Path, ranks: Ranks) -> None:
-    """In the live page's words; older ones make no warning."""
-    (file,) = ranks(1)
-    attributes = {"kind": "loss_spike", "left_out": 19}
-    file.writer.events.append(
-        {"k": "event", "name": catalog.EVENT_ANOMALY.name, "t": BORN_NS + 5 * S, "step": 50, "attrs": attributes}
-    )
-    file.set(catalog.ANOMALIES, 20, kind="loss_spike")
-    file.save()
-
-    def told(seconds: float) -> str:
-        file.beat(seconds)
-        file.save()
-        return "\n".join(frame(looked(flight_dir, seconds), 100))
-
-    assert "Lately: 20 loss spikes." in told(10.0)
-    assert "Lately" not in told(1000.0)
 
 
 def test_more_runs_than_lines_are_moved_through(tmp_path: Path) -> None:
