@@ -11,14 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.training import loss_of, mlp, recording
+from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.probes import collectives
-from torchobs.probes.collectives import (
-    Dump,
-    GroupStatus,
-    decode,
-)
+from torchobs.probes.collectives import Dump, GroupStatus, decode
 
 GLOO: dict[str, Any] = json.loads((Path(__file__).parent / "golden" / "flight_recorder" / "gloo-2.10.json").read_text())
 """Recorded by rank 0 of two with torch 2.13 on a CPU: it waits in an all-reduce and a broadcast of the default group."""
@@ -120,22 +116,22 @@ def test_the_operations_known_here_are_in_the_catalog() -> None:
 SIZE = ("torchobs.collective.size",)
 
 
-def of_collectives(values: dict[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
-    """The series that are about them."""
-    return {key: value for key, value in values.items() if key[0].startswith("torchobs.collective.")}
+def look(run: Recording) -> dict[tuple[str, ...], Any]:
+    """The series about collectives after a look: the slow sensors are asked, and the next backward pass reads."""
+    run.look()
+    loss_of(mlp()).backward()  # type: ignore[no-untyped-call]
+    return {key: value for key, value in run.look().items() if key[0].startswith("torchobs.collective.")}
 
 
 @pytest.mark.usefixtures("group")
 def test_sizes_are_counted_once_each_from_level_advanced_on(flight_dir: Path) -> None:
     """What came before the first reading is still in the recorder, and so counted, too; gloo has no durations."""
-    model, tensor, read = mlp(), torch.ones(1000), []
+    read = []
     for run in recording(flight_dir, level="advanced"):
         for number in (2, 3):
             for _ in range(number):
-                dist.all_reduce(tensor)
-            run.look()  # the slow sensors are asked, and the next backward reads
-            loss_of(model).backward()  # type: ignore[no-untyped-call]
-            read.append(of_collectives(run.look()))
+                dist.all_reduce(torch.ones(1000))
+            read.append(look(run))
     first, second = ([one["torchobs.collective.input", "all_reduce"], sum(one[SIZE].counts)] for one in read)
     assert [after - before for before, after in zip(first, second, strict=True)] == [3 * 4000, 3]
     assert first[0] >= 2 * 4000
@@ -147,6 +143,4 @@ def test_a_group_of_one_has_no_series_at_level_basic(flight_dir: Path) -> None:
     """It waits for nobody."""
     for run in recording(flight_dir):
         dist.all_reduce(torch.ones(8))
-        run.look()
-        loss_of(mlp()).backward()  # type: ignore[no-untyped-call]
-        assert of_collectives(run.look()) == {}
+        assert look(run) == {}

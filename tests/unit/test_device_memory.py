@@ -71,39 +71,25 @@ class Cuda:
 
 
 def test_a_device_in_use_is_listed_with_what_it_may_take() -> None:
-    """The other one is not; half of the memory was set to be this process's."""
-    assert used_devices(Cuda()) == [
+    """The other one is not; half of the memory was set to be this process's. Asking would initialise CUDA before it is."""
+    module = Cuda()
+    module.started = False
+    assert used_devices(module) == module.asked == []
+    module.started = True
+    assert used_devices(module) == [
         DeviceMemory("cuda:0", 3 * GIB, 6 * GIB, 3 * GIB + 512, MIB, 5 * GIB, TOTAL // 2, retries=0, ooms=0)
     ]
 
 
-def test_nothing_is_asked_before_cuda_is_initialised() -> None:
-    """Asking would initialise it, take hundreds of megabytes of the device, and make a later fork fail."""
-    module = Cuda()
-    module.started = False
-    assert used_devices(module) == []
-    assert module.asked == []
-
-
 def test_an_xpu_has_no_split_blocks_and_metal_no_peaks() -> None:
     """What an allocator does not tell is absent."""
-    found = {name: entry for name, entry in stats().items() if not name.startswith(("inactive_split", "num_"))}
-    xpu = SimpleNamespace(
-        is_initialized=lambda: True,
-        device_count=lambda: 1,
-        memory_stats_as_nested_dict=lambda _: found,
-        get_device_properties=lambda _: SimpleNamespace(total_memory=TOTAL),
-    )
-    mps = SimpleNamespace(
+    other = Cuda()
+    other.stats[0] = {name: entry for name, entry in stats().items() if not name.startswith(("inactive_split", "num_"))}
+    module: Any = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False), xpu=other.cuda, _C=SimpleNamespace())
+    module.mps = SimpleNamespace(
         driver_allocated_memory=lambda: 7, current_allocated_memory=lambda: 5, recommended_max_memory=lambda: 11
     )
-    module = SimpleNamespace(
-        cuda=SimpleNamespace(is_initialized=lambda: False),
-        xpu=xpu,
-        mps=mps,
-        backends=SimpleNamespace(mps=SimpleNamespace(is_available=lambda: True)),
-        _C=SimpleNamespace(),
-    )
+    module.backends = SimpleNamespace(mps=SimpleNamespace(is_available=lambda: True))
     assert used_devices(module) == [
         DeviceMemory("xpu:0", 3 * GIB, 6 * GIB, 3 * GIB + 512, None, 5 * GIB, TOTAL),
         DeviceMemory("mps:0", 5, 7, limit=11),
@@ -157,20 +143,15 @@ def test_a_device_is_shown_once_it_is_used(run: Recording) -> None:
     assert {metric: device.value(metric) for metric in shown} == shown
 
 
-def test_peaks_are_those_since_we_look_and_outlive_a_reset(run: Recording) -> None:
+def test_peaks_and_errors_are_those_since_we_look_and_outlive_a_reset(run: Recording) -> None:
     """What was reached before is not ours; what is reached between two looks is; a reset by the user takes nothing away."""
-    device = Device(run, [DeviceMemory("cuda:0", 3, 6, peak=50)])
+    device = Device(run, [DeviceMemory("cuda:0", 3, 6, peak=50, retries=5, ooms=2)])
     for allocated, peak, expected in ((3, 50, 3), (10, 50, 10), (10, 60, 60), (5, 5, 60), (20, 30, 60), (20, 70, 70)):
-        device.observe(allocated, peak)
+        device.observe(allocated, peak, retries=5, ooms=2)
         assert device.value(catalog.MEMORY_DEVICE_PEAK) == expected
-
-
-def test_errors_are_counted_from_the_start_on_and_over_a_reset(run: Recording) -> None:
-    """`reset_accumulated_memory_stats` sets the allocator's own counts to 0; ours never step back."""
-    device = Device(run, [DeviceMemory("cuda:0", 3, 6, retries=5, ooms=2)])
-    for retries, ooms, expected in ((5, 2, (0, 0)), (7, 3, (2, 1)), (1, 0, (3, 1)), (1, 1, (3, 2))):
+    for retries, ooms, counted in ((5, 2, (0, 0)), (7, 3, (2, 1)), (1, 0, (3, 1)), (1, 1, (3, 2))):
         device.observe(3, 3, retries=retries, ooms=ooms)
-        assert (device.value(catalog.MEMORY_ALLOC_RETRIES), device.value(catalog.MEMORY_OOMS)) == expected
+        assert (device.value(catalog.MEMORY_ALLOC_RETRIES), device.value(catalog.MEMORY_OOMS)) == counted
 
 
 def test_a_leak_on_the_device_is_seen_below_the_activations(run: Recording) -> None:
@@ -210,7 +191,7 @@ class OomCuda(Cuda):
     def _segments(self, mempool_id: object = None, include_traces: bool = True) -> list[Any]:  # noqa: FBT001, FBT002  # torch's
         del mempool_id
         self.traced.append(include_traces)
-        return SNAPSHOT["segments"]
+        return SEGMENTS
 
 
 FRAMES = [
@@ -218,21 +199,14 @@ FRAMES = [
     {"filename": "/site-packages/torch/nn/modules/linear.py", "line": 9, "name": "forward"},
     {"filename": "/home/me/train.py", "line": 40, "name": "main"},
 ]
-SNAPSHOT = {
-    "segments": [
-        {
-            "device": 0,
-            "blocks": [
-                {"size": 3 * GIB, "state": "active_allocated", "frames": FRAMES},
-                {"size": 2 * GIB, "state": "active_allocated", "frames": FRAMES},
-                {"size": 4 * GIB, "state": "active_allocated", "frames": FRAMES[:2]},
-                {"size": 9 * GIB, "state": "inactive", "frames": FRAMES},
-                {"size": GIB, "state": "active_allocated"},
-            ],
-        },
-        {"device": 1, "blocks": [{"size": 50 * GIB, "state": "active_allocated", "frames": FRAMES}]},
-    ]
-}
+BLOCKS: list[dict[str, Any]] = [
+    {"size": 3 * GIB, "state": "active_allocated", "frames": FRAMES},
+    {"size": 2 * GIB, "state": "active_allocated", "frames": FRAMES},
+    {"size": 4 * GIB, "state": "active_allocated", "frames": FRAMES[:2]},
+    {"size": 9 * GIB, "state": "inactive", "frames": FRAMES},
+    {"size": GIB, "state": "active_allocated"},
+]
+SEGMENTS = [{"device": 0, "blocks": BLOCKS}, {"device": 1, "blocks": [{**BLOCKS[0], "size": 50 * GIB}]}]
 
 
 def observer(run: Recording, module: OomCuda) -> OomObserver:
@@ -256,19 +230,9 @@ def test_an_oom_event_holds_the_allocator_s_numbers_and_the_step(run: Recording)
     watcher.note(0, 8 * GIB, TOTAL, GIB)
     first, second = run.frames(catalog.EVENT_OUT_OF_MEMORY.name)
     assert first["step"] == 17
-    assert first["attrs"] == {
-        "device": "cuda:0",
-        "requested": 8 * GIB,
-        "limit": TOTAL,
-        "free": GIB,
-        "allocated": 3 * GIB,
-        "reserved": 6 * GIB,
-        "active": 3 * GIB + 512,
-        "inactive_split": MIB,
-        "allocations": 40,
-        "alloc_retries": 3,
-        "ooms": 0,
-    }
+    asked = {"device": "cuda:0", "requested": 8 * GIB, "limit": TOTAL, "free": GIB}
+    taken = {"allocated": 3 * GIB, "reserved": 6 * GIB, "active": 3 * GIB + 512, "inactive_split": MIB}
+    assert first["attrs"] == {**asked, **taken, "allocations": 40, "alloc_retries": 3, "ooms": 0}
     of_models = {"parameters", "gradients", "optimizer_state", "buffers", "modules"}
     assert set(second["attrs"]) == {attribute.name for attribute in catalog.EVENT_OUT_OF_MEMORY.attributes} - of_models
     assert second["attrs"]["largest"] == [
@@ -281,7 +245,7 @@ def test_an_oom_event_holds_the_allocator_s_numbers_and_the_step(run: Recording)
 def test_a_snapshot_is_not_taken_where_it_would_take_long() -> None:
     """Without the history of each allocation, which has no bound; blocks of all devices count, whoever ran out."""
     module = OomCuda()
-    assert segments_in_time(module) == SNAPSHOT["segments"]
+    assert segments_in_time(module) == SEGMENTS
     assert module.traced == [False]
     module.stats[1] = {"allocation": {"all": {"current": MOST_BLOCKS}}}
     assert segments_in_time(module) is None

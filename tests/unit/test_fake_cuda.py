@@ -65,9 +65,9 @@ def _fakes() -> Iterator[None]:
         yield
 
 
-def of(dtype: torch.dtype, *shape: int, device: str = "cuda:0") -> torch.Tensor:
+def of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """A gradient without values."""
-    return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty(shape, dtype=dtype, device="cuda:0")
 
 
 def scattered(dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
@@ -77,8 +77,8 @@ def scattered(dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
 
 def sparse(dtype: torch.dtype, rows: int, width: int) -> torch.Tensor:
     """An embedding's gradient, not coalesced."""
-    indices = torch.empty(1, rows, dtype=torch.int64, device="cuda:0")
-    return torch.sparse_coo_tensor(indices, of(dtype, rows, width), (2 * rows, width), check_invariants=False)
+    values = of(dtype, rows, width)
+    return torch.sparse_coo_tensor(of(torch.int64, 1, rows), values, (2 * rows, width), check_invariants=False)
 
 
 @pytest.mark.parametrize("dtype", [*EASY, *ODD], ids=str)
@@ -112,9 +112,8 @@ def test_a_type_without_a_norm_is_copied_a_part_at_a_time(dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", [*EASY, *ODD], ids=str)
 def test_elements_that_are_not_finite_are_counted_without_a_copy(dtype: torch.dtype) -> None:
     """A byte for each of eight million elements at a time (and their float32 where the type has no comparison)."""
-    tensor = of(dtype, 100, MILLION)
     with Allocations() as seen:
-        count = count_nonfinite(tensor)
+        count = count_nonfinite(of(dtype, 100, MILLION))
     assert (count.dtype, count.shape) == (torch.int64, ())
     assert seen.largest <= (4 if dtype.itemsize == 1 else 1) << 23
 

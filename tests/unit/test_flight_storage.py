@@ -1,5 +1,6 @@
 """Where stores go: into the map at once, or to the file by the sampler, in an order and a size that no crash minds."""
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
@@ -52,27 +53,19 @@ def test_what_waits_is_bounded_however_long_nobody_flushes(born: CreatedFile) ->
 
 
 class Interrupted:
-    """`os.pwrite` that works so many times, then fails once, as a full or a broken disk does."""
-
-    def __init__(self, times: int) -> None:
-        self.left = times
-        self.offsets: list[int] = []
-
-    def __call__(self, fd: int, data: bytes, offset: int) -> int:
-        self.left -= 1
-        if self.left < 0:
-            raise OSError(5, "Input/output error")
-        self.offsets.append(offset)
-        return os.pwrite(fd, data, offset)
-
-
-class _Os:
-    """The module `os`, with another `pwrite`."""
+    """The module `os`, whose `pwrite` works so many times, then fails once, as a full or a broken disk does."""
 
     close = staticmethod(os.close)
 
-    def __init__(self, pwrite: Interrupted) -> None:
-        self.pwrite = pwrite
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    def pwrite(self, fd: int, data: bytes, offset: int) -> int:
+        """Write, or fail."""
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(5, "Input/output error")
+        return os.pwrite(fd, data, offset)
 
 
 def test_killed_in_the_middle_of_a_flush_the_file_is_what_it_was_or_newer(
@@ -91,21 +84,15 @@ def test_killed_in_the_middle_of_a_flush_the_file_is_what_it_was_or_newer(
             flights.step(writer, number)
         writer.fold()
         for times in range(60):
-            writes = Interrupted(times)
-            monkeypatch.setattr(storage, "os", _Os(writes))
-            try:
+            with monkeypatch.context() as patch, contextlib.suppress(OSError):
+                patch.setattr(storage, "os", interrupted := Interrupted(times))
                 writer.memory.flush()
-            except OSError:
-                finished = False
-            else:
-                finished = True
-            monkeypatch.undo()
             fresh = reader.open_path(f"{flight_dir}/{born.name}")
-            shown = [_exact_steps(view, states) for view in (follower.read(), fresh.read(final=True))]
+            shown = [exact_steps(view, states) for view in (follower.read(), fresh.read(final=True))]
             assert last <= shown[0] <= shown[1]
             last = shown[1]
             fresh.close()
-            if finished:
+            if interrupted.left >= 0:
                 break
         assert last == number
     assert follower.rejected == 0
@@ -113,7 +100,8 @@ def test_killed_in_the_middle_of_a_flush_the_file_is_what_it_was_or_newer(
     writer.memory.detach()
 
 
-def _exact_steps(view: reader.View, states: list[flights.Values]) -> int:
+def exact_steps(view: reader.View, states: list[flights.Values]) -> int:
+    """The steps of a view, which is the state after as many."""
     steps = flights.whole(flights.value(view, catalog.STEPS))
     assert flights.values(view, folded=True) == states[steps]
     return steps
