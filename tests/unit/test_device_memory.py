@@ -74,7 +74,7 @@ def test_a_device_in_use_is_listed_with_what_it_may_take() -> None:
     """The other one is not; half of the memory was set to be this process's. Asking would initialise CUDA before it is."""
     module = Cuda()
     module.started = False
-    assert used_devices(module) == module.asked == []
+    assert (used_devices(module), module.asked) == ([], [])
     module.started = True
     assert used_devices(module) == [
         DeviceMemory("cuda:0", 3 * GIB, 6 * GIB, 3 * GIB + 512, MIB, 5 * GIB, TOTAL // 2, retries=0, ooms=0)

@@ -112,8 +112,9 @@ def test_a_type_without_a_norm_is_copied_a_part_at_a_time(dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", [*EASY, *ODD], ids=str)
 def test_elements_that_are_not_finite_are_counted_without_a_copy(dtype: torch.dtype) -> None:
     """A byte for each of eight million elements at a time (and their float32 where the type has no comparison)."""
+    tensor = of(dtype, 100, MILLION)
     with Allocations() as seen:
-        count = count_nonfinite(of(dtype, 100, MILLION))
+        count = count_nonfinite(tensor)
     assert (count.dtype, count.shape) == (torch.int64, ())
     assert seen.largest <= (4 if dtype.itemsize == 1 else 1) << 23
 
