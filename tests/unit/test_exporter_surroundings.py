@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -27,14 +26,20 @@ EVERYWHERE = [Address("::", 10960)]
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A name for the file."""
-    return tmp_path / "torchobs-node-1.json"
+    """A name for the file, in a directory that is made later."""
+    return tmp_path / "later" / "torchobs-node-1.json"
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> TargetFile:
-    """One whose machine is called node-1."""
-    return TargetFile(str(tmp_path / "torchobs-%h.json"), "node-1")
+def file(path: Path) -> TargetFile:
+    """One whose machine is called node-1; what cannot be written is a problem until it can."""
+    made = TargetFile(str(path.with_name("torchobs-%h.json")), "node-1")
+    made.update(EVERYWHERE, "/metrics", tls=False)
+    assert made.problem == f"--web.file-sd {path}: No such file or directory"
+    path.parent.mkdir()
+    made.update(EVERYWHERE, "/metrics", tls=False)
+    assert not made.problem
+    return made
 
 
 def test_an_address_that_was_chosen_is_said_as_it_is(file: TargetFile, path: Path) -> None:
@@ -48,7 +53,6 @@ def test_an_address_that_was_chosen_is_said_as_it_is(file: TargetFile, path: Pat
 
 def test_it_is_written_when_it_changes_and_removed_at_the_end(file: TargetFile, path: Path) -> None:
     """Prometheus reads it again whenever it is touched; an exporter without a port is no target."""
-    file.update(EVERYWHERE, "/metrics", tls=False)
     before = path.stat()
     file.update(EVERYWHERE, "/metrics", tls=False)
     assert path.stat() == before
@@ -61,7 +65,6 @@ def test_it_is_written_when_it_changes_and_removed_at_the_end(file: TargetFile, 
 
 def test_another_s_file_is_not_removed(file: TargetFile, path: Path) -> None:
     """A successor has written its own meanwhile."""
-    file.update(EVERYWHERE, "/metrics", tls=False)
     other = path.with_name("other")
     other.write_text("[]")
     other.replace(path)
@@ -69,51 +72,10 @@ def test_another_s_file_is_not_removed(file: TargetFile, path: Path) -> None:
     assert path.read_text() == "[]"
 
 
-def test_what_cannot_be_written_is_a_problem_until_it_can(tmp_path: Path) -> None:
-    """The directory may come later."""
-    path = tmp_path / "later" / "x.json"
-    file = TargetFile(str(path), "node-1")
-    file.update(EVERYWHERE, "/metrics", tls=False)
-    assert file.problem == f"--web.file-sd {path}: No such file or directory"
-    path.parent.mkdir()
-    file.update(EVERYWHERE, "/metrics", tls=False)
-    assert not file.problem
-    assert path.exists()
-
-
-Bind = Callable[[Path], UnixSocket]
-
-
-@pytest.fixture
-def bind() -> Iterator[Bind]:
-    """Listen on a path until the test ends."""
-    made: list[UnixSocket] = []
-
-    def listen(path: Path) -> UnixSocket:
-        made.append(bind_unix(path))
-        return made[-1]
-
-    yield listen
-    for one in made:
-        one.close()
-
-
-@pytest.fixture
-def name(flight_dir: Path) -> Path:
-    """A name for a socket."""
-    return flight_dir / "exporter.sock"
-
-
-def connect(path: Path) -> socket.socket:
-    """A connection to what listens there."""
-    connected = socket.socket(socket.AF_UNIX)
-    connected.connect(str(path))
-    return connected
-
-
 def answers(path: Path, listening: UnixSocket) -> bool:
     """Whether that path leads to that socket."""
-    with connect(path):
+    with socket.socket(socket.AF_UNIX) as connected:
+        connected.connect(str(path))
         listening.settimeout(0)
         try:
             listening.accept()[0].close()
@@ -122,23 +84,22 @@ def answers(path: Path, listening: UnixSocket) -> bool:
         return True
 
 
-def test_what_nobody_listens_on_any_more_is_replaced(bind: Bind, name: Path) -> None:
-    """A killed exporter leaves its socket behind."""
-    bind(name).close()
+def test_a_successor_s_socket_keeps_its_name_in_whatever_order(flight_dir: Path) -> None:
+    """Who leaves gives its name up while it listens still; a killed exporter leaves it behind, and it is replaced."""
+    name = flight_dir / "exporter.sock"
+    bind_unix(name).close()
     assert name.is_socket()
-    assert answers(name, bind(name))
-
-
-def test_a_successor_keeps_its_name_in_whatever_order(bind: Bind, name: Path) -> None:
-    """Who leaves gives its name up while it listens still; what has the name by then is not removed."""
-    old = bind(name)
+    old = bind_unix(name)
+    assert answers(name, old)
     with pytest.raises(OSError, match="another process listens there"):
         bind_unix(name)
     old.remove()
     assert not name.exists()
-    new = bind(name)
+    new = bind_unix(name)
     old.remove()
     assert answers(name, new)
+    old.close()
+    new.close()
 
 
 def record(message: str, *arguments: object, level: int = logging.WARNING) -> logging.LogRecord:
@@ -152,11 +113,8 @@ def test_a_line_of_logfmt() -> None:
     """Time in UTC, level, source, message; quoted where it has to be."""
     line = LogFormatter("logfmt").format(record("cannot listen on %s", ":80"))
     assert line == 'time=2023-11-14T22:13:20.250Z level=warn source=torchobs.ranks.scanner msg="cannot listen on :80"'
-    assert (
-        LogFormatter("logfmt")
-        .format(record("ready", level=logging.INFO))
-        .endswith("level=info source=torchobs.ranks.scanner msg=ready")
-    )
+    line = LogFormatter("logfmt").format(record("ready", level=logging.INFO))
+    assert line.endswith("level=info source=torchobs.ranks.scanner msg=ready")
 
 
 @pytest.mark.parametrize("text", ['a"b', "a\nb level=error", "a=b", "\x1b[31m", ""])
@@ -199,11 +157,11 @@ def test_a_pod_without_a_rank_says_so_after_two_minutes_or_at_its_end(caplog: py
     assert list(early.advice) == [NO_RANK]
 
 
-@pytest.mark.parametrize(("interval_s", "is_short"), [(15.0, False), (30.0, False), (31.0, True), (60.0, True)])
-def test_a_grace_that_does_not_last_for_a_scrape_is_named(interval_s: float, is_short: bool) -> None:  # noqa: FBT001  # the table's column
+def test_a_grace_that_does_not_last_for_a_scrape_is_named() -> None:
     """The interval, the timeout and 5 s; a gap while Prometheus was restarted is no interval."""
-    pod, scrapers = PodAdvice(ExporterConfig(drain_timeout_s=40.0)), ScrapeTracker(lambda _: True)
-    for at_s in (0.0, interval_s, 2 * interval_s, 2 * interval_s + 200.0):
-        scrapers.note(("10.0.0.1", 4000), "Prometheus/3", 1, at_s, timeout_s=10.0)
-    pod.look(WITH_RANK, scrapers, 2 * interval_s + 201.0)
-    assert ["the pod's grace of 45 s is too short" in words for words in pod.advice] == [True] * is_short
+    for interval_s, is_short in ((15.0, False), (30.0, False), (31.0, True), (60.0, True)):
+        pod, scrapers = PodAdvice(ExporterConfig(drain_timeout_s=40.0)), ScrapeTracker(lambda _: True)
+        for at_s in (0.0, interval_s, 2 * interval_s, 2 * interval_s + 200.0):
+            scrapers.note(("10.0.0.1", 4000), "Prometheus/3", 1, at_s, timeout_s=10.0)
+        pod.look(WITH_RANK, scrapers, 2 * interval_s + 201.0)
+        assert ["the pod's grace of 45 s is too short" in words for words in pod.advice] == [True] * is_short
