@@ -9,19 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from torchobs.detect.growth import (
-    FAST_FORESIGHT,
-    LEAST,
-    MOST,
-    YOUNG,
-    FastWindow,
-    Growth,
-    MemoryHistory,
-    MemoryPoint,
-    grows,
-    soonest,
-    time_to_limit_s,
-)
+from torchobs.detect import growth
+from torchobs.detect.growth import LEAST, MOST, YOUNG, FastWindow, Growth, MemoryPoint, grows, soonest, time_to_limit_s
 
 MIB = 1024**2
 GIB = 1024**3
@@ -49,33 +38,29 @@ def test_a_leak_is_measured_in_bytes_a_step_and_a_second() -> None:
     assert found.seconds == 310.0
 
 
-@pytest.mark.parametrize(
-    ("name", "used"),
-    [
-        ("constant", lambda _: 4.0 * GIB),
-        ("shrinking", lambda index: 4.0 * GIB - index * 20 * MIB),
-        ("exponential warm-up", lambda index: 4 * GIB - GIB * math.exp(-index / 10)),
-        ("logarithmic warm-up", lambda index: 3 * GIB + 300 * MIB * math.log(index + 1)),
-        ("one leap", lambda index: 4 * GIB + 2 * GIB * (index > 30)),
-        ("a saw's teeth", lambda index: 4 * GIB + (index % 12) * 100 * MIB),
-        ("small change", lambda index: 400 * MIB + index * 0.1 * MIB),
-        ("what has just begun", lambda index: 4 * GIB + max(0, index - 32) * 20 * MIB),
-    ],
-)
-@pytest.mark.parametrize("count", [LEAST, 36, MOST])
-def test_what_is_no_leak(name: str, used: Callable[[int], float], count: int) -> None:
-    """It is not sustained, so no limit is foretold, however near."""
-    found = grows(course(used, count))
-    assert found is not None, name
-    assert not found.sustained, name
-    assert time_to_limit_s(found, MIB) is None
+Courses = dict[str, Callable[[int], float]]
+NO_LEAKS: Courses = {
+    "constant": lambda _: 4.0 * GIB,
+    "shrinking": lambda index: 4.0 * GIB - index * 20 * MIB,
+    "exponential warm-up": lambda index: 4 * GIB - GIB * math.exp(-index / 10),
+    "logarithmic warm-up": lambda index: 3 * GIB + 300 * MIB * math.log(index + 1),
+    "one leap": lambda index: 4 * GIB + 2 * GIB * (index > 30),
+    "a saw's teeth": lambda index: 4 * GIB + (index % 12) * 100 * MIB,
+    "small change": lambda index: 400 * MIB + index * 0.1 * MIB,
+    "what has just begun": lambda index: 4 * GIB + max(0, index - 32) * 20 * MIB,
+}
 
 
-def test_noise_alone_is_no_leak() -> None:
-    """Of 1,000 runs that only fluctuate, hardly one is called a leak."""
+def test_what_is_no_leak() -> None:
+    """It is not sustained, so no limit is foretold, however near; of 1,000 runs that only fluctuate, hardly one is a leak."""
+    for name, used in NO_LEAKS.items():
+        for count in (LEAST, 36, MOST):
+            one = grows(course(used, count))
+            assert one is not None, name
+            assert (one.sustained, time_to_limit_s(one, MIB)) == (False, None), name
     jitter = noise(100 * MIB)
     found = [grows(course(lambda _: 2 * GIB + jitter())) for _ in range(1000)]
-    assert sum(growth is not None and growth.sustained for growth in found) <= 2
+    assert sum(one is not None and one.sustained for one in found) <= 2
 
 
 def test_the_limit_is_foretold_by_a_straight_line() -> None:
@@ -94,7 +79,7 @@ def test_the_limit_is_foretold_by_a_straight_line() -> None:
 
 def test_a_fast_leak_that_begins_late_is_seen_at_once() -> None:
     """After a day without growth, four minutes of a leak are enough, by the recent points."""
-    history = MemoryHistory()
+    history = growth.MemoryHistory()
     for index in range(8640 + LEAST):
         history.add(MemoryPoint(index * 100, index * 10.0, 4 * GIB + max(0, index - 8640) * 100 * MIB))
     whole, recent = history.growths()
@@ -129,32 +114,25 @@ def test_who_dies_within_four_minutes_is_told_of_before(death_s: int, steps_a_se
     assert foretold == pytest.approx(death_s - first, rel=0.25)
 
 
-@pytest.mark.parametrize(
-    ("name", "used"),
-    [
-        ("a data set that is cached, and fits", lambda second: 4 * GIB + min(second, 40) * 0.6 * GIB),
-        ("arenas that fill ever more slowly", lambda second: 60 * GIB - 50 * GIB * math.exp(-second / 8)),
-        ("a logarithm", lambda second: 30 * GIB + 5 * GIB * math.log1p(second)),
-        ("a leap", lambda second: 33 * GIB + 29 * GIB * (second >= 30)),
-        ("a saw's teeth, as evaluations make them", lambda second: 50 * GIB + (second % 20) * 0.6 * GIB),
-        ("nearly full, and steady", lambda _: 63.5 * GIB),
-        ("a slow leak, which is another's to tell", lambda second: 40 * GIB + second * 0.02 * GIB),
-    ],
-)
-def test_what_is_no_fast_leak(name: str, used: Callable[[int], float]) -> None:
-    """However fast it is for a while, and however near the limit."""
-    assert verdicts(used) == [], name
+NO_FAST_LEAKS: Courses = {
+    "a data set that is cached, and fits": lambda second: 4 * GIB + min(second, 40) * 0.6 * GIB,
+    "arenas that fill ever more slowly": lambda second: 60 * GIB - 50 * GIB * math.exp(-second / 8),
+    "a logarithm": lambda second: 30 * GIB + 5 * GIB * math.log1p(second),
+    "a leap": lambda second: 33 * GIB + 29 * GIB * (second >= 30),
+    "a saw's teeth, as evaluations make them": lambda second: 50 * GIB + (second % 20) * 0.6 * GIB,
+    "nearly full, and steady": lambda _: 63.5 * GIB,
+    "a slow leak, which is another's to tell": lambda second: 40 * GIB + second * 0.02 * GIB,
+}
 
 
-def test_a_nearly_full_machine_whose_use_fluctuates_is_hardly_ever_called_so() -> None:
-    """An hour at 95 % where activations of 2 GiB come and go: no more than one second in a thousand has a verdict."""
+def test_what_is_no_fast_leak() -> None:
+    """However fast it is for a while, and however near the limit; nor, hardly ever, an hour at 95 % that fluctuates.
+
+    Growth without steps is not training's: a model that is loaded, a program that is compiled.
+    """
+    assert [name for name, used in NO_FAST_LEAKS.items() if verdicts(used)] == []
     generator = random.Random(3)
-    found = verdicts(lambda _: 60 * GIB + generator.uniform(0, 2) * GIB, seconds=3600)
-    assert len(found) <= 4
-
-
-def test_growth_without_steps_is_not_training_s() -> None:
-    """A model that is loaded, a program that is compiled: nothing is told before the steps go on."""
+    assert len(verdicts(lambda _: 60 * GIB + generator.uniform(0, 2) * GIB, seconds=3600)) <= 4
     assert verdicts(lambda second: 30 * GIB + second * 0.5 * GIB, steps_a_second=0.02) == []
 
 
@@ -164,10 +142,10 @@ def test_another_model_begins_with_a_ramp_of_its_own() -> None:
     for tenth in range(MOST * 10):
         level = 32 * GIB + tenth * 0.05 * GIB
         window.see(MemoryPoint(tenth, tenth / 10, level), LIMIT - level, LIMIT)
-    growth = window.growth
-    assert growth is not None
-    assert growth.per_second == pytest.approx(0.5 * GIB, rel=0.1)
-    assert growth.seconds * FAST_FORESIGHT == pytest.approx(155, rel=0.1)
+    grown = window.growth
+    assert grown is not None
+    assert grown.per_second == pytest.approx(0.5 * GIB, rel=0.1)
+    assert grown.seconds * growth.FAST_FORESIGHT == pytest.approx(155, rel=0.1)
     window.begin()
     assert window.growth is None
     assert not window.see(MemoryPoint(10_000, 1000.0, LIMIT - 1), 1.0, LIMIT)
@@ -201,18 +179,17 @@ def test_a_leak_of_a_short_run_is_told_of_if_minutes_are_left(rate: float, limit
     assert begins(leak(2.0, 2 * MIB), rate=2.0, limit=limit, caching=False) == -1, "a few steps are no trend"
 
 
-@pytest.mark.parametrize(
-    ("name", "used"),
-    [
-        ("arenas that fill ever more slowly", lambda second: 5 * GIB - 3 * GIB * math.exp(-second / 8)),
-        ("more slowly", lambda second: 5 * GIB - 3 * GIB * math.exp(-second / 20)),
-        ("a logarithm", lambda second: 2 * GIB + GIB * math.log1p(second)),
-        ("a root", lambda second: 2 * GIB + GIB / 2 * math.sqrt(second)),
-        ("a leap", lambda second: 2 * GIB + 3 * GIB * (second > 8)),
-        ("a saw's teeth", lambda second: 2 * GIB + (second % 10) * 0.1 * GIB),
-        ("a ramp of some seconds", lambda second: 2 * GIB + min(second, 8) * 0.3 * GIB),
-    ],
-)
-def test_what_a_young_run_does_is_no_leak(name: str, used: Callable[[int], float]) -> None:
+YOUNG_RUNS: Courses = {
+    "arenas that fill ever more slowly": lambda second: 5 * GIB - 3 * GIB * math.exp(-second / 8),
+    "more slowly": lambda second: 5 * GIB - 3 * GIB * math.exp(-second / 20),
+    "a logarithm": lambda second: 2 * GIB + GIB * math.log1p(second),
+    "a root": lambda second: 2 * GIB + GIB / 2 * math.sqrt(second),
+    "a leap": lambda second: 2 * GIB + 3 * GIB * (second > 8),
+    "a saw's teeth": lambda second: 2 * GIB + (second % 10) * 0.1 * GIB,
+    "a ramp of some seconds": lambda second: 2 * GIB + min(second, 8) * 0.3 * GIB,
+}
+
+
+def test_what_a_young_run_does_is_no_leak() -> None:
     """Near the limit, at a hundred steps a second."""
-    assert begins(used, 23, 100.0, caching=False) == -1, name
+    assert {begins(used, 23, 100.0, caching=False) for used in YOUNG_RUNS.values()} == {-1}

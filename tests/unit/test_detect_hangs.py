@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from dataclasses import replace
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,24 +14,7 @@ from tests.diagnosis_files import START_S, fact, facts, row, steps
 from torchobs import catalog
 from torchobs.catalog import SECONDS_BOUNDS
 from torchobs.detect import hangs
-from torchobs.detect.hangs import (
-    PATIENT_PHASES,
-    Absence,
-    CollectiveTimeout,
-    Durations,
-    GroupProgress,
-    Position,
-    Standstill,
-    Surplus,
-    absent,
-    blamed,
-    early_limit_s,
-    inserted,
-    mismatched,
-    parse_timeout,
-    standstill,
-    surplus,
-)
+from torchobs.detect.hangs import PATIENT_PHASES, Absence, CollectiveTimeout, Durations, GroupProgress, Position, Standstill
 from torchobs.diagnosis import endings, health
 from torchobs.diagnosis.endings import compare
 from torchobs.flight.reader import Distribution
@@ -39,6 +23,8 @@ from torchobs.ranks.snapshot import Readings
 from torchobs.ranks.state import hang_timeout_s
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torchobs.ranks.rank_view import RankView
 
 
@@ -56,32 +42,25 @@ def among(others: Position, count: int, **odd: Position) -> dict[str, Position]:
     return {str(rank): odd.get(f"r{rank}", others) for rank in range(count)}
 
 
-@pytest.mark.parametrize("count", [2, 8, 64])
-@pytest.mark.parametrize(
-    ("odd", "why"),
-    [
+def test_the_rank_that_is_not_in_the_collective_is_named() -> None:
+    """All the others wait in backward of step 11; or in forward, where FSDP gathers weights, for one in its backward."""
+    for odd, why in (
         (at(10, "forward"), hangs.ELSEWHERE),
         (at(10, "data"), hangs.FETCHING),
         (at(11, "forward"), hangs.ELSEWHERE),  # it has left a collective out, and went on
         (at(10, "evaluation", "alive"), hangs.ASIDE_OF_TRAINING),
         (at(10, "backward", "unresponsive"), hangs.SILENT),
         (at(10, None, "finished"), hangs.ENDED),
-    ],
-)
-def test_the_rank_that_is_not_in_the_collective_is_named(count: int, odd: Position, why: str) -> None:
-    """All the others wait in backward of step 11."""
-    found = blamed(among(at(10, "backward"), count, r1=odd))
-    assert {name: one.why for name, one in found.items()} == {"1": why}
+    ):
+        for count in (2, 8, 64):
+            found = hangs.blamed(among(at(10, "backward"), count, r1=odd))
+            assert {name: one.why for name, one in found.items()} == {"1": why}
+    assert set(hangs.blamed(among(at(10, "forward"), 64, r5=at(9, "backward")))) == {"5"}
 
 
-def test_the_minority_is_named_where_collectives_are_in_forward() -> None:
-    """FSDP gathers weights there: 63 ranks wait for the one that is still in its backward."""
-    assert set(blamed(among(at(10, "forward"), 64, r5=at(9, "backward")))) == {"5"}
-
-
-@pytest.mark.parametrize(
-    "ranks",
-    [
+def test_nobody_is_named_without_evidence() -> None:
+    """A single rank, all at one place, no rank that hangs, an unknown phase, stacks of some only."""
+    for ranks in (
         {"0": at(10, "backward")},
         among(at(10, "backward"), 8),
         among(at(10, "backward", "alive"), 8, r1=at(10, "data", "alive")),
@@ -89,11 +68,8 @@ def test_the_minority_is_named_where_collectives_are_in_forward() -> None:
         among(at(10, "backward", frames=WAITS), 8, r1=at(10, "backward")),
         among(at(10, "data"), 8),
         {},
-    ],
-)
-def test_nobody_is_named_without_evidence(ranks: dict[str, Position]) -> None:
-    """A single rank, all at one place, no rank that hangs, an unknown phase, stacks of some only."""
-    assert blamed(ranks) == {}
+    ):
+        assert hangs.blamed(ranks) == {}
 
 
 def test_whoever_is_named_is_never_everybody() -> None:
@@ -101,21 +77,12 @@ def test_whoever_is_named_is_never_everybody() -> None:
     made = random.Random(5)
     phases = [*("data", "forward", "backward", "optimizer", "other", "evaluation", "idle"), None]
     states = ["hung", "hung", "hung", "alive", "unresponsive", "finished", "lost"]
+    choices: tuple[Sequence[Any], ...] = ([9, 10, None], phases, states, [(), WAITS, SLEEPS])
     for _ in range(20_000):
         count = made.choice([2, 3, 8])
-        ranks = {
-            str(rank): at(
-                made.choice([9, 10, None]), made.choice(phases), made.choice(states), made.choice([(), WAITS, SLEEPS])
-            )
-            for rank in range(count)
-        }
-        found = blamed(ranks)
+        ranks = {str(rank): at(*[made.choice(choice) for choice in choices]) for rank in range(count)}
+        found = hangs.blamed(ranks)
         assert set(found) < set(ranks) or not found
-
-
-def limit_s(durations_s: list[float], survived: int = 0) -> float:
-    """Of a run whose steps took so long."""
-    return early_limit_s(counts(durations_s), SECONDS_BOUNDS, max(durations_s, default=0.0), survived)
 
 
 def counts(durations_s: list[float]) -> list[int]:
@@ -130,7 +97,7 @@ def test_long_steps_have_several_times_their_own() -> None:
     """Earlier than a rank is called hung, and never within a usual step."""
     for usual_s in (2.0, 7.0, 30.0, 400.0):
         durations_s = [usual_s] * 300
-        found_s = limit_s(durations_s)
+        found_s = hangs.early_limit_s(counts(durations_s), SECONDS_BOUNDS, usual_s, 0)
         of_hang_s = hang_timeout_s(Distribution(tuple(counts(durations_s)), sum(durations_s), usual_s, usual_s), SECONDS_BOUNDS)
         assert 5 * usual_s <= found_s <= of_hang_s / 3.9 + 10
 
@@ -138,14 +105,14 @@ def test_long_steps_have_several_times_their_own() -> None:
 def still(durations_s: list[float], quiet_s: float, phase: str = "other", age_s: float | None = None) -> Standstill | None:
     """The verdict on a run whose steps took so long, so many seconds after its last sign of one."""
     known = Durations(counts(durations_s), SECONDS_BOUNDS, max(durations_s))
-    return standstill(quiet_s if age_s is None else age_s, quiet_s, phase, sorted(durations_s)[len(durations_s) // 2], known)
+    return hangs.standstill(quiet_s if age_s is None else age_s, quiet_s, phase, median_high(durations_s), known)
 
 
 def test_a_rank_stands_still_after_twenty_usual_steps_and_ten_seconds() -> None:
     """With the time since its last step, and what is usual."""
-    for usual_s, limit in ((0.02, 10.0), (0.4, 10.0)):
-        assert still([usual_s] * 300, limit - 0.1) is None
-        assert still([usual_s] * 300, limit + 0.1) == Standstill(limit + 0.1, usual_s)
+    for usual_s in (0.02, 0.4):
+        assert still([usual_s] * 300, 9.9) is None
+        assert still([usual_s] * 300, 10.1) == Standstill(10.1, usual_s)
     assert still([0.02] * 300, 12.0, age_s=60.0) == Standstill(60.0, 0.02)
 
 
@@ -153,7 +120,7 @@ def test_what_takes_its_time_does_not_stand_still() -> None:
     """An evaluation, a checkpoint, a compilation, code after the loop; nor a rank that has only just begun the next step."""
     assert all(still([0.02] * 300, 600.0, phase) is None for phase in PATIENT_PHASES)
     assert still([0.02] * 300, 1.0, age_s=600.0) is None
-    assert standstill(600.0, 600.0, "other", None, Durations()) is None
+    assert hangs.standstill(600.0, 600.0, "other", None, Durations()) is None
 
 
 def test_a_pause_that_a_run_has_made_before_is_its_habit() -> None:
@@ -174,21 +141,11 @@ def ranks(*progress: GroupProgress, group: str = "default") -> dict[str, dict[st
 
 
 ABSENT = {
-    "one of eight": (
-        ranks(*[AWAY if rank == 3 else WAITING for rank in range(8)]),
-        {"3": ("default", 413, "all_reduce", 412, 7)},
-    ),
-    "several": (
-        ranks(WAITING, AWAY, WAITING, AWAY),
-        dict.fromkeys("13", ("default", 413, "all_reduce", 412, 2)),
-    ),
+    "one of eight": (ranks(*[WAITING] * 3, AWAY, *[WAITING] * 4), {"3": ("default", 413, "all_reduce", 412, 7)}),
+    "several": (ranks(WAITING, AWAY, WAITING, AWAY), dict.fromkeys("13", ("default", 413, "all_reduce", 412, 2))),
     "0 waits for 1, and 1 in another group for 2": (
-        {
-            "0": {"tp:1": WAITING},
-            "1": {"tp:1": AWAY, "dp:2": GroupProgress(8, 7, 60.0, "all_gather")},
-            "2": {"dp:2": GroupProgress(7, 7, 0.0)},
-        },
-        {"2": ("dp:2", 8, "all_gather", 7, 1)},
+        {"0": {"tp:1": WAITING}, "1": {"tp:1": AWAY, "dp:2": WAITING}, "2": {"dp:2": AWAY}},
+        {"2": ("dp:2", 413, "all_reduce", 412, 1)},
     ),
     "all came": (ranks(WAITING, WAITING, WAITING), {}),
     "a circle": ({"0": {"a": WAITING, "b": AWAY}, "1": {"a": AWAY, "b": WAITING}}, {}),
@@ -200,7 +157,7 @@ ABSENT = {
 def test_who_did_not_come_to_a_collective(name: str) -> None:
     """Promise: a rank that waits nowhere and has called fewer than what others wait in; group by group."""
     progress, expected = ABSENT[name]
-    assert absent(progress) == {rank: Absence(*one) for rank, one in expected.items()}
+    assert hangs.absent(progress) == {rank: Absence(*one) for rank, one in expected.items()}
 
 
 UNEVEN = WAITING._replace(operation="all_to_all")
@@ -221,7 +178,7 @@ def test_who_waits_in_another_operation(
     progress: tuple[GroupProgress, ...], kinds: dict[tuple[str, float | None], str]
 ) -> None:
     """Of the same number, or of another size where sizes have to be equal; not of what may be uneven, or is unknown."""
-    found = mismatched(ranks(*progress))
+    found = hangs.mismatched(ranks(*progress))
     assert [one.kinds for one in found] == ([{kind: tuple(names) for kind, names in kinds.items()}] if kinds else [])
     assert all((one.group, one.number) == ("default", 413) for one in found)
 
@@ -229,8 +186,8 @@ def test_who_waits_in_another_operation(
 def test_ranks_that_called_different_numbers_are_told_apart_by_group() -> None:
     """The most calls first; a group in which all called the same, or of one rank here, has no difference."""
     called = {"0": {"default": 207, "tp:1": 9}, "1": {"default": 206, "tp:1": 9}, "2": {"default": 207, "dp:2": 4}, "3": {}}
-    assert surplus(called) == [Surplus("default", {207: ("0", "2"), 206: ("1",)})]
-    assert surplus({}) == []
+    assert hangs.surplus(called) == [hangs.Surplus("default", {207: ("0", "2"), 206: ("1",)})]
+    assert hangs.surplus({}) == []
 
 
 def calls(*texts: str, first: int = 1) -> dict[int, str]:
@@ -239,19 +196,20 @@ def calls(*texts: str, first: int = 1) -> dict[int, str]:
 
 
 def test_the_calls_that_one_rank_made_more_are_those_between_equal_ones() -> None:
-    """A barrier in one rank's branch shifts all that follow; a second rank's lines before and behind it are the same."""
-    one, other = calls("step", "step", "save", "finish"), calls("step", "step", "finish")
-    assert inserted(one, other) == ("save",)
-    assert inserted(calls("step", "step", "finish"), calls("step", "step")) == ("finish",)
-    assert inserted(calls("step", "a", "b", "finish"), calls("step", "finish")) == ("a", "b")
+    """A barrier in one rank's branch shifts all that follow; a second rank's lines before and behind it are the same.
 
-
-def test_calls_that_do_not_align_show_nothing() -> None:
-    """Lines that differ by rank, windows without a common beginning, and none at all."""
-    assert inserted(calls("rank 0", "x", "finish"), calls("rank 1", "finish")) == ()
-    assert inserted(calls("step", "save", "other", "finish"), calls("step", "more", "finish")) == ()
-    assert inserted(calls("save", "finish", first=9), calls("step", "finish", first=7)) == ()
-    assert inserted(calls("step"), calls("step")) == inserted({}, {}) == inserted(calls("step"), {}) == ()
+    Nothing is shown of lines that differ by rank, of windows without a common beginning, and of none at all.
+    """
+    for one, other, more in (
+        (calls("step", "step", "save", "finish"), calls("step", "step", "finish"), ("save",)),
+        (calls("step", "step", "finish"), calls("step", "step"), ("finish",)),
+        (calls("step", "a", "b", "finish"), calls("step", "finish"), ("a", "b")),
+        (calls("rank 0", "x", "finish"), calls("rank 1", "finish"), ()),
+        (calls("step", "save", "other", "finish"), calls("step", "more", "finish"), ()),
+        (calls("save", "finish", first=9), calls("step", "finish", first=7), ()),
+        *((calls("step"), calls("step"), ()), ({}, {}, ()), (calls("step"), {}, ())),
+    ):
+        assert hangs.inserted(one, other) == more
 
 
 def hung(name: str, progress: GroupProgress) -> RankView:
@@ -288,27 +246,26 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("message", MESSAGES)
-def test_messages_of_torch(message: str) -> None:
+def test_messages_of_torch() -> None:
     """Numbers alone are taken."""
-    assert parse_timeout(message) == MESSAGES[message]
+    assert {message: hangs.parse_timeout(message) for message in MESSAGES} == MESSAGES
 
 
 END_S = 24.0
 IN_BACKWARD = "torch/autograd/graph.py:979 in _engine_run_backward"
 
 
-def rank(number: int, *, gave_up: bool = False, seconds: float = END_S, **given: Any) -> RankView:
+def timeout(location: str) -> Any:
+    """A timeout that was raised there."""
+    at = {"exception__type": "builtins.RuntimeError", "location": location}
+    return fact(catalog.EVENT_EXCEPTION, END_S, 201, timeout="collective", timeout_s=4.0, **at)
+
+
+def rank(number: int, *, gave_up: bool = False, **given: Any) -> RankView:
     """One of a run's ranks after 201 steps, ended by a timeout in backward, or by a launcher."""
-    attributes = {
-        "exception__type": "builtins.RuntimeError",
-        "location": IN_BACKWARD,
-        "timeout": "collective",
-        "timeout_s": 4.0,
-    }
-    fields: dict[str, Any] = {"state": "failed", "reason": "terminated", "phase": "other", "last_s": START_S + seconds}
+    fields: dict[str, Any] = {"state": "failed", "reason": "terminated", "phase": "other", "last_s": START_S + END_S}
     if gave_up:
-        fields |= {"reason": "exception", "events": [fact(catalog.EVENT_EXCEPTION, seconds, 201, **attributes)]}
+        fields |= {"reason": "exception", "events": [timeout(IN_BACKWARD)]}
     return facts(steps(201), resource={"rank": number, "world_size": 8}, **{**fields, **given})
 
 
@@ -330,7 +287,8 @@ def test_the_one_of_many_that_is_elsewhere() -> None:
 
 def test_ranks_that_all_gave_up_waited_for_each_other() -> None:
     """In different places; or in the same, of which it cannot be told."""
-    apart = rank(0, gave_up=True), rank(1, gave_up=True, events=[timeout_elsewhere()], phase="forward")
+    at_barrier = timeout("torch/distributed/distributed_c10d.py:4 in barrier")
+    apart = rank(0, gave_up=True), rank(1, gave_up=True, events=[at_barrier], phase="forward")
     assert told(*apart) == (
         "A collective timed out after 4 s on ranks 0 and 1. They waited for each other: rank 0 in backward of step 202 and"
         " rank 1 in forward of step 202."
@@ -374,9 +332,3 @@ def test_ranks_in_one_place_are_told_apart_by_their_counts_alone() -> None:
     apart = [counted(replace(waits, rank="0-g0"), 9), counted(replace(other, rank="1-g1"), 7)]  # default groups of their own
     assert not endings.awaited_at_timeout(apart)
     assert "more than" not in told(*apart)
-
-
-def timeout_elsewhere() -> Any:
-    """A timeout that was raised outside of backward."""
-    at = {"exception__type": "builtins.RuntimeError", "location": "torch/distributed/distributed_c10d.py:4 in barrier"}
-    return fact(catalog.EVENT_EXCEPTION, END_S, 201, timeout="collective", timeout_s=4.0, **at)

@@ -7,17 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from torchobs.detect import learning
 from torchobs.detect.disagreement import LEAST_STEPS, differing
-from torchobs.detect.learning import (
-    LASTING_SAMPLES,
-    LASTING_STEPS,
-    WITHIN_ONE,
-    LayerSample,
-    Recompiles,
-    StuckLayerDetector,
-    StuckLayers,
-    leading,
-)
+from torchobs.detect.learning import LASTING_SAMPLES, LASTING_STEPS, LayerSample, Recompiles, StuckLayerDetector, StuckLayers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,10 +42,8 @@ def test_what_is_lost_or_unfed_is_told_with_the_layers_before_it() -> None:
 @pytest.mark.parametrize("seen", [LOST, UNFED])
 def test_it_has_to_last(seen: LayerSample) -> None:
     """Three looks and a hundred steps, without one between them in which the layer moves."""
-    layers = {"a": seen, "b": USUAL}
-    assert judged(lambda _: layers, looks=LASTING_SAMPLES - 1, every=1000) == NOTHING
-    assert judged(lambda _: layers, looks=20, every=LASTING_STEPS // 20) == NOTHING
-    assert judged(lambda _: layers, looks=LASTING_SAMPLES, every=LASTING_STEPS // 2).all == ("a",)
+    for looks, every, names in ((LASTING_SAMPLES - 1, 1000, ()), (20, LASTING_STEPS // 20, ()), (LASTING_SAMPLES, 50, ("a",))):
+        assert judged(lambda _: {"a": seen, "b": USUAL}, looks, every).all == names
     assert judged(lambda look: {"a": USUAL if look == 4 else seen, "b": USUAL}) == NOTHING
 
 
@@ -102,7 +92,7 @@ def test_gradients_that_are_zero_by_chance_are_no_finding(share: float) -> None:
     names, whole = [f"expert{number}" for number in range(10)], 0
     for step in range(75_000):
         zeros = [chance.random() < share for _ in names]
-        first = leading(zeros)
+        first = learning.leading(zeros)
         whole = whole if first else step
         if step % 25 == 0:
             layers = {
@@ -112,16 +102,11 @@ def test_gradients_that_are_zero_by_chance_are_no_finding(share: float) -> None:
             assert judge.judge(step, layers, whole) == NOTHING
 
 
-def test_three_are_usual_and_the_fourth_is_told() -> None:
+def test_three_recompilations_are_usual_and_the_fourth_is_told_once_a_minute() -> None:
     """The usual ones: a size that becomes dynamic, evaluation, a second dtype."""
     recompiles = Recompiles()
-    assert [recompiles.note("forward", float(now), now) for now in range(4)] == [0, 0, 0, 4]
-
-
-def test_a_storm_is_told_once_a_minute() -> None:
-    """While it goes on."""
-    recompiles = Recompiles()
     told = [recompiles.note("forward", float(now), now) for now in range(0, 130, 2)]
+    assert told[:4] == [0, 0, 0, 4]
     assert [count for count in told if count] == [4, 34, 64]
 
 
@@ -129,7 +114,7 @@ def test_those_of_one_step_are_no_storm_unless_torch_gives_up() -> None:
     """One for each kind of parameter, in an optimizer's first step: the remedy for a storm is none for it."""
     recompiles = Recompiles()
     assert not any(recompiles.note("single_param_adam", float(now), now // 5) for now in range(6))
-    assert recompiles.note("single_param_adam", 6.0, 1) == WITHIN_ONE
+    assert recompiles.note("single_param_adam", 6.0, 1) == learning.WITHIN_ONE
 
 
 def norms(ranks: int, steps: int = 40, **odd: float) -> dict[str, dict[int, float]]:
@@ -142,15 +127,11 @@ def norms(ranks: int, steps: int = 40, **odd: float) -> dict[str, dict[int, floa
     }
 
 
-@pytest.mark.parametrize("ranks", [3, 8, 64])
-def test_the_rank_that_differs_is_named(ranks: int) -> None:
-    """By a fiftieth or by orders of magnitude."""
-    assert differing(norms(ranks, r1=1.02)) == ("1",)
-    assert differing(norms(ranks, r2=1e-3)) == ("2",)
-
-
-def test_of_two_that_differ_neither_is_the_odd_one() -> None:
-    """All are named where no majority agrees."""
+def test_the_rank_that_differs_is_named() -> None:
+    """By a fiftieth or by orders of magnitude; all are named where no majority agrees."""
+    for ranks in (3, 8, 64):
+        assert differing(norms(ranks, r1=1.02)) == ("1",)
+        assert differing(norms(ranks, r2=1e-3)) == ("2",)
     assert differing(norms(2, r1=2.0)) == ("0", "1")
     assert differing(norms(4, r2=2.0, r3=2.0)) == ("0", "1", "2", "3")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from math import exp, inf
 from typing import TYPE_CHECKING
@@ -9,22 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from torchobs.catalog import LATE_PHASES, PHASES
-from torchobs.detect.speed import (
-    BEGINS,
-    ENDS,
-    LEAST_SEEN,
-    LEAST_STEPS,
-    WINDOW_S,
-    DataCounters,
-    Spent,
-    Starvation,
-    alike_interval,
-    compare,
-    slow_from,
-    slowed_from,
-    slowness,
-    taken,
-)
+from torchobs.detect import speed
+from torchobs.detect.speed import BEGINS, ENDS, LEAST_STEPS, WINDOW_S, DataCounters, Spent, Starvation, compare, slowed_from
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,9 +19,9 @@ if TYPE_CHECKING:
 
 def test_from_where_a_step_is_slow() -> None:
     """Three times the median, which a few slow ones do not move; not of 1 ms that another thread held up, nor at first."""
-    assert slow_from([0.1] * 60 + [50.0] * 4) == pytest.approx(0.3)
-    assert slow_from([0.001] * 64) == pytest.approx(0.006)
-    assert slow_from([0.1] * (LEAST_SEEN - 1)) == inf
+    assert speed.slow_from([0.1] * 60 + [50.0] * 4) == pytest.approx(0.3)
+    assert speed.slow_from([0.001] * 64) == pytest.approx(0.006)
+    assert speed.slow_from([0.1] * (speed.LEAST_SEEN - 1)) == inf
 
 
 def test_steps_have_become_slow_when_they_are_so_for_ten_seconds() -> None:
@@ -87,23 +74,21 @@ LENGTHS = ((0.001, 4), (0.002, 8), (0.005, 20), (0.012, 50), (0.02, 60), (0.03, 
 """Seconds a step, and seconds of training."""
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("number", range(len(LENGTHS)))
-def test_no_healthy_run_has_become_slow_wherever_it_ends(number: int, seed: int) -> None:
+def test_no_healthy_run_has_become_slow_wherever_it_ends(number: int) -> None:
     """Each run is judged as if it had ended after its hundredth, two hundredth, three hundredth … step."""
-    for workers in (False, True):
+    for seed, workers in itertools.product(range(3), (False, True)):
         steps = list(durations(*LENGTHS[number], seed, workers=workers))
         assert [end for end in range(100, len(steps), 100) if slowed_from(steps[:end]) is not None] == []
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("number", range(3, len(LENGTHS)))
-def test_a_run_that_slows_down_at_its_end_is_found_on_a_busy_machine(number: int, seed: int) -> None:
+def test_a_run_that_slows_down_at_its_end_is_found_on_a_busy_machine() -> None:
     """With steps five times as long. A run of twenty seconds has not the thirty to compare with."""
-    steps = list(durations(*LENGTHS[number], seed, slow=5.0))
-    begin = slowed_from(steps)
-    assert begin is not None
-    assert sum(steps[:begin]) > 0.6 * LENGTHS[number][1]
+    for (step_s, seconds), seed in itertools.product(LENGTHS[3:], range(3)):
+        steps = list(durations(step_s, seconds, seed, slow=5.0))
+        begin = slowed_from(steps)
+        assert begin is not None
+        assert sum(steps[:begin]) > 0.6 * seconds
 
 
 FAST = (0.01, 0.15, 0.69, 0.10, 0.05, 0.0)
@@ -145,19 +130,17 @@ def test_the_slow_rank_is_named_or_nobody(late: int, waiting: int, ranks: int) -
         assert last.factor == 1.0
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_forward_and_between_are_one_while_some_ranks_know_no_better(ranks: int) -> None:
+def test_forward_and_between_are_one_while_some_ranks_know_no_better() -> None:
     """The same loop, and one of its ranks has no forward stamps yet, or has them already."""
-    between, split = (0.0, 0.0, 0.3, 0.1, 0.05, 0.6), (0.0, 0.4, 0.3, 0.1, 0.25, 0.0)
-    for one, others in ((between, split), (split, between)):
+    both = (0.0, 0.0, 0.3, 0.1, 0.05, 0.6), (0.0, 0.4, 0.3, 0.1, 0.25, 0.0)
+    for ranks, (one, others) in itertools.product((2, 3, 8), (both, both[::-1])):
         found = compare({str(rank): others if rank else one for rank in range(ranks)})
         assert [rank.factor for rank in found.values()] == pytest.approx([1.0] * ranks)
 
 
-@pytest.mark.parametrize("slow", [1, 4])
-def test_half_of_the_ranks_are_slow_in_data_alone(slow: int) -> None:
+def test_half_of_the_ranks_are_slow_in_data_alone() -> None:
     """In other phases the one half may as well wait for the other."""
-    for phase in (0, 4):
+    for phase, slow in itertools.product((0, 4), (1, 4)):
         late = list(FAST)
         late[phase] += 0.3
         late[2] -= 0.3
@@ -165,28 +148,20 @@ def test_half_of_the_ranks_are_slow_in_data_alone(slow: int) -> None:
         assert [found[str(rank)].factor > 1.2 for rank in range(2 * slow)] == [phase == 0] * slow + [False] * slow
 
 
-def test_a_rank_for_which_nobody_waits_is_not_slow() -> None:
-    """A rank that takes twice as long in everything, while its peers go on."""
-    found = compare(fleet(4, r1=tuple(2 * value for value in FAST)))
-    assert {one.factor for one in found.values()} == {1.0}
+def test_who_waits_for_nobody_or_for_a_peer_s_evaluation_is_not_slow() -> None:
+    """Twice as long in everything, while its peers go on; wherever others wait: an evaluation or a save is in no phase."""
+    found = [compare(fleet(4, r1=tuple(2 * value for value in FAST)))]
+    for ranks, waiting in itertools.product((2, 3, 8), range(5)):
+        waits = [value + 20.0 * (phase == waiting) for phase, value in enumerate(FAST)]
+        found.append(compare({str(rank): tuple(waits) for rank in range(1, ranks)} | {"0": FAST}))
+    assert {one.factor for compared in found for one in compared.values()} == {1.0}
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("waiting", range(5))
-def test_who_waits_for_a_peer_s_evaluation_is_not_slow(waiting: int, ranks: int) -> None:
-    """Wherever in the step the others wait; it is in no phase, nor is a save or a compilation."""
-    waits = list(FAST)
-    waits[waiting] += 20.0
-    found = compare({str(rank): tuple(waits) for rank in range(1, ranks)} | {"0": FAST})
-    assert {one.factor for one in found.values()} == {1.0}
-
-
-@pytest.mark.parametrize(("steps", "is_slow"), [(39, False), (200, True)])
-def test_a_fraction_of_a_second_makes_no_rank_slow(steps: int, is_slow: bool) -> None:  # noqa: FBT001  # parametrized
+def test_a_fraction_of_a_second_makes_no_rank_slow() -> None:
     """One wait of a quarter of a second for data in 39 steps; and the same mean over more of them."""
     usual, late = (0.002, 0.0, 0.0125, 0.001, 0.0, 0.0), (0.0085, 0.0, 0.006, 0.001, 0.0, 0.0)
-    found = slowness({"0": Spent(steps, late), "1": Spent(steps, usual)})
-    assert found["0"].is_slow is is_slow
+    for steps, is_slow in ((39, False), (200, True)):
+        assert speed.slowness({"0": Spent(steps, late), "1": Spent(steps, usual)})["0"].is_slow is is_slow
 
 
 def verdicts(*shares: float, steps: int = 100) -> list[bool]:
@@ -201,13 +176,9 @@ def verdicts(*shares: float, steps: int = 100) -> list[bool]:
     return found
 
 
-def test_a_loader_that_keeps_up_is_quiet() -> None:
-    """A tenth of waiting is none to call anybody for."""
-    assert verdicts(0.0, 0.01, 0.1, BEGINS - 0.01) == [False] * 4
-
-
 def test_a_fifth_of_waiting_is_starvation_until_it_is_half_of_that() -> None:
-    """What varies around the limit is one finding."""
+    """A tenth is none to call anybody for; what varies around the limit is one finding."""
+    assert verdicts(0.0, 0.01, 0.1, BEGINS - 0.01) == [False] * 4
     assert verdicts(BEGINS + 0.01, BEGINS - 0.05, BEGINS + 0.05, ENDS + 0.01, ENDS - 0.01, ENDS + 0.05) == [
         True, True, True, True, False, False,
     ]  # fmt: skip
@@ -219,32 +190,24 @@ def test_few_fetches_tell_nothing() -> None:
     assert verdicts(0.9, 0.9, steps=LEAST_STEPS // 2 + 1) == [True]
 
 
-def test_less_than_a_minute_tells_nothing() -> None:
-    """The start of an epoch's workers is a part of a minute, and not all there is."""
-    judge = Starvation()
-    judge.judge(DataCounters(0.0, 0, 0.0, 0.0))
+def test_less_than_a_minute_or_a_minute_of_little_training_tells_nothing() -> None:
+    """The start of an epoch's workers is a part of a minute; a rank that hangs after its first steps waits for no data."""
+    judge, hangs = Starvation(), Starvation()
+    for one in (judge, hangs):
+        one.judge(DataCounters(0.0, 0, 0.0, 0.0))
     assert not judge.judge(DataCounters(WINDOW_S / 2, 1000, 30.0, 30.0))
     assert judge.judge(DataCounters(WINDOW_S, 2000, 31.0, 60.0))
     assert (judge.starved, judge.share) == (True, 31 / 60)
-
-
-def test_a_minute_in_which_little_was_trained_tells_nothing() -> None:
-    """A rank that hangs after its first steps waits for no data."""
-    judge = Starvation()
-    judge.judge(DataCounters(0.0, 0, 0.0, 0.0))
-    assert not judge.judge(DataCounters(WINDOW_S, 149, 0.1, 0.3))
-    assert not judge.starved
-
-
-FORWARD, FETCHING, BETWEEN, BACKWARD, AFTER, STEPPING = 400, 30, 10, 800, 5, 55
+    assert not hangs.judge(DataCounters(WINDOW_S, 149, 0.1, 0.3))
+    assert not hangs.starved
 
 
 def test_ranks_that_measure_differently_take_the_same() -> None:
     """What the slower samples less often, the faster samples as well; the first powers of two come in any case."""
-    mine, other = alike_interval(0.0101, 10.0), alike_interval(0.0097, 10.0)
+    mine, other = speed.alike_interval(0.0101, 10.0), speed.alike_interval(0.0097, 10.0)
     assert mine != other
-    fewer, more = (set(taken(range(100_000), one)) for one in sorted((mine, other), reverse=True))
+    fewer, more = (set(speed.taken(range(100_000), one)) for one in sorted((mine, other), reverse=True))
     assert fewer < more
     assert {1, 2, 4, 8, 512} <= fewer
     assert len([number for number in fewer if number > max(mine, other)]) >= 47
-    assert taken(range(-3, 1), 1) == []
+    assert speed.taken(range(-3, 1), 1) == []

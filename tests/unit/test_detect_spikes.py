@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import random
 from math import exp, inf, isfinite, log, nan, sqrt
 from random import Random
@@ -12,31 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchobs.detect.spikes import (
-    CALM,
-    HEALTHY,
-    LEAST_EXPLOSIONS,
-    LEAST_LOSS_SPIKES,
-    SETTLED,
-    START,
-    WARM_UP,
-    BlownLayer,
-    Bursts,
-    Divergence,
-    LastAnomaly,
-    UsualValues,
-    blown_layer,
-    healthy_steps,
-    judge,
-    leaves_start,
-    skewed_reach,
-)
+from torchobs.detect import spikes
+from torchobs.detect.spikes import CALM, HEALTHY, SETTLED, WARM_UP, BlownLayer, LastAnomaly, blown_layer, healthy_steps, judge
 from torchobs.flight.fold import fold
 from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.totals import SIZE, Anomaly, Totals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 Baseline = tuple[float, float, int]
 FRESH: Baseline = (0.0, 0.0, 0)
@@ -49,7 +32,7 @@ def feed(
     verdicts = []
     for value in values:
         is_spike, mean, variance, seen = judge(value, *baseline, least_excess)
-        is_spike = is_spike and (not skewed or value - baseline[0] > skewed_reach(baseline[0], baseline[1]))
+        is_spike = is_spike and (not skewed or value - baseline[0] > spikes.skewed_reach(baseline[0], baseline[1]))
         baseline = (mean, variance, seen)
         verdicts.append(is_spike)
     return verdicts, baseline
@@ -134,28 +117,26 @@ def early(values: list[float]) -> list[bool]:
     """Which of a run's first values are orders of magnitude above how it began, as the fold asks."""
     start, verdicts = 0.0, []
     for seen, value in enumerate(values):
-        verdicts.append(leaves_start(value, start, seen))
-        if seen < START and not verdicts[-1]:
+        verdicts.append(spikes.leaves_start(value, start, seen))
+        if seen < spikes.START and not verdicts[-1]:
             start = max(start, abs(value))
     return verdicts
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        [1e6 * 0.5**n for n in range(20)],
-        [1e6, 3.0, 900.0, 2.0, 2500.0, 1.0],
-        [1e-7, 1e-5, 1e-3, 0.1, 1.0, 10.0, 100.0],
-        [0.01 * (-1) ** n for n in range(20)],
-        [11.0, 10.5, 9.8, 14.0, 8.0, 30.0, 7.5],
-        [0.0] * 10 + [500.0] * 10,
-        [0.5, 3.0, 900.0, 1.0, 1500.0, 12.0],
-    ],
-    ids=["falling", "falling and tailed", "a head of zeros", "around zero", "a language model", "a reward at last", "critic"],
-)
-def test_a_healthy_start_is_none(values: list[float]) -> None:
+STARTS: dict[str, list[float]] = {
+    "falling": [1e6 * 0.5**n for n in range(20)],
+    "falling and tailed": [1e6, 3.0, 900.0, 2.0, 2500.0, 1.0],
+    "a head of zeros": [1e-7, 1e-5, 1e-3, 0.1, 1.0, 10.0, 100.0],
+    "around zero": [0.01 * (-1) ** n for n in range(20)],
+    "a language model": [11.0, 10.5, 9.8, 14.0, 8.0, 30.0, 7.5],
+    "a reward at last": [0.0] * 10 + [500.0] * 10,
+    "critic": [0.5, 3.0, 900.0, 1.0, 1500.0, 12.0],
+}
+
+
+def test_a_healthy_start_is_none() -> None:
     """Losses fall from large values, grow from nothing, cross zero, and differ a thousandfold in reinforcement learning."""
-    assert not any(early(values))
+    assert [name for name, values in STARTS.items() if any(early(values))] == []
 
 
 LEAST_NORM = log(8.0)
@@ -163,13 +144,13 @@ LEAST_NORM = log(8.0)
 
 def losses_told(values: list[float], *, learns: bool = True) -> list[int]:
     """Which of them are spikes."""
-    baseline = UsualValues()
+    baseline = spikes.UsualValues()
     return [index for index, value in enumerate(values) if baseline.judge(value, learns=learns)]
 
 
 def norms_told(values: list[float]) -> list[int]:
     """The same of gradient norms."""
-    mean, variance, seen, bursts, told = 0.0, 0.0, 0, Bursts(), list[int]()
+    mean, variance, seen, bursts, told = 0.0, 0.0, 0, spikes.Bursts(), list[int]()
     for index, value in enumerate(values):
         likely = bursts.peak + log(2.0)
         spike, mean, variance, seen = judge(log(value), mean, variance, seen, LEAST_NORM)
@@ -195,51 +176,33 @@ def episodic(seed: int, steps: int = 3000) -> list[float]:
 def test_what_an_actor_critic_does_when_episodes_end(seed: int) -> None:
     """Some hundred bursts of a healthy run; fewer are told than are a finding."""
     values = episodic(seed)
-    assert len(losses_told(values)) < LEAST_LOSS_SPIKES
-    assert len(losses_told(values, learns=False)) < LEAST_LOSS_SPIKES  # as guard.Recovery, which undoes spikes
-    assert len(norms_told(values)) < LEAST_EXPLOSIONS
+    assert len(losses_told(values)) < spikes.LEAST_LOSS_SPIKES
+    assert len(losses_told(values, learns=False)) < spikes.LEAST_LOSS_SPIKES  # as guard.Recovery, which undoes spikes
+    assert len(norms_told(values)) < spikes.LEAST_EXPLOSIONS
 
 
-def ordinary(steps: int, seed: int = 1) -> list[float]:
-    """Values between the bursts."""
-    chance = random.Random(seed)
-    return [2.0 * chance.lognormvariate(0.0, 0.1) for _ in range(steps)]
-
-
-def with_bursts(steps: int, every: int, lasting: int, height: float = 60.0) -> tuple[list[float], list[int]]:
-    """Values with bursts, and where these are."""
-    values = ordinary(steps)
-    places = [at + more for at in range(100, steps - lasting, every) for more in range(lasting)]
-    for at in places:
-        values[at] = height
-    return values, places
-
-
-def test_single_bad_batches_far_apart_are_each_told() -> None:
-    """One in four hundred."""
-    values, places = with_bursts(4000, 400, 1)
-    assert losses_told(values) == norms_told(values) == places
-
-
-def test_a_burst_far_beyond_the_usual_ones_is_told() -> None:
-    """Once a hundred times as large."""
-    values, _ = with_bursts(1000, 30, 1)
+def test_single_bad_batches_far_apart_are_each_told_and_one_far_beyond_the_usual_bursts() -> None:
+    """One in four hundred; or one a hundred times as large as those of each thirty steps."""
+    chance = random.Random(1)
+    values = [2.0 * chance.lognormvariate(0.0, 0.1) for _ in range(4000)]
+    values[100::400] = [60.0] * 10
+    assert losses_told(values) == norms_told(values) == list(range(100, 4000, 400))
+    values[100:1000:30] = [60.0] * 30
     values[700] = 6000.0
-    assert losses_told(values)[-1] == norms_told(values)[-1] == 700
+    assert losses_told(values[:1000])[-1] == norms_told(values[:1000])[-1] == 700
 
 
 USUAL_NORMS = [{"a": 1.0, "b": 0.1, "c": 3.0, "big": 10.0}] * 4
 
 
 def test_the_layer_that_has_grown_most_is_named_and_not_the_largest() -> None:
-    """All have grown behind it; one that grew by more in a hair's breadth of the whole is no cause."""
+    """All have grown behind it; one that grew by more in a hair's breadth of the whole is no cause.
+
+    Of layers that have grown together the last is named: from there a gradient is carried back to all layers before.
+    """
     found = blown_layer({"a": 90.0, "b": 80.0, "c": 60.0, "big": 100.0}, USUAL_NORMS)
     assert found == BlownLayer("b", 80.0, 0.1)
     assert blown_layer({"a": 90.0, "b": 12.0, "c": 3.0, "big": 100.0}, USUAL_NORMS) == BlownLayer("a", 90.0, 1.0)
-
-
-def test_of_layers_that_have_grown_together_the_last_is_named() -> None:
-    """From where a gradient blows up it is carried back to all layers before, of which one has grown most by chance."""
     before = [{"stem": 1.0, "first": 2.0, "second": 0.1, "third": 1.0, "head": 5.0}] * 4
     found = blown_layer({"stem": 1300.0, "first": 1700.0, "second": 400.0, "third": 1.5, "head": 9.0}, before)
     assert found == BlownLayer("second", 400.0, 0.1)
@@ -247,16 +210,14 @@ def test_of_layers_that_have_grown_together_the_last_is_named() -> None:
 
 def test_nothing_is_named_without_growth_or_a_past() -> None:
     """A loss that leaps with the gradients of always, a first step, a layer that is new, values that are not finite."""
-    assert blown_layer(USUAL_NORMS[0], USUAL_NORMS) is None
-    assert blown_layer({"a": 90.0}, USUAL_NORMS[:2]) is None
-    assert blown_layer({"new": 90.0, "a": 1.0}, USUAL_NORMS) is None
-    assert blown_layer({"a": inf, "b": nan}, USUAL_NORMS) is None
-    assert blown_layer({}, []) is None
+    for norms in (USUAL_NORMS[0], {"new": 90.0, "a": 1.0}, {"a": inf, "b": nan}):
+        assert blown_layer(norms, USUAL_NORMS) is None
+    assert blown_layer({"a": 90.0}, USUAL_NORMS[:2]) is blown_layer({}, []) is None
 
 
 def first_told(losses: Iterable[float]) -> int | None:
     """The number of the loss at which it is told."""
-    divergence = Divergence()
+    divergence = spikes.Divergence()
     return next((number for number, loss in enumerate(losses, 1) if divergence.add(loss)), None)
 
 
@@ -284,38 +245,34 @@ HEALTHY_LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", HEALTHY_LOSSES)
-def test_healthy_courses_are_not_told(name: str) -> None:
+def test_healthy_courses_are_not_told() -> None:
     """What a training does that goes well, of whatever kind."""
-    assert first_told(HEALTHY_LOSSES[name]) is None
+    assert {name: first_told(losses) for name, losses in HEALTHY_LOSSES.items()} == dict.fromkeys(HEALTHY_LOSSES)
 
 
-NAN = math.nan
 LOSSES = dict.fromkeys(range(1, 201), 1.0)
 NORMS = dict.fromkeys(range(1, 201, 10), 2.0)
 
 
-@pytest.mark.parametrize("kind", ["nonfinite_loss", "nonfinite_gradient", "loss_spike", "gradient_explosion", "diverged"])
-def test_fifty_steps_must_have_passed(kind: str) -> None:
+def test_fifty_steps_must_have_passed() -> None:
     """Since the last anomaly; then their number is what is said."""
-    for step, healthy in ((100, 100), (200 - HEALTHY, HEALTHY), (201 - HEALTHY, 0)):
-        assert healthy_steps(kind, 1, LastAnomaly(step, 1.0, 1), LOSSES, NORMS) == healthy
+    for kind in ("nonfinite_loss", "nonfinite_gradient", "loss_spike", "gradient_explosion", "diverged"):
+        for step, healthy in ((100, 100), (200 - HEALTHY, HEALTHY), (201 - HEALTHY, 0)):
+            assert healthy_steps(kind, 1, LastAnomaly(step, 1.0, 1), LOSSES, NORMS) == healthy
 
 
-@pytest.mark.parametrize(
-    ("kind", "losses", "norms"),
-    [
-        ("nonfinite_loss", {}, {}),
-        ("nonfinite_loss", {**LOSSES, 160: NAN}, NORMS),
-        ("nonfinite_gradient", LOSSES, {**NORMS, 161: math.inf}),
-        ("loss_spike", dict.fromkeys(range(1, 201), 1.3), NORMS),
-        ("gradient_explosion", LOSSES, dict.fromkeys(range(1, 201, 10), 20.0)),
-        ("gradient_vanishing", LOSSES, dict.fromkeys(range(1, 201, 10), 0.005)),
-    ],
-)
-def test_what_is_not_proven_is_not_past(kind: str, losses: dict[int, float], norms: dict[int, float]) -> None:
+def test_what_is_not_proven_is_not_past() -> None:
     """No values since, one that is not finite, or a level that stays far from the usual one."""
-    assert healthy_steps(kind, 1, LastAnomaly(100, 1.0, 1), losses, norms) == 0
+    unproven: list[tuple[str, dict[int, float], dict[int, float]]] = [
+        ("nonfinite_loss", {}, {}),
+        ("nonfinite_loss", {**LOSSES, 160: nan}, NORMS),
+        ("nonfinite_gradient", LOSSES, {**NORMS, 161: inf}),
+        ("loss_spike", dict.fromkeys(LOSSES, 1.3), NORMS),
+        ("gradient_explosion", LOSSES, dict.fromkeys(NORMS, 20.0)),
+        ("gradient_vanishing", LOSSES, dict.fromkeys(NORMS, 0.005)),
+    ]
+    for kind, losses, norms in unproven:
+        assert healthy_steps(kind, 1, LastAnomaly(100, 1.0, 1), losses, norms) == 0
 
 
 BEFORE, AFTER = 150, 150
@@ -323,22 +280,27 @@ NOISES = (0.01, 0.03, 0.1, 0.3)
 RATE = 1e-3
 
 
-def anomalies(
-    losses: list[float], norms: list[float] | None = None, rates: list[float] | None = None, cut: int = 64
-) -> list[Anomaly]:
-    """What the fold says of a run, whose records come in batches of ``cut``."""
-    flags = StepFlag.LOSS | StepFlag.LEARNING_RATE | (StepFlag.GRAD_NORM if norms else 0)
-    records = [
-        StepRecord(
-            number + 1, number + 1, number * 1_000_000, RecordKind.STEP, int(flags), 1, 0.001, loss,
-            norms[number] if norms else 0.0, rates[number] if rates else RATE, (0.0,) * 9, 0, 0, 1.0,
-        )
-        for number, loss in enumerate(losses)
-    ]  # fmt: skip
+def record(seq: int, step: int, flags: int, loss: float, norm: float, rate: float = RATE) -> StepRecord:
+    """One of a step, or of values that come late."""
+    kind = RecordKind.STEP if flags & StepFlag.LOSS else RecordKind.LATE
+    return StepRecord(seq, step, seq * 1_000_000, kind, flags, 1, 0.001, loss, norm, rate, (0.0,) * 9, 0, 0, 1.0)
+
+
+def found_in(records: list[StepRecord], cut: int) -> list[Anomaly]:
+    """What the fold says of records that come in batches of ``cut``."""
     totals, found = Totals(bytearray(SIZE)), list[Anomaly]()
     for begin in range(0, len(records), cut):
         fold(totals, records[begin : begin + cut], found)
     return found
+
+
+def anomalies(
+    losses: Sequence[float], norms: Sequence[float] = (), rates: Sequence[float] = (), cut: int = 64
+) -> list[Anomaly]:
+    """What the fold says of a run."""
+    flags = int(StepFlag.LOSS | StepFlag.LEARNING_RATE | (StepFlag.GRAD_NORM if norms else 0))
+    rows = zip(losses, norms or itertools.repeat(0.0), rates or itertools.repeat(RATE), strict=False)
+    return found_in([record(seq, seq, flags, *row) for seq, row in enumerate(rows, 1)], cut)
 
 
 def around(level: float, noise: float, count: int, chance: random.Random) -> list[float]:
@@ -493,13 +455,8 @@ def test_a_norm_is_explained_by_the_loss_whichever_arrives_first(
                     flags &= ~NORM  # noqa: PLW2901
                 loss = losses[step - 1] * (4.0 if 300 <= step < 300 + lasts else 1.0)
                 norm = norms[step - 1] * (20.0 if step >= since else 1.0)
-                seq = len(records) + 1
-                kind = RecordKind.STEP if flags & LOSS else RecordKind.LATE
-                records.append(StepRecord(seq, step, seq, kind, flags, 1, 0.001, loss, norm, RATE, (0.0,) * 9, 0, 0, 1.0))
-        totals, found = Totals(bytearray(SIZE)), list[Anomaly]()
-        for begin in range(0, len(records), cut):
-            fold(totals, records[begin : begin + cut], found)
-        return {anomaly.kind for anomaly in found}
+                records.append(record(len(records) + 1, step, flags, loss, norm))
+        return {anomaly.kind for anomaly in found_in(records, cut)}
 
     assert kinds(lasts=600) == set()
     assert "gradient_explosion" in kinds(lasts=0)
