@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-import pytest
-
-from torchobs.support.cgroup import (
-    Cpu,
-    Hierarchy,
-    cpu_of,
-    hierarchy,
-    memory_of,
-    pressure,
-    read,
-    tightest,
-)
+from torchobs.support.cgroup import Cpu, Hierarchy, cpu_of, hierarchy, memory_of, pressure, read, tightest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+T = TypeVar("T")
 GIB = 1024**3
 
 V2_STAT = """anon {anon}
 file {file}
-kernel 41943040
 slab_reclaimable {slab}
 slab_unreclaimable 1048576
 shmem 1048576
-inactive_anon 4096
-active_anon {anon}
 inactive_file {inactive}
 active_file {active}
-unevictable 0
 """
 V1_STAT = """cache 1
 rss 2
@@ -105,14 +91,18 @@ def v1_group(where: str, *, limit: int = 9223372036854771712, usage: int = 3 * G
     }
 
 
+def found(what: T | None) -> T:
+    """It, which must be there."""
+    assert what is not None
+    return what
+
+
 def test_v2_in_a_container_with_its_own_namespace(tmp_path: Path) -> None:
     """Docker and Kubernetes today: the path is "/", and the mount's root is the container's own group."""
     root = plant(tmp_path, v2_group("", limit=str(4 * GIB), cpu="250000 100000"))
     groups = hierarchy("0::/\n", V2_MOUNT.format(root="/"), "memory", root)
     assert groups == Hierarchy(v2=True, levels=("/sys/fs/cgroup",))
-    found = tightest(groups, root)
-    assert found is not None
-    level, memory = found
+    level, memory = found(tightest(groups, root))
     assert level == "/sys/fs/cgroup"
     assert (memory.usage, memory.working_set, memory.limit) == (3 * GIB, 2 * GIB, 4 * GIB)
     assert memory.pinned == GIB + GIB // 4  # no file pages, no reclaimable slabs
@@ -132,16 +122,11 @@ def test_v2_on_a_host_the_least_room_of_the_nested_groups_counts(tmp_path: Path)
             **v2_group("/user.slice/train.service", limit=str(4 * GIB), usage=2 * GIB, cpu="max 100000"),
         },
     )
-    groups = hierarchy("0::/user.slice/train.service\n", V2_MOUNT.format(root="/"), "memory", root)
-    assert groups is not None
+    groups = found(hierarchy("0::/user.slice/train.service\n", V2_MOUNT.format(root="/"), "memory", root))
     assert groups.levels == ("/sys/fs/cgroup/user.slice/train.service", "/sys/fs/cgroup/user.slice", "/sys/fs/cgroup")
-    found = tightest(groups, root)
-    assert found is not None
-    assert found[0] == "/sys/fs/cgroup/user.slice"
+    assert found(tightest(groups, root))[0] == "/sys/fs/cgroup/user.slice"
     assert memory_of("/sys/fs/cgroup", v2=True, root=root) is None
-    cpu = cpu_of(groups, root)
-    assert cpu is not None
-    assert cpu.limit == 1.0
+    assert found(cpu_of(groups, root)).limit == 1.0
 
 
 def test_v1_in_a_container_without_a_namespace(tmp_path: Path) -> None:
@@ -151,21 +136,17 @@ def test_v1_in_a_container_without_a_namespace(tmp_path: Path) -> None:
     membership = f"5:memory:{path}\n4:cpu,cpuacct:{path}\n1:name=systemd:{path}\n"
     groups = hierarchy(membership, V1_MOUNTS.format(root=path), "memory", root)
     assert groups == Hierarchy(v2=False, levels=("/sys/fs/cgroup/memory",))
-    found = tightest(groups, root)
-    assert found is not None
-    memory = found[1]
+    memory = found(tightest(groups, root))[1]
     assert (memory.working_set, memory.pinned, memory.limit) == (2 * GIB, 3 * GIB // 2, 4 * GIB)
     assert (memory.swap, memory.swap_limit, memory.oom_kills) == (8192, GIB, 3)
-    cpu = hierarchy(membership, V1_MOUNTS.format(root=path), "cpu", root)
-    assert cpu is not None
+    cpu = found(hierarchy(membership, V1_MOUNTS.format(root=path), "cpu", root))
     assert cpu_of(cpu, root) == Cpu(1.5, 100, 40, 2.5, 7.0)
 
 
 def test_v1_s_root_group_without_a_limit_is_the_machine_and_no_group(tmp_path: Path) -> None:
     """Its usage is everybody's."""
     root = plant(tmp_path, v1_group(""))
-    groups = hierarchy("5:memory:/\n", V1_MOUNTS.format(root="/"), "memory", root)
-    assert groups is not None
+    groups = found(hierarchy("5:memory:/\n", V1_MOUNTS.format(root="/"), "memory", root))
     assert tightest(groups, root) is None
 
 
@@ -178,13 +159,10 @@ def test_a_hybrid_system_has_memory_where_v1_has_it_and_pressure_where_v2_is(tmp
     }
     root = plant(tmp_path, files)
     membership, mounts = "5:memory:/job\n4:cpu,cpuacct:/job\n0::/job\n", V1_MOUNTS.format(root="/") + UNIFIED
-    assert hierarchy(membership, mounts, "memory", root) == Hierarchy(
-        v2=False, levels=("/sys/fs/cgroup/memory/job", "/sys/fs/cgroup/memory")
-    )
-    unified = hierarchy(membership, mounts, "", root)
-    assert unified is not None
-    assert unified.v2
-    assert unified.levels[0] == "/sys/fs/cgroup/unified/job"
+    levels = ("/sys/fs/cgroup/memory/job", "/sys/fs/cgroup/memory")
+    assert hierarchy(membership, mounts, "memory", root) == Hierarchy(v2=False, levels=levels)
+    unified = found(hierarchy(membership, mounts, "", root))
+    assert (unified.v2, unified.levels[0]) == (True, "/sys/fs/cgroup/unified/job")
 
 
 def test_a_path_outside_of_the_namespace_is_not_followed(tmp_path: Path) -> None:
@@ -194,16 +172,9 @@ def test_a_path_outside_of_the_namespace_is_not_followed(tmp_path: Path) -> None
     assert groups == Hierarchy(v2=True, levels=("/sys/fs/cgroup",))
 
 
-@pytest.mark.parametrize(
-    ("membership", "mounts"),
-    [
-        ("", ""),
-        ("0::/\n", ""),
-        ("", V2_MOUNT.format(root="/")),
-        ("nonsense", "nonsense - cgroup2"),
-        ("0::/\n", "1 2 3 - ext4 a b"),
-    ],
-)
-def test_no_cgroup_at_all(tmp_path: Path, membership: str, mounts: str) -> None:
+def test_no_cgroup_at_all(tmp_path: Path) -> None:
     """No mount, no membership, or neither is readable."""
-    assert hierarchy(membership, mounts, "memory", str(tmp_path)) is None
+    for membership in ("", "0::/\n", "nonsense"):
+        for mounts in ("", V2_MOUNT.format(root="/"), "nonsense - cgroup2", "1 2 3 - ext4 a b"):
+            if (membership, mounts) != ("0::/\n", V2_MOUNT.format(root="/")):
+                assert hierarchy(membership, mounts, "memory", str(tmp_path)) is None
