@@ -82,13 +82,11 @@ class Browser:
         return tab
 
     def close_tabs(self) -> None:
-        """Close all pages and forget what they have stored."""
         while self._contexts:
             self.call("Target.disposeBrowserContext", {"browserContextId": self._contexts.pop()})
         self._tabs.clear()
 
     def call(self, method: str, params: Mapping[str, object] | None = None, session: str | None = None) -> dict[str, Any]:
-        """Send a command and return its result."""
         number = next(self._numbers)
         answer = self._answers[number] = queue.Queue()
         message = {"id": number, "method": method, "params": params or {}, **({"sessionId": session} if session else {})}
@@ -122,7 +120,6 @@ class Tab:
         self.requests: list[str] = []
 
     def call(self, method: str, params: Mapping[str, object] | None = None) -> dict[str, Any]:
-        """Send a command to this page."""
         return self._browser.call(method, params, self._session)
 
     def heard(self, method: str, params: Mapping[str, Any]) -> None:
@@ -139,7 +136,6 @@ class Tab:
             self.requests.append(params["request"]["url"])
 
     def go(self, url: str) -> None:
-        """Load a page."""
         loader = self.call("Page.navigate", {"url": url})["loaderId"]
         wait_until(lambda: loader in self._loaded, _TIMEOUT_S)  # itself, not the empty page before it
 
@@ -156,7 +152,6 @@ class Tab:
             self.call("Input.dispatchKeyEvent", {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code})
 
     def resize(self, width: int, height: int) -> None:
-        """Give the window a size in CSS pixels."""
         self.call(
             "Emulation.setDeviceMetricsOverride", {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         )

@@ -49,12 +49,7 @@ def variables(dashboard: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 # What Grafana puts in place of its variables; the exact values matter to no test.
 CHOICES = ("cluster", "namespace", "job_name", "run_id", "rank", "layer", "instance")
-VARIABLES = {
-    "$__rate_interval": "1m",
-    "$__interval": "15s",
-    "$__range": "1h",
-    **{f"${choice}": ".*" for choice in CHOICES},
-}
+VARIABLES = {"$__rate_interval": "1m", "$__interval": "15s", "$__range": "1h", **{f"${choice}": ".*" for choice in CHOICES}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +139,10 @@ class Answers:
         self._prometheus, self._began_s, self._chosen = prometheus, began_s, chosen
         self._dashboards = shipped()
 
-    def panel(self, run: str, uid: str, title: str, number: int = 0) -> list[Series]:
-        """The series of one query of a panel."""
+    def panel(self, run: str, uid: str, title: str) -> list[Series]:
+        """The series of a panel's first query."""
         found = [target["expr"] for panel, target in targets(self._dashboards[uid]) if panel["title"] == title]
-        return self._ask(found[number], run)
+        return self._ask(found[0], run)
 
     def unexplained(self, run: str, uids: Collection[str] = ()) -> Iterator[str]:
         """Dashboard, panel and legend of the queries without data whose panel does not say when it is empty.
@@ -163,7 +158,5 @@ class Answers:
         query = filled(expr, rate_interval="10s", range="2m", interval="1s")
         for label, value in {**self._chosen, "run_id": run}.items():
             query = query.replace(f'{label}=~".*"', f'{label}=~"{value}"')
-        now_s = (
-            time.time()
-        )  # the last point: counted from the beginning it would be up to a second ago, before the newest scrape
+        now_s = time.time()  # counted from the beginning the last point would be before the newest scrape
         return self._prometheus.query_range(query, now_s - math.ceil(now_s - self._began_s), now_s, "1s")

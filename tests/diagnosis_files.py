@@ -177,9 +177,9 @@ class Parsed(HTMLParser):
 class Stream:
     """A viewer's stream, inside a `with` block."""
 
-    def __init__(self, exporter: Client, query: str = "") -> None:
+    def __init__(self, exporter: Client) -> None:
         self._connection = http.client.HTTPConnection(exporter.address, timeout=10)
-        self._connection.request("GET", f"/live/stream{query}")
+        self._connection.request("GET", "/live/stream")
         self.answer = self._connection.getresponse()
 
     def __enter__(self) -> Self:
@@ -190,7 +190,6 @@ class Stream:
         self.answer.close()
 
     def next(self) -> tuple[str, dict[str, object]]:
-        """The next event's name and data."""
         lines = [self.answer.readline().decode() for _ in range(3)]
         assert lines[2] == "\n", lines
         return lines[0].removeprefix("event: ").strip(), json.loads(lines[1].removeprefix("data: "))

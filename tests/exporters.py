@@ -44,7 +44,6 @@ class Answer:
 
     @property
     def json(self) -> Any:
-        """The body, which must be JSON."""
         return json.loads(self.body)
 
 
@@ -105,7 +104,6 @@ class Client:
         return value_on(self.page(), name, **labels)
 
     def state(self, rank: str = "0") -> str:
-        """A rank's state; empty if it is not served."""
         return state_on(self.page(), rank)
 
 
@@ -160,11 +158,9 @@ class Program(Client):
 
     @property
     def log(self) -> str:
-        """Its standard error."""
         return self._log.read_text()
 
     def is_ready(self) -> bool:
-        """Whether it answers."""
         assert self.process.poll() is None, self.log
         try:
             return self.get("/-/ready").status == 200
@@ -205,5 +201,4 @@ class Caller:
         return reply.json
 
     def post(self, path: str, content: object = None, **headers: str) -> Answer:
-        """Give a command."""
         return self.ask("POST", path, {} if content is None else content, **headers)

@@ -58,9 +58,9 @@ class RecordingMemory(Storage):
         self.stores = []
 
 
-def header(records: int | None = None, size: int = MIN_SIZE) -> Header:
+def header(records: int | None = None) -> Header:
     """A new incarnation's header, with a step ring of that many records."""
-    made = new_header({"rank": 0}, size)
+    made = new_header({"rank": 0}, MIN_SIZE)
     if records is None:
         return made
     ring = made.regions[Region.STEPS]
@@ -126,18 +126,16 @@ def place(directory: Path, *, in_memory: bool = True) -> FlightDirectory:
 class Image:
     """A flight file that is bytes in a directory, to be written over at will."""
 
-    def __init__(self, directory: Path, of: Header, name: str = NAME) -> None:
+    def __init__(self, directory: Path, of: Header) -> None:
         self.directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        self.name, self.header = name, of
-        self.fd = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        self.name, self.header = NAME, of
+        self.fd = os.open(directory / NAME, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         self.clear()
 
     def store(self, offset: int, data: bytes) -> None:
-        """Write over a part of it."""
         os.pwrite(self.fd, data, offset)
 
     def read(self, offset: int, length: int) -> bytes:
-        """What stands there."""
         return os.pread(self.fd, length, offset)
 
     def clear(self) -> None:
@@ -147,11 +145,9 @@ class Image:
         os.pwrite(self.fd, encode_header(self.header), 0)
 
     def open(self) -> reader.FlightFile:
-        """Open it as an exporter does."""
         return reader.open_file(self.directory_fd, self.name)
 
     def close(self) -> None:
-        """Let go of it."""
         os.close(self.fd)
         os.close(self.directory_fd)
 

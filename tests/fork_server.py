@@ -47,7 +47,7 @@ PRELOADED = (
 session. The session's own module registers what it does at the end when it is imported: by the program, in the usual order."""
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _LENGTH = struct.Struct("!I")
-_PLAIN = {"preexec_fn": None, "shell": False, "gid": None, "gids": None, "uid": None, "umask": -1, "process_group": -1}
+_PLAIN = {"preexec_fn": None, "shell": False, "pass_fds": ()}
 """Arguments of `Popen._execute_child` that only a new process can have otherwise."""
 _READ_AT_THE_START = ("PYTHON", "LD_", "TORCH_LOGS", "TORCHDYNAMO", "TORCHINDUCTOR", "OMP_", "MKL_", "KMP_")
 """Variables that an interpreter or torch reads once, when it starts: other ones than the tests' own need a new interpreter."""
@@ -70,7 +70,6 @@ class _Command:
     environ: dict[str, str] = field(default_factory=dict)
     new_session: bool = False
     finalized: bool = False  # Python is to end as it always does
-    descriptors: list[int] = field(default_factory=list)  # the numbers that the child knows the given ones by
 
 
 def _understood(argv: list[str], environ: Mapping[str, str]) -> _Command | None:
@@ -122,9 +121,7 @@ class Python(subprocess.Popen[Any]):
         if not os.path.isdir(command.cwd):  # noqa: PTH112
             raise FileNotFoundError(command.cwd)
         streams = [bound[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-        held = [number if stream == -1 else stream for number, stream in enumerate(streams)]
-        command.descriptors = [0, 1, 2, *bound["pass_fds"]]
-        self.pid = _server().fork(command, [*held, *bound["pass_fds"]])
+        self.pid = _server().fork(command, [number if stream == -1 else stream for number, stream in enumerate(streams)])
         self._child_created = True
         pipes = (bound[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"))
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
@@ -176,10 +173,10 @@ def spawn(function: Callable[..., object], *arguments: str, nprocs: int) -> None
             process.kill()
 
 
-def said_by_ranks(function: Callable[..., object], directory: Path, nprocs: int = 2) -> list[Any]:
-    """Spawn ranks of a function that is given the rank and a folder; return what each has written there to `{rank}.json`."""
-    spawn(function, str(directory), nprocs=nprocs)
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(nprocs)]
+def said_by_ranks(function: Callable[..., object], directory: Path) -> list[Any]:
+    """Spawn two ranks of a function, given the rank and a folder; return what each has written there to `{rank}.json`."""
+    spawn(function, str(directory), nprocs=2)
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 class _Server:
@@ -204,7 +201,6 @@ class _Server:
                 _be_subreaper(yes=False)
 
     def end(self) -> None:
-        """Let it go."""
         self._connection.close()
         os.waitpid(self._pid, 0)
 
@@ -308,7 +304,7 @@ def _become(command: _Command, descriptors: list[int]) -> None:
     """Make this process what a new interpreter with that command line would be, and run it to its end."""
     if command.new_session:
         os.setsid()
-    _take_descriptors(descriptors, command.descriptors)
+    _take_streams(descriptors)
     os.environ.clear()
     os.environ.update(command.environ)
     os.chdir(command.cwd or "/")
@@ -359,12 +355,12 @@ def _end_without_libraries() -> None:
         libc.__cxa_atexit(libc.fflush, None, None)  # what comes last is done first
 
 
-def _take_descriptors(given: list[int], wanted: list[int]) -> None:
-    """Give the descriptors the numbers that they are wanted by."""
-    above = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, max(*wanted, *given) + 1) for one in given]
+def _take_streams(given: list[int]) -> None:
+    """Make the descriptors this process's input, output and errors."""
+    above = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, max(3, *given) + 1) for one in given]
     for one in given:
         os.close(one)
-    for one, number in zip(above, wanted, strict=True):
+    for number, one in enumerate(above):
         os.dup2(one, number, inheritable=True)
         os.close(one)
 

@@ -96,7 +96,6 @@ class EventLoop:
         return loss
 
     def run(self) -> None:
-        """All of it."""
         for event in self.events:
             if event == "b" or event[0] == "{":
                 self.backward()

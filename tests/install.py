@@ -17,18 +17,12 @@ PIP = (sys.executable, "-m", "pip")
 UV = (sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable, "--compile-bytecode")
 """Compiled at once, as pip does: where Python may write no bytecode, every process of the tests would compile torch again."""
 
-TOLD = {
-    "index-url": ("UV_INDEX_URL", " "),
-    "extra-index-url": ("UV_EXTRA_INDEX_URL", " "),
-    "find-links": ("UV_FIND_LINKS", ","),
-    "trusted-host": ("UV_INSECURE_HOST", " "),
-    "cert": ("SSL_CERT_FILE", " "),
-    "client-cert": ("SSL_CLIENT_CERT", " "),
-    "proxy": ("ALL_PROXY", " "),
-    "timeout": ("UV_HTTP_TIMEOUT", " "),
-    "default-timeout": ("UV_HTTP_TIMEOUT", " "),
-}
-"""pip's setting: the variable in which uv takes it, and what stands between its values there."""
+_PAIRS = (
+    "index-url=UV_INDEX_URL extra-index-url=UV_EXTRA_INDEX_URL trusted-host=UV_INSECURE_HOST find-links=UV_FIND_LINKS"
+    " cert=SSL_CERT_FILE client-cert=SSL_CLIENT_CERT proxy=ALL_PROXY timeout=UV_HTTP_TIMEOUT default-timeout=UV_HTTP_TIMEOUT"
+)
+TOLD = dict(pair.split("=") for pair in _PAIRS.split())
+"""pip's setting: the variable in which uv takes it."""
 
 ONLY_PIPS = frozenset(
     {
@@ -59,8 +53,7 @@ def told_to_uv(settings: Mapping[str, str]) -> dict[str, str] | None:
     # pip takes the newest version that any index has, uv by default what the first index has that knows the package
     told = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_CACHE_DIR": ".cache/uv"}
     for name, value in known.items():
-        variable, between = TOLD[name]
-        told[variable] = between.join(value.split())
+        told[TOLD[name]] = ("," if name == "find-links" else " ").join(value.split())
     return told
 
 

@@ -79,7 +79,6 @@ class Podman:
         shutil.rmtree(self.home, ignore_errors=True)
 
     def run(self, *arguments: str | Path, program: str = "podman") -> str:
-        """What it says on its output."""
         done = subprocess.run([program, *arguments], env=self.environ, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, f"{program} {arguments}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
@@ -166,13 +165,11 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 class SlurmCluster:
     """Runs inside a `with` block; all jobs are cancelled at its end."""
 
-    def __init__(self, more: Sequence[str] = (), path: str = "") -> None:
-        """`more`: further lines of slurm.conf; `path`: PATH of slurmd, and so of a Prolog."""
+    def __init__(self, more: Sequence[str] = ()) -> None:
+        """`more`: further lines of slurm.conf."""
         self.home = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: Unix sockets' names are
         self.home.chmod(0o755)  # munged insists
         self.environ = clean_environment() | {"SLURM_CONF": str(self.home / "slurm.conf")}
-        if path:
-            self.environ["PATH"] = path
         self._more = more
         self._daemons: list[subprocess.Popen[bytes]] = []
 
@@ -192,11 +189,7 @@ class SlurmCluster:
         return self.call("sbatch", "--parsable", *options, **environ).strip()
 
     def call(self, *argv: str | Path, **environ: str) -> str:
-        """Run a program of Slurm: what it has printed.
-
-        Raises:
-            subprocess.CalledProcessError: It failed.
-        """
+        """Run a program of Slurm: what it has printed."""
         done = subprocess.run(argv, env=self.environ | environ, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, (argv, done.stdout, done.stderr, self.log)
         return done.stdout
@@ -207,7 +200,6 @@ class SlurmCluster:
 
     @property
     def log(self) -> str:
-        """What the daemons have said."""
         return "".join(path.read_text(errors="replace") for path in sorted(self.home.glob("*.log")))
 
     def _start(self) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SUCCESS, UNINITIALIZED, INVALID, UNSUPPORTED, NO_PERMISSION, NOT_FOUND = 0, 1, 2, 3, 4, 6
 DRIVER_NOT_LOADED, TIMEOUT, LOST, RESET_REQUIRED = 9, 10, 15, 16
+_RESERVED = 1 << 29
 H100_UUID = "GPU-2f0a1111-0000-4000-8000-0000000000{index:02x}"
 
 
@@ -46,20 +47,25 @@ class Gpu:
     everything: int = SUCCESS
     """what every function returns for it"""
 
+    @property
+    def free(self) -> int:
+        """Bytes that are neither used nor the driver's."""
+        return self.total - self.used - _RESERVED
+
 
 def h100(index: int = 0, **more: Any) -> Gpu:
     """A full one."""
     return Gpu(H100_UUID.format(index=index), **more)
 
 
-def geforce(index: int = 0) -> Gpu:
+def geforce() -> Gpu:
     """A consumer card: no ECC, no NVLink, no energy counter, no violation counters."""
     missing = (
         "nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetNvLinkState", "nvmlDeviceGetTotalEnergyConsumption",
         "nvmlDeviceGetViolationStatus", "nvmlDeviceGetMigMode", "nvmlDeviceGetRemappedRows", "nvmlDeviceRegisterEvents",
     )  # fmt: skip
     refuses = dict.fromkeys(missing, UNSUPPORTED)
-    return Gpu(f"GPU-6efc0000-0000-4000-8000-0000000000{index:02x}", "NVIDIA GeForce GTX 1080", fields={}, refuses=refuses)
+    return Gpu("GPU-6efc0000-0000-4000-8000-000000000000", "NVIDIA GeForce GTX 1080", fields={}, refuses=refuses)
 
 
 def _put(address: int, kind: Any, value: Any) -> None:
@@ -88,7 +94,7 @@ class FakeNvml:
             setattr(self, name, ctypes.CFUNCTYPE(c_int, *argtypes)(self._exported(name)))
 
     def _exported(self, name: str) -> Callable[..., int]:
-        function = getattr(self, f"_{name}")
+        function = getattr(self, f"_{name}", None) or self._showing(name.removeprefix("nvmlDeviceGet"))
         of_device = name.startswith("nvmlDeviceGet") and name not in _WITHOUT_DEVICE
 
         def call(*arguments: Any) -> int:
@@ -105,6 +111,10 @@ class FakeNvml:
             return int(refused or function(gpu, *arguments[1:]) or SUCCESS)
 
         return call
+
+    def _showing(self, name: str) -> Callable[..., None]:
+        kind, _, value = _SHOWN[name]
+        return lambda gpu, *arguments: _put(arguments[-1], kind, value(gpu, *arguments[:-1]))
 
     def _at(self, handle: int) -> Gpu:
         return self.gpus[handle // 0x1000 - 1]
@@ -143,40 +153,6 @@ class FakeNvml:
         _put(current, c_uint, gpu.mig)
         _put(pending, c_uint, gpu.mig)
 
-    def _nvmlDeviceGetUtilizationRates(self, gpu: Gpu, out: int) -> None:
-        _put(out, pynvml.c_nvmlUtilization_t, pynvml.c_nvmlUtilization_t(*gpu.utilization))
-
-    def _nvmlDeviceGetMemoryInfo_v2(self, gpu: Gpu, out: int) -> None:
-        free = gpu.total - gpu.used - (1 << 29)
-        _put(out, pynvml.c_nvmlMemory_v2_t, pynvml.c_nvmlMemory_v2_t(0x2000028, gpu.total, 1 << 29, free, gpu.used))
-
-    def _nvmlDeviceGetPowerUsage(self, gpu: Gpu, out: int) -> None:
-        _put(out, c_uint, gpu.milliwatts)
-
-    def _nvmlDeviceGetEnforcedPowerLimit(self, _: Gpu, out: int) -> None:
-        _put(out, c_uint, 700_000)
-
-    def _nvmlDeviceGetTotalEnergyConsumption(self, gpu: Gpu, out: int) -> None:
-        _put(out, c_ulonglong, gpu.millijoules)
-
-    def _nvmlDeviceGetTemperature(self, gpu: Gpu, _: int, out: int) -> None:
-        _put(out, c_uint, gpu.degrees)
-
-    def _nvmlDeviceGetClockInfo(self, gpu: Gpu, _: int, out: int) -> None:
-        _put(out, c_uint, gpu.megahertz)
-
-    def _nvmlDeviceGetMaxClockInfo(self, _: Gpu, __: int, out: int) -> None:
-        _put(out, c_uint, 1980)
-
-    def _nvmlDeviceGetViolationStatus(self, gpu: Gpu, policy: int, out: int) -> None:
-        _put(out, pynvml.c_nvmlViolationTime_t, pynvml.c_nvmlViolationTime_t(0, gpu.violation_ns[policy]))
-
-    def _nvmlDeviceGetTotalEccErrors(self, gpu: Gpu, kind: int, _: int, out: int) -> None:
-        _put(out, c_ulonglong, gpu.ecc[kind])
-
-    def _nvmlDeviceGetPcieReplayCounter(self, gpu: Gpu, out: int) -> None:
-        _put(out, c_uint, gpu.replays)
-
     def _nvmlDeviceGetNvLinkState(self, gpu: Gpu, link: int, out: int) -> int:
         if link >= len(gpu.links):
             return INVALID
@@ -214,12 +190,25 @@ class FakeNvml:
     def _nvmlEventSetFree(self, _: int) -> None:
         self.listening.clear()
 
-    def _nvmlErrorString(self, _: int) -> None:
-        raise AssertionError("every error here has a name")
-
 
 _P, _U = c_void_p, c_uint
+_UTILIZATION, _MEMORY, _VIOLATION = pynvml.c_nvmlUtilization_t, pynvml.c_nvmlMemory_v2_t, pynvml.c_nvmlViolationTime_t
+_SHOWN: dict[str, tuple[Any, int, Callable[..., Any]]] = {
+    "UtilizationRates": (_UTILIZATION, 0, lambda gpu: _UTILIZATION(*gpu.utilization)),
+    "MemoryInfo_v2": (_MEMORY, 0, lambda gpu: _MEMORY(0x2000028, gpu.total, _RESERVED, gpu.free, gpu.used)),
+    "PowerUsage": (c_uint, 0, lambda gpu: gpu.milliwatts),
+    "EnforcedPowerLimit": (c_uint, 0, lambda _: 700_000),
+    "TotalEnergyConsumption": (c_ulonglong, 0, lambda gpu: gpu.millijoules),
+    "Temperature": (c_uint, 1, lambda gpu, _: gpu.degrees),
+    "ClockInfo": (c_uint, 1, lambda gpu, _: gpu.megahertz),
+    "MaxClockInfo": (c_uint, 1, lambda _, __: 1980),
+    "ViolationStatus": (_VIOLATION, 1, lambda gpu, policy: _VIOLATION(0, gpu.violation_ns[policy])),
+    "TotalEccErrors": (c_ulonglong, 2, lambda gpu, kind, _: gpu.ecc[kind]),
+    "PcieReplayCounter": (c_uint, 0, lambda gpu: gpu.replays),
+}
+"""What `nvmlDeviceGet…` puts at its last argument: its type, the number of arguments before it, and the value."""
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
+    **{f"nvmlDeviceGet{name}": (_P, *[_U] * more, _P) for name, (_, more, _) in _SHOWN.items()},
     "nvmlInitWithFlags": (c_uint,),
     "nvmlShutdown": (),
     "nvmlDeviceGetCount_v2": (_P,),
@@ -228,25 +217,13 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "nvmlDeviceGetUUID": (_P, _P, _U),
     "nvmlDeviceGetName": (_P, _P, _U),
     "nvmlDeviceGetMigMode": (_P, _P, _P),
-    "nvmlDeviceGetUtilizationRates": (_P, _P),
-    "nvmlDeviceGetMemoryInfo_v2": (_P, _P),
-    "nvmlDeviceGetPowerUsage": (_P, _P),
-    "nvmlDeviceGetEnforcedPowerLimit": (_P, _P),
-    "nvmlDeviceGetTotalEnergyConsumption": (_P, _P),
-    "nvmlDeviceGetTemperature": (_P, _U, _P),
-    "nvmlDeviceGetClockInfo": (_P, _U, _P),
-    "nvmlDeviceGetMaxClockInfo": (_P, _U, _P),
-    "nvmlDeviceGetViolationStatus": (_P, _U, _P),
-    "nvmlDeviceGetTotalEccErrors": (_P, _U, _U, _P),
-    "nvmlDeviceGetPcieReplayCounter": (_P, _P),
     "nvmlDeviceGetNvLinkState": (_P, _U, _P),
     "nvmlDeviceGetFieldValues": (_P, c_int, _P),
-    "nvmlDeviceGetRemappedRows": (_P, _P, _P, _P, _P),
+    "nvmlDeviceGetRemappedRows": (_P, *[_P] * 4),
     "nvmlEventSetCreate": (_P,),
     "nvmlDeviceRegisterEvents": (_P, c_ulonglong, _P),
     "nvmlEventSetWait_v2": (_P, _P, _U),
     "nvmlEventSetFree": (_P,),
-    "nvmlErrorString": (c_int,),
 }
 _WITHOUT_DEVICE = frozenset({"nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByUUID"})
 

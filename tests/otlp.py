@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from google.protobuf.json_format import ParseDict
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 
 from tests.rank_files import BORN_WALL_NS, Clock, S
 from tests.support import wait_until
@@ -55,19 +57,16 @@ class Request:
 
     @property
     def metrics(self) -> ExportMetricsServiceRequest:
-        """As metrics."""
         found: ExportMetricsServiceRequest = ExportMetricsServiceRequest.FromString(self.body)
         return found
 
     @property
     def traces(self) -> ExportTraceServiceRequest:
-        """As spans."""
         found: ExportTraceServiceRequest = ExportTraceServiceRequest.FromString(self.body)
         return found
 
     @property
     def logs(self) -> ExportLogsServiceRequest:
-        """As log records."""
         found: ExportLogsServiceRequest = ExportLogsServiceRequest.FromString(self.body)
         return found
 
@@ -114,15 +113,12 @@ class Receiver:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         return f"http{'s' if self._tls else ''}://127.0.0.1:{self._server.server_address[1]}"
 
     def of(self, path: str) -> list[Request]:
-        """What was taken at that path."""
         return [request for request in self.taken if request.path == path]
 
     def handle(self, handler: BaseHTTPRequestHandler) -> None:
-        """Take one request."""
         body = handler.rfile.read(int(handler.headers["Content-Length"]))
         if handler.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
@@ -148,15 +144,12 @@ class Fast(PushClock):
         self._scale, self._began_s = scale, time.monotonic()
 
     def now(self) -> float:
-        """Seconds since the beginning."""
         return (time.monotonic() - self._began_s) * self._scale
 
     def wall_ns(self) -> int:
-        """Unix time."""
         return BORN_WALL_NS + round(self.now() * S)
 
     def wait(self, condition: threading.Condition, seconds: float) -> None:
-        """Wait so long by this clock."""
         condition.wait(seconds / self._scale)
 
 
@@ -254,18 +247,6 @@ def listens(url: str) -> bool:
         return probe.connect_ex((host, int(port))) == 0
 
 
-def of_json(value: Mapping[str, Any]) -> Any:
-    """An AnyValue of OTLP's JSON as Python has it: 64-bit integers are text there."""
-    if not value:
-        return None
-    ((kind, inner),) = value.items()
-    if kind == "intValue":
-        return int(inner)
-    if kind == "arrayValue":
-        return [of_json(item) for item in inner.get("values", [])]
-    return pairs_of_json(inner["values"]) if kind == "kvlistValue" else inner
-
-
 def pairs_of_json(pairs: list[dict[str, Any]]) -> dict[str, Any]:
     """Attributes of OTLP's JSON."""
-    return {pair["key"]: of_json(pair["value"]) for pair in pairs}
+    return attributes(ParseDict({"attributes": pairs}, Resource()).attributes)

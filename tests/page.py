@@ -126,7 +126,6 @@ class Exporter:
 
     @property
     def number(self) -> int:
-        """The snapshot's."""
         return self._scrape.snapshot.number
 
     @property
@@ -135,15 +134,12 @@ class Exporter:
         return self._exposition.is_holding
 
     def openmetrics(self) -> str:
-        """The page in OpenMetrics."""
         return self.written(OPENMETRICS).decode()
 
     def text(self) -> str:
-        """The page in Prometheus' own format."""
         return self.written(TEXT).decode()
 
     def written(self, style: Format) -> bytes:
-        """The page in any style."""
         foreign = END.encode() if style.openmetrics else b""
         return b"".join(pieces(style, foreign, self._exposition.families(self._scrape, style, self.acknowledged)))
 
@@ -152,7 +148,6 @@ class Exporter:
         return {family.name: family for family in parse_openmetrics(self.openmetrics())}
 
     def samples(self, name: str) -> list[Sample]:
-        """The samples of that name."""
         return [sample for family in self.families().values() for sample in family.samples if sample.name == name]
 
 

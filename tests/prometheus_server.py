@@ -68,7 +68,6 @@ class Series:
 
     @property
     def value(self) -> float:
-        """The newest value."""
         return self.points[-1][1]
 
 
@@ -83,7 +82,6 @@ class Alert:
 
     @property
     def name(self) -> str:
-        """The alert's name."""
         return self.labels["alertname"]
 
 
@@ -100,9 +98,6 @@ class PrometheusServer:
         settings: More top-level sections of the configuration file, e.g. `{"otlp": {...}}`.
         arguments: More command line arguments, e.g. `"--web.enable-otlp-receiver"`.
         data: An existing TSDB directory, e.g. one made by `promtool tsdb create-blocks-from`; else an empty one.
-
-    Raises:
-        PrometheusError: On entering, if it does not become ready.
     """
 
     def __init__(
@@ -127,8 +122,8 @@ class PrometheusServer:
     def __enter__(self) -> Self:
         try:
             self._process = self._start()
-            self.address = wait_until(self._listening_on, timeout_s=30)
-            wait_until(self._is_ready, timeout_s=30)
+            self.address = wait_until(self._listening_on)
+            wait_until(self._is_ready)
         except BaseException:
             self._stop()
             raise
@@ -139,18 +134,15 @@ class PrometheusServer:
 
     @property
     def url(self) -> str:
-        """Where it listens, without a slash at the end."""
         return f"http://{self.address}"
 
     @property
     def pid(self) -> int:
-        """The process id of the running server."""
         assert self._process is not None, "not started"
         return self._process.pid
 
     @property
     def log(self) -> str:
-        """What it has logged so far."""
         return self._log.read_text(errors="replace")
 
     def query(self, expression: str, at: float | None = None) -> list[Series]:
@@ -164,11 +156,7 @@ class PrometheusServer:
         return _series(self.get("/api/v1/query_range", query=expression, **times))
 
     def value(self, expression: str) -> float:
-        """The value of an expression that gives exactly one series.
-
-        Raises:
-            PrometheusError: It gave none, or several.
-        """
+        """The value of an expression that gives exactly one series."""
         found = self.query(expression)
         if len(found) != 1:
             raise PrometheusError(f"{expression} gives {len(found)} series: {[dict(one.labels) for one in found]}")
@@ -180,17 +168,8 @@ class PrometheusServer:
         found = [Alert(one["labels"], one["annotations"], one["state"], float(one["value"])) for one in given]
         return [alert for alert in found if name in (None, alert.name)]
 
-    def targets(self) -> dict[str, str]:
-        """The health (`up`, `down`, `unknown`) of every scrape target by its address."""
-        active = self.get("/api/v1/targets", state="active")["activeTargets"]
-        return {target["discoveredLabels"]["__address__"]: target["health"] for target in active}
-
-    def wait_for_scrapes(self, number: int = 1, timeout_s: float = 30.0) -> None:
-        """Wait until every target has been scraped at least `number` more times, successfully.
-
-        Raises:
-            TimeoutError: It was not in time.
-        """
+    def wait_for_scrapes(self, number: int = 1) -> None:
+        """Wait until every target has been scraped at least `number` more times, successfully."""
         since = time.time()
         expected = sum(len(group["targets"]) for job in self.config["scrape_configs"] for group in job["static_configs"])
 
@@ -198,14 +177,10 @@ class PrometheusServer:
             found = self.query(f"up[{int(time.time() - since) + 1}s]")
             return sum(sum(up for at, up in one.points if at > since) >= number for one in found) >= expected
 
-        wait_until(scraped, timeout_s=timeout_s, interval_s=0.1)
+        wait_until(scraped, interval_s=0.1)
 
-    def wait_for_evaluation(self, timeout_s: float = 30.0) -> None:
-        """Wait until every group of rules that is evaluated as often as `interval` says has been evaluated again.
-
-        Raises:
-            TimeoutError: It was not in time.
-        """
+    def wait_for_evaluation(self) -> None:
+        """Wait until every group of rules that is evaluated as often as `interval` says has been evaluated again."""
         since = datetime.now(timezone.utc)
 
         def again() -> bool:
@@ -213,14 +188,10 @@ class PrometheusServer:
             often = min(group["interval"] for group in groups)
             return all(_time(group["lastEvaluation"]) > since for group in groups if group["interval"] == often)
 
-        wait_until(again, timeout_s=timeout_s, interval_s=0.1)
+        wait_until(again, interval_s=0.1)
 
     def get(self, path: str, **parameters: str) -> Any:
-        """The `data` of an answer of the HTTP API.
-
-        Raises:
-            PrometheusError: The API said no.
-        """
+        """The `data` of an answer of the HTTP API."""
         try:
             with DIRECT.open(f"{self.url}{path}?{urllib.parse.urlencode(parameters)}", timeout=30) as answer:
                 return json.load(answer)["data"]
@@ -244,9 +215,7 @@ class PrometheusServer:
             *self.arguments,
         ]
         with self._log.open("w") as log:
-            return subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, text=True, env=clean_environment()
-            )
+            return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True, env=clean_environment())
 
     def _listening_on(self) -> str:
         self._require_life()
@@ -314,9 +283,7 @@ TEMPLATE = "prometheus/alertmanager/default.tmpl"
 
 
 @contextmanager
-def serving(
-    handle: Callable[[BaseHTTPRequestHandler], bytes],
-) -> Iterator[str]:
+def serving(handle: Callable[[BaseHTTPRequestHandler], bytes]) -> Iterator[str]:
     """An HTTP server of this machine: its address."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -390,17 +357,10 @@ _SAMPLE = np.dtype([("head", "u1", 3), ("value", "<f8"), ("tag", "u1"), ("time",
 
 
 def write(address: str, series: Iterable[tuple[Mapping[str, str], np.ndarray[Any, Any], np.ndarray[Any, Any]]]) -> int:
-    """Write series (labels, Unix times in seconds, values), those of one series in order of time; return the number of samples.
-
-    Raises:
-        RuntimeError: Prometheus refused it; the message holds what it said.
-    """
+    """Write series (labels, Unix times in seconds, values), each in order of time; return the number of samples."""
     connection = http.client.HTTPConnection(address, timeout=60)
-    headers = {
-        "Content-Encoding": "snappy",
-        "Content-Type": "application/x-protobuf",
-        "X-Prometheus-Remote-Write-Version": "0.1.0",
-    }
+    headers = {"Content-Encoding": "snappy", "Content-Type": "application/x-protobuf"}
+    headers["X-Prometheus-Remote-Write-Version"] = "0.1.0"
     samples = 0
     for body, number in _requests(series):
         connection.request("POST", "/api/v1/write", _snappy(body), headers)

@@ -102,7 +102,6 @@ class File:
         self.beat(born_s)
 
     def beat(self, seconds: float) -> None:
-        """Set the heartbeat to a moment of the clock."""
         self.memory.word(HEADER_SIZE // 8 + Live.HEARTBEAT_NS, BORN_NS + round(seconds * S))
 
     def step(self, number: int, seconds: float, *, loss: float = 2.0, norm: float = 1.0, duration_s: float = 0.1) -> None:
@@ -129,14 +128,12 @@ class File:
         change(value)
 
     def save(self) -> File:
-        """Write the file, over what it was."""
         self.writer.publish()
         with self.path.open("r+b" if self.path.exists() else "wb") as file:
             file.write(self.buffer)
         return self
 
     def hold(self) -> File:
-        """Take the lock, as a living rank has it."""
         self._lock = Descriptor("lock", str(self.lock_path), os.O_RDWR | os.O_CREAT)
         files.lock(self._lock)
         return self

@@ -26,38 +26,26 @@ CRASH, GAP_S = 0.6, 150.0
 """When it crashes, as a share of the time, and how long it is gone."""
 SLOW_RANK, SLOW_FROM, SLOW_S = 5, 0.3, 0.16
 LAYERS = tuple(f"transformer.h.{block}.{part}" for block in range(8) for part in ("attn", "mlp"))
-OPEN = {
-    "operation": ("train_step", "evaluate"),
-    "group": ("0",),
-    "exception.type": ("ValueError",),
-    "message": ("no batch",),
-    "location": ("train.py:7",),
-    "device": ("cuda:0",),
+_SINGLE = (
+    "group=0 exception.type=ValueError message=gone location=train.py:7 device=cuda:0 device_type=cuda dtype=float16"
+    " backend=nccl parallelism=ddp mesh= comm_hook=none tp= cp= ep= version=0.1 python=3.12 network.interface.name=eth0"
+    " system.filesystem.type=xfs hw.model=H100"
+)
+OPEN: dict[str, tuple[str, ...]] = {
+    **{name: (value,) for name, _, value in (pair.partition("=") for pair in _SINGLE.split())},
     "layer": (*LAYERS, "other"),
+    "operation": ("train_step", "evaluate"),
     "name": ("perplexity", "accuracy"),
     "probe": ("step", "gradients", "data", "memory"),
-    "device_type": ("cuda",),
-    "dtype": ("float16",),
     "system.device": ("nvme0n1", "nvme1n1"),
     "system.filesystem.mountpoint": ("/", "/data"),
-    "system.filesystem.type": ("xfs",),
-    "network.interface.name": ("eth0",),
-    "version": ("0.1",),
-    "python": ("3.12",),
-    "backend": ("nccl",),
-    "parallelism": ("ddp",),
-    "mesh": ("",),
-    "comm_hook": ("none",),
-    "tp": ("",),
-    "cp": ("",),
-    "ep": ("",),
-    "hw.model": ("NVIDIA H100 80GB HBM3",),
 }
+"""Values of attributes that may have any"""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``per_node``: ranks of a machine. ``sick``: it has a slow rank, crashes, and leaks; else nothing happens to it."""
+    """``per_node``: ranks of a machine. ``sick``: it has a slow rank, and crashes; else nothing happens to it."""
 
     job: str = "gpt"
     run: str = "20260105-gpt-7b"
@@ -79,21 +67,15 @@ class Life:
     instance: str
     start_s: float
     times: Array
-    noise: np.random.Generator
 
     @property
     def age(self) -> Array:
-        """Seconds since its start."""
         return self.times - self.start_s
 
     @property
     def slow(self) -> Array:
         """1 while the run has its slow rank."""
         return (self.age > 600).astype(float) if self.run.sick else np.zeros(len(self.times))
-
-    def wobble(self, level: float, share: float = 0.03) -> Array:
-        """A level with noise."""
-        return level * (1 + share * self.noise.standard_normal(len(self.times)))
 
     def counted(self, rate: Array | float) -> Array:
         """A counter that grows at this rate, per second."""
@@ -103,36 +85,28 @@ class Life:
     @property
     def step_s(self) -> Array:
         """Seconds of a step: all ranks wait for the slow one."""
-        found: Array = (STEP_S + SLOW_S * self.slow) * (1 + 0.02 * np.sin(self.times / 300))
+        found: Array = STEP_S + SLOW_S * self.slow
         return found
 
     @property
     def steps(self) -> Array:
-        """Steps done."""
         return self.counted(1 / self.step_s)
 
 
 def phase(life: Life, name: str) -> Array:
     """Seconds per second in a phase."""
-    own = {"data": 0.012, "forward": 0.11, "optimizer": 0.02, "other": 0.004, "between": 0.0}
-    slow = SLOW_S * life.slow if life.rank == SLOW_RANK else 0.0
-    seconds = {part: life.wobble(level) + (slow if part == "data" else 0.0) for part, level in own.items()}
+    seconds: dict[str, Any] = {"data": 0.012, "forward": 0.11, "optimizer": 0.02, "other": 0.004, "between": 0.0}
+    seconds["data"] += SLOW_S * life.slow if life.rank == SLOW_RANK else 0.0
     seconds["backward"] = life.step_s - sum(seconds.values())
     share: Array = seconds[name] / life.step_s
     return share
 
 
 def use(life: Life, state: str) -> Array:
-    """Seconds per second of a goodput state."""
-    age = life.age
-    evaluating, saving = (age % 900 > 840).astype(float), (age % 600 > 585) & (age % 900 <= 840)
-    starting, compiling = (age < 30).astype(float), ((age >= 30) & (age < 90)).astype(float)
-    busy = 1 - np.maximum.reduce([evaluating, saving, starting, compiling])
-    data = busy * np.minimum(1, phase(life, "data"))
-    skipped = 0.004 * busy
-    parts = {"startup": starting, "compile": compiling, "evaluation": evaluating, "checkpoint": saving, "data": data}
-    parts |= {"skipped": skipped, "productive": busy - data - skipped}
-    found: Array = parts.get(state, 0.0 * age)
+    """Seconds per second of a goodput state: it compiles for a minute, and trains."""
+    compiling = (life.age < 60).astype(float)
+    data = (1 - compiling) * np.minimum(1, phase(life, "data"))
+    found: Array = {"compile": compiling, "data": data, "productive": 1 - compiling - data}.get(state, 0.0 * life.age)
     return found
 
 
@@ -146,27 +120,19 @@ _COUNTED: dict[Metric, Shape] = {
 
 _SHOWN: dict[Metric, Shape] = {
     catalog.CHECKPOINTS: lambda life, of: np.floor(life.age / 600) * (of["result"] == "saved"),
-    catalog.LAST_STEP_TIMESTAMP: lambda life, _: life.times - life.wobble(0.4, 0.5),
-    catalog.RANK_HEARTBEAT_TIMESTAMP: lambda life, _: life.times - life.wobble(0.3, 0.3),
+    catalog.LAST_STEP_TIMESTAMP: lambda life, _: life.times - 0.4,
+    catalog.RANK_HEARTBEAT_TIMESTAMP: lambda life, _: life.times - 0.3,
     catalog.RANK_START_TIME: lambda life, _: life.start_s,
     catalog.RANK_RESTARTS: lambda _, __: 0.0,
     catalog.ANOMALY_ACTIVE: lambda _, __: 0.0,
     catalog.DATA_STARVED: lambda life, _: life.slow * (life.rank == SLOW_RANK),
-    catalog.MEMORY_GROWTH_PER_STEP: lambda life, of: np.where(
-        life.age > 240, 4.8e5 if of["space"] == "host" and life.rank == 3 else 0.0, np.nan
-    ),
-    catalog.MEMORY_TIME_TO_LIMIT: lambda life, of: np.where(
-        (life.age > 240) & (of["space"] == "host") & (life.rank == 3) & life.run.sick, 30_000 - life.age * 5, np.nan
-    ),
     catalog.WORLD_SIZE: lambda life, _: float(life.run.ranks),
     catalog.RUN_LOCAL_RANKS: lambda life, _: float(life.run.per_node),
     catalog.RUN_MISSING_RANKS: lambda _, __: 0.0,
     catalog.HW_STATUS: lambda _, of: float(of["hw.state"] == "ok"),
     catalog.RANK_STATE_SET: lambda _, of: float(of["state"] == "alive"),
-    catalog.RANK_SLOWDOWN: lambda life, _: life.wobble(1.0, 0.02) + 1.0 * life.slow * (life.rank == SLOW_RANK),
-    catalog.RANK_EXCESS: lambda life, of: (
-        life.wobble(0.001, 0.5) + SLOW_S * life.slow * (life.rank == SLOW_RANK) * (of["phase"] == "data")
-    ),
+    catalog.RANK_SLOWDOWN: lambda life, _: 1.0 + life.slow * (life.rank == SLOW_RANK),
+    catalog.RANK_EXCESS: lambda life, of: 0.001 + SLOW_S * life.slow * (life.rank == SLOW_RANK) * (of["phase"] == "data"),
     catalog.RANK_EXIT: lambda _, __: np.nan,
     catalog.RANK_EXCEPTION: lambda _, __: np.nan,
     catalog.PROBE_DISABLED: lambda _, __: 0.0,
@@ -189,13 +155,13 @@ def series(run: Run, began_s: float, ended_s: float, interval_s: float) -> Itera
 
 
 def _lives(run: Run, rank: int, began_s: float, ended_s: float, interval_s: float) -> Iterator[Life]:
-    node, noise = rank // run.per_node, np.random.default_rng(rank)
+    node = rank // run.per_node
     crash_s = began_s + CRASH * (ended_s - began_s)
     ends = ((began_s, crash_s), (crash_s + GAP_S, ended_s)) if run.sick else ((began_s, ended_s),)
     for number, (start_s, end_s) in enumerate(ends):
         pod = number if node == 1 else 0
         times = np.arange(start_s + (rank % 7) * 0.1, end_s, interval_s)
-        yield Life(run, rank, number, f"{run.job}-{node}-{pod}:10960", start_s, times, noise)
+        yield Life(run, rank, number, f"{run.job}-{node}-{pod}:10960", start_s, times)
 
 
 def _of(metric: Metric, life: Life) -> Iterator[Series]:
@@ -243,9 +209,8 @@ def _shape(metric: Metric, life: Life, of: Mapping[str, str]) -> Array:
 def _histogram(metric: Metric, life: Life, labels: Mapping[str, str]) -> Iterator[Series]:
     typical = life.step_s if metric is catalog.STEP_DURATION else np.full(life.times.shape, 0.8)
     for bound in (*metric.bounds, np.inf):
-        share = 1 / (1 + np.exp(-4 * (np.log(bound) - np.log(typical)))) if np.isfinite(bound) else np.ones(life.times.shape)
         where = {"__name__": f"{metric.prometheus}_bucket", **labels, "le": "+Inf" if np.isinf(bound) else f"{bound:g}"}
-        yield _ended(where, life, life.counted(np.round(share, 3) / life.step_s))
+        yield _ended(where, life, life.counted((typical <= bound) / life.step_s))
     yield _ended({"__name__": f"{metric.prometheus}_sum", **labels}, life, life.counted(typical / life.step_s))
     yield _ended({"__name__": f"{metric.prometheus}_count", **labels}, life, life.steps)
 

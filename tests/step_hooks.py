@@ -20,28 +20,18 @@ class Loss:
     """What a backward pass begins from: a number, or an error that reading it raises."""
 
     def __init__(self, value: Any, *, is_cpu: Any = True) -> None:
-        """Take it."""
         self.value, self.is_cpu = value, is_cpu
 
     def item(self) -> Any:
-        """See :class:`torch.Tensor`."""
         if isinstance(self.value, BaseException):
             raise self.value
         return self.value
 
 
-class Optimizer:
-    """Has what the hooks look at."""
-
-    def __init__(self, groups: Any) -> None:
-        """Take it."""
-        self.param_groups = groups
-
-
 OPTIMIZERS: list[Any] = [
-    Optimizer([{"lr": 0.1}]), Optimizer([{"lr": 3}]), Optimizer([]), Optimizer(None), Optimizer([{"lr": None}, {"lr": 0.5}]),
-    Optimizer([{}]), Optimizer(({"lr": 0.2},)), SimpleNamespace(),
-]  # fmt: skip
+    *(SimpleNamespace(param_groups=groups) for groups in ([{"lr": 0.1}], [{"lr": 3}], [], None, [{"lr": None}, {"lr": 0.5}])),
+    *(SimpleNamespace(param_groups=[{}]), SimpleNamespace(param_groups=({"lr": 0.2},)), SimpleNamespace()),
+]
 PUBLIC = tuple(name for name in PlainSteps.__slots__ if not name.startswith("_"))
 _TIMES = {"begun_ns", "called_ns", "trace"}
 _GIVEN = {
@@ -54,7 +44,6 @@ class StepHooks:
     """The hooks of a training that has made a step with that optimizer, so that the next is a plain one."""
 
     def __init__(self, *, native: bool, optimizer: Any = OPTIMIZERS[0]) -> None:
-        """Make them."""
         self.calls: list[Any] = []
         self.traced, self.gradients = 0, True
         made = header(64)
@@ -64,7 +53,8 @@ class StepHooks:
         plain.step_breaker, plain.data_breaker, plain.loss_breaker = self.breakers.values()
         for name in ("slow_before", "slow_after", "slow_end", "end_pass", "notify", "read_rate", "take_loss", "loss_failed"):
             setattr(plain, name, self._note(name))
-        plain.slow_fetch, plain.slow_backward = self._note("slow_fetch", _fetch), self._note("slow_backward", _backward)
+        plain.slow_fetch = self._note("slow_fetch", lambda original, iterator: original(iterator))
+        plain.slow_backward = self._note("slow_backward", lambda original, args, kwargs: original(*args, **kwargs))
         plain.listeners, plain.tensor = [self._note("listener"), plain.take_loss], Loss
         plain.modes, plain.grad_enabled = (lambda: self.traced), (lambda: self.gradients)
         plain.clean, plain.timed, plain.expected = True, True, [id(optimizer)]
@@ -84,11 +74,9 @@ class StepHooks:
         return self.steps.fetch(lambda of: of.act(), iterator)
 
     def backward(self, *args: Any, act: Callable[[], Any] = lambda: None) -> Any:
-        """Do a backward pass."""
         return self.steps.backward(lambda *_, **given: given["act"](), args, {"act": act})
 
     def plain(self, optimizer: Any, value: float = 0.5) -> None:
-        """Make a step."""
         self.fetch(optimizer)
         self.backward(Loss(value), None)
         self.steps.before_step(optimizer, (optimizer,), {})
@@ -105,14 +93,6 @@ class StepHooks:
         ]
         breakers = [(breaker.is_open, breaker.errors) for breaker in self.breakers.values()]
         return seen, trace, bool(steps.called_ns), written, breakers, list(self.calls)
-
-
-def _fetch(original: Any, iterator: Any) -> Any:
-    return original(iterator)
-
-
-def _backward(original: Any, args: Any, kwargs: Any) -> Any:
-    return original(*args, **kwargs)
 
 
 def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> object:

@@ -15,7 +15,6 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -74,9 +73,9 @@ def describes_a_job(variable: str) -> bool:
     return variable in JOB_VARIABLES or (variable.startswith(JOB_PREFIXES) and variable not in OF_THE_TESTS)
 
 
-def clean_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """`environ` without what describes a job, for a child process whose identity the test decides."""
-    return {name: value for name, value in environ.items() if not describes_a_job(name)}
+def clean_environment() -> dict[str, str]:
+    """The environment without what describes a job, for a child process whose identity the test decides."""
+    return {name: value for name, value in os.environ.items() if not describes_a_job(name)}
 
 
 def freeze() -> None:
@@ -114,9 +113,6 @@ def wait_until(condition: Callable[[], T], timeout_s: float = 30.0, interval_s: 
 
     By default that is 20 ms at first, and then a tenth of the time that it has waited, up to 0.2 s: asking costs processor
     time, which is taken from what is waited for.
-
-    Raises:
-        TimeoutError: `condition()` was not true within `timeout_s`; the message holds its last value.
     """
     begun = time.monotonic()
     while not (value := condition()):

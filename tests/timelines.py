@@ -27,7 +27,6 @@ class Timeline:
         self.evaluations: list[tuple[int, int]] = []
 
     def mark(self, code: int, now_ns: int, argument: int | None = None) -> None:
-        """Note a boundary."""
         self._trace.append(now_ns << 4 | code)
         if argument is not None:
             self._arguments.append(argument)
@@ -37,7 +36,6 @@ class Timeline:
             self._trace, self._arguments = [], []
 
     def fetch(self, loader: int, begun_ns: int, ended_ns: int, *, exhausted: bool = False, gradients: bool = True) -> None:
-        """Note a fetch from that loader."""
         self.mark(codes.FETCH, begun_ns, loader)
         self.mark((codes.EXHAUSTED if exhausted else codes.FETCHED) + (not gradients), ended_ns)
 
@@ -60,7 +58,6 @@ class Timeline:
         return walk(self._trace, self._arguments, self._begun_ns, self._carry)
 
     def close(self, now_ns: int) -> list[int]:
-        """End the step."""
         carry = self.state()
         self._trace, self._arguments, self._begun_ns, self._carry = [], [], now_ns, carry
         spent_ns = carry.close(now_ns)

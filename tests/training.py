@@ -34,12 +34,10 @@ class Recording:
     session: torchobs.Session
 
     def file(self) -> closing[reader.FlightFile]:
-        """The file, opened for a `with` block."""
         assert self.session.writer is not None
         return closing(reader.open_path(self.session.writer.path))
 
     def view(self) -> reader.View:
-        """The file as any other process would see it."""
         with self.file() as file:
             return file.read()
 
@@ -52,11 +50,9 @@ class Recording:
             return file.steps()
 
     def steps(self) -> list[StepRecord]:
-        """The step records."""
         return [record for record in self.records() if record.kind == RecordKind.STEP]
 
     def values(self) -> dict[tuple[str, ...], Any]:
-        """Values by name and attribute values."""
         return {
             (point.series.name, *(str(value) for _, value in point.series.attributes)): point.value
             for point in self.view().points
@@ -85,11 +81,9 @@ class Recording:
             return [frame for frame in flights.frames(file) if frame.get("name") == name]
 
     def attributes(self, name: str) -> list[dict[str, Any]]:
-        """The attributes of these events and spans."""
         return [frame["attrs"] for frame in self.frames(name)]
 
     def errors(self) -> list[str]:
-        """What went wrong in a probe."""
         context = self.session.context
         assert context is not None
         return [
@@ -167,7 +161,6 @@ class Extreme:
 
     @property
     def probe(self) -> Any:
-        """The probe."""
         manager: Any = self.run.session._probe_manager
         return manager._probes["activations"]
 
@@ -184,7 +177,6 @@ class Extreme:
         self.probe._pace.fixed = self.probe._pace.interval = 1
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """The series by layer."""
         found: dict[str, dict[str, float]] = {}
         for (name, *attributes), value in self.run.look().items():
             for field, metric in METRICS.items():

@@ -14,24 +14,19 @@ USERS = f"basic_auth_users: {{prometheus: '{HASH}'}}"
 ACCEPTED = (
     "",
     "{}",
-    "# nothing",
     "tls_server_config:",
-    "tls_server_config: {}",
     "tls_server_config: {min_version: TLS13}",
     "basic_auth_users:",
     USERS,
     f"basic_auth_users: {{1: '{HASH}'}}",
     f"basic_auth_users: {{'': '{HASH.replace('$2b$', '$2y$')}'}}",
     f"{TLS}}}",
-    f"{TLS}, min_version: TLS10}}",
     f"{TLS}, min_version: TLS13}}",
     f"{TLS}, max_version: TLS12}}",
-    f"{TLS}, client_auth_type: NoClientCert}}",
     f"{TLS}, client_auth_type: RequestClientCert}}",
     f"{TLS}, client_auth_type: VerifyClientCertIfGiven, client_ca_file: client.pem}}",
     f"{TLS}, client_auth_type: RequireAndVerifyClientCert, client_ca_file: client.pem}}",
     f"{TLS}, client_auth_type: RequireAndVerifyClientCert}}",
-    f"{TLS}, cipher_suites: [TLS_AES_128_GCM_SHA256]}}",
     f"{TLS}, cipher_suites: [TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256, TLS_ECDHE_RSA_WITH_AES_128_CBC_SHA]}}",
     f"{TLS}, prefer_server_cipher_suites: false}}",
     "http_server_config: {http2: no, headers: {X-Frame-Options: deny, X-Content-Type-Options: nosniff}}",
@@ -39,12 +34,9 @@ ACCEPTED = (
 )  # fmt: skip
 REFUSED = (
     "[]",
-    "text",
     "a: [",
-    "users: {}",
     "basic_auth_user: {}",
     "basic_auth_users: {a: secret}",
-    "basic_auth_users: {a: ''}",
     "basic_auth_users: {a: null}",
     f"basic_auth_users: {{a: '{HASH}', a: '{HASH}'}}",
     f"basic_auth_users: {{a: '{HASH.replace('$04$', '$03$')}'}}",
@@ -54,13 +46,11 @@ REFUSED = (
     "tls_server_config: {client_auth_type: NoClientCert}",
     "tls_server_config: {client_ca_file: client.pem}",
     "tls_server_config: {cert_file: missing.pem, key_file: server.key}",
-    "tls_server_config: {cert_file: server.key, key_file: server.pem}",
     "tls_server_config: {cert_file: client.pem, key_file: server.key}",
     f"{TLS}, client_ca_file: client.pem}}",
     f"{TLS}, client_ca_file: missing.pem, client_auth_type: RequireAndVerifyClientCert}}",
     f"{TLS}, client_auth_type: Always}}",
     f"{TLS}, min_version: SSL3}}",
-    f"{TLS}, min_version: 1.2}}",
     f"{TLS}, cipher_suites: [TLS_RSA_WITH_RC4_128_SHA]}}",
     f"{TLS}, cipher_suites: TLS_AES_128_GCM_SHA256}}",
     f"{TLS}, curve_preferences: [P256]}}",
@@ -82,12 +72,12 @@ STRICTER = (
 """The toolkit takes these, and we do not: Python cannot do them, or nothing could be served by them."""
 
 
-def certify(openssl: str, directory: Path, name: str, address: str = "127.0.0.1") -> Path:
-    """Make a certificate of an address that stands for itself, `<name>.pem`, and its key, `<name>.key`; return the former."""
+def certify(openssl: str, directory: Path, name: str) -> Path:
+    """Make a certificate of 127.0.0.1 that stands for itself, `<name>.pem`, and its key, `<name>.key`; return the former."""
     made = directory / f"{name}.pem"
     subprocess.run(
         [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", f"/CN={name}", "-addext", f"subjectAltName=IP:{address}", "-keyout", directory / f"{name}.key", "-out", made],
+         "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", directory / f"{name}.key", "-out", made],
         check=True, capture_output=True,
     )  # fmt: skip
     return made

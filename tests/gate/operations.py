@@ -82,7 +82,6 @@ class OperationCounter:
         sys.settrace(None)
 
     def step(self) -> None:
-        """A step has ended."""
         (self.measuring if self._measured else self.plain).append(Operations(self._calls, self._instructions))
         self._calls = self._instructions = 0
         self._measured = False

@@ -17,9 +17,9 @@ def hypotenuse(a: float, b: float) -> float:
     return math.sqrt(a * a + b * b)
 
 
-def counted(times: int, ours: str = __file__) -> Operations:
+def counted(times: int) -> Operations:
     """What so many calls of it are counted as, made from a frame that was there before."""
-    counter = OperationCounter(ours)
+    counter = OperationCounter(__file__)
     with counter:
         counter.step()
         for _ in range(times):
@@ -36,11 +36,6 @@ def test_every_call_and_instruction_more_is_counted() -> None:
     assert one.instructions - none.instructions > 5
     assert three.instructions - none.instructions == 3 * (one.instructions - none.instructions)
     assert counted(3) == three
-
-
-def test_what_is_not_ours_does_not_count() -> None:
-    """Torch's own code, or the script's, whoever calls it."""
-    assert counted(3, ours="/nowhere").instructions == 0
 
 
 def test_too_much_is_told_with_the_figure() -> None:

@@ -104,11 +104,8 @@ def measure(training: Iterator[None], steps: int, blocks: int, level: str, direc
             for _ in range(max(WARM_UP, steps // 4)):  # learns the cycle and the interval
                 next(training)
         observed.append(block_of(training, steps, watched=True))
-        failed = (
-            [probe for probe, breaker in session.context.breakers.items() if breaker.errors]
-            if session.context is not None
-            else ["init"]
-        )
+        breakers = {} if session.context is None else session.context.breakers
+        failed = [probe for probe, breaker in breakers.items() if breaker.errors] if breakers else ["init"]
         with no_waiting():
             torchobs.shutdown()
         if failed:
@@ -131,22 +128,15 @@ def main() -> None:
         sys.exit(f"no CUDA device, or no build of torch for one: this is torch {torch.__version__}")
     builds = f"CUDA {torch.version.cuda}, torch {torch.__version__}, Python {platform.python_version()}"
     print(f"{torch.cuda.get_device_name()}, {builds}\n")
-    print(
-        "| training | level | step | bookkeeping | norms, mean | every n-th | all, of the step | device | wall | peak memory |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    columns = "step | bookkeeping | norms, mean | every n-th | all, of the step | device | wall | peak memory"
+    print(f"| training | level | {columns} |\n{'|---' * 10}|", flush=True)
     for name in options.workloads or WORKLOADS:
-        _print(name, options)
-
-
-def _print(name: str, options: argparse.Namespace) -> None:
-    """Print a training's rows."""
-    make, default_steps = WORKLOADS[name]
-    training, steps = make(device="cuda"), options.steps or default_steps
-    with flight_directory() as directory:
-        block_of(training, max(WARM_UP, steps // 4))
-        for level in options.levels:
-            print(measure(training, steps, options.blocks, level, directory).row(name, level), flush=True)
+        make, default_steps = WORKLOADS[name]
+        training, steps = make(device="cuda"), options.steps or default_steps
+        with flight_directory() as directory:
+            block_of(training, max(WARM_UP, steps // 4))
+            for level in options.levels:
+                print(measure(training, steps, options.blocks, level, directory).row(name, level), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,19 +23,24 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=support.NE
 SLOW_S = 0.05
 
 
+@pytest.fixture
+def probe(run: Recording) -> Any:
+    """The probe of the recording, whose sampler rests: the test asks when it wants."""
+    sampler, manager = run.session._sampler, run.session._probe_manager
+    assert sampler is not None
+    assert manager is not None
+    sampler.stop()
+    return manager._probes["device_time"]
+
+
 def slowly(samples: list[Any]) -> Any:
     """A batch that takes a while."""
     time.sleep(SLOW_S)
     return torch.utils.data.default_collate(samples)
 
 
-def test_the_device_waits_for_its_batch_and_the_phases_make_up_the_step(run: Recording) -> None:
+def test_the_device_waits_for_its_batch_and_the_phases_make_up_the_step(run: Recording, probe: Any) -> None:
     """Nothing is synchronised for it; what the device did in the meantime is not the host's time."""
-    sampler, manager = run.session._sampler, run.session._probe_manager
-    assert sampler is not None
-    assert manager is not None
-    sampler.stop()
-    probe: Any = manager._probes["device_time"]
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batches = iter(DataLoader(TensorDataset(torch.randn(64, 512)), batch_size=4, collate_fn=slowly))
@@ -67,13 +72,8 @@ def test_the_device_waits_for_its_batch_and_the_phases_make_up_the_step(run: Rec
     assert sum(values.values()) == pytest.approx(begun.elapsed_time(done) / 1e3, rel=0.1)
 
 
-def test_a_step_on_two_streams_is_not_timed(run: Recording) -> None:
+def test_a_step_on_two_streams_is_not_timed(run: Recording, probe: Any) -> None:
     """Its forward and backward pass are on a stream of their own: the time between two streams' events says nothing."""
-    sampler, manager = run.session._sampler, run.session._probe_manager
-    assert sampler is not None
-    assert manager is not None
-    sampler.stop()
-    probe: Any = manager._probes["device_time"]
     model = nn.Linear(64, 64).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()

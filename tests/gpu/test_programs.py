@@ -38,11 +38,16 @@ session = torchobs.init(flight_dir=sys.argv[1], grad_interval=1)
 """
 
 
-def ends_well(flight_dir: Path, script: str, *, silent: bool = True, **more: str) -> str:
-    """Run it; return its output. Nothing is said on stderr. ``more``: variables of its environment."""
+def ended(flight_dir: Path, script: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run it. ``more``: variables of its environment."""
     environ = {**support.clean_environment(), "PYTHONPATH": str(support.ROOT), **more}
     command = [sys.executable, "-W", "ignore", "-c", TRAIN + script, str(flight_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180, env=environ)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=180, env=environ)
+
+
+def ends_well(flight_dir: Path, script: str, *, silent: bool = True, **more: str) -> str:
+    """Run it; return its output. Nothing is said on stderr."""
+    done = ended(flight_dir, script, **more)
     assert (done.returncode, done.stderr if silent else "") == (0, "")
     return done.stdout
 
@@ -67,9 +72,7 @@ try:
 except RuntimeError as error:
     print("device-side assert" in str(error), sum(fuse.errors for fuse in session.context.breakers.values()), flush=True)
 """
-    environ = {**support.clean_environment(), "PYTHONPATH": str(support.ROOT)}
-    command = [sys.executable, "-W", "ignore", "-c", TRAIN + script, str(flight_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180, env=environ)
+    done = ended(flight_dir, script)
     assert done.stdout.split() == ["True", "0"], done.stderr
 
 

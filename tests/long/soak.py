@@ -56,10 +56,8 @@ def growth(points: Sequence[tuple[float, float]]) -> float:
     """Return what a quantity grew in all, of its (seconds, value) points in order.
 
     The slope is the median of those between all pairs of points (Theil 1950; Sen 1968), of which three in ten may be wild: a
-    scrape that was just being answered, ranks that were just being replaced. Raises ``ValueError`` for fewer than two points.
+    scrape that was just being answered, ranks that were just being replaced.
     """
-    if len(points) < 2:
-        raise ValueError("a growth needs two points")
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2) if b[0] > a[0]]
     return median(slopes) * (points[-1][0] - points[0][0])
 
@@ -79,18 +77,13 @@ class Life:
             self.end()
             self._again_s = now_s + self._dice.choice((0.0, self._dice.uniform(*PAUSE_S)))
         if self._process is None and now_s >= self._again_s:
-            self._start(now_s)
-
-    def _start(self, now_s: float) -> None:
-        arguments, environment, life_s = self._next()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment
-        )
-        self._until_s = now_s + life_s
-        self.starts += 1
+            arguments, environment, life_s = self._next()
+            argv, null = [sys.executable, "-m", *arguments], subprocess.DEVNULL
+            self._process = subprocess.Popen(argv, stdin=null, stdout=null, env=environment)
+            self._until_s = now_s + life_s
+            self.starts += 1
 
     def end(self) -> None:
-        """Kill it."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -121,7 +114,6 @@ class Record:
     failures: list[str] = field(default_factory=list)
 
     def add(self, seconds: float, program: Program, series: int) -> None:
-        """Take one sample."""
         home = Path("/proc", str(program.process.pid))
         descriptors, threads = (len(list((home / folder).iterdir())) for folder in ("fd", "task"))
         values = (rss(program.process.pid), descriptors, threads, series)
@@ -149,12 +141,9 @@ def train(directory: str, steps: int) -> None:
 def soak(seconds: float, directory: Path, program: Program, lives: list[Life]) -> Record:
     """Let it run."""
     record, began_s, directory_fd = Record(), time.monotonic(), os.open(directory, os.O_RDONLY)
-    formats = itertools.cycle(ACCEPT.values())
+    formats, number = itertools.cycle(ACCEPT.values()), 0
     try:
-        for number in itertools.count():
-            now_s = time.monotonic()
-            if now_s - began_s >= seconds or program.process.poll() is not None:
-                return record
+        while (now_s := time.monotonic()) - began_s < seconds and program.process.poll() is None:
             for life in lives:
                 life.look(now_s)
             clean(directory_fd, now=time.monotonic_ns(), max_total_bytes=FILES_BYTES)
@@ -163,9 +152,10 @@ def soak(seconds: float, directory: Path, program: Program, lives: list[Life]) -
                 _look(program, record)
             record.add(now_s - began_s, program, series)
             time.sleep(max(0.0, SAMPLE_S - (time.monotonic() - now_s)))
+            number += 1
     finally:
         os.close(directory_fd)
-    raise AssertionError("it counts for ever")
+    return record
 
 
 def _scrape(program: Program, accept: str, record: Record) -> int:

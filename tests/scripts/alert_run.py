@@ -1,6 +1,6 @@
-"""One rank of a run for the test of the alerts: `alert_run.py NAME` trains as `BEHAVIOURS` says, in real seconds.
+"""One rank of a run for the test of the alerts: `alert_run.py NAME` does what is called so below.
 
-A step takes 0.04 s, nearly all of it sleep, so that thirty of them train at once on two processors.
+In real seconds: a step takes 0.04 s, nearly all of it sleep, so that thirty of them train at once on two processors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class Trained(nn.Module):
         self.pause_s = STEP_S
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, 8) to (batch, 1)."""
         time.sleep(self.pause_s)
         return self.layers(x)  # type: ignore[no-any-return]  # a module's call is
 
@@ -254,30 +253,13 @@ def idle() -> None:
 
 
 BEHAVIOURS: dict[str, Callable[[], None]] = {
-    "train": train,
     "train_briefly": lambda: train(12),
-    "crash": crash,
     "crash_soon": lambda: crash(1.0),
-    "hang": hang,
-    "persistent_nan": persistent_nan,
-    "single_nan": single_nan,
-    "explosion": explosion,
     "scaler_stuck": lambda: scaled(lambda number: 250 <= number < 400, 24),
-    "straggle": straggle,
-    "starve": starve,
-    "slow_down": slow_down,
-    "leak": leak,
-    "fail_to_save": fail_to_save,
-    "evaluate": evaluate,
-    "compile_long": compile_long,
-    "warm_up": warm_up,
-    "accumulate": accumulate,
-    "resume": resume,
     "scaler_calibrates": lambda: scaled(lambda number: number < 4, 22),
-    "slow_first_step": slow_first_step,
-    "idle": idle,
 }
+"""Those that are no function's alone"""
 
 if __name__ == "__main__":
     torchobs.init()
-    BEHAVIOURS[sys.argv[1]]()
+    (BEHAVIOURS.get(sys.argv[1]) or globals()[sys.argv[1]])()

@@ -20,7 +20,6 @@ class Net(nn.Module):
         self.first, self.second, self.ill = nn.Linear(8, 8), nn.Linear(8, 1), False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``(N, 8)`` to ``(N, 1)``."""
         h = torch.relu(self.first(x))
         if self.ill:
             h = torch.log(h * 0)

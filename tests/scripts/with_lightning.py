@@ -34,7 +34,6 @@ class Characters(lightning.LightningModule):  # type: ignore[misc]  # mypy does 
         return nn.functional.cross_entropy(self.net(inputs).flatten(0, 1), targets.flatten())
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        """One backward pass."""
         del index
         loss = self._loss(batch)
         self.last = loss.item()
@@ -42,7 +41,6 @@ class Characters(lightning.LightningModule):  # type: ignore[misc]  # mypy does 
         return loss
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
-        """One batch of the rest of the text."""
         del index
         self.log("val_loss", self._loss(batch))
 
