@@ -29,25 +29,16 @@ def expected(checkout: Path) -> dict[str, bytes]:
     return {**ours, **{f"{rendered}/{name}": text for name, text in contents(checkout / rendered).items()}}
 
 
-def missing_or_other(ours: dict[str, bytes], theirs: dict[str, bytes]) -> list[str]:
-    """Files that only one of the two has, or that differ."""
-    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-
-
-def modules() -> list[str]:
-    """Every module that an import has no effect of."""
-    found = pkgutil.walk_packages(torchobs.__path__, "torchobs.")
-    return [one.name for one in found if not one.name.endswith("__main__")]
-
-
 def main(checkout: Path) -> str:
     """Return what is wrong, empty if nothing is."""
     installed = Path(torchobs.__file__).parent
     if not installed.is_relative_to(sys.prefix):
         return f"torchobs is imported from {installed}, which is not the installed wheel"
-    if different := missing_or_other(expected(checkout), contents(installed)):
+    ours, theirs = expected(checkout), contents(installed)
+    if different := sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)):
         return f"the wheel lacks, or has otherwise than the checkout: {different}"
-    names = modules()
+    found = pkgutil.walk_packages(torchobs.__path__, "torchobs.")
+    names = [one.name for one in found if not one.name.endswith("__main__")]  # whose import runs nothing
     for name in names:
         importlib.import_module(name)
     declared = list(distribution("torchobs").entry_points)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +12,6 @@ from tests import support
 from tests.gpu import no_waiting
 from tests.training import Recording, StepFlag, has, mlp
 from torchobs.flight.step_record import RecordKind
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=support.NEEDS_CUDA)
 
@@ -88,12 +85,6 @@ STREAK, SKIPPED = ("torchobs.amp.skip_streak",), ("torchobs.amp.steps_skipped",)
 OVERFLOWS = [False, False, False, True, True, False, True, False, True, True]
 
 
-def arrived(run: Recording) -> Mapping[tuple[str, ...], Any]:
-    """The values once all that was under way has come."""
-    torch.cuda.synchronize()
-    return run.look()
-
-
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler, *, overflows: bool) -> None:
     """One step in float16, without the update."""
     optimizer.zero_grad()
@@ -120,7 +111,8 @@ def test_scale_tracker_and_skips_of_every_step(run: Recording) -> None:
     for overflows in OVERFLOWS:
         step(model, optimizer, scaler, overflows=overflows)
         scaler.update()
-        shown = arrived(run)
+        torch.cuda.synchronize()
+        shown = run.look()
         assert shown["torchobs.amp.scale", "0"] == scaler.get_scale()
         assert shown["torchobs.amp.growth_tracker", "0"] == scaler._get_growth_tracker()
     values = run.values()
@@ -138,8 +130,9 @@ def test_a_fused_optimizer_s_skips_are_known_later_and_nothing_waits(run: Record
         for overflows in OVERFLOWS:
             step(model, optimizer, scaler, overflows=overflows)
             scaler.update()
+    torch.cuda.synchronize()
     run.records()  # ends the step in progress
-    values = arrived(run)
+    values = run.look()
     assert (values[SKIPPED], values[STREAK], values["torchobs.amp.overflows", "0"]) == (5, 2, 5)
     assert marked(run) == {index for index, overflows in enumerate(OVERFLOWS, 1) if overflows}
 
@@ -154,8 +147,9 @@ def test_two_fused_optimizers_that_skip_one_step_skip_one_step(run: Recording) -
             for model, optimizer in zip(models, optimizers, strict=True):
                 step(model, optimizer, scaler, overflows=index == 2 or (index == 3 and model is models[1]))
             scaler.update()
+    torch.cuda.synchronize()
     run.records()
-    values = arrived(run)
+    values = run.look()
     assert values[SKIPPED] == 2
     assert (values["torchobs.amp.overflows", "0"], values["torchobs.amp.overflows", "1"]) == (1, 2)
     assert values[STREAK] == 2
@@ -172,7 +166,8 @@ def test_a_rate_on_the_device_is_copied_and_not_waited_for(run: Recording) -> No
             optimizer.zero_grad()
             model(torch.ones(4, 8, device="cuda")).square().mean().backward()
             optimizer.step()
-    values = arrived(run)
+    torch.cuda.synchronize()
+    values = run.look()
     assert (values["torchobs.learning_rate", "0"], values["torchobs.learning_rate", "1"]) == (0.5, 0.25)
     late = [record for record in run.records() if record.kind == RecordKind.LATE and has(record, StepFlag.LEARNING_RATE)]
     assert [record.learning_rate for record in late] == [0.5]

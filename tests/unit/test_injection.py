@@ -281,14 +281,7 @@ def test_both_policies_do_the_same() -> None:
     assert kyverno["spec"].pop("autogen")["podControllers"] == {"controllers": []}
     assert kyverno["spec"] == policy["spec"]
     assert policy["spec"]["failurePolicy"] == "Ignore"
-
-
-@pytest.mark.parametrize("engine", ["policy", "auto"])
-def test_no_engine_renders_nothing_and_a_cluster_without_policies_is_told(engine: str) -> None:
-    """Helm's own message would be about a kind that it does not know; silence, about a label that does nothing."""
     assert rendered(injection__engine="none") == []
-    with pytest.raises(AssertionError, match=r"set injection\.engine to kyverno or none"):
-        rendered(injection__engine=engine)
 
 
 @pytest.mark.parametrize(

@@ -52,14 +52,6 @@ def test_a_directory_that_is_gone_is_logged_and_not_raised(tmp_path: Path, caplo
     assert "could not be started" in caplog.text
 
 
-def test_a_planted_link_is_no_lock(directory_fd: int, flight_dir: Path) -> None:
-    """It would have us create or lock any file of this user."""
-    (flight_dir / election.LOCK).symlink_to(flight_dir / "target")
-    with pytest.raises(OSError, match="symbolic links"):
-        election.Election(directory_fd).win()
-    assert not (flight_dir / "target").exists()
-
-
 Look = tuple[float, ServiceStatus, bool]
 """Seconds since the look before, what there is, and whether the exporter leaves"""
 
@@ -118,11 +110,10 @@ def test_the_older_half_goes_when_the_log_is_too_long(tmp_path: Path) -> None:
     assert lines == [*(f"line {number}" for number in range(945, 1000)), "next"]
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    """Whoever could plant one in the directory would have us append to any file of this user."""
-    (tmp_path / launch.LOG).symlink_to(tmp_path / "target")
-    directory = os.open(tmp_path, os.O_RDONLY)
+@pytest.mark.parametrize("name", [election.LOCK, launch.LOG])
+def test_a_planted_link_is_not_followed(directory_fd: int, flight_dir: Path, name: str) -> None:
+    """It would have us create, lock or append to any file of this user."""
+    (flight_dir / name).symlink_to(flight_dir / "target")
     with pytest.raises(OSError, match="symbolic links"):
-        launch.open_log(directory)
-    assert not (tmp_path / "target").exists()
-    os.close(directory)
+        launch.open_log(directory_fd) if name == launch.LOG else election.Election(directory_fd).win()
+    assert not (flight_dir / "target").exists()

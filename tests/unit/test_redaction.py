@@ -35,8 +35,6 @@ SECRET = "s3cr3t-Value"
         ["--secret=two words " + SECRET],
         ["-c", f"import wandb; wandb.login(key='{SECRET}')"],
         ["--env", f"HF_TOKEN={SECRET}"],
-        ["--passphrase", SECRET],
-        ["--auth", SECRET],
         ["--env=WANDB_API_KEY=" + SECRET],
         ["--args=--password=" + SECRET],
         [f"--url=https://host/path?api_key={SECRET}"],
@@ -52,7 +50,6 @@ SECRET = "s3cr3t-Value"
         ["++wandb.key", SECRET],
         [f"python x.py --api-key {SECRET} --lr 1"],
         ["--user", f"admin:{SECRET}"],
-        ["--encryptionkey=" + SECRET],
         ["-uc", f"login('{SECRET}')"],
         [f"--header=Cookie: a=b; session={SECRET}"],
         ["-b", f"a=b; session={SECRET}"],
@@ -100,7 +97,20 @@ def test_what_is_no_secret_stays() -> None:
 
 def test_names_and_settings() -> None:
     """Names in any spelling; settings by their names."""
-    names = ("token", "HF_TOKEN", "hfToken", "x-api-key", "apikey", "DB_PASSWORD", "accessKey", "client_secret", "credentials")
+    names = (
+        "token",
+        "HF_TOKEN",
+        "hfToken",
+        "x-api-key",
+        "apikey",
+        "DB_PASSWORD",
+        "accessKey",
+        "client_secret",
+        "credentials",
+        "passphrase",
+        "auth",
+        "encryptionkey",
+    )
     assert all(map(is_secret_name, names))
     assert not any(map(is_secret_name, ("tokenizer", "keyboard", "monkey", "lr", "secretary", "authors", "compass")))
     assert (redacted_value("api_key", "abc"), redacted_value("max_tokens", "512")) == (HIDDEN, "512")

@@ -148,13 +148,8 @@ def test_the_runbook_s_figures_are_the_rule_s(checkout: Path) -> None:
     page = " ".join((checkout / "docs" / "runbooks" / "TorchobsGradientExplosion.md").read_text().split())
     assert (spikes.LEAST_EXPLOSIONS, spikes.LEAST_LOSS_SPIKES, values.DEFAULT.thresholds.skipped) == (3, 5, 20)
     assert (WINDOW, WINDOW_S) == ("10m", 600)
-    for words in (
-        "at least **three** steps",
-        "at least **five** steps",
-        "more than 20 steps and more than half",
-        "last ten minutes",
-    ):
-        assert words in page
+    words = ("at least **three** steps", "at least **five** steps", "more than 20 steps and more than half", "last ten minutes")
+    assert [one for one in words if one not in page] == []
 
 
 @each_alert
@@ -227,10 +222,8 @@ def test_a_person_sets_thresholds_and_severities_in_one_file(tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("treshold: {}", "unknown field `treshold`"),
         ("thresholds: {memmory: 1}", "unknown field `memmory` - at `$.thresholds`"),
         ("thresholds: {memory: 90}", "Expected `float` < 1.0 - at `$.thresholds.memory`"),
-        ("thresholds: {slower: 0.5}", "Expected `float` > 1.0 - at `$.thresholds.slower`"),
         ("grafana_url: grafana.example.org", "https?://"),
         ("severities: {TorchobsRankFailed: critical}", "'critical' - at `$.severities"),
         ("severities: {TorchobsRankFaild: page}", "there is no alert TorchobsRankFaild; there are TorchobsCgroupOomKill, "),
