@@ -13,7 +13,7 @@ import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,11 +88,15 @@ class Observed:
         return [*told, *(f"{finding.kind}: {finding.long}" for finding in self.findings), *self.errors]
 
 
-class Look:
-    """A session whose sampler's rounds are done here."""
+class Enough(Exception):  # noqa: N818  # it is no error
+    """So many steps have been done."""
 
-    def __init__(self, session: torchobs.Session) -> None:
-        self.session = session
+
+class Look:
+    """A session whose sampler's rounds are done here; ``most``: steps after which the training is ended."""
+
+    def __init__(self, session: torchobs.Session, most: int | None = None) -> None:
+        self.session, self.most = session, most
         self.clock: FedClock | None = None
         sampler = session._sampler
         assert sampler is not None
@@ -105,6 +109,8 @@ class Look:
         self._steps += 1
         if not self._steps % ROUND:
             self._sampler.round()
+        if self._steps == self.most:
+            raise Enough
 
     def observe(self) -> None:
         """Do a whole round."""
@@ -156,15 +162,15 @@ def fed_clock() -> Iterator[FedClock]:
             each()
 
 
-def observe(train: Callable[[Look], None], *, fed: bool = False, **settings: object) -> Observed:
+def observe(train: Callable[[Look], None], *, fed: bool = False, most: int | None = None, **settings: object) -> Observed:
     """Run ``train`` under a session of its own; return what was said. ``fed``: on a clock that it feeds."""
     directory = Path(tempfile.mkdtemp(prefix="torchobs-test-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     try:
         if fed:
             with fed_clock() as clock:  # which the compiled module does not read
-                errors = _run(train, directory, {"native": False, **settings}, clock)
+                errors = _run(train, directory, {"native": False, **settings}, clock, most)
         else:
-            errors = _run(train, directory, settings, None)
+            errors = _run(train, directory, settings, None, most)
         return read(directory, errors)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -178,12 +184,15 @@ def read(directory: Path, errors: list[str] | None = None) -> Observed:
     return Observed(reports, diagnose_run(reports), errors or [])
 
 
-def _run(train: Callable[[Look], None], directory: Path, settings: dict[str, Any], clock: FedClock | None) -> list[str]:
+def _run(
+    train: Callable[[Look], None], directory: Path, settings: dict[str, Any], clock: FedClock | None, most: int | None
+) -> list[str]:
     session = torchobs.init(flight_dir=directory, **{"log_level": "CRITICAL", **settings})
     try:
-        look = Look(session)
+        look = Look(session, most)
         look.clock = clock
-        train(look)
+        with suppress(Enough):
+            train(look)
         look.observe()
         context = session.context
         assert context is not None

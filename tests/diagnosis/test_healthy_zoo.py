@@ -762,10 +762,25 @@ TRAININGS: tuple[Train, ...] = (
 )  # fmt: skip
 
 
+LATE = {
+    curriculum_of_noise, distillation, averaged_weights, gradual_unfreezing, low_rank_adapters, fitted_by_heart, half_precision,
+    continual_learning,
+}  # fmt: skip
+"""Those in which something changes late"""
+EARLY = 240
+"""Steps of the others, which go on as they are by then; `make test-long` takes all"""
+
+
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step\\(\\)` before:UserWarning")
-@pytest.mark.parametrize("level", ["basic", "extreme"])
 @pytest.mark.parametrize("train", TRAININGS, ids=lambda each: each.__name__)
-def test_nothing_is_said_of_a_healthy_training(train: Train, level: str) -> None:
-    """No event of a sickness and no finding worth a look, with the gradient's norm in each of 500 steps."""
+def test_nothing_is_said_of_a_healthy_training(train: Train, pytestconfig: pytest.Config) -> None:
+    """No event of a sickness and no finding worth a look, with the gradient's norm in each step.
+
+    At level `extreme`, which looks at all that the others do, and at each layer's output; `make test-long` has `basic`, too.
+    """
     torch.set_num_threads(1)
-    assert observe(train, level=level, grad_interval=1).said() == []
+    whole = float(pytestconfig.getoption("share")) >= 1
+    for level in ("extreme", "basic") if whole else ("extreme",):
+        most = None if whole or train in LATE else EARLY
+        assert observe(train, level=level, grad_interval=1, most=most).said() == []
