@@ -105,7 +105,10 @@ def saturated(setup: Setup, chance: random.Random) -> Verdict:
 
 
 def cut(setup: Setup, chance: random.Random) -> Verdict:
-    """From some step on the backbone is cut off behind a block: detached, or multiplied by 0."""
+    """From some step on the backbone is cut off behind a block: detached, or multiplied by 0.
+
+    A step takes as long as of models that people train: one of 2 ms is measured seldom, and more often once a minute at most.
+    """
     training, at = build(setup), chance.randrange(100, 250)
     index = chance.randrange(len(training.body) - 1) if len(training.body) > 1 else 0
     way, ill = chance.choice(("detach", "zero")), [False]
@@ -122,7 +125,7 @@ def cut(setup: Setup, chance: random.Random) -> Verdict:
     def before(number: int) -> None:
         ill[0] = number >= at
 
-    observed = train(training, at + 400, before)
+    observed = train(training, at + 400, before, step_s=0.05)
     return _unmoved(training, observed, at, index, next_too=way == "zero")
 
 

@@ -26,15 +26,22 @@ class Verdict(NamedTuple):
     note: str = ""
 
 
-def train(training: Training, steps: int, before: Callable[[int], torch.Tensor | None], **settings: Any) -> Observed:
-    """Train that many steps; ``before`` is called with the number of each, and may return its batch."""
+def train(
+    training: Training, steps: int, before: Callable[[int], torch.Tensor | None], step_s: float = 0.0, **settings: Any
+) -> Observed:
+    """Train that many steps; ``before`` is called with the number of each, and may return its batch.
+
+    ``step_s``: how long each of them takes on a clock that is fed; 0: as long as it takes.
+    """
 
     def train(look: Look) -> None:
         for number in range(1, steps + 1):
             training.step(before(number))
+            if look.clock is not None:
+                look.clock.sleep(step_s)
             look.stepped()
 
-    return observe(train, **settings)
+    return observe(train, fed=step_s > 0, **settings)
 
 
 def _layer(training: Training, index: int, part: str = "") -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 WIDTH, SAMPLES = 8, 6
 
@@ -50,12 +50,13 @@ class Sickly(nn.Module):
         return h
 
 
-OPERATORS = {name: name for name in FORWARD} | {
-    "sqrt": "sqrt",
-    "acos_at_1": "acos",
-    "half_power": "pow",
-    "log_behind_where": "log",
-}
+OPERATORS = {"acos_at_1": "acos", "half_power": "pow", "log_behind_where": "log", "mask": "softmax"}
+"""Where they are not called as the sickness is"""
+
+
+def kinds(training: str) -> tuple[str, ...]:
+    """The sicknesses that a training can have."""
+    return (*FORWARD, *BACKWARD, "weight", "inf_weight", *(("embedding", "mask") if training == "gpt" else ("batch",)))
 
 
 class Dense(Sickly):
@@ -282,6 +283,12 @@ class Planted:
     parameter: str = ""
     sample: int | None = None
 
+    def is_told(self, told: Mapping[str, Any]) -> bool:
+        """Return True if an event names this culprit."""
+        wanted = {"origin": self.kind, "operator": self.operator, "module": self.module, "parameter": self.parameter}
+        right = all(told.get(name) == value for name, value in wanted.items() if value)
+        return right and self.sample in {None, told.get("sample")}
+
 
 def plant(training: Training, sickness: str, chance: random.Random, x: torch.Tensor) -> tuple[Planted, torch.Tensor]:
     """Plant a sickness somewhere; return what is to be found, and the batch."""
@@ -303,6 +310,5 @@ def plant(training: Training, sickness: str, chance: random.Random, x: torch.Ten
     places = training.modules(Attention if sickness == "mask" else Sickly)
     path, module = chance.choice(places)
     module.sickness = sickness
-    operator = "softmax" if sickness == "mask" else OPERATORS[sickness]
-    outer = path or type(module).__name__
+    operator, outer = OPERATORS.get(sickness, sickness), path or type(module).__name__
     return Planted(sickness, "backward" if sickness in BACKWARD else "operator", operator, outer), x

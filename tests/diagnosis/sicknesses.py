@@ -184,8 +184,7 @@ def not_finite(seed: int) -> Verdict:
     """Plant a NaN or an infinity (``sick_models``) at a random step and place."""
     chance = random.Random(f"nan {seed}")
     name = chance.choice(list(sick_models.TRAININGS))
-    data = ["weight", "inf_weight", *(("embedding", "mask") if name == "gpt" else ("batch",))]
-    kind = chance.choice([*sick_models.FORWARD, *sick_models.BACKWARD, *data])
+    kind = chance.choice(sick_models.kinds(name))
     training = sick_models.build(name, chance.choice(("sgd", "adamw")), chance.randrange(1 << 30))
     at, autocast, planted = chance.randrange(2, 60), chance.random() < 0.3, list[sick_models.Planted]()
 
@@ -202,9 +201,7 @@ def not_finite(seed: int) -> Verdict:
     told = observed.events(catalog.EVENT_NONFINITE_ORIGIN)
     found = bool(told) or bool(observed.events(catalog.EVENT_ANOMALY))
     (what,) = planted
-    wanted = {"origin": what.kind, "operator": what.operator, "module": what.module, "parameter": what.parameter}
-    right = bool(told) and all(told[0].text(key) == value for key, value in wanted.items() if value)
-    right = right and (what.sample is None or told[0].attributes.get("sample") == what.sample)
+    right = bool(told) and what.is_told(told[0].attributes)
     return Verdict(found, right, (told[0].step or 0) - at if told else None, f"{what} {told[:1]} {notes(observed)}")
 
 

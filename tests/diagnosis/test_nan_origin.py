@@ -14,7 +14,7 @@ from torch import nn
 
 import torchobs
 from tests import flights, support
-from tests.diagnosis.sick_models import BACKWARD, FORWARD, TRAININGS, Planted, Sickly, build, plant
+from tests.diagnosis.sick_models import TRAININGS, Planted, Sickly, build, kinds, plant
 from tests.training import Recording, recording
 from torchobs import catalog, debug
 from torchobs.flight import reader
@@ -38,10 +38,7 @@ class Case(NamedTuple):
 
 def cases() -> list[Case]:
     """Every training with every sickness that it can have; optimizer and precision by turns."""
-    found = []
-    for training in TRAININGS:
-        kinds = [*FORWARD, *BACKWARD, "weight", "inf_weight", *(["embedding", "mask"] if training == "gpt" else ["batch"])]
-        found += [(training, kind) for kind in kinds]
+    found = [(training, kind) for training in TRAININGS for kind in kinds(training)]
     return [Case(*one, ("sgd", "adamw")[place // 2 % 2], place % 3 == 0, place) for place, one in enumerate(found)]
 
 
@@ -56,14 +53,6 @@ def train(case: Case, *, ill: bool = True) -> tuple[Planted | None, int]:
             planted, x = plant(training, case.sickness, chance, x)
         training.compute(x, autocast=case.autocast)
     return planted, begins + 1
-
-
-def is_right(planted: Planted, told: dict[str, Any]) -> bool:
-    """Return True if the culprit is the one that was planted."""
-    wanted = {"origin": planted.kind, "operator": planted.operator, "module": planted.module, "parameter": planted.parameter}
-    return all(told.get(name) == value for name, value in wanted.items() if value) and (
-        planted.sample is None or told.get("sample") == planted.sample
-    )
 
 
 class _TwoEmbeddings(nn.Module):
@@ -100,7 +89,7 @@ def test_the_culprit_is_named_at_the_first_occurrence(tmp_path: Path, pytestconf
         told = recorded.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
         next(run, None)
         assert planted is not None
-        good = bool(told) and told[0]["step"] == step and is_right(planted, told[0]["attrs"])
+        good = bool(told) and told[0]["step"] == step and planted.is_told(told[0]["attrs"])
         right += good
         first = {"step": told[0]["step"], **told[0]["attrs"]} if told else {}
         first.pop("inputs", None)
