@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.rank_files import BOOT, BORN_NS, BORN_WALL_NS, RESOURCE, S
 from torchobs.catalog import EVENT_LOOP_MISTAKE, Event, Metric
-from torchobs.diagnosis.diagnosis import diagnose
+from torchobs.diagnosis.health import diagnose
 from torchobs.exporter import daemon, page
 from torchobs.flight import events as flight_events
 from torchobs.flight.layout import DEFAULT_SIZE, PHASE_NAMES, Header, plan

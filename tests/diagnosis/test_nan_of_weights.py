@@ -14,7 +14,7 @@ from torch import nn
 import torchobs
 from tests.diagnosis.observing import Look, Observed, observe, read
 from torchobs import catalog
-from torchobs.diagnosis.diagnosis import diagnose
+from torchobs.diagnosis.health import diagnose
 from torchobs.ranks.runs import load
 
 if TYPE_CHECKING:

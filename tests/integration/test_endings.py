@@ -18,7 +18,7 @@ from tests import flights, fork_server
 from tests.support import NEEDS_COMPILER, ROOT, clean_environment, wait_until
 from tests.training import loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.diagnosis.diagnosis import diagnose
+from torchobs.diagnosis.health import diagnose
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.outcomes import Outcomes
 from torchobs.flight import reader

@@ -26,7 +26,7 @@ from tests import fork_server
 from tests.training import Recording, StepFlag, has, loss_of, mlp, norm_of, recording
 from torchobs import catalog
 from torchobs.detect.spikes import BlownLayer
-from torchobs.diagnosis.diagnosis import diagnose
+from torchobs.diagnosis.health import diagnose
 from torchobs.document.live import figures
 from torchobs.flight.control import LEVELS
 from torchobs.probes.layers import MOST_LAYERS, SHOWN_S, GrownLayers

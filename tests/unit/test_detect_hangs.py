@@ -15,8 +15,9 @@ from torchobs import catalog
 from torchobs.catalog import SECONDS_BOUNDS
 from torchobs.detect import hangs
 from torchobs.detect.hangs import PATIENT_PHASES, Absence, CollectiveTimeout, Durations, GroupProgress, Position, Standstill
-from torchobs.diagnosis import endings, health
+from torchobs.diagnosis import endings
 from torchobs.diagnosis.endings import compare
+from torchobs.diagnosis.hangs import waited_for
 from torchobs.flight.reader import Distribution
 from torchobs.ranks.events import Events
 from torchobs.ranks.snapshot import Readings
@@ -222,13 +223,13 @@ def hung(name: str, progress: GroupProgress) -> RankView:
 def test_ranks_of_replica_groups_are_compared_each_by_itself() -> None:
     """Promise: each has a default group of its own, whose number, operation and size are those of its ranks alone."""
     ranks = [hung("0-g0", WAITING), hung("1-g0", WAITING), hung("0-g1", AWAY), hung("1-g1", AWAY)]
-    assert not [*health.waited_for(ranks)]
-    assert not [*health.waited_for([*ranks[:2], hung("0-g1", WAITING._replace(operation="broadcast", size=8.0))])]
-    (text,) = (one.long for one in health.waited_for([ranks[0], hung("1-g0", AWAY), *ranks[2:]]))
+    assert not [*waited_for(ranks)]
+    assert not [*waited_for([*ranks[:2], hung("0-g1", WAITING._replace(operation="broadcast", size=8.0))])]
+    (text,) = (one.long for one in waited_for([ranks[0], hung("1-g0", AWAY), *ranks[2:]]))
     assert "Rank 1-g0 has not come to all_reduce number 413 of group x" in text
     assert "-g1" not in text
     apart = [*ranks[:1], hung("0-g1", WAITING), hung("1-g1", WAITING._replace(operation="broadcast"))]
-    assert [one.kind for one in health.waited_for(apart)] == ["collectives_differ"]
+    assert [one.kind for one in waited_for(apart)] == ["collectives_differ"]
 
 
 GLOO = "[/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4000ms for recv operation to complete"

@@ -9,8 +9,9 @@ import pytest
 from tests.diagnosis_files import PHASES, START_S, fact, facts, step, steps, told
 from torchobs import catalog
 from torchobs.catalog import RANK_STATES
-from torchobs.diagnosis.diagnosis import diagnose, diagnose_run
+from torchobs.diagnosis.diagnosis import diagnose_run
 from torchobs.diagnosis.endings import compare, first_failed
+from torchobs.diagnosis.health import diagnose
 from torchobs.flight.throughput import Throughput
 from torchobs.ranks.rank_view import RankView, run_at_end
 from torchobs.ranks.state import MemoryUse

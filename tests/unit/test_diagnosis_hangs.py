@@ -11,9 +11,9 @@ from tests.diagnosis_files import PACE, START_S, fact, facts, steps
 from torchobs import catalog
 from torchobs.catalog.findings import Finding
 from torchobs.detect.hangs import Standstill
-from torchobs.diagnosis.diagnosis import diagnose, diagnose_run
+from torchobs.diagnosis.diagnosis import diagnose_run
 from torchobs.diagnosis.hangs import stall
-from torchobs.diagnosis.health import ERROR, INFO, WARNING
+from torchobs.diagnosis.health import ERROR, INFO, WARNING, diagnose
 from torchobs.document.run import Options, document
 from torchobs.flight.artifacts import PROFILE, STACKS, STUCK, ArtifactName, named
 from torchobs.flight.reader import Distribution

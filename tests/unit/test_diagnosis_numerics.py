@@ -9,7 +9,7 @@ import pytest
 
 from tests.diagnosis_files import PHASES, START_S, fact, facts, origin_told, step, steps, told
 from torchobs import catalog
-from torchobs.diagnosis.diagnosis import diagnose
+from torchobs.diagnosis.health import diagnose
 from torchobs.flight.reader import Distribution
 
 if TYPE_CHECKING:

@@ -51,7 +51,8 @@ SAMPLE: dict[str, object] = {
     "optimizer": "AdamW", "backward_passes": 64, "parameters": ["head.weight", "head.bias"], "parameters_affected": 2,
     "scheduler": "StepLR", "units_dead": 60, "units": 64, "kind": "loss_spike", "compiled": 3, "evidence": "r0-12.layers",
     "activity": "Training", "alive": 7, "world": 64, "speed": "1.90 steps/s", "ranks": 8, "ran": 3600.0,
-    "amount": "2,000 more, 95 MiB", "modules": ["decoder, 30 GiB"], "function": "get_batch",
+    "amount": "2,000 more, 95 MiB", "first_step": 812, "first_value": 48.0, "first_usual": 1.2,
+    "start": 2.3, "last_step": 900, "last_value": 48.0, "modules": ["decoder, 30 GiB"], "function": "get_batch",
     "holder": "The parameter fc.weight", "calm": 300, "other": "0", "elsewhere": "backward", "matched": 0, "keys": 148,
     "unexpected": "module.fc.weight",
 }  # fmt: skip

@@ -16,6 +16,7 @@ from torchobs.detect.growth import NEAR_S
 from torchobs.detect.hangs import Standstill
 from torchobs.detect.learning import ZeroRate
 from torchobs.detect.speed import SLOW, Slowness
+from torchobs.diagnosis.diagnosis import diagnose_run
 from torchobs.diagnosis.from_events import from_events
 from torchobs.diagnosis.health import health
 from torchobs.document.live import health_beside
@@ -270,7 +271,7 @@ def test_what_is_not_finite_now_is_said_to_be_so_since_its_first_step() -> None:
     assert "The loss has not been finite since step 60." in text
     assert "Gradients have not been finite since step 60." in text
     text = health(run(row(anomalies=kinds, events=events, derived={"steps": history[100:]}))).text
-    assert "The loss is not finite in step 91." in text  # how it began is gone
+    assert "The loss is not finite." in text  # how it began is gone
 
 
 def test_what_a_run_has_recovered_from_is_past_while_it_runs_and_after() -> None:
@@ -288,6 +289,35 @@ def test_what_a_run_has_recovered_from_is_past_while_it_runs_and_after() -> None
         partly = health(run(of(0, {"loss_spike": 75}), of(1, both)))
         assert "1 loss that was not finite. Past: 20 loss spikes; the last 75 steps were healthy." in partly.text
         assert partly.level is Severity.WARNING
+
+
+def slowed(number: int) -> dict[str, Any]:
+    """A step, of which the last ones are slow."""
+    took_s = 0.1 if number < 600 else 0.5
+    return {"duration_s": took_s, "phase_s": {"forward": took_s}}
+
+
+SLOWED = tuple(step(number, **slowed(number)) for number in range(1, 640))
+AMP: Values = {**anomalies(nonfinite_gradient=1), catalog.AMP_SCALE.name: {("0",): 4096.0}}
+
+
+@pytest.mark.parametrize(
+    ("rank", "level", "badge"),
+    [
+        (row(derived={"steps": SLOWED}, steps=639), WARNING, "Worth a look"),
+        (row(values=anomalies(loss_spike=9), events=[fact(catalog.EVENT_ANOMALY, 9, 91, kind="loss_spike")]), INFO, "All well"),
+        (row(values=AMP, anomalies=("nonfinite_gradient",)), INFO, "All well"),
+        (row(values={catalog.AMP_STEPS_SKIPPED.name: {(): 2.0}, catalog.STEPS.name: {(): 20.0}}), INFO, "All well"),
+        (row(values={catalog.AMP_STEPS_SKIPPED.name: {(): 60.0}, catalog.STEPS.name: {(): 200.0}}), WARNING, "Worth a look"),
+    ],
+    ids=["slow", "spikes of long ago", "a scaler that searches", "a scaler at its start", "a scaler that skips"],
+)
+def test_page_and_report_judge_a_rank_alike(rank: RankView, level: Severity, badge: str) -> None:
+    """Of the same findings: what is worth a look in one is in the other."""
+    known = diagnose_run([rank])
+    assert (known.health.level, known.health.badge) == (level, badge)
+    assert (known.verdict.severity, known.verdict.values["badge"]) == (level.name.lower(), badge)
+    assert all(one.severity == "info" for one in known.by_rank[0]) == (level is INFO)
 
 
 def test_a_rate_of_zero_is_none_where_another_group_has_one() -> None:

@@ -398,8 +398,10 @@ host_out_of_memory error source=torchobs.memory.out_of_memory key=cpu
 shared_memory_full warning alert=TorchobsSharedMemoryFull source=torchobs.memory.shared_full
     short: Shared memory (/dev/shm) is nearly full[, {ago:s} before the end]: {used:size} of {size:size}.
 memory_growth warning alert=TorchobsMemoryGrowth source=torchobs.memory.growth
-    short: {memory} memory grows[ by {per_step:size} a step][ on {where}][, and is full in about {left:about}].
-    long: {memory} memory grew by {per_step:size} a step; at that rate it would have been full {time_to_limit:s} later.
+    short: {memory} memory [ended?grew][ended!grows][ by {per_step:size} a step][ on {where}][, and is full in about
+      {left:about}].
+    long: {memory} memory [ended?grew][ended!grows][ by {per_step:size} a step][; at that rate it would have been full
+      {time_to_limit:s} later][, and is full in about {left:about}].
 memory_leak warning source=torchobs.memory.leak
     short: {memory} memory leaks[: {tensor}][, made at {place}][tensor?, are never freed][: what {line} makes is never freed
       ({amount})][native?, but no object of Python's became more: look at native code].
@@ -465,11 +467,11 @@ ranks_wait info
 == training ==
 nonfinite_loss error alert=TorchobsLossNotFinite source=torchobs.anomaly key=nonfinite_loss
     short: The loss [since?has not been][since!is not] finite[since! in step {step:,}][ since step {since:,}][ on {where}].
-    long: The loss turned {name} in step {step:,}[, {ago:step} after its gradient was not finite while the loss still was
-      {loss:n}][rise_with?, as the gradient norm rose {rise:fold} (from {rise_usual:n} to {rise_value:n})][, {rise_ago:step}
-      after the gradient norm rose {rise:fold} (from {rise_usual:n} to {rise_value:n})].[ The learning rate had risen
-      {rate:fold} (from {rate_usual:n} to {rate_value:n}) in step {rate_step:,}.][ The learning rate was {learning_rate:n}.][ It
-      trained on for {wasted:step} after that.]
+    long: The loss [since?turned {name} in step {since:,}][since!is not finite][, {ago:step} after its gradient was not finite
+      while the loss still was {loss:n}][rise_with?, as the gradient norm rose {rise:fold} (from {rise_usual:n} to
+      {rise_value:n})][, {rise_ago:step} after the gradient norm rose {rise:fold} (from {rise_usual:n} to {rise_value:n})].[ The
+      learning rate had risen {rate:fold} (from {rate_usual:n} to {rate_value:n}) in step {rate_step:,}.][ The learning rate was
+      {learning_rate:n}.][ It trained on for {wasted:step} after that.]
 nonfinite_loss_before error
     short: The loss is not finite[ on {where}].
     long: The loss has been {name} since step {step:,} or before: older steps are gone from the file.
@@ -478,26 +480,29 @@ nonfinite_loss_passed warning
     long: The loss was not finite in {losses:step}[recovered?, and recovered].
 nonfinite_gradient warning source=torchobs.anomaly key=nonfinite_gradient
     short: Gradients [since?have not been][since!are not] finite[since! in step {step:,}][ since step {since:,}][ on {where}].
-    long: Gradients were {kinds} in step {step:,}[, in {layers:named}][last?, the last that it began][steps?; in {steps:measured
-      step} in all].[scaled? The loss scaler skips such steps: a few are usual.]
+    long: Gradients were [kinds?{kinds}][kinds!not finite][ in step {first_step:,}][, in {layers:named}][last?, the last that it
+      began][steps?; in {steps:measured step} in all].[scaled? The loss scaler skips such steps: a few are usual.]
 gradient_explosion warning alert=TorchobsGradientExplosion source=torchobs.anomaly key=gradient_explosion
     short: Gradients explode[: the norm is {value:n} in step {step:,}, usual is {baseline:n}][ on {where}].
-    long: The gradient norm rose in step {step:,} to {value:n}, usual was {baseline:n}[; so it did in {again:later step}].[ The
-      gradient of layer {layer} grew most: {layer_norm:n}, usual was {layer_usual:n}.][ The learning rate had risen {rate:fold}
-      (from {rate_usual:n} to {rate_value:n}) in step {rate_step:,}.]
+    long: The gradient norm rose[ in step {first_step:,} to {first_value:n}, usual was {first_usual:n}][first_step! far above
+      what was usual, in {number:step}][; so it did in {again:later step}].[ The gradient of layer {layer} grew most:
+      {layer_norm:n}, usual was {layer_usual:n}.][ The learning rate had risen {rate:fold} (from {rate_usual:n} to
+      {rate_value:n}) in step {rate_step:,}.]
 loss_spike warning source=torchobs.anomaly key=loss_spike
     short: The loss has jumped[ to {value:n} in step {step:,}, usual is {baseline:n}][ on {where}].
-    long: The loss rose in step {step:,} to {value:n}, usual was {baseline:n}[; so it did in {again:later step}].[ The gradient
-      of layer {layer} grew most: {layer_norm:n}, usual was {layer_usual:n}.][ The learning rate had risen {rate:fold} (from
-      {rate_usual:n} to {rate_value:n}) in step {rate_step:,}.]
+    long: The loss rose[ in step {first_step:,} to {first_value:n}, usual was {first_usual:n}][first_step! far above what was
+      usual, in {number:step}][; so it did in {again:later step}].[ The gradient of layer {layer} grew most: {layer_norm:n},
+      usual was {layer_usual:n}.][ The learning rate had risen {rate:fold} (from {rate_usual:n} to {rate_value:n}) in step
+      {rate_step:,}.]
 gradient_vanishing warning alert=TorchobsGradientVanishing source=torchobs.anomaly key=gradient_vanishing
     short: Gradients vanish[: the norm is {value:n} in step {step:,}, usual is {baseline:n}][ on {where}].
     long: The gradient norm was vanishingly small, or zero, in {vanished:step} of the {measured:,} measured.[ At the end
       {zero:%} of the parameters had gradients of exactly zero.]
 diverged warning alert=TorchobsLossDiverged source=torchobs.anomaly key=diverged
     short: The loss has diverged[ to {value:n} in step {step:,}, its start was {baseline:n}][ on {where}].
-    long: The loss rose from {first:n} to {left:n} times that or more within its first {warm_up:,} steps, and has not come
-      back[: in step {step:,} it was {value:n}].[ The highest learning rate in them was {rate:n}.]
+    long: The loss rose[ from {start:n}][start! from its start] to {left:n} times that or more within its first {warm_up:,}
+      steps, and [back?came back][back!has not come back][: in step {last_step:,} it was {last_value:n}].[ The highest learning
+      rate in them was {highest:n}.]
 past_anomalies info
     short: {word} {what}[; the last {calm:,} steps were healthy].
 nonfinite_parameters error source=torchobs.nonfinite.rest

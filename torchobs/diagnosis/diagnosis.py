@@ -9,14 +9,10 @@ from typing import NamedTuple
 
 from torchobs.catalog.findings import BADGES, Finding, finding
 from torchobs.diagnosis import endings, from_events, hangs
-from torchobs.diagnosis.endings import compare, ending, first_failed, launcher_ending, stalled_together
-from torchobs.diagnosis.health import LEVELS, Health, health, standing_still
-from torchobs.diagnosis.numerics import numerics
-from torchobs.diagnosis.performance import pace
+from torchobs.diagnosis.endings import compare, first_failed, launcher_ending, stalled_together
+from torchobs.diagnosis.health import LEVELS, Health, diagnose, health, standing_still
 from torchobs.ranks import labels
 from torchobs.ranks.rank_view import RankView, run_at_end
-
-_RULES = (ending, numerics, pace)
 
 
 class RunDiagnosis(NamedTuple):
@@ -56,9 +52,3 @@ def diagnose_run(ranks: Sequence[RankView], launchers: Iterable[RankView] = ()) 
     slow = next((report for report in ranks if report.slowness and report.slowness.is_slow), ranks[0])
     principal = ranks.index(named or first or next(stuck, from_events.source(ranks) or slow))
     return RunDiagnosis(health(run), together, [diagnose(report) for report in ranks], principal)
-
-
-def diagnose(report: RankView) -> list[Finding]:
-    """Return the findings on a rank: first how it ended, then the others, the worst first."""
-    first, *rest = (found._replace(rank=report.rank) for rule in _RULES for found in rule(report))
-    return [first, *sorted(rest, key=lambda found: -LEVELS[found.severity].value)]

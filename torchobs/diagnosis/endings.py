@@ -26,7 +26,8 @@ from torchobs.catalog.findings import (
 )
 from torchobs.detect import hangs as detect_hang
 from torchobs.detect.hangs import PATIENT_PHASES, Blamed
-from torchobs.diagnosis import hangs, health
+from torchobs.diagnosis import hangs
+from torchobs.diagnosis.comparison import beside_each_other
 from torchobs.diagnosis.from_events import KIND_OF, LAST_WORDS, values_of
 from torchobs.diagnosis.hangs import Stall, place, stall, stalled, without_launcher
 from torchobs.flight.events import Event
@@ -56,6 +57,8 @@ def ending(report: RankView) -> Iterator[Finding]:
     if report.up:
         yield _living(report)
         yield from stalled(report)
+        if not report.recorded:
+            yield finding("unrecorded")
         return
     if not report.end_known:
         yield finding("end_unknown", rank=report.rank, step=report.last_step or None)
@@ -63,7 +66,10 @@ def ending(report: RankView) -> Iterator[Finding]:
     yield how_ended(report)
     yield from stalled(report)
     yield from _threads(report)
-    yield from _last_words(report)
+    for kind, fact in last_words(report).items():
+        ago_s = report.last_s - fact.time_s
+        values = {**_last_word(fact), "ago": ago_s if ago_s >= state.BEAT_S else None}
+        yield Finding(kind, report.rank, fact.step, values)
 
 
 def launcher_ending(report: RankView) -> Iterator[Finding]:
@@ -117,7 +123,7 @@ def _name_of(number: int, other: str) -> str:
 
 def _exception(report: RankView) -> dict[str, Any]:
     if not report.main_exceptions:
-        return {"raised": "an exception that is not in the file"}
+        return {"raised": "an exception that is not in the file", "exception": report.exception}
     last = report.main_exceptions[-1]
     raised, cause = _raised(last), _raised(last, "cause.") if last.text("cause.type") else None
     unused, count = last.texts("unused", _MOST_NAMED, 80), last.number("unused_count")
@@ -186,16 +192,12 @@ def _threads(report: RankView) -> Iterator[Finding]:
     yield finding("thread_exception", rank=report.rank, step=last.step or None, **dict[str, Any](values))
 
 
-def _last_words(report: RankView) -> Iterator[Finding]:
-    """Yield errors of machine, device or workers shortly before an abnormal end."""
-    if report.reason in _NO_FAILURE:
-        return
-    for kind in LAST_WORDS:
-        late = [fact for fact in report.events if _makes(kind, fact) and report.last_s - fact.time_s <= SHORTLY_S]
-        if late:
-            ago_s = report.last_s - late[-1].time_s
-            values = {**last_word(late[-1]), "ago": ago_s if ago_s >= state.BEAT_S else None}
-            yield Finding(kind, report.rank, late[-1].step, values)
+def last_words(report: RankView) -> dict[str, Event]:
+    """Return the errors of machine, device or workers shortly before an abnormal end, by kind: the last of each."""
+    if report.up or report.reason in _NO_FAILURE:
+        return {}
+    late = [fact for fact in report.events if report.last_s - fact.time_s <= SHORTLY_S]
+    return {kind: of[-1] for kind in LAST_WORDS if (of := [fact for fact in late if _makes(kind, fact)])}
 
 
 def _makes(kind: str, fact: Event) -> bool:
@@ -203,7 +205,7 @@ def _makes(kind: str, fact: Event) -> bool:
     return fact.name == source and (not key or (key == "cpu") == (fact.text("device") == "cpu"))
 
 
-def last_word(fact: Event) -> dict[str, Any]:
+def _last_word(fact: Event) -> dict[str, Any]:
     """Return the values of such an error's words."""
     model = sentence(MODEL_MEMORY, fact.attributes).removeprefix(", ")
     return {**values_of(fact), "model": model, "modules": fact.texts("modules", 1, 120), "largest": fact.texts("largest", 1)}
@@ -216,7 +218,7 @@ def compare(ranks: Sequence[RankView]) -> list[Finding]:
         return []
     only = len(_failed(ranks)) == 1
     teams = (_in_team(team, only_one_failed=only) for team in labels.teams(ranks))
-    return [*chain.from_iterable(teams), *health.beside_each_other(ranks, started_here(ranks))]
+    return [*chain.from_iterable(teams), *beside_each_other(ranks, started_here(ranks))]
 
 
 def _in_team(ranks: Sequence[RankView], *, only_one_failed: bool) -> Iterator[Finding]:
@@ -232,7 +234,7 @@ def _in_team(ranks: Sequence[RankView], *, only_one_failed: bool) -> Iterator[Fi
         yield finding("collective_timeout", what=what, timeout=timeout_s, gave_up=names, waiting=waiting)
     elif (found := first_failed(ranks)[1]) is not None and (only_one_failed or len(_failed(ranks)) > 1):
         yield found
-    yield from (one for one in health.waited_for(stalled_together(ranks)) if not gave_up or one.kind != "waited_for")
+    yield from (one for one in hangs.waited_for(stalled_together(ranks)) if not gave_up or one.kind != "waited_for")
 
 
 def awaited_at_timeout(ranks: Sequence[RankView]) -> dict[str, Blamed]:

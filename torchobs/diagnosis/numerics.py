@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import exp, isfinite, isnan
 from statistics import median
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.catalog.findings import ORIGIN, Finding, finding
-from torchobs.detect.learning import NEGLIGIBLE, ZeroRate, is_stuck
+from torchobs.detect.learning import LEAST_SKIPPED, NEGLIGIBLE, ZeroRate, is_stuck
 from torchobs.detect.spikes import (
     LEAST_EXPLOSIONS,
     LEAST_LOSS_SPIKES,
@@ -23,16 +23,14 @@ from torchobs.detect.spikes import (
     WARM_UP,
     leaves_start,
 )
-from torchobs.diagnosis.from_events import (
-    GATED,
-    SPOILED,
-    UNTIL_A_STEP,
-    from_events,
-)
+from torchobs.diagnosis.from_events import GATED, SPOILED, UNTIL_A_STEP, from_events
+from torchobs.flight.events import Event
 from torchobs.ranks.rank_view import RankView, Step, model_begins
 
 LEAST_NOTABLE = {"gradient_explosion": LEAST_EXPLOSIONS, "loss_spike": LEAST_LOSS_SPIKES}
 """Least number of past anomalies that is reported, as for the alert; one for the other kinds."""
+_AT_THE_END = frozenset({"nonfinite_loss", "diverged"})
+"""How a training was when it ended; of the other kinds single steps are meant"""
 _BEFORE = RATE_MEMORY
 """Steps before a bad loss that are searched for its cause."""
 _BASELINE = 200
@@ -51,23 +49,41 @@ class Rise(NamedTuple):
 
 def numerics(report: RankView) -> Iterator[Finding]:
     """Yield numerical problems, the loss first; then what events alone make."""
-    lost, past, events = onset([step.loss for step in report.steps]), report.past, from_events(report.events)
-    if lost is not None:
-        yield _nonfinite_loss(report, lost)
+    events = from_events(report.events)
+    is_lost = report.loss is not None and not isfinite(report.loss)
+    if is_lost:
+        yield _nonfinite_loss(report)
     else:
-        yield from _spikes(report, past)
+        yield from _spikes(report)
     yield from _diverged(report)
     if report.zero_rate is not None:
         yield zero_learning_rate(report.zero_rate)
     if ORIGIN in events:
-        yield _settled(events[ORIGIN], past, report, spoiled=SPOILED in events)
-    yield from _nonfinite_gradients(report, past)
-    yield from _vanished(report, past)
-    if catalog.EVENT_AMP_SCALE_COLLAPSED.name not in {fact.name for fact in report.events}:
-        yield from _skips(report)
+        yield _origin(events[ORIGIN], report, spoiled=SPOILED in events, is_lost=is_lost)
+    if SPOILED in events and not is_lost:
+        yield events[SPOILED]
+    yield from _nonfinite_gradients(report)
+    yield from _vanished(report)
+    yield from _skips(report, events.get("amp_scale_collapsed"))
     for kind, found in events.items():
-        if kind not in GATED and not (kind == UNTIL_A_STEP and report.last_step):
+        if kind not in GATED and not (kind == UNTIL_A_STEP and report.done):
             yield found
+    unmoved = report.count(catalog.GRAD_UNMOVED_LAYERS)
+    if unmoved and not any(kind.startswith("unmoved_layers") for kind in events):
+        yield finding("unmoved_layers", unmoved=unmoved)
+
+
+def _judged(report: RankView, kind: str, *, explained: bool = False) -> dict[str, Any]:
+    """Return how serious an anomaly is: if it is so now, by its kind; else by how many there were lately, or in all.
+
+    ``explained``: even a single one is worth a look. From one that is past the training has recovered for certain.
+    """
+    is_now = kind in report.anomalies and (report.up or kind in _AT_THE_END)
+    number = report.counted.get(kind, 0)
+    notable = (report.lately.get(kind, 0) if report.up else number) >= LEAST_NOTABLE.get(kind, 1)
+    severity = catalog.ANOMALY_SEVERITY[kind] if is_now else None if notable or explained else Severity.INFO
+    healthy = None if is_now else report.past.get(kind)
+    return {"anomaly": kind, "number": number, "now": is_now, "severity": severity, "healthy": healthy}
 
 
 def onset(values: Sequence[float | None]) -> int | None:
@@ -81,21 +97,32 @@ def onset(values: Sequence[float | None]) -> int | None:
     return found
 
 
-def _nonfinite_loss(report: RankView, lost: int) -> Finding:
-    steps, step = report.steps, report.steps[lost]
+def _nonfinite_loss(report: RankView) -> Finding:
+    """Return since when the loss is not finite. Its events do not say: only the first of many in a row have one each."""
+    steps, lost = report.steps, onset([step.loss for step in report.steps])
+    newest = from_events(report.events).get("nonfinite_loss")
+    if lost is None:
+        return finding("nonfinite_loss", step=newest.step if newest else None)
+    step = steps[lost]
     name = "NaN" if step.loss is None or isnan(step.loss) else "infinite"
-    if steps[0].step > 1 and all(before.loss is None for before in steps[:lost]):
+    if _is_older(steps, [step.loss for step in steps[:lost]]):
         return finding("nonfinite_loss_before", step=step.step, name=name)
     rate = _rate(steps, lost)
     return finding(
         "nonfinite_loss",
         step=step.step,
+        since=step.step,
         name=name,
         **_cause(steps, lost),
         **rate,
         learning_rate=None if rate else step.learning_rate,
         wasted=steps[-1].step - step.step or None,
     )
+
+
+def _is_older(steps: Sequence[Step], before: Sequence[float | None]) -> bool:
+    """Return whether a value may have turned before the steps at hand, of which these come before the first bad one."""
+    return steps[0].step > 1 and all(value is None for value in before)
 
 
 def _cause(steps: Sequence[Step], lost: int) -> dict[str, Any]:
@@ -154,74 +181,110 @@ def _rate(steps: Sequence[Step], end: int) -> dict[str, Any]:
     return {"rate": rise.value / rise.usual, "rate_usual": rise.usual, "rate_value": rise.value, "rate_step": rise.step}
 
 
-def _spikes(report: RankView, past: Mapping[str, int]) -> Iterator[Finding]:
+def _spikes(report: RankView) -> Iterator[Finding]:
     """Yield loss spikes and explosions, with their causes, if the last loss was finite."""
     for kind in ("gradient_explosion", "loss_spike"):
-        count = report.count(catalog.ANOMALIES, kind)
-        first = next((fact for fact in report.events_named(catalog.EVENT_ANOMALY) if fact.text("kind") == kind), None)
-        if not count or first is None or first.step is None:
+        if not report.counted.get(kind) and kind not in report.anomalies:
             continue
-        rate = _rate(report.steps, _index(report.steps, first.step))
+        first = _first(report, kind)
+        rate = {} if first is None or first.step is None else _rate(report.steps, _index(report.steps, first.step))
         # single ones are ordinary, unless the learning rate explains them
-        severity = None if rate or count >= LEAST_NOTABLE[kind] else Severity.INFO
-        values: dict[str, Any] = {
-            name: first.attributes.get(name) for name in ("value", "baseline", "layer", "layer_norm", "layer_usual")
-        }
-        again, healthy = count - 1 or None, past.get(kind)
-        yield finding(kind, step=first.step, severity=severity, again=again, healthy=healthy, **values, **rate)
-    if count := report.count(catalog.ANOMALIES, "nonfinite_loss"):
+        judged = _judged(report, kind, explained=bool(rate))
+        values: dict[str, Any] = {}
+        if first is not None:
+            values = {name: first.attributes.get(name) for name in ("layer", "layer_norm", "layer_usual")}
+            values |= {"first_step": first.step, "first_value": first.number("value"), "first_usual": first.number("baseline")}
+        values["again"] = judged["number"] - 1 or None if first is not None else None
+        yield _newest(report, kind, **judged, **values, **rate)
+    if report.counted.get("nonfinite_loss"):
         seen = [step for step in report.steps if step.loss is not None]
         recovered = bool(seen) and (not report.partial or seen[-1].step >= report.last_step)
-        yield finding("nonfinite_loss_passed", losses=count, recovered=recovered, healthy=past.get("nonfinite_loss"))
+        judged = _judged(report, "nonfinite_loss")
+        yield finding("nonfinite_loss_passed", losses=judged["number"], recovered=recovered, **judged)
+
+
+def _first(report: RankView, kind: str) -> Event | None:
+    """Return the event of the first anomaly of a kind that the file still has."""
+    return next((fact for fact in report.events_named(catalog.EVENT_ANOMALY) if fact.text("kind") == kind), None)
+
+
+def _newest(report: RankView, kind: str, **values: Any) -> Finding:
+    """Return a finding on an anomaly, with the step and the values of the newest of its kind."""
+    newest = from_events(report.events).get(kind)
+    known = newest or finding(kind)
+    return known._replace(values={**known.values, **values})
 
 
 def _index(steps: Sequence[Step], number: int) -> int:
     return next((index for index, step in enumerate(steps) if step.step >= number), len(steps) - 1)
 
 
-def _settled(origin: Finding, past: Mapping[str, int], report: RankView, *, spoiled: bool) -> Finding:
-    """Return the origin of a NaN, with the healthy steps since if the training has recovered from all of its kinds."""
-    kinds = {kind for kind in ("nonfinite_loss", "nonfinite_gradient") if report.value(catalog.ANOMALIES, kind)}
-    if report.value(catalog.AMP_STEPS_SKIPPED):
+def _origin(origin: Finding, report: RankView, *, spoiled: bool, is_lost: bool) -> Finding:
+    """Return the origin of a NaN, as serious as what has become of it.
+
+    While loss and gradients are finite again it is a warning; past once the training has recovered from all of its kinds.
+    """
+    kinds = {kind for kind in ("nonfinite_loss", "nonfinite_gradient") if report.counted.get(kind)}
+    if _is_scaled(report):
         kinds.discard("nonfinite_gradient")  # part of normal loss scaling
-    if not kinds or spoiled or not kinds <= past.keys():
-        return origin
-    return origin._replace(values={**origin.values, "healthy": min(past[kind] for kind in kinds)})
+    healthy = min((report.past.get(kind, 0) for kind in kinds), default=0)
+    if healthy and not spoiled:
+        return origin._replace(values={**origin.values, "healthy": healthy})
+    is_now = is_lost or spoiled or "nonfinite_gradient" in report.anomalies or not report.up
+    return origin if is_now else origin._replace(values={**origin.values, "severity": Severity.WARNING})
 
 
-def _nonfinite_gradients(report: RankView, past: Mapping[str, int]) -> Iterator[Finding]:
-    """Yield the layers where gradients first became non-finite."""
+def _is_scaled(report: RankView) -> bool:
+    """Return whether a loss scaler skips the steps whose gradients are not finite."""
+    return bool(report.of(catalog.AMP_SCALE) or report.value(catalog.AMP_STEPS_SKIPPED))
+
+
+def _nonfinite_gradients(report: RankView) -> Iterator[Finding]:
+    """Yield the layers where gradients first became non-finite, and since when they are."""
+    kind = "nonfinite_gradient"
     events = report.events_named(catalog.EVENT_NONFINITE_GRADIENT)
-    if events and events[0].step is not None:
-        first, scaled = events[0], bool(report.by_attribute(catalog.AMP_SCALE))
-        last = first.attributes.get("measured") is False
-        yield finding(
-            "nonfinite_gradient",
-            step=first.step,
-            severity=Severity.INFO if scaled else None,
-            kinds=first.text("kinds").replace("nan", "NaN").replace("inf", "infinite") or "not finite",
-            layers=first.texts("layers"),
-            layers_affected=first.count("layers_affected"),
-            last=last,
-            steps=None if last else report.count(catalog.GRAD_NONFINITE_STEPS) or None,
-            scaled=scaled,
-            healthy=past.get("nonfinite_gradient"),
-        )
+    scaled, values = _is_scaled(report), dict[str, Any]()
+    if not events and (scaled or (not report.counted.get(kind) and kind not in report.anomalies)):
+        return
+    judged = _judged(report, kind, explained=True)
+    if scaled:
+        judged["severity"] = Severity.INFO
+    norms = [step.grad_norm for step in report.steps]
+    begun = onset(norms) if judged["now"] else None
+    if begun is not None and not _is_older(report.steps, norms[:begun]):
+        values["since"] = report.steps[begun].step
+    if (first := events[0] if events else _first(report, kind)) is not None:
+        values |= {
+            "first_step": first.step,
+            "kinds": first.text("kinds").replace("nan", "NaN").replace("inf", "infinite"),
+            "layers": first.texts("layers"),
+            "layers_affected": first.count("layers_affected"),
+            "last": first.attributes.get("measured") is False,
+        }
+    values["steps"] = None if values.get("last") else report.count(catalog.GRAD_NONFINITE_STEPS) or None
+    yield _newest(report, kind, scaled=scaled, **values, **judged)
 
 
-def _vanished(report: RankView, past: Mapping[str, int]) -> Iterator[Finding]:
-    if count := report.count(catalog.ANOMALIES, "gradient_vanishing"):
+def _vanished(report: RankView) -> Iterator[Finding]:
+    kind = "gradient_vanishing"
+    count = report.counted.get(kind, 0)
+    if count or kind in report.anomalies:
         measured, zero = max(report.measured_norms, count), report.value(catalog.GRAD_ZERO) or None
-        healthy = past.get("gradient_vanishing")
-        yield finding("gradient_vanishing", vanished=count, measured=measured, zero=zero, healthy=healthy)
+        yield _newest(report, kind, vanished=count, measured=measured, zero=zero, **_judged(report, kind))
 
 
-def _skips(report: RankView) -> Iterator[Finding]:
+def _skips(report: RankView, collapsed: Finding | None) -> Iterator[Finding]:
+    """Yield that a loss scaler skips every step, also of an ended run, whose last steps changed nothing; or many."""
     skipped, steps = report.count(catalog.AMP_STEPS_SKIPPED), report.count(catalog.STEPS)
-    streak = report.count(catalog.AMP_SKIP_STREAK)
-    if is_stuck(streak, report.scale):
-        yield finding("amp_skips", streak=streak, up=report.up)
-    elif skipped and skipped >= _MANY_SKIPPED * steps:
+    streak = report.value(catalog.AMP_SKIP_STREAK)
+    if streak is None and collapsed is not None:
+        yield collapsed
+    elif is_stuck(streak or 0, report.scale):
+        if report.scale is not None and report.scale < 1:
+            yield finding("amp_scale_collapsed", scale=report.scale)
+        else:
+            yield finding("amp_skips", streak=int(streak or 0), up=report.up)
+    elif skipped >= max(LEAST_SKIPPED, _MANY_SKIPPED * steps):
         yield finding("amp_many_skips", skipped=skipped, steps=steps)
 
 
@@ -234,21 +297,23 @@ def zero_learning_rate(found: ZeroRate) -> Finding:
 
 
 def _diverged(report: RankView) -> Iterator[Finding]:
-    """Yield that the loss has left its start for good (``detect.spikes``)."""
-    if not report.value(catalog.ANOMALY_ACTIVE, "diverged"):
+    """Yield that the loss has left its start for good (``detect.spikes``), or had, and has come back."""
+    kind = "diverged"
+    judged = _judged(report, kind)
+    if not judged["now"] and not judged["number"]:
         return
     steps = report.steps[model_begins(report.steps, len(report.steps) - 1) :] if report.steps else ()
     is_start = bool(steps) and (steps[0].step == 1 or steps[0].new_model)
-    diverged = [event for event in report.events_named(catalog.EVENT_ANOMALY) if event.text("kind") == "diverged"]
-    first = diverged[-1].number("baseline") if diverged else None
+    found = _newest(report, kind, **judged)
     last = next((step for step in reversed(report.steps) if step.loss is not None), None)
-    rate = max((step.learning_rate for step in steps[:WARM_UP] if step.learning_rate), default=None) if is_start else None
-    yield finding(
-        "diverged",
-        step=last.step if last else None,
-        first=first,
-        left=LEFT,
-        warm_up=WARM_UP,
-        value=last.loss if last else None,
-        rate=rate,
-    )
+    highest = max((step.learning_rate for step in steps[:WARM_UP] if step.learning_rate), default=None)
+    values = {
+        "back": not judged["now"],
+        "start": found.values.get("baseline"),
+        "left": LEFT,
+        "warm_up": WARM_UP,
+        "last_step": last.step if last else None,
+        "last_value": last.loss if last else None,
+        "highest": highest if is_start else None,
+    }
+    yield found._replace(values={**found.values, **values})

@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
+from math import isfinite
 from operator import itemgetter
 from statistics import fmean, median
+from typing import Any
 
 from torchobs import catalog
+from torchobs.catalog import Severity
 from torchobs.catalog.findings import Finding, finding
 from torchobs.detect import speed
+from torchobs.detect.growth import NEAR_S
 from torchobs.detect.hangs import LEAST_S
-from torchobs.diagnosis import health
+from torchobs.diagnosis.endings import last_words
+from torchobs.diagnosis.from_events import from_events
+from torchobs.flight.layout import PHASE_NAMES
 from torchobs.ranks import state
+from torchobs.ranks.events import WORKER_DIED
 from torchobs.ranks.rank_view import RankView, Step, model_begins
 
 _FIRST = 3
 """First steps, which start workers and fill caches."""
 _LEAST_EARLIER = 16
+_LEAST_PHASE_S = LEAST_S / len(catalog.PHASES)
+"""The longest phase of a step as long as a stall lasts at least so long."""
+_COMPILE = PHASE_NAMES.index("compile")
 
 
 def pace(report: RankView) -> Iterator[Finding]:
     """Yield the findings on time and memory."""
     yield from _unsaved(report)
-    yield from health.failed_saves([report])
+    yield from _failed_saves(report)
     yield from _held_up(report)
     yield from _slowed(report)
     yield from _waited(report)
-    yield from health.between([report])
-    yield from health.probes_off([report])
-    if report.up or report.reason == "finished":  # else they are reported as what led to the end
-        yield from health.broken([report])
+    yield from _growing(report)
+    yield from between(report)
+    if report.probes_off:
+        yield finding("probes_off", probes=", ".join(sorted(report.probes_off)))
+    yield from _broken(report)
     dropped = {what: int(count) for what, count in report.by_attribute(catalog.FLIGHT_DROPPED).items() if count}
     if dropped:
         yield finding("dropped", items=[f"{count:,} {what}s" for what, count in dropped.items()])
@@ -53,6 +65,8 @@ def _unsaved(report: RankView) -> Iterator[Finding]:
 
 def _held_up(report: RankView) -> Iterator[Finding]:
     """Yield steps as long as a stall (see ``stall``) after which training continued."""
+    if not any(map(_LEAST_PHASE_S.__le__, chain.from_iterable(step.phases for step in report.steps))):
+        return  # a thousand ranks a second
     # without evaluation, checkpoints and compilation
     took = [
         (sum(step.phase_s.get(name, 0.0) for name in catalog.PHASES), step)
@@ -86,7 +100,8 @@ def _slowed(report: RankView) -> Iterator[Finding]:
 
 def _took_s(step: Step) -> float:
     """Return how long a step took, with what was compiled in it: who recompiles in every step is slow."""
-    return (step.duration_s or 0.0) + step.phase_s.get("compile", 0.0)
+    compiled_s = step.phases[_COMPILE]
+    return (step.duration_s or 0.0) + (compiled_s if isfinite(compiled_s) else 0.0)
 
 
 def _grown_phase(earlier: Sequence[Step], late: Sequence[Step]) -> tuple[str, float]:
@@ -99,12 +114,65 @@ def _grown_phase(earlier: Sequence[Step], late: Sequence[Step]) -> tuple[str, fl
 
 
 def _waited(report: RankView) -> Iterator[Finding]:
-    """Yield that training waited for data, with the workers' queue, or the one wait that was most of it."""
-    for waiting in health.waiting([report]):
-        waits = [(step.phase_s.get("data", 0.0), step.step) for step in report.steps]
-        longest_s, at = max(waits, default=(0.0, 0))
-        if len(waits) > _LEAST_EARLIER and longest_s > sum(seconds for seconds, _ in waits) / 2:
-            yield waiting._replace(step=at, values={**waiting.values, "wait": longest_s})
-        else:
-            no_batch = report.value(catalog.DATA_BATCHES_READY) == 0
-            yield waiting._replace(values={**waiting.values, "no_batch": no_batch})
+    """Yield that training waits for data, or did, with the workers' queue, or the one wait that was most of it."""
+    share = report.waiting
+    if share is None:
+        return
+    values: dict[str, Any] = {"up": report.up, "share": share or None}
+    waits = [(step.phase_s.get("data", 0.0), step.step) for step in report.steps]
+    longest_s, at = max(waits, default=(0.0, 0))
+    if len(waits) > _LEAST_EARLIER and longest_s > sum(seconds for seconds, _ in waits) / 2:
+        yield finding("data", step=at, wait=longest_s, **values)
+    else:
+        yield finding("data", no_batch=report.value(catalog.DATA_BATCHES_READY) == 0, **values)
+
+
+def between(report: RankView) -> Iterator[Finding]:
+    """Yield where the time between the phases of a step goes, if that is much."""
+    function, location = report.events.between
+    if report.between and function:
+        yield finding("between", share=report.between, function=function, location=location)
+
+
+def _failed_saves(report: RankView) -> Iterator[Finding]:
+    """Yield that checkpoints could not be saved, an error if none was since; a script that catches the exception goes on."""
+    saves = report.count(catalog.CHECKPOINTS, "failed")
+    if not saves:
+        return
+    raised = from_events(report.events).get("save_raised")
+    values = dict[str, Any](raised.values if raised else {})
+    free, needed = values.get("free"), values.get("needed")
+    full = isinstance(free, (int, float)) and isinstance(needed, (int, float)) and free < needed
+    room = {"free": free, "needed": needed} if full else dict[str, Any]()
+    kind = "checkpoint_failed_once" if report.value(catalog.CHECKPOINT_FAILURE_STREAK) == 0 else "checkpoint_failed"
+    saved_step = values.get("saved_step") or None
+    yield finding(kind, saves=saves, why=values.get("exception.type"), saved_step=saved_step, **room)
+
+
+def _growing(report: RankView) -> Iterator[Finding]:
+    """Yield that memory is soon full; of a rank that was killed, that it was growing, whenever that was."""
+    event = from_events(report.events).get("memory_growth")
+    if not report.up and report.reason != "finished":
+        if event is not None:
+            yield event._replace(values={**event.values, "ended": True})
+        return
+    for space in catalog.SPACE.values:
+        left_s = report.value(catalog.MEMORY_TIME_TO_LIMIT, space)
+        if left_s is not None and left_s <= NEAR_S:
+            grown = event.values.get("per_step") if event is not None and event.values.get("space") == space else None
+            yield finding("memory_growth", memory=space.capitalize(), left=left_s, per_step=grown, ended=not report.up)
+
+
+def _broken(report: RankView) -> Iterator[Finding]:
+    """Yield that GPUs have failed, and that workers of data loaders have died, even if the script goes on with new ones.
+
+    Once it has gone on for some time, or has finished, that is information.
+    """
+    status = report.of(catalog.HW_STATUS).items() if report.up else ()
+    if gpus := sorted({gpu for (gpu, _, state), is_so in status if state == "failed" and is_so}):
+        yield finding("gpu_failed", gpus=len(gpus), names=gpus)
+    died = report.count(catalog.DATA_WORKERS_DIED)
+    if died and "worker_died" not in last_words(report):
+        lately = bool(report.lately.get(WORKER_DIED)) and report.state != "finished"
+        severity = Severity.WARNING if lately else Severity.INFO
+        yield finding("workers_died", severity=severity, workers=died, earlier=not lately and report.up)

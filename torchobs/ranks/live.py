@@ -56,7 +56,8 @@ METRICS = (
     catalog.SCALAR_VALUE, catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
     catalog.DISTRIBUTED_INFO, catalog.GRAD_NORM_RANKS, catalog.MFU, catalog.MODEL_PARAMETERS, *comparison.COLLECTIVE_METRICS,
     catalog.DATA_WORKERS_DIED, catalog.HW_STATUS, catalog.MEMORY_HOST_AVAILABLE, catalog.CGROUP_MEMORY_PEAK,
-    catalog.MEMORY_SHARED_USED, catalog.MEMORY_SHARED_SIZE, catalog.CGROUP_MEMORY_OOM_KILLS,
+    catalog.MEMORY_SHARED_USED, catalog.MEMORY_SHARED_SIZE, catalog.CGROUP_MEMORY_OOM_KILLS, catalog.FLIGHT_DROPPED,
+    catalog.GRAD_ZERO, catalog.DATA_BATCHES_READY,
     *(metric for metric, _ in LAYERS.values()),
 )  # fmt: skip
 """Metrics read from a rank."""

@@ -1,0 +1,89 @@
+"""Findings on the ranks of a run compared with each other: what they train, how fast, and how many are missing. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from torchobs.catalog import PHASES
+from torchobs.catalog.findings import Finding, finding
+from torchobs.detect.disagreement import differing, drifted, same_batches, same_losses
+from torchobs.detect.speed import LEAST_EXCESS_S, LEAST_STEPS, SLOW
+from torchobs.ranks import labels
+from torchobs.ranks.rank_view import RankView
+from torchobs.support import text
+
+_MOST_NAMED = 4
+
+
+def beside_each_other(ranks: Sequence[RankView], expected: int) -> Iterator[Finding]:
+    """Yield what ranks show that are compared with each other, and how many are missing of so many on this machine."""
+    for team in labels.teams(ranks):
+        yield from _disagreeing(team)
+        yield from _weights_apart(team)
+        yield from _batches_alike(team)
+    if len(ranks) < expected:
+        yield finding("ranks_missing", missing=expected - len(ranks), here=len(ranks), expected=expected)
+    yield from _slowest(ranks)
+
+
+def _disagreeing(ranks: Sequence[RankView]) -> Iterator[Finding]:
+    """Yield the ranks with another gradient, though DistributedDataParallel makes it the same on all."""
+    norms = {rank.rank: rank.alike_norms for rank in ranks}
+    odd = differing(norms) if all(norms.values()) else ()
+    if odd:
+        step = max(set.intersection(*(set(own) for own in norms.values())))
+        values = [f"{name}: {text.number(norms[name][step])}" for name in odd]
+        usual = next((own[step] for name, own in norms.items() if name not in odd), None)
+        named = f"rank {text.joined(values, 2 * _MOST_NAMED)}"
+        yield finding("ranks_disagree", step=step, odd=text.ranks(odd, _MOST_NAMED), norms=named, usual=usual)
+
+
+def _weights_apart(ranks: Sequence[RankView]) -> Iterator[Finding]:
+    """Yield the ranks with other weights, though DistributedDataParallel trains one model."""
+    found = drifted({rank.rank: rank.weights for rank in ranks})
+    if found is not None:
+        since, alike, odd = found
+        named, everything = text.ranks(odd, 2 * _MOST_NAMED), len(odd) == len(ranks)
+        yield finding("weights_differ", step=since, odd=named, all=everything, alike=alike or None)
+
+
+def _batches_alike(ranks: Sequence[RankView]) -> Iterator[Finding]:
+    """Yield that all ranks are given the same data."""
+    since = same_batches({rank.rank: rank.batches for rank in ranks})
+    if since is not None and same_losses(rank.losses for rank in ranks):
+        yield finding("same_batches", step=since)
+
+
+def _slowest(ranks: Sequence[RankView]) -> Iterator[Finding]:
+    """Yield the rank that the others wait for."""
+    there = [rank for rank in ranks if rank.up] or ranks
+    slow = [(rank, rank.slowness) for rank in there if rank.slowness and rank.slowness.is_slow]
+    if slow:
+        rank, found = max(slow, key=lambda pair: pair[1].factor)
+        times = {"factor": round(found.factor, 1), "own": found.own_s, "others_s": found.others_s}
+        yield finding("slowest_rank", rank=rank.rank, up=rank.up, phase=PHASES[found.phase], **dict[str, Any](times))
+    else:
+        yield from chain.from_iterable(map(_apart, labels.teams(there)))
+
+
+def _apart(ranks: Sequence[RankView]) -> Iterator[Finding]:
+    """Yield that ranks wait for each other, where steps take as long on each but their phases do not.
+
+    Which one is slow is not certain then: what one spends in forward, another may wait for in backward, or the reverse.
+    """
+    paces = {rank.rank: rank.pace for rank in ranks if rank.pace and rank.pace.steps >= LEAST_STEPS}
+    if len(paces) < max(2, len(ranks)):
+        return
+    spread = [max(column) - min(column) for column in zip(*(pace.phases_s for pace in paces.values()), strict=True)]
+    phase = max(range(len(spread)), key=spread.__getitem__)
+    more, less = (choose(paces, key=lambda name: paces[name].phases_s[phase]) for choose in (max, min))
+    long, short = paces[more], paces[less]
+    whole_s = sum(long.phases_s)
+    if spread[phase] < max((SLOW - 1) * whole_s, LEAST_EXCESS_S) or abs(whole_s - sum(short.phases_s)) > spread[phase] / 2:
+        return
+    elsewhere = max(range(len(spread)), key=lambda index: short.phases_s[index] - long.phases_s[index])
+    up = any(rank.up for rank in ranks)
+    values = {"up": up, "phase": PHASES[phase], "own": long.phases_s[phase], "elsewhere": PHASES[elsewhere]}
+    yield finding("ranks_wait", rank=more, other=less, others_s=short.phases_s[elsewhere], **dict[str, Any](values))
