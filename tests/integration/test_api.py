@@ -120,11 +120,12 @@ def test_what_a_rank_does_and_its_steps(writer: FlightWriter, web: Caller) -> No
     assert shown == {"rank": "0", "state": "alive", "up": True, "level": "off", "steps": 3, "loss": 1 / 3}
     assert rank["last_step"] > rank["started"]
     assert web.get("/status")["ranks"]["alive"] == 1
-    late = StepFlag.LOSS | StepFlag.GRAD_NORM
-    writer.append(2, time.monotonic_ns(), RecordKind.LATE, late, 1, 0.0, 7.0, float("inf"), 0.0, (0.0,) * 9)
+    flags = StepFlag.LOSS | StepFlag.GRAD_NORM | StepFlag.LEARNING_RATE
+    writer.append(2, time.monotonic_ns(), RecordKind.LATE, flags, 1, 0.0, 7.0, float("inf"), 0.25, (0.0,) * 9)
     found = web.get("/ranks/0/steps?last=2")
     assert [step["step"] for step in found["steps"]] == [2, 3]
-    assert (found["steps"][0]["loss"], found["steps"][0]["gradient_norm"]) == (7.0, "Infinity")
+    late = found["steps"][0]
+    assert (late["loss"], late["gradient_norm"], late["learning_rate"]) == (7.0, "Infinity", 0.25)
     assert tuple(found["steps"][1]["phases_s"]) == PHASE_NAMES
     assert web.get(f"/ranks/{writer.header.incarnation.hex()}/steps")["steps"][0]["step"] == 1
 

@@ -25,7 +25,7 @@ from torchobs.config.settings import PROBES
 from torchobs.exporter import access, commands
 from torchobs.exporter import api_schema as schema
 from torchobs.exporter.access import LET_IN, Problem
-from torchobs.exporter.api_schema import Answer, Dated, instant, named, wall_ns
+from torchobs.exporter.api_schema import Answer, Dated, instant, named
 from torchobs.exporter.commands import ArtifactStore, CommandService
 from torchobs.exporter.outcomes import Outcomes, has_ended
 from torchobs.flight.control import LEVELS
@@ -35,11 +35,11 @@ from torchobs.flight.step_record import StepFlag
 from torchobs.flight.throughput import RECORDS, pace, speed
 from torchobs.ranks.events import curves, units
 from torchobs.ranks.rank_file import READ_ERRORS
-from torchobs.ranks.rank_view import view_of, with_late
+from torchobs.ranks.rank_view import view_of, whole_steps
 from torchobs.ranks.snapshot import Readings, readings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator
 
     from starlette.requests import Request
 
@@ -78,7 +78,7 @@ def rank_state(rank: Rank) -> Answer:
         level=level_name(live.level),
         phase=live.phase,
         started=instant(header.wall_ns),
-        last_step=None if last_ns is None else instant(wall_ns(header, last_ns)),
+        last_step=None if last_ns is None else instant(header.wall_ns_of(last_ns)),
         progress_age_s=rank.progress_age_s,
         stall=schema.Stall(*rank.standstill) if rank.standstill else None,
         learning_rate=rates.get(("0",), next(iter(rates.values()), None)),  # of the first group, as on the live page
@@ -140,7 +140,7 @@ def steps(file: FlightFile, rank: Rank, last: int) -> Answer:
     """Return the last steps, oldest first, with values delivered after their end, and their throughput while it makes steps."""
     records = file.steps(max(last * LATE_FACTOR, RECORDS))
     found = speed(pace(records)) if rank.trains or not rank.up else None
-    made = [_step(parts, rank) for parts in with_late(records)[-last:]]
+    made = [_step(record, rank) for record in whole_steps(records)[-last:]]
     return schema.Steps(**named(rank), speed=None if found is None else schema.Speed(**found), steps=made)
 
 
@@ -151,23 +151,19 @@ def logged(file: FlightFile, rank: Rank) -> Answer:
     return schema.Scalars(**named(rank), scalars=scalars)
 
 
-def _step(parts: Sequence[StepRecord], rank: Rank) -> Answer:
-    record, flags, loss, norm = parts[0], 0, None, None
-    for part in parts:
-        loss = part.loss if part.flags & StepFlag.LOSS else loss
-        norm = part.grad_norm if part.flags & StepFlag.GRAD_NORM else norm
-        flags |= part.flags
+def _step(record: StepRecord, rank: Rank) -> Answer:
+    flags = record.flags
     return schema.Step(
         step=record.step,
-        ended=instant(wall_ns(rank.view.header, record.end_ns)),
+        ended=instant(rank.view.header.wall_ns_of(record.end_ns)),
         duration_s=None if flags & StepFlag.UNTIMED else record.duration_s,
-        loss=loss,
-        losses=max(part.losses for part in parts),
-        gradient_norm=norm,
+        loss=record.loss if flags & StepFlag.LOSS else None,
+        losses=record.losses,
+        gradient_norm=record.grad_norm if flags & StepFlag.GRAD_NORM else None,
         learning_rate=record.learning_rate if flags & StepFlag.LEARNING_RATE else None,
         phases_s=schema.PhaseSeconds(*record.phase_s),
-        tokens=sum(part.tokens for part in parts),
-        samples=sum(part.samples for part in parts),
+        tokens=record.tokens,
+        samples=record.samples,
         loss_scale=record.norm_scale,
         skipped=bool(flags & StepFlag.SKIPPED),
     )

@@ -25,7 +25,6 @@ from torchobs.flight.layout import LIVE_PHASES, PHASE_NAMES
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from torchobs.flight.layout import Header
     from torchobs.ranks import snapshot
 
 MOST_STEPS = 4096
@@ -242,11 +241,6 @@ def instant(wall_ns: int) -> str:
     """Return a Unix time in nanoseconds in RFC 3339 format, to the microsecond, clamped to the years it can express."""
     clipped_ns = min(max(wall_ns, 0), _LATEST_NS)
     return (_EPOCH + timedelta(microseconds=clipped_ns // 1000)).isoformat(timespec="microseconds").replace("+00:00", "Z")
-
-
-def wall_ns(header: Header, monotonic_ns: int) -> int:
-    """Convert a time on the rank's CLOCK_MONOTONIC to Unix time, both in nanoseconds."""
-    return header.wall_ns + monotonic_ns - header.monotonic_ns
 
 
 def named(rank: snapshot.Rank) -> dict[str, Any]:

@@ -572,43 +572,53 @@ def descending(value: float | None) -> float:
     return inf if value is None else -inf if isnan(value) else -value
 
 
-def with_late(records: Sequence[StepRecord]) -> list[list[StepRecord]]:
-    """Return the records of the steps, oldest first, each with those of values that devices delivered later."""
+def whole_steps(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """Return the records of the steps, oldest first, each with the values that devices delivered later."""
     late: dict[int, list[StepRecord]] = {}
     for record in records:
         if record.kind == RecordKind.LATE:
             late.setdefault(record.step, []).append(record)
-    return [[record, *late.get(record.step, ())] for record in records if record.kind == RecordKind.STEP]
+    steps = [record for record in records if record.kind == RecordKind.STEP]
+    return [_merged([record, *late[record.step]]) if record.step in late else record for record in steps]
+
+
+def _merged(parts: Sequence[StepRecord]) -> StepRecord:
+    first, flags = parts[0], 0
+    loss, norm, rate = first.loss, first.grad_norm, first.learning_rate
+    for part in parts:
+        flags |= part.flags
+        loss = part.loss if part.flags & StepFlag.LOSS else loss
+        norm = part.grad_norm if part.flags & StepFlag.GRAD_NORM else norm
+        rate = part.learning_rate if part.flags & StepFlag.LEARNING_RATE else rate
+    return first._replace(
+        flags=flags & ~StepFlag.UNTIMED | first.flags & StepFlag.UNTIMED, loss=loss, grad_norm=norm, learning_rate=rate,
+        losses=max(part.losses for part in parts), tokens=sum(part.tokens for part in parts),
+        samples=sum(part.samples for part in parts),
+    )  # fmt: skip
 
 
 def steps_of(records: Sequence[StepRecord], header: Header, known: Sequence[Step] = ()) -> tuple[Step, ...]:
     """Merge late records into their steps; oldest first. ``known``: steps made earlier of some of the same records."""
     late = {record.step for record in records if record.kind == RecordKind.LATE}
     before = {step.step: step for step in known if step.step not in late}
-    return tuple([before.get(parts[0].step) or _step(parts, header) for parts in with_late(records)])
+    return tuple([before.get(record.step) or _step(record, header) for record in whole_steps(records)])
 
 
-def _step(parts: Sequence[StepRecord], header: Header) -> Step:
-    first, flags, tokens = parts[0], 0, 0
-    loss = norm = rate = None
-    for part in parts:
-        flags, tokens = flags | part.flags, tokens + part.tokens
-        loss = part.loss if part.flags & StepFlag.LOSS else loss
-        norm = part.grad_norm if part.flags & StepFlag.GRAD_NORM else norm
-        rate = part.learning_rate if part.flags & StepFlag.LEARNING_RATE else rate
+def _step(record: StepRecord, header: Header) -> Step:
+    flags = record.flags
     return Step(
-        step=first.step,
-        end_s=header.wall_s(first.end_ns),
-        duration_s=first.duration_s if not first.flags & StepFlag.UNTIMED and isfinite(first.duration_s) else None,
-        loss=loss,
-        grad_norm=norm,
-        learning_rate=rate,
-        phases=first.phase_s,
-        tokens=tokens,
+        step=record.step,
+        end_s=header.wall_s(record.end_ns),
+        duration_s=record.duration_s if not flags & StepFlag.UNTIMED and isfinite(record.duration_s) else None,
+        loss=record.loss if flags & StepFlag.LOSS else None,
+        grad_norm=record.grad_norm if flags & StepFlag.GRAD_NORM else None,
+        learning_rate=record.learning_rate if flags & StepFlag.LEARNING_RATE else None,
+        phases=record.phase_s,
+        tokens=record.tokens,
         skipped=bool(flags & StepFlag.SKIPPED),
         clipped=bool(flags & StepFlag.CLIPPED),
         new_model=bool(flags & StepFlag.NEW_MODEL),
-        losses=max(part.losses for part in parts),
+        losses=record.losses,
     )
 
 
