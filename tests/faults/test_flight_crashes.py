@@ -261,7 +261,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_every_measurement_and_every_ended_span_survives(flight_dir: Path) -> None:
     """The last ones included, though no thread of ours ever ran and nothing was flushed; an open span leaves nothing."""
-    command = [sys.executable, "-c", VICTIM, flight_dir, "57"]
+    command = [sys.executable, "-c", VICTIM, str(flight_dir), "57"]
     assert subprocess.run(command, cwd=support.ROOT, env=support.clean_environment(), check=False).returncode == -9
     (path,) = flight_dir.glob("*.flight")
     file = open_path(str(path))

@@ -490,7 +490,7 @@ def train_one(how: str, flight_dir: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def said_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What each rank said, by layout: one pair of processes for all, since most of a process is torch's import."""
-    found = fork_server.said_by_ranks(train_sharded, tmp_path_factory.mktemp("ranks"), RANKS)
+    found = fork_server.said_by_ranks(train_sharded, tmp_path_factory.mktemp("ranks"))
     return {how: [rank[how] for rank in found] for how in LAYOUTS}
 
 

@@ -371,7 +371,7 @@ def test_of_optimizers_in_backward_some_may_be_left_out(run: Recording, passes: 
         optimizers[parameter].zero_grad()
 
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(update)
+        parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
     losses = []
     for index, layers in enumerate(passes):
         values = torch.full((2, 4), 0.1 * (index + 1))
