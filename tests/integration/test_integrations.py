@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import subprocess
 import sys
 from collections import UserDict
@@ -26,11 +25,6 @@ from torchobs.integrations.hooks import Hooks, record_trainer, samples_in, scala
 from torchobs.support.command_line import starts_others
 
 EXTRAS = ("lightning", "transformers", "accelerate", "instrumentor")
-
-
-def shown(run: Recording, expected: dict[tuple[str, ...], float]) -> None:
-    """Wait for the sampler to show these values."""
-    support.wait_until(lambda: expected.items() <= run.values().items())
 
 
 BATCHES: tuple[tuple[object, int, int], ...] = (
@@ -111,7 +105,7 @@ def test_what_fails_in_one_public_function_leaves_the_others(flight_dir: Path, c
         torchobs.log(accuracy=0.5)
         found = Recording(session)
         assert found.errors()[0].startswith("watch: ")
-        shown(found, {("torchobs.scalar", "accuracy"): 0.5})
+        support.wait_until(lambda: found.values().get(("torchobs.scalar", "accuracy")) == 0.5)
     support.wait_until(lambda: "probe 'watch' failed with AttributeError" in caplog.text)
 
 
@@ -133,10 +127,6 @@ class Seen:
         """The attributes of the one event of that name."""
         (found,) = (event["attrs"] for event in self.events if event["name"] == name)
         return dict(found)
-
-    def spans(self, phase: str) -> int:
-        """How many spans of that phase there are."""
-        return sum(event["name"] == "torchobs.phase" and event["attrs"]["phase"] == phase for event in self.events)
 
 
 def seen(flight_dir: Path) -> list[Seen]:
@@ -181,8 +171,7 @@ def script(name: str) -> str:
 def test_unusual_loops_are_left_alone_and_counted(flight_dir: Path) -> None:
     """LBFGS with a closure, a GAN, a frozen base with low-rank updates, both kinds of recomputation, double backward.
 
-    To the last bit the same weights as without torchobs, and each step is one: with its number of backward passes, and, where
-    the step has one forward pass, with its loss.
+    To the last bit the same weights as without torchobs. What is recorded of their steps, `test_golden_steps` compares.
     """
     names = ("lbfgs", "gan", "low_rank", "recomputed", "gradient_penalty")
     plain = start(script("loops"), *names, flight_dir=flight_dir)
@@ -191,15 +180,7 @@ def test_unusual_loops_are_left_alone_and_counted(flight_dir: Path) -> None:
     assert found == expected
     assert [line["name"] for line in expected] == list(names)
     (rank,) = seen(flight_dir)
-    counts = [line["steps"] for line in expected]
-    passes = (expected[0]["evaluations"] // counts[0], 2, 1, 1, 1)
-    assert [step.losses for step in rank.steps] == [
-        each for each, count in zip(passes, counts, strict=True) for _ in range(count)
-    ]
-    assert rank.values["torchobs.steps",] == sum(counts)
-    for line, last in zip(expected[2:], (sum(counts[:3]), sum(counts[:4]), sum(counts)), strict=True):
-        assert rank.steps[last - 1].loss == float.fromhex(line["loss"])
-    assert all(math.isfinite(step.grad_norm) and step.grad_norm > 0 for step in rank.steps)
+    assert rank.values["torchobs.steps",] == len(rank.steps) == sum(line["steps"] for line in expected)
 
 
 def test_accumulation_under_no_sync_is_left_alone_and_counted(flight_dir: Path) -> None:

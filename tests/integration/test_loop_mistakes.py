@@ -58,21 +58,6 @@ def test_gradients_that_are_set_to_zero(run: Recording) -> None:
         assert told(run) == []
 
 
-def test_a_player_whose_gradients_are_cleared_late(run: Recording) -> None:
-    """The generator's pass adds to the gradients that the discriminator has just used; they are cleared before its own."""
-    for to_none in (True, False):
-        one, two = nn.Linear(8, 8), nn.Linear(8, 1)
-        first, second = torch.optim.Adam(one.parameters()), torch.optim.Adam(two.parameters())
-        for _ in range(12):
-            second.zero_grad(set_to_none=to_none)
-            torch.autograd.backward(two(one(torch.randn(8, 8)).detach()).square().mean())
-            second.step()
-            first.zero_grad(set_to_none=to_none)
-            torch.autograd.backward(two(one(torch.randn(8, 8))).mean())
-            first.step()
-        assert told(run) == []
-
-
 def test_gradients_that_are_copied_in_are_not_accumulated(run: Recording) -> None:
     """Master weights: nothing sets their gradients to zero, and nothing need."""
     model = nn.Linear(8, 1)

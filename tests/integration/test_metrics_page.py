@@ -114,36 +114,31 @@ def with_same_numbers(page: str) -> str:
 ERRORS = "torchobs_probe_errors_total"
 
 
-def test_a_quiet_counter_is_scraped_at_zero_before_it_counts(exporter: Exporter, file: File) -> None:
-    """Absent while it is zero; at zero until every scraper that is expected has seen that; then what it has counted."""
+def test_a_quiet_counter_is_scraped_at_zero_before_it_counts(exporter: Exporter, flight_dir: Path, file: File) -> None:
+    """Absent while it is zero; at zero until every scraper that is expected has seen that; then what it has counted.
+
+    One that counts already is shown as it is: a counter that steps back is a reset. So does no gauge wait.
+    """
+    other = File(flight_dir, seed=2, rank=1).hold()
+    other.set(catalog.PROBE_ERRORS, 3, probe="data")
     file.set(catalog.PROBE_ERRORS, 0, probe="loss")
-    exporter.scan(1.0, file)
-    assert exporter.samples(ERRORS) == []
-    file.set(catalog.PROBE_ERRORS, 3, probe="loss")
-    exporter.scan(2.0, file)
-    for acknowledged in (0, exporter.number - 1):  # nobody, or somebody before it began
-        exporter.acknowledged = acknowledged
-        assert values(exporter, ERRORS) == [0.0]
-        assert exporter.holding
-    exporter.acknowledged = exporter.number
-    for _ in range(2):
-        assert values(exporter, ERRORS) == [3.0]
-        assert not exporter.holding
-        exporter.scan(3.0)
-
-
-def test_a_quiet_series_that_counts_already_is_shown_as_it_is(exporter: Exporter, file: File) -> None:
-    """An exporter that starts again takes nothing back: a counter that steps back is a reset. So does no gauge wait."""
-    file.set(catalog.PROBE_ERRORS, 3, probe="loss")
     file.set(catalog.PROBE_DISABLED, 0, probe="loss")
-    exporter.scan(1.0, file)
+    exporter.scan(1.0, file, other)
     assert values(exporter, ERRORS) == [3.0]
+    file.set(catalog.PROBE_ERRORS, 3, probe="loss")
     file.set(catalog.PROBE_DISABLED, 1, probe="loss")
     exporter.scan(2.0, file)
     assert values(exporter, "torchobs_probe_disabled") == [1.0]
-    file.set(catalog.PROBE_DISABLED, 0, probe="loss")
-    exporter.scan(3.0, file)
-    assert values(exporter, "torchobs_probe_disabled") == [0.0]
+    for acknowledged in (0, exporter.number - 1):  # nobody, or somebody before it began
+        exporter.acknowledged = acknowledged
+        assert values(exporter, ERRORS) == [0.0, 3.0]
+        assert exporter.holding
+    exporter.acknowledged = exporter.number
+    for _ in range(2):
+        assert values(exporter, ERRORS) == [3.0, 3.0]
+        assert not exporter.holding
+        exporter.scan(3.0)
+    other.release()
 
 
 KILLS = "torchobs_cgroup_memory_oom_kills_total"
@@ -197,8 +192,15 @@ RAISED: dict[str, object] = {
 }  # fmt: skip
 
 
-def test_the_exception_that_ended_a_rank_is_served(exporter: Exporter, file: File) -> None:
-    """Type, message and the user's own line, from the rank's end on: not while it lives, and not a thread's."""
+def test_the_exception_that_ended_a_rank_is_served(exporter: Exporter, flight_dir: Path, file: File) -> None:
+    """Type, message and the user's own line, from the rank's end on: not while it lives, and not a thread's.
+
+    One that somebody caught, or of a notebook's cell, did not end the rank.
+    """
+    other = File(flight_dir, seed=2, rank=1)
+    other.writer.event(catalog.EVENT_EXCEPTION.name, RAISED, 5)
+    other.writer.exit(Exit.EXIT_CODE, 3)
+    other.save()
     exception = catalog.EVENT_EXCEPTION.name
     file.writer.event(exception, {**RAISED, "exception.type": "builtins.KeyError"}, 3)  # one that the script has handled
     file.writer.event(exception, RAISED, 5)
@@ -215,16 +217,6 @@ def test_the_exception_that_ended_a_rank_is_served(exporter: Exporter, file: Fil
         assert labels == {
             "rank": "0", "exception_type": "ValueError", "message": 'a "bad"label', "location": "/home/me/train.py:7 in main",
         }  # fmt: skip
-
-
-def test_who_ended_otherwise_has_no_exception(exporter: Exporter, file: File) -> None:
-    """An exception that somebody caught, or of a notebook's cell, did not end the rank."""
-    file.writer.event(catalog.EVENT_EXCEPTION.name, RAISED, 5)
-    file.writer.exit(Exit.EXIT_CODE, 3)
-    file.save().release()
-    exporter.scan(2.0)
-    assert exporter.samples("torchobs_rank_exit")
-    assert exporter.samples("torchobs_rank_exception") == []
 
 
 TAKEN = (

@@ -31,10 +31,10 @@ from torchobs.flight.directory import open_place
 from torchobs.flight.writer import open_writer
 from torchobs.node.launch import ensure_exporter
 
-flight_dir, address, grace_s, rank, hostile = sys.argv[1:]
-writer = open_writer(open_place(flight_dir, None), {"rank": int(rank), "run_id": "r", "job_name": "j"})
+flight_dir, address, hostile = sys.argv[1:]
+writer = open_writer(open_place(flight_dir, None), {"rank": 0, "run_id": "r", "job_name": "j"})
 exec(hostile)
-ensure_exporter(flight_dir, address, logging.getLogger(), float(grace_s))
+ensure_exporter(flight_dir, address, logging.getLogger(), 60.0)
 print("ready", flush=True)
 sys.stdin.readline()
 """
@@ -61,7 +61,7 @@ def trainer(start: Callable[..., subprocess.Popen[str]], flight_dir: Path) -> It
         address: str = "127.0.0.1:0", *, hostile: str = "", python: str = sys.executable, **options: object
     ) -> subprocess.Popen[str]:
         options = {"env": clean_environment(), "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": "/"} | options
-        child = start(python, "-c", TRAINER, flight_dir, address, "60", "0", hostile, **options)
+        child = start(python, "-c", TRAINER, flight_dir, address, hostile, **options)
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         return child
@@ -162,32 +162,6 @@ def test_nothing_that_a_trainer_set_for_itself_is_inherited(trainer: Trainer, fl
     environ = (process / "environ").read_text()
     assert "LC_TIME=C" in environ
     assert not [name for name in ("LD_PRELOAD", "PYTHON", "RANK", "TORCHOBS_RUN_ID") if f"{name}=" in environ]
-
-
-def test_ranks_that_start_together_have_one_exporter(
-    start: Callable[..., subprocess.Popen[str]], trainer: Trainer, flight_dir: Path
-) -> None:
-    """Four ranks see a free lock at the same time; one exporter serves all four, and the losers are gone without a word."""
-    del trainer  # which ends what these start
-    ranks = [
-        start(
-            sys.executable, "-c", TRAINER, flight_dir, "127.0.0.1:0", "60", str(rank), "sys.stdin.readline()",
-            env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )
-        for rank in range(4)
-    ]  # fmt: skip
-    for child in ranks:
-        assert child.stdin is not None
-        child.stdin.write("\n")
-        child.stdin.flush()
-    for child in ranks:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-    found = announced(flight_dir)
-    wait_until(lambda: [process.pid for process in exporters(flight_dir)] == [found.pid], 20)
-    wait_until(lambda: ups(found) == dict.fromkeys("0123", 1.0))
-    assert log(flight_dir).count("pid ") == 1
-    assert "Traceback" not in log(flight_dir)
 
 
 def test_the_default_port_that_is_taken_is_not_the_end(trainer: Trainer, flight_dir: Path) -> None:

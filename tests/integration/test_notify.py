@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -17,7 +18,6 @@ import httpx
 import psutil
 import pytest
 
-from tests import fork_server
 from tests.diagnosis_files import START_S, facts, steps
 from tests.exporters import Service
 from tests.integration.test_node import announced, exporters
@@ -33,6 +33,7 @@ from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.notify import Message, deliver
 from torchobs.exporter.outcomes import Outcomes
 from torchobs.flight.layout import Exit
+from torchobs.ranks import state
 from torchobs.ranks.rank_view import run_of
 
 if TYPE_CHECKING:
@@ -40,20 +41,15 @@ if TYPE_CHECKING:
 
 SECRET = "t0p-s3cret"
 TRAIN = """
-import sys, time, torch, torchobs
+import time, torch
 layer = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
 for step in range(1 << 30):
     optimizer.zero_grad()
-    loss = layer(torch.ones(1, 2)).sum()
-    if step > 20 and "nan" in sys.argv:
-        loss = loss * float("nan")
-    loss.backward()
+    layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     if step == 5:
         print("ready", flush=True)
-    if step == 9 and "raise" in sys.argv:
-        raise KeyError("at its end")
     time.sleep(0.02)
 """
 MESSAGE = Message("words", "failed", "job", "run", "host", "restart")
@@ -84,11 +80,6 @@ def run(tmp_path: Path, flight_dir: Path) -> Iterator[Callable[..., subprocess.P
             exporter.kill()
 
 
-def texts(receiver: Receiver) -> list[str]:
-    """What has arrived."""
-    return [json.loads(request.body)["text"] for request in receiver.taken]
-
-
 def test_a_killed_rank_sends_its_message_and_keeps_its_secret(
     run: Callable[..., subprocess.Popen[str]], tmp_path: Path, flight_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,7 +95,8 @@ def test_a_killed_rank_sends_its_message_and_keeps_its_secret(
         assert own == ["-m", "torchobs", "run", "--address", "127.0.0.1:0", "train.py", "--lr", "3e-4"]
         wait_until(lambda: 'run_id="mine"' in httpx.get(f"{page}metrics", trust_env=False, timeout=10).text)
         process.send_signal(signal.SIGKILL)
-        (text,) = wait_until(lambda: texts(receiver), 40)
+        (message,) = wait_until(lambda: receiver.taken, 40)
+        text = json.loads(message.body)["text"]
         everything = [httpx.get(f"{page}{path}", trust_env=False, timeout=10).text for path in ("", "metrics", "api/v1/ranks")]
         everything += [" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])]
         everything += [path.read_bytes().decode(errors="replace") for path in flight_dir.iterdir() if path.is_file()]
@@ -126,27 +118,30 @@ def collected(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "got").read_text().splitlines()] if (tmp_path / "got").exists() else []
 
 
+def ended(flight_dir: Path) -> None:
+    """A rank that has just ended by an exception."""
+    writer = live_rank(flight_dir)
+    train(writer, [1, 2, 3])
+    writer.exit(Exit.EXCEPTION, 1)
+    writer.close()
+
+
 def test_a_command_gets_each_kind_once(tmp_path: Path, flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN while it trains, then its failure; not the second failure within ten minutes."""
     monkeypatch.setattr(notify, "SETTLED_S", 0.5)
-    (tmp_path / "train.py").write_text(TRAIN.replace("layer =", "torchobs.init(job_name='job', run_id='run')\nlayer =", 1))
-    env = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT)}
-
-    def trained(*arguments: str) -> subprocess.Popen[str]:
-        argv = (sys.executable, str(tmp_path / "train.py"), *arguments)
-        return fork_server.Python(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
+    monkeypatch.setattr(state, "UNRESPONSIVE_AFTER_S", 600.0)  # its heartbeat is the test's
     command = f"sh -c 'cat >> {tmp_path}/got; echo >> {tmp_path}/got'"
     with Service(ExporterConfig(flight_dir=str(flight_dir), notify=command)):
-        process = trained("nan")
+        writer = live_rank(flight_dir)
+        for step in range(1, 31):
+            train(writer, [step], loss=2.0 if step < 20 else math.nan)
         (nan,) = wait_until(lambda: collected(tmp_path), 40)
-        assert (nan["kind"], nan["job_name"], nan["run_id"], nan["action"]) == ("nan", "job", "run", None)
+        assert (nan["kind"], nan["job_name"], nan["run_id"], nan["action"]) == ("nan", "gpt", "run-1", None)
         assert "has NaN or infinity." in nan["text"]
-        process.kill()
-        process.wait()
+        writer.close()
         failed = wait_until(lambda: collected(tmp_path)[1:], 40)
         assert [(one["kind"], one["action"]) for one in failed] == [("failed", "unknown")]
-        assert trained("raise").wait() == 1
+        ended(flight_dir)
         time.sleep(3)
         assert len(collected(tmp_path)) == 2
 
@@ -206,20 +201,12 @@ def test_a_message_comes_in_spite_of_trouble(monkeypatch: pytest.MonkeyPatch, ca
     assert "given up: ConnectionRefusedError" in lines
 
 
-def failed(flight_dir: Path) -> None:
-    """A rank that has just ended by an exception."""
-    writer = live_rank(flight_dir)
-    train(writer, [1, 2, 3])
-    writer.exit(Exit.EXCEPTION, 1)
-    writer.close()
-
-
 def test_a_server_that_never_answers_keeps_nobody_waiting(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics are served while a message hangs, and an exporter that is to end in a hurry ends."""
     monkeypatch.setattr(notify, "SETTLED_S", 0.1)
     monkeypatch.setattr(notify, "RETRIED_S", 1.0)
     monkeypatch.setattr(notify, "TIMEOUT_S", 2.0)
-    failed(flight_dir)
+    ended(flight_dir)
     with Receiver(lambda _: Answer(hold_s=8.0)) as receiver:
         service = Service(ExporterConfig(flight_dir=str(flight_dir), notify=receiver.url))
         with service:
@@ -239,7 +226,7 @@ def test_what_cannot_be_looked_at_keeps_no_exporter(
         raise RuntimeError("planted")
 
     monkeypatch.setattr(Outcomes, "read", broken)
-    failed(flight_dir)
+    ended(flight_dir)
     with Service(ExporterConfig(flight_dir=str(flight_dir), notify="cat")) as service:
         wait_until(lambda: "a look at the runs failed" in caplog.text)
         assert service.state() == "failed"
