@@ -1,4 +1,4 @@
-"""A program that holds a flight file's lock, does something that might drop it, and says so: `<what was done> <name>`."""
+"""A program that holds a flight file's lock, does what might drop it, and says so each time: `<what was done> <name>`."""
 
 import ctypes
 import mmap
@@ -16,10 +16,6 @@ from torchobs.flight.writer import FlightWriter, open_writer
 
 C = ctypes.PyDLL(None)
 """The C library, called with the GIL held: its fork runs none of Python's hooks."""
-
-
-def nothing(_: FlightDirectory, __: FlightWriter) -> None:
-    """Only hold it."""
 
 
 def open_and_close_others(place: FlightDirectory, writer: FlightWriter) -> None:
@@ -55,16 +51,8 @@ def fork_and_exit(_: FlightDirectory, __: FlightWriter) -> None:
     os.waitpid(child, 0)
 
 
-def fork_in_c_and_exit(_: FlightDirectory, __: FlightWriter) -> None:
-    """A child that Python knows nothing of: its descriptors are the kernel's business."""
-    child = C.fork()
-    if not child:
-        C._exit(0)
-    os.waitpid(child, 0)
-
-
 def fork_in_c_and_exec(_: FlightDirectory, __: FlightWriter) -> None:
-    """As a C library that starts a helper does."""
+    """As a C library that starts a helper does: Python knows nothing of it."""
     child = C.fork()
     if not child:
         C.execlp(b"true", b"true", None)
@@ -82,27 +70,29 @@ def leave_a_child(_: FlightDirectory, __: FlightWriter) -> None:
 
 def become_another_program(_: FlightDirectory, writer: FlightWriter) -> None:
     """Exec: the trainer is gone, though its process lives."""
-    say(writer)
+    say("become_another_program", writer)
     os.execvp("sleep", ["sleep", "60"])  # noqa: S606  # this is the test
 
 
-SCENES: tuple[Callable[[FlightDirectory, FlightWriter], None], ...] = (
-    nothing, open_and_close_others, read_own_file, unmap_another, fork_and_exit, fork_in_c_and_exit, fork_in_c_and_exec,
-    leave_a_child, become_another_program,
+KEEPING: tuple[Callable[[FlightDirectory, FlightWriter], None], ...] = (
+    open_and_close_others, read_own_file, unmap_another, fork_and_exit, fork_in_c_and_exec, leave_a_child,
 )  # fmt: skip
+"""Those after which the lock is held"""
 
 
-def say(writer: FlightWriter) -> None:
+def say(what: str, writer: FlightWriter) -> None:
     """Say that it is done."""
-    print(sys.argv[2], writer.name, flush=True)  # noqa: T201  # the answer
+    print(what, writer.name, flush=True)  # noqa: T201  # the answer
 
 
-def main(directory: str, scene: str) -> None:
-    """Play the scene, then hold the lock until standard input ends."""
+def main(directory: str, *scenes: str) -> None:
+    """Play the scenes, each after another line of standard input, and hold the lock until that ends."""
     place = open_place(directory, None)
     writer = open_writer(place, {"rank": 0}, MIN_SIZE)
-    next(one for one in SCENES if one.__name__ == scene)(place, writer)
-    say(writer)
+    for scene in (one for one in (*KEEPING, become_another_program) if one.__name__ in scenes):
+        sys.stdin.readline()
+        scene(place, writer)
+        say(scene.__name__, writer)
     sys.stdin.read()
 
 

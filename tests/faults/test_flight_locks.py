@@ -19,7 +19,8 @@ import pytest
 
 from tests import flights
 from tests.faults.closing_rank import MINE, numbers_below
-from tests.support import clean_environment, wait_until
+from tests.faults.flight_holder import KEEPING
+from tests.support import ROOT, clean_environment, wait_until
 from tests.training import recording, train
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
@@ -37,69 +38,52 @@ if TYPE_CHECKING:
     from torchobs.ranks.snapshot import Rank
 
 
-Play = Callable[[str], "Holder"]
-
-
 class Holder:
     """A process that holds a lock, as seen from outside."""
 
     def __init__(self, process: subprocess.Popen[str], directory_fd: int) -> None:
-        assert process.stdout
         self.process, self._directory_fd = process, directory_fd
-        _, self.name = process.stdout.readline().split()
+
+    def plays(self, scene: str) -> bool:
+        """Let it do the next thing; return whether it holds its lock behind that."""
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        said, self._name = self.process.stdout.readline().split()
+        assert said == scene
+        return self.holds()
 
     def holds(self) -> bool:
         """Whether the lock is held."""
-        return files.is_locked(self._directory_fd, lock_name(self.name))
+        return files.is_locked(self._directory_fd, lock_name(self._name))
 
 
 @pytest.fixture
-def play(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path) -> Play:
-    """Start a holder in that scene."""
-    directory_fd = open_directory(str(flight_dir))
-    paths = os.pathsep.join([os.getcwd(), *sys.path])  # noqa: PTH109  # where `tests` lies
-
-    def one(scene: str) -> Holder:
-        command = (sys.executable, "-m", "tests.faults.flight_holder", flight_dir, scene)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        return Holder(start(*command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, **pipes), directory_fd)
-
-    return one
+def play(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, directory_fd: int) -> Callable[..., Holder]:
+    """Start a holder of these scenes."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = (sys.executable, "-m", "tests.faults.flight_holder", flight_dir)
+    return lambda *scenes: Holder(start(*command, *scenes, cwd=ROOT, **pipes), directory_fd)
 
 
-@pytest.mark.parametrize(
-    "scene",
-    [
-        "nothing",
-        "open_and_close_others",
-        "read_own_file",
-        "unmap_another",
-        "fork_and_exit",
-        "fork_in_c_and_exit",
-        "fork_in_c_and_exec",
-    ],
-)
-def test_a_living_rank_keeps_its_lock(play: Play, scene: str) -> None:
-    """Whatever other files it opens and closes, whatever it reads, and however its children begin and end."""
-    holder = play(scene)
-    assert holder.holds()
+def test_a_living_rank_keeps_its_lock(play: Callable[..., Holder]) -> None:
+    """Whatever other files it opens and closes, whatever it reads, and however its children begin and end.
+
+    It is gone with the rank: a DataLoader worker that a SIGKILL leaves behind is no living one.
+    """
+    scenes = [one.__name__ for one in KEEPING]
+    holder = play(*scenes)
+    assert [scene for scene in scenes if not holder.plays(scene)] == []
     holder.process.kill()
     holder.process.wait()
     assert not holder.holds()
 
 
-def test_a_child_that_outlives_the_rank_does_not_hold_its_lock(play: Play) -> None:
-    """A DataLoader worker left behind by a SIGKILL is no living rank."""
-    holder = play("leave_a_child")
-    assert holder.holds()
-    holder.process.kill()
-    holder.process.wait()
-    assert not holder.holds()
-
-
-def test_exec_drops_the_lock(play: Play) -> None:
+def test_exec_drops_the_lock(play: Callable[..., Holder]) -> None:
     """A process that has become another program is no rank any more, though its pid lives."""
     holder = play("become_another_program")
+    holder.plays("become_another_program")
     wait_until(lambda: not holder.holds())
     assert holder.process.poll() is None
 
@@ -219,14 +203,7 @@ def begin(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_pat
     return one
 
 
-@pytest.mark.parametrize(
-    ("place", "how", "end"),
-    [
-        ("disk", "range", signal.SIGTERM),
-        ("disk", "at once", signal.SIGSEGV),
-        ("tmpfs", "numbers", signal.SIGTERM),
-    ],
-)
+@pytest.mark.parametrize(("place", "how", "end"), [("disk", "at once", signal.SIGSEGV), ("tmpfs", "numbers", signal.SIGTERM)])
 def test_its_own_files_stay_its_own(begin: Callable[[str, str], Training], place: str, how: str, end: signal.Signals) -> None:
     """Not a byte is written, read or closed of them: by steps, by the watchdog's stacks, or by the mark of what ends it.
 
@@ -258,10 +235,9 @@ def test_its_own_files_stay_its_own(begin: Callable[[str, str], Training], place
     assert training.failures() == []
 
 
-@pytest.mark.parametrize("place", ["disk", "tmpfs"])
-def test_the_end_closes_nothing_that_is_not_ours(begin: Callable[[str, str], Training], place: str) -> None:
+def test_the_end_closes_nothing_that_is_not_ours(begin: Callable[[str, str], Training]) -> None:
     """Neither the end of the recording, nor that of its map, closes a number that is a file of the script by then."""
-    training = begin(place, "numbers")
+    training = begin("tmpfs", "numbers")
     training.say("close")
     training.say("shutdown")
     assert training.say("damaged") == ""
@@ -269,7 +245,10 @@ def test_the_end_closes_nothing_that_is_not_ours(begin: Callable[[str, str], Tra
 
 
 def test_what_is_gone_as_well_is_made_anew(begin: Callable[[str, str], Training]) -> None:
-    """Deleted and closed: the file comes back under its name with all that it held, and nothing goes to the script's files."""
+    """Deleted and closed: the file comes back under its name with all that it held, and nothing goes to the script's files.
+
+    Nor does the end of the recording close one of those.
+    """
     training = begin("disk", "numbers")
     before = training.steps()
     for path in training.directory.glob("r0-*"):
@@ -277,15 +256,26 @@ def test_what_is_gone_as_well_is_made_anew(begin: Callable[[str, str], Training]
     training.say("close")
     wait_until(lambda: training.steps() > before + 20)
     assert training.is_locked()
+    training.say("shutdown")
     assert training.say("damaged") == ""
+    assert training.rank().state == "finished"
 
 
 def test_every_descriptor_that_torchobs_keeps_is_above_those_of_a_script(begin: Callable[[str, str], Training]) -> None:
-    """The script's next file gets the lowest number that is free: none that torchobs could still take for its own."""
+    """The script's next file gets the lowest number that is free: none that torchobs could still take for its own.
+
+    So it is when the script closes all numbers that it can think of, as a daemon does.
+    """
     training = begin("disk", "range")
     process = str(training.process.pid)
     wait_until(lambda: len(numbers_below(str(training.directory), process)) == 5)  # directories, lock, flight file, watchdog
     assert min(numbers_below(str(training.directory), process)) > 100
+    training.say("close")
+    wait_until(training.log)
+    training.trains()
+    assert training.say("damaged") == ""
+    assert training.is_locked()
+    assert training.failures() == []
 
 
 METRICS = [catalog.Metric(f"test.{index}", catalog.Kind.COUNTER, "", "", integer=True) for index in range(20)]
@@ -376,44 +366,6 @@ def test_nothing_that_a_child_calls_reaches_the_parent_s_file(writer: FlightWrit
     file.close()
 
 
-def test_a_fork_from_a_thread_while_others_write_ends_and_stores_nothing(writer: FlightWriter, flight_dir: Path) -> None:
-    """Whatever locks the parent's threads held at that moment are nobody's in the child: it does not wait for them."""
-    done = threading.Event()
-
-    def sample() -> None:
-        while not done.is_set():
-            writer.heartbeat()
-            writer.fold()
-            writer.publish()
-            writer.event("test", {"child": False})
-
-    def train() -> None:
-        number = 100
-        while not done.is_set():
-            flights.step(writer, number)
-            number += 1
-
-    threads = [threading.Thread(target=sample), threading.Thread(target=train)]
-    codes: list[int] = []
-    forker = threading.Thread(target=lambda: codes.extend(in_a_child(lambda: write_everything(writer)) for _ in range(15)))
-    for thread in (*threads, forker):
-        thread.start()
-    forker.join()
-    done.set()
-    for thread in threads:
-        thread.join()
-    assert codes == [0] * 15
-    writer.fold()
-    writer.publish()
-    file = reader.open_path(writer.path)
-    view = file.read()
-    assert (view.live.level, view.live.exit_reason) == (0, None)
-    assert flights.value(view, METRICS[1]) is None
-    assert not any(fields.get("attrs", {}).get("child") for fields in flights.frames(file))
-    file.close()
-    assert set(state(flight_dir)) == {writer.name, lock_name(writer.name)}
-
-
 LIMIT_S = 30.0
 """A child takes a tenth of a second; what waits for a lock waits for ever"""
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
@@ -472,18 +424,21 @@ def code_of(act: Callable[[], None], *held: Any) -> int:
 
 
 def test_a_fork_while_any_lock_is_held_leaves_a_child_that_can_be_a_rank(flight_dir: Path) -> None:
-    """All locks of ours at once, and those of logging: the child begins, trains, is seen by its sampler, and ends.
+    """All locks of ours at once, and those of logging: the child stores nothing by its parent's writer, then trains and ends.
 
     One by one they are tried to name the one that a child waits for.
     """
 
     def be_a_rank() -> None:
+        write_everything(writer)
         for run in recording(flight_dir, rank=1):
             train(2)
             run.whole_round()
             assert len(run.steps()) == 2
 
-    for _ in recording(flight_dir):
+    for parent in recording(flight_dir):
+        assert parent.session.writer is not None
+        writer = parent.session.writer
         train(2)
         found = locks()
         assert len(found) >= 15
@@ -493,6 +448,8 @@ def test_a_fork_while_any_lock_is_held_leaves_a_child_that_can_be_a_rank(flight_
         if code_of(be_a_rank, *held.values(), *handlers):
             stuck = [str(place) for place in found if code_of(be_a_rank, getattr(place.owner, place.attribute))]
             pytest.fail(f"a child waits for {stuck or 'several of them'}")
+        assert len(parent.steps()) == 2
+        assert parent.frames("test") == []
 
 
 def test_a_fork_waits_for_what_our_threads_import(flight_dir: Path) -> None:
