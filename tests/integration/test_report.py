@@ -301,14 +301,20 @@ torchobs.init()
 torchobs.shutdown()
 assert not shell.display_pub.outputs  # of a terminal's shell
 shell.kernel = object()  # what a Jupyter kernel's shell has
-torchobs.init(grad_interval=1)
+from torchobs.runtime import notebook
+notebook.INTERVAL_S, notebook._QUIET_S = 0.1, 0.5
+session = torchobs.init(grad_interval=1, job_name="gpt <x>")
+status = dict(session._samples)["notebook"].__self__
+status._page = notebook.PageAddress("/nowhere/r0.flight", says=False)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-until = time.monotonic() + 2.5
+until = time.monotonic() + 1.5
 while time.monotonic() < until:
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     time.sleep(0.01)
+status._page.url = "http://127.0.0.1:9/"
+time.sleep(1.0)
 from torchobs import debug
 html = debug.report()._repr_html_()
 assert html.startswith("<iframe") and "Gradient norm" in html
@@ -326,14 +332,20 @@ for output in shell.display_pub.outputs:
 
 
 def test_in_a_notebook(flight_dir: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
-    """One line that updates itself, in a kernel alone; report and figures from within."""
+    """One line that updates itself, in a kernel alone; report and figures from within.
+
+    Step, loss and speed; a run without a step for long says so; a link to the page once there is one.
+    """
     environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
     process = start(sys.executable, "-c", NOTEBOOK, torch=True, env=environ, cwd=tmp_path)
     assert process.wait(timeout=120) == 0, (tmp_path / "0.log").read_text()
     lines = [line for line in (tmp_path / "0.log").read_text().splitlines() if "torchobs</b>" in line]
     assert len({line.split()[0] for line in lines}) == 1
+    assert "gpt &lt;x&gt;" in lines[0]
     assert "waiting for the first step" in lines[0]
-    assert any("steps/s" in line and "loss" in line for line in lines)
+    assert any("steps/s" in line and "loss" in line and "gradient norm" in line for line in lines)
+    link = '<a href="http://127.0.0.1:9/" target="_blank" rel="noopener">live page</a>'
+    assert any("no step for" in line and link in line for line in lines)
     assert "ended after step" in lines[-1]
     assert (tmp_path / "figures" / "loss.svg").stat().st_size > 1000
 

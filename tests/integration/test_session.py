@@ -21,8 +21,7 @@ from tests.training import Recording, StepFlag, has, loss_of, mlp, recording, su
 from torchobs.config.settings import PROBES
 from torchobs.flight import control, files, reader
 from torchobs.flight.layout import Exit
-from torchobs.runtime import noop, notebook, session
-from torchobs.runtime.notebook import NotebookStatus
+from torchobs.runtime import noop, session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,11 +94,7 @@ def test_a_session_is_a_context_manager(flight_dir: Path) -> None:
     assert "test_session.py" in events["torchobs.exception"]["attrs"]["location"]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [{"enabled": False}, {"flight_dir": "/proc/nowhere"}, {"flight_dir": "/dev/null"}],
-    ids=str,
-)
+@pytest.mark.parametrize("overrides", [{"enabled": False}, {"flight_dir": "/dev/null"}], ids=str)
 def test_where_it_cannot_or_shall_not_record_it_is_inert(
     overrides: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -333,59 +328,6 @@ def test_a_file_that_cannot_be_made_is_named_with_what_to_do(
     assert remedy in message
     assert message.endswith("training is not affected")
     assert session.logger.filters == []
-
-
-class Display:
-    """Takes what IPython would show."""
-
-    def __init__(self) -> None:
-        self.shown: list[str] = []
-
-    def display(self, line: str, *, display_id: bool) -> Display:
-        """Show a first line, which can be updated."""
-        assert display_id
-        self.update(line)
-        return self
-
-    def HTML(self, line: str) -> str:  # noqa: N802  # IPython's name
-        """What is shown."""
-        return line
-
-    def update(self, line: str) -> None:
-        """Show another line in its place."""
-        self.shown.append(line)
-
-
-@pytest.fixture
-def display(monkeypatch: pytest.MonkeyPatch) -> Display:
-    """What a notebook shows."""
-    made = Display()
-    monkeypatch.setattr(notebook, "_display", lambda: made)
-    return made
-
-
-def test_a_notebook_shows_the_run_while_it_trains(run: Recording, display: Display, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step, loss, speed and phase; a run without a step for seconds says so; a link to the page once there is one."""
-    monkeypatch.setattr(notebook, "INTERVAL_S", 0.0)
-    assert run.session.context is not None
-    page = notebook.PageAddress("/nowhere/r0.flight", says=False)
-    status = NotebookStatus(run.session.context, "gpt <x>", page)
-    status.begin()
-    train(3)
-
-    def line() -> str:
-        status.sample()
-        return display.shown[-1]
-
-    support.wait_until(lambda: all(word in line() for word in ("step 3 ", "loss ", "gradient norm ", "steps/s")))
-    assert "gpt &lt;x&gt;" in display.shown[-1]
-    page.url = "http://127.0.0.1:9/"
-    monkeypatch.setattr(notebook, "_QUIET_S", 0.0)
-    status.sample()
-    assert "no step for 0 s" in display.shown[-1]
-    assert '<a href="http://127.0.0.1:9/" target="_blank" rel="noopener">live page</a>' in display.shown[-1]
-    status.end()
-    assert "ended after step 3" in display.shown[-1]
 
 
 SCRIPT = f"""
