@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import torchobs
 from tests import support
 from tests.training import Recording, StepFlag, has, loss_of, mlp, norm_of, recording
 from torchobs import catalog
@@ -93,67 +91,6 @@ def test_a_scaled_loss_divided_for_accumulation_is_unscaled(run: Recording) -> N
     assert [record.loss for record in run.steps()] == pytest.approx(expected, rel=1e-6)
 
 
-def test_log_after_the_step_belongs_to_that_step(run: Recording) -> None:
-    """The usual place for it is after optimizer.step(); the last step's tokens are not lost."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for index in range(5):
-        optimizer.zero_grad()
-        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        torchobs.log(tokens=10 + index, samples=2, loss=torch.tensor(float(index)))
-    run.records()
-    values = run.values()
-    assert values[("torchobs.tokens",)] == 60
-    assert values[("torchobs.samples",)] == 10
-    assert values[("torchobs.loss",)] == 4.0
-
-
-def nap(seconds: float) -> float:
-    """Sleep, and return how long it was."""
-    begun = time.perf_counter()
-    time.sleep(seconds)
-    return time.perf_counter() - begun
-
-
-@pytest.mark.parametrize("how", ["eval and no_grad", "no_grad", "only another loader"])
-def test_evaluation_between_steps_is_neither_a_step_nor_a_slow_step(run: Recording, how: str) -> None:
-    """An evaluation of 0.2 s between steps of some ms: it is counted as evaluation, and no step got slower."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    data = TensorDataset(torch.randn(40, 8), torch.randn(40, 1))
-    training, validation = DataLoader(data, batch_size=8), DataLoader(data, batch_size=8)
-    napped_s, ending = list[float](), list[float]()
-
-    def evaluate() -> None:
-        if how == "only another loader":
-            for inputs, _ in validation:
-                napped_s.append(nap(0.04))
-                model(inputs)
-            return
-        if how == "eval and no_grad":
-            model.eval()
-        with torch.no_grad():
-            for inputs, _ in validation:
-                napped_s.append(nap(0.04))
-                model(inputs)
-        if how == "eval and no_grad":
-            model.train()
-
-    for epoch in range(3):
-        for inputs, targets in training:
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-            ending.append(time.perf_counter())
-            optimizer.step()
-        if epoch < 2:
-            evaluate()
-    took_s, steps = time.perf_counter() - ending[4], run.steps()
-    assert len(steps) == 15
-    evaluation_s = sum(record.phase_s[5] for record in steps)
-    assert sum(napped_s) * (1 - 1e-6) <= evaluation_s <= took_s - sum(record.duration_s for record in steps[5:])
-
-
 @pytest.mark.parametrize("how", ["eval and a loader", "eval", "no_grad"])
 def test_an_evaluation_is_what_the_rank_is_said_to_do(run: Recording, how: str) -> None:
     """While it lasts: the exporter is patient in it, however long that is. Training says what it is at, again, after it."""
@@ -196,9 +133,11 @@ class Graph:
 
 @pytest.fixture
 def with_graphs(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
-    """A recording on a machine that has graphs."""
+    """A recording on a machine that has graphs, behind which nothing of ours is in them."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    before = dict(vars(Graph))
     yield from recording(flight_dir)
+    assert dict(vars(Graph)) == before
 
 
 def test_the_sampler_rests_while_a_graph_is_captured(with_graphs: Recording) -> None:
@@ -263,16 +202,6 @@ def test_a_graph_without_the_optimizer_leaves_the_steps_to_it(with_graphs: Recor
         graph.replay()
         optimizer.step()
     assert len(with_graphs.steps()) == 11
-
-
-def test_the_graphs_are_left_as_they_were(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind shutdown nothing of ours is there."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    before = dict(vars(Graph))
-    torchobs.init(flight_dir=flight_dir)
-    assert vars(Graph)["replay"] is not before["replay"]
-    torchobs.shutdown()
-    assert dict(vars(Graph)) == before
 
 
 def train_alone(seed: int, steps: int) -> list[float]:

@@ -162,7 +162,7 @@ def test_what_the_script_gives_counts_instead(run: Recording, first: int, *, aft
             torchobs.log(tokens=9)
         training.optimizer.step()
         if number >= first and after:
-            torchobs.log(tokens=9)
+            torchobs.log(tokens=9, loss=torch.tensor(float(number)))
     tokens, samples = counted(run)
     inferred = 2 * LENGTH
     expected = [inferred] * first + [9] * (6 - first)
@@ -170,6 +170,7 @@ def test_what_the_script_gives_counts_instead(run: Recording, first: int, *, aft
         expected[first] = inferred  # it was counted before the script gave less
     assert tokens == expected
     assert samples == [2] * 6  # not given
+    assert not after or run.values()["torchobs.loss",] == 5.0
 
 
 def test_it_can_be_turned_off(flight_dir: Path) -> None:

@@ -108,7 +108,10 @@ def is_live(tab: Tab) -> bool:
 
 
 def test_the_page_lives_and_complains_of_nothing(browser: Browser, exporter: Service, ranks: list[FlightWriter]) -> None:
-    """A step is shown without reloading; names that want to be HTML are text; everything comes from the exporter."""
+    """A step is shown without reloading; names that want to be HTML are text; everything comes from the exporter.
+
+    The button holds the stream, and lets it go on.
+    """
     tab = browser.tab(f"http://{exporter.address}/")
     wait_until(lambda: is_live(tab))
     for writer in ranks:
@@ -123,6 +126,14 @@ def test_the_page_lives_and_complains_of_nothing(browser: Browser, exporter: Ser
     assert all(url.startswith((f"http://{exporter.address}/", "data:,")) for url in tab.requests)
     exact = tab.run("[...document.querySelectorAll('#curves data, #figures data')].map((one) => Number(one.value))")
     assert {exporter.value("torchobs_loss", rank="0"), exporter.value("torchobs_steps_total", rank="0")} <= {*exact}
+    tab.run("document.getElementById('pause').click()")
+    assert text_of(tab, "#link") == "Paused"
+    for writer in ranks:
+        train(writer, [42])
+    time.sleep(1.5)
+    assert "step 41" in text_of(tab, ".sentence")
+    tab.run("document.getElementById('pause').click()")
+    wait_until(lambda: is_live(tab) and "step 42" in text_of(tab, ".sentence"))
 
 
 def test_it_says_when_the_exporter_is_gone_and_comes_back_by_itself(
@@ -154,19 +165,6 @@ def test_it_says_that_the_run_has_ended_and_keeps_its_last_state(browser: Browse
     time.sleep(2.0)  # in which a page that took this for an error would have asked again
     assert "The run has ended" in text_of(tab, "#link")
     assert "Finished: 1 rank, 7 steps" in text_of(tab, ".sentence")
-
-
-def test_it_rests_when_told_to_and_when_nobody_sees_it(browser: Browser, exporter: Service, ranks: list[FlightWriter]) -> None:
-    """The button holds the stream, and lets it go on."""
-    tab = browser.tab(f"http://{exporter.address}/")
-    wait_until(lambda: is_live(tab))
-    tab.run("document.getElementById('pause').click()")
-    assert text_of(tab, "#link") == "Paused"
-    train(ranks[0], [41])
-    time.sleep(1.5)
-    assert "step 40" in text_of(tab, ".sentence")
-    tab.run("document.getElementById('pause').click()")
-    wait_until(lambda: is_live(tab) and "step 41" in text_of(tab, ".sentence"))
 
 
 def test_without_script_it_is_all_there(browser: Browser, exporter: Service, ranks: list[FlightWriter]) -> None:

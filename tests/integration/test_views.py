@@ -6,7 +6,6 @@ import json
 import math
 import time
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
