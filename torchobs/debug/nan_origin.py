@@ -294,7 +294,7 @@ def _traced(model: nn.Module, loss: torch.Tensor, sites: CallSites, flow: ValueF
             _go_along(loss, leaves)
         return origin
     breaker = CircuitBreaker("trace_nan")
-    watch = BackwardWatch(tracer.nodes, lambda node: found.append((node, tracer.seen(node))), breaker)
+    watch = BackwardWatch(tracer.nodes, lambda node: found.append((node, tracer.node_origin(node))), breaker)
     try:
         torch.autograd.grad(loss, leaves, allow_unused=True)
     finally:
@@ -337,7 +337,7 @@ def _by_values(source: Source, tracer: GraphTracer, sites: CallSites) -> Nonfini
     given, place = source.given, source.place
     if given is not None:
         is_parameter = isinstance(given, torch.nn.Parameter)
-        origin = tracer.held(given, source.operator, place, source.inputs, is_leaf=is_parameter)
+        origin = tracer.tensor_origin(given, source.operator, place, source.inputs, is_leaf=is_parameter)
         if origin is not None and origin.kind == "parameter":  # if most of them are not finite, the step before made them so
             by_graph = _by_graph(tracer, sites)
             return by_graph if by_graph is not None and by_graph.kind == "backward" else origin

@@ -1,7 +1,7 @@
-"""Find the node whose derivative made gradients non-finite of a finite loss: ``sqrt`` at 0, ``log`` behind a mask.
+"""Find the node that made the gradients of a finite loss non-finite by its derivative: ``sqrt`` at 0, ``log`` behind a mask.
 
 After the backward pass its values are gone, but not its graph: the gradient turned at a node below which all parameters got
-non-finite gradients, and above which none did. Of the nodes there whose derivative can be infinite the likeliest is named.
+non-finite gradients, and above which none did. Of the nodes there with a possibly infinite derivative, the likeliest is named.
 With hooks on the nodes, in the next backward pass, it is seen (:class:`BackwardWatch`).
 """
 
@@ -27,7 +27,7 @@ RISKY_BACKWARD = {
     "log10": 1, "log1p": 1, "linalg_eigh": 1, "linalg_svd": 1, "acosh": 1, "atanh": 1, "logit": 1, "rsqrt": 2, "exp": 2,
     "logsumexp": 2, "prod": 2, "cumprod": 2,
 }  # fmt: skip
-"""Operators whose derivative is infinite or undefined at some finite value, the likeliest first: sqrt at 0.
+"""Operators with an infinite or undefined derivative at some finite value, the likeliest first: sqrt at 0.
 
 Torch makes that of norms, deviations, distances and ``atan2`` 0, and bounds that of the binary cross entropy.
 """
@@ -43,7 +43,7 @@ def likely_node(nodes: Sequence[GraphNode], bad: Collection[int]) -> GraphNode |
         return None
     below: dict[GraphNode, int] = {}
     best: tuple[float, ...] | None = None
-    found = None
+    likely = None
     for node in nodes:  # leaves first, then in the order of the forward pass
         if node.parameter is not None:
             below[node] = order[id(node.parameter)]
@@ -58,18 +58,18 @@ def likely_node(nodes: Sequence[GraphNode], bad: Collection[int]) -> GraphNode |
         agreement = (reached & target).bit_count() / (reached | target).bit_count()
         rank = (-agreement, risk, node.number)
         if agreement >= LEAST_AGREEMENT and (best is None or rank < best):
-            best, found = rank, node
-    return found
+            best, likely = rank, node
+    return likely
 
 
 def _is_users(function: Any) -> bool:
-    """Return True for a ``torch.autograd.Function`` that is not torch's own."""
+    """Return whether it is a ``torch.autograd.Function`` of the user's, not one of torch's."""
     made_of = getattr(function, "_forward_cls", None)
     return made_of is not None and not made_of.__module__.startswith("torch.")
 
 
 def _is_harmless(node: GraphNode) -> bool:
-    """Return True for a power whose derivative is finite everywhere, and for a division by a constant."""
+    """Return whether it is a power with a derivative that is finite everywhere, or a division by a constant."""
     exponent = node.settings().get("exponent") if node.operator == "pow" else None
     constant = node.operator == "div" and len(node.inputs) > 1 and node.inputs[1][0] is None
     return constant or (isinstance(exponent, (int, float)) and exponent >= 1)
@@ -78,34 +78,34 @@ def _is_harmless(node: GraphNode) -> bool:
 class BackwardWatch:
     """Hooks on every node of a graph, for one backward pass: the first that makes a non-finite gradient of finite ones."""
 
-    def __init__(self, nodes: Sequence[GraphNode], found: Callable[[GraphNode], object], breaker: CircuitBreaker) -> None:
+    def __init__(self, nodes: Sequence[GraphNode], notify: Callable[[GraphNode], object], breaker: CircuitBreaker) -> None:
         """Install the hooks.
 
         Args:
             nodes: of the graph.
-            found: called with that node at once, while it still has the values that it has kept.
+            notify: called with that node at once, while it still has the values that it has kept.
             breaker: whatever fails in a hook trips it; the hooks are removed then.
         """
-        self._notify: Callable[[GraphNode], object] | None = found
+        self._notify: Callable[[GraphNode], object] | None = notify
         self._queued, self._breaker = False, breaker
         self._handles = [node.function.register_hook(self._hook(node)) for node in nodes if node.parameter is None]
 
     def _hook(self, node: GraphNode) -> Any:
         look = self._breaker.guard(partial(self._look, node))
 
-        def see(made: Sequence[Any], given: Sequence[Any]) -> None:
-            look(made, given)
+        def see(results: Sequence[Any], incoming: Sequence[Any]) -> None:
+            look(results, incoming)
             if self._breaker.is_open:
                 self.remove()
 
         return see
 
-    def _look(self, node: GraphNode, made: Sequence[Any], given: Sequence[Any]) -> None:
+    def _look(self, node: GraphNode, results: Sequence[Any], incoming: Sequence[Any]) -> None:
         if not self._queued:
             self._queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self.remove)
         notify = self._notify
-        if notify is not None and any(_odd(each) for each in made) and not any(_odd(each) for each in given):
+        if notify is not None and any(map(_odd, results)) and not any(map(_odd, incoming)):
             self._notify = None
             notify(node)
 
@@ -123,7 +123,7 @@ def _odd(gradient: Any) -> bool:
 
 def bad_gradients(parameters: Iterable[Any]) -> list[Any]:
     """Return the parameters with a gradient that is not finite; on a device with one transfer for all of them."""
-    found, later = [], list[tuple[Any, Any]]()
+    bad, later = [], list[tuple[Any, Any]]()
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
@@ -133,9 +133,9 @@ def bad_gradients(parameters: Iterable[Any]) -> list[Any]:
         if values is not None and not values.is_cpu and values.numel():
             later.append((parameter, values))
         elif condition(gradient) in {Condition.BAD, Condition.MASKED}:
-            found.append(parameter)
+            bad.append(parameter)
     if later:
         device = later[0][1].device
         sound = torch.stack([values.abs().amax().isfinite().to(device) for _, values in later]).tolist()
-        found += [parameter for (parameter, _), is_sound in zip(later, sound, strict=True) if not is_sound]
-    return found
+        bad += [parameter for (parameter, _), is_sound in zip(later, sound, strict=True) if not is_sound]
+    return bad

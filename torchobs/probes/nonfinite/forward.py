@@ -1,4 +1,4 @@
-"""Find the first node of a graph whose result is not finite although its operands are, on the way to a loss that is not.
+"""Find the first node of a graph that makes a non-finite result of finite operands, on the way to a non-finite loss.
 
 Every node's result is looked at as it was kept, by itself or by a node that used it, or is computed again. From the loss the
 search follows operands that are not finite, back to where all are. Negative infinity that masks attention is not a fault by
@@ -49,7 +49,7 @@ RESHAPING = frozenset({
     "view", "reshape", "unsafe_view", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze", "clone", "to_copy",
     "contiguous", "alias", "flatten", "neg", "movedim", "detach", "flip", "roll", "repeat",
 })  # fmt: skip
-"""Of those, operators whose result has all elements of the operand"""
+"""Of those, the operators that keep all elements of the operand"""
 
 MASKABLE = frozenset({"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"})
 """Operators to which negative infinity is a mask, and which give NaN where everything is masked"""
@@ -57,7 +57,7 @@ MASKABLE = frozenset({"softmax", "log_softmax", "logsumexp", "scaled_dot_product
 ADDITIVE = frozenset({"add", "sub", "rsub"})
 
 CHOOSING = frozenset({"cat", "stack", "where", "maximum", "minimum"})
-"""Operators of several tensors whose result has only elements of these"""
+"""Operators of several tensors that only choose among their elements"""
 
 LONGEST_S = 5.0
 """After this time nothing is computed again; kept values alone decide"""
@@ -84,11 +84,11 @@ class Birth:
     operand: Any = None
     is_leaf: bool = False
     is_constant: bool = False
-    """An operand without a gradient, which nobody kept; ``operand`` is the first result of it that was"""
+    """An operand without a gradient, which was not kept; ``operand`` is the first result of it that was"""
     is_unread: bool = False
-    """The values of ``operand``, a parameter, are not known: FSDP frees them after the forward pass"""
+    """The values of ``operand``, a parameter, are unknown: FSDP frees them after the forward pass"""
     is_unseen: bool = False
-    """It may be such an operand of a function whose operands are not all kept, or its own fault; ``operand`` as before"""
+    """It may be such an operand of a function that does not keep them all, or its own fault; ``operand`` as before"""
 
 
 class ForwardTrace:
@@ -102,7 +102,7 @@ class ForwardTrace:
         self._uses: dict[GraphNode, int] = {}
         self._outputs: dict[GraphNode, set[int]] = {}
         self._guessed: set[GraphNode] = set()
-        """Sums with a constant that nobody kept, taken for 0"""
+        """Sums with a constant that was not kept, taken for 0"""
         self._at_birth: dict[GraphNode, dict[str, Any]] = {}
         for node in nodes:
             for producer, index in node.inputs:
@@ -129,26 +129,26 @@ class ForwardTrace:
             self._values[node, 0] = node.parameter
         elif (node, 0) not in self._values and monotonic() < self._until_s:
             constants = [name for name, edge in zip(self._names[node], node.inputs, strict=False) if edge[0] is None]
-            made = compute(node, self.operands(node), constants if node.builtin in ADDITIVE else ())
+            results = compute(node, self.operands(node), constants if node.builtin in ADDITIVE else ())
             if constants and node.builtin in ADDITIVE:
                 self._guessed.add(node)
-            for index, value in enumerate(made if isinstance(made, (tuple, list)) else [made] * (made is not None)):
+            for index, value in enumerate(results if isinstance(results, (tuple, list)) else [results] * (results is not None)):
                 self._values.setdefault((node, index), value)
         outputs = self._outputs.get(node, {0}) | ({0} if (node, 0) in self._values else set())
         for index in outputs:
-            known = condition(self._values.get((node, index)))
+            state = condition(self._values.get((node, index)))
             if node.builtin == "mean" and is_mean_of_nothing(node):
-                known = Condition.BAD
-            self._conditions[node, index] = self._inherited(node) if known is Condition.UNKNOWN else known
+                state = Condition.BAD
+            self._conditions[node, index] = self._inherited(node) if state is Condition.UNKNOWN else state
         if len(self._at_birth) < _MOST_BIRTHS and self._begins(node, outputs):
             self._at_birth[node] = self.operands(node)
         self._release(node)
 
     def _inherited(self, node: GraphNode) -> Condition:
-        """Return what follows from the operands for a result that is not known."""
-        given = {self.of(edge) if edge[0] is not None else Condition.UNKNOWN for edge in node.inputs}  # type: ignore[arg-type]  # checked
-        kept = len(given) == 1 and (node.builtin in RESHAPING or (node.builtin in PASSING and given == {Condition.FINITE}))
-        return given.pop() if kept else Condition.UNKNOWN
+        """Return the condition that follows from the operands for an unknown result."""
+        states = {self.of(edge) if edge[0] is not None else Condition.UNKNOWN for edge in node.inputs}  # type: ignore[arg-type]  # checked
+        kept = len(states) == 1 and (node.builtin in RESHAPING or (node.builtin in PASSING and states == {Condition.FINITE}))
+        return states.pop() if kept else Condition.UNKNOWN
 
     def _begins(self, node: GraphNode, outputs: Iterable[int]) -> bool:
         """Return whether the node may have made non-finite values of finite ones."""
@@ -168,36 +168,36 @@ class ForwardTrace:
         """Return the values of the node's tensor arguments that are known, by name."""
         if node in self._at_birth:
             return self._at_birth[node]
-        found = {name: value for name, value in node.kept.items() if value is not None and name not in RESULTS}
+        values = {name: value for name, value in node.kept.items() if value is not None and name not in RESULTS}
         for name, edge in zip(self._names.get(node, ()), node.inputs, strict=False):
-            if name not in found and edge[0] is not None and edge in self._values:
-                found[name] = self._values[edge]
-        return found
+            if name not in values and edge[0] is not None and edge in self._values:
+                values[name] = self._values[edge]
+        return values
 
     def of(self, edge: tuple[GraphNode, int]) -> Condition:
-        """Return what came out of a node."""
+        """Return the condition of a node's result."""
         return self._conditions.get(edge, Condition.UNKNOWN)
 
     def births(self, root: GraphNode) -> Iterator[Birth]:
         """Yield where the values came from that made the root's result non-finite."""
-        waiting, seen = [(root, True, None)], {root}
+        waiting, visited = [(root, True, None)], {root}
         while waiting:
             node, certain, result = waiting.pop()
-            own = list(self._bad_operands(node, certain=certain))
-            yield from own
+            operands = list(self._bad_operands(node, certain=certain))
+            yield from operands
             following = self._origins(node)
-            if not own and not following:
-                # an operand without a gradient, which nobody kept: a sum or a choice makes none of finite ones
+            if not operands and not following:
+                # an operand without a gradient that was not kept: a sum or a choice makes none of finite ones
                 chooses = node.builtin in ADDITIVE | CHOOSING and any(producer is None for producer, _ in node.inputs)
                 constant = chooses or node in self._guessed
                 if (node.is_python or node.operator in OPAQUE) and any(producer is None for producer, _ in node.inputs):
                     yield Birth(node, certain=False, operand=self._result(node, result), is_unseen=True)
                 else:
                     yield Birth(node, certain, result if constant else None, is_constant=constant)
-            for each, sure in following:
-                if each not in seen:
-                    seen.add(each)
-                    waiting.append((each, certain and sure, self._kept_result(node, each, result)))
+            for origin, sure in following:
+                if origin not in visited:
+                    visited.add(origin)
+                    waiting.append((origin, certain and sure, self._kept_result(node, origin, result)))
 
     def _kept_result(self, node: GraphNode, producer: GraphNode, before: Any) -> Any:
         """Return the producer's result as the node has kept it, or else what came of it later."""
@@ -213,28 +213,28 @@ class ForwardTrace:
     def _bad_operands(self, node: GraphNode, *, certain: bool) -> Iterator[Birth]:
         """Yield operands that no node of the graph made: the batch, a constant, a parameter."""
         for producer, _ in node.inputs:
-            if producer is not None and producer.parameter is not None and (known := self.of((producer, 0))) not in _SOUND:
-                yield Birth(node, certain, producer.parameter, is_leaf=True, is_unread=known is Condition.UNKNOWN)
+            if producer is not None and producer.parameter is not None and (state := self.of((producer, 0))) not in _SOUND:
+                yield Birth(node, certain, producer.parameter, is_leaf=True, is_unread=state is Condition.UNKNOWN)
         yield from (Birth(node, certain, value) for value in self._bad_constants(node))
 
     def _bad_constants(self, node: GraphNode) -> Iterator[Any]:
         """Yield operands without a gradient that are not finite: of the batch, the target of a loss."""
         names = self._names.get(node, ())
-        given = {name for name, (producer, _) in zip(names, node.inputs, strict=False) if producer is None}
+        constants = {name for name, (producer, _) in zip(names, node.inputs, strict=False) if producer is None}
         for name, value in node.kept.items():
-            is_operand = name in given or (name in {"target", "weight"} and name not in names)
+            is_operand = name in constants or (name in {"target", "weight"} and name not in names)
             if is_operand and value is not None and condition(value) is Condition.BAD:
                 yield value
 
     def _origins(self, node: GraphNode) -> list[tuple[GraphNode, bool]]:
         """Return the nodes that the node's non-finite result comes from, and whether that is certain; none if it began here."""
-        made = [(producer, index) for producer, index in node.inputs if producer is not None and producer.parameter is None]
-        bad = [edge for edge in made if self.of(edge) is Condition.BAD]
-        masked = [edge for edge in made if self.of(edge) is Condition.MASKED]
-        unknown = [edge for edge in made if self.of(edge) is Condition.UNKNOWN]
+        edges = [(producer, index) for producer, index in node.inputs if producer is not None and producer.parameter is None]
+        bad = [edge for edge in edges if self.of(edge) is Condition.BAD]
+        masked = [edge for edge in edges if self.of(edge) is Condition.MASKED]
+        unknown = [edge for edge in edges if self.of(edge) is Condition.UNKNOWN]
         if bad or (masked and node.builtin not in MASKABLE):
             return [(producer, True) for producer, _ in bad or masked]
-        guessed = [edge for edge in made if edge[0] in self._guessed]
+        guessed = [edge for edge in edges if edge[0] in self._guessed]
         if guessed and not unknown and node.builtin not in STRONG:
             return [(producer, True) for producer, _ in guessed]
         if node.builtin in PASSING and unknown:
@@ -246,25 +246,25 @@ class ForwardTrace:
         ]  # fmt: skip
 
     def _may_begin(self, node: GraphNode, *, only_bad: bool, of_python: bool) -> bool:
-        """Return whether the fault may lie in those before it whose results are unknown.
+        """Return whether the fault may lie in the nodes before it that have unknown results.
 
         There is a non-finite value, or (unless ``only_bad``) an operator that makes NaN of finite values. ``of_python``: the
         results go into a function written in Python, which may only pass them on, as FSDP's do.
         """
-        waiting, seen = [node], {node}
+        waiting, visited = [node], {node}
         while waiting:
-            one = waiting.pop()
-            known = one.parameter is not None or (self._names.get(one) and not one.is_python)
-            if not only_bad and (one.builtin in STRONG or not known):
+            current = waiting.pop()
+            has_names = current.parameter is not None or (self._names.get(current) and not current.is_python)
+            if not only_bad and (current.builtin in STRONG or not has_names):
                 return True
-            odd = {Condition.BAD} if one.builtin in MASKABLE else {Condition.BAD, Condition.MASKED}
-            if any(edge[0] is not None and self.of(edge) in odd for edge in one.inputs):  # type: ignore[arg-type]  # checked
+            odd = {Condition.BAD} if current.builtin in MASKABLE else {Condition.BAD, Condition.MASKED}
+            if any(edge[0] is not None and self.of(edge) in odd for edge in current.inputs):  # type: ignore[arg-type]  # checked
                 return True
-            if of_python and any(True for _ in self._bad_constants(one)):
+            if of_python and any(True for _ in self._bad_constants(current)):
                 return True
-            for producer, index in one.inputs:
-                if producer is not None and producer not in seen and self.of((producer, index)) is Condition.UNKNOWN:
-                    seen.add(producer)
+            for producer, index in current.inputs:
+                if producer is not None and producer not in visited and self.of((producer, index)) is Condition.UNKNOWN:
+                    visited.add(producer)
                     waiting.append(producer)
         return False
 
@@ -277,9 +277,9 @@ def first_birth(nodes: Sequence[GraphNode], root: GraphNode, *, earliest: bool) 
     trace = ForwardTrace(nodes)
     births = list(trace.births(root)) or [Birth(root, certain=False)]
 
-    def rank(each: Birth) -> tuple[bool, bool, bool, int]:
-        passing = not earliest and each.node.builtin in PASSING
-        return each.is_unread, not (each.certain or earliest), passing, each.node.number
+    def rank(birth: Birth) -> tuple[bool, bool, bool, int]:
+        passing = not earliest and birth.node.builtin in PASSING
+        return birth.is_unread, not (birth.certain or earliest), passing, birth.node.number
 
     birth = min(births, key=rank)
     return birth, trace.operands(birth.node)
@@ -287,7 +287,7 @@ def first_birth(nodes: Sequence[GraphNode], root: GraphNode, *, earliest: bool) 
 
 def _without_memory(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_without_memory(each) for each in value]
+        return [_without_memory(item) for item in value]
     return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
 
 
@@ -301,7 +301,7 @@ def _elements(value: Any) -> int:
 @lru_cache(maxsize=512)
 def overloads(operator: str) -> tuple[Any, ...]:
     """Return the overloads of an aten operator that make new tensors; its name may begin with an underscore."""
-    found = []
+    matches = []
     for name in (operator, "_" + operator):
         packet = getattr(torch.ops.aten, name, None)
         if packet is None:
@@ -309,8 +309,8 @@ def overloads(operator: str) -> tuple[Any, ...]:
         for overload_name in packet.overloads():
             overload = getattr(packet, overload_name)
             if not (overload._schema.is_mutable or any(argument.is_out for argument in overload._schema.arguments)):
-                found.append(overload)
-    return tuple(found)
+                matches.append(overload)
+    return tuple(matches)
 
 
 def argument_names(node: GraphNode) -> tuple[str, ...]:
@@ -333,7 +333,7 @@ def _differentiable(overload: Any) -> list[Any]:
 
 
 def _overload(node: GraphNode) -> Any:
-    """Return the overload whose arguments fit best what the node has kept."""
+    """Return the overload with the arguments that fit the kept values of the node best."""
     if node.is_python:
         return None
     kept = {name.partition("[")[0] for name in node.kept} | {name for name in node.settings() if not name.endswith(_DERIVED)}
@@ -362,13 +362,13 @@ def compute(node: GraphNode, operands: Mapping[str, Any], stand_ins: Sequence[st
     Args:
         node: the node.
         operands: values of tensor arguments, by name.
-        stand_ins: constants that nobody kept and that change nothing if they are left out, as 0.
+        stand_ins: constants that were not kept and that change nothing if they are left out, as 0.
     """
     overload = _overload(node)
     if overload is None or torch.Tag.nondeterministic_seeded in overload.tags or any(w in node.operator for w in _NOT_AGAIN):
         return None
     settings = node.settings()
-    given: list[Any] = []
+    positional: list[Any] = []
     by_name: dict[str, Any] = {}
     for argument in overload._schema.arguments:
         name = argument.name
@@ -382,23 +382,24 @@ def compute(node: GraphNode, operands: Mapping[str, Any], stand_ins: Sequence[st
             continue
         else:
             return None
-        if argument.kwarg_only or by_name or len(given) < overload._schema.arguments.index(argument):
+        if argument.kwarg_only or by_name or len(positional) < overload._schema.arguments.index(argument):
             by_name[name] = value
         else:
-            given.append(value)
+            positional.append(value)
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             # a small operand may become a large result: its size is known without its memory
-            made = overload(*map(_without_memory, given), **{name: _without_memory(value) for name, value in by_name.items()})
-            if _elements(made) + sum(map(_elements, operands.values())) > _MOST_ELEMENTS:
+            named = {name: _without_memory(value) for name, value in by_name.items()}
+            result = overload(*map(_without_memory, positional), **named)
+            if _elements(result) + sum(map(_elements, operands.values())) > _MOST_ELEMENTS:
                 return None
-            return overload(*given, **by_name)
+            return overload(*positional, **by_name)
     except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError):  # its arguments were others
         return None
 
 
 def given_size(node: GraphNode, place: int = 0) -> list[int]:
-    """Return the shape of an operand; ``[1]`` if it is not known."""
+    """Return the shape of an operand; ``[1]`` if unknown."""
     producer, index = node.inputs[place] if place < len(node.inputs) else (None, 0)
     if producer is None:
         return [1]

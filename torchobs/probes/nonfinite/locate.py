@@ -1,8 +1,8 @@
 """Name the module that a node of a graph belongs to, and the line of the user's code.
 
 The graph says which nodes use which parameters, and parameters have names. A node without parameters lies between the last
-module used before it and the next one used after it; of the modules that may have called the operator, the innermost one whose
-``forward`` mentions it is taken.
+module used before it and the next one used after it. Of the modules that may have called the operator, the innermost one that
+mentions it in its ``forward`` is taken.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _HIDDEN_LOCALS = frozenset({"locals", "vars"})
 
 
 class Place(NamedTuple):
-    """``module``: the module's path; ``""`` outside of any module. ``line``: ``file:line``, ``""`` if it is not known."""
+    """``module``: the module's path; ``""`` outside of any module. ``line``: ``file:line``, ``""`` if unknown."""
 
     module: str
     kind: str
@@ -62,51 +62,51 @@ class Place(NamedTuple):
 class ModuleNames:
     """The modules of the graph's parameters, by path."""
 
-    def __init__(self, parameters: Iterable[Any], known: Iterable[Any] = ()) -> None:
+    def __init__(self, parameters: Iterable[Any], models: Iterable[Any] = ()) -> None:
         parameters = list(parameters)
         wanted = {id(parameter) for parameter in parameters}
         self.modules: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self._storages: dict[int, str] = {}
-        found = self._holding(known, wanted)
-        missing = wanted - {id(p) for root in found for p in (*root.parameters(), *(whole for _, whole in gathered(root)))}
+        owners = self._holding(models, wanted)
+        missing = wanted - {id(p) for root in owners for p in (*root.parameters(), *(whole for _, whole in gathered(root)))}
         # a look through all objects for what is a module's alone: not for an input, a received activation, a loose tensor
         if any(id(parameter) in missing and isinstance(parameter, torch.nn.Parameter) for parameter in parameters):
-            found = self._holding(roots(all_modules(lambda: None)), wanted)
-        for root in found:
-            self._add(root, f"{type(root).__name__}." if len(found) > 1 else "")
+            owners = self._holding(roots(all_modules(lambda: None)), wanted)
+        for root in owners:
+            self._add(root, f"{type(root).__name__}." if len(owners) > 1 else "")
 
     @staticmethod
     def _holding(modules: Iterable[Any], wanted: set[int]) -> list[Any]:
         """Return the modules that together hold these parameters; a part or a wrapper of another is left out."""
-        held = []
+        holdings = []
         for module in modules:
-            own = {id(parameter) for parameter in module.parameters()} | {id(whole) for _, whole in gathered(module)}
-            held.append((module, wanted & own))
-        found, missing = [], set(wanted)
-        for module, own in sorted(held, key=lambda each: -len(each[1])):
-            if own & missing:
-                found.append(module)
-                missing -= own
-        return found
+            held_ids = {id(parameter) for parameter in module.parameters()} | {id(whole) for _, whole in gathered(module)}
+            holdings.append((module, wanted & held_ids))
+        chosen, missing = [], set(wanted)
+        for module, held_ids in sorted(holdings, key=lambda holding: -len(holding[1])):
+            if held_ids & missing:
+                chosen.append(module)
+                missing -= held_ids
+        return chosen
 
     def _add(self, root: Any, title: str) -> None:
         for path, module in root.named_modules():
             name = "" if path in _INNER else clean(path) if path else ""
             full = title + name if name else title.rstrip(".")
             self.modules[full] = module
-            held = [*vars(module).get("_parameters", {}).items(), *vars(module).get("_buffers", {}).items()]
-            for key, tensor in held:
+            tensors = [*vars(module).get("_parameters", {}).items(), *vars(module).get("_buffers", {}).items()]
+            for key, tensor in tensors:
                 if tensor is not None:
                     whole = clean(f"{full}.{key}" if full else key)
                     self._names.setdefault(id(tensor), whole)
                     self._storages.setdefault(memory_of(tensor), whole)
         for shard, tensor in gathered(root):
-            if (known := self._names.get(id(shard))) is not None:
-                self._names.setdefault(id(tensor), known)
+            if (sharded_name := self._names.get(id(shard))) is not None:
+                self._names.setdefault(id(tensor), sharded_name)
 
     def of(self, tensor: Any) -> str:
-        """Return the name of a parameter or buffer, or of the one whose memory the tensor uses; ``""`` for any other."""
+        """Return the name of a parameter or buffer, or of the one that the tensor shares memory with; ``""`` for any other."""
         return self._names.get(id(tensor)) or self._storages.get(memory_of(tensor) or -1, "")
 
     def owner(self, name: str) -> str:
@@ -119,14 +119,14 @@ def gathered(root: Any) -> Iterator[tuple[Any, Any]]:
     for module in root.modules():
         state = getattr(module, "_get_fsdp_state", None)
         for group in getattr(state and state(), "_fsdp_param_groups", ()):
-            for one in getattr(group, "fsdp_params", ()):
-                shard, whole = getattr(one, "sharded_param", None), getattr(one, "_unsharded_param", None)
+            for sharded in getattr(group, "fsdp_params", ()):
+                shard, whole = getattr(sharded, "sharded_param", None), getattr(sharded, "_unsharded_param", None)
                 if shard is not None and whole is not None:
                     yield shard, whole
 
 
 def memory_of(tensor: Any) -> int:
-    """Return where a tensor's elements lie; 0 if that is not known."""
+    """Return the address of a tensor's elements; 0 if unknown."""
     try:
         return int(tensor.untyped_storage().data_ptr())
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -139,23 +139,23 @@ class Locator:
     def __init__(self, nodes: Sequence[GraphNode], names: ModuleNames, frames: Sequence[FrameType]) -> None:
         self._names, self._frames = names, frames
         self._nodes = nodes
-        self._own: dict[GraphNode, str] = {}
+        self._paths: dict[GraphNode, str] = {}
         self._sources: dict[GraphNode, GraphNode] = {}
         """The parameter that a node is a view or a cast of"""
         for node in nodes:  # leaves first
             source = node.inputs[0][0] if len(node.inputs) == 1 and node.operator in _PREPARING else None
             if source is not None and (source.parameter is not None or source in self._sources):
                 self._sources[node] = self._sources.get(source, source)
-            own = self._uses(node)
-            if own is not None:
-                self._own[node] = own
+            path = self._uses(node)
+            if path is not None:
+                self._paths[node] = path
 
     def is_preparation(self, node: GraphNode) -> bool:
         """Return whether the node only makes a view or a cast of a parameter, for another operator."""
         return node in self._sources
 
     def _uses(self, node: GraphNode) -> str | None:
-        """Return the module whose parameters the node uses, directly or through a view or a cast of them."""
+        """Return the module with the parameters that the node uses, directly or through a view or a cast of them."""
         paths = []
         for producer, _ in node.inputs:
             source = self._sources.get(producer, producer) if producer is not None else None
@@ -172,13 +172,13 @@ class Locator:
         words = spellings(node.operator)
         if node.operator == "pow" and node.settings().get("exponent") != 2:  # noqa: PLR2004  # a square
             words = tuple(word for word in words if word != "square")
-        own = self._own.get(node)
-        if own is not None:
-            module = self._names.modules.get(own)
+        owner = self._paths.get(node)
+        if owner is not None:
+            module = self._names.modules.get(owner)
             lines = module_lines(module, words) if module is not None else []
             users = [line for line in lines if line.is_users]
             begins = _first_line(module) if node.operator in OPAQUE else None
-            return self._placed(own, users[0] if users else self._caller_line(own) or begins)
+            return self._placed(owner, users[0] if users else self._caller_line(owner) or begins)
         before, after = self._around(node)
         candidates = self._candidates(before, after)
         for apart in (1, 0):  # lines between those of the two neighbours, then theirs
@@ -199,10 +199,10 @@ class Locator:
     def _around(self, node: GraphNode) -> tuple[str | None, str | None]:
         """Return the module used last before the node, and the one used first after it."""
         before = after = None
-        for each, path in self._own.items():  # in the order of the forward pass
-            if each.number < node.number:
+        for other, path in self._paths.items():  # in the order of the forward pass
+            if other.number < node.number:
                 before = path
-            elif each.number > node.number:
+            elif other.number > node.number:
                 after = path
                 break
         return before, after
@@ -214,8 +214,8 @@ class Locator:
         shared = common([before, after]) if before is not None and after is not None else ""
         start = paths.index(before) + 1 if before in modules else 0
         end = paths.index(after) if after in modules else len(paths)
-        owners = set(self._own.values())
-        within = [path for path in paths[start : max(end, start)] if not any(_inside(one, path) for one in owners)]
+        owners = set(self._paths.values())
+        within = [path for path in paths[start : max(end, start)] if not any(_inside(owner, path) for owner in owners)]
         likely = within[::-1]
         for side in (after, before):
             likely += (path for path in chain_of(side) if side is not None and path != shared and _inside(path, shared))
@@ -245,8 +245,8 @@ class Locator:
             module = self._names.modules.get(parent)
             forward = getattr(type(module), "forward", None)
             if module is not None and isinstance(forward, FunctionType) and is_users(forward.__code__):
-                found = [line for used_name, line in used(forward.__code__) if used_name == name]
-                return Line(forward.__code__.co_filename, found[0], found[0]) if found else None
+                lines = [line for used_name, line in used(forward.__code__) if used_name == name]
+                return Line(forward.__code__.co_filename, lines[0], lines[0]) if lines else None
             path = parent
         return None
 
@@ -294,18 +294,18 @@ def _is_written_by_user(module: Any) -> bool:
 
 
 def is_own(kind: type) -> bool:
-    """Return whether the class is neither ``object`` nor ``torch.nn.Module``, whose methods every module has."""
+    """Return whether the class is neither ``object`` nor ``torch.nn.Module``: every module has the methods of those."""
     return kind.__module__ not in {"builtins", "torch.nn.modules.module"}
 
 
 def _child_lines(module: Any) -> dict[str, list[int]]:
     """Return the lines where the module's ``forward`` mentions each of its attributes."""
     forward = getattr(type(module), "forward", None)
-    found: dict[str, list[int]] = {}
+    lines: dict[str, list[int]] = {}
     if isinstance(forward, FunctionType):
         for name, line in used(forward.__code__):
-            found.setdefault(name, []).append(line)
-    return found
+            lines.setdefault(name, []).append(line)
+    return lines
 
 
 def _child(path: str, inner: str | None) -> str:
@@ -358,7 +358,7 @@ class Line(NamedTuple):
 @lru_cache(maxsize=1024)
 def used(code: CodeType) -> tuple[tuple[str, int], ...]:
     """Return the names and symbols (``+``, ``[]``) that the code uses, each with its line, in order."""
-    found: list[tuple[str, int]] = []
+    uses: list[tuple[str, int]] = []
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):
         positions = getattr(instruction, "positions", None)
@@ -366,14 +366,14 @@ def used(code: CodeType) -> tuple[tuple[str, int], ...]:
         line = (positions.lineno if positions is not None else starts) or line
         name = instruction.opname
         if name.startswith("BINARY_SUBSCR") or (name == "BINARY_OP" and instruction.argrepr == "[]"):
-            found.append(("[]", line))
+            uses.append(("[]", line))
         elif name == "BINARY_OP":
-            found.append((instruction.argrepr.rstrip("="), line))
+            uses.append((instruction.argrepr.rstrip("="), line))
         elif name == "UNARY_NEGATIVE":
-            found.append(("-", line))
+            uses.append(("-", line))
         elif name.startswith(_LOADS) and isinstance(instruction.argval, str):
-            found.append((instruction.argval, line))
-    return tuple(found)
+            uses.append((instruction.argval, line))
+    return tuple(uses)
 
 
 def lines_of(code: CodeType, names: Mapping[str, Any], spellings: Iterable[str], depth: int = 0) -> list[Line]:
@@ -385,29 +385,29 @@ def lines_of(code: CodeType, names: Mapping[str, Any], spellings: Iterable[str],
         spellings: names or symbols of the operator.
         depth: how many functions deep this one is reached.
     """
-    wanted, found = set(spellings), list[Line]()
+    wanted, lines = set(spellings), list[Line]()
     for name, line in used(code):
         if name in wanted:
-            found.append(Line(code.co_filename, line, line, is_users(code)))
+            lines.append(Line(code.co_filename, line, line, is_users(code)))
             continue
         helper = names.get(name)
         if depth < DEEPEST and isinstance(helper, FunctionType) and helper.__code__ is not code and is_users(helper.__code__):
-            found += [each._replace(at=line) for each in lines_of(helper.__code__, visible(helper), wanted, depth + 1)]
+            lines += [x._replace(at=line) for x in lines_of(helper.__code__, visible(helper), wanted, depth + 1)]
         elif hasattr(type(helper), "forward") and _calls(helper, wanted):
-            found.append(Line(code.co_filename, line, line, is_users(code)))
-    inner = [each for each in code.co_consts if isinstance(each, CodeType) and depth < DEEPEST and _runs_within(each, code)]
-    for each in inner:
-        found += lines_of(each, names, wanted, depth + 1)
-    return sorted(found, key=lambda line: line.at)
+            lines.append(Line(code.co_filename, line, line, is_users(code)))
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType) and _runs_within(constant, code)]
+    for function in inner if depth < DEEPEST else ():
+        lines += lines_of(function, names, wanted, depth + 1)
+    return sorted(lines, key=lambda line: line.at)
 
 
 def _runs_within(inner: CodeType, code: CodeType) -> bool:
-    """Return True for lambdas and comprehensions, and for functions within functions; the others of a script have names."""
+    """Return whether this is a lambda, a comprehension, or a function within a function; a script's others have names."""
     return inner.co_name.startswith("<") or bool(code.co_flags & inner.co_flags & CO_OPTIMIZED)
 
 
 def _calls(module: Any, wanted: Iterable[str]) -> bool:
-    """Return True for a module without parameters, as losses are, whose ``forward`` uses one of these names."""
+    """Return whether the module has no parameters, as losses have none, and its ``forward`` uses one of these names."""
     forward = getattr(type(module), "forward", None)
     if not isinstance(forward, FunctionType) or is_users(forward.__code__) or vars(module).get("_modules"):
         return False
@@ -434,10 +434,10 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
     names = frame.f_code.co_names
     if not _HIDDEN_LOCALS.isdisjoint(names) and _REWRITTEN not in names:
         return {}
-    found = dict(frame.f_locals)
+    variables = dict(frame.f_locals)
     if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(frame.f_locals, dict):
         frame.f_locals.clear()
-    return found
+    return variables
 
 
 def is_users(code: CodeType) -> bool:

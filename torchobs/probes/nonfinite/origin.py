@@ -31,7 +31,7 @@ OriginKind = Literal["input", "parameter", "operator", "backward", "overflow", "
 UNSEEN = "not all inputs of this function were seen: it may have been given them, or have made them"
 """Of a function written in Python; a sentence that follows"""
 LATER = "or a later one"
-"""Of a compiled region: what came out of it is not known, and it leads to another"""
+"""Of a compiled region: its results are unknown, and it leads to another"""
 UNNAMED = "unnamed"
 """A parameter that neither a module nor a variable holds"""
 OTHER_RANKS = "on this rank or another: gradients are averaged"
@@ -83,20 +83,20 @@ class NonfiniteOrigin(Result):
 
 def attributes_of(origin: NonfiniteOrigin) -> dict[str, Any]:
     """Return the attributes of the event: names, places and numbers, no data of the user's."""
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "origin": origin.kind, "operator": origin.operator, "module": origin.module, "parameter": origin.parameter,
         "location": origin.line, "note": origin.note,
     }  # fmt: skip
-    found = {name: value for name, value in found.items() if value}
+    attributes = {name: value for name, value in attributes.items() if value}
     if origin.sample is not None:
-        found["sample"] = origin.sample
+        attributes["sample"] = origin.sample
     if origin.elements:
-        found["element"] = list(origin.elements[0])
+        attributes["element"] = list(origin.elements[0])
     inputs = [
-        f"{each.name} {list(each.shape)} {each.dtype}: {_range(each)}, {each.nan_count} NaN,"
-        f" {each.inf_count} inf, {each.zero_count} zeros" for each in origin.inputs
+        f"{row.name} {list(row.shape)} {row.dtype}: {_range(row)}, {row.nan_count} NaN,"
+        f" {row.inf_count} inf, {row.zero_count} zeros" for row in origin.inputs
     ]  # fmt: skip
-    return found | ({"inputs": inputs} if inputs else {})
+    return attributes | ({"inputs": inputs} if inputs else {})
 
 
 def _range(row: TensorRow) -> str:
@@ -104,37 +104,37 @@ def _range(row: TensorRow) -> str:
 
 
 def from_overflow(bad: Sequence[Any], models: Iterable[Any], step: int) -> NonfiniteOrigin:
-    """Return the origin for parameters that, or whose gradients, an overflow in float16 has made non-finite."""
+    """Return the origin for parameters that are non-finite, or have such gradients, by an overflow in float16."""
     return replace(of_parameters(bad, models, step), kind="overflow", elements=())
 
 
 def of_parameters(bad: Sequence[Any], models: Iterable[Any], step: int) -> NonfiniteOrigin:
-    """Return the origin for parameters that are not finite, of which no graph is left."""
+    """Return the origin for parameters that are not finite and have no graph left."""
     names = ModuleNames(bad, models)
     name = names.of(bad[0]) or UNNAMED
     module = names.owner(name)
     kind = type(names.modules[module]).__name__ if module in names.modules else ""
     several = len(bad) > 1  # an optimizer made them of gradients that are gone
     note = f"and {len(bad) - 1} more" if several else ""
-    found: OriginKind = "unknown" if several else "parameter"
-    return NonfiniteOrigin(found, "", module, kind, "", name, (), bad_elements(bad[0]), None, step, note)
+    origin: OriginKind = "unknown" if several else "parameter"
+    return NonfiniteOrigin(origin, "", module, kind, "", name, (), bad_elements(bad[0]), None, step, note)
 
 
 def user_frames(frame: FrameType | None) -> list[FrameType]:
     """Return the frames of the user's code from this one on, innermost first."""
-    found = []
+    frames = []
     while frame is not None:
         if is_users(frame.f_code):
-            found.append(frame)
+            frames.append(frame)
         frame = frame.f_back
-    return found[:_MOST_NAMED]
+    return frames[:_MOST_NAMED]
 
 
 class GraphTracer:
     """Traces non-finite values in the graph of one loss. Reads only; nothing is run again."""
 
     def __init__(
-        self, losses: Iterable[Any], frames: Sequence[FrameType], step: int | None, known: Iterable[Any] = (),
+        self, losses: Iterable[Any], frames: Sequence[FrameType], step: int | None, models: Iterable[Any] = (),
         others: Iterable[Any] = (), variables: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:  # fmt: skip
         """``known``: models. ``others``: parameters of other models that are trained.
@@ -145,7 +145,7 @@ class GraphTracer:
         self.nodes = read_graph(loss.grad_fn for loss in losses)
         self._frames, self._step, self._variables = frames, step, variables
         parameters = [node.parameter for node in self.nodes if node.parameter is not None]
-        self.names = ModuleNames([*parameters, *others], [*known, *_models(frames)])
+        self.names = ModuleNames([*parameters, *others], [*models, *_models(frames)])
         self.locator = Locator(self.nodes, self.names, frames)
         self.node: GraphNode | None = None
         """Of the origin found"""
@@ -167,9 +167,9 @@ class GraphTracer:
             id(n.parameter) for n in self.nodes if n.parameter is not None and condition(n.parameter) is not Condition.FINITE
         }
         if birth.is_leaf and of_step and not earliest and len(bad) >= SHARE_OF_STEP:
-            found = likely_node(self.nodes, bad)
-            if found is not None:
-                return self._backward(found, f"{len(bad)} parameters are not finite since the last step")
+            likely = likely_node(self.nodes, bad)
+            if likely is not None:
+                return self._backward(likely, f"{len(bad)} parameters are not finite since the last step")
         place, inputs = self.locator.place(self.node), _described(operands)
         if birth.is_unseen:
             return self._through_python(birth, place, inputs)
@@ -178,15 +178,15 @@ class GraphTracer:
         if node.operator in OPAQUE:
             return self._within(node, place)
         kind: OriginKind = "operator" if birth.certain or node.operator not in {"mean", "sum"} else "unknown"
-        made = self._made(kind, node, place, inputs, "")
-        return made if kind == "unknown" else self._explained(made, node)
+        origin = self._origin(kind, node, place, inputs, "")
+        return origin if kind == "unknown" else self._explained(origin, node)
 
-    def _explained(self, made: NonfiniteOrigin, node: GraphNode) -> NonfiniteOrigin:
+    def _explained(self, origin: NonfiniteOrigin, node: GraphNode) -> NonfiniteOrigin:
         """Return the origin with the reason why the operator made such values, and the variable that explains it."""
         words, name = cause_of(node), ""
         if NAME in words and (memory := memory_of(node.kept.get("target"))):
             name = next((path for path, item in self._variables_held() if memory_of(item) == memory), "")
-        return replace(made, note=words.replace(NAME, f" ({name})" if name else ""), parameter=name)
+        return replace(origin, note=words.replace(NAME, f" ({name})" if name else ""), parameter=name)
 
     def _user_of(self, node: GraphNode) -> GraphNode:
         """Return the operator that a view or cast of a parameter is made for."""
@@ -203,7 +203,7 @@ class GraphTracer:
         if node is None:
             return None
         if is_shared():
-            return self._made("unknown", node, self.locator.place(node), (), OTHER_RANKS)
+            return self._origin("unknown", node, self.locator.place(node), (), OTHER_RANKS)
         return self._backward(node, "from the graph's structure: the values were freed by the backward")
 
     def release(self) -> None:
@@ -211,15 +211,15 @@ class GraphTracer:
         for node in self.nodes:
             node.kept = {}
 
-    def seen(self, node: GraphNode) -> NonfiniteOrigin:
+    def node_origin(self, node: GraphNode) -> NonfiniteOrigin:
         """Return the origin for a node that was seen to make a non-finite gradient; its kept values are still there."""
         node.take_kept()
         return self._backward(node, "")
 
     def _backward(self, node: GraphNode, note: str) -> NonfiniteOrigin:
-        return self._made("backward", node, self.locator.place(node), _described(node.kept), note)
+        return self._origin("backward", node, self.locator.place(node), _described(node.kept), note)
 
-    def _made(
+    def _origin(
         self, kind: OriginKind, node: GraphNode, place: Place, inputs: tuple[TensorRow, ...], note: str
     ) -> NonfiniteOrigin:
         result = next((v for name, v in node.kept.items() if name.startswith(("result", "output")) and v is not None), None)
@@ -229,21 +229,21 @@ class GraphTracer:
         )
 
     def _through_python(self, birth: Birth, place: Place, inputs: tuple[TensorRow, ...]) -> NonfiniteOrigin:
-        """Return the origin for values that came out of a function written in Python, of whose inputs some have no gradient.
+        """Return the origin for values from a function written in Python that has some inputs without a gradient.
 
-        A variable with bad values in the same samples was one of these; else it is not known what the function was given.
+        A variable with bad values in the same samples was one of these; else the function's inputs are unknown.
         """
         node = birth.node
         variables = (item for _, item in self._variables_held() if condition(item) is Condition.BAD)
         item = next((item for item in variables if explains(item, birth.operand)), None)
         if item is not None:
             return self._operand(item, node, place, inputs, is_leaf=False)
-        return self._within(node, place) if node.operator in OPAQUE else self._made("unknown", node, place, inputs, UNSEEN)
+        return self._within(node, place) if node.operator in OPAQUE else self._origin("unknown", node, place, inputs, UNSEEN)
 
     def _within(self, node: GraphNode, place: Place) -> NonfiniteOrigin:
         """Return the origin for values that appeared inside a compiled or checkpointed region: the graph has nothing of it."""
         later = any(other.operator in OPAQUE and other.number > node.number for other in self.nodes)
-        return self._made("unknown", node, place, (), LATER if later else "")
+        return self._origin("unknown", node, place, (), LATER if later else "")
 
     def _variables_held(self) -> Iterator[tuple[str, Any]]:
         """Yield the tensors without a graph that variables hold, by their names."""
@@ -256,11 +256,11 @@ class GraphTracer:
     ) -> NonfiniteOrigin:
         """Return the origin for a tensor that was not finite before the first operator used it."""
         if tensor is None:
-            return self._made("input", node, place, inputs, "")
-        found = self.held(tensor, node.operator, place, inputs, is_leaf=is_leaf)
-        return found or self._made("operator", node, place, inputs, "an operand is a constant that is not finite")
+            return self._origin("input", node, place, inputs, "")
+        origin = self.tensor_origin(tensor, node.operator, place, inputs, is_leaf=is_leaf)
+        return origin or self._origin("operator", node, place, inputs, "an operand is a constant that is not finite")
 
-    def held(
+    def tensor_origin(
         self, tensor: Any, operator: str, place: Place, inputs: tuple[TensorRow, ...], *, is_leaf: bool
     ) -> NonfiniteOrigin | None:
         """Return the origin for a tensor that held the values before this operator; ``None`` for a number in the code."""
@@ -285,18 +285,18 @@ class GraphTracer:
 
 def _described(operands: dict[str, Any]) -> tuple[TensorRow, ...]:
     described = [statistics(name, value) for name, value in operands.items() if value is not None]
-    return tuple(each for each in described if each is not None)[:_MOST_INPUTS]
+    return tuple(row for row in described if row is not None)[:_MOST_INPUTS]
 
 
-def _variable(tensor: Any, held: Iterable[tuple[str, Any]]) -> tuple[str, Any]:
+def _variable(tensor: Any, variables: Iterable[tuple[str, Any]]) -> tuple[str, Any]:
     """Return the variable that holds this tensor, or the first one with values that are not finite; else only the tensor."""
-    found = list(held)
+    candidates = list(variables)
     whole = tensor._base if getattr(tensor, "_base", None) is not None else tensor
     pointer = memory_of(whole)
-    for path, item in found:
+    for path, item in candidates:
         if item is whole or (pointer and memory_of(item) == pointer):
             return path, item
-    bad = ((path, item) for path, item in found if condition(item) is Condition.BAD)  # before it was copied, or cast
+    bad = ((path, item) for path, item in candidates if condition(item) is Condition.BAD)  # before it was copied, or cast
     return next(bad, ("", whole))
 
 
@@ -307,34 +307,35 @@ def _models(frames: Sequence[FrameType]) -> list[Any]:
     for frame in frames:
         variables = locals_of(frame)
         values += [*variables.values(), *getattr(variables.get("self"), "__dict__", {}).values()]
-    found = {id(value): value for value in values if torch.nn.Module in type(value).__mro__}
-    return roots(list(found.values()))
+    modules = {id(value): value for value in values if torch.nn.Module in type(value).__mro__}
+    return roots(list(modules.values()))
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the tensors without a graph that a variable is or holds, by name: in a list, a dictionary, or a list of those."""
     torch = sys.modules["torch"]
     for path, item in _items(name, value):
-        for inner, each in _items(path, item) if type(item) is dict and item is not value else ((path, item),):
-            if isinstance(each, torch.Tensor) and each.grad_fn is None and each.layout == torch.strided and not each.is_meta:
-                yield inner, each
+        for inner, tensor in _items(path, item) if type(item) is dict and item is not value else ((path, item),):
+            plain = isinstance(tensor, torch.Tensor) and tensor.grad_fn is None and tensor.layout == torch.strided
+            if plain and not tensor.is_meta:
+                yield inner, tensor
 
 
 def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if type(value) in {list, tuple}:
-        yield from ((f"{name}[{index}]", each) for index, each in enumerate(value[:_MOST_ITEMS]))
+        yield from ((f"{name}[{index}]", item) for index, item in enumerate(value[:_MOST_ITEMS]))
     elif isinstance(value, dict):
         if len(value) <= _MOST_ITEMS:  # a batch, not a state
-            yield from ((f"{name}[{key!r}]", each) for key, each in value.items())
+            yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
     else:
         yield name, value
 
 
 def computes_in_float16(parameters: Iterable[Any], nodes: Iterable[GraphNode] = ()) -> bool:
     """Return whether parameters are float16, or results in the graph are, as under autocast."""
-    results = (each for node in nodes for each in getattr(node.function, "_input_metadata", ()))  # private: without it, False
-    return any(each.dtype is torch.float16 for each in parameters) or any(
-        getattr(each, "dtype", None) is torch.float16 for each in results
+    results = (x for node in nodes for x in getattr(node.function, "_input_metadata", ()))  # private: without it, False
+    return any(parameter.dtype is torch.float16 for parameter in parameters) or any(
+        getattr(result, "dtype", None) is torch.float16 for result in results
     )
 
 
@@ -344,7 +345,7 @@ def gradients_were_finite(bad: Sequence[Any], optimizers: Iterable[Any]) -> bool
     ``None`` if nothing is: plain SGD keeps nothing, and its weights may have become what they are after the step.
     """
     optimizers = list(optimizers)
-    kept = [values for each in bad for optimizer in optimizers if (values := _kept_of(optimizer, each))]
+    kept = [values for parameter in bad for optimizer in optimizers if (values := _kept_of(optimizer, parameter))]
     if any(all(map(is_finite, values)) for values in kept):
         return True
     return False if kept or bad_gradients(bad) else None

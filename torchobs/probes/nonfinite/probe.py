@@ -3,7 +3,7 @@
 Nothing is done until the loss probe or the gradient probe has met such a value: a training that stays finite pays nothing. A
 loss is traced when its backward begins, before anything has stepped. Gradients are seen when the optimizer is about to step;
 their graph has lost its values by then, so that the node is inferred, and the next backward pass is watched (``armed``). On a
-device nobody waits for the loss: the one that arrives non-finite arms the next backward, which then waits for its own once.
+device nothing waits for the loss: the one that arrives non-finite arms the next backward, which then waits for its own once.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class NonfiniteProbe:
         self._lost_step = -9
         """Last step with a loss or a gradient that was not finite: what follows from it is no other birth"""
         self._last_examined = 0
-        """Step whose gradients were looked at as the training ended"""
-        self._found: NonfiniteOrigin | None = None
+        """Step that had its gradients examined as the training ended"""
+        self._origin: NonfiniteOrigin | None = None
         self._waiting: NonfiniteOrigin | None = None
         """An origin that the graph of the next loss may explain: a detached tensor, as the output of a GAN's generator is"""
         self._was_spoiled = False
@@ -141,18 +141,18 @@ class NonfiniteProbe:
     def _loss(self, tensors: Any, frames: list[FrameType] | None = None) -> None:
         """Trace a loss that is not finite; its backward pass begins. ``frames``: the user's, if they have ended."""
         step = self._context.recorder.in_progress
-        follows = step - self._lost_step <= 1 and self._found is not None  # parameters are what the last step made of it
+        follows = step - self._lost_step <= 1 and self._origin is not None  # parameters are what the last step made of it
         self._lost_step = step
-        self._found = self._found if follows else None
+        self._origin = self._origin if follows else None
         waiting, self._waiting = self._waiting, None
         if (not follows or waiting is not None) and self._traces.take(monotonic(), "loss"):
-            tracer = GraphTracer(_listed(tensors), frames or user_frames(sys._getframe()), step, *self._known())
-            origin, bad = tracer.forward(earliest=waiting is not None), _bad_parameters(self._known()[1])
+            tracer = GraphTracer(_listed(tensors), frames or user_frames(sys._getframe()), step, *self._trained())
+            origin, bad = tracer.forward(earliest=waiting is not None), _bad_parameters(self._trained()[1])
             if waiting is not None:
                 later = {"unknown"} if self._was_spoiled else {"unknown", "parameter", "backward"}
                 self._report(origin if origin is not None and origin.kind not in later else waiting)
             elif origin is not None and origin.kind == "input" and not origin.parameter:
-                self._found, self._waiting, self._was_spoiled = origin, origin, bool(bad)
+                self._origin, self._waiting, self._was_spoiled = origin, origin, bool(bad)
             elif origin is not None and origin.kind in {"parameter", "backward"}:
                 self._report(self._of_weights(bad, origin, tracer.nodes) or origin)
             else:
@@ -169,7 +169,7 @@ class NonfiniteProbe:
         """
         if len(bad) < SHARE_OF_STEP:
             return None
-        models, recorder = self._known()[0], self._context.recorder
+        models, recorder = self._trained()[0], self._context.recorder
         were_finite = gradients_were_finite(bad, recorder.optimizers())
         if not were_finite and not is_shared():
             if were_finite is False and likely is not None and likely.kind == "backward":
@@ -191,39 +191,38 @@ class NonfiniteProbe:
         step = self._context.recorder.in_progress
         if step == self._lost_step or skips_by_itself(optimizer):
             return
-        follows, self._lost_step = step - self._lost_step == 1 and self._found is not None, step
+        follows, self._lost_step = step - self._lost_step == 1 and self._origin is not None, step
         if not follows and self._traces.take(monotonic(), "gradient"):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             bad = set(keys) or {id(parameter) for parameter in bad_gradients(parameters)}
             if bad:
-                self._found = None
-                self._report(self._inferred(bad, user_frames(sys._getframe()), step, parameters))
+                self._origin = None
+                self._report(self._infer(bad, user_frames(sys._getframe()), step, parameters))
                 self._arm()
         self._expect("nonfinite_gradient", step)
 
-    def _inferred(self, bad: set[int], frames: list[FrameType], step: int, given: Sequence[Any] = ()) -> NonfiniteOrigin | None:
+    def _infer(self, bad: set[int], frames: list[FrameType], step: int, others: Sequence[Any] = ()) -> NonfiniteOrigin | None:
         """Return the origin by the graph of a loss that a running function of the user's still holds.
 
-        ``given``: parameters of an optimizer that may not have stepped, and is not known yet.
+        ``others``: parameters of an optimizer that may not have stepped yet.
         """
         for frame in frames:
             values = locals_of(frame).values()
-            losses = [
-                each for each in values if isinstance(each, torch.Tensor) and each.grad_fn is not None and each.numel() == 1
-            ]
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            losses = [tensor for tensor in tensors if tensor.grad_fn is not None and tensor.numel() == 1]
             for loss in losses:
-                tracer = GraphTracer([loss], frames, step, *self._known())
-                origin = tracer.gradients(bad) or self._gradients_overflow(bad, tracer.nodes, step, given)
+                tracer = GraphTracer([loss], frames, step, *self._trained())
+                origin = tracer.gradients(bad) or self._gradients_overflow(bad, tracer.nodes, step, others)
                 if origin is not None:
                     return origin
-        return self._gradients_overflow(bad, (), step, given)
+        return self._gradients_overflow(bad, (), step, others)
 
     def _gradients_overflow(
-        self, bad: set[int], nodes: Sequence[GraphNode], step: int, given: Sequence[Any]
+        self, bad: set[int], nodes: Sequence[GraphNode], step: int, others: Sequence[Any]
     ) -> NonfiniteOrigin | None:
         """Return the origin if gradients of these parameters (ids) have overflowed in float16."""
-        models, parameters = self._known()
-        spoiled = list({id(each): each for each in (*given, *parameters) if id(each) in bad}.values())
+        models, parameters = self._trained()
+        spoiled = list({id(parameter): parameter for parameter in (*others, *parameters) if id(parameter) in bad}.values())
         if not spoiled or self._scaling.losses or is_shared() or not computes_in_float16(spoiled, nodes):
             return None
         return from_overflow(spoiled, models, step)
@@ -231,26 +230,26 @@ class NonfiniteProbe:
     def _ending(self, error: BaseException | None) -> None:
         """Trace what is not finite as an exception, or ``sys.exit(n)``, ends the training.
 
-        A script that checks its loss and raises has no backward pass in which it would be traced, and one whose weights became
-        NaN may end in its next forward pass, before a measurement has seen them. The values are still there: in variables of
-        the functions that are left, and in what the optimizers hold.
+        A script that checks its loss and raises has no backward pass in which it would be traced, and one with NaN in its
+        weights may end in its next forward pass, before a measurement has seen them. The values are still there: in variables
+        of the functions that are left, and in what the optimizers hold.
         """
         if not isinstance(error, KeyboardInterrupt):
             self._last_gradients(logged=not isinstance(error, _REFUSALS))
         step, frames = self._context.recorder.in_progress, _frames_of(error)
-        if step - self._lost_step <= 1 and self._found is not None:
+        if step - self._lost_step <= 1 and self._origin is not None:
             return
-        parameters, losses = self._known()[1], _bad_losses(frames)
+        parameters, losses = self._trained()[1], _bad_losses(frames)
         bad = _bad_parameters(parameters)
         if losses:
             self._loss(losses, frames)
             self._release()
         elif bad:
-            likely = self._inferred({id(each) for each in bad}, frames, self._context.recorder.ended)
-            self._report(self._of_weights(bad, likely) or of_parameters(bad, self._known()[0], step))
+            likely = self._infer({id(parameter) for parameter in bad}, frames, self._context.recorder.ended)
+            self._report(self._of_weights(bad, likely) or of_parameters(bad, self._trained()[0], step))
         elif not self._scaling.losses:  # what overflows of a scaled loss is no fault
-            spoiled = {id(each) for each in _bad_gradients_left(parameters)}
-            self._report(self._inferred(spoiled, frames, step) if spoiled else None)
+            spoiled = {id(parameter) for parameter in _bad_gradients_left(parameters)}
+            self._report(self._infer(spoiled, frames, step) if spoiled else None)
 
     def _last_gradients(self, *, logged: bool = True) -> None:
         """Report gradients that are not finite, and that nothing has measured before the end: the weights are made of them."""
@@ -259,7 +258,7 @@ class NonfiniteProbe:
         if step - self._lost_step <= 1 or step == self._last_examined or self._scaling.losses:
             return  # known already, or what overflows of a scaled loss
         self._last_examined = step
-        attributes = _faults(self._known()[1], self._known()[0])
+        attributes = _faults(self._trained()[1], self._trained()[0])
         if attributes:
             context.writer.event(catalog.EVENT_NONFINITE_GRADIENT.name, attributes, step)
             if logged:
@@ -277,13 +276,13 @@ class NonfiniteProbe:
         """Report what is left in parameters and buffers, if anything is: a running mean stays NaN for ever."""
         if not self._is_rest_due() or self._context.device.cuda.capturing():
             return
-        models, parameters = self._known()
+        models, parameters = self._trained()
         if not parameters:
             return  # the optimizers are gone
         names = ModuleNames(parameters, models)
-        buffers = [each for module in names.modules.values() for each in module.buffers(recurse=False)]
+        buffers = [buffer for module in names.modules.values() for buffer in module.buffers(recurse=False)]
         bad = _bad_parameters(parameters)
-        bad += [each for each in _bad_parameters(buffers) if bool(each.isnan().any())]  # infinity may be meant
+        bad += [buffer for buffer in _bad_parameters(buffers) if bool(buffer.isnan().any())]  # infinity may be meant
         if len(bad) == self._rest:
             return
         self._has_rest, self._rest = bool(bad), len(bad)
@@ -325,23 +324,23 @@ class NonfiniteProbe:
                 self._loss(losses)
             return
         step, frames = self._context.recorder.in_progress, user_frames(sys._getframe())
-        tracer = GraphTracer(losses, frames, step, *self._known())
+        tracer = GraphTracer(losses, frames, step, *self._trained())
         tracer.release()
-        self._watch = BackwardWatch(tracer.nodes, partial(self._seen, tracer), self._breaker)
+        self._watch = BackwardWatch(tracer.nodes, partial(self._take_node, tracer), self._breaker)
 
-    def _seen(self, tracer: GraphTracer, node: Any) -> None:
+    def _take_node(self, tracer: GraphTracer, node: Any) -> None:
         self._armed = 0
         self._lost_step = self._context.recorder.in_progress
-        self._report(tracer.seen(node))
+        self._report(tracer.node_origin(node))
 
-    def _known(self) -> tuple[list[Any], list[Any]]:
+    def _trained(self) -> tuple[list[Any], list[Any]]:
         """Return the models given to ``torchobs.watch`` and all parameters that are trained."""
         return self._context.models(), self._context.trained()
 
     def _report(self, origin: NonfiniteOrigin | None) -> None:
         if origin is None:
             return
-        self._found, self._has_rest, self._rest = origin, True, -1
+        self._origin, self._has_rest, self._rest = origin, True, -1
         context, step = self._context, origin.step or 0
         origins = context.origins
         if len(origins) >= _MOST_KEPT:
@@ -355,7 +354,7 @@ class NonfiniteProbe:
 
     def _expect(self, kind: str, step: int) -> None:
         if self._raises:
-            self._pending = NonFiniteError(finding(kind, step=step).short, self._found)
+            self._pending = NonFiniteError(finding(kind, step=step).short, self._origin)
 
     def _look_at_gradients(self, optimizer: Any) -> None:
         if self._pending is not None or skips_by_itself(optimizer) or self._context.device.cuda.capturing():
@@ -408,15 +407,15 @@ def _bad_losses(frames: Iterable[FrameType]) -> list[Any]:
 
 def _bad_parameters(parameters: Sequence[Any]) -> list[Any]:
     """Return the parameters that are not finite."""
-    idle = set(filter(_is_idle, {each.device for each in parameters}))  # each is waited for once
-    return [each for each in parameters if each.device in idle and condition(each) is Condition.BAD]
+    idle = set(filter(_is_idle, {parameter.device for parameter in parameters}))  # each is waited for once
+    return [parameter for parameter in parameters if parameter.device in idle and condition(parameter) is Condition.BAD]
 
 
 def _bad_gradients_left(parameters: Sequence[Any]) -> list[Any]:
-    """Return the parameters whose gradients, which no optimizer has used yet, are not finite."""
-    with_gradient = [each for each in parameters if each.grad is not None]
-    idle = set(filter(_is_idle, {each.grad.device for each in with_gradient}))
-    return bad_gradients(each for each in with_gradient if each.grad.device in idle)
+    """Return the parameters with non-finite gradients that no optimizer has used yet."""
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    idle = set(filter(_is_idle, {parameter.grad.device for parameter in with_gradient}))
+    return bad_gradients(parameter for parameter in with_gradient if parameter.grad.device in idle)
 
 
 def _is_idle(device: Any) -> bool:
@@ -437,17 +436,17 @@ def _is_idle(device: Any) -> bool:
 
 
 def _step_of_gradients(recorder: StepRecorder) -> int:
-    """Return the number of the step whose backward pass was the last: the one in progress, or the last that has ended."""
+    """Return the number of the step that had the last backward pass: the one in progress, or the last that has ended."""
     begun = any(stamp & 15 in {BACKWARD_BEGINS, BACKWARD_ENDS} for stamp in list(recorder.trace))
     return recorder.in_progress if begun else recorder.ended
 
 
 def _faults(parameters: Sequence[Any], models: Iterable[Any]) -> dict[str, Any]:
-    """Return the attributes of the event for those whose gradient is not finite; empty if none is."""
+    """Return the attributes of the event for non-finite gradients; empty if there are none."""
     bad = _bad_gradients_left(parameters)
     if not bad:
         return {}
     names = ModuleNames(bad, models)
-    layers = list(dict.fromkeys(names.owner(name) for one in bad if (name := names.of(one))))
-    kinds = ["nan"] if any(bool(one.grad.isnan().any()) for one in bad[:_MOST_NAMED]) else ["inf"]
+    layers = list(dict.fromkeys(names.owner(name) for parameter in bad if (name := names.of(parameter))))
+    kinds = ["nan"] if any(bool(parameter.grad.isnan().any()) for parameter in bad[:_MOST_NAMED]) else ["inf"]
     return {"layers": layers[:_MOST_NAMED], "layers_affected": len(layers), "kinds": kinds, "measured": False}
