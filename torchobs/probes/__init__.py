@@ -1,6 +1,6 @@
 """What watches training: one signal per file, one class each with ``install`` and ``remove`` (``context.Probe``).
 
-What probes tell each other while training runs goes through hook lists (``context``); what one needs to know of another is
+Probes talk to each other through hook lists (``context``) while training runs; what one needs of another is
 an object that :func:`factories` gives to both.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def factories(scaling: LossScaling) -> ProbeFactories:
-    """Return what makes each probe that needs torch, by name, in the order of installation; for one session.
+    """Return the factory of each probe that needs torch, by name, in the order of installation; for one session.
 
     A probe that is switched off and on again is made anew, with the same objects. To be called once torch is imported, as
     the probes' modules do.

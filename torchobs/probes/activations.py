@@ -200,7 +200,7 @@ class ActivationProbe:
     def _unpacked(self, sent: _Sent) -> dict[str, ActivationStats]:
         """Return each layer's statistics; judge its units."""
         values = sent.copies if isinstance(sent.copies, list) else sent.copies.take()
-        found, at = {}, 0
+        layers, at = {}, 0
         for name, calls in sent.rows:
             rows = []
             for length, elements, _, since in calls:
@@ -208,8 +208,8 @@ class ActivationProbe:
                 at += length
                 if since is not None:
                     self._judge_units(name, int(values[at - 1]), since, sent.step)
-            found[name] = combine(rows)._replace(shape=calls[0].shape)
-        return found
+            layers[name] = combine(rows)._replace(shape=calls[0].shape)
+        return layers
 
     def _judge_units(self, layer: str, silent: int, since: Since, step: int) -> None:
         """Report a layer once if half of its units or more are dead."""
@@ -280,13 +280,13 @@ class ActivationProbe:
         spent[self.name] = spent.get(self.name, 0) + ns
 
     def _open_window(self) -> None:
-        """Put a hook on every module that is not known to be silent."""
+        """Put a hook on every module, but those known to be silent."""
         self._window = self._slots
-        for slot, known in self._window:
-            module = known()
+        for slot, module_ref in self._window:
+            module = module_ref()
             slot.calls, slot.worth = [], 0
             if module is not None and slot.silent < _SILENT:
-                take = self._breaker.guard(partial(self._take, slot, known))
+                take = self._breaker.guard(partial(self._take, slot, module_ref))
                 self._handles.append(module.register_forward_hook(OutputHook(take)))
         self._open = 1 if self._handles else 0
 
@@ -295,10 +295,10 @@ class ActivationProbe:
             handle.remove()
         self._handles, self._open = [], 0
 
-    def _take(self, slot: _Slot, known: Any, module: Any, output: Any) -> None:
+    def _take(self, slot: _Slot, module_ref: Any, module: Any, output: Any) -> None:
         """Look at an output of a module; called by its hook, and by the one that a copy of the module has."""
         context = self._context
-        if known() is not module or not self._open or context.training.backwards or get_ident() != context.training.thread:
+        if module_ref() is not module or not self._open or context.training.backwards or get_ident() != context.training.thread:
             return
         grad = torch.is_grad_enabled()
         worth = (_TRAINING if module.training else _FROZEN) if grad else _WITHOUT_GRAD if module.training else 0
@@ -378,25 +378,25 @@ def choose(roots: Iterable[Any], room: int) -> tuple[list[tuple[str, Any]], Chos
 
     Left out are modules in what ``torch.compile`` has compiled, which would have to be compiled anew for a hook, scripted
     ones, and those inside of a ``torch.nn.TransformerEncoderLayer``: with a hook in one, its evaluation takes another way,
-    whose results differ in the last bits. Of these the whole encoder's output is looked at.
+    with results that differ in the last bits. There the whole encoder's output is looked at.
     """
-    roots, compiled, found = list(roots), [0], list[tuple[str, Any]]()
+    roots, compiled, modules = list(roots), [0], list[tuple[str, Any]]()
     for root in roots:
         title = f"{type(root).__name__}." if len(roots) > 1 else ""
         for path, module in _leaves(root, "", set(), compiled):
             name = layer_of(clean(path + ".weight")) if path else type(module).__name__
-            found.append((title + name, module))
-    kept = [found[index * len(found) // room] for index in range(room)] if len(found) > room else found
-    return kept, Chosen(len(kept), len(found) - len(kept), compiled[0])
+            modules.append((title + name, module))
+    kept = [modules[index * len(modules) // room] for index in range(room)] if len(modules) > room else modules
+    return kept, Chosen(len(kept), len(modules) - len(kept), compiled[0])
 
 
-def _leaves(module: Any, path: str, seen: set[int], compiled: list[int]) -> Iterator[tuple[str, Any]]:
+def _leaves(module: Any, path: str, visited: set[int], compiled: list[int]) -> Iterator[tuple[str, Any]]:
     names = {kind.__name__ for kind in type(module).__mro__}  # never isinstance, which runs code of lazy objects
-    if id(module) in seen:
+    if id(module) in visited:
         return
-    seen.add(id(module))
+    visited.add(id(module))
     if _COMPILED in names or getattr(module, "_compiled_call_impl", None) is not None:
-        compiled[0] += sum(1 for each in module.modules() if not any(True for _ in each.children()))
+        compiled[0] += sum(1 for part in module.modules() if not any(True for _ in part.children()))
         return
     if names & _CLOSED or (names & _PASSING and not vars(module).get("_modules")):
         return
@@ -405,7 +405,7 @@ def _leaves(module: Any, path: str, seen: set[int], compiled: list[int]) -> Iter
         yield path, module
         return
     for name, child in children:
-        yield from _leaves(child, f"{path}.{name}" if path else name, seen, compiled)
+        yield from _leaves(child, f"{path}.{name}" if path else name, visited, compiled)
 
 
 RECTIFIERS = frozenset({"ReLU", "ReLU6"})
@@ -468,5 +468,5 @@ class FiredUnits:
 
 
 def is_rectifier(module: Any) -> bool:
-    """Return True for a module whose units may die, by the names of its classes."""
+    """Return whether the units of a module may die, by the names of its classes."""
     return any(kind.__name__ in RECTIFIERS for kind in type(module).__mro__)

@@ -70,13 +70,13 @@ class LossScales:
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
-        self.seen = False
+        self.used = False
         """True once an enabled scaler was used; the scaler itself may be gone by now."""
         self._scalers = ObjectIndex(len(catalog.SCALER.values), _Scaler)
 
     def updated(self, scaler: Any) -> None:
         """Note that an enabled scaler was updated; copy its values if they are due."""
-        self.seen = True
+        self.used = True
         state = self._scalers.of(scaler)
         if state is None or not state.due:
             return
@@ -219,7 +219,7 @@ class AutocastWatch:
         self._note_safely = breaker.guard(self._note)
         self._patch: Patch | None = None
         self._entries_left = 0
-        self._seen: dict[tuple[str, str], bool] = {}
+        self._dtypes: dict[tuple[str, str], bool] = {}
         """Device and data type; whether in training"""
         self._shown: set[tuple[str, str]] = set()
         self._reported = self._removed = False
@@ -251,7 +251,7 @@ class AutocastWatch:
         self._entries_left -= 1
         if context._enabled:
             used = context.device, str(context.fast_dtype).removeprefix("torch.")
-            self._seen[used] = self._is_grad_enabled() or self._seen.get(used, False)
+            self._dtypes[used] = self._is_grad_enabled() or self._dtypes.get(used, False)
             if self._is_grad_enabled():
                 self._context.training.autocast[used[0]] = used[1]
         if (context._enabled or self._entries_left <= 0) and self._patch is not None:
@@ -260,11 +260,11 @@ class AutocastWatch:
 
     def observe(self, *, scaled: bool) -> None:
         """Publish the data types seen and wrap autocast again. ``scaled``: a loss scaler was used. For the sampler thread."""
-        context, seen = self._context, self._seen.copy()
-        for device, dtype in sorted(seen.keys() - self._shown)[: MAX_SHOWN - len(self._shown)]:
+        context, dtypes = self._context, self._dtypes.copy()
+        for device, dtype in sorted(dtypes.keys() - self._shown)[: MAX_SHOWN - len(self._shown)]:
             self._shown.add((device, dtype))
             context.set_gauge(catalog.AMP_AUTOCAST, 1.0, {"device_type": device, "dtype": dtype})
-        in_float16 = any(training and dtype == "float16" for (_, dtype), training in seen.items())
+        in_float16 = any(training and dtype == "float16" for (_, dtype), training in dtypes.items())
         if in_float16 and not scaled and not self._reported and context.recorder.step >= UNSCALED_STEPS:
             self._reported = True
             context.event(catalog.EVENT_AMP_UNSCALED, {"steps": context.recorder.step})
@@ -324,7 +324,7 @@ class AmpProbe:
         """Watch scaler classes defined since the last call; check autocast."""
         self._renew()
         if self._autocast is not None:
-            self._autocast.observe(scaled=self._scales.seen)
+            self._autocast.observe(scaled=self._scales.used)
 
     @staticmethod
     def _renew() -> None:
@@ -353,18 +353,18 @@ class AmpProbe:
         return step
 
     def _watched(self, note: Callable[[Any, Any, Any], None], *, first: bool = False) -> Callable[[Any], Any]:
-        """Return what wraps a method of a scaler to call ``note`` with scaler, argument and result, or ``first``."""
+        """Return a wrapper for a method of a scaler that calls ``note`` with scaler, argument and result, or ``first``."""
         note_safely = self._breaker.guard(note)
 
         def make(original: Any) -> Any:
             @functools.wraps(original)
             def watched(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-                given = next(iter((*args, *kwargs.values())), None)
+                argument = next(iter((*args, *kwargs.values())), None)
                 if first:
-                    note_safely(scaler, given, None)
+                    note_safely(scaler, argument, None)
                 result = original(scaler, *args, **kwargs)
                 if not first and not self._graph_being_made():
-                    note_safely(scaler, given, result)
+                    note_safely(scaler, argument, result)
                 return result
 
             return watched

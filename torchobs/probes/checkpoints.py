@@ -52,45 +52,48 @@ def holds_state(saved: Any, parameters: Iterable[Any]) -> bool:
     """Return whether an object, or what it contains, is the state of a model or an optimizer.
 
     State is recognized by content, since names are the user's: modules, optimizers and their ``state_dict``, tensors that share
-    memory with a trained parameter, and mappings of arrays of which half have shapes of parameters (copies on another device,
+    memory with a trained parameter, and mappings of arrays where half have shapes of parameters (copies on another device,
     averaged weights, another precision). ``parameters``: the trained parameters as far as known. If none are known, any tensor
     counts.
     """
     trained = list(parameters)
-    addresses, shapes = {address for each in trained if (address := _address(each))}, {_shape(each) for each in trained}
-    waiting, seen, inspected = deque([saved]), set[int](), 0
+    addresses = {address for parameter in trained if (address := _address(parameter))}
+    shapes = set(map(_shape, trained))
+    waiting, visited, inspected = deque([saved]), set[int](), 0
     while waiting and inspected < _MAX_OBJECTS:
-        found = waiting.popleft()
+        content = waiting.popleft()
         inspected += 1
-        if isinstance(found, (str, bytes, int, float, complex, type(None))):
+        if isinstance(content, (str, bytes, int, float, complex, type(None))):
             continue
-        if isinstance(found, (torch.nn.Module, torch.optim.Optimizer)):
+        if isinstance(content, (torch.nn.Module, torch.optim.Optimizer)):
             return True
-        if isinstance(found, torch.Tensor):
-            if not trained or isinstance(found, torch.nn.Parameter) or _address(found) in addresses:
+        if isinstance(content, torch.Tensor):
+            if not trained or isinstance(content, torch.nn.Parameter) or _address(content) in addresses:
                 return True
-        elif id(found) not in seen:
-            seen.add(id(found))
-            if isinstance(found, Mapping) and _is_state(found, shapes):
+        elif id(content) not in visited:
+            visited.add(id(content))
+            if isinstance(content, Mapping) and _is_state(content, shapes):
                 return True
-            waiting.extend(_content(found))
+            waiting.extend(_content(content))
     return False
 
 
-def _is_state(found: Mapping[object, object], shapes: set[tuple[int, ...]]) -> bool:
-    if hasattr(found, "_metadata") or ("param_groups" in found and "state" in found):
+def _is_state(mapping: Mapping[object, object], shapes: set[tuple[int, ...]]) -> bool:
+    if hasattr(mapping, "_metadata") or ("param_groups" in mapping and "state" in mapping):
         return True  # what Module.state_dict and Optimizer.state_dict return
-    arrays = [shape for value in found.values() if (shape := _shape(value))]
+    arrays = [shape for value in mapping.values() if (shape := _shape(value))]
     return bool(arrays) and sum(shape in shapes for shape in arrays) * 2 >= len(arrays)
 
 
-def _content(found: Any) -> Iterable[Any]:
-    if isinstance(found, Mapping):
-        return list(found.values())
-    if isinstance(found, (list, tuple, set, frozenset, deque)):
-        return list(found)[:_MAX_OBJECTS]
-    held = getattr(found, "__dict__", None)
-    return list(held.values()) if isinstance(held, dict) and not isinstance(found, type) and not callable(found) else ()
+def _content(content: Any) -> Iterable[Any]:
+    if isinstance(content, Mapping):
+        return list(content.values())
+    if isinstance(content, (list, tuple, set, frozenset, deque)):
+        return list(content)[:_MAX_OBJECTS]
+    if isinstance(content, type) or callable(content):
+        return ()
+    attributes = getattr(content, "__dict__", None)
+    return list(attributes.values()) if isinstance(attributes, dict) else ()
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -284,13 +287,13 @@ class CheckpointProbe:
     def _room(self, saving: _Saving) -> dict[str, object]:
         """Return which checkpoint is the last good one, and whether there was room for another: torch's writer says neither."""
         # nbytes raises of a sparse one
-        needed = self._bytes or sum(each.numel() * each.element_size() for each in self._context.trained())
-        found: dict[str, object] = {"saved_step": max(self._step, 0), "needed": needed}
+        needed = self._bytes or sum(parameter.numel() * parameter.element_size() for parameter in self._context.trained())
+        attributes: dict[str, object] = {"saved_step": max(self._step, 0), "needed": needed}
         if isinstance(saving.target, (str, os.PathLike)):
             with suppress(OSError):
                 there = os.statvfs(os.path.dirname(os.path.abspath(saving.target)))  # noqa: PTH100, PTH120  # any os.PathLike
-                found["free"] = there.f_bavail * there.f_frsize
-        return found
+                attributes["free"] = there.f_bavail * there.f_frsize
+        return attributes
 
     def _note_streak(self, *, failed: bool) -> None:
         with self._lock:
@@ -344,8 +347,8 @@ def distributed_bytes(metadata: Any, rank: int) -> int | None:
     entries = getattr(metadata, "storage_data", None)
     if not isinstance(entries, dict):
         return None
-    own = f"__{rank}_"
-    lengths = [info.length for info in entries.values() if str(getattr(info, "relative_path", "")).startswith(own)]
+    prefix = f"__{rank}_"
+    lengths = [info.length for info in entries.values() if str(getattr(info, "relative_path", "")).startswith(prefix)]
     return sum(lengths) if lengths else None
 
 

@@ -4,8 +4,8 @@
 module when it is called (torch ≥ 2.6; older ones are measured after clipping). ``torch.nn.utils`` has the same two under
 public names. The norm of each tensor comes free from the ``_foreach_norm`` that the total is made of. A DTensor's total would
 need a collective: there it comes from the coefficient of clipping, for which torch has completed it, and the shards are
-measured for the layers' norms. Not observed are compiled regions, FSDP1's own method, whose gradients are measured after it,
-and a limit that is on a device, to which nothing is compared.
+measured for the layers' norms. Not observed are compiled regions, FSDP1's own method (the gradients are measured after it),
+and a limit that is on a device: nothing is compared to it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ClipWatch:
         self, context: ProbeContext, scaling: LossScaling, pace: SamplingInterval, measure: Measure, devices: Devices
     ) -> None:
         self._context, self._scaling, self._pace, self._measure, self._devices = context, scaling, pace, measure, devices
-        self._seen: list[Clipping] = []
+        self._clippings: list[Clipping] = []
         self.limit: float | None = None
         """The threshold of the last clipping by norm; ``None`` if it is on a device"""
         self.value: float | None = None
@@ -85,33 +85,34 @@ class ClipWatch:
 
         ``count``: called for the optimizer's number of gradients, with the number expected.
         """
-        seen = self._seen
-        for index in range(len(seen) - 1, -1, -1):
-            if count(optimizer, seen[index].grads) == seen[index].grads:
-                self._covered, self._covered_grads = id(optimizer), seen[index].grads
+        clippings = self._clippings
+        for index in range(len(clippings) - 1, -1, -1):
+            if count(optimizer, clippings[index].grads) == clippings[index].grads:
+                self._covered, self._covered_grads = id(optimizer), clippings[index].grads
                 self._covered_until = self._context.recorder.step + _TRUSTED_STEPS
-                self._seen = [other for other in seen if other.grads != seen[index].grads]
-                return seen[index]
+                self._clippings = [other for other in clippings if other.grads != clippings[index].grads]
+                return clippings[index]
         return None
 
     def has_noted(self, step: int) -> bool:
-        """Return True if the record of the step after ``step`` has its norm already."""
+        """Return whether the record of the step after ``step`` has its norm already."""
         return self._noted_in == step
 
     def has_clipped_since(self, step: int) -> bool:
-        """Return True if gradients were clipped by norm after the end of that step, which is the last one."""
-        kept = bool(self._seen) and self._seen[-1].step == step and self._seen[-1].limit < inf
+        """Return whether gradients were clipped by norm after the end of that step, which is the last one."""
+        kept = bool(self._clippings) and self._clippings[-1].step == step and self._clippings[-1].limit < inf
         return self._noted is None if self._noted_in == step else kept
 
     def unscales(self, optimizer: Any, scale: Any) -> None:
         """Mark clippings of scaled gradients, when the optimizer's gradients are about to be divided by the scale."""
-        seen = [each for each in self._seen if each.scale is None and each.scaling == self._scaling.losses]
-        if not seen:
+        losses = self._scaling.losses
+        scaled = [clipping for clipping in self._clippings if clipping.scale is None and clipping.scaling == losses]
+        if not scaled:
             return  # correct use: they were unscaled first
         gradients = {id(parameter.grad) for parameter in parameters_of(optimizer)}
-        for each in seen:
-            if each.first in gradients:
-                self.mark_scaled(each, scale)
+        for clipping in scaled:
+            if clipping.first in gradients:
+                self.mark_scaled(clipping, scale)
 
     def mark_scaled(self, clipping: Clipping, scale: Any) -> None:
         """Note that clipped gradients were scaled: the limit applies to the scaled norm, the record gets the unscaled."""
@@ -128,7 +129,7 @@ class ClipWatch:
 
     def forget(self) -> None:
         """Drop the clippings, which were inside a closure."""
-        self._seen = []
+        self._clippings = []
 
     # -- clip_grad_norm_ ---------------------------------------------------------------------------------------------------
 
@@ -140,13 +141,13 @@ class ClipWatch:
             if breaker.is_open or self._graph_being_made():
                 return original(tensors, norm_type, *args, **kwargs)
             tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-            seen = intercept(tensors, norm_type)
-            if seen is None:
+            captured = intercept(tensors, norm_type)
+            if captured is None:
                 norm = original(tensors, norm_type, *args, **kwargs)
             else:
-                with seen:
+                with captured:
                     norm = original(tensors, norm_type, *args, **kwargs)
-            note(tensors, norm_type, norm, seen)
+            note(tensors, norm_type, norm, captured)
             return norm
 
         return get_total_norm
@@ -164,49 +165,49 @@ class ClipWatch:
         is_plain = all(type(tensor) is tensor_type for tensor in tensors)
         return CapturedResults(torch._foreach_norm) if is_plain else None
 
-    def _note_total(self, tensors: list[Any], norm_type: Any, norm: Any, seen: CapturedResults | None) -> None:
+    def _note_total(self, tensors: list[Any], norm_type: Any, norm: Any, captured: CapturedResults | None) -> None:
         """Take a total norm: that of all gradients, unless the optimizer turns out to have more."""
         if not is_l2(norm_type) or not tensors:
             return
         begun_ns = monotonic_ns()
-        made = Clipping(len(tensors), first=id(tensors[0]), scaling=self._scaling.losses)
+        clipping = Clipping(len(tensors), first=id(tensors[0]), scaling=self._scaling.losses)
         if type(norm) is not torch.Tensor:  # of shards
-            made.each = self._measure(tensors) if self._pace.would_be_due(self._context.recorder.plain.step) else None
+            clipping.measured = self._measure(tensors) if self._pace.would_be_due(self._context.recorder.plain.step) else None
         elif norm.is_cpu:
-            made.total = norm.item()
-            if seen is None and self._is_trusted(made):
+            clipping.total = norm.item()
+            if captured is None and self._is_trusted(clipping):
                 # what the optimizer's hook would do, at a tenth of the cost
-                self._noted, self._noted_in = made.total, self._context.recorder.plain.step
-                self._context.recorder.add_norm(made.total, 1.0, within_step=True)
+                self._noted, self._noted_in = clipping.total, self._context.recorder.plain.step
+                self._context.recorder.add_norm(clipping.total, 1.0, within_step=True)
                 return
-            if not _SUSPICIOUS < made.total < inf:  # it may have over- or underflowed
-                made.each = self._measure(tensors)
-                made.total = made.each.total() if made.each is not None else made.total
+            if not _SUSPICIOUS < clipping.total < inf:  # it may have over- or underflowed
+                clipping.measured = self._measure(tensors)
+                clipping.total = clipping.measured.total() if clipping.measured is not None else clipping.total
         elif self._devices.cuda.capturing():
             return  # a reference would keep the graph's memory
         else:
-            made.total = norm.detach()
-        if seen is not None and made.each is None:
-            self._pace.spend(seen.spent_ns)
-            whole = len(seen.results) == len(tensors)  # else computed without foreach
-            made.each = from_norms(seen.keys, seen.results, self._devices) if whole else self._measure(tensors)
-        if made.each is not None:
+            clipping.total = norm.detach()
+        if captured is not None and clipping.measured is None:
+            self._pace.spend(captured.spent_ns)
+            whole = len(captured.results) == len(tensors)  # else computed without foreach
+            clipping.measured = from_norms(captured.keys, captured.results, self._devices) if whole else self._measure(tensors)
+        if clipping.measured is not None:
             self._pace.spend(monotonic_ns() - begun_ns)
-        self._keep(made)
+        self._keep(clipping)
 
-    def _is_trusted(self, made: Clipping) -> bool:
-        """Return True if this is certainly the norm of all gradients that the only optimizer is about to use."""
+    def _is_trusted(self, clipping: Clipping) -> bool:
+        """Return whether this is certainly the norm of all gradients that the only optimizer is about to use."""
         plain = self._context.recorder.plain
-        fits = self._covered == plain.sole != 0 and self._covered_grads == made.grads and plain.step < self._covered_until
-        return fits and not self._scaling.waits_for_unscale and not self._seen and _SUSPICIOUS < made.total < inf
+        fits = self._covered == plain.sole != 0 and self._covered_grads == clipping.grads and plain.step < self._covered_until
+        return fits and not self._scaling.waits_for_unscale and not self._clippings and _SUSPICIOUS < clipping.total < inf
 
-    def _keep(self, made: Clipping) -> None:
+    def _keep(self, clipping: Clipping) -> None:
         recorder = self._context.recorder
         step = recorder.plain.step
         if self._noted_in == step:  # clipped again in the same step: the hook will add the later norm
             recorder.take_norm_back()
             self._noted_in = -1
-        self._seen, self._noted, made.step = [*self._seen[1 - _KEPT :], made], None, step
+        self._clippings, self._noted, clipping.step = [*self._clippings[1 - _KEPT :], clipping], None, step
         self._context.hooks.before_step.due_at = 0
 
     def _watched_clip(self, original: Any) -> Any:
@@ -217,13 +218,13 @@ class ClipWatch:
         def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
             if breaker.is_open or self._graph_being_made():
                 return original(parameters, max_norm, total_norm, *args, **kwargs)
-            seen = intercept(total_norm)
-            if seen is None:
+            captured = intercept(total_norm)
+            if captured is None:
                 result = original(parameters, max_norm, total_norm, *args, **kwargs)
             else:
-                with seen:
+                with captured:
                     result = original(parameters, max_norm, total_norm, *args, **kwargs)
-            note(max_norm, total_norm, seen)  # only now: a limit that is no number is torch's to refuse
+            note(max_norm, total_norm, captured)  # only now: a limit that is no number is torch's to refuse
             return result
 
         return clip_grads_with_norm_
@@ -233,7 +234,7 @@ class ClipWatch:
         distributed = isinstance(total, torch.Tensor) and type(total) is not torch.Tensor
         return CapturedResults(torch.clamp, keep=True) if distributed else None
 
-    def _note_clip(self, max_norm: Any, total: Any, seen: CapturedResults | None = None) -> None:
+    def _note_clip(self, max_norm: Any, total: Any, clamp: CapturedResults | None = None) -> None:
         if type(max_norm) is float:  # in nearly every step
             limit = max_norm
         elif is_on_device(max_norm):  # ``float`` would wait for it
@@ -242,8 +243,8 @@ class ClipWatch:
         else:
             limit = float(max_norm)
         self.limit = limit
-        if seen is not None and (self._devices.cuda.capturing() or (total := completed_total(seen.given, limit)) is None):
-            for coefficient in seen.results:  # in a capture the division would become part of the graph
+        if clamp is not None and (self._devices.cuda.capturing() or (total := completed_total(clamp.arguments, limit)) is None):
+            for coefficient in clamp.results:  # in a capture the division would become part of the graph
                 self.decide(getattr(coefficient, "_local_tensor", coefficient), lambda value: value < 1.0)
             return
         noted, self._noted = self._noted, None
@@ -251,7 +252,7 @@ class ClipWatch:
             if limit < noted:
                 self._context.recorder.plain.flags |= StepFlag.CLIPPED  # inline: in nearly every step
             return
-        last = self._seen[-1] if self._seen else None
+        last = self._clippings[-1] if self._clippings else None
         if last is not None and last.limit == inf:
             if last.total is None:
                 last.make_whole(total)

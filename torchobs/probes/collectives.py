@@ -115,7 +115,7 @@ def decode(dumped: bytes) -> Dump | None:
         dump = pickle.loads(dumped)  # noqa: S301  # torch has made it, in this process
         if str(dump["version"]).partition(".")[0] != str(MAJOR):
             return None
-        groups = {int(key): _status(one) for key, one in dump["pg_status"].items()}
+        groups = {int(key): _status(status) for key, status in dump["pg_status"].items()}
         return Dump(groups, tuple(map(_operation, dump.get("entries") or ())))
     except (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError):
         return None
@@ -148,8 +148,8 @@ def _size(shapes: Sequence[Sequence[int]], types: Sequence[str]) -> int | None:
     return None if None in items else sum(item * prod(shape) for item, shape in zip(items, shapes, strict=True) if item)
 
 
-def _status(one: Mapping[str, Any]) -> GroupStatus:
-    return GroupStatus(*(max(0, int(one[f"last_{what}_collective"])) for what in ("enqueued", "completed")))  # -1: none yet
+def _status(status: Mapping[str, Any]) -> GroupStatus:
+    return GroupStatus(*(max(0, int(status[f"last_{what}_collective"])) for what in ("enqueued", "completed")))  # -1: none yet
 
 
 ADVANCED = 2
@@ -274,9 +274,9 @@ class CollectivesProbe:
     def _read(self, *, operations: bool, lines: bool = False, only_active: bool = False) -> dict[str, Dump]:
         read = {}
         for name, dump in self._dumps.items():
-            found = decode(dump(includeCollectives=operations, includeStackTraces=lines, onlyActive=only_active))
-            if found is not None:
-                read[name] = found
+            contents = decode(dump(includeCollectives=operations, includeStackTraces=lines, onlyActive=only_active))
+            if contents is not None:
+                read[name] = contents
             else:
                 self._say(f"its dump is not as torch writes version {MAJOR}")
         return read
@@ -284,10 +284,10 @@ class CollectivesProbe:
     def _learn(self, read: dict[str, Dump]) -> dict[str, Dump]:
         """Note the groups by number, and return what was read. A group without an operation in the recorder stays nameless."""
         for recorder, dump in read.items():
-            named = {one.group_id: one.group for one in dump.operations}
+            named = {call.group_id: call.group for call in dump.operations}
             for number in dump.groups:
-                known = self._groups.get((recorder, number))
-                self._groups[recorder, number] = known or named.get(number)
+                group = self._groups.get((recorder, number))
+                self._groups[recorder, number] = group or named.get(number)
         return read
 
     def _shown(self, read: dict[str, Dump]) -> list[tuple[_Id, Group]]:
@@ -295,14 +295,14 @@ class CollectivesProbe:
         world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
         living = {name for group, name in list(getattr(world, "pg_names", {}).items()) if group.size() > 1}
         ids = [(name, number) for name, dump in read.items() for number in sorted(dump.groups)]
-        found = [(one, group) for one in ids if (group := self._groups.get(one)) is not None and group.name in living]
-        return found[:MOST_GROUPS]
+        shown = [(ident, group) for ident in ids if (group := self._groups.get(ident)) is not None and group.name in living]
+        return shown[:MOST_GROUPS]
 
     # -- the last calls, where a rank stands still or a timeout has ended it -------------------------------------------------
 
     def recent(self) -> dict[str, list[str]]:
         """Return the last collectives of all groups with the lines that called them, as an event's attribute."""
-        calls = [one for dump in self._read(operations=True, lines=True).values() for one in dump.operations]
+        calls = [call for dump in self._read(operations=True, lines=True).values() for call in dump.operations]
         texts = [
             f"{call.group.attributes['group']} ({call.group.attributes['backend']}) #{call.number} {call.kind} at {_site(call)}"
             for call in calls[-2 * _MOST_CALLS :]
@@ -352,8 +352,8 @@ class CollectivesProbe:
         for (recorder, number), group in self._shown(read):
             status = read[recorder].groups[number]
             self._set(catalog.COLLECTIVE_COMPLETED, status.completed, group.attributes)
-            waiting = [one for one in read[recorder].operations if one.group_id == number and one.pending]
-            oldest = min(waiting, key=lambda one: one.created_ns, default=None)
+            waiting = [call for call in read[recorder].operations if call.group_id == number and call.pending]
+            oldest = min(waiting, key=lambda call: call.created_ns, default=None)
             attributes = group.attributes | {"operation": oldest.kind if oldest else "none"}
             age_s = max(_TINY_S, (now_ns - oldest.created_ns) / 1e9) if oldest else 0.0
             self._set(catalog.COLLECTIVE_PENDING_AGE, age_s, attributes)
@@ -366,11 +366,11 @@ class CollectivesProbe:
             last = self._counted.get(recorder, -1)
             if dump.operations and dump.operations[-1].record < last:
                 last = -1  # the recorder was reset
-            for one in takewhile(lambda one: not one.pending, (one for one in dump.operations if one.record > last)):
-                self._counted[recorder] = one.record
-                self._observe(catalog.COLLECTIVE_DURATION, one.duration_s)
-                self._observe(catalog.COLLECTIVE_SIZE, one.size)
-                self._context.count(catalog.COLLECTIVE_INPUT, one.size or 0, {"operation": one.kind})
+            for call in takewhile(lambda call: not call.pending, (call for call in dump.operations if call.record > last)):
+                self._counted[recorder] = call.record
+                self._observe(catalog.COLLECTIVE_DURATION, call.duration_s)
+                self._observe(catalog.COLLECTIVE_SIZE, call.size)
+                self._context.count(catalog.COLLECTIVE_INPUT, call.size or 0, {"operation": call.kind})
             self._context.yield_gil()
 
     def _observe(self, metric: Metric, value: float | None) -> None:

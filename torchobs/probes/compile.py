@@ -150,16 +150,16 @@ class Guard(NamedTuple):
 def read_guard(reason: str) -> Guard:
     """Return the failed guard from ``recompile_reason``."""
     text = _SOURCE.sub("", _COMPILE_ID.sub("", reason).partition("\n")[0]).strip()
-    if found := _TENSOR.match(text):
+    if match := _TENSOR.match(text):
         index = _INDEX.search(text)
-        kind = "shape" if found["what"] in {"size", "stride", "rank"} else "tensor"
-        expression = f"{found['name']}: {found['what']}{f' at index {index[1]}' if index else ''}"
-    elif found := _NO_TENSOR.match(text):
-        kind, expression = "type", f"{found['name']} is a tensor"
-    elif found := _TYPE.match(text):
-        kind, expression = "type", f"type({without_values(found['name'])}) is {found['type'] or '…'}"
-    elif found := _OBJECT.match(text):
-        kind, expression = "value", f"id({without_values(found['name'])})"
+        kind = "shape" if match["what"] in {"size", "stride", "rank"} else "tensor"
+        expression = f"{match['name']}: {match['what']}{f' at index {index[1]}' if index else ''}"
+    elif match := _NO_TENSOR.match(text):
+        kind, expression = "type", f"{match['name']} is a tensor"
+    elif match := _TYPE.match(text):
+        kind, expression = "type", f"type({without_values(match['name'])}) is {match['type'] or '…'}"
+    elif match := _OBJECT.match(text):
+        kind, expression = "value", f"id({without_values(match['name'])})"
     elif text.startswith("GLOBAL_STATE changed:"):
         kind, expression = "global_state", text.partition(":")[2].strip()
     elif text.startswith("BACKEND_MATCH"):
@@ -186,7 +186,7 @@ def read_failure(fail_type: str, fail_reason: str) -> str:
 
 def without_values(text: str) -> str:
     """Replace the literals in an expression by ``…``; names and indices in brackets stay."""
-    return _LITERAL.sub(lambda found: found["name"] or "…", text)
+    return _LITERAL.sub(lambda literal: literal["name"] or "…", text)
 
 
 def stage_seconds(record: Mapping[str, object]) -> dict[str, float]:
@@ -237,7 +237,7 @@ class CompileRecords:
     """One per session, created at the first compilation: a run that never compiles has none of these series."""
 
     def __init__(self, context: ProbeContext, lookups: Callable[[], Lookups], before: Lookups) -> None:
-        self._context, self._lookups, self._seen = context, lookups, before
+        self._context, self._lookups, self._counted = context, lookups, before
         for metric in (
             catalog.COMPILE_TIME, catalog.COMPILE_COMPILATIONS, catalog.COMPILE_RECOMPILES, catalog.COMPILE_FAILURES,
             catalog.COMPILE_GRAPH_BREAKS,
@@ -253,9 +253,9 @@ class CompileRecords:
 
     def count_lookups(self) -> None:
         """Count cache lookups since the last call; a counter that fell was cleared by somebody else."""
-        seen, self._seen = self._seen, self._lookups()
-        for (cache, result), total in self._seen.items():
-            more = total - seen[cache, result] if total >= seen[cache, result] else total
+        before, self._counted = self._counted, self._lookups()
+        for (cache, result), total in self._counted.items():
+            more = total - before[cache, result] if total >= before[cache, result] else total
             self._context.count(catalog.COMPILE_CACHE_LOOKUPS, more, {"cache": cache, "result": result})
 
     def note_record(self, record: Any, step: int) -> None:
@@ -468,10 +468,10 @@ class CompileProbe:
         return started
 
     def _concerns_training(self, args: tuple[Any, ...]) -> bool:
-        """Return True in the training thread, and in the autograd engine's thread that it waits for in a backward pass."""
+        """Return whether this is the training thread, or the autograd engine's that it waits for in a backward pass."""
         if get_ident() == self._context.training.thread:
             return True
-        return bool(self._context.training.backwards) and any(getattr(each, "name", "") == "LAZY_BACKWARD" for each in args)
+        return bool(self._context.training.backwards) and any(getattr(arg, "name", "") == "LAZY_BACKWARD" for arg in args)
 
     def _end(self, started: _Started) -> None:
         self._running.remove(started)

@@ -96,7 +96,7 @@ class ProbeContext:
     origins: dict[int, Any] = field(default_factory=dict)
     """``NonfiniteOrigin``: where values that were not finite were born, by step; the last ones"""
     blown_layer: list[Callable[[int], BlownLayer | None]] = field(default_factory=list)
-    """Functions that name the layer whose gradient has grown most in a step, if it was measured lately; for the sampler
+    """Functions that name the layer with the gradient that has grown most in a step, if it was measured lately; for the sampler
     thread. None, or the gradient probe's"""
     modules: list[Callable[[], list[Any]]] = field(default_factory=list)
     """Functions that return the outermost modules known, for the sampler thread. None, or the gradient probe's"""
@@ -114,7 +114,7 @@ class ProbeContext:
 
     def models(self) -> list[Any]:
         """Return the models given to ``torchobs.watch`` that are alive."""
-        return [model for known in list(self.watched) if (model := known()) is not None]
+        return [model for reference in list(self.watched) if (model := reference()) is not None]
 
     def report(self, kind: str, step: int | None = None, **values: object) -> None:
         """Record the event of a kind of finding, with these values as attributes, and log its short words. In any thread.
@@ -123,7 +123,8 @@ class ProbeContext:
         """
         row, step = KINDS[kind], self.recorder.step if step is None else step
         if isinstance(row.source, Event):
-            selecting = {"kind": row.key} if row.key and any(one.name == "kind" for one in row.source.attributes) else {}
+            has_kind = row.key and any(attribute.name == "kind" for attribute in row.source.attributes)
+            selecting = {"kind": row.key} if has_kind else {}
             self.writer.event(row.source.name, {**selecting, **values}, step)
         self.warn_limited(kind, Finding(kind, "", step, values).short)
 
@@ -132,7 +133,7 @@ class ProbeContext:
         self.writer.event(event.name, attributes, self.recorder.step)
 
     def set_gauge(self, metric: Metric, value: float | None, attributes: Mapping[str, str] | None = None) -> bool:
-        """Set a gauge; return True if there is room for its series. ``None`` leaves it as it is; NaN makes it absent."""
+        """Set a gauge; return whether there is room for its series. ``None`` leaves it as it is; NaN makes it absent."""
         cell = self.writer.table.cell(metric, attributes or {}) if value is not None else None
         if cell is None or value is None:
             return False
@@ -140,7 +141,7 @@ class ProbeContext:
         return True
 
     def count(self, metric: Metric, amount: float, attributes: Mapping[str, str] | None = None) -> bool:
-        """Add to a counter; return True if there is room for its series. 0 makes it exist before anything is counted."""
+        """Add to a counter; return whether there is room for its series. 0 makes it exist before anything is counted."""
         cell = self.writer.table.cell(metric, attributes or {})
         if cell is None:
             return False
@@ -183,7 +184,7 @@ class HookList(Generic[P]):
         self.listeners[:] = [listener for _, listener in self._by_probe]
 
     def ask(self, *args: P.args, **kwargs: P.kwargs) -> list[Any]:
-        """Return what the listeners return, but ``None``; in any thread."""
+        """Return the listeners' results, without ``None``; in any thread."""
         answers = [listener(*args, **kwargs) for listener in list(self.listeners)]
         return [answer for answer in answers if answer is not None]
 
@@ -271,11 +272,11 @@ class Hooks:
         self.after_closure_backward: HookList[[]] = HookList(spent_ns)
         """Step probe: the outermost backward inside an optimizer's closure has returned"""
         self.compiles_on_trial: HookList[[bool]] = HookList(spent_ns)
-        """``debug.explain_compile``: what is compiled from now on is a trial beside the training (``True``), or no longer"""
+        """``debug.explain_compile``: what is compiled from now on is a trial beside the training (``True``), or is not"""
         self.takes_loss: HookList[[Any, Any, bool]] = HookList(spent_ns)
         """Step probe: a backward pass begins, with its tensors, the given gradients, and whether it accumulates gradients"""
         self.nonfinite_loss: HookList[[Any]] = HookList(spent_ns)
-        """Loss probe: a backward pass begins from these tensors, whose loss is not finite"""
+        """Loss probe: a backward pass begins from these tensors, with a loss that is not finite"""
         self.nonfinite_gradient: HookList[[Any, frozenset[int]]] = HookList(spent_ns)
         """Gradient probe: this optimizer is about to step with gradients that are not finite; ids of their parameters before
         clipping, none if unknown"""
@@ -327,14 +328,14 @@ class SamplingInterval:
         """The next step to measure and the last one measured, both as the number of steps before it"""
 
     def is_due(self, step: int) -> bool:
-        """Return True if this step is measured; the answer is the same throughout a step."""
+        """Return whether this step is measured; the answer is the same throughout a step."""
         if step >= self.due_at:
             self._set_interval(step)
             self.step, self.due_at = step, step + (self.interval if self.fixed else min(self.interval, self.most))
         return step == self.step
 
     def would_be_due(self, step: int) -> bool:
-        """Return what :meth:`is_due` would return, without a change of state."""
+        """Return whether :meth:`is_due` would hold, without a change of state."""
         return step >= self.due_at or step == self.step
 
     def begin(self, step: int) -> None:
@@ -402,7 +403,7 @@ class Captures:
     def __init__(self) -> None:
         self._begun_s: dict[int, float] = {}
         self._rounds: dict[str, float] = {}
-        """Threads of ours whose round is in progress, and since when"""
+        """Threads of ours with a round in progress, and since when"""
 
     def begin(self, graph: int) -> None:
         """Note that this graph, by id, is about to be captured, and wait for rounds in progress, but not for long."""
@@ -429,7 +430,7 @@ class Captures:
         self._rounds.pop(thread, None)
 
     def in_progress(self) -> bool:
-        """Return True if a graph is being captured."""
+        """Return whether a graph is being captured."""
         begun_s = tuple(self._begun_s.values())  # another thread's capture may end meanwhile
         return bool(begun_s) and max(begun_s) > time.monotonic() - LONGEST_S
 
@@ -439,17 +440,17 @@ class TrainingLoop:
 
     Examples are a notebook between two cells, a server that trained first, a sleep, an upload. When the optimizer steps, the
     loops of the training are on the stack; loops that already ran around ``init()`` (an event loop, a sweep) do not count. Once
-    none of them is on the stack any more, the training is over, or between two stages. But a thread that waits for other ranks,
+    none of them is on the stack, the training is over, or between two stages. But a thread that waits for other ranks,
     in a final barrier or the last collective of a checkpoint, is still part of the training, and may hang there.
     ``note`` is for the training thread, ``left`` for the sampler thread.
     """
 
-    __slots__ = ("_before", "_known", "_loops", "_places")
+    __slots__ = ("_before", "_judged", "_loops", "_places")
 
     def __init__(self) -> None:
         self._before = _places(sys._getframe())
         self._places: Places = ()
-        self._known: Places = ()
+        self._judged: Places = ()
         self._loops: list[tuple[CodeType, tuple[int, int]]] = []
 
     def note(self) -> None:
@@ -462,11 +463,11 @@ class TrainingLoop:
         return bool(self._loops)
 
     def left(self, thread: int) -> bool:
-        """Return True if that thread runs no loop of the training and no collective; False if no loop is known."""
+        """Return whether that thread runs no loop of the training and no collective; False if no loop is known."""
         places = self._places
-        if places != self._known:
+        if places != self._judged:
             before = set(_loops(self._before))
-            self._known, self._loops = places, [loop for loop in _loops(places) if loop not in before]
+            self._judged, self._loops = places, [loop for loop in _loops(places) if loop not in before]
         if not self._loops:
             return False
         with ThreadFrames() as frames:
@@ -481,7 +482,7 @@ class TrainingLoop:
                 return True
             before, frame = frame, frame.f_back
             if frame is None and before.f_code.co_flags & _GENERATOR:
-                return True  # it has yielded meanwhile: what called it is not known
+                return True  # it has yielded meanwhile: its caller is unknown
         return False
 
 
@@ -561,7 +562,7 @@ class TrainingState:
         self.epoch = 0
         """Number of the last epoch that has begun, from 1; 0 before the first"""
         self.epochs: deque[EpochStart] = deque(maxlen=1024)
-        """Epochs whose begin the run's spans have not been told yet"""
+        """Begun epochs that the run's spans do not have yet"""
 
     @property
     def thread(self) -> int:
@@ -575,11 +576,11 @@ class TrainingState:
 
 
 def _places(frame: FrameType | None) -> Places:
-    found: list[tuple[CodeType, int]] = []
-    while frame is not None and len(found) < _DEEPEST:
-        found.append((frame.f_code, frame.f_lasti))
+    places: list[tuple[CodeType, int]] = []
+    while frame is not None and len(places) < _DEEPEST:
+        places.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(places)
 
 
 def _loops(places: Places) -> Iterator[tuple[CodeType, tuple[int, int]]]:

@@ -91,8 +91,8 @@ class CudaGraphs:
 
             return watched
 
-        made = (("capture_begin", capture_begin), ("capture_end", capture_end), ("replay", replayed))
-        self._patches = [Patch(graph, name, make, probe=self._breaker.probe) for name, make in made]
+        wrappers = (("capture_begin", capture_begin), ("capture_end", capture_end), ("replay", replayed))
+        self._patches = [Patch(graph, name, make, probe=self._breaker.probe) for name, make in wrappers]
 
     def remove(self) -> None:
         """Undo the patches."""
@@ -155,8 +155,8 @@ class CudaGraphs:
             optimizer = noted() if noted is not None else None
             if noted is None:
                 recorder.trace.append(begun_ns << 4 | BACKWARD_BEGINS)
-                known = next(losses, None)
-                loss = known() if known is not None else None
+                reference = next(losses, None)
+                loss = reference() if reference is not None else None
                 for take_loss in self._takes_loss.listeners if loss is not None else ():
                     take_loss(loss, None, True)  # noqa: FBT003  # a listener
                 recorder.trace.append(now_ns << 4 | BACKWARD_ENDS)

@@ -81,7 +81,7 @@ class DataProbe:
         return watched
 
     def _any_fetch(self, original: Callable[[Any], Any], iterator: Any) -> Any:
-        """Record a fetch that is no plain step's; return what ``original`` does."""
+        """Record a fetch that is no plain step's; return the result of ``original``."""
         plain = self._context.recorder.plain
         if plain.fetching or plain.data_breaker.is_open or get_ident() != plain.thread:
             return original(iterator)
@@ -113,8 +113,8 @@ class StarvationWatch:
     def sample(self) -> None:
         """Judge the counters; record a changed verdict."""
         totals, before = self._context.writer.table.core.totals, self._judge.starved
-        seen = DataCounters(self._clock(), totals.ints[Word.STEPS], totals.floats[_DATA], sum(totals.floats[_PHASES]))
-        if not self._judge.judge(seen):
+        counters = DataCounters(self._clock(), totals.ints[Word.STEPS], totals.floats[_DATA], sum(totals.floats[_PHASES]))
+        if not self._judge.judge(counters):
             return
         self._context.set_gauge(catalog.DATA_STARVED, self._judge.starved)
         if self._judge.starved and not before:
@@ -159,11 +159,11 @@ class BatchWatch:
         """Look at the iterator's next batch."""
         if not hasattr(iterator, "_next_data") or "_next_data" in vars(iterator):
             return
-        known = weakref.ref(iterator)  # a strong reference would keep its workers alive
+        reference = weakref.ref(iterator)  # a strong reference would keep its workers alive
         self._armed.add(iterator)
 
         def next_data() -> Any:
-            fetching: Any = known()
+            fetching: Any = reference()
             vars(fetching).pop("_next_data", None)
             batch = type(fetching)._next_data(fetching)
             call(self._breaker, self._look, fetching, batch)
@@ -194,7 +194,7 @@ class LoaderWorker(NamedTuple):
 
 
 def state_of(pid: int) -> str:
-    """Return what a worker's process does, as far as it may be read: ``sleeping in futex_do_wait``.
+    """Return the activity of a worker's process, as far as it may be read: ``sleeping in futex_do_wait``.
 
     It may wait for a lock that was held at its fork, for a file system, or compute. Its state and the kernel's function where
     it waits are files (proc(5)), for which no privileges are needed; its stack is another process's to read.
@@ -292,13 +292,13 @@ class LoaderProbe:
 
     def _workers(self) -> list[LoaderWorker]:
         """Return the living workers of iterators in use, those first that the next batch is expected of."""
-        found: list[LoaderWorker] = []
+        workers: list[LoaderWorker] = []
         for iterator in [pool.iterator() for pool in self._pools.copy()]:
             if iterator is not None and not iterator._shutdown:
                 awaited = _awaited(iterator)
                 alive = [(index, worker.pid) for index, worker in enumerate(iterator._workers) if exit_code(worker) is None]
-                found += [LoaderWorker(index, pid, index == awaited) for index, pid in alive]
-        return sorted(found, key=lambda worker: not worker.awaited)
+                workers += [LoaderWorker(index, pid, index == awaited) for index, pid in alive]
+        return sorted(workers, key=lambda worker: not worker.awaited)
 
     def observe(self) -> None:
         """Look at a batch."""
@@ -307,7 +307,7 @@ class LoaderProbe:
 
     def _infers_now(self) -> bool:
         """Return whether sizes of batches are inferred, which the script does not give."""
-        return self._infers and len(self._context.recorder.given) < 2  # noqa: PLR2004  # tokens, samples
+        return self._infers and len(self._context.recorder.logged) < 2  # noqa: PLR2004  # tokens, samples
 
     def _look(self, iterator: Any, batch: Any) -> None:
         """Note what distinguishes a batch from others, and infer its sizes. In the thread that fetches it."""

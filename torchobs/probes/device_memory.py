@@ -80,7 +80,7 @@ def of_stats(device: str, stats: Mapping[str, Any], limit: int | None) -> Device
 
 
 def has_statistics(torch: Any) -> bool:
-    """Return True unless the CUDA allocator in use is one of the user's, which raises when it is asked."""
+    """Return whether the CUDA allocator in use is torch's: one of the user's raises when it is asked."""
     backend = getattr(torch.cuda, "get_allocator_backend", None)
     return backend is None or backend() in {"native", "cudaMallocAsync"}
 
@@ -95,9 +95,9 @@ def _devices_of(torch: Any, kind: str) -> Iterator[DeviceMemory]:
     if there is None or not there.is_initialized() or (kind == "cuda" and not has_statistics(torch)):
         return
     for index in range(there.device_count()):
-        found = of_stats(f"{kind}:{index}", there.memory_stats_as_nested_dict(index), None)
-        if found is not None:
-            yield found._replace(limit=_limit(torch, kind, index))
+        memory = of_stats(f"{kind}:{index}", there.memory_stats_as_nested_dict(index), None)
+        if memory is not None:
+            yield memory._replace(limit=_limit(torch, kind, index))
 
 
 def _limit(torch: Any, kind: str, index: int) -> int:
@@ -133,19 +133,20 @@ def components(context: ProbeContext, device: str) -> Components:
 
     optimizers, models = context.recorder.optimizers(), roots(all_modules(_dont_wait))
     named = {id(tensor): (tensor, name) for model in models for name, tensor in model.named_parameters()}
-    parameters = {id(one): one for one in context.trained()} | {key: tensor for key, (tensor, _) in named.items()}
+    parameters = {id(parameter): parameter for parameter in context.trained()}
+    parameters |= {key: tensor for key, (tensor, _) in named.items()}
     state: dict[int, list[Any]] = {}
     for optimizer in optimizers:
         for parameter, values in list(optimizer.state.items()):
             state.setdefault(id(parameter), []).extend(values.values() if isinstance(values, dict) else [values])
     buffers = [(tensor, layer_of(clean(name))) for model in models for name, tensor in model.named_buffers()]
-    sizes, layers, seen = Counter[str](), Counter[str](), set[int]()
+    sizes, layers, counted = Counter[str](), Counter[str](), set[int]()
 
     def add(component: str, tensor: Any, layer: str) -> None:
         local = getattr(tensor, "_local_tensor", tensor)
-        if not hasattr(local, "untyped_storage") or str(local.device) != device or id(local) in seen:
+        if not hasattr(local, "untyped_storage") or str(local.device) != device or id(local) in counted:
             return
-        seen.add(id(local))
+        counted.add(id(local))
         size = sum(int(part.numel()) * int(part.element_size()) for part in stored(local))
         sizes[component] += size
         layers[layer] += size
@@ -217,7 +218,7 @@ class OomObserver:
             "free": free,
             **summary(stats),
         }
-        attributes |= held(self._context, f"cuda:{device}")
+        attributes |= memory_use(self._context, f"cuda:{device}")
         if has_history(self._torch) and (segments := segments_in_time(self._torch)) is not None:
             package = os.path.dirname(self._torch.__file__)
             attributes["largest"] = largest_allocations({"segments": segments}, device, package)
@@ -236,7 +237,7 @@ def segments_in_time(torch: Any) -> Any:
     A snapshot is of all devices. An older torch, which cannot leave out the history of all that was ever freed, is not asked.
     """
     stats = [torch.cuda.memory_stats_as_nested_dict(device) for device in range(torch.cuda.device_count())]
-    listed = sum(_count(one, "allocation") + _count(one, "inactive_split") for one in stats)
+    listed = sum(_count(counts, "allocation") + _count(counts, "inactive_split") for counts in stats)
     without = "include_traces" in inspect.signature(torch.cuda.memory_snapshot).parameters
     return torch.cuda.memory_snapshot(include_traces=False) if without and listed <= MOST_BLOCKS else None
 
@@ -245,12 +246,12 @@ def _count(stats: Mapping[str, Any], what: str) -> int:
     return int(stats.get(what, {}).get("all", {}).get("current") or 0)
 
 
-def held(context: ProbeContext, device: str) -> dict[str, Any]:
-    """Return what takes the memory of that device, as attributes of the event; empty if that is unknown."""
-    found = call(context.breaker("oom"), components, context, device)
-    if found is None or not any(found.sizes.values()):
+def memory_use(context: ProbeContext, device: str) -> dict[str, Any]:
+    """Return the sizes of what takes the memory of that device, as attributes of the event; empty if that is unknown."""
+    breakdown = call(context.breaker("oom"), components, context, device)
+    if breakdown is None or not any(breakdown.sizes.values()):
         return {}
-    return {**found.sizes, **({"modules": found.modules} if found.modules else {})}
+    return {**breakdown.sizes, **({"modules": breakdown.modules} if breakdown.modules else {})}
 
 
 def host_shortage(context: ProbeContext, error: BaseException) -> dict[str, Any] | None:
@@ -259,13 +260,13 @@ def host_shortage(context: ProbeContext, error: BaseException) -> dict[str, Any]
     That is a ``MemoryError`` (numpy's, too), or the ``RuntimeError`` of torch's CPU allocator, which has no class of its own.
     A kernel that has no memory left rather kills; a limit of the address space, where there is one, is what refuses.
     """
-    found = _ASKED.search(str(error)) if type(error) is RuntimeError else None
-    if found is None and not isinstance(error, MemoryError):
+    match = _ASKED.search(str(error)) if type(error) is RuntimeError else None
+    if match is None and not isinstance(error, MemoryError):
         return None
-    asked = {"requested": int(found[1])} if found is not None and found[1] else {}
+    asked = {"requested": int(match[1])} if match is not None and match[1] else {}
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
-    limit = min((each for each in limits if each != resource.RLIM_INFINITY), default=None)
-    return {"device": "cpu", **asked, **({} if limit is None else {"limit": limit}), **held(context, "cpu")}
+    limit = min((value for value in limits if value != resource.RLIM_INFINITY), default=None)
+    return {"device": "cpu", **asked, **({} if limit is None else {"limit": limit}), **memory_use(context, "cpu")}
 
 
 def summary(stats: Mapping[str, Any]) -> dict[str, int]:
@@ -274,7 +275,7 @@ def summary(stats: Mapping[str, Any]) -> dict[str, int]:
     if memory is None:
         return {}
     allocations = stats.get("allocation", {}).get("all", {}).get("current")
-    found = {
+    figures = {
         "allocated": memory.allocated,
         "reserved": memory.reserved,
         "active": memory.active,
@@ -283,7 +284,7 @@ def summary(stats: Mapping[str, Any]) -> dict[str, int]:
         "alloc_retries": memory.retries,
         "ooms": memory.ooms,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def largest_allocations(snapshot: Mapping[str, Any], device: int, package: str) -> list[str]:
@@ -304,8 +305,8 @@ def largest_allocations(snapshot: Mapping[str, Any], device: int, package: str) 
 
 def _location(frames: Iterable[Mapping[str, Any]], package: str) -> str:
     python = [frame for frame in frames if str(frame["filename"]).endswith(".py")]
-    own = next((frame for frame in python if not frame["filename"].startswith(f"{package}/")), None)
-    frame = own or (python[0] if python else None)
+    outside = next((frame for frame in python if not frame["filename"].startswith(f"{package}/")), None)
+    frame = outside or (python[0] if python else None)
     return f"{frame['filename']}:{frame['line']}" if frame else "unknown"
 
 
@@ -412,7 +413,7 @@ class _Device:
         self._fast.begin()
 
     def see(self, memory: DeviceMemory, step: int, now: float) -> bool:
-        """Record a reading; return True if fast growth has to be reported at once.
+        """Record a reading; return whether fast growth has to be reported at once.
 
         The allocator's peak counts once it has moved: a value from before ``init()`` is not ours, and one that went down was
         reset by the user and reached since.

@@ -96,7 +96,7 @@ class DeviceTimeProbe:
         "done": all its events are recorded"""
         self._since_s = float("-inf")
         self._step = self._depth = 0
-        self._found: deque[dict[str, float]] = deque(maxlen=8)
+        self._timings: deque[dict[str, float]] = deque(maxlen=8)
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
@@ -113,8 +113,8 @@ class DeviceTimeProbe:
 
     def sample(self) -> None:
         """Publish what was timed; ask for a step once a second, and for the hooks' removal after it."""
-        while self._found:
-            for phase, seconds in self._found.popleft().items():
+        while self._timings:
+            for phase, seconds in self._timings.popleft().items():
                 self._context.set_gauge(catalog.STEP_DEVICE_TIME, seconds, {"phase": phase})
         if not self._state and self._clock() - self._since_s >= EVERY_S and self._is_used():
             self._state, self._since_s = "asked", self._clock()
@@ -187,7 +187,7 @@ class DeviceTimeProbe:
         if self._state != "done" or not marks or device is None or self._clock() - self._since_s > LONGEST_S:
             self._drop()
         elif marks[-1].event.query():
-            self._found.append(phase_times(marks))
+            self._timings.append(phase_times(marks))
             self._drop()
 
     def _is_here(self) -> bool:

@@ -48,12 +48,12 @@ def _raising(error: BaseException) -> Any:
 
 def _parameters(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield what ``DistributedDataParallel._build_params_for_reducer`` collects, with names."""
-    known = set[int]()
+    yielded = set[int]()
     for prefix, module in model.module.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             ignored = f"{prefix}.{name}" in model.parameters_to_ignore
-            if parameter.requires_grad and not ignored and id(parameter) not in known:
-                known.add(id(parameter))
+            if parameter.requires_grad and not ignored and id(parameter) not in yielded:
+                yielded.add(id(parameter))
                 yield f"{prefix}.{name}" if prefix else name, parameter
 
 
@@ -80,8 +80,8 @@ _GETTERS = {
     "cp": ("get_context_parallel",),
     "ep": ("get_expert_model_parallel",),
 }
-"""Beginnings of ``…_rank`` and ``…_world_size``: Megatron's names, then those of DeepSpeed's pipeline grid, whose "model" is
-tensor and pipeline in one, then those of its older clients, whose "model" is tensor parallelism."""
+"""Beginnings of ``…_rank`` and ``…_world_size``: Megatron's names, then those of DeepSpeed's pipeline grid, where "model" is
+tensor and pipeline in one, then those of its older clients, where "model" is tensor parallelism."""
 
 
 class Place(NamedTuple):
@@ -101,8 +101,8 @@ def dimensions(mesh: Any) -> dict[str, Place]:
 def root_dimensions(mesh: Any) -> dict[str, Place]:
     """Return the dimensions of the mesh that this one was cut out of, if they have names of axes: it has all of them."""
     root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
-    found = dimensions(root) if root is not mesh else {}
-    return found if by_axis(found) else {}
+    places = dimensions(root) if root is not mesh else {}
+    return places if by_axis(places) else {}
 
 
 def of_process_groups() -> dict[str, Place]:
@@ -110,19 +110,19 @@ def of_process_groups() -> dict[str, Place]:
 
     Each is described as ``mesh_NAME`` (``DeviceMesh``); so are meshes found that no parameter belongs to, as a pipeline's.
     """
-    found = {}
+    places = {}
     for group in groups():
         name = str(getattr(group, "group_desc", ""))
         if name.startswith("mesh_"):
-            found[name.removeprefix("mesh_")] = Place(int(group.rank()), int(group.size()))
-    return found
+            places[name.removeprefix("mesh_")] = Place(int(group.rank()), int(group.size()))
+    return places
 
 
 def groups() -> list[Any]:
     """Return the process groups that this rank is in. The training thread may make one meanwhile."""
-    known = getattr(getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None), "pg_map", ())
+    group_map = getattr(getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None), "pg_map", ())
     try:
-        return list(known)
+        return list(group_map)
     except RuntimeError:  # a dictionary changed size
         return []
 
@@ -137,14 +137,14 @@ def of_frameworks() -> dict[str, Place]:
 
 
 def _asked(state: Any) -> dict[str, Place]:
-    found = {}
+    places = {}
     for axis, getters in _GETTERS.items():
         getter = next((name for name in getters if hasattr(state, f"{name}_rank")), None)
         if getter is not None:
             size = int(getattr(state, f"{getter}_world_size")())
             if size > 1:
-                found[axis] = Place(int(getattr(state, f"{getter}_rank")()), size)
-    return found
+                places[axis] = Place(int(getattr(state, f"{getter}_rank")()), size)
+    return places
 
 
 def by_axis(places: Mapping[str, Place]) -> dict[str, Place]:
@@ -152,14 +152,14 @@ def by_axis(places: Mapping[str, Place]) -> dict[str, Place]:
 
     Replicated and sharded data parallelism are one axis: the index counts shards first.
     """
-    found = {axis: places[name] for axis, names in _NAMES.items() for name in names[::-1] if name in places}
+    axes = {axis: places[name] for axis, names in _NAMES.items() for name in names[::-1] if name in places}
     parts = [part for names in (_REPLICATE, _SHARD) if (part := _first(places, names)) is not None]
-    if parts and "dp" not in found:
+    if parts and "dp" not in axes:
         index = size = 0
         for part in parts:
             index, size = index * part.size + part.coordinate, max(size, 1) * part.size
-        found["dp"] = Place(index, size)
-    return found
+        axes["dp"] = Place(index, size)
+    return axes
 
 
 def axis_of(name: str | None) -> str | None:
@@ -196,8 +196,8 @@ def recognise(optimizers: Iterable[Any], *, ddp: bool) -> Parallelism:
     kinds, mesh = {"ddp"} if ddp else set(), dict[str, Place]()
     sharded, split, roots = dict[str, Place](), dict[str, Place](), dict[str, Place]()
     meshes = dict[int, dict[str, Place]]()
-    for one, its_mesh in _fully_sharded():
-        kinds.add(one)
+    for kind, its_mesh in _fully_sharded():
+        kinds.add(kind)
         sharded |= dimensions(its_mesh)
         roots |= root_dimensions(its_mesh)
     for parameter in _distributed_parameters(optimizers):
@@ -209,10 +209,10 @@ def recognise(optimizers: Iterable[Any], *, ddp: bool) -> Parallelism:
             meshes[id(its_mesh)] = dimensions(its_mesh)
             mesh |= meshes[id(its_mesh)]
             roots |= root_dimensions(its_mesh)
-        found = meshes[id(its_mesh)]
+        places = meshes[id(its_mesh)]
         split |= {
-            name: found[name]
-            for name, place in zip(found, parameter.placements, strict=True)
+            name: places[name]
+            for name, place in zip(places, parameter.placements, strict=True)
             if name not in sharded and place.is_shard()
         }
     if split:
@@ -229,11 +229,11 @@ def recognise(optimizers: Iterable[Any], *, ddp: bool) -> Parallelism:
 
 def _axes(named: Mapping[str, Place], sharded: Mapping[str, Place], split: Mapping[str, Place]) -> dict[str, Place]:
     """Return the rank's place on each axis: as a framework says, by the dimensions' names, else by what is done along them."""
-    found = by_axis(named) | of_frameworks()
+    axes = by_axis(named) | of_frameworks()
     for axis, used in (("dp", sharded), ("tp", split)):
-        if axis not in found and len(used) == 1 and not by_axis(used):
-            found[axis] = next(iter(used.values()))
-    return found
+        if axis not in axes and len(used) == 1 and not by_axis(used):
+            axes[axis] = next(iter(used.values()))
+    return axes
 
 
 def _distributed_parameters(optimizers: Iterable[Any]) -> Iterator[Any]:
@@ -282,7 +282,7 @@ class DistributedProbe:
         self._parallelism = Parallelism()
         self._names: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
         """Of the parameters of DDP modules, in the order of their reducers"""
-        self._seen: set[int] = set()
+        self._objects: set[int] = set()
         self._published: tuple[object, ...] | None = None
         self._fresh = False
         self._info: dict[Metric, dict[str, str]] = {}
@@ -350,20 +350,20 @@ class DistributedProbe:
     def _describe_unused(self, error: BaseException) -> dict[str, Any]:
         """Return attributes of the exception's event; empty for another error, and where a name would be uncertain."""
         error = root_cause(error)
-        found = _INDICES.search(runtime_message(error))
-        model = _raising(error) if found is not None else None
-        if found is None or model is None:
+        match = _INDICES.search(runtime_message(error))
+        model = _raising(error) if match is not None else None
+        if match is None or model is None:
             return {}
-        indices = [int(text) for text in found[1].split()]
+        indices = [int(text) for text in match[1].split()]
         names = self._names.get(model, [])  # none of a model that was made before init()
         if not indices or max(indices) >= len(names):
             return {}
         named = [names[index][:_MAX_NAME] for index in indices[:_MAX_NAMED]]
-        counted = {} if found[2] else {"unused_count": len(indices)}
+        counted = {} if match[2] else {"unused_count": len(indices)}
         return {"unused": named, **counted, "unused_of": type(model.module).__qualname__[:_MAX_NAME]}
 
     def _living(self) -> list[Any]:
-        return [model for known in list(self._models) if (model := known()) is not None]
+        return [model for reference in list(self._models) if (model := reference()) is not None]
 
     def _read_group(self) -> None:
         distributed = self._distributed
@@ -372,10 +372,10 @@ class DistributedProbe:
                 self._context.set_gauge(catalog.DISTRIBUTED_WORLD_SIZE, nan)
             return
         optimizers = self._context.recorder.optimizers()
-        known = groups()  # if their number has changed, there may be a new mesh
-        kinds = {id(optimizer) for optimizer in optimizers} | {id(model) for model in self._living()} | {len(known)}
-        if kinds != self._seen or "torch.distributed.fsdp" in sys.modules:
-            self._seen = kinds
+        process_groups = groups()  # if their number has changed, there may be a new mesh
+        kinds = {id(optimizer) for optimizer in optimizers} | {id(model) for model in self._living()} | {len(process_groups)}
+        if kinds != self._objects or "torch.distributed.fsdp" in sys.modules:
+            self._objects = kinds
             self._parallelism = recognise(optimizers, ddp=bool(self._living()))
         try:
             backend, world_size = str(distributed.get_backend()), distributed.get_world_size()
@@ -401,21 +401,21 @@ class DistributedProbe:
     def _read_ddp(self) -> None:
         """Read DDP's loggers. Several models (a GAN's) are summed; common settings are those of the largest."""
         data = [model._get_ddp_logging_data() for model in self._living() if getattr(model, "logger", None) is not None]
-        timed = [one for one in data if one.get("iteration", 0) > 0 and not one.get("has_error")]
+        timed = [logged for logged in data if logged.get("iteration", 0) > 0 and not logged.get("has_error")]
         for part, key in _PARTS.items() if timed else ():
-            self._context.set_gauge(catalog.DDP_TIME, sum(one.get(key, 0) for one in timed) / 1e9, {"part": part})
+            self._context.set_gauge(catalog.DDP_TIME, sum(logged.get(key, 0) for logged in timed) / 1e9, {"part": part})
         if not data:
             return
-        if not any(one.get("iteration", 0) for one in data):
+        if not any(logged.get("iteration", 0) for logged in data):
             self._context.at_backward(self._read)  # the first backward: DDP has timed nothing yet, and the next asking is far
-        buckets = [int(size) for one in data for size in re.findall(r"\d+", one.get("bucket_sizes", ""))]
+        buckets = [int(size) for logged in data for size in re.findall(r"\d+", logged.get("bucket_sizes", ""))]
         if buckets:
             self._context.set_gauge(catalog.DDP_BUCKETS, len(buckets))
             self._context.set_gauge(catalog.DDP_BUCKET_SIZE, max(buckets))
-        unused = [one["unused_parameter_size"] for one in timed if one.get("find_unused_parameters")]
+        unused = [logged["unused_parameter_size"] for logged in timed if logged.get("find_unused_parameters")]
         if unused:
             self._context.set_gauge(catalog.DDP_UNUSED_SIZE, sum(unused))
-        self._describe(catalog.DDP_INFO, _setup(max(data, key=lambda one: int(one.get("total_parameter_size_bytes", 0)))))
+        self._describe(catalog.DDP_INFO, _setup(max(data, key=lambda logged: int(logged.get("total_parameter_size_bytes", 0)))))
 
     def _describe(self, metric: Metric, attributes: dict[str, str]) -> None:
         """Set an info metric to 1 with these labels, and remove it with the previous ones."""

@@ -74,8 +74,8 @@ class EpochProbe:
             if self._enclosing is None and pending is not None and not pending.gone and not self._is_exhausted(pending):
                 self._enclosing = pending
             recorder, gone = self._context.recorder, list[int]()
-            known, order = weakref.ref(iterator, lambda _: gone.append(recorder.ended)), self._order.begun(loader)
-            self._latest = _Iteration(weakref.ref(loader), known, monotonic_ns(), recorder.ended, order, gone)
+            reference, order = weakref.ref(iterator, lambda _: gone.append(recorder.ended)), self._order.begun(loader)
+            self._latest = _Iteration(weakref.ref(loader), reference, monotonic_ns(), recorder.ended, order, gone)
 
     def _is_exhausted(self, iteration: _Iteration) -> bool:
         """Return whether its iterator still exists and was exhausted in the step in progress."""
@@ -99,8 +99,8 @@ class EpochProbe:
         if enclosing is not None and (not enclosing.gone or enclosing.gone[0] > latest.step):
             latest = enclosing
         loader = latest.loader()  # that of `for batch in DataLoader(...)` may be deleted
-        known = epoch is not None and loader is not None and epoch.loader() is loader
-        if epoch is None or known or (epoch.gone and epoch.gone[0] <= latest.step):
+        is_same = epoch is not None and loader is not None and epoch.loader() is loader
+        if epoch is None or is_same or (epoch.gone and epoch.gone[0] <= latest.step):
             self._end(latest.begun_ns, latest.step)
             self._order.epoch(latest.order, latest.step - epoch.step if epoch is not None else 0, latest.step)
             self._epoch = latest

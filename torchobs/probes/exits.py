@@ -127,12 +127,12 @@ def parse(text: str) -> tuple[Raised, ...]:
     """
     chain = []
     for part in _NEXT.split(text[:_MAX_LENGTH]):
-        one = _ONE.match(part)
-        frames = tuple((file, f"{file}:{line} in {name}") for file, line, name in _FRAME.findall(one[1])) if one else ()
-        if one is None or not frames:
+        match = _ONE.match(part)
+        frames = tuple((file, f"{file}:{line} in {name}") for file, line, name in _FRAME.findall(match[1])) if match else ()
+        if match is None or not frames:
             return ()
-        kind = f"builtins.{one[2]}" if hasattr(builtins, one[2]) else one[2]
-        chain.append(Raised(kind, frames, first_line(one[3])))
+        kind = f"builtins.{match[2]}" if hasattr(builtins, match[2]) else match[2]
+        chain.append(Raised(kind, frames, first_line(match[3])))
     return tuple(chain)
 
 
@@ -154,12 +154,12 @@ def describe(error: BaseException, *, messages: bool = True) -> dict[str, Any]:
     origin, chain = worker_chain(error)
     roots = chain if first is error else worker_chain(first)[1] or (_raised(first),)
     shown = chain[-1] if chain else here
-    found: dict[str, Any] = _located(shown, "") | (_timeout(error) or _timeout(first))
+    attributes: dict[str, Any] = _located(shown, "") | (_timeout(error) or _timeout(first))
     if origin:
-        found |= {"origin": origin} | ({"reraised": caller} if (caller := places(here.frames)[1]) else {})
+        attributes |= {"origin": origin} | ({"reraised": caller} if (caller := places(here.frames)[1]) else {})
     if roots and roots[0] is not shown:
-        found |= _located(roots[0], "cause.")
-    return {name: value for name, value in found.items() if messages or not name.endswith(".message")}
+        attributes |= _located(roots[0], "cause.")
+    return {name: value for name, value in attributes.items() if messages or not name.endswith(".message")}
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -167,9 +167,9 @@ def root_cause(error: BaseException) -> BaseException:
 
     ``raise X from None`` cuts the chain.
     """
-    seen = set[int]()
-    while id(error) not in seen and len(seen) < _MAX_CHAIN:
-        seen.add(id(error))
+    visited = set[int]()
+    while id(error) not in visited and len(visited) < _MAX_CHAIN:
+        visited.add(id(error))
         members = getattr(error, "exceptions", None)  # of a BaseExceptionGroup, since Python 3.11
         earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
         if isinstance(members, tuple) and members and isinstance(members[0], BaseException):
@@ -187,14 +187,14 @@ def runtime_message(error: BaseException) -> str:
 
 
 def _timeout(error: BaseException) -> dict[str, Any]:
-    """Return what an exception says of a timeout of torch.distributed; nothing of any other."""
-    found = hangs.parse_timeout(runtime_message(error))
-    if found is None:
+    """Return the attributes of a timeout of torch.distributed, by the exception's message; none of any other."""
+    timeout = hangs.parse_timeout(runtime_message(error))
+    if timeout is None:
         return {}
-    attributes: dict[str, Any] = {"timeout": found.kind}
-    if found.seconds is not None:
-        attributes["timeout_s"] = found.seconds
-    return attributes | ({"absent_ranks": list(found.absent)} if found.absent else {})
+    attributes: dict[str, Any] = {"timeout": timeout.kind}
+    if timeout.seconds is not None:
+        attributes["timeout_s"] = timeout.seconds
+    return attributes | ({"absent_ranks": list(timeout.absent)} if timeout.absent else {})
 
 
 def _raised(error: BaseException) -> Raised:
@@ -206,8 +206,8 @@ def _located(raised: Raised, prefix: str) -> dict[str, str]:
     location, caller = places(raised.frames)
     of_type = prefix or "exception."
     message = {f"{of_type}message": raised.message} if raised.message else {}
-    found = {f"{of_type}type": raised.kind, **message, f"{prefix}location": location}
-    return found if caller in {"", location} else {**found, f"{prefix}caller": caller}
+    attributes = {f"{of_type}type": raised.kind, **message, f"{prefix}location": location}
+    return attributes if caller in {"", location} else {**attributes, f"{prefix}caller": caller}
 
 
 def _frames(trace: TracebackType | None) -> Iterator[tuple[str, str]]:
@@ -239,12 +239,12 @@ def _has_shell() -> bool:
 
 
 def _cause(error: BaseException) -> int | None:
-    """Return the signal whose handler raised the exception, or the first of its chain."""
-    if (found := error_guard.raising(error)) is not None:
-        return found
+    """Return the signal that led to the exception, or to the first of its chain, by its handler."""
+    if (number := error_guard.raising(error)) is not None:
+        return number
     first = root_cause(error)
-    if first is not error and (found := error_guard.raising(first)) is not None:
-        return found
+    if first is not error and (number := error_guard.raising(first)) is not None:
+        return number
     interrupted = isinstance(error, KeyboardInterrupt) or (
         isinstance(error, SystemExit) and isinstance(first, KeyboardInterrupt)
     )
@@ -269,7 +269,7 @@ class Ending(NamedTuple):
     """one of ``layout.Exit``"""
     code: int
     signal: int | None = None
-    """the signal whose handler led to it, if one did"""
+    """the signal that led to it by its handler, if one did"""
 
     @property
     def attributes(self) -> dict[str, object]:
@@ -393,7 +393,7 @@ class ExitProbe:
             context.writer.exit(self._fatal.reason, code)
 
     def note_sys_exit(self, status: object, handled: BaseException | None, caught: BaseException | None = None) -> None:
-        """Note a call of ``sys.exit``; an exception that is being handled then is the reason, or a signal whose handler runs.
+        """Note a call of ``sys.exit``; the exception that is being handled is the reason, or a signal with a running handler.
 
         It counts as the end if no step follows: somebody may catch the ``SystemExit`` and train on. ``caught``: where it has
         been caught already.
@@ -402,8 +402,8 @@ class ExitProbe:
         if context is None or threading.current_thread() is not threading.main_thread():
             return
         reason = Exit.EXIT_CODE if code else Exit.FINISHED
-        known = self._sys_exit is not None and self._sys_exit_step == context.recorder.step and self._sys_exit.code == code
-        if known and handled is None:
+        again = self._sys_exit is not None and self._sys_exit_step == context.recorder.step and self._sys_exit.code == code
+        if again and handled is None:
             return  # a spawned child's own main function, with the status that the program's has asked for
         cause = error_guard.running(sys._getframe()) if caught is None else error_guard.raising(caught)
         if cause is None and handled is not None:

@@ -44,13 +44,13 @@ class FlopsProbe:
         """Publish both for the steps since the last time."""
         context = self._context
         now = progress(context.writer.table.core.totals)
-        lately, given = now.since(self._before), context.scalars.flops
+        lately, logged = now.since(self._before), context.scalars.flops
         if not lately.steps:
             if context.training.idle and now.steps:
                 self._set_utilization(None)
             return
         self._before = now
-        flops = given if given is not None else self._estimate(lately)
+        flops = logged if logged is not None else self._estimate(lately)
         if flops is None or not isfinite(flops) or flops <= 0:
             return
         context.set_gauge(catalog.MODEL_FLOPS, flops)
@@ -86,8 +86,8 @@ class FlopsProbe:
         """Return the peak of all devices with parameters; ``None`` if one is unknown or no GPU."""
         devices = {parameter.device: parameter for parameter in self._trained()}
         peaks = [self._peak_of(device, parameter) for device, parameter in devices.items()]
-        known = [peak for peak in peaks if peak is not None]
-        return sum(known) if known and len(known) == len(peaks) else None
+        numbers = [peak for peak in peaks if peak is not None]
+        return sum(numbers) if numbers and len(numbers) == len(peaks) else None
 
     def _peak_of(self, device: Any, parameter: Any) -> float | None:
         dtype = self._context.training.autocast.get(device.type) or str(parameter.dtype).removeprefix("torch.")
@@ -95,7 +95,7 @@ class FlopsProbe:
 
 
 def progress(totals: Totals) -> Progress:
-    """Return what the fold has counted."""
+    """Return the fold's counters."""
     buckets = totals.ints[Word.STEP_DURATION : DURATION_SUM]
     return Progress(totals.ints[Word.STEPS], totals.ints[Word.TOKENS], sum(buckets), totals.floats[DURATION_SUM])
 
@@ -107,24 +107,24 @@ def count_parameters(modules: Iterable[Any], trained: list[Any]) -> Parameters |
     does. FSDP1's flat parameters do not say which module a parameter is of.
     """
     wanted = {id(parameter) for parameter in trained}
-    held: dict[int, Any] = {}
+    parameters: dict[int, Any] = {}
     products: set[int] = set()
     try:
         for module in modules:
             of_module = {id(parameter): parameter for parameter in module.parameters()}
             if wanted.isdisjoint(of_module):
                 continue
-            held |= of_module
+            parameters |= of_module
             for part in module.modules():
                 if not any(kind.__name__ in {"Embedding", "EmbeddingBag"} for kind in type(part).__mro__):
                     products.update(id(parameter) for parameter in vars(part).get("_parameters", {}).values())
     except RuntimeError:  # a dictionary changed its size: the model is being changed
         return None
-    counted = [held[key] for key in products if key in held]
-    unknown = any(type(each).__name__ in _UNKNOWN_SIZE or getattr(each, "_fsdp_flattened", False) for each in counted)
+    counted = [parameters[key] for key in products if key in parameters]
+    unknown = any(type(x).__name__ in _UNKNOWN_SIZE or getattr(x, "_fsdp_flattened", False) for x in counted)
     if unknown or not counted:
         return None
-    sizes = [(id(each) in wanted, _own_elements(each)) for each in counted]
+    sizes = [(id(parameter) in wanted, _own_elements(parameter)) for parameter in counted]
     return Parameters(sum(size for used, size in sizes if used), sum(size for used, size in sizes if not used))
 
 

@@ -142,6 +142,6 @@ class ForwardStamps:
 
 
 def has_compiled() -> bool:
-    """Return True if something was given to ``torch.compile``, or exported, in this process."""
+    """Return whether something was given to ``torch.compile``, or exported, in this process."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return any(backend is not None for backend in list(getattr(frames, "cached_backends", {}).values()))

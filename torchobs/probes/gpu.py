@@ -82,7 +82,7 @@ class SampledGpu:
         self._context.count(metric, amount, {"hw.id": self.gpu.uuid, **dict(attributes)})
 
     def state(self, state: str) -> bool:
-        """Publish the device's state; return True if it has changed."""
+        """Publish the device's state; return whether it has changed."""
         for name in _STATES:
             self._set(catalog.HW_STATUS, (_GPU, ("hw.state", name)), name == state)
         before, self._state = self._state, state
@@ -186,18 +186,18 @@ class GpuMonitor:
 
     def _devices(self, library: Library) -> list[tuple[Gpu, bool]]:
         """Return the devices that the process sees, and whether it uses them."""
-        known = self._find_used()
-        if known is None:
+        in_process = self._find_used()
+        if in_process is None:
             uuids = visible(self._visible_devices, library.boards)
             return [(library.gpus[uuid], False) for uuid in uuids if uuid in library.gpus]
-        found = []
-        for one in known:
-            gpu = library.gpus.get(f"GPU-{one.uuid}")
+        devices = []
+        for device in in_process:
+            gpu = library.gpus.get(f"GPU-{device.uuid}")
             if gpu is not None:
-                found.append((gpu, one.in_use))
-                attributes = {"hw.id": gpu.uuid, "UUID": gpu.uuid, "device": one.device, "hw.model": gpu.model}
-                self._context.set_gauge(catalog.RANK_GPU_INFO, 1.0 if one.in_use else None, attributes)
-        return found
+                devices.append((gpu, device.in_use))
+                attributes = {"hw.id": gpu.uuid, "UUID": gpu.uuid, "device": device.device, "hw.model": gpu.model}
+                self._context.set_gauge(catalog.RANK_GPU_INFO, 1.0 if device.in_use else None, attributes)
+        return devices
 
     def _sample(self, library: Library, sampled: SampledGpu) -> None:
         try:

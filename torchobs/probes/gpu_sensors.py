@@ -187,13 +187,13 @@ def used() -> list[Used] | None:
     torch = imported("torch")
     if torch is None or torch.version.cuda is None or not torch.cuda.is_initialized():
         return None
-    found = []
+    devices = []
     for index in range(torch.cuda.device_count()):
         uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
         if uuid is None:
             return None
-        found.append(Used(f"cuda:{index}", str(uuid), _is_in_use(torch, index)))
-    return found
+        devices.append(Used(f"cuda:{index}", str(uuid), _is_in_use(torch, index)))
+    return devices
 
 
 def _is_in_use(torch: Any, index: int) -> bool:
@@ -212,14 +212,14 @@ def visible(variable: str | None, boards: Sequence[str]) -> list[str]:
     """
     if variable is None:
         return list(boards)
-    found: list[str] = []
+    uuids: list[str] = []
     for name in map(str.strip, variable.split(",")):
         by_number = boards[int(name) : int(name) + 1] if name.isdecimal() else ()
         matches = by_number or [uuid for uuid in boards if name.startswith("GPU-") and uuid.startswith(name)]
         if len(matches) != 1:
             break
-        found += matches
-    return found
+        uuids += matches
+    return uuids
 
 
 _CRITICAL = 0x8
@@ -439,7 +439,7 @@ class Sensors:
         _, _, pending, failed = self._ask(library, library.api.nvmlDeviceGetRemappedRows, (0, 0, False, False))
         if failed:
             return "failed"
-        uncorrected = any(("error.type", "ecc_uncorrected") in one.attributes and one.value for one in readings)
+        uncorrected = any(("error.type", "ecc_uncorrected") in reading.attributes and reading.value for reading in readings)
         # the driver asks for a reset of the GPU or node (since R550)
         wants_recovery = self._ask(library, lambda handle: _fields(library.api, handle, [_FIELD_RECOVERY_ACTION]), (0,))
         return "degraded" if pending or uncorrected or any(wants_recovery) else "ok"

@@ -2,8 +2,8 @@
 
 Measured on torch 2.13, 40 M elements, two cores: ``_foreach_norm`` on the CPU is 2.4e-3 off (16 ms); norms of rows of 1,000
 and then of those 6e-8 off (9.5 ms). bfloat16 that way is 1.3e-5 off (6.5 ms), with rows in float32 6e-8 (22 ms): the error of a
-row is unbiased. float16 rows overflow at 65,504 and cost 46 ms; in float32, a million elements at a time, 16 ms. A norm whose
-float32 square may have over- or underflowed is computed again in float64, so that inf or NaN means a non-finite gradient, and
+row is unbiased. float16 rows overflow at 65,504 and cost 46 ms; in float32, a million elements at a time, 16 ms. Where the
+float32 square of a norm may have over- or underflowed, float64 is used: so inf or NaN means a non-finite gradient, and
 0 one with zeros only. On CUDA ``_foreach_norm`` sums in float64 from the start, since a second computation would have to wait
 for the first: each element is converted in a register (``ForeachReduceOp.cu``), where ``vector_norm`` with a ``dtype`` makes a
 copy of the whole (``ReduceOpsUtils.h``, but for 16 bits to float32). There, data-centre GPUs are memory-bound.
@@ -44,7 +44,7 @@ TINY = 1e-15
 
 
 def is_l2(norm_type: Any) -> bool:
-    """Return True for the L2 norm. What is no number is the user's mistake, for torch to refuse; one on a device is unknown."""
+    """Return whether it is the L2 norm. What is no number is for torch to refuse; a number on a device is unknown."""
     if type(norm_type) is float:  # in nearly every call
         return norm_type == _L2
     try:
@@ -54,7 +54,7 @@ def is_l2(norm_type: Any) -> bool:
 
 
 def completed_total(coefficients: Sequence[Any], limit: float) -> Any:
-    """Return the total norm that torch has completed over all shards to divide the limit by it; ``None`` if it is not told.
+    """Return the total norm that torch has completed over all shards to divide the limit by it; ``None`` if unknown.
 
     ``coefficients``: of clipping, not clamped yet. On a device the total is a tensor there. No collective, and nothing waits.
     """
@@ -63,8 +63,8 @@ def completed_total(coefficients: Sequence[Any], limit: float) -> Any:
     coefficient = getattr(coefficients[0], "_local_tensor", coefficients[0]).detach()
     if not coefficient.is_cpu:
         return limit / coefficient - _EPSILON
-    found = coefficient.item()
-    return limit / found - _EPSILON if found else inf
+    divisor = coefficient.item()
+    return limit / divisor - _EPSILON if divisor else inf
 
 
 class Local(NamedTuple):
@@ -124,8 +124,8 @@ def host_norms(tensors: Sequence[Any]) -> list[float]:
     for dtype, indices in small.items():
         group = [tensors[index] for index in indices]
         together: Any = torch._foreach_norm  # torch has no types for it
-        found = together(group, 2.0) if dtype is torch.float32 else together(group, 2.0, dtype=torch.float32)
-        for index, norm in zip(indices, found, strict=True):
+        lengths = together(group, 2.0) if dtype is torch.float32 else together(group, 2.0, dtype=torch.float32)
+        for index, norm in zip(indices, lengths, strict=True):
             norms[index] = norm.item()
     if norms and not (min(norms) > TINY and max(norms) < inf):
         norms = [norm if TINY < norm < inf else _exact(tensors[index]) for index, norm in enumerate(norms)]
@@ -174,7 +174,7 @@ def count_nonfinite(tensor: Any) -> Any:
     """
     counts = []
     for part in _chunks(_plain(tensor), _DEVICE_CHUNK):
-        counts += [found.sum() for found in (part != part, part == inf, part == -inf)]  # noqa: PLR0124  # a NaN equals nothing
+        counts += [matches.sum() for matches in (part != part, part == inf, part == -inf)]  # noqa: PLR0124  # a NaN equals nothing
     return torch.stack(counts).sum()
 
 
@@ -280,8 +280,8 @@ class Measurement:
     arriving: list[Arriving] = field(default_factory=list)
 
     def arrived(self) -> bool:
-        """Return True if all numbers have arrived."""
-        if self.arriving and all(one.numbers.ready() for one in self.arriving):
+        """Return whether all numbers have arrived."""
+        if self.arriving and all(part.numbers.ready() for part in self.arriving):
             self._receive()
         return not self.arriving
 
@@ -319,7 +319,7 @@ class Clipping:
     grads: int
     total: Any = None
     """Their norm, of all shards: a number, or a tensor on a device; ``None`` until it is known, if it is distributed"""
-    each: Measurement | None = None
+    measured: Measurement | None = None
     """Their norms by the gradients' ids, in a step that is due"""
     limit: float = inf
     first: int = 0
@@ -334,8 +334,8 @@ class Clipping:
     def make_whole(self, total: Any) -> None:
         """Take the total of sharded gradients, a number or a plain tensor."""
         self.total = total if isinstance(total, float) else total.item() if total.is_cpu else total.detach()
-        if self.each is not None:
-            self.each.whole = True
+        if self.measured is not None:
+            self.measured.whole = True
 
 
 def measure(
@@ -343,43 +343,43 @@ def measure(
 ) -> Measurement | None:
     """Measure gradients; ``None`` during graph capture, for fake tensors and for those that have no values.
 
-    ``scale``: the loss scale they still contain, a tensor, or ``None``. ``suspects``: keys whose non-finite elements are
+    ``scale``: the loss scale they still contain, a tensor, or ``None``. ``suspects``: keys with non-finite elements to be
     counted on a device, which costs six more passes over each; on the CPU they are counted whenever a norm is not finite.
     """
     keys, tensors, weights, ranks = local(keys, gradients)
-    made = Measurement(keys, weights, ranks)
+    measurement = Measurement(keys, weights, ranks)
     by_device: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(index)
     if any(device.type == "meta" for device in by_device) or not all(map(devices.cuda.holds, tensors[:1])):
         return None
     if scale is not None and scale.is_cpu:
-        made.scale, scale = float(scale), None
-    made.norms = [0.0] * len(tensors)
+        measurement.scale, scale = float(scale), None
+    measurement.norms = [0.0] * len(tensors)
     with torch.no_grad():
         for device, indices in by_device.items():
             here = [tensors[index] for index in indices]
             if device.type == "cpu":
                 for index, tensor, norm in zip(indices, here, host_norms(here), strict=True):
-                    made.norms[index] = norm
+                    measurement.norms[index] = norm
                     if not isfinite(norm):
-                        made.faults.append(NonFiniteGradient(keys[index], norm, int(count_nonfinite(tensor))))
+                        measurement.faults.append(NonFiniteGradient(keys[index], norm, int(count_nonfinite(tensor))))
                 continue
             with devices.cuda.on(device):
                 if devices.cuda.capturing():
                     return None
                 counted = [index for index in indices if keys[index] in suspects and tensors[index].layout is torch.strided]
                 among = [(index, tensors[index]) for index in counted]
-                made.arriving.append(_send(here, indices, among, scale, devices))
-        return scaled(made, scale, devices) if scale is not None and not made.arriving else made
+                measurement.arriving.append(_send(here, indices, among, scale, devices))
+        return scaled(measurement, scale, devices) if scale is not None and not measurement.arriving else measurement
 
 
 def from_norms(keys: list[int], norms: list[Any], devices: Devices) -> Measurement | None:
     """Return a measurement of norms computed elsewhere (zero-dimensional); ``None`` on several devices or in a capture."""
-    made, first = Measurement(keys, None, 1), norms[0]
+    measurement, first = Measurement(keys, None, 1), norms[0]
     if first.is_cpu:
-        made.norms = [norm.item() for norm in norms]
-        return made
+        measurement.norms = [norm.item() for norm in norms]
+        return measurement
     if first.is_meta or len({norm.device for norm in norms}) > 1:
         return None
     with torch.no_grad(), devices.cuda.on(first.device):
@@ -388,8 +388,8 @@ def from_norms(keys: list[int], norms: list[Any], devices: Devices) -> Measureme
         same = len({norm.dtype for norm in norms}) == 1
         dtype = wide(torch, first.device.type)
         numbers = devices.copies.send(torch.stack(norms if same else [norm.to(dtype) for norm in norms]))
-    made.arriving.append(Arriving(numbers, list(range(len(norms))), [], scaled=False))
-    return made
+    measurement.arriving.append(Arriving(numbers, list(range(len(norms))), [], scaled=False))
+    return measurement
 
 
 def _send(tensors: list[Any], indices: list[int], counted: list[tuple[int, Any]], scale: Any, devices: Devices) -> Arriving:
@@ -408,15 +408,15 @@ def _send(tensors: list[Any], indices: list[int], counted: list[tuple[int, Any]]
     return Arriving(numbers, [indices[place] for place in order], [index for index, _ in counted], scaled=scale is not None)
 
 
-def scaled(made: Measurement, scale: Any, devices: Devices) -> Measurement | None:
+def scaled(measurement: Measurement, scale: Any, devices: Devices) -> Measurement | None:
     """Add a device's scale to a measurement with norms on the CPU (offloaded gradients), known or pending."""
     if scale.is_cpu or scale.is_meta:
         return None
     with devices.cuda.on(scale.device):
         if devices.cuda.capturing():
             return None
-        made.arriving.append(Arriving(devices.copies.send(scale.reshape(1)), [], [], scaled=True))
-    return made
+        measurement.arriving.append(Arriving(devices.copies.send(scale.reshape(1)), [], [], scaled=True))
+    return measurement
 
 
 class PendingNorms:
@@ -442,8 +442,8 @@ class PendingNorms:
             if step > last:
                 return
             norms = [(ask(), limit) for ask, limit in self._steps[step]]
-            known = [(norm, limit) for norm, limit in norms if norm is not None]
-            if len(known) < len(norms):
+            arrived = [(norm, limit) for norm, limit in norms if norm is not None]
+            if len(arrived) < len(norms):
                 return
             del self._steps[step]
-            yield step, hypot(*(norm for norm, _ in known)), any(limit < norm < inf for norm, limit in known)
+            yield step, hypot(*(norm for norm, _ in arrived)), any(limit < norm < inf for norm, limit in arrived)

@@ -209,14 +209,14 @@ class GradientProbe:
         self._past.append((step, parts))
 
     def _blown_layer(self, step: int) -> BlownLayer | None:
-        """Return the layer whose gradient has grown most in that step; ``None`` if it was not measured lately, or none has."""
+        """Return the layer that has grown most by its gradient in that step; ``None`` without any, or without measurements."""
         self._receive()  # the step may have ended since the last round
-        found = next((parts for at, parts in self._past if at == step), None)
-        norms = self._layers.norms(found, now=True) if found is not None else None
+        measurements = next((parts for at, parts in self._past if at == step), None)
+        norms = self._layers.norms(measurements, now=True) if measurements is not None else None
         if norms is None:
             return None
         before = [self._layers.norms(parts) for at, parts in self._past if at < step]
-        blown = blown_layer(norms, [one for one in before[-_COMPARED:] if one is not None])
+        blown = blown_layer(norms, [usual for usual in before[-_COMPARED:] if usual is not None])
         if blown is not None:
             self._grown.note(blown, monotonic())
         return blown
@@ -240,7 +240,7 @@ class GradientProbe:
         """Return over how many ranks the squares of norms add up to the whole."""
         if any(part.whole for part in parts):
             return 1
-        if self._layers.flattened:  # FSDP1: not known by parameter, so every rank is assumed to hold a shard
+        if self._layers.flattened:  # FSDP1: unknown by parameter, so every rank is assumed to hold a shard
             group = rank_and_size()
             return 1 if group is None else group[1]
         return max(part.ranks for part in parts)
@@ -312,15 +312,15 @@ class GradientProbe:
         scale = getattr(optimizer, "grad_scale", None)
         scale = scale if isinstance(scale, torch.Tensor) else None  # other libraries use the name for something else
         keys, suspects = list(map(id, parameters)), self._suspects
-        made = measure(keys, gradients, scale, suspects, self._devices) if parameters else None
-        if made is not None:
-            self._record(made, within=within)
-            self._keep(made, optimizer, within=within)
-            if made.faults and not (within or made.arriving):
+        measurement = measure(keys, gradients, scale, suspects, self._devices) if parameters else None
+        if measurement is not None:
+            self._record(measurement, within=within)
+            self._keep(measurement, optimizer, within=within)
+            if measurement.faults and not (within or measurement.arriving):
                 self._context.hooks.nonfinite_gradient.notify(optimizer, frozenset())
 
     def _measure_clipped(self, gradients: list[Any]) -> Measurement | None:
-        """Measure gradients that are about to be clipped, or whose norm may be inexact."""
+        """Measure gradients that are about to be clipped, or may have an inexact norm."""
         return measure(list(map(id, gradients)), gradients, None, self._suspects, self._devices)
 
     def _use_clipping_norm(self, clipping: Clipping, optimizer: torch.optim.Optimizer, *, due: bool) -> None:
@@ -328,34 +328,34 @@ class GradientProbe:
         scale = getattr(optimizer, "grad_scale", None)
         if clipping.scale is None and isinstance(scale, torch.Tensor):
             self._clip.mark_scaled(clipping, scale)  # a fused optimizer unscales in its step
-        total, each = clipping.total, clipping.each
+        total, measured = clipping.total, clipping.measured
         if clipping.scale is not None:
             total = self._unscaled(clipping)
-        if each is not None:
+        if measured is not None:
             names = {id(parameter.grad): id(parameter) for parameter in _parameters_with_gradient(optimizer)}
-            each.keys = [names.get(key, 0) for key in each.keys]
-            each.faults = [fault._replace(key=names.get(fault.key, 0)) for fault in each.faults]
-            if due or each.faults:
-                self._keep(each, optimizer, within=False)
+            measured.keys = [names.get(key, 0) for key in measured.keys]
+            measured.faults = [fault._replace(key=names.get(fault.key, 0)) for fault in measured.faults]
+            if due or measured.faults:
+                self._keep(measured, optimizer, within=False)
         if isinstance(total, float):
             scale = clipping.scale if isinstance(clipping.scale, float) else 1.0
             self._context.recorder.add_norm(total, scale, within_step=False)
             if total - total:  # NaN, which is true, unless it is finite
-                faults = frozenset(fault.key for fault in each.faults) if each is not None else frozenset[int]()
+                faults = frozenset(fault.key for fault in measured.faults) if measured is not None else frozenset[int]()
                 self._context.hooks.nonfinite_gradient.notify(optimizer, faults - {0})
         elif total is not None:
             self._expect(total, clipping.limit)
-        elif each is not None:
-            self._record(each, within=False)
+        elif measured is not None:
+            self._record(measured, within=False)
 
     def _unscaled(self, clipping: Clipping) -> Any:
         """Return the unscaled total norm; store the scale with the single norms."""
-        scale, total, each = clipping.scale, clipping.total, clipping.each
+        scale, total, measured = clipping.scale, clipping.total, clipping.measured
         if isinstance(scale, float):
-            if each is not None:
-                each.scale = scale
-        elif each is not None and scaled(each, scale, self._devices) is None:
-            clipping.each = None
+            if measured is not None:
+                measured.scale = scale
+        elif measured is not None and scaled(measured, scale, self._devices) is None:
+            clipping.measured = None
         with torch.no_grad():
             return total if total is None else total / scale
 
@@ -364,23 +364,23 @@ class GradientProbe:
         if self._context.device.take(norm, arriving.append):
             self._pending.add(self._context.recorder.step + 1, lambda: arriving[0] if arriving else None, limit)
 
-    def _record(self, made: Measurement, *, within: bool) -> None:
+    def _record(self, measurement: Measurement, *, within: bool) -> None:
         """Record the total, in a later record if a device has yet to deliver it."""
         recorder = self._context.recorder
-        if made.arriving:
-            self._pending.add(recorder.step + 1, lambda: made.total() if made.arrived() else None, anew=within)
+        if measurement.arriving:
+            self._pending.add(recorder.step + 1, lambda: measurement.total() if measurement.arrived() else None, anew=within)
         else:
-            recorder.add_norm(made.total(), made.scale, within_step=within)
+            recorder.add_norm(measurement.total(), measurement.scale, within_step=within)
 
-    def _keep(self, made: Measurement, optimizer: torch.optim.Optimizer, *, within: bool) -> None:
+    def _keep(self, measurement: Measurement, optimizer: torch.optim.Optimizer, *, within: bool) -> None:
         """Queue a measurement for the sampler thread; after a closure's backward pass it replaces the one before."""
-        made.optimizer, step = weakref.ref(optimizer), self._context.recorder.step + 1
+        measurement.optimizer, step = weakref.ref(optimizer), self._context.recorder.step + 1
         if len(self._steps) >= _MOST_KEPT and step not in self._steps:
             return
         parts = self._steps.setdefault(step, [])
         if within:
             parts[:] = [part for part in parts if part.optimizer is None or part.optimizer() is not optimizer]
-        parts.append(made)
+        parts.append(measurement)
 
 
 def _parameters_with_gradient(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

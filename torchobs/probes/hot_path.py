@@ -74,7 +74,7 @@ class PlainSteps:
         """Whether a closure has evaluated its loss"""
         self.sole = self.rated = 0
         """id of the pacemaker if the last step was its alone, in one call, and nothing has been closed since, else 0; id of the
-        optimizer whose learning rate is the record's, 0 if none"""
+        optimizer with the record's learning rate, 0 if none"""
         self.clean = self.timed = False
         """Whether the last step has left no state to this one; whether phases are recorded"""
         self.metered = False
@@ -84,7 +84,7 @@ class PlainSteps:
         self.scaled: Any = None
         """Refers to the loss that a loss scaler has scaled, which is not the one to record"""
         self.expected: list[int] | None = None
-        """The arguments of the last plain step: most often its loader's alone, of which a batch has these sizes"""
+        """The arguments of the last plain step: most often its loader's alone, which has batches of these sizes"""
         self.batch_tokens = self.batch_samples = 0
         self.thread = get_ident()
         """The training thread"""
@@ -126,7 +126,7 @@ class PlainSteps:
         return batch
 
     def backward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what ``original`` does, and record the backward pass."""
+        """Call ``original``, return its result, and record the backward pass."""
         if (
             self.backwards or self.in_closure or self.step_breaker.is_open or get_ident() != self.thread or len(args) < 2  # noqa: PLR2004  # tensors, gradients
             or self.modes()
@@ -244,7 +244,7 @@ class PlainSteps:
 
 
 def plain_steps(writer: FlightWriter) -> PlainSteps:
-    """Return what records plain steps into that file: the compiled twin, if it is there and wanted."""
+    """Return the recorder of plain steps into that file: the compiled twin, if it is there and wanted."""
     module = compiled() if writer.native else None
     kind: type[PlainSteps] = PlainSteps if module is None else module.PlainSteps
     return kind(*writer.ring)

@@ -8,9 +8,9 @@ The largest layers have series of their own; of the others one has the norm of a
 gradient was not finite or blew up, whatever its size.
 
 The weights of one layer are copied before a step and compared before the next one; nothing changes them in between, so no hook
-is needed after the step. At most eight million elements are copied; of larger layers a part, whose relative update is about
-the layer's. The ratio is the usual one for diagnosis (about 1e-3 is usual for Adam-like optimizers; Karpathy, "A Recipe for
-Training Neural Networks").
+is needed after the step. At most eight million elements are copied; of larger layers a part, which has about the
+layer's relative update. The ratio is the usual one for diagnosis (about 1e-3 is usual for Adam-like optimizers; Karpathy, "A
+Recipe for Training Neural Networks").
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WIDER = 4
 """Factor of the number of layers with a series at level advanced and above"""
 _MOST_PLANS = 4096
 _MOST_OPTIMIZERS = 256
-"""Alive at a time, whose layers without a name are kept apart"""
+"""Optimizers alive at a time that get unnamed layers of their own"""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,12 +64,12 @@ class TrackedLayer:
     @property
     def has_matrix(self) -> bool:
         """Whether it is more than a normalisation's scale, or a bias."""
-        living = (known() for known in self.parameters.values())
+        living = (reference() for reference in self.parameters.values())
         return any(parameter is not None and parameter.dim() > 1 for parameter in living)
 
     def begin_model(self) -> bool:
         """Drop deleted parameters; return whether any are left."""
-        alive = {key: parameter for key, known in self.parameters.items() if (parameter := known()) is not None}
+        alive = {key: parameter for key, reference in self.parameters.items() if (parameter := reference()) is not None}
         self.parameters = {key: self.parameters[key] for key in alive}
         self.size = sum(parameter.numel() for parameter in alive.values())
         return bool(alive)
@@ -86,7 +86,7 @@ class Layers:
         """Whether FSDP1 has sharded parameters"""
         self._layers: dict[str, TrackedLayer] = {}
         self._plans: dict[tuple[int, ...], list[TrackedLayer]] = {}
-        self._made: set[str] = set()
+        self._series: set[str] = set()
         self._cells: dict[tuple[str, str], Cell] = {}
         self._optimizers = ObjectIndex(_MOST_OPTIMIZERS, lambda number: number)
         self._folded = table.cell(catalog.GRAD_LAYERS_FOLDED, {})
@@ -128,7 +128,7 @@ class Layers:
         return norms
 
     def show(self, measurements: Sequence[Measurement], *, now: bool = False) -> bool:
-        """Publish one step's norms; return True if their layers were known."""
+        """Publish one step's norms; return whether their layers were known."""
         norms = self.norms(measurements, now=now)
         if norms is None:
             return False
@@ -143,16 +143,16 @@ class Layers:
             self._zero.set(values.count(0.0) / len(values))
         return True
 
-    def known(self, parameter: Any) -> str | None:
+    def name_of(self, parameter: Any) -> str | None:
         """Return the name of a parameter's layer, if it has been measured."""
         name = self.names.get(parameter)
         return layer_of(name) if name is not None and layer_of(name) in self._layers else None
 
     def trains(self, name: str) -> bool:
-        """Return True if any parameter of a layer requires a gradient."""
-        known = self._layers.get(name)
-        found = (parameter() for parameter in known.parameters.values()) if known else ()
-        return any(parameter is not None and parameter.requires_grad for parameter in found)
+        """Return whether any parameter of a layer requires a gradient."""
+        layer = self._layers.get(name)
+        parameters = (parameter() for parameter in layer.parameters.values()) if layer else ()
+        return any(parameter is not None and parameter.requires_grad for parameter in parameters)
 
     def count(self, stuck: Collection[str], more: Collection[int] = ()) -> int:
         """Return how many layers the trained models have: those with a matrix, frozen and unused ones included, and the stuck.
@@ -191,8 +191,8 @@ class Layers:
 
     def _place(self, parameter: Any, name: str) -> TrackedLayer:
         layer = self._layer(name)
-        known = layer.parameters.get(id(parameter))
-        if known is None or known() is not parameter:
+        reference = layer.parameters.get(id(parameter))
+        if reference is None or reference() is not parameter:
             layer.parameters[id(parameter)] = TensorReference(parameter)
             layer.size += parameter.numel()
         return layer
@@ -204,7 +204,7 @@ class Layers:
     def _choose(self) -> None:
         """Update the choice. A series is never removed, only set to NaN; at most twice as many are made as chosen."""
         wanted = sorted(self._layers.values(), key=lambda layer: layer.size, reverse=True)[: self.room]
-        if len(self._made | {layer.name for layer in wanted}) > 2 * self.room:
+        if len(self._series | {layer.name for layer in wanted}) > 2 * self.room:
             return
         for layer in self.chosen:
             if layer not in wanted:
@@ -212,7 +212,7 @@ class Layers:
                     if (metric.name, layer.name) in self._cells:
                         self._cells[metric.name, layer.name].set(nan)
         self.chosen = wanted
-        self._made |= {layer.name for layer in wanted}
+        self._series |= {layer.name for layer in wanted}
         if self._folded is not None:
             self._folded.set(float(len(self._layers) - len(wanted)))
 
@@ -277,11 +277,11 @@ class UpdateWatch:
             return
         copied = self._copied
         if copied is not None:
-            known = copied.optimizer()
-            if known is not None and known is not optimizer:
+            before = copied.optimizer()
+            if before is not None and before is not optimizer:
                 return
             self._copied = None
-            if known is not None:
+            if before is not None:
                 self._compare(copied)
         elif self._layers.chosen and self._pace.is_due(self._context.recorder.step):
             self._copy(optimizer)
@@ -337,16 +337,16 @@ class UpdateWatch:
 
 def _views(parameters: list[Any]) -> list[Any]:
     """Return flat views of local weights, at most ``MOST_ELEMENTS`` in all."""
-    room, found = MOST_ELEMENTS, []
+    room, views = MOST_ELEMENTS, []
     for parameter in parameters:
         data = parameter.detach()
         data = data.to_local() if hasattr(data, "to_local") else data
         # quantised ones (integers) have no norm
         elements = flat(data) if data.is_floating_point() or data.is_complex() else None
         if elements is not None and elements.numel() and room:
-            found.append(elements.narrow(0, 0, min(room, elements.numel())))
-            room -= found[-1].numel()
-    return found
+            views.append(elements.narrow(0, 0, min(room, elements.numel())))
+            room -= views[-1].numel()
+    return views
 
 
 MOST_LAYERS = 8
@@ -354,7 +354,7 @@ MOST_LAYERS = 8
 SHOWN_S = 600.0
 """As long as an alert looks back at anomalies"""
 _MOST_GROWTH = 1e9
-"""Of a layer whose usual gradient is zero"""
+"""The growth of a layer that usually has a zero gradient"""
 
 
 class GrownLayers:
@@ -365,14 +365,14 @@ class GrownLayers:
         self._until: dict[str, float] = {}
         self._named: set[str] = set()
 
-    def note(self, found: BlownLayer, now: float) -> None:
+    def note(self, blown: BlownLayer, now: float) -> None:
         """Publish a layer with its latest growth."""
-        if found.layer not in self._named and len(self._named) >= MOST_LAYERS:
+        if blown.layer not in self._named and len(self._named) >= MOST_LAYERS:
             return
-        self._named.add(found.layer)
-        self._until[found.layer] = now + SHOWN_S
-        growth = min(found.norm / found.usual, _MOST_GROWTH) if found.usual else _MOST_GROWTH
-        self._context.set_gauge(catalog.GRAD_LAYER_GROWTH, growth, {"layer": found.layer})
+        self._named.add(blown.layer)
+        self._until[blown.layer] = now + SHOWN_S
+        growth = min(blown.norm / blown.usual, _MOST_GROWTH) if blown.usual else _MOST_GROWTH
+        self._context.set_gauge(catalog.GRAD_LAYER_GROWTH, growth, {"layer": blown.layer})
 
     def forget(self, now: float) -> None:
         """Take back what was published ten minutes ago."""

@@ -5,8 +5,8 @@ living objects enclose two snapshots of ``tracemalloc``, and the differences are
 while it traces: ten seconds, five steps where these are slow, a minute at most, and less when it has taken 8 MiB. Where the
 user runs ``tracemalloc``, nothing is traced or counted (counting would take ten times as long).
 
-Minutes before that, fast growth is a leak if each step leaves a graph behind that no backward pass can go through any more: it
-has not been freed by one, and the weights that it needs have been changed by the optimizer since.
+Minutes before that, fast growth is a leak if each step leaves a graph behind that is useless to every later backward pass: none
+has freed it, and the optimizer has changed the weights that it needs since.
 
 Objects are counted in the training thread, at the beginning of a backward pass, so that nothing is kept alive that this thread
 is about to drop; tensors are asked one by one through weak references. For 300,000 objects it takes some 0.1 s.
@@ -89,8 +89,8 @@ class LiveObjects:
 def count_objects() -> LiveObjects:
     """Count all objects that the garbage collector tracks, and the dense tensors among them."""
     types = count_types()
-    found = count_tensors()
-    return LiveObjects(types, found.tensors, found.sizes)
+    tensors = count_tensors()
+    return LiveObjects(types, tensors.tensors, tensors.sizes)
 
 
 def count_types() -> Counter[int]:
@@ -101,12 +101,12 @@ def count_types() -> Counter[int]:
 
 def count_tensors(tensors: Iterable[Any] | None = None) -> LiveObjects:
     """Count the dense ones of these tensors; by default of ``MOST_TENSORS`` that the garbage collector tracks."""
-    found, storages = LiveObjects(), set[int]()
+    live, storages = LiveObjects(), set[int]()
     with torch._C.DisableTorchFunction():  # no mode of the user's sees this
-        for x in (known() for known in _tensors()[-MOST_TENSORS:]) if tensors is None else tensors:
+        for x in (reference() for reference in _tensors()[-MOST_TENSORS:]) if tensors is None else tensors:
             if x is not None:
-                _add(found, x, storages)
-    return found
+                _add(live, x, storages)
+    return live
 
 
 def grown_types(before: Counter[int], after: Counter[int]) -> list[tuple[str, int]]:
@@ -130,11 +130,11 @@ def grown_kinds(before: LiveObjects, after: LiveObjects) -> list[tuple[str, Amou
 def tensors_with_graph() -> list[ref[Any]]:
     """Return the tensors that have a graph."""
     with torch._C.DisableTorchFunction():
-        return [known for known in _tensors() if (x := known()) is not None and x.grad_fn is not None]
+        return [reference for reference in _tensors() if (x := reference()) is not None and x.grad_fn is not None]
 
 
 def is_left_behind(function: Any) -> bool:
-    """Return whether a graph, by the first nodes from its end on, can no longer be differentiated, and was not before.
+    """Return whether a graph, by the first nodes from its end on, can not be differentiated now, and was not before.
 
     torch says so of a kept tensor that was changed in place since, when it is read.
     """
@@ -157,7 +157,7 @@ def _tensors() -> list[ref[Any]]:
         return list(map(ref, objects_of(classes)))
 
 
-def _add(found: LiveObjects, x: Any, storages: set[int]) -> None:
+def _add(live: LiveObjects, x: Any, storages: set[int]) -> None:
     if is_without_data(x) or x.layout is not torch.strided or x.is_nested:
         return
     try:
@@ -166,8 +166,8 @@ def _add(found: LiveObjects, x: Any, storages: set[int]) -> None:
     except (RuntimeError, NotImplementedError):  # one of functorch's, which has no memory of its own
         return
     kind = TensorKind(str(x.dtype).removeprefix("torch."), tuple(map(int, x.shape)), str(x.device))
-    found.tensors[kind] += 1
-    found.sizes[kind] += 0 if key in storages else size
+    live.tensors[kind] += 1
+    live.sizes[kind] += 0 if key in storages else size
     storages.add(key)
 
 
@@ -263,7 +263,7 @@ class LeakProbe:
         steps, sample = recorder.step - first, before[0][-LOOKED_GRAPHS:] if before else []
 
         def look() -> tuple[int, int]:
-            living = [x.grad_fn for known in sample if (x := known()) is not None]
+            living = [x.grad_fn for reference in sample if (x := reference()) is not None]
             return len(tensors_with_graph()), sum(map(is_left_behind, living))
 
         yield from self._look(after, look)
@@ -271,28 +271,28 @@ class LeakProbe:
             if min(steps, left_behind) >= GRAPH_STEPS and number - len(before[0]) >= steps:
                 yield from self._trace()
 
-    def _look(self, found: list[T], count: Callable[[], T]) -> Iterator[None]:
+    def _look(self, counts: list[T], count: Callable[[], T]) -> Iterator[None]:
         """Have something counted at the next backward pass, and wait for that."""
-        wanted, until_s = len(found) + 1, self._clock() + WAIT_S
+        wanted, until_s = len(counts) + 1, self._clock() + WAIT_S
 
         def look() -> None:
-            if len(found) < wanted:
-                found.append(count())
+            if len(counts) < wanted:
+                counts.append(count())
 
         self._context.at_backward(self._context.breaker(self.name).guard(look))
-        while len(found) < wanted and self._clock() < until_s:
+        while len(counts) < wanted and self._clock() < until_s:
             yield
 
     def _lines(self, snapshots: list[tracemalloc.Snapshot]) -> list[tuple[str, Amount]]:
         """Return the lines that grew between two snapshots, the most bytes first; without both none."""
         numbers, sizes, large = Counter[str](), Counter[str](), Counter[str]()
         tensor_size = sys.getsizeof(torch.empty(0, device="cpu"))
-        for one in snapshots[1].compare_to(snapshots[0], "traceback") if len(snapshots) > 1 else ():
-            line = innermost(one.traceback) if one.count_diff > 0 and one.size_diff > 0 else None
+        for difference in snapshots[1].compare_to(snapshots[0], "traceback") if len(snapshots) > 1 else ():
+            line = innermost(difference.traceback) if difference.count_diff > 0 and difference.size_diff > 0 else None
             if line is not None:
-                numbers[line] += one.count_diff
-                sizes[line] += one.size_diff
-                large[line] += one.count_diff if one.size_diff >= one.count_diff * tensor_size else 0
+                numbers[line] += difference.count_diff
+                sizes[line] += difference.size_diff
+                large[line] += difference.count_diff if difference.size_diff >= difference.count_diff * tensor_size else 0
             self._context.yield_gil()
         return [(line, Amount(numbers[line], size, large[line])) for line, size in sizes.most_common()]
 
@@ -321,8 +321,8 @@ class LeakProbe:
 class Tracing:
     """``tracemalloc``, which is one for the process, on for as long as anybody of ours wants it.
 
-    Where the program traces itself, that is used, and left on. A child that is forked meanwhile stops ours: its allocations are
-    nobody's.
+    Where the program traces itself, that is used, and left on. A child that is forked meanwhile stops ours: nothing
+    reads its allocations.
     """
 
     _lock = Lock()
@@ -361,7 +361,7 @@ class Tracing:
 
 
 def _stopped() -> int:
-    """Stop ours in a forked child; return that nobody wants it there."""
+    """Stop our tracing in a forked child; return 0, the number of its users there."""
     if Tracing._is_ours and Tracing._wanted:
         tracemalloc.stop()
     Tracing._is_ours = False

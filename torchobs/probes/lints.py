@@ -137,8 +137,8 @@ class Lints:
             return
         if state.began is None and measured.sample is not None:
             # now: a short first epoch may end before the sampler thread has looked for the models
-            owners = [each for each in self._names.built_modules.modules() if _holds(each, measured.sample)]
-            state.began = any(each.training for each in owners)
+            owners = [module for module in self._names.built_modules.modules() if _holds(module, measured.sample)]
+            state.began = any(owner.training for owner in owners)
             state.lints.append(KeptGradients(self))
         self._observe(state, measured, EvaluationMode if within else None)
 
@@ -187,9 +187,9 @@ class Lints:
         for optimizer, state in new:
             trained = set(map(id, parameters_of(optimizer)))
             with suppress(RuntimeError):  # a dictionary changed size
-                models = [each for each in roots if any(id(parameter) in trained for parameter in each.parameters())]
-                modal = [each for each in models if any(map(_has_modes, each.modules()))]
-                state.lints += [EvaluationMode(self, each, began=bool(state.began)) for each in modal]
+                models = [root for root in roots if any(id(parameter) in trained for parameter in root.parameters())]
+                modal = [model for model in models if any(map(_has_modes, model.modules()))]
+                state.lints += [EvaluationMode(self, model, began=bool(state.began)) for model in modal]
                 state.has_models = bool(models)
 
 
@@ -300,7 +300,7 @@ class EvaluationMode(Lint):
     """A model with dropout or batch normalisation that was trained in training mode and is trained in evaluation mode since.
 
     As a whole: ``model.train()`` was forgotten after an evaluation. A model that never was in training mode may be meant so,
-    and one of which other parameters are trained than before is another phase of a training.
+    and one with other trained parameters than before is in another phase of its training.
     """
 
     kind = "evaluation_mode"
@@ -331,7 +331,7 @@ class EvaluationMode(Lint):
     def confirm(self) -> bool:
         """Return whether the same parameters are trained, and no part is in training mode."""
         module = self._module()
-        return module is not None and _trained(module) == self._trained and not any(each.training for each in module.modules())
+        return module is not None and _trained(module) == self._trained and not any(part.training for part in module.modules())
 
 
 _MODAL = {"_DropoutNd": "p", "_BatchNorm": "track_running_stats", "RNNBase": "dropout", "MultiheadAttention": "dropout"}
@@ -343,12 +343,12 @@ def _trained(module: Any) -> int:
 
 
 def _has_modes(module: Any) -> bool:
-    """Return True if it computes something else in evaluation mode; by the names of its classes, without ``isinstance``."""
+    """Return whether it computes something else in evaluation mode; by the names of its classes, without ``isinstance``."""
     return any(getattr(module, _MODAL[kind.__name__], False) for kind in type(module).__mro__ if kind.__name__ in _MODAL)
 
 
 def _holds(module: Any, parameter: Any) -> bool:
-    return any(one is parameter for one in vars(module).get("_parameters", {}).values())
+    return any(member is parameter for member in vars(module).get("_parameters", {}).values())
 
 
 class KeptLosses(Lint):
@@ -387,7 +387,7 @@ class KeptLosses(Lint):
 
     def _mark(self, function: Any) -> None:
         for _ in range(self._DOWN):
-            following = next((one for one, _ in function.next_functions if one is not None), None)
+            following = next((node for node, _ in function.next_functions if node is not None), None)
             if following is None or "AccumulateGrad" in following.name():
                 break
             function = following
@@ -497,50 +497,52 @@ class NotInOptimizer:
             return
         if self._looked:
             self._looked = False
-            if any(one.looks > LASTING_SAMPLES for one in self._candidates.values()):
-                self._judge([one for one in self._candidates.values() if one.looks > 1])
+            if any(candidate.looks > LASTING_SAMPLES for candidate in self._candidates.values()):
+                self._judge([candidate for candidate in self._candidates.values() if candidate.looks > 1])
         step = self._context.recorder.step
         if self.due or self._looks >= self._LOOKS or step < self._next_step:
             return
         roots = list(modules())
         self._looks += bool(roots)  # models that were built before init() are found by a scan, later
         self._next_step = step + _APART
-        trained = {id(each): each.dtype for each in self._context.trained()}
+        trained = {id(parameter): parameter.dtype for parameter in self._context.trained()}
         with suppress(RuntimeError):  # a dictionary changed size
             before, candidates = self._candidates, dict[int, _Candidate]()
-            for name, each in (one for module in roots for one in self._left_out(module, trained)):
-                same = id(each) in before and before[id(each)].parameter() is each
-                candidates[id(each)] = before[id(each)] if same else _Candidate(each, name)
+            for name, parameter in (entry for module in roots for entry in self._left_out(module, trained)):
+                same = id(parameter) in before and before[id(parameter)].parameter() is parameter
+                candidates[id(parameter)] = before[id(parameter)] if same else _Candidate(parameter, name)
             self._candidates, self.due = candidates, bool(candidates)
 
     def _left_out(self, module: Any, trained: dict[int, Any]) -> Iterator[tuple[str, Any]]:
         """Yield a module's parameters that are to be trained and are in no optimizer that steps."""
-        if any(kind.__name__ == self._SHARDS for each in module.modules() for kind in type(each).__mro__):
+        if any(kind.__name__ == self._SHARDS for part in module.modules() for kind in type(part).__mro__):
             return
-        named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
-        types = {trained[id(each)] for _, each in named if id(each) in trained}
-        if not types and not any(each.training for each in module.modules()):
+        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        types = {trained[id(parameter)] for _, parameter in named if id(parameter) in trained}
+        if not types and not any(part.training for part in module.modules()):
             return
         self._context.yield_gil()
         title = "" if types else f"{type(module).__name__}."
-        for name, each in named:
-            if id(each) not in trained and (not types or each.dtype in types):
-                yield title + clean(name), each
+        for name, parameter in named:
+            if id(parameter) not in trained and (not types or parameter.dtype in types):
+                yield title + clean(name), parameter
 
-    def _judge(self, found: list[_Candidate]) -> None:
+    def _judge(self, suspects: list[_Candidate]) -> None:
         """Report what no optimizer has that exists, or at last what one has that never steps."""
         is_last, self._trained_by = self._looks >= self._LOOKS, self._stepping()
         # some may be trained, or gone, since the look
-        alive = [(one, parameter) for one in self._untrained(found) if (parameter := one.parameter()) is not None]
+        untrained = self._untrained(suspects)
+        alive = [(suspect, parameter) for suspect in untrained if (parameter := suspect.parameter()) is not None]
         if not alive or (self._waits and not is_last):
             return
         self._context.yield_gil()  # the scan for optimizers holds it for some 100 ms
-        owners = {id(each): type(one).__name__ for one in living_optimizers() for each in parameters_of(one)}
+        optimizers = living_optimizers()
+        owners = {id(parameter): type(owner).__name__ for owner in optimizers for parameter in parameters_of(owner)}
         kinds = [owners.get(id(parameter), "") for _, parameter in alive]
         self._waits = "" not in kinds
         if is_last or not self._waits:
             self._optimizer = kinds[0] if self._waits else ""
-            self._write([one for (one, _), kind in zip(alive, kinds, strict=True) if kind == self._optimizer])
+            self._write([candidate for (candidate, _), kind in zip(alive, kinds, strict=True) if kind == self._optimizer])
 
     def _take_back(self, reported: list[_Candidate]) -> None:
         """Write which are still not trained, if others are by an optimizer that has begun to step, or was given them."""
@@ -551,17 +553,18 @@ class NotInOptimizer:
                 self._write(left)
 
     def _stepping(self) -> list[tuple[int, int]]:
-        """Return what changes when an optimizer begins to step, or gets parameters."""
-        return [(id(one), len(getattr(one, "param_groups", ()))) for one in self._context.recorder.optimizers()]
+        """Return a value that changes when an optimizer begins to step, or gets parameters."""
+        optimizers = self._context.recorder.optimizers()
+        return [(id(optimizer), len(getattr(optimizer, "param_groups", ()))) for optimizer in optimizers]
 
-    def _untrained(self, found: list[_Candidate]) -> list[_Candidate]:
+    def _untrained(self, candidates: list[_Candidate]) -> list[_Candidate]:
         trained = set(map(id, self._context.trained()))
-        return [one for one in found if id(one.parameter()) not in trained]
+        return [candidate for candidate in candidates if id(candidate.parameter()) not in trained]
 
     def _write(self, left: list[_Candidate]) -> None:
         self._reported = left
         trained = len(self._context.trained())
-        names = [one.name for one in left[: self._NAMED]]
+        names = [candidate.name for candidate in left[: self._NAMED]]
         attributes = {"parameters": names, "parameters_affected": len(left), "parameters_trained": trained}
         attributes |= {"optimizer": self._optimizer} if self._optimizer else {}
         self._context.event(catalog.EVENT_LEFT_OUT_PARAMETERS, attributes)
@@ -596,7 +599,7 @@ _COMPARED = 16
 
 
 def _state(parameter: Any) -> tuple[int, list[float]]:
-    """Return what changes when a parameter does; on a device its version alone, for nobody waits for values there."""
+    """Return a value that changes with a parameter; on a device its version alone, since nothing waits for values there."""
     import torch  # torch is optional until training begins
 
     is_dense = parameter.layout is torch.strided  # a sparse one has no order in memory to ask for

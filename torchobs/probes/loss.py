@@ -64,11 +64,11 @@ class LossProbe:
     def _note_scaled(self, outputs: object, scaled: object, scale: torch.Tensor | None) -> None:
         """Remember the unscaled loss of a ``GradScaler.scale`` call."""
         if isinstance(outputs, torch.Tensor) and isinstance(scaled, torch.Tensor):
-            plain = self._one(outputs)
+            plain = self._scalar(outputs)
             if plain is not None:
                 self._steps.scaled, self._unscaled, self._scale = weakref.ref(scaled), plain.detach(), scale
 
-    def _one(self, tensor: object, gradient: object = None) -> torch.Tensor | None:
+    def _scalar(self, tensor: object, gradient: object = None) -> torch.Tensor | None:
         """Return a one-element tensor as a plain tensor; ``None`` for anything else.
 
         ``gradient``: given to the engine with it; torch and Megatron-LM give ones.
@@ -98,11 +98,11 @@ class LossProbe:
         begun_ns = monotonic_ns() if self._steps.metered else 0
         if self._steps.log_wins or not accumulates:
             return
-        whole = given = tensors
+        whole = arguments = tensors
         if type(tensors) in {tuple, list}:
             tensors, gradients = self._sum(tensors, gradients)
             whole = whole[0] if len(whole) == 1 else None
-        loss = self._one(tensors) if gradients is None else None
+        loss = self._scalar(tensors) if gradients is None else None
         if loss is None:
             return
         if self._steps.scaled is not None and self._context.device.cuda.capturing():
@@ -115,31 +115,31 @@ class LossProbe:
             number = value.item()
             recorder.add_loss(number, within_step=in_closure)
             if number - number:  # NaN, which is true, unless it is finite
-                self._nonfinite(given)
+                self._nonfinite(arguments)
         if begun_ns:
             self._context.record_overhead(self.name, monotonic_ns() - begun_ns)
 
     def _sum(self, tensors: Sequence[Any], gradients: Any) -> tuple[Any, Any]:
         """Return the sum of scalars, or a single tensor, as the loss; ``(None, None)`` if there is none to read."""
-        given = gradients if type(gradients) in {tuple, list} else [gradients] * len(tensors)
-        found = [self._one(*pair) for pair in zip(tensors, given, strict=False)]
-        plain = [each.detach() for each in found if each is not None]
-        if len(plain) != len(tensors) or len({each.device for each in plain}) != 1:
+        weights = gradients if type(gradients) in {tuple, list} else [gradients] * len(tensors)
+        scalars = [self._scalar(*pair) for pair in zip(tensors, weights, strict=False)]
+        plain = [scalar.detach() for scalar in scalars if scalar is not None]
+        if len(plain) != len(tensors) or len({scalar.device for scalar in plain}) != 1:
             return None, None
         if len(plain) == 1:
-            return found[0], None
+            return scalars[0], None
         if self._scale is not None or (not plain[0].is_cpu and self._context.device.cuda.capturing()):
             return None, None
-        return sum(each.reshape(()) for each in plain), None
+        return sum(scalar.reshape(()) for scalar in plain), None
 
-    def _plain(self, given: object, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the unscaled loss, detached. ``given``: the backward's argument, of which ``tensor`` is the plain form."""
+    def _plain(self, argument: object, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the unscaled loss, detached. ``argument``: the backward's, ``tensor`` in its plain form."""
         scaled, unscaled = self._steps.scaled, self._unscaled
         if scaled is None or unscaled is None:
             return tensor.detach()
         alive = scaled()
         self._steps.scaled = self._unscaled = None
-        if alive is given:
+        if alive is argument:
             return unscaled
         if self._scale is not None and alive is None:
             return tensor.detach() / self._scale  # divided after scaling, for an accumulation
@@ -160,7 +160,7 @@ class LossProbe:
             parts.append(arriving)
 
     def sample(self) -> None:
-        """Write the losses of ended steps whose values have arrived."""
+        """Write the losses of ended steps that have arrived."""
         for kind in self._context.device.unread.keys() - self._reported:
             self._reported.add(kind)  # why there is no loss and no norm
             self._context.report("device_unread", device_type=kind)

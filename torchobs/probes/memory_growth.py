@@ -39,7 +39,7 @@ class GrowthGauges:
     def show(self, verdicts: Sequence[Verdict]) -> bool:
         """Publish the fastest growth and the earliest limit of these spaces (several devices, for example).
 
-        Return True if a limit that is near has just been reported.
+        Return whether a limit that is near has just been reported.
         """
         per_step = max((growth.per_step for growth, _ in verdicts if growth is not None), default=None)
         if per_step is None:

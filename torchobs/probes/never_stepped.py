@@ -46,7 +46,7 @@ class NeverStepped:
         self._looked_at = 0
         """Backward passes after which the candidates were looked at; 0 while they are to be"""
         self._reached = ""
-        """Class of an optimizer to whose parameter a gradient has come"""
+        """Class of an optimizer that a gradient has reached"""
 
     def sample(self) -> None:
         """Look for optimizers, which holds the GIL for some 100 ms, if no step has ended after so many backward passes."""
@@ -75,9 +75,9 @@ class NeverStepped:
         """Watch which optimizer gradients reach; say that there is no step if there is none, or none is reached."""
         self._context.yield_gil()
         self._due, self._since_s = 4 * count if self._said else count + LEAST, self._clock()
-        found = [] if self._handles else living_optimizers()
-        self._candidates = [ref(each) for each in found]
-        if found:
+        optimizers = [] if self._handles else living_optimizers()
+        self._candidates = [ref(optimizer) for optimizer in optimizers]
+        if optimizers:
             self._context.at_backward(partial(self._watch, count))
         elif not self._said:
             self._say(count)
@@ -92,7 +92,8 @@ class NeverStepped:
         """Note which of the optimizers a gradient comes to. In the training thread, as a backward pass begins."""
         import torch  # torch is optional until training begins
 
-        optimizers, self._candidates = [each for known in self._candidates if (each := known()) is not None], []
+        optimizers = [optimizer for reference in self._candidates if (optimizer := reference()) is not None]
+        self._candidates = []
         if torch.compiler.is_compiling() or self._context.device.cuda.capturing():
             return
         self._looked_at = count
@@ -113,5 +114,5 @@ class NeverStepped:
 def _watched_parameters(optimizer: Any, count: int) -> list[Any]:
     """Return parameters of the optimizer that autograd takes a hook on, and that no hand updated in those backward passes."""
     most = max(count, LEAST) // 2
-    found = (one for one in parameters_of(optimizer) if one.requires_grad and one.is_leaf and one._version < most)
-    return list(islice(found, _MOST_PARAMETERS))
+    untouched = (x for x in parameters_of(optimizer) if x.requires_grad and x.is_leaf and x._version < most)
+    return list(islice(untouched, _MOST_PARAMETERS))

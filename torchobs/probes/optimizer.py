@@ -11,7 +11,7 @@ scheduler updates: the groups of the inner optimizers are used instead.
 
 Adam, its relatives and RMSprop count their steps in the state that is saved with a checkpoint (``state[parameter]["step"]``),
 fused ones of other libraries in their groups. It is read once, before the first step. A number given to
-``torchobs.log(resumed_from=...)`` goes before. SGD counts nothing: then the step is not known.
+``torchobs.log(resumed_from=...)`` goes before. SGD counts nothing: then the step is unknown.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 MAX_GROUPS = 8
 MAX_DIFFERING = 4
-"""Groups of which the other hyperparameters are recorded, where they differ from the first group's"""
+"""Groups that have their other hyperparameters recorded, where they differ from the first group's"""
 LOOK_STEPS = 128
 """Steps after which new optimizers are looked for, unless another probe uses the hook more often"""
 DEVICE_NS = 1_000_000_000
 
 
 class _Container:
-    """An optimizer whose step calls those of others, and these."""
+    """An optimizer that calls the steps of others in its own, and these."""
 
     __slots__ = ("_parts", "first", "outer")
 
@@ -58,8 +58,8 @@ class _Container:
 
     def add(self, part: torch.optim.Optimizer) -> None:
         """Note that an optimizer steps within the outer one."""
-        known = self._parts.get(id(part))
-        if known is not None and known() is part:
+        reference = self._parts.get(id(part))
+        if reference is not None and reference() is part:
             return
         self._parts[id(part)] = ref(part)
         outer = self.outer()
@@ -68,9 +68,9 @@ class _Container:
 
     def parts(self) -> list[torch.optim.Optimizer]:
         """Return the inner optimizers if together they update all parameters of the outer one (ZeRO's has a rank's share)."""
-        outer, living = self.outer(), [part for known in self._parts.values() if (part := known()) is not None]
-        held = {parameter for part in living for parameter in _parameters(part)}
-        return living if outer is not None and held.issuperset(_parameters(outer)) else []
+        outer, living = self.outer(), [part for reference in self._parts.values() if (part := reference()) is not None]
+        updated = {parameter for part in living for parameter in _parameters(part)}
+        return living if outer is not None and updated.issuperset(_parameters(outer)) else []
 
 
 class OptimizerProbe:
@@ -115,11 +115,11 @@ class OptimizerProbe:
         """Note that an optimizer steps within the step of the one with this id."""
         container = self._containers.get(outer)
         if container is None or container.outer() is None:
-            known = next((each for each in self._living() if id(each) == outer), None)
-            if known is None or known is optimizer:
+            enclosing = next((living for living in self._living() if id(living) == outer), None)
+            if enclosing is None or enclosing is optimizer:
                 return  # a subclass's step calls its parent's
-            self._containers = {key: each for key, each in self._containers.items() if each.outer() is not None}
-            container = self._containers[outer] = _Container(known)
+            self._containers = {key: entry for key, entry in self._containers.items() if entry.outer() is not None}
+            container = self._containers[outer] = _Container(enclosing)
         if id(optimizer) != outer:
             container.add(optimizer)
         if outer == self._context.recorder.plain.rated and container.first is not None and container.first() is optimizer:
@@ -133,9 +133,9 @@ class OptimizerProbe:
         models, living = self._context.recorder.models, self._living()
         if models.changes != self._changes:
             self._changes, living = models.changes, []
-        if not any(known is optimizer for known in living):
+        if not any(other is optimizer for other in living):
             living = _with(optimizer, living)[:MAX_GROUPS]
-            self._optimizers = [ref(one) for one in living]
+            self._optimizers = [ref(other) for other in living]
         self._first, self._context.recorder.plain.rated = ref(living[0]), id(living[0])
 
     def _take_from_device(self, rate: Any, number: float | None) -> None:
@@ -157,7 +157,7 @@ class OptimizerProbe:
         append(step, monotonic_ns(), RecordKind.LATE, StepFlag.LEARNING_RATE, 0, 0.0, 0.0, 0.0, rate, (0.0,) * 9)
 
     def _living(self) -> list[torch.optim.Optimizer]:
-        return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def _groups(self) -> list[dict[str, Any]]:
         stepping = [part for optimizer in self._living() for part in self._parts_of(optimizer) or [optimizer]]
@@ -170,35 +170,35 @@ class OptimizerProbe:
     def sample(self) -> None:
         """Update the series that have changed."""
         groups = self._groups()
-        found = {
+        series = {
             (catalog.LEARNING_RATE, index): rate
             for index, group in enumerate(groups)
             if index and (rate := self._rate(group.get("lr"))) is not None
         }
         for metric, values in _others(groups[:MAX_DIFFERING]).items():
             for index, value in enumerate(values):
-                known = (metric, index) in self._shown
-                if value is not None and (known or not index or value != values[0]):
-                    found[metric, index] = value
-        if found != self._shown:
-            self._show(found)
+                is_shown = (metric, index) in self._shown
+                if value is not None and (is_shown or not index or value != values[0]):
+                    series[metric, index] = value
+        if series != self._shown:
+            self._show(series)
 
     def _rate(self, rate: Any) -> float | None:
         number = number_of(rate)
         return self._arrived.get(id(rate)) if number is None else number
 
-    def _show(self, found: Mapping[tuple[Metric, int], float]) -> None:
-        gone = dict.fromkeys(self._shown.keys() - found.keys(), nan)  # its optimizer was deleted
-        for (metric, index), value in {**found, **gone}.items():
+    def _show(self, values: Mapping[tuple[Metric, int], float]) -> None:
+        gone = dict.fromkeys(self._shown.keys() - values.keys(), nan)  # its optimizer was deleted
+        for (metric, index), value in {**values, **gone}.items():
             if self._shown.get((metric, index)) != value:
                 self._context.set_gauge(metric, value, {"group": str(index)})
-        self._shown = dict(found)
+        self._shown = dict(values)
 
 
 def _with(optimizer: torch.optim.Optimizer, others: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     """Return all in order; the optimizer takes the place of the first one that it shares parameters with, and drops those."""
-    own = set(_parameters(optimizer))
-    left = [own.isdisjoint(_parameters(other)) for other in others]
+    parameters = set(_parameters(optimizer))
+    left = [parameters.isdisjoint(_parameters(other)) for other in others]
     place = left.index(False) if False in left else len(others)  # all before it stay
     kept = [other for other, stays in zip(others, left, strict=True) if stays]
     return [*kept[:place], optimizer, *kept[place:]]

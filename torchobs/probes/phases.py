@@ -79,14 +79,14 @@ class PhaseProbe:
         self._open.sample(last=self._ended)
         self._training.evaluating_since_ns = self._open.evaluating_since_ns
         self._startup.sample(last=self._ended)
-        found = self._context.recorder.evaluations
-        while found:
-            begun_ns, ended_ns = found.popleft()
+        evaluations = self._context.recorder.evaluations
+        while evaluations:
+            begun_ns, ended_ns = evaluations.popleft()
             if ended_ns - begun_ns >= LONG_NS or self._budget.take(ended_ns):
                 self._context.write_span(catalog.SPAN_EVALUATION.name, begun_ns, ended_ns, {}, failed=False)
 
     def _is_idle(self) -> bool:
-        """Return True if no boundary came for longer than goodput's idle threshold and the training loop is not running.
+        """Return whether no boundary came for longer than goodput's idle threshold and the training loop is not running.
 
         The stack, 6 µs to read, is read only then: a second stage's loop is recorded some steps later.
         """
@@ -132,10 +132,10 @@ class OpenTime:
             return
         if last:
             self._context.writer.fold()
-        seen = recorder.so_far()
-        if seen is None:
+        progress = recorder.so_far()
+        if progress is None:
             return
-        step, state = seen
+        step, state = progress
         self.evaluating_since_ns = state.evaluating_since()
         longest_s = core.totals.floats[DURATION_SUM + 2]
         spent, idle_ns = state.close_early(now_ns, 0 if last else idle_from(longest_s) * 1e9)

@@ -104,13 +104,13 @@ class ProcessStats:
         pid = self._this.pid
         if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
             return None
-        known: list[int] = []
+        descendants: list[int] = []
         waiting = [pid]
-        while waiting and len(known) < MAX_CHILDREN:
+        while waiting and len(descendants) < MAX_CHILDREN:
             fresh = _children_of(waiting.pop())
-            known += fresh
+            descendants += fresh
             waiting += fresh
-        return len(known), sum(_rss_in(read(f"/proc/{child}/statm")) for child in known)
+        return len(descendants), sum(_rss_in(read(f"/proc/{child}/statm")) for child in descendants)
 
     def machine(self) -> Machine:
         """Return the machine's memory."""
@@ -162,8 +162,8 @@ class Group(NamedTuple):
 def tightest_group(root: str = "") -> Group | None:
     """Return the tightest memory cgroup of this process; ``None`` outside of any. Limits change, and processes move."""
     groups = of_process("memory", root)
-    found = tightest(groups, root) if groups else None
-    return Group(found[0], groups.v2, found[1]) if groups and found else None
+    result = tightest(groups, root) if groups else None
+    return Group(result[0], groups.v2, result[1]) if groups and result else None
 
 
 class MemoryLimits:
@@ -281,8 +281,8 @@ class CgroupProbe:
             self._count(catalog.CGROUP_CPU_THROTTLED_PERIODS, cpu.throttled)
             self._count(catalog.CGROUP_CPU_THROTTLED_TIME, cpu.throttled_s)
         for resource in catalog.RESOURCE.values if self._pressure is not None else ():
-            found = pressure(read(f"{self._root}{self._pressure}/{resource}.pressure"))
-            for waiting, seconds in found.items():
+            waits = pressure(read(f"{self._root}{self._pressure}/{resource}.pressure"))
+            for waiting, seconds in waits.items():
                 if waiting in catalog.WAITING.values:
                     self._count(catalog.CGROUP_PRESSURE_TIME, seconds, resource=resource, waiting=waiting)
 
@@ -359,11 +359,11 @@ class MemoryProbe:
 
     def _read(self, *, thorough: bool) -> None:
         self._limits.update(thorough=thorough)
-        own, limits = self._process.resident().anonymous, self._limits
-        self._anonymous.see(own)
+        anonymous, limits = self._process.resident().anonymous, self._limits
+        self._anonymous.see(anonymous)
         if limits.grouped is not None:
             self._cgroup_floor.see(limits.grouped)
-        self._check_fast_growth(own if limits.grouped is None else limits.grouped)
+        self._check_fast_growth(anonymous if limits.grouped is None else limits.grouped)
         if self._shares_memory:
             self._read_shared(show=thorough)
 

@@ -2,8 +2,8 @@
 
 *Weights*: DDP averages gradients: weights that differ once (a checkpoint loaded on one rank alone, a learning rate of its own)
 differ for ever, while the gradients agree. Steps are powers of two, so that all ranks choose the same without a word to each
-other; what is written are the norm of some weights and their sums with random signs, whose squared differences are, on average,
-the squared distance between the weights (Johnson & Lindenstrauss 1984; with signs: Achlioptas 2003).
+other; what is written are the norm of some weights and their sums with random signs. Their squared differences are, on
+average, the squared distance between the weights (Johnson & Lindenstrauss 1984; with signs: Achlioptas 2003).
 
 *Batches*: without a ``DistributedSampler`` each rank computes what the others compute. The first eight batches of an iteration
 that trains (steps end between its fetches; an evaluation of all data on every rank is none) are each written as a number made
@@ -67,27 +67,27 @@ class ReplicaWeights:
             return
         with torch.no_grad():
             chosen = [
-                evenly_sampled(each.detach().view(-1), _ELEMENTS).float()
-                for each in _evenly(list(self._parameters()), _PARAMETERS)
+                evenly_sampled(parameter.detach().view(-1), _ELEMENTS).float()
+                for parameter in _evenly(list(self._parameters()), _PARAMETERS)
             ]
-            if not chosen or len({each.device for each in chosen}) > 1:
+            if not chosen or len({parameter.device for parameter in chosen}) > 1:
                 return
             vector = torch.cat(chosen)
             self._sent.append((step + 1, vector.tolist() if vector.is_cpu else self._devices.copies.send(vector)))
 
     def _parameters(self) -> Iterator[Any]:
         """Yield the parameters that are the same on all ranks of the run."""
-        for known in self._replicas.models:
-            model = known()
+        for reference in self._replicas.models:
+            model = reference()
             group = getattr(model, "process_group", None)
             if model is None or group is None or group.size() != torch.distributed.get_world_size():
                 continue
             ignored = getattr(model, "parameters_to_ignore", ())
-            for name, each in model.module.named_parameters():
-                dense = type(each) in {torch.nn.Parameter, torch.Tensor} and each.layout is torch.strided
-                plain = dense and each.is_floating_point()
-                if plain and each.requires_grad and name not in ignored and each.is_contiguous() and each.numel():
-                    yield each
+            for name, tensor in model.module.named_parameters():
+                dense = type(tensor) in {torch.nn.Parameter, torch.Tensor} and tensor.layout is torch.strided
+                plain = dense and tensor.is_floating_point()
+                if plain and tensor.requires_grad and name not in ignored and tensor.is_contiguous() and tensor.numel():
+                    yield tensor
 
     def sample(self) -> None:
         """Write what has arrived. In the sampler thread."""
@@ -114,7 +114,7 @@ def _evenly(items: list[Any], most: int) -> list[Any]:
 
 
 _MOST_ITERATIONS = 4
-"""Iterations of which the batches are written; the first may be a look at the data, or an evaluation"""
+"""Iterations that have their batches written; the first may be a look at the data, or an evaluation"""
 _TENSORS, _ELEMENTS = 4, 4096
 
 
@@ -123,7 +123,7 @@ class ReplicaBatches:
 
     def __init__(self, context: ProbeContext, replicas: Replicas) -> None:
         self._context, self._replicas = context, replicas
-        self._seen: WeakKeyDictionary[Any, list[tuple[int, float]]] = WeakKeyDictionary()
+        self._fetched: WeakKeyDictionary[Any, list[tuple[int, float]]] = WeakKeyDictionary()
         """Of each iterator the last ended step before a fetch, and the batch's number"""
         self._written = 0
 
@@ -132,28 +132,28 @@ class ReplicaBatches:
         return self._written < _MOST_ITERATIONS and _in_one_group()
 
     def look(self, iterator: Any, batch: Any) -> bool:
-        """Look at a batch; return True if the next one is wanted, too. In the thread that fetches it."""
+        """Look at a batch; return whether the next one is wanted, too. In the thread that fetches it."""
         if not self.wants():
             return False
-        seen = self._seen.setdefault(iterator, [])
+        fetched = self._fetched.setdefault(iterator, [])
         number = number_of(batch)
-        if number is None or len(seen) >= LOOKED_BATCHES:
+        if number is None or len(fetched) >= LOOKED_BATCHES:
             return False
-        seen.append((self._context.recorder.ended, number))
-        if len(seen) < LOOKED_BATCHES:
+        fetched.append((self._context.recorder.ended, number))
+        if len(fetched) < LOOKED_BATCHES:
             return True
-        self._seen.pop(iterator)
-        first, last = seen[0][0], seen[-1][0]
+        self._fetched.pop(iterator)
+        first, last = fetched[0][0], fetched[-1][0]
         if last > first and self._is_replicated():
             self._written += 1
-            values = [number for _, number in seen]
+            values = [number for _, number in fetched]
             self._context.writer.event(catalog.EVENT_REPLICA_BATCHES.name, {"values": values}, first + 1)
         return False
 
     def _is_replicated(self) -> bool:
         """Return whether all ranks train one model together."""
         size = sys.modules["torch.distributed"].get_world_size()
-        groups = [getattr(known(), "process_group", None) for known in self._replicas.models]
+        groups = [getattr(reference(), "process_group", None) for reference in self._replicas.models]
         return any(group is not None and group.size() == size for group in groups)
 
 
@@ -170,12 +170,12 @@ def _in_one_group() -> bool:
 
 def number_of(batch: Any) -> float | None:
     """Return a number that differs where some of a batch's elements do; ``None`` without tensors on the CPU."""
-    total, found = 0.0, 0
+    total, count = 0.0, 0
     for tensor in islice(_tensors(batch, MOST_DEPTH), _TENSORS):
         flat = tensor.detach().reshape(-1)[:_ELEMENTS].double()
-        weights = torch.arange(1 + found, 1 + found + len(flat), dtype=torch.float64, device="cpu").sqrt()
-        total, found = total + float((flat * weights).sum()), found + len(flat)
-    return total if found and isfinite(total) else None
+        weights = torch.arange(1 + count, 1 + count + len(flat), dtype=torch.float64, device="cpu").sqrt()
+        total, count = total + float((flat * weights).sum()), count + len(flat)
+    return total if count and isfinite(total) else None
 
 
 def _tensors(part: Any, depth: int) -> Iterator[Any]:

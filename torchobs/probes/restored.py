@@ -34,7 +34,7 @@ class Restored:
         self._whole = WeakSet[Any]()
         """modules that were given all of their state"""
         self._left: set[int] = set()
-        """numbers of parameters of the optimizers whose state was in a file"""
+        """numbers of parameters of the optimizers with a state in a file"""
         context.hooks.before_step.register(breaker, self._before_step)
         context.hooks.before_step.due_at = 0
 
@@ -84,7 +84,7 @@ def _optimizers(content: Any, depth: int = 2) -> Iterator[int]:
     state, groups = (content.get("state"), content.get("param_groups")) if isinstance(content, dict) else (None, None)
     if isinstance(state, Mapping) and state and isinstance(groups, list):
         parameters = [group.get("params") for group in groups if isinstance(group, dict)]
-        yield sum(len(each) for each in parameters if isinstance(each, list))
+        yield sum(len(group) for group in parameters if isinstance(group, list))
     elif depth:
         for value in islice(content.values() if isinstance(content, dict) else content, _MOST_LOOKED_AT):
             yield from _optimizers(value, depth - 1)

@@ -30,7 +30,7 @@ class Order:
 
 
 class SameOrder:
-    """A part of ``epochs.EpochProbe``, called under its lock. Told once."""
+    """A part of ``epochs.EpochProbe``, called under its lock. Reported once."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
@@ -40,7 +40,7 @@ class SameOrder:
         self._is_set = self._is_told = self._stands = False
 
     def begun(self, loader: Any) -> Order | None:
-        """Return what the order of a loader that is iterated follows from; ``None`` if no ``DistributedSampler`` shuffles."""
+        """Return the state that decides an iterated loader's order; ``None`` if no ``DistributedSampler`` shuffles."""
         order, last = _order(loader), self._last
         if order is not None and last is not None and order.sampler == last.sampler and order.follows != last.follows:
             self._take_back()
@@ -61,7 +61,7 @@ class SameOrder:
             self._context.report("same_order", step)
 
     def _take_back(self) -> None:
-        """Note that the sampler is given epochs; write the event again, of no parameter, if the contrary was told."""
+        """Note that the sampler is given epochs; write the event again, of no parameter, if the contrary was reported."""
         self._is_set = True
         if self._stands:
             self._stands = False

@@ -35,7 +35,7 @@ class Scalars:
         """Floating-point operations of a training step, if given"""
 
     def has_room(self, name: str) -> bool:
-        """Return True if there is room for a series of that name; else count it as dropped."""
+        """Return whether there is room for a series of that name; else count it as dropped."""
         if name not in self._names and len(self._names) >= MOST_NAMES:
             self._table.dropped += 1
             return False
@@ -52,15 +52,15 @@ class Scalars:
 
         In the sampler thread.
         """
-        found: list[tuple[str, int, float]] = []
+        points: list[tuple[str, int, float]] = []
         for name in list(self._logged):
             number, due_s = self._written.get(name, (0, now_s))
             if now_s >= due_s or last:
-                found.append((name, *self._logged.pop(name)))
+                points.append((name, *self._logged.pop(name)))
                 self._written[name] = number + 1, now_s + EVERY_S * 2 ** min(number // POINTS, 20)
-        if not found:
+        if not points:
             return None
-        return {key: list(column) for key, column in zip(("names", "steps", "values"), zip(*found, strict=True), strict=True)}
+        return {key: list(column) for key, column in zip(("names", "steps", "values"), zip(*points, strict=True), strict=True)}
 
     def set_total_steps(self, value: float) -> None:
         """Set how many steps this process will take."""

@@ -75,9 +75,9 @@ class SchedulerProbe:
         self._patched: set[type] = set()
         self._within = _OUTSIDE
         self._outer = 0
-        """id of the scheduler whose own ``step`` is running"""
+        """id of the scheduler that is within its own ``step``"""
         self._steps = self._shown = self._optimizer_calls = 0
-        self._known = ObjectIndex(MAX_KNOWN, lambda _: _Scheduler())
+        self._schedulers = ObjectIndex(MAX_KNOWN, lambda _: _Scheduler())
         self._misuses: list[tuple[str, _Scheduler]] = []
 
     def install(self, context: ProbeContext) -> None:
@@ -184,12 +184,12 @@ class SchedulerProbe:
 
     def _of(self, optimizer: object) -> list[_Scheduler]:
         """Return the schedulers of an optimizer."""
-        states = [state for _, state in self._known.living()]
+        states = [state for _, state in self._schedulers.living()]
         return [state for state in states if state.optimizer is not None and state.optimizer() is optimizer]
 
     def _state_of(self, scheduler: Any) -> _Scheduler | None:
         """Return a scheduler's state, made when it is seen first, with the counters at 0; ``None`` beyond ``MAX_KNOWN``."""
-        state = self._known.of(scheduler)
+        state = self._schedulers.of(scheduler)
         if state is None or state.name:
             return state
         context, optimizer = self._context, getattr(scheduler, "optimizer", None)
@@ -231,7 +231,7 @@ class SchedulerProbe:
 
     def observe(self) -> None:
         """Judge the living schedulers."""
-        for scheduler, state in self._known.living():
+        for scheduler, state in self._schedulers.living():
             self._judge(scheduler, state)
         self.sample()
 

@@ -55,7 +55,7 @@ GONE = -1
 _U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
 _UNTIMED = (0.0,) * PHASES
 _UNSEEN = 1 << 16
-"""In place of boundaries that nobody has seen: the hooks were off, or it was another thread"""
+"""In place of boundaries that were not seen: the hooks were off, or it was another thread"""
 _BACKWARD = _UNSEEN | 1 << BACKWARD_BEGINS | 1 << CLOSURE_BEGINS
 _GOING_ON = _BACKWARD | 1 << FETCH
 _TRAINING = 1 << BACKWARD_BEGINS | 1 << FETCH | 1 << CLOSURE_BEGINS | 1 << STEP_BEGINS
@@ -63,7 +63,7 @@ _TRAINING = 1 << BACKWARD_BEGINS | 1 << FETCH | 1 << CLOSURE_BEGINS | 1 << STEP_
 
 
 class PendingStep:
-    """A step in progress whose number is not known yet, since it has parts already; see :func:`resolve_step`."""
+    """A step in progress without a number yet, since it has parts already; see :func:`resolve_step`."""
 
     __slots__ = ("step",)
 
@@ -73,7 +73,7 @@ class PendingStep:
 
 
 def resolve_step(pending_step: PendingStep | int) -> int:
-    """Return the step number for a result of ``StepRecorder.pending_step``, 0 while it is not known."""
+    """Return the step number for a result of ``StepRecorder.pending_step``, 0 while it is unknown."""
     return pending_step.step if isinstance(pending_step, PendingStep) else pending_step
 
 
@@ -160,7 +160,7 @@ class StepRecorder:
 
     __slots__ = (
         "_append", "_calls", "_carry", "_compiling_ns", "_early", "_first", "_has_deleted", "_keys", "_optimizers",
-        "_pacemaker", "_parts", "_seen_backward", "_without", "_work_done", "arguments", "direct", "evaluations", "given",
+        "_pacemaker", "_parts", "_seen_backward", "_without", "_work_done", "arguments", "direct", "evaluations", "logged",
         "models", "plain", "restarts", "sizes", "trace", "values",
     )  # fmt: skip
 
@@ -174,7 +174,7 @@ class StepRecorder:
         """Whether the user marks the boundaries by ``torchobs.step()``."""
         self.sizes: dict[int, tuple[int, int]] = {}
         """Tokens and samples of a batch by loader, inferred; empty if they are not. Replaced, never changed."""
-        self.given = set[str]()
+        self.logged = set[str]()
         """Which of the two the script gives to ``torchobs.log``: from the first time on they are not inferred"""
         self.restarts = 0
         """How often the hooks were off for a while"""
@@ -215,12 +215,12 @@ class StepRecorder:
 
     def optimizers(self) -> list[Any]:
         """Return the living optimizers that have stepped. From any thread."""
-        return [optimizer for known in list(self._optimizers.values()) if (optimizer := known.ref()) is not None]
+        return [optimizer for entry in list(self._optimizers.values()) if (optimizer := entry.ref()) is not None]
 
     def alive(self, key: int) -> Any:
         """Return the optimizer of that id; ``None`` if it has not stepped or was deleted."""
-        known = self._optimizers.get(key)
-        return None if known is None else known.ref()
+        entry = self._optimizers.get(key)
+        return None if entry is None else entry.ref()
 
     # -- values ------------------------------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class StepRecorder:
         self.values.flags |= flag
 
     def has_flag(self, flag: int) -> bool:
-        """Return True if a flag of the step in progress is set, be it of an earlier part."""
+        """Return whether a flag of the step in progress is set, be it of an earlier part."""
         return bool(self.values.flags & flag) or any(part.values.flags & flag for part in self._parts)
 
     def set_rate(self, rate: float | None) -> None:
@@ -320,7 +320,7 @@ class StepRecorder:
 
     def learn_sizes(self, loader: int, tokens: int, samples: int) -> None:
         """Let each batch of that loader, by id, count so many tokens and samples from now on, without those that are given."""
-        sizes = 0 if "tokens" in self.given else tokens, 0 if "samples" in self.given else samples
+        sizes = 0 if "tokens" in self.logged else tokens, 0 if "samples" in self.logged else samples
         others = {key: value for key, value in self.sizes.items() if key != loader}
         others = dict(islice(others.items(), max(0, len(others) + 1 - MOST_LOADERS), None))
         self.sizes, self.plain.expected = others | ({loader: sizes} if any(sizes) else {}), None
@@ -330,10 +330,10 @@ class StepRecorder:
         self.sizes, self.plain.expected = {}, None
 
     def _give(self, name: str, amount: int, values: StepValues | PlainSteps | None) -> int:
-        """Infer no more what the script gives; return what of it is not counted yet. ``values``: of the step in progress."""
-        if not amount or name in self.given:
+        """Stop inferring what the script gives; return the part not counted yet. ``values``: of the step in progress."""
+        if not amount or name in self.logged:
             return amount
-        self.given.add(name)
+        self.logged.add(name)
         for loader, sizes in self.sizes.items():
             self.learn_sizes(loader, *sizes)
         if values is not None:
@@ -371,7 +371,7 @@ class StepRecorder:
         return state
 
     def _has(self, codes: int) -> bool:
-        """Return True if there was one of these boundaries since the last part."""
+        """Return whether there was one of these boundaries since the last part."""
         return bool(self._early & codes) or any(codes >> (stamp & 15) & 1 for stamp in self.trace)
 
     def compile_begins(self, now_ns: int) -> None:
@@ -385,11 +385,11 @@ class StepRecorder:
         self.trace.append(now_ns << 4 | UNPIN)
 
     def has_begun(self, besides: Collection[int] = ()) -> bool:
-        """Return True if anything was recorded since the last end, ``besides`` those boundaries. From any thread."""
+        """Return whether anything was recorded since the last end, ``besides`` those boundaries. From any thread."""
         return self._carry is not None or any(stamp & 15 not in besides for stamp in self.trace[:8])
 
     def in_fetch(self) -> bool:
-        """Return True if the training thread is fetching a batch."""
+        """Return whether the training thread is fetching a batch."""
         return bool(self.trace) and self.trace[-1] & 15 == FETCH
 
     def exhausted(self, since_ns: int) -> set[int]:
@@ -408,7 +408,7 @@ class StepRecorder:
         return named[0] if pinned else PHASE_OF[code], last[0] >> 4
 
     def so_far(self) -> tuple[int, Carry] | None:
-        """Return the number of the last step written, and what is known of the time since its end. For the sampler thread.
+        """Return the number of the last step written, and the known time since its end. For the sampler thread.
 
         ``None`` if the training thread has ended a step meanwhile. Each copy is consistent, since the GIL makes it atomic.
         """
@@ -442,7 +442,7 @@ class StepRecorder:
     # -- the step's end ----------------------------------------------------------------------------------------------------
 
     def optimizer_begins(self, optimizer: Any, *, evaluates: bool = False, within_backward: bool = False) -> bool:
-        """Note that an optimizer is about to step; return True if it has never stepped. Rule 1.
+        """Note that an optimizer is about to step; return whether it has never stepped. Rule 1.
 
         ``evaluates``: its closure does the backward pass. ``within_backward``: it steps in one (rule 4).
         """
@@ -474,7 +474,7 @@ class StepRecorder:
         """
         if not self._parts or not self._has_deleted:
             return
-        living = {PASS, 0, *(known.key for known in list(self._optimizers.values()))}
+        living = {PASS, 0, *(entry.key for entry in list(self._optimizers.values()))}
         if living.isdisjoint(self._named()):
             parts, number = self._parts, max(0, len(self._parts) - besides)
             for part in parts[:number]:
@@ -541,10 +541,10 @@ class StepRecorder:
 
     def end(self, now_ns: int) -> None:
         """End the step at the user's request (``torchobs.step``). Rule 5."""
-        known, touched = self.direct, self._has(_TRAINING)
+        was_direct, touched = self.direct, self._has(_TRAINING)
         self.direct, self.plain.sole = True, 0
         if not self._parts or touched:
-            if not known and not touched and self.step:
+            if not was_direct and not touched and self.step:
                 return  # the hooks have written this step; from the next one on the user's boundaries count
             self.values.flags |= StepFlag.DIRECT
             self._close({}, now_ns)
@@ -600,7 +600,7 @@ class StepRecorder:
         phases = tuple([length / 1e9 for length in spent]) if plain.timed else _UNTIMED
         is_plain = not self.direct and len(parts) == 1 and last.calls == {self._pacemaker: 1} and plain.pending is None
         living = list(self._optimizers.items()) if is_plain else []
-        plain.sole = next((one for one, known in living if known.key == self._pacemaker), 0)
+        plain.sole = next((ident for ident, entry in living if entry.key == self._pacemaker), 0)
         duration_s = sum(spent[phase] for phase in WITHIN_STEP) / 1e9
         self._append(
             step, last.ended_ns, RecordKind.STEP, values.flags, values.losses & _U32, duration_s, values.loss_sum,
@@ -611,14 +611,14 @@ class StepRecorder:
 
     def _key(self, optimizer: Any) -> int:
         """Return an optimizer's key: its own, or that of a deleted one over the same parameters, as if it were made anew."""
-        known = self._optimizers.get(ident := id(optimizer))
-        if known is not None and known.ref() is optimizer:
-            return known.key
+        entry = self._optimizers.get(ident := id(optimizer))
+        if entry is not None and entry.ref() is optimizer:
+            return entry.key
         first, key = next(parameters_of(optimizer), None), 0
         if self._has_deleted:  # else in no time: there may be an optimizer for each of a thousand parameters
             self._has_deleted = False
-            named, living = self._named(), {known.key for known in list(self._optimizers.values())}
-            self._first = {key: known for key, known in self._first.items() if key in living or key in named}
+            named, living = self._named(), {entry.key for entry in list(self._optimizers.values())}
+            self._first = {key: reference for key, reference in self._first.items() if key in living or key in named}
             deleted = [key for key in self._first if key not in living]
             if deleted:
                 self._has_deleted = True
@@ -642,19 +642,20 @@ class StepRecorder:
 
 def parameters_of(*optimizers: Any) -> Iterator[Any]:
     """Yield the parameters of optimizers, in their order. From any thread."""
-    return (each for one in optimizers for group in list(getattr(one, "param_groups", ())) for each in list(group["params"]))
+    groups = (group for optimizer in optimizers for group in list(getattr(optimizer, "param_groups", ())))
+    return (parameter for group in groups for parameter in list(group["params"]))
 
 
 # -- tokens and samples, inferred from batches until the script gives them to ``torchobs.log`` -------------------------------
 
 MOST_LOADERS = 16
-"""Loaders whose sizes are kept, the last ones: some loops make a new one for every epoch"""
+"""The last loaders that sizes are kept for: some loops make a new one for every epoch"""
 _SEVERAL = 2
 """An amount of more than this many steps is that of all steps so far: a script that logs every tenth step"""
 
 
 def uncounted(amount: int, counted: int, steps: int, *, ended: bool) -> int:
-    """Return what of the first amount that a script gives has not been inferred before.
+    """Return the part of the first amount that a script gives that has not been inferred before.
 
     It is that of one step, the one in progress or (``ended``) the last, or of all ``steps`` so far, in which ``counted`` were
     inferred: the latter if it is much more than a mean step's.
@@ -675,8 +676,8 @@ _ROOM = 1024
 class Models:
     """Parameters that have been stepped, which show a change of model in the same process.
 
-    It is the next fold of a cross-validation, the next trial of a sweep: the first step of an optimizer none of whose
-    parameters was ever stepped, while training is in progress, and not with the gradients of another one's step: an actor's may
+    It is the next fold of a cross-validation, the next trial of a sweep: the first step of an optimizer with no
+    parameter that was ever stepped, while training is in progress, and not with the gradients of another's step: an actor's may
     begin late, and uses the critic's backward pass. Baselines of the former model (loss, norms, step times) do not apply to the
     new one, so its first record carries ``StepFlag.NEW_MODEL``. A new optimizer over the same parameters, or over more besides
     them, continues the same model. In the training thread.
@@ -694,20 +695,20 @@ class Models:
         self._room = _ROOM
 
     def begins(self, optimizer: Any, step: int, *, goes_on: bool) -> bool:
-        """Return True if another model begins with this optimizer's first step, the one after ``step``.
+        """Return whether another model begins with this optimizer's first step, the one after ``step``.
 
         ``goes_on``: whether training has gone on since the last optimizer's step.
         """
         parameters = list(parameters_of(optimizer))
-        known = self._parameters
-        unseen = bool(known) and not any((seen := known.get(id(one))) is not None and seen() is one for one in parameters)
+        stepped = self._parameters
+        unseen = bool(stepped) and not any((ref := stepped.get(id(x))) is not None and ref() is x for x in parameters)
         another = unseen and goes_on and bool(parameters) and step - self._begun >= LEAST_STEPS
         if unseen and parameters:
             self._begun = step
         if another:
             self.changes, self.since = self.changes + 1, step
-        known.update((id(parameter), TensorReference(parameter)) for parameter in parameters)
-        if len(known) > self._room:
-            self._parameters = {key: seen for key, seen in known.items() if seen() is not None}
+        stepped.update((id(parameter), TensorReference(parameter)) for parameter in parameters)
+        if len(stepped) > self._room:
+            self._parameters = {key: reference for key, reference in stepped.items() if reference() is not None}
             self._room = max(_ROOM, 2 * len(self._parameters))
         return another

@@ -45,7 +45,7 @@ _OPTIMIZER_FILE = "torch/optim/optimizer.py"
 _EVERY_NS, _BURST = 60_000_000_000, 32
 """Events of model changes: the first ones, then at most one a minute"""
 _PATIENCE = 3
-"""Steps of another thread without one of the training thread, after which the latter no longer counts as such"""
+"""Steps of another thread without one of the training thread, after which the latter does not count as such"""
 
 
 class StepProbe:
@@ -54,7 +54,7 @@ class StepProbe:
     name = "step"
 
     def __init__(self) -> None:
-        self._given = False
+        self._has_closure = False
         """Whether the step was given a closure"""
         self._nests = False
         """Whether an optimizer's step has called another's"""
@@ -162,7 +162,7 @@ class StepProbe:
         evaluates = closure and not self._no_backward.get(optimizer)
         within = plain.backwards
         fresh = self._begins(optimizer, ident, evaluates=evaluates, within_backward=within)
-        self._given = closure and not within
+        self._has_closure = closure and not within
         if evaluates:
             recorder.begin_closure()
         if not within:
@@ -175,10 +175,10 @@ class StepProbe:
         hook, step = self._before_step, plain.step
         if step >= hook.due_at or step == hook.last or evaluates or fresh:
             hook.notify(optimizer, evaluates)
-        return self._watched(args, kwargs) if evaluates and self._given else None
+        return self._watched(args, kwargs) if evaluates and self._has_closure else None
 
     def _begins(self, optimizer: torch.optim.Optimizer, ident: int, *, evaluates: bool, within_backward: bool) -> bool:
-        """Let the recorder know that an optimizer begins to step; return True if it has never stepped."""
+        """Let the recorder know that an optimizer begins to step; return whether it has never stepped."""
         recorder = self._recorder
         if ident != self._plain.thread and not within_backward:
             recorder.note_unseen()
@@ -230,7 +230,7 @@ class StepProbe:
         if plain.depth > 0:
             return
         metered, plain.depth, plain.stepping = plain.metered, 0, False
-        if self._given:
+        if self._has_closure:
             self._closure_ends(optimizer)
         if not plain.backwards:  # else the pass is the step
             self._recorder.optimizer_ends(optimizer, now_ns)
@@ -239,7 +239,7 @@ class StepProbe:
 
     def _closure_ends(self, optimizer: torch.optim.Optimizer) -> None:
         """Record whether it did a backward. One that once did may do without: Lightning's, when a batch is skipped."""
-        self._given = self._plain.in_closure = False
+        self._has_closure = self._plain.in_closure = False
         for stamp in reversed(self._recorder.trace):
             code = stamp & 15
             if code in (CLOSURE_GOES_ON, BACKWARD_ENDS):
@@ -253,7 +253,7 @@ class StepProbe:
 
 
 def _as_function(hook: Hook) -> Hook:
-    """Return a function of a file that Dynamo is told to skip: of a compiled callable it makes a graph, or fails."""
+    """Return a function of a file that Dynamo skips: of a compiled callable it makes a graph, or fails."""
 
     def call_hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return hook(optimizer, args, kwargs)
@@ -296,7 +296,7 @@ class BackwardWatch:
         return backward
 
     def _any_backward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a backward pass that is no plain step's; return what ``original`` does."""
+        """Record a backward pass that is no plain step's; return the result of ``original``."""
         recorder, breaker = self._context.recorder, self._breaker
         plain, elsewhere = recorder.plain, get_ident() != recorder.plain.thread
         if plain.backwards or breaker.is_open or elsewhere or (self._modes() and self._graph_being_made()):
@@ -326,7 +326,7 @@ class BackwardWatch:
                 self._end_pass()
 
     def _watched_engine(self, engine: Any) -> Any:
-        """Return a stand-in for the engine, of which there is one in a process, with our ``run_backward``.
+        """Return a stand-in for the process's only engine, with our ``run_backward``.
 
         Within a backward pass that is recorded already it returns the original, so that no frame of ours is between torch's.
         """
@@ -334,7 +334,7 @@ class BackwardWatch:
         original, modes, is_made = engine.run_backward, self._modes, self._graph_being_made
         run_backward = self._watched_run(original)
 
-        def found(_: object) -> Any:
+        def current_run(_: object) -> Any:
             if plain.backwards or breaker.is_open:
                 return original
             if get_ident() != plain.thread:
@@ -342,7 +342,7 @@ class BackwardWatch:
                 return original
             return original if modes() and is_made() else run_backward
 
-        kind = type("_ImperativeEngine", (type(engine),), {"__slots__": (), "run_backward": property(found)})
+        kind = type("_ImperativeEngine", (type(engine),), {"__slots__": (), "run_backward": property(current_run)})
         return kind()
 
     def _watched_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -365,7 +365,7 @@ class BackwardWatch:
 
 
 def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if the gradients are a model's, and will not be differentiated in turn."""
+    """Return whether the gradients are a model's, and will not be differentiated in turn."""
     import torch
 
     create_graph = args[_CREATE_GRAPH] if len(args) > _CREATE_GRAPH else kwargs.get("create_graph")
@@ -393,7 +393,7 @@ class OtherSteps:
         self._name, self._reported = "", False
 
     def is_other(self, optimizer: object) -> bool:
-        """Return True if the current thread, not the training thread, is about to make a step that is not recorded."""
+        """Return whether the current thread, not the training thread, is about to make a step that is not recorded."""
         recorder, ident = self._context.recorder, get_ident()
         if self._training.backwards and not _is_of_python(ident):
             return False  # an optimizer within the backward pass, which runs in a device's own thread
@@ -405,7 +405,7 @@ class OtherSteps:
         return True
 
     def _has_ended(self, ident: int) -> bool:
-        """Return True if the training thread no longer trains."""
+        """Return whether the training thread has stopped training."""
         training, ended = self._training, self._context.recorder.ended
         with ThreadFrames() as frames:
             is_gone = training.thread not in frames
@@ -435,5 +435,5 @@ def _steps_running() -> int:
 
 
 def _is_of_python(ident: int) -> bool:
-    """Return True if Python has started that thread."""
+    """Return whether Python has started that thread."""
     return any(thread.ident == ident and not isinstance(thread, threading._DummyThread) for thread in threading.enumerate())

@@ -8,8 +8,8 @@ weight is read.
 
 *All missing*: the loss is cut off from the model (``detach``, ``item``, ``no_grad``, a new tensor of its value), ``backward``
 is not called or comes before ``zero_grad``, or the optimizer has the parameters of a model that was copied or replaced since.
-Healthy, and left alone: an optimizer that changes its parameters without gradients; one whose parameters are frozen; a dummy
-for a scheduler, whose parameter belongs to no module; players that train in turn, for one that has had gradients is reported
+Healthy, and left alone: an optimizer that changes its parameters without gradients; one with frozen parameters; a dummy for a
+scheduler, with a parameter that belongs to no module; players that train in turn, for one that has had gradients is reported
 only where no other one has any meanwhile.
 
 *A part that never had one* is information, no warning: it may be unused on purpose (a pooler, a head, a backbone under
@@ -107,7 +107,7 @@ class MissingGradients:
         return missing
 
     def certain(self, optimizer: Any) -> bool:
-        """Return True if they have had none for long enough."""
+        """Return whether an optimizer's have had none for long enough."""
         presence = self._optimizers.of(optimizer)
         return presence is not None and presence.absences >= _ABSENT
 
@@ -122,7 +122,7 @@ class _Part(NamedTuple):
     has_units: bool
     """Whether it is a matrix, so that units may be saturated or cut off"""
     group: int | None
-    """``None`` if the optimizer does not have, or no longer has, the parameter"""
+    """``None`` if the optimizer does not have the parameter, or not now"""
 
 
 class _UpdateScale(NamedTuple):
@@ -161,7 +161,10 @@ class StuckLayersWatch:
 
     def note(self, measurements: Sequence[Measurement], step: int) -> None:
         """See the measurements of every step, which in a fast run are too many to be judged each: 0.3 µs."""
-        zeros = sum(self._missing.note(one) + next((i for i, norm in enumerate(one.norms) if norm), 0) for one in measurements)
+        zeros = sum(
+            self._missing.note(measurement) + next((i for i, norm in enumerate(measurement.norms) if norm), 0)
+            for measurement in measurements
+        )
         if not zeros:
             self._whole = step
         if zeros != self._zeros:
@@ -199,20 +202,21 @@ class StuckLayersWatch:
                 return
 
     def _judge_step(self, measurements: Sequence[Measurement], step: int) -> None:
-        seen: dict[str, LayerSample] = {}
+        samples: dict[str, LayerSample] = {}
         unsure: set[str] = set()
         for measurement in measurements:
             optimizer = measurement.optimizer() if measurement.optimizer is not None else None
             if optimizer is None or not all(map(isfinite, measurement.norms)):
                 return
             groups = list(optimizer.param_groups)  # the training thread may change them meanwhile
-            missing = [layer for each in self._missing.of(measurement, optimizer) if (layer := self._layers.known(each))]
+            absent = self._missing.of(measurement, optimizer)
+            missing = [layer for parameter in absent if (layer := self._layers.name_of(parameter))]
             if missing and not self._missing.certain(optimizer):
                 unsure.update(missing)
             plain = any(kind.__name__ == "SGD" for kind in type(optimizer).__mro__)
             scales = [_update_scale(group, plain=plain) for group in groups]
-            seen.update(_layer_samples(self._plan(measurement, groups), measurement.weighted(), scales, missing))
-        stuck = self._judge.judge(step, seen, self._whole)
+            samples.update(_layer_samples(self._plan(measurement, groups), measurement.weighted(), scales, missing))
+        stuck = self._judge.judge(step, samples, self._whole)
         # without those that are cut off on purpose: frozen after ``zero_grad(set_to_none=False)``
         cut = tuple(name for name in stuck.cut if name not in unsure and self._layers.trains(name))
         stuck = stuck._replace(cut=cut)
@@ -224,11 +228,11 @@ class StuckLayersWatch:
     def _plan(self, measurement: Measurement, param_groups: Sequence[dict[str, Any]]) -> list[_Part]:
         keys = tuple(measurement.keys), tuple(len(group["params"]) for group in param_groups)
         if keys not in self._plans:
-            groups = {id(each): index for index, group in enumerate(param_groups) for each in group["params"]}
-            found = zip(keys[0], self._layers.find(measurement) or (), strict=False)
+            groups = {id(parameter): index for index, group in enumerate(param_groups) for parameter in group["params"]}
+            layers = zip(keys[0], self._layers.find(measurement) or (), strict=False)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            self._plans[keys] = [_part(layer, key, groups.get(key), self._layers) for key, layer in found]
+            self._plans[keys] = [_part(layer, key, groups.get(key), self._layers) for key, layer in layers]
         return self._plans[keys]
 
     def _report(self, stuck: StuckLayers, step: int) -> None:
@@ -238,7 +242,7 @@ class StuckLayersWatch:
             self._context.report(f"unmoved_layers_{cause}", step, **_values(cause, layers, total, at))
 
     def report_missing(self, cause: str, layers: Sequence[str], step: int, parameters: Collection[int] = ()) -> None:
-        """Report layers of optimizers to whose ``parameters`` no gradient comes; no layers: some have come after all."""
+        """Report layers of optimizers with ``parameters`` that get no gradient; no layers: some have come after all."""
         total, at = self._layers.count(layers, parameters), layers[-1] if layers else ""
         if cause == "no_gradient":
             self._without = len(layers)
@@ -380,7 +384,7 @@ class NoGradients:
         self._others_train = False
         self._trained, self._looked = 0, -_EVERY
         """Step in which any optimizer was last seen with a gradient, and of the last look at one"""
-        self._found: list[_Missing] = []
+        self._unreported: list[_Missing] = []
         self._unused = False
         """Whether unused parameters were reported"""
         self._open: dict[_Optimizer, _Open] = {}
@@ -409,17 +413,17 @@ class NoGradients:
             self._look(state, optimizer, step)
 
     def _look_at_parts(self, state: _Optimizer, optimizer: Any, step: int) -> None:
-        without = [one for one in _filled(optimizer) if one.grad is None and one.requires_grad]
+        without = [parameter for parameter in _filled(optimizer) if parameter.grad is None and parameter.requires_grad]
         if state.without is None:
-            state.without = [(TensorReference(one), one._version) for one in without]
+            state.without = [(TensorReference(parameter), parameter._version) for parameter in without]
             state.due = step + LASTING_STEPS if without else -1
             return
-        versions = {id(one): version for reference, version in state.without if (one := reference()) is not None}
+        versions = {id(parameter): version for reference, version in state.without if (parameter := reference()) is not None}
         stepped = _possibly_stepped(optimizer)
-        never = [one for one in without if id(one) not in stepped and versions.get(id(one)) == one._version]
+        never = [tensor for tensor in without if id(tensor) not in stepped and versions.get(id(tensor)) == tensor._version]
         state.due, state.without = -1, []
         if never:
-            self._found.append(_Missing(state, "unused", step + 1, list(map(TensorReference, never))))
+            self._unreported.append(_Missing(state, "unused", step + 1, list(map(TensorReference, never))))
 
     def _look(self, state: _Optimizer, optimizer: Any, step: int) -> None:
         state.looks += 1
@@ -435,7 +439,7 @@ class NoGradients:
             state.looks, state.done = 0, not state.had  # gradients in steps that were not measured, or it needs none
             return
         state.done = True
-        trained = [TensorReference(one) for one in _filled(optimizer) if one.requires_grad]
+        trained = [TensorReference(parameter) for parameter in _filled(optimizer) if parameter.requires_grad]
         if not trained:
             return
         note = partial(self._note, _Missing(state, "no_gradient", state.since + 1, trained))
@@ -444,23 +448,23 @@ class NoGradients:
             differ = [(old != new).any().float() for old, new in pairs]
             if not differ:
                 note(0.0)
-            elif len({one.device for one in differ}) == 1:
+            elif len({difference.device for difference in differ}) == 1:
                 self._context.device.take(self._torch.stack(differ).sum(), note)
 
     def _note(self, missing: _Missing, differ: float) -> None:
         if not differ:
-            self._found.append(missing)
+            self._unreported.append(missing)
 
     def _chosen(self, optimizer: Any) -> list[tuple[int, Any]]:
         """Return versions of some parameters, and copies of some of their elements."""
         owned = _filled(optimizer)
         chosen = [owned[len(owned) * index // _CHOSEN] for index in range(_CHOSEN)] if owned else []
         with self._torch.no_grad():
-            return [(one._version, self._elements(one)) for one in chosen]
+            return [(parameter._version, self._elements(parameter)) for parameter in chosen]
 
-    def _elements(self, one: Any) -> Any:
-        plain = type(one) in self._plain and one.layout is self._torch.strided and not one.is_meta
-        return one.detach().reshape(-1)[:_COMPARED].clone() if plain else None
+    def _elements(self, parameter: Any) -> Any:
+        plain = type(parameter) in self._plain and parameter.layout is self._torch.strided and not parameter.is_meta
+        return parameter.detach().reshape(-1)[:_COMPARED].clone() if plain else None
 
     # -- in the sampler thread ---------------------------------------------------------------------------------------------
 
@@ -470,14 +474,15 @@ class NoGradients:
             del self._open[state]
             self._report(state.resumed)
             state.look_again()
-        if not self._found:
+        if not self._unreported:
             return
-        state, cause, step, references = self._found[0]
-        parameters = [one for reference in references if (one := reference()) is not None]
+        state, cause, step, references = self._unreported[0]
+        parameters = [parameter for reference in references if (parameter := reference()) is not None]
         if not layers.names.look_for(parameters, now=last):
             return
-        self._found.pop(0)
-        names = list(dict.fromkeys(layer_of(name) for one in parameters if (name := layers.names.get(one)) is not None))
+        self._unreported.pop(0)
+        named = [name for parameter in parameters if (name := layers.names.get(parameter)) is not None]
+        names = list(dict.fromkeys(map(layer_of, named)))
         ids = set(map(id, parameters))
         is_dummy = not names and (len(references) == 1 or (self._others_train and not state.had))
         if cause == "unused":
@@ -488,31 +493,33 @@ class NoGradients:
             state.look_again()
         elif not is_dummy:
             names = names or [f"parameter{number}" for number in range(len(references))]  # all may be gone when a rank ends
-            living = {one for _, one in self._optimizers.living()}
-            self._open = {one: known for one, known in self._open.items() if one in living} | {state: _Open(names, ids, step)}
+            living = {other for _, other in self._optimizers.living()}
+            self._open = {other: entry for other, entry in self._open.items() if other in living}
+            self._open[state] = _Open(names, ids, step)
             self._report(step)
 
     def _report(self, step: int) -> None:
         """Report the layers of all that get no gradient, since the last of their steps; none are left since ``step``."""
-        found = self._open.values()
-        layers, parameters = [name for one in found for name in one.layers], {key for one in found for key in one.parameters}
-        since = max((one.step for one in found), default=step)
+        reports = self._open.values()
+        layers = [name for report in reports for name in report.layers]
+        parameters = {key for report in reports for key in report.parameters}
+        since = max((report.step for report in reports), default=step)
         self._stuck_layers.report_missing("no_gradient", layers, since, parameters)
 
 
 def _possibly_stepped(optimizer: Any) -> set[int]:
-    """Return ids of parameters whose version does not say whether they were stepped: a fused step raises none.
+    """Return ids of parameters with a version that does not say whether they were stepped: a fused step raises none.
 
     By their state they were, or by the others' of their group if none has a state: such an optimizer keeps none.
     """
-    found = set[int]()
+    stepped = set[int]()
     for group in optimizer.param_groups:
         if group.get("fused"):
-            stateful = {id(one) for one in group["params"] if optimizer.state.get(one)}
-            found |= stateful or set(map(id, group["params"]))
-    return found
+            stateful = {id(parameter) for parameter in group["params"] if optimizer.state.get(parameter)}
+            stepped |= stateful or set(map(id, group["params"]))
+    return stepped
 
 
 def _filled(optimizer: Any) -> list[Any]:
     """Return the parameters of an optimizer that have elements: of a sharded one a rank may have none."""
-    return [one for one in parameters_of(optimizer) if one.numel()]
+    return [parameter for parameter in parameters_of(optimizer) if parameter.numel()]

@@ -68,7 +68,7 @@ class Piece(NamedTuple):
     phase: int
     length_ns: int
     loader: int = 0
-    """Not 0: a fetch from that loader (data), or the time from one to the next (forward). Whose they are is open"""
+    """Not 0: a fetch from that loader (data), or the time from one to the next (forward). The phase is still open"""
     fetches: int = 0
 
 
@@ -249,20 +249,20 @@ class Carry:
         self._decide()
 
     def _decide(self) -> None:
-        """Decide whose the fetches since the last backward pass were."""
+        """Decide whether the fetches since the last backward pass were for training or evaluation."""
         if self.fetch_ns:
             self.pieces.append(Piece(DATA, self.fetch_ns, self.loader, 1))
         fetches: dict[int, int] = {}
         for piece in self.pieces:
             if piece.loader:
                 fetches[piece.loader] = fetches.get(piece.loader, 0) + piece.fetches
-        own = fetches.get(self.loader, 0)
+        trained = fetches.get(self.loader, 0)
         others = {loader: number for loader, number in fetches.items() if loader != self.loader}
-        # a loader of which each step has several batches (unlabelled ones) is trained on as well
+        # a loader with several batches (unlabelled ones) in each step is trained on as well
         evaluated = {
             loader
             for loader, number in others.items()
-            if loader in self.ended or (number > own and self.fetched.get(loader) != number)
+            if loader in self.ended or (number > trained and self.fetched.get(loader) != number)
         }
         self.fetched = others or self.fetched
         for loader in fetches.keys() - evaluated:
@@ -310,7 +310,7 @@ class Carry:
             self.pieces[index] = Piece(phase, piece.length_ns)
 
     def merge(self) -> None:
-        """Make one of pieces that nothing to come can tell apart."""
+        """Merge pieces that nothing to come can distinguish."""
         begins = sorted({0, *(self.window or ())[2:], *(self.possible_end or ())[1:]})
         places, merged = {}, list[Piece]()
         for begin, end in zip(begins, [*begins[1:], len(self.pieces)], strict=True):
@@ -427,11 +427,11 @@ class Carry:
 
 def exhausted(trace: Iterable[int], arguments: Sequence[int], since_ns: int) -> set[int]:
     """Return the arguments of the fetches since ``since_ns`` that found their loader exhausted."""
-    following, fetching, found = iter(arguments), 0, set[int]()
+    following, fetching, loaders = iter(arguments), 0, set[int]()
     for stamp in trace:
         code = stamp & _CODE
         if code in ARGUED:
             fetching = next(following)
         elif code in (EXHAUSTED, EXHAUSTED_NO_GRAD) and stamp >> 4 >= since_ns:
-            found.add(fetching)
-    return found
+            loaders.add(fetching)
+    return loaders

@@ -20,7 +20,7 @@ class CapturedResults(TorchFunctionMode):
         self._function, self._keep = function, keep
         self.keys: list[int] = []
         """ids of the tensors that the results are of"""
-        self.given: list[Any] = []
+        self.arguments: list[Any] = []
         self.results: list[Any] = []
         self.spent_ns = 0
         """Overhead, after the block: a torch function mode runs Python code around every torch call"""
@@ -45,5 +45,5 @@ class CapturedResults(TorchFunctionMode):
             self.keys += [id(each) for each in args[0]] if several else [id(args[0])]
             self.results += result if several else [result]
             if self._keep:
-                self.given.append(args[0])
+                self.arguments.append(args[0])
         return result
