@@ -67,30 +67,22 @@ def scaled(inputs: torch.Tensor, factor: Any = 1, more: Any = None) -> torch.Ten
     return outputs if more is None else outputs + more
 
 
-def test_who_does_not_compile_has_no_series(run: Recording) -> None:
-    """They come with the first compilation, all of them at once, and are within their budget."""
-    assert series(run) == {}
-    torch.compile(scaled, backend="eager")(torch.ones(3))
-    found = series(run)
-    assert len(found) == 25
-    assert counted(found, catalog.COMPILE_COMPILATIONS) == {"first": 1}
-    assert found["torchobs.compile.in_progress",] == 0.0
-
-
 def test_recompilations_are_counted_by_the_guard_that_failed(run: Recording) -> None:
-    """Five forced ones of known cause: as many as torch compiled graphs, each told as an event without values."""
+    """Five forced ones of known cause: as many as torch compiled graphs, each told as an event without values.
+
+    All series come with the first compilation: who does not compile has none.
+    """
+    assert series(run) == {}
     counter = CompileCounter()
     compiled = torch.compile(scaled, backend=counter, dynamic=False)
     compiled(torch.ones(3), 2)
     compiled(torch.ones(4), 2)
     compiled(torch.ones(4, dtype=torch.float64), 2)
     with torch.no_grad():
-        compiled(torch.ones(4, dtype=torch.float64), 2)
-    with torch.no_grad():
-        compiled(torch.ones(4, dtype=torch.float64), 3)
-    with torch.no_grad():
-        compiled(torch.ones(4, dtype=torch.float64), 3, 2.5)
+        for given in ((2,), (3,), (3, 2.5)):
+            compiled(torch.ones(4, dtype=torch.float64), *given)
     found = series(run)
+    assert found["torchobs.compile.in_progress",] == 0.0
     assert counted(found, catalog.COMPILE_COMPILATIONS) == {"first": 1, "recompile": 5}
     assert counter.frame_count == 6
     assert counted(found, catalog.COMPILE_RECOMPILES) == {"shape": 1, "tensor": 1, "global_state": 1, "value": 2}

@@ -51,17 +51,17 @@ class Timed:
         loader = DataLoader(TensorDataset(*batch(size=400)), batch_size=4, collate_fn=self.collated)
         self.batches = iter(loader)
 
-    def step(self, *, passes: int = 1) -> None:
+    def step(self, times: int = 1) -> None:
         """On the device: data 1 ms, forward 2, backward 4, clipping 8, optimizer 16."""
-        for _ in range(passes):
+        for _ in range(times):
             inputs, _targets = next(self.batches)
             self.device.now_ms += 2
             loss = self.model(inputs).square().mean()
             loss.register_hook(lambda _: self.spend(4))
             loss.backward()
-        self.device.now_ms += 8
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            self.device.now_ms += 8
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def collated(self, samples: list[Any]) -> Any:
         self.spend(1)
@@ -88,8 +88,7 @@ def timed(flight_dir: Path) -> Iterator[Timed]:
         sampler = run.session._sampler
         assert sampler is not None
         sampler.stop()
-        for _ in range(12):  # until what looks at the first backward passes has gone
-            found.step()
+        found.step(12)  # until what looks at the first backward passes has gone
         yield found
         found.probe.remove()
 
@@ -103,8 +102,7 @@ def test_one_step_is_timed_and_nothing_stays_behind(timed: Timed) -> None:
     before = [len(hook) for hook in hooks]
     original = torch.autograd.backward
     assert timed.values() == {}
-    for _ in range(4):
-        timed.step()
+    timed.step(4)
     assert timed.values() == {}  # asks for what was recorded to be taken
     timed.step()
     assert timed.values() == EXPECTED
@@ -118,8 +116,7 @@ def test_one_step_is_timed_and_nothing_stays_behind(timed: Timed) -> None:
     assert timed.device.events == made
     timed.now += 1.0
     timed.probe.sample()
-    for _ in range(3):
-        timed.step()
+    timed.step(3)
     assert len(timed.probe._marks) == made
     assert timed.device.events == made
 
@@ -127,8 +124,7 @@ def test_one_step_is_timed_and_nothing_stays_behind(timed: Timed) -> None:
 def test_a_device_that_is_behind_is_asked_again_and_not_for_ever(timed: Timed) -> None:
     """Never waited for; what does not come is dropped, and the next step is timed."""
     timed.probe.sample()
-    for _ in range(3):
-        timed.step()
+    timed.step(3)
     timed.device.has_reached = False
     for _ in range(3):
         timed.probe.sample()
@@ -152,8 +148,7 @@ def test_nothing_is_recorded_while_a_graph_is_captured(timed: Timed) -> None:
     """Whenever the capture begins: the step is dropped."""
     timed.device.is_capturing = True
     timed.probe.sample()
-    for _ in range(3):
-        timed.step()
+    timed.step(3)
     timed.device.is_capturing = False
     timed.now += 1.0
     timed.probe.sample()
@@ -171,15 +166,13 @@ def test_a_step_on_two_streams_is_not_timed(timed: Timed) -> None:
     timed.probe.sample()
     timed.step()
     timed.device.current = 1
-    for _ in range(2):
-        timed.step()
+    timed.step(2)
     timed.probe.sample()
     timed.step()
     assert timed.values() == {}
     timed.now += 1.0
     timed.probe.sample()
-    for _ in range(3):
-        timed.step()
+    timed.step(3)
     timed.probe.sample()
     timed.step()
     assert timed.values() == EXPECTED

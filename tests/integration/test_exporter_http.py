@@ -49,25 +49,6 @@ def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "RETRY_S", 0.1)
 
 
-@pytest.fixture
-def taken() -> Iterator[Callable[[int], int]]:
-    """Listen on a port, and on as many after it as asked for; return the first."""
-    sockets: list[socket.socket] = []
-
-    def take(number: int) -> int:
-        for first in range(20_000, 60_000, number + 7):
-            try:
-                sockets.extend(server.bind(address_of(f"127.0.0.1:{port}")) for port in range(first, first + number))
-            except OSError:
-                continue
-            return first
-        raise AssertionError("no row of free ports")
-
-    yield take
-    for one in sockets:
-        one.close()
-
-
 def test_the_metrics_in_each_format(writer: FlightWriter, exporter: Service) -> None:
     """OpenMetrics for whoever asks for it, plain text for everyone else, each compressed on request."""
     plain = exporter.get()
@@ -131,13 +112,13 @@ def test_the_metrics_may_have_another_path(flight_dir: Path) -> None:
         assert "./telemetry" in Parsed(exporter.page("/")).links
 
 
-def test_a_node_s_exporter_without_any_port_gives_up(
-    flight_dir: Path, taken: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_s_exporter_without_any_port_gives_up(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its starter finds out by the exit code; nothing is announced."""
-    monkeypatch.setattr(server, "NEXT_PORTS", 2)
-    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node"), listen=f"127.0.0.1:{taken(3)}") as exporter:
-        assert not exporter.announced
+    monkeypatch.setattr(server, "NEXT_PORTS", 0)
+    with contextlib.closing(server.bind(address_of("127.0.0.1:0"))) as blocker:
+        listen = f"127.0.0.1:{blocker.getsockname()[1]}"
+        with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node"), listen=listen) as exporter:
+            assert not exporter.announced
     assert exporter.code == 1
 
 

@@ -38,18 +38,9 @@ if TYPE_CHECKING:
 
 
 def shown(run: Recording) -> dict[tuple[str, ...], Any]:
-    """All values, once the sampler has looked as it does at the end: in its place, for it is one thread."""
+    """All values, once the sampler has looked as it does at the end."""
     run.records()
-    sampler = run.session._sampler
-    assert sampler is not None
-    sampler.stop()
-    sampler._thread.join()
-    for probe, observe in run.session._slow:
-        if probe == "gradients":
-            observe()
-    assert run.session.writer is not None
-    run.session.writer.publish()
-    return run.values()
+    return run.look()
 
 
 def layers(run: Recording, metric: catalog.Metric = catalog.GRAD_LAYER_NORM) -> dict[str, float]:
@@ -193,22 +184,20 @@ def test_nonfinite_elements_are_counted_and_their_layers_named(run: Recording) -
     assert layers(run)["2"] > 0  # the last finite one
 
 
-@pytest.mark.parametrize("clipped", [False, True])
-@pytest.mark.parametrize("size", [1e20, 1e-25])
-def test_what_float32_cannot_square_is_finite_and_not_zero(run: Recording, size: float, *, clipped: bool) -> None:
+def test_what_float32_cannot_square_is_finite_and_not_zero(run: Recording) -> None:
     """1e20 squared overflows and 1e-25 squared is 0 in float32; the gradient is neither infinite nor zero."""
     parameter = nn.Parameter(torch.zeros(10))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
-    for _ in range(2):
+    sizes = [1e20, 1e20, 1e-25, 1e-25]
+    for index, size in enumerate(sizes):
         optimizer.zero_grad()
         (parameter * size).sum().backward()  # type: ignore[no-untyped-call]
-        if clipped:
+        if index % 2:
             torch.nn.utils.clip_grad_norm_([parameter], 1.0)
         optimizer.step()
-    assert [record.grad_norm for record in run.steps()] == pytest.approx([size * 10**0.5] * 2, rel=1e-6)
-    values = shown(run)
-    assert values["torchobs.grad.nonfinite_elements",] == 0
-    assert values["torchobs.grad.zero",] == 0.0
+        assert shown(run)["torchobs.grad.zero",] == 0.0
+    assert [record.grad_norm for record in run.steps()] == pytest.approx([size * 10**0.5 for size in sizes], rel=1e-6)
+    assert shown(run)["torchobs.grad.nonfinite_elements",] == 0
 
 
 def test_dead_layers_are_shown(run: Recording) -> None:
@@ -408,19 +397,15 @@ def test_norms_equal_the_reference_step_by_step(run: Recording, name: str) -> No
     assert min(norms) > 0
 
 
-@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)], ids=str)
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-4), (torch.float16, 1e-2)], ids=str)
 def test_an_embedding_of_forty_million_elements(run: Recording, dtype: torch.dtype, within: float) -> None:
     """Where torch's own foreach norm is 2.4e-3 off in float32, and 1.9e-2 in float16."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.zeros(LARGE // 1000, 1000, dtype=dtype))
+    weight.grad = torch.randn(LARGE // 1000, 1000, dtype=torch.float32).to(dtype)
     optimizer = torch.optim.SGD([weight], lr=0.0, foreach=True)
-    noise = torch.randn(LARGE // 1000, 1000, dtype=torch.float32).to(dtype)
-    norms = []
-    for step in range(2):
-        weight.grad = noise * (step + 1)
-        norms.append(reference([weight]))
-        optimizer.step()
-    assert [record.grad_norm for record in run.steps()] == pytest.approx(norms, rel=within)
+    optimizer.step()
+    assert [record.grad_norm for record in run.steps()] == pytest.approx([reference([weight])], rel=within)
 
 
 RANKS = 2

@@ -468,51 +468,30 @@ def test_arguments_of_nonsense_are_refused() -> None:
             guard.Recovery(**arguments)
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank says of each scenario: one job for all of them."""
-    return fork_server.said_by_ranks(distributed_rank.recover, tmp_path_factory.mktemp("ranks"))
+def test_ranks_recover_together(tmp_path: Path) -> None:
+    """Promises: of two ranks, which are one job for all scenarios.
 
-
-def test_ranks_skip_together_if_they_may(said: list[dict[str, Any]]) -> None:
-    """Promise: of two ranks both skip the step in which one has a bad batch, and their weights stay the same."""
+    Both skip the step in which one has a bad batch, and their weights stay the same; without ``agree`` it is an error on both,
+    for the gradients of the bad batch have reached the other, too. A loss that jumps on one puts both back to their snapshots,
+    of the same step. Micro-batches of all ranks make the step of all samples, with one exchange of gradients. A rank without
+    memory has the original error, and the other one an error and no endless wait. Where each rank has gradients of its own,
+    ``agree`` holds a step back on both; without it one goes on alone.
+    """
+    ranks = fork_server.said_by_ranks(distributed_rank.recover, tmp_path)
+    said = {scenario: [rank[scenario] for rank in ranks] for scenario in ranks[0]}
     for scenario in ("agree", "micro_batches"):
-        first, second = (one[scenario] for one in said)
+        first, second = said[scenario]
         assert first["actions"] == second["actions"] == ["none", "none", "none", "skip", "none", "none"]
-        assert first["weights"] == second["weights"]
         assert all(isfinite(weight) for weight in first["weights"])
-
-
-def test_a_rank_alone_does_not_skip(said: list[dict[str, Any]]) -> None:
-    """Promise: without ``agree`` it is an error on both ranks: the gradients of the bad batch have reached the other, too."""
-    assert [one["alone"]["actions"] for one in said] == [["none", "none", "none", "raise"]] * 2
-
-
-def test_ranks_go_back_together(said: list[dict[str, Any]]) -> None:
-    """Promise: a loss that jumps on one rank puts both back to their snapshots, of the same step."""
-    first, second = (one["spike"] for one in said)
+    assert [one["actions"] for one in said["alone"]] == [["none", "none", "none", "raise"]] * 2
+    first, second = said["spike"]
     assert first["actions"] == second["actions"]
-    assert first["actions"].count("restore") == 1
-    assert first["actions"][30] == "restore"
-    assert first["weights"] == second["weights"]
-
-
-def test_gradients_are_averaged_once_for_a_step(said: list[dict[str, Any]]) -> None:
-    """Promise: micro-batches of all ranks make the step of all samples in one batch, with one exchange of gradients."""
-    for one in said:
-        assert one["averaged_once"]["collectives"] == 1
-        assert one["averaged_once"]["weights"] == pytest.approx(one["averaged_once"]["expected"], rel=1e-5)
-
-
-def test_a_rank_without_memory_ends_both(said: list[dict[str, Any]]) -> None:
-    """Promise: the error is the original one where it happened, and an error, no endless wait, where it did not."""
-    assert [one["out_of_memory"]["error"] for one in said] == ["RuntimeError", "OutOfMemoryError"]
-
-
-def test_steps_are_held_back_together_if_ranks_agree(said: list[dict[str, Any]]) -> None:
-    """Promise: where each rank has gradients of its own, ``agree`` holds a step back on both; without it one goes on alone."""
-    together, alone = ([one[scenario] for one in said] for scenario in ("held", "held_alone"))
-    assert [one["held"] for one in together] == [1, 1]
-    assert together[0]["weights"] == together[1]["weights"]
-    assert [one["held"] for one in alone] == [0, 1]
-    assert alone[0]["weights"] != alone[1]["weights"]
+    assert (first["actions"].count("restore"), first["actions"][30]) == (1, "restore")
+    for scenario in ("agree", "micro_batches", "spike", "held"):
+        assert said[scenario][0]["weights"] == said[scenario][1]["weights"], scenario
+    for one in said["averaged_once"]:
+        assert one["collectives"] == 1
+        assert one["weights"] == pytest.approx(one["expected"], rel=1e-5)
+    assert [one["error"] for one in said["out_of_memory"]] == ["RuntimeError", "OutOfMemoryError"]
+    assert [[one["held"] for one in said[scenario]] for scenario in ("held", "held_alone")] == [[1, 1], [0, 1]]
+    assert said["held_alone"][0]["weights"] != said["held_alone"][1]["weights"]
