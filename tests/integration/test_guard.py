@@ -21,27 +21,13 @@ if TYPE_CHECKING:
     from tests.training import Recording
 
 
-def test_violations_are_events_and_metrics(run: Recording) -> None:
-    """Promise: what was refused can be seen outside."""
+def test_every_finding_is_an_event_and_a_metric_with_its_severity(run: Recording, tmp_path: Path) -> None:
+    """Promise: what was refused can be seen outside: tensors, outputs, files, models, inference and resources."""
     with pytest.raises(guard.ContractError):
         guard.Contract("b 2", max=1.0).check(torch.tensor([[nan, 2.0]]), "batch")
     with pytest.raises(guard.NonFiniteOutputError):
         guard.sanitize_outputs(torch.tensor([nan]))
     guard.sanitize_outputs(torch.tensor([nan, 1.0]), "nan_to_num")
-    run.whole_round()
-    values = run.values()
-    assert values["torchobs.guard.violations", "contract", "error", "finite"] == 1
-    assert values["torchobs.guard.violations", "contract", "error", "max"] == 1
-    assert values["torchobs.guard.sanitized", "numerics", "refuse", "error"] == 1
-    assert values["torchobs.guard.sanitized", "numerics", "nan_to_num", "warning"] == 1
-    (violation,) = run.frames("torchobs.guard.violation")
-    about = violation["attrs"]
-    assert (about["tensor"], about["category"], about["severity"]) == ("batch", "contract", "error")
-    assert [frame["attrs"]["policy"] for frame in run.frames("torchobs.guard.outputs")] == ["refuse", "nan_to_num"]
-
-
-def test_every_finding_has_a_category_and_a_severity(run: Recording, tmp_path: Path) -> None:
-    """Promise: files, models, outputs, inference and resources are events and metrics too, each with how bad it is."""
     path = tmp_path / "whole.pt"
     torch.save(argparse.Namespace(), path)
     with pytest.raises(guard.UnsafeFileError):
@@ -60,18 +46,22 @@ def test_every_finding_has_a_category_and_a_severity(run: Recording, tmp_path: P
     run.whole_round()
     found = [event for event in vars(catalog).values() if isinstance(event, catalog.Event) and ".guard." in event.name]
     frames = [(event.name, frame["attrs"]) for event in found for frame in run.frames(event.name)]
-    assert {(name, about["category"], about["severity"]) for name, about in frames} == {
-        ("torchobs.guard.file", "file", "error"), ("torchobs.guard.model", "numerics", "warning"),
-        ("torchobs.guard.outputs", "numerics", "warning"), ("torchobs.guard.outputs", "numerics", "error"),
-        ("torchobs.guard.recovery", "numerics", "error"), ("torchobs.guard.resource", "resources", "warning"),
-        ("torchobs.guard.recovery", "data", "info"), ("torchobs.guard.recovery", "memory", "warning"),
+    assert {(name.removeprefix("torchobs.guard."), about["category"], about["severity"]) for name, about in frames} == {
+        ("violation", "contract", "error"), ("outputs", "numerics", "error"), ("outputs", "numerics", "warning"),
+        ("file", "file", "error"), ("model", "numerics", "warning"), ("resource", "resources", "warning"),
+        ("recovery", "numerics", "error"), ("recovery", "data", "info"), ("recovery", "memory", "warning"),
     }  # fmt: skip
+    assert [about["tensor"] for name, about in frames if name == "torchobs.guard.violation"] == ["batch"]
     values = run.values()
-    for by, severity in (("load", "error"), ("verify", "error"), ("check_model", "warning")):
-        assert values["torchobs.guard.findings", by, "numerics" if by == "check_model" else "file", severity] == 1
-    assert values["torchobs.guard.exceeded", "resources", "memory", "warning"] == 1
-    assert values["torchobs.guard.recoveries", "return", "numerics", "error"] == 1
-    assert values["torchobs.guard.recoveries", "record", "data", "info"] == 1
+    assert {key for key, value in values.items() if key[0].startswith("torchobs.guard.") and value == 1} >= {
+        ("torchobs.guard.violations", "contract", "error", "finite"), ("torchobs.guard.violations", "contract", "error", "max"),
+        ("torchobs.guard.sanitized", "numerics", "nan_to_num", "warning"), ("torchobs.guard.findings", "load", "file", "error"),
+        ("torchobs.guard.findings", "verify", "file", "error"),
+        ("torchobs.guard.findings", "check_model", "numerics", "warning"),
+        ("torchobs.guard.exceeded", "resources", "memory", "warning"),
+        ("torchobs.guard.recoveries", "return", "numerics", "error"), ("torchobs.guard.recoveries", "record", "data", "info"),
+    }  # fmt: skip
+    assert values["torchobs.guard.sanitized", "numerics", "refuse", "error"] >= 1
 
 
 Batch = dict[str, torch.Tensor]
@@ -331,9 +321,8 @@ def test_a_step_of_micro_batches_is_skipped_as_a_whole() -> None:
 
 def test_micro_batches_that_do_not_fit_are_split() -> None:
     """Promise: the whole step is done again in smaller parts, with the same gradients."""
-    trained, whole = Trained(model()), Trained(model())
+    trained, whole, (batch,) = Trained(model()), Trained(model()), batches(1)
     trained.largest = 2
-    (batch,) = batches(1)
     outcome = trained.recovery.step(micro_batches(batch, 5, 3), trained.loss, accumulate=True)
     assert (outcome.action, outcome.parts) == ("split", 5)
     whole.step(batch)
