@@ -45,15 +45,11 @@ class Ended(NamedTuple):
 
 def train(start: Any, flight_dir: Path, *program: str) -> list[Ended]:
     """Two ranks of a program, to their end; `distributed_rank`'s arguments, or `-c` and a script."""
-    port, ranks = support.free_port(), []
-    for rank in range(2):
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        environment = {**support.clean_environment(), **place, "TORCHOBS_DIR": str(flight_dir), "OMP_NUM_THREADS": "1"}
-        command = (sys.executable, *(() if program[0] == "-c" else ("-m", "tests.distributed_rank")), *program)
-        ranks.append(
-            start(*command, torch=True, env=environment, cwd=support.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        )
+    command = (sys.executable, *(() if program[0] == "-c" else ("-m", "tests.distributed_rank")), *program)
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(support.free_port()), "OMP_NUM_THREADS": "1"}
+    environment = {**support.clean_environment(), **world, "TORCHOBS_DIR": str(flight_dir)}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": support.ROOT}
+    ranks = [start(*command, torch=True, env={**environment, "RANK": rank, "LOCAL_RANK": rank}, **streams) for rank in "01"]
     outputs = [process.communicate(timeout=120) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs
     said = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
@@ -62,17 +58,12 @@ def train(start: Any, flight_dir: Path, *program: str) -> list[Ended]:
 
 def _recorded(flight_dir: Path, rank: int) -> tuple[dict[tuple[str, ...], Any], list[dict[str, Any]]]:
     for path in flight_dir.glob("*.flight"):
-        file = reader.open_path(os.fspath(path))
-        try:
+        with closing(reader.open_path(os.fspath(path))) as file:
             view = file.read(final=True)
             if view.header.resource["rank"] == rank:
-                values = {
-                    (point.series.name, *(f"{name}={value}" for name, value in point.series.attributes)): point.value
-                    for point in view.points
-                }
-                return values, flights.frames(file)
-        finally:
-            file.close()
+                points = [((point.series.name, *(f"{name}={value}" for name, value in point.series.attributes)), point.value)
+                          for point in view.points]  # fmt: skip
+                return dict(points), flights.frames(file)
     raise AssertionError(f"no flight file of rank {rank}")
 
 
@@ -276,12 +267,8 @@ def test_a_sampler_that_is_missing(start: Any, flight_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [
-        {"loader": "sampler=DistributedSampler(data)"},
-        {"step": "step(x[rank::2], y[rank::2])"},
-        {"step": _EVALUATED, "loader": "sampler=DistributedSampler(data)"},
-    ],
-    ids=["sampler", "parts of a batch", "an evaluation"],
+    [{"step": "step(x[rank::2], y[rank::2])"}, {"step": _EVALUATED, "loader": "sampler=DistributedSampler(data)"}],
+    ids=["parts of a batch", "a sampler, and an evaluation"],
 )
 def test_ranks_with_data_of_their_own(start: Any, flight_dir: Path, given: dict[str, str]) -> None:
     """Nothing is said; what is compared is written down for each of the first iterations, on every rank."""
