@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 from opentelemetry.sdk.metrics import MeterProvider as SdkMeterProvider
@@ -22,22 +23,6 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import (
-    Link,
-    NonRecordingSpan,
-    Span,
-    SpanContext,
-    SpanKind,
-    Status,
-    StatusCode,
-    TraceFlags,
-    Tracer,
-    TraceState,
-    format_span_id,
-    format_trace_id,
-    get_current_span,
-    set_span_in_context,
-)
 from typing_extensions import Self
 
 from tests import otel
@@ -151,17 +136,18 @@ def test_metrics_are_the_sdk_s(rounds: list[Any], flight_dir: Path) -> None:
 
 # --- spans --------------------------------------------------------------------------------------------------------------------
 
-REMOTE = SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=TraceFlags(1), trace_state=TraceState([("vendor", "x")]))
-UNSAMPLED = SpanContext(0xAAA, 0xBBB, is_remote=True, trace_flags=TraceFlags(0))
-INVALID = SpanContext(0, 0, is_remote=False)
+STATE = trace.TraceState([("vendor", "x")])
+REMOTE = trace.SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=trace.TraceFlags(1), trace_state=STATE)
+UNSAMPLED = trace.SpanContext(0xAAA, 0xBBB, is_remote=True, trace_flags=trace.TraceFlags(0))
+INVALID = trace.SpanContext(0, 0, is_remote=False)
 CONTEXTS = st.sampled_from([None, None, REMOTE, UNSAMPLED])
 TIMES = st.integers(0, 2**62)
 NESTED = st.dictionaries(
     st.sampled_from(["k", "l", "", "m"]), SCALARS | st.lists(SCALARS | st.lists(SCALARS, max_size=2), max_size=2), max_size=3
 )
 STATUSES = st.one_of(
-    st.tuples(st.sampled_from(StatusCode), st.none() | TEXTS),
-    st.tuples(st.builds(Status, st.sampled_from(StatusCode), st.none() | TEXTS), st.none() | TEXTS),
+    st.tuples(st.sampled_from(trace.StatusCode), st.none() | TEXTS),
+    st.tuples(st.builds(trace.Status, st.sampled_from(trace.StatusCode), st.none() | TEXTS), st.none() | TEXTS),
 )
 ERRORS = st.sampled_from([ValueError("wrong"), KeyError(3), RuntimeError("äöü"), OSError(2, "no such file")])
 LINKS = st.lists(st.tuples(st.sampled_from([REMOTE, UNSAMPLED, INVALID]), NESTED), max_size=3)
@@ -182,10 +168,10 @@ class Planned:
     """One span: how it is started, what is done with it, what is started inside it."""
 
     name: str
-    parent: SpanContext | None
-    kind: SpanKind
+    parent: trace.SpanContext | None
+    kind: trace.SpanKind
     attributes: dict[str, Any] | None
-    links: list[tuple[SpanContext, dict[str, Any]]]
+    links: list[tuple[trace.SpanContext, dict[str, Any]]]
     begin: int
     calls: list[tuple[str, tuple[Any, ...]]]
     end: int
@@ -194,21 +180,21 @@ class Planned:
 
 def planned(inner: st.SearchStrategy[list[Planned]]) -> st.SearchStrategy[list[Planned]]:
     """Spans that have such spans inside."""
-    parts = (TEXTS, CONTEXTS, st.sampled_from(SpanKind), st.none() | NESTED, LINKS, TIMES, st.lists(CALLS, max_size=5), TIMES)
-    return st.lists(st.builds(Planned, *parts, inner), min_size=1, max_size=2)
+    begin = (TEXTS, CONTEXTS, st.sampled_from(trace.SpanKind), st.none() | NESTED, LINKS, TIMES)
+    return st.lists(st.builds(Planned, *begin, st.lists(CALLS, max_size=5), TIMES, inner), min_size=1, max_size=2)
 
 
 PLANS: st.SearchStrategy[list[Planned]] = st.recursive(st.just([]), planned, max_leaves=4)
 
 
-def perform(tracer: Tracer, plan: list[Planned], ended: list[SpanContext]) -> None:
+def perform(tracer: trace.Tracer, plan: list[Planned], ended: list[trace.SpanContext]) -> None:
     """Do as planned; note the spans in the order in which they end."""
     for one in plan:
-        context = None if one.parent is None else set_span_in_context(NonRecordingSpan(one.parent), Context())
-        links = [Link(linked, attributes) for linked, attributes in one.links]
+        context = None if one.parent is None else trace.set_span_in_context(trace.NonRecordingSpan(one.parent), Context())
+        links = [trace.Link(linked, attributes) for linked, attributes in one.links]
         manager = tracer.start_as_current_span(one.name, context, one.kind, one.attributes, links, one.begin, end_on_exit=False)
         with manager as span:
-            assert get_current_span() is span
+            assert trace.get_current_span() is span
             perform(tracer, one.inner, ended)
             for name, arguments in one.calls:
                 if name == "end" and span.is_recording():
@@ -228,7 +214,7 @@ def sdk_frame(span: ReadableSpan, identities: dict[int, int]) -> dict[str, Any]:
         "k": "span",
         "name": span.name,
         "number": identities[context.span_id],
-        "trace": trace_of(format_trace_id(context.trace_id)),
+        "trace": trace_of(trace.format_trace_id(context.trace_id)),
         "flags": int(context.trace_flags),
         "kind": span.kind.name.lower(),
         "t0": span.start_time,
@@ -257,15 +243,15 @@ def our_frame(frame: dict[str, Any], identities: dict[int, int]) -> dict[str, An
     return found | {"attrs": list(found["attrs"].items())}
 
 
-def identity(context: SpanContext) -> tuple[str, str, int, str]:
+def identity(context: trace.SpanContext) -> tuple[str, str, int, str]:
     """A linked span."""
     state = context.trace_state.to_header()
-    return format_trace_id(context.trace_id), format_span_id(context.span_id), int(context.trace_flags), state
+    return trace.format_trace_id(context.trace_id), trace.format_span_id(context.span_id), int(context.trace_flags), state
 
 
 def known(span_id: int, identities: dict[int, int]) -> int | str:
     """The number of a span of the plan; else the identifier of the one that was given from outside."""
-    return identities.get(span_id, format_span_id(span_id))
+    return identities.get(span_id, trace.format_span_id(span_id))
 
 
 def trace_of(trace_id: str) -> str:
@@ -291,7 +277,7 @@ class Both:
     def __exit__(self, *_: object) -> None:
         self.writer.close()
 
-    def run(self, work: Callable[[Tracer], list[SpanContext]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def run(self, work: Callable[[trace.Tracer], list[trace.SpanContext]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """What ours and theirs recorded of the same work, which returns the spans in the order in which they end."""
         numbers = [
             {context.span_id: number for number, context in enumerate(work(tracer))} for tracer in (self.ours, self.theirs)
@@ -306,8 +292,8 @@ class Both:
 def test_spans_are_the_sdk_s(plan: list[Planned], flight_dir: Path) -> None:
     """Names, kinds, times, parents, flags, trace states, statuses, attributes in their order, events, links: all the same."""
 
-    def work(tracer: Tracer) -> list[SpanContext]:
-        ended: list[SpanContext] = []
+    def work(tracer: trace.Tracer) -> list[trace.SpanContext]:
+        ended: list[trace.SpanContext] = []
         perform(tracer, plan, ended)
         return ended
 
@@ -326,20 +312,19 @@ def test_exceptions_leave_the_same_traces(
     """Whether a block ends by an exception or a generator's exit, and whatever the flags say."""
     flags: dict[str, Any] = {"record_exception": record, "set_status_on_exception": set_status, "start_time": 5}
 
-    def work(tracer: Tracer) -> list[SpanContext]:
-        spans: list[Span] = []
+    def work(tracer: trace.Tracer) -> list[trace.SpanContext]:
+        spans: list[trace.Span] = []
         manager = getattr(tracer, way if way == "start_span" else "start_as_current_span")("block", **flags)
 
-        def fail() -> None:
-            spans.append(get_current_span())
+        def fail(span: trace.Span | None = None) -> None:
+            spans.append(span or trace.get_current_span())
             raise error
 
         with suppress(BaseException):
             if way == "decorated":
                 manager(fail)()
             with manager as span:
-                spans.append(span)
-                raise error
+                fail(span)
         return [span.get_span_context() for span in spans if span.get_span_context().is_valid]
 
     with Both(flight_dir) as both:
@@ -357,8 +342,8 @@ def test_exceptions_leave_the_same_traces(
 def test_limits_are_the_sdk_s_defaults(flight_dir: Path) -> None:
     """200 attributes, events and links each: the same ones are left, the same numbers are said to be dropped."""
 
-    def work(tracer: Tracer) -> list[SpanContext]:
-        span = tracer.start_span("a", start_time=1, links=[Link(REMOTE, {"n": number}) for number in range(200)])
+    def work(tracer: trace.Tracer) -> list[trace.SpanContext]:
+        span = tracer.start_span("a", start_time=1, links=[trace.Link(REMOTE, {"n": number}) for number in range(200)])
         for number in range(200):
             span.set_attribute(f"k{number % 150}", number)
             span.add_event("e", {f"k{index}": 1 for index in range(130)} if number > 198 else {"n": number}, number)

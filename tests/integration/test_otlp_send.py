@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import signal
-import socket
 import ssl
 import statistics
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -28,7 +25,7 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from tests.exporters import Service, start_program
 from tests.otlp import Answer, Fast, Pushing, Receiver, Request, only_metrics, points, recorded, records, to
 from tests.rank_files import File, live_rank, live_span, train
-from tests.support import clean_environment, free_port, wait_until
+from tests.support import free_port, wait_until
 from tests.web_configs import certify
 from torchobs.catalog import Kind, Metric
 from torchobs.exporter.config import ExporterConfig, PushConfig, PushTarget
@@ -40,7 +37,7 @@ from torchobs.flight.series import Scope
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 USER, CALLS = Scope("my.package", "1.0"), Metric("my.c", Kind.COUNTER, "", "A user's instrument.")
@@ -121,21 +118,12 @@ def test_a_receiver_that_hangs_is_left_after_the_timeout(flight_dir: Path, file:
     assert receiver.requests[0].body == receiver.requests[1].body
 
 
-@pytest.fixture
-def silent_port() -> Iterator[int]:
-    """A port that nobody else gets and nobody listens on, until a receiver does."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
-
-
-def test_five_minutes_without_a_receiver(flight_dir: Path, file: File, silent_port: int) -> None:
+def test_five_minutes_without_a_receiver(flight_dir: Path, file: File) -> None:
     """Nobody listens for five minutes (scaled): what was recorded is sent when it is back, or counted as dropped."""
-    clock = Fast(120.0)
+    clock, port = Fast(120.0), free_port()
     file.set(CALLS, 0, USER)
     file.save()
-    target = PushTarget(f"http://127.0.0.1:{silent_port}/v1/metrics")
+    target = PushTarget(f"http://127.0.0.1:{port}/v1/metrics")
     config = PushConfig(metrics=target, interval_s=10.0, queue_bytes=20_000)
     with Pushing(flight_dir, config, clock) as pushing:
         added = 0
@@ -147,7 +135,7 @@ def test_five_minutes_without_a_receiver(flight_dir: Path, file: File, silent_po
             assert pushing.push.counts["metrics"].queued * 20 < 20_000
             wait_until(lambda: pushing.push._scrape is None)
         down = pushing.push.counts["metrics"]
-        with Receiver(port=silent_port) as receiver:
+        with Receiver(port=port) as receiver:
             pushing.look(1.0, wait=False)
             wait_until(lambda: pushing.push.settled, timeout_s=SOON_S)
             counts = pushing.push.counts["metrics"]
@@ -182,32 +170,11 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
         return bytes(self.answer.SerializeToString())
 
 
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    """Threads of the server's."""
-    with ThreadPoolExecutor(2) as made:
-        yield made
-
-
 def retry_info(seconds: int) -> bytes:
     """When to come again, as a status has it."""
     detail = Packed()
     detail.Pack(RetryInfo(retry_delay=Duration(seconds=seconds)))
     return bytes(Status(code=8, details=[detail]).SerializeToString())
-
-
-@contextlib.contextmanager
-def connected(pool: ThreadPoolExecutor, server: Server) -> Iterator[Grpc]:
-    """A transport to that server."""
-    running = grpc.server(pool, handlers=(server,))
-    url = f"http://127.0.0.1:{running.add_insecure_port('127.0.0.1:0')}"
-    running.start()
-    rpc = Grpc("metrics", PushTarget(url, "grpc", headers=(("Api-Key", "x y"),), gzip=True))
-    try:
-        yield rpc
-    finally:
-        rpc.close()
-        running.stop(None).wait()
 
 
 CODES = {
@@ -217,7 +184,7 @@ CODES = {
 }
 
 
-def test_what_the_codes_of_grpc_mean(pool: ThreadPoolExecutor) -> None:
+def test_what_the_codes_of_grpc_mean() -> None:
     """By the specification: one that is exhausted is asked again only if it says when, by RetryInfo.
 
     Headers go along as metadata; of the next request, what is rejected in part is counted.
@@ -225,29 +192,18 @@ def test_what_the_codes_of_grpc_mean(pool: ThreadPoolExecutor) -> None:
     for code, kind, after_s in (*((code, kind, None) for code, kind in CODES.items()), ("RESOURCE_EXHAUSTED", "retry", 7)):
         server = Server((grpc.StatusCode[code], retry_info(after_s) if after_s else b""))
         server.answer.partial_success.rejected_data_points = 2
-        with connected(pool, server) as rpc:
+        with ThreadPoolExecutor(2) as pool:
+            running = grpc.server(pool, handlers=(server,))
+            url = f"http://127.0.0.1:{running.add_insecure_port('127.0.0.1:0')}"
+            running.start()
+            rpc = Grpc("metrics", PushTarget(url, "grpc", headers=(("Api-Key", "x y"),), gzip=True))
             outcome, then = rpc.send(b"metrics"), rpc.send(b"metrics")
+            rpc.close()
+            running.stop(None).wait()
         assert ("of address" if outcome.of_address else outcome.kind) == kind, code
         assert (outcome.words, outcome.after_s) == (f"{code} not now", after_s)
         assert [(got[0]["api-key"], got[1]) for got in server.got] == [("x y", b"metrics")] * 2
         assert (then.kind, then.rejected) == ("sent", 2)
-
-
-OFF = """
-import sys
-from torchobs.cli.exporter import main
-import torchobs.exporter.daemon
-from torchobs.exporter.config import ExporterConfig
-torchobs.exporter.daemon._optional(ExporterConfig())
-heavy = ("google", "grpc", "requests", "urllib3", "opentelemetry.proto", "opentelemetry.sdk", "psutil")
-print([name for name in sys.modules if name.startswith(heavy)])
-"""
-
-
-def test_nothing_of_it_is_imported_where_it_is_off() -> None:
-    """An exporter that is scraped pays nothing for those that push, or that tell of the machine."""
-    done = subprocess.run([sys.executable, "-c", OFF], capture_output=True, text=True, check=True, env=clean_environment())
-    assert done.stdout == "[]\n"
 
 
 @pytest.mark.serial
@@ -300,7 +256,10 @@ def test_sigterm_waits_for_the_final_state_to_be_pushed(
 def test_tls_trusts_whom_it_is_told_to_and_shows_its_own_certificate(
     program: Callable[[str], str], flight_dir: Path, tmp_path: Path
 ) -> None:
-    """A receiver that wants a certificate gets it; one that nobody vouches for gets nothing, and the log says why."""
+    """A receiver that wants a certificate gets it; one that nobody vouches for gets nothing.
+
+    The files are read for each connection: a certificate may be renewed, and nothing has to be started again.
+    """
     server, client = (certify(program("openssl"), tmp_path, name) for name in ("server", "client"))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(server, tmp_path / "server.key")
@@ -325,6 +284,14 @@ def test_tls_trusts_whom_it_is_told_to_and_shows_its_own_certificate(
             pushing.look(1.0, wait=False)
             wait_until(lambda: pushing.push.counts["metrics"].failures)
             assert pushing.push.counts["metrics"].sent == 0
+        trusted = tmp_path / "trusted.pem"
+        trusted.write_bytes(client.read_bytes())
+        web = Http("metrics", to(receiver, certificate=str(trusted), **own))
+        before = web.send(b"x")
+        trusted.write_bytes(server.read_bytes())
+        assert (before.kind, web.send(b"x").kind) == ("retry", "sent")
+        web.close()
+        assert "CERTIFICATE_VERIFY_FAILED" in before.words
 
 
 def test_a_proxy_of_the_environment_is_used(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,23 +310,6 @@ def test_a_proxy_of_the_environment_is_used(flight_dir: Path, monkeypatch: pytes
     assert request.headers["host"] == "collector.example:4318"
     assert request.headers["proxy-authorization"] == "Basic dXNlcjpwYXNzIHdvcmQ="
     assert "proxy-authorization" not in direct.taken[0].headers
-
-
-def test_a_certificate_may_be_renewed(program: Callable[[str], str], tmp_path: Path) -> None:
-    """The files are read for each connection; nothing has to be started again."""
-    certificate, other = (certify(program("openssl"), tmp_path, name) for name in ("server", "other"))
-    trusted = tmp_path / "trusted.pem"
-    trusted.write_bytes(other.read_bytes())
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, tmp_path / "server.key")
-    with Receiver(tls=context) as receiver:
-        web = Http("metrics", to(receiver, certificate=str(trusted)))
-        before = web.send(b"x")
-        trusted.write_bytes(certificate.read_bytes())
-        after = web.send(b"x")
-        web.close()
-    assert (before.kind, after.kind) == ("retry", "sent")
-    assert "CERTIFICATE_VERIFY_FAILED" in before.words
 
 
 def test_requests_have_a_size_that_receivers_accept() -> None:
