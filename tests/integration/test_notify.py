@@ -39,6 +39,8 @@ from torchobs.ranks.rank_view import run_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    Popen = subprocess.Popen[str]
+
 SECRET = "t0p-s3cret"
 TRAIN = """
 import time, torch
@@ -56,32 +58,27 @@ MESSAGE = Message("words", "failed", "job", "run", "host", "restart")
 
 
 @pytest.fixture
-def run(tmp_path: Path, flight_dir: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def run(start: Callable[..., Popen], tmp_path: Path, flight_dir: Path) -> Iterator[Callable[..., Popen]]:
     """Start a training by `torchobs run`, and wait until it trains; all exporters of its directory end with the test."""
-    started: list[subprocess.Popen[str]] = []
     (tmp_path / "train.py").write_text(TRAIN)
+    env = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT)}
 
-    def begin(options: tuple[str, ...], *arguments: str, **environ: str) -> subprocess.Popen[str]:
-        env = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), **environ}
+    def begin(options: tuple[str, ...], *arguments: str, **environ: str) -> Popen:
         argv = (sys.executable, "-m", "torchobs", "run", "--address", "127.0.0.1:0", *options, "train.py", *arguments)
         with (tmp_path / "log").open("a") as log:
-            process = subprocess.Popen(argv, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
-        started.append(process)
+            process = start(*argv, cwd=tmp_path, env={**env, **environ}, stdout=subprocess.PIPE, stderr=log)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         return process
 
     yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
     for exporter in exporters(flight_dir):
         with suppress(psutil.NoSuchProcess):
             exporter.kill()
 
 
 def test_a_killed_rank_sends_its_message_and_keeps_its_secret(
-    run: Callable[..., subprocess.Popen[str]], tmp_path: Path, flight_dir: Path, capsys: pytest.CaptureFixture[str]
+    run: Callable[..., Popen], tmp_path: Path, flight_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One message, with the words of the page, culprit, action, link and command; the URL is nowhere that others look.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import subprocess
-import threading
 import time
 from collections import defaultdict
 from typing import TYPE_CHECKING
@@ -49,7 +48,7 @@ def prometheus_3(*features: str, scrape: Sequence[str] = ()) -> PrometheusServer
 
 @pytest.fixture
 def rank(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FlightWriter]:
-    """A living rank that has trained, with instruments of its user; a heartbeat that is late makes it no other."""
+    """A living rank that has trained, with instruments of its user; its heartbeat is old soon, which makes it no other."""
     monkeypatch.setattr(state, "UNRESPONSIVE_AFTER_S", 600.0)
     writer = live_rank(flight_dir, **{"k8s.pod.name": "pod-1", "ключ": "team", "job": "mine", "instance": "this"})
     train(writer, range(1, 5))
@@ -62,18 +61,8 @@ def rank(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FlightWr
     meter.create_gauge("my.share", "1").set(0.25)
     for value in (0.001, 7.0, 1e9):
         meter.create_histogram("my.latency", "s").record(value, {"le.x": "y"})
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(0.2):
-            writer.heartbeat()
-
-    thread = threading.Thread(target=beat)
-    thread.start()
     writer.publish()
     yield writer
-    ended.set()
-    thread.join()
     writer.close()
 
 
@@ -138,6 +127,7 @@ def test_what_is_pushed_is_what_is_scraped(rank: FlightWriter, flight_dir: Path)
         assert names == {name for name in page if name.startswith(("torchobs_exporter_", "torchobs_build_"))} - {dropped}
         counts = service.value("torchobs_exporter_otlp_dropped_total", signal="metrics", reason="refused")
         assert counts == 0
+        rank.heartbeat()  # from which its grace counts
         rank.exit(1, 0)
         rank.close()
         wait_until(lambda: server.query(f'torchobs_rank_state{{instance="{incarnation}", state="finished"}} == 1'))
@@ -225,8 +215,8 @@ def test_prometheus_names_the_catalog_as_we_do(otlp_prometheus: PrometheusServer
     assert labels == {prometheus_label(attribute.name) for one in catalog.METRICS for attribute in one.attributes}
 
 
-def test_prometheus_names_a_user_s_instruments_as_we_do(otlp_prometheus: PrometheusServer) -> None:
-    """Whatever a user calls an instrument, in whatever unit."""
+def test_prometheus_names_what_a_user_has_as_we_do(otlp_prometheus: PrometheusServer) -> None:
+    """Whatever a user calls an instrument, in whatever unit, or an attribute."""
     cases = [(f"{number}", *case) for number, case in enumerate(itertools.product(NAMES, UNITS, Kind))]
     assert send(otlp_prometheus, [point(name, unit, kind, {MARK: mark}) for mark, name, unit, kind in cases])
     names = received(otlp_prometheus, '{mark=~"[0-9]+"}')
@@ -236,10 +226,6 @@ def test_prometheus_names_a_user_s_instruments_as_we_do(otlp_prometheus: Prometh
         if names[mark] != expected_names(prometheus_name(name, unit, kind), kind)
     }
     assert differ == {}
-
-
-def test_prometheus_names_a_user_s_attributes_as_we_do(otlp_prometheus: PrometheusServer) -> None:
-    """Whatever a user calls an attribute."""
     points = [point("labels", "", Kind.GAUGE, {MARK: f"label {number}", name: "x"}) for number, name in enumerate(ATTRIBUTES)]
     assert send(otlp_prometheus, points)
     series = otlp_prometheus.get("/api/v1/series", **{"match[]": "labels"})
