@@ -55,7 +55,7 @@ def environment_of(rank: int, port: int, world: int = 2, /, **variables: str) ->
 
 @pytest.mark.long
 def test_hangs_of_all_kinds_are_found(start: Callable[..., object], flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Python, in C with the GIL held, at a lock, in a collective; a step that took seconds hides none."""
+    """In Python, in C with the GIL held, at a lock, in a collective; a slow step hides none."""
     monkeypatch.setattr(state, "LEAST_HANG_S", QUIET_AGE_S)
     for run in HANGS:
         kind, _, late = run.partition(" ")
