@@ -428,9 +428,10 @@ def test_a_fork_while_any_lock_is_held_leaves_a_child_that_can_be_a_rank(flight_
 
     One by one they are tried to name the one that a child waits for.
     """
+    written: list[FlightWriter] = []
 
     def be_a_rank() -> None:
-        write_everything(writer)
+        write_everything(written[0])
         for run in recording(flight_dir, rank=1):
             train(2)
             run.whole_round()
@@ -438,7 +439,7 @@ def test_a_fork_while_any_lock_is_held_leaves_a_child_that_can_be_a_rank(flight_
 
     for parent in recording(flight_dir):
         assert parent.session.writer is not None
-        writer = parent.session.writer
+        written.append(parent.session.writer)
         train(2)
         found = locks()
         assert len(found) >= 15

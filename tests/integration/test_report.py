@@ -275,8 +275,8 @@ def test_in_a_browser(
     assert ran(capsys, "report", trainings / "pair", "-o", tmp_path / "pair.html")[0] == 0
     assert ran(capsys, "compare", trainings / "finished", trainings / "raised", "-o", tmp_path / "compare.html")[0] == 0
     with Browser(program("chromium"), tmp_path / "profile") as browser:
-        for name in ("raised", "pair", "compare"):
-            url = (tmp_path / f"{name}.html").as_uri()
+        urls = [(tmp_path / f"{name}.html").as_uri() for name in ("raised", "pair", "compare")]
+        for url in urls:
             for width, dark in ((1200, False), (360, True)):
                 tab = browser.tab(url, width=width, dark=dark)
                 assert tab.complaints == []
@@ -286,7 +286,7 @@ def test_in_a_browser(
                 assert worst[0] >= _CONTRAST, worst
                 assert tab.run("document.querySelectorAll('svg:not([aria-label]):not([aria-hidden])').length") == 0
                 assert tab.run("[...document.querySelectorAll('table')].every(t => t.caption.textContent && t.tHead)")
-        pdf = browser.tab((tmp_path / "pair.html").as_uri()).call("Page.printToPDF", {"printBackground": True})["data"]
+        pdf = browser.tab(urls[0]).call("Page.printToPDF", {"printBackground": True})["data"]
         assert pdf.startswith("JVBER")  # %PDF
 
 

@@ -181,43 +181,6 @@ def test_what_only_the_last_scrape_saw_fires(promtool: str, tmp_path: Path) -> N
     assert fired(judged(promtool, tmp_path, documents)) == expected
 
 
-ENDS: dict[str, set[str]] = {
-    "finished": set(),
-    "interrupted": set(),
-    "terminated": set(),
-    "exception": {"TorchobsRankFailed", "TorchobsRunDown"},
-    "lost": {"TorchobsRankFailed", "TorchobsRunDown"},
-    "gone": {"TorchobsTelemetryGone"},
-}
-"""What a run's end raises, by its reason; without one it is just gone"""
-ABOUT_ENDS = ("TorchobsRankFailed", "TorchobsRunDown", "TorchobsTelemetryGone", "TorchobsRanksMissing")
-
-
-def ends(reason: str) -> list[dict[str, str]]:
-    """Two ranks on two machines, which have trained for twenty minutes, and one scrape that sees how they end."""
-    series = []
-    for rank in range(2):
-        labels = f'job_name="gpt", run_id="a", rank="{rank}", instance="n{rank}:1"'
-        series += [
-            {"series": f"torchobs_rank_up{{{labels}}}", "values": "1x80 stale" if reason == "gone" else "1x80 0 stale"},
-            {"series": f"torchobs_rank_start_time_seconds{{{labels}}}", "values": "0x81 stale"},
-            {"series": f"torchobs_world_size{{{labels}}}", "values": "2x81 stale"},
-        ]
-        if reason != "gone":
-            series.append({"series": f'torchobs_rank_exit{{{labels}, reason="{reason}"}}', "values": "_x81 1 stale"})
-    return series
-
-
-def test_a_run_s_end_is_known_by_one_scrape(promtool: str, tmp_path: Path) -> None:
-    """At each interval, for each reason: the alerts that have fired by the next hour."""
-    checks = [look for alert in ABOUT_ENDS for look in looks(alert, range(900, 3600, 60))]
-    cases = [{"name": one, "interval": "15s", "input_series": ends(one), "alert_rule_test": checks} for one in ENDS]
-    expected = {(name, alert) for name, alerts in ENDS.items() for alert in alerts}
-    for interval in ("15s", "1m"):
-        found = fired(judged(promtool, tmp_path, [(ABOUT_ENDS, interval, cases)]))
-        assert {(name, alert) for name, alert, _ in found} == expected
-
-
 CLUSTERS = ("east", "west")
 WHOSE = re.compile(r"^(Training run \S+ of \S+?(?: in namespace \S+?)?)( (?!in namespace)|$)")
 RANKS = 64
@@ -283,10 +246,12 @@ def series(metric: str, **labels: object) -> str:
     return f"{metric}{{{','.join(f'{name}={str(text)!r}' for name, text in of.items())}}}".replace("'", '"')
 
 
-def life(at: int, scrapes: int, ended: str = "", *, steps: bool = True, world: int = 1, **labels: object) -> Series:
-    """A rank from a scrape on, for so many; `ended`: how, which four more scrapes show. Without it its series just end."""
+def life(
+    at: int, scrapes: int, ended: str = "", *, steps: bool = True, world: int = 1, shows: int = 4, **labels: object
+) -> Series:
+    """A rank from a scrape on, for so many; `ended`: how, which so many more show. Without it its series just end."""
     alive = range(at, at + scrapes)
-    shown = range(at, at + scrapes + (4 if ended else 0))
+    shown = range(at, at + scrapes + (shows if ended else 0))
     found = {
         series("torchobs_rank_up", **labels): {one: str(int(one in alive)) for one in shown},
         series("torchobs_rank_start_time_seconds", **labels): dict.fromkeys(shown, str(at * SCRAPE_S)),
@@ -349,21 +314,51 @@ def values(points: Timeline) -> str:
     return " ".join(marked.get(one, "_") for one in range(max(marked) + 1))
 
 
+def cases_of_lives(cases: dict[str, list[Series]], alerts: Iterable[str], minutes: Iterable[int]) -> list[Case]:
+    """Cases of these lives that look for each alert in each of these minutes."""
+    times_s = [60 * at for at in minutes]
+    return [
+        {
+            "name": name,
+            "interval": f"{SCRAPE_S}s",
+            "input_series": [{"series": one, "values": values(points)} for one, points in together(*lives).items()],
+            "alert_rule_test": [look for alert in alerts for look in looks(alert, times_s)],
+        }
+        for name, lives in cases.items()
+    ]
+
+
+ENDS: dict[str, set[str]] = {
+    "finished": set(),
+    "interrupted": set(),
+    "terminated": set(),
+    "exception": {"TorchobsRankFailed", "TorchobsRunDown"},
+    "lost": {"TorchobsRankFailed", "TorchobsRunDown"},
+    "": {"TorchobsTelemetryGone"},
+}
+"""What a run's end raises, by its reason; without one it is just gone"""
+ABOUT_ENDS = ("TorchobsRankFailed", "TorchobsRunDown", "TorchobsTelemetryGone", "TorchobsRanksMissing")
+
+
+def test_a_run_s_end_is_known_by_one_scrape(promtool: str, tmp_path: Path) -> None:
+    """Of two ranks on two machines, at each interval, for each reason: the alerts that have fired by the next hour."""
+    lives = {
+        f"ended {reason}": [life(0, 81, reason, world=2, shows=1, rank=rank, instance=f"n{rank}:1") for rank in range(2)]
+        for reason in ENDS
+    }
+    cases = cases_of_lives(lives, ABOUT_ENDS, range(15, 60))
+    expected = {(f"ended {reason}", alert) for reason, alerts in ENDS.items() for alert in alerts}
+    for interval in ("15s", "1m"):
+        found = fired(judged(promtool, tmp_path, [(ABOUT_ENDS, interval, cases)]))
+        assert {(name, alert) for name, alert, _ in found} == expected
+
+
 LOST = "one that trained and failed for good"
 
 
 def test_ordinary_life_wakes_nobody_up(promtool: str, tmp_path: Path) -> None:
     """No page in any minute, of any of these; the rules see such runs, for one that is lost does page."""
-    checks = [look for alert in PAGES for look in looks(alert, range(0, 60 * MINUTES, 60))]
-    tests = [
-        {
-            "name": name,
-            "interval": f"{SCRAPE_S}s",
-            "input_series": [{"series": one, "values": values(points)} for one, points in together(*lives).items()],
-            "alert_rule_test": checks,
-        }
-        for name, lives in (ORDINARY | {LOST: [life(0, 80, "exception")]}).items()
-    ]
-    said = judged(promtool, tmp_path, [(tuple(PAGES), "1m", tests)])
+    cases = cases_of_lives(ORDINARY | {LOST: [life(0, 80, "exception")]}, PAGES, range(MINUTES))
+    said = judged(promtool, tmp_path, [(tuple(PAGES), "1m", cases)])
     assert {(name, alert) for name, alert, _ in fired(said)} == {(LOST, "TorchobsRunDown")}
     assert "Training run a of gpt in namespace ml is down." in said
