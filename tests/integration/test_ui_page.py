@@ -327,16 +327,17 @@ print(repr(session))
 """
 
 
-@pytest.mark.parametrize("login", [{}, {"SSH_CONNECTION": "10.0.0.1 50000 10.0.0.2 22"}], ids=["here", "by ssh"])
-def test_a_script_says_where_its_page_is(
-    flight_dir: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]], login: dict[str, str]
-) -> None:
-    """Rank 0 logs it once, as soon as the exporter listens, though nothing configures logging; the session has it, too."""
+def test_a_script_says_where_its_page_is(flight_dir: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+    """Rank 0 logs it once, as soon as the exporter listens, though nothing configures logging; the session has it, too.
+
+    Who has come by ssh is told of a tunnel.
+    """
     address, log = f"127.0.0.1:{free_port()}", tmp_path / "log"
+    environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "SSH_CONNECTION": "10.0.0.1 50000 10.0.0.2 22"}
     with log.open("w") as out:
         process = start(
             sys.executable, "-c", TRAINING, address, torch=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=out, env={**clean_environment(), "TORCHOBS_DIR": str(flight_dir), **login},
+            stderr=out, env=environ,
         )  # fmt: skip
     directory = open_directory(str(flight_dir))
     announced = wait_until(lambda: election.read(directory), timeout_s=60)
@@ -344,7 +345,7 @@ def test_a_script_says_where_its_page_is(
     url = announced.url
     assert address in url
     port = address.rpartition(":")[2]
-    tunnel = f"; from your own machine: ssh -L {port}:localhost:{port} {os.uname().nodename}" if login else ""
+    tunnel = f"; from your own machine: ssh -L {port}:localhost:{port} {os.uname().nodename}"
     line = f"torchobs: this run is shown live on {url}{tunnel}\n"
     assert process.stdin is not None
     assert process.stdout is not None
