@@ -88,9 +88,7 @@ class Stack:
             "exporter": {"volumes": python},
             "prometheus": {"volumes": [f"{self.shared}/prometheus.yml:/etc/prometheus/prometheus.yml:ro"]},
             "alertmanager": {"volumes": [*libraries, f"{share}:/usr/{templates}:ro"]},
-            "collector": {
-                "volumes": [f"{self.shared}/collector.yml:/etc/otelcol/config.yaml:ro", f"{self.shared}:/opt/test"],
-            },
+            "collector": {"volumes": [f"{self.shared}/collector.yml:/etc/otelcol/config.yaml:ro", f"{self.shared}:/opt/test"]},
         }
 
     def get(self, service: str, path: str, **parameters: str) -> Any:

@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 
 from tests.kubernetes.cluster import Namespace, Pod
-from tests.kubernetes.injection import (
-    JOBSET,
-    Policy,
-    injection,
-    job,
-    pod_template,
-    require_policy,
-)
+from tests.kubernetes.injection import JOBSET, Policy, injection, job, pod_template, require_policy
 from tests.kubernetes.jobs import EXPORTER, IN_A_CLUSTER, scripts
 from tests.kubernetes.stage import Stage, monitored
 from tests.support import wait_until

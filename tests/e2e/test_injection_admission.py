@@ -11,15 +11,7 @@ from typing import Any
 import pytest
 
 from tests.kubernetes.cluster import Namespace
-from tests.kubernetes.injection import (
-    RESTRICTED,
-    admitted,
-    annotated,
-    injecting,
-    pod,
-    pod_template,
-    rendered,
-)
+from tests.kubernetes.injection import RESTRICTED, admitted, annotated, injecting, pod, pod_template, rendered
 from tests.kubernetes.jobs import EXPORTER, IN_A_CLUSTER
 from tests.support import wait_until
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections import defaultdict
-from itertools import chain
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests import flights
 from tests.exporters import Program, start_program
 from tests.prometheus_server import PrometheusServer
 from tests.support import ROOT, clean_environment, wait_until
@@ -67,18 +64,15 @@ def test_two_ranks_in_prometheus_equal_what_the_script_measured(
     flight_dir: Path,
     tmp_path: Path,
 ) -> None:
-    """Steps are those printed, losses and norms equal to float32, a step's phases the script's within 5 %; exemplars."""
+    """Steps are those printed, losses and norms equal to float32, a step's phases the script's within 5 %."""
     own = tmp_path / "timings"
     arguments = ("--steps", "40", "--timings", str(own), "--log-every", "1000", "--characters", "500000", "--sample", "0")
-    given: Any = {"scrape": [exporter.address], "interval": "1s", "arguments": ["--enable-feature=exemplar-storage"]}
-    with PrometheusServer(program("prometheus"), **given) as prometheus:
-        began_s = time.time()
+    with PrometheusServer(program("prometheus"), scrape=[exporter.address], interval="1s") as prometheus:
         job = start(*TORCHRUN, "2", str(ROOT / "examples" / "char_gpt.py"), *arguments, torch=True, env=environ)
         assert job.wait(timeout=240) == 0, job
         # the last step was scraped before its rank had ended, maybe: what is looked at is the end
         wait_until(lambda: by_rank(prometheus, 'torchobs_rank_state{state="finished"}') == {"0": 1.0, "1": 1.0})
         assert by_rank(prometheus, "torchobs_steps_total") == {"0": 40.0, "1": 40.0}
-        check_exemplars(prometheus, flight_dir, began_s)
         expected = timings(own)
         assert {rank: len(lines) for rank, lines in expected.items()} == {"0": 40, "1": 40}
         for name, field in (
@@ -106,36 +100,12 @@ def test_two_ranks_in_prometheus_equal_what_the_script_measured(
         assert by_rank(prometheus, 'sum by (rank) (torchobs_anomalies_total{kind!="loss_spike"})') == {"0": 0.0, "1": 0.0}
 
 
-def check_exemplars(prometheus: PrometheusServer, flight_dir: Path, began_s: float) -> None:
-    """Each leads to a step's span in its rank's file, and is what that step added to the bucket that shows it."""
-    known = dict(chain.from_iterable(map(spans_of, flight_dir.glob("*.flight"))))
-    for field, name in (("duration_s", "torchobs_step_duration_seconds"), ("grad_norm", "torchobs_grad_norm_distribution")):
-        when = {"start": f"{began_s:.3f}", "end": f"{time.time():.3f}"}
-        found = prometheus.get("/api/v1/query_exemplars", query=f"{name}_bucket", **when)
-        assert {one["seriesLabels"]["rank"] for one in found} == {"0", "1"}
-        for series, exemplar in [(one["seriesLabels"], exemplar) for one in found for exemplar in one["exemplars"]]:
-            labels = exemplar["labels"]
-            attributes = known[labels["trace_id"], labels["span_id"]]
-            assert labels.keys() == {"trace_id", "span_id", "step"}
-            assert (labels["step"], float(exemplar["value"])) == (str(attributes["step"]), attributes[field])
-            assert attributes[field] <= float(series["le"])
-            assert began_s < exemplar["timestamp"] < time.time()
-
-
 def phases_of(path: Path) -> tuple[str, list[tuple[float, ...]]]:
     """The rank that a file is of, and the times of each of its steps by phase, in seconds."""
     file = reader.open_path(str(path))
     steps = [step.phase_s for step in file.steps() if step.kind == RecordKind.STEP]
     file.close()
     return str(file.header.resource["rank"]), steps
-
-
-def spans_of(path: Path) -> list[tuple[tuple[str, str], dict[str, Any]]]:
-    """The spans of steps in a rank's file: their identifiers and attributes."""
-    file = reader.open_path(str(path))
-    frames = [fields for fields in flights.frames(file) if fields.get("name") == "torchobs.step"]
-    file.close()
-    return [((fields["trace_id"], fields["span_id"]), fields["attrs"]) for fields in frames]
 
 
 LAST, FEWER = 40, 2
@@ -150,7 +120,7 @@ for _ in range({LAST} + {FEWER} * left):
     optimizer.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    time.sleep(0.05)
+    time.sleep(0.025)
 sys.exit(int(left > 0))
 """
 
@@ -166,7 +136,7 @@ def test_elastic_restarts_merge_nothing(
     """Three incarnations, each on the page alone; to Prometheus two counter resets, over which increase() adds up."""
     script = tmp_path / "restarted.py"
     script.write_text(RESTARTED)
-    with PrometheusServer(program("prometheus"), scrape=[exporter.address], interval="500ms") as prometheus:
+    with PrometheusServer(program("prometheus"), scrape=[exporter.address], interval="250ms") as prometheus:
         prometheus.wait_for_scrapes()
         job = start(*TORCHRUN, "1", "--max-restarts", "2", str(script), torch=True, env=environ)
         shown = []
@@ -183,6 +153,6 @@ def test_elastic_restarts_merge_nothing(
         assert len(list(flight_dir.glob("*.flight"))) == 3
         assert prometheus.value("torchobs_rank_restarts_total") == 2
         assert prometheus.value("resets(torchobs_steps_total[5m])") == 2
-        # each incarnation's first sample counts from 0, and what a scrape every 0.5 s misses at its end is lost
+        # each incarnation's first sample counts from 0, and what a scrape every 0.25 s misses at its end is lost
         all_lives = sum(LAST + FEWER * left for left in range(3))
         assert prometheus.value("increase(torchobs_steps_total[5m])") == pytest.approx(all_lives, rel=0.25)

@@ -102,10 +102,7 @@ def test_a_mode_that_fails_is_left_out() -> None:
 def test_recommendations() -> None:
     """Promise: noise is called noise; what is fast and wrong is not recommended; the fastest of the good is."""
     none = mode("none", (1, 1, 1))
-    assert recommend([none, mode("amp", (1.2, 0.9, 1.5))]) == (
-        "none",
-        "amp: the difference is within the noise",
-    )
+    assert recommend([none, mode("amp", (1.2, 0.9, 1.5))]) == ("none", "amp: the difference is within the noise")
     good, best = mode("amp", (1.5, 1.4, 1.6)), mode("full", (1.8, 1.2, 2.0))
     assert recommend([none, good, best])[0] == "full"
     assert recommend([none, mode("amp", (2, 1.9, 2.1), accepted=False)])[1].startswith("amp: faster, but with outputs")
