@@ -27,7 +27,7 @@ class Slow(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         info = torch.utils.data.get_worker_info()
-        time.sleep(0.3 if info is not None and info.id == 1 else 0.0)
+        time.sleep(0.1 if info is not None and info.id == 1 else 0.0)
         return torch.tensor([float(index)])
 
 

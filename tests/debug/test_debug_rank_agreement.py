@@ -1,6 +1,5 @@
 """``debug.compare_ranks`` with two real ranks, and ``debug.check_devices``: what differs, or lies elsewhere, is named."""
 # mypy: disable-error-code="attr-defined, no-untyped-call"
-# mypy: disable-error-code="no-untyped-call"
 
 import json
 from datetime import timedelta
@@ -16,57 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tests import fork_server
 from tests.debug.models import MODELS, hooks, texts
 from torchobs import debug
-
-
-def rank_main(rank: int, directory: str) -> None:
-    """Four comparisons on one rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
-    torch.manual_seed(7)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
-    said: dict[str, Any] = {"begun": debug.compare_ranks(model).to_dict()}
-    torch.manual_seed(rank)
-    model(torch.randn(6, 4)).sum().backward()
-    said["trained"] = debug.compare_ranks(model).to_dict()
-    with torch.no_grad():
-        model.module[0].weight[0, 0] += 1e-6 * rank
-        model.module[2].weight.grad[0, 0] = float(rank)
-    said["differ"] = debug.compare_ranks(model).to_dict()
-    model.module.train(mode=rank == 0)
-    said["mode"] = debug.compare_ranks(model.module).to_dict()
-    Path(directory, f"{rank}.json").write_text(json.dumps(said))
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank was told."""
-    return fork_server.said_by_ranks(rank_main, tmp_path_factory.mktemp("ranks"))
-
-
-def test_ranks_that_agree_and_ranks_that_differ(said: list[dict[str, Any]]) -> None:
-    """After a backward pass with different data batch norm's buffers differ, which is usual; what differs is named on both."""
-    for rank, one in enumerate(said):
-        assert (one["begun"]["ok"], one["begun"]["world_size"], one["begun"]["rank"]) == (True, 2, rank)
-        trained = one["trained"]
-        assert (trained["ok"], trained["problems"]) == (True, [])
-        assert {row["kind"] for row in trained["disagreements"]} == {"buffer"}
-        rows = {(row["kind"], row["name"]): row for row in one["differ"]["disagreements"]}
-        assert not one["differ"]["ok"]
-        assert rows["parameter", "0.weight"]["ranks"] == rows["gradient", "2.weight"]["ranks"] == [1]
-        assert len(rows["gradient", "2.weight"]["norms"]) == 2
-        assert one["mode"]["structure_differs"] == [1]
-
-
-def test_one_process_agrees_with_itself() -> None:
-    """Without a process group; any types of parameters."""
-    model = nn.Linear(3, 3).to(torch.bfloat16)
-    model.register_buffer("frequencies", torch.ones(2, dtype=torch.complex64))
-    found = debug.compare_ranks(model)
-    assert (found.ok, found.world_size, found.disagreements, found.problems) == (True, 1, (), ())
-    with pytest.raises(TypeError, match="compare_ranks"):
-        debug.compare_ranks(3)
-
 
 LAYOUTS = ("fsdp1", "fsdp2")
 
@@ -89,49 +37,93 @@ def sharded(layout: str) -> nn.Module:
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), auto_wrap_policy=policy)
 
 
-def sharded_main(rank: int, directory: str) -> None:
+def shards(rank: int, layout: str) -> dict[str, Any]:
+    """What is said of a sharded model, whose batch has a NaN on one rank."""
+    batch = torch.ones(6, 4)
+    found: dict[str, Any] = {"agreement": debug.compare_ranks(sharded(layout)).to_dict()}
+    flops = debug.count_flops(sharded(layout), batch)
+    found["flops"] = [flops.forward, flops.backward, list(flops.unknown)]
+    found["parameters"] = debug.memory_by_module(sharded(layout), batch).parameters_bytes
+    batch[3, 1] = float("nan") if rank else 1.0
+    model = sharded(layout)
+    origin = debug.trace_nan(model, batch)
+    found["origin"] = None if origin is None else [origin.kind, origin.sample]
+    found["next loss"] = model(torch.ones(6, 4)).sum().item()  # the other rank takes part in it
+    return found
+
+
+def rank_main(rank: int, directory: str) -> None:
     """All calls on one rank. One that waits for the other for ever ends with an error."""
     torch.set_num_threads(1)
     store = f"file://{directory}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
-    answers = {}
-    for layout in LAYOUTS:
-        batch = torch.ones(6, 4)
-        found: dict[str, Any] = {"agreement": debug.compare_ranks(sharded(layout)).to_dict()}
-        flops = debug.count_flops(sharded(layout), batch)
-        found["flops"] = [flops.forward, flops.backward, list(flops.unknown)]
-        found["parameters"] = debug.memory_by_module(sharded(layout), batch).parameters_bytes
-        batch[3, 1] = float("nan") if rank else 1.0
-        model = sharded(layout)
-        origin = debug.trace_nan(model, batch)
-        found["origin"] = None if origin is None else [origin.kind, origin.sample]
-        found["next loss"] = model(torch.ones(6, 4)).sum().item()  # the other rank takes part in it
-        answers[layout] = found
-    Path(directory, f"{rank}.json").write_text(json.dumps(answers))
+    said = replicas(rank) | {layout: shards(rank, layout) for layout in LAYOUTS}
+    Path(directory, f"{rank}.json").write_text(json.dumps(said))
     dist.destroy_process_group()
 
 
+def replicas(rank: int) -> dict[str, Any]:
+    """Four comparisons."""
+    torch.manual_seed(7)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
+    said: dict[str, Any] = {"begun": debug.compare_ranks(model).to_dict()}
+    torch.manual_seed(rank)
+    model(torch.randn(6, 4)).sum().backward()
+    said["trained"] = debug.compare_ranks(model).to_dict()
+    with torch.no_grad():
+        model.module[0].weight[0, 0] += 1e-6 * rank
+        model.module[2].weight.grad[0, 0] = float(rank)
+    said["differ"] = debug.compare_ranks(model).to_dict()
+    model.module.train(mode=rank == 0)
+    said["mode"] = debug.compare_ranks(model.module).to_dict()
+    return said
+
+
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank was told."""
-    return fork_server.said_by_ranks(sharded_main, tmp_path_factory.mktemp("ranks"))
+    return fork_server.said_by_ranks(rank_main, tmp_path_factory.mktemp("ranks"))
+
+
+def test_ranks_that_agree_and_ranks_that_differ(said: list[dict[str, Any]]) -> None:
+    """After a backward pass with different data batch norm's buffers differ, which is usual; what differs is named on both."""
+    for rank, one in enumerate(said):
+        assert (one["begun"]["ok"], one["begun"]["world_size"], one["begun"]["rank"]) == (True, 2, rank)
+        trained = one["trained"]
+        assert (trained["ok"], trained["problems"]) == (True, [])
+        assert {row["kind"] for row in trained["disagreements"]} == {"buffer"}
+        rows = {(row["kind"], row["name"]): row for row in one["differ"]["disagreements"]}
+        assert not one["differ"]["ok"]
+        assert rows["parameter", "0.weight"]["ranks"] == rows["gradient", "2.weight"]["ranks"] == [1]
+        assert len(rows["gradient", "2.weight"]["norms"]) == 2
+        assert one["mode"]["structure_differs"] == [1]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sharded_models(answers: list[dict[str, Any]], layout: str) -> None:
+def test_sharded_models(said: list[dict[str, Any]], layout: str) -> None:
     """Promise: shards are no disagreement; a NaN on one rank is traced there, and both go through the same collectives.
 
     FLOPs are the whole model's products, both passes, and the gathering multiplies nothing.
     """
     products = 2 * 6 * (4 * 8 + 8 * 2)
-    for one in answers:
+    for one in said:
         agreement = one[layout]["agreement"]
         assert (agreement["ok"], agreement["problems"]) == (True, [])
         assert agreement["sharded"] == (2 if layout == "fsdp1" else 4)
         assert one[layout]["flops"] == [products, products + 2 * 6 * 8 * 2, []]
-    assert sum(one[layout]["parameters"] for one in answers) == 4 * 58
-    assert [one[layout]["origin"] for one in answers] == [None, ["input", 3]]
-    assert answers[0][layout]["next loss"] == answers[1][layout]["next loss"]
+    assert sum(one[layout]["parameters"] for one in said) == 4 * 58
+    assert [one[layout]["origin"] for one in said] == [None, ["input", 3]]
+    assert said[0][layout]["next loss"] == said[1][layout]["next loss"]
+
+
+def test_one_process_agrees_with_itself() -> None:
+    """Without a process group; any types of parameters."""
+    model = nn.Linear(3, 3).to(torch.bfloat16)
+    model.register_buffer("frequencies", torch.ones(2, dtype=torch.complex64))
+    found = debug.compare_ranks(model)
+    assert (found.ok, found.world_size, found.disagreements, found.problems) == (True, 1, (), ())
+    with pytest.raises(TypeError, match="compare_ranks"):
+        debug.compare_ranks(3)
 
 
 class Copying(nn.Module):

@@ -349,7 +349,6 @@ WRONG: dict[str, Callable[[], Any]] = {
     "amp is one of 'off', 'bf16', 'fp16', 'auto', or a dtype, not 'half'": lambda: wrong.training_step(
         MODEL, batch(), functional.mse_loss, SGD, amp="half"
     ),
-    r"monitor_step\(\) needs weights": lambda: wrong.monitor_step(_model().to("meta")),
     "not Tensor": lambda: wrong.check_dataloader(torch.zeros(3, 4)),
     "not tuple": lambda: wrong.profile((torch.zeros(3), torch.zeros(3))),
     r"devices\(\) takes a torch.optim.Optimizer, not int": lambda: wrong.check_devices(_model(), optimizer=3),
@@ -368,7 +367,6 @@ WRONG: dict[str, Callable[[], Any]] = {
     "takes a loss of one number, not .*: reduce it, or leave it out": lambda: wrong.check_gradients(MODEL, torch.ones(3)),
     "loud": lambda: wrong.context("x", anomaly="loud"),
     "a batch with a tensor of at least one sample": lambda: wrong.memory_by_module(_model(), {"texts": ["a"]}),
-    "on the device meta, where nothing": lambda: wrong.trace_nan(_model().to("meta"), torch.zeros(1, 2, device="meta")),
     "function that takes one step": lambda: wrong.profile(3),
     "no directory": lambda: wrong.profile(lambda: None, trace="absent/x.json"),
     "has none": lambda: wrong.inspect_diffusion(object()),

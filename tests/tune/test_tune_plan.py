@@ -77,11 +77,7 @@ def test_each_technique_is_used_or_skipped_with_its_reason() -> None:
     nothing = tune.optimize(blocks(), mode="full", level="off")
     assert nothing.used == ()
     assert {decision.reason for decision in nothing.decisions} == {"not part of level 'off'", "not part of mode 'full'"}
-    assert nothing.to_dict()["decisions"][1] == {
-        "technique": "autocast",
-        "used": False,
-        "reason": "not part of level 'off'",
-    }
+    assert nothing.to_dict()["decisions"][1] == {"technique": "autocast", "used": False, "reason": "not part of level 'off'"}
 
 
 def test_autocast_computes_in_its_type_and_keeps_weights_in_float32() -> None:
@@ -327,8 +323,6 @@ def test_wrong_arguments_say_what_to_do(options: dict[str, Any], error: type[Exc
             tune.optimize(wrong)
     with pytest.raises(TypeError, match=r"a class is needed, such as torch\.optim\.AdamW, not str"):
         tune.optimize(nn.Linear(2, 2)).optimizer_options("adamw")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="on the device meta, where nothing is computed"):
-        tune.optimize(nn.Linear(2, 2, device="meta")).check(torch.ones(1, 2, device="meta"))
     with pytest.raises(ValueError, match="pass a batch here"):
         tune.optimize(nn.Linear(2, 2)).check()
 
