@@ -148,23 +148,6 @@ def sound() -> Iterator[Any]:
     yield from (debug.profile(lambda: model(x), 0, 0, 1), debug.summary(), debug.training_summary(), debug.inference(model, x))
 
 
-def test_results_are_true_strict_json_and_readable() -> None:
-    """Promise: ``bool()`` is ``ok`` is no problem; JSON without NaN; sizes and times with their units."""
-    debug.clear()
-    found = list(sound())
-    for result in found:
-        json.dumps(result.to_dict(), allow_nan=False)
-        if isinstance(result, Checked):
-            assert (bool(result), result.ok, result.problems) == (True, True, ()), str(result)
-    by_name = {type(result).__name__: result for result in found}
-    assert "KiB" in str(by_name["MemoryPoint"]) or "MiB" in str(by_name["MemoryPoint"])
-    assert "ms" in str(by_name["TrainingStep"])
-    assert by_name["ParameterInspection"]["0.weight"].numel == 32
-    sick = debug.inspect_tensor(torch.tensor([float("nan"), 1.0]), "x")
-    assert (bool(sick), sick.ok, sick.problems) == (False, False, (Problem("nonfinite_tensor", "x", "1 NaN of 2 elements"),))
-    json.dumps(sick.to_dict(), allow_nan=False)
-
-
 def takers() -> Iterator[tuple[str, Callable[[Any], Any]]]:
     """Functions that need a model, each to be called with something as the model, and with ``None`` for what else it needs."""
     for name, function in functions().items():
@@ -198,54 +181,45 @@ def small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
-def skipped() -> guard.StepOutcome:
-    """One of a recovery, of a batch with a NaN."""
-    trained = small()
-    recovery = guard.Recovery(trained, torch.optim.SGD(trained.parameters(), lr=0.1))
-    return recovery.step((torch.full((2, 4), torch.nan), torch.ones(2, 2)), nn.functional.mse_loss)
-
-
 X = torch.ones(2, 4)
 PAIR = (X, torch.ones(2, 2))
-MADE: dict[str, Callable[[Path], Checked]] = {
-    "Benchmark": lambda _: tune.benchmark(small(), X, modes=("none",), rounds=6),
-    "Plan": lambda _: tune.optimize(small(), amp="bf16"),
-    "Difference": lambda _: tune.optimize(small(), amp="bf16").inspect(X),
-    "FitResult": lambda _: tune.pipeline(small(), nn.functional.mse_loss, amp="off").fit([PAIR], 1),
-    "MemoryStats": lambda _: tune.memory_stats("cpu"),
-    "Devices": lambda _: tune.devices(),
-    "Freed": lambda _: tune.clear_cache("cpu"),
-    "MemoryLimit": lambda _: tune.memory_fraction(0.5, "cpu"),
-    "ContractReport": lambda _: guard.Contract(max=0.0).inspect(X),
-    "OutputReport": lambda _: guard.check_outputs(X),
-    "ModelReport": lambda _: guard.check_model({"w": torch.tensor([torch.nan])}),
-    "InferenceResult": lambda _: guard.safe_inference(small(), X * torch.nan),
-    "StepOutcome": lambda _: skipped(),
-    "ResourceReport": lambda _: guard.resources(memory=0, cpu=None).check(),
-    "FileScan": lambda folder: guard.scan_file(_saved(folder)),
-}
 
 
-def _saved(folder: Path) -> Path:
+def others(folder: Path) -> Iterator[Checked]:
+    """A result of each kind of tune and guard, and of debug one that is sick."""
     torch.save(small(), folder / "whole.pt")
-    return folder / "whole.pt"
+    model, loss_fn = small(), nn.functional.mse_loss
+    recovery = guard.Recovery(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    yield from (tune.benchmark(small(), X, modes=("none",), rounds=6), tune.optimize(small(), amp="bf16"), tune.devices())
+    yield from (tune.optimize(small(), amp="bf16").inspect(X), tune.pipeline(small(), loss_fn, amp="off").fit([PAIR], 1))
+    yield from (tune.memory_stats("cpu"), tune.clear_cache("cpu"), tune.memory_fraction(0.5, "cpu"))
+    yield from (guard.Contract(max=0.0).inspect(X), guard.check_outputs(X), guard.check_model({"w": torch.tensor([torch.nan])}))
+    yield from (guard.safe_inference(small(), X * torch.nan), recovery.step((X * torch.nan, PAIR[1]), loss_fn))
+    yield from (guard.resources(memory=0, cpu=None).check(), guard.scan_file(folder / "whole.pt"))
+    yield debug.inspect_tensor(torch.tensor([float("nan"), 1.0]), "x")
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("name", MADE)
-def test_a_result_says_whether_all_is_well(name: str, tmp_path: Path) -> None:
-    """Promise: ok, bool() and problems agree; it cannot be changed, prints, and becomes strict JSON."""
-    result = MADE[name](tmp_path)
-    assert type(result).__name__ == name
-    assert result.ok == bool(result) == (not result.problems)
-    assert isinstance(result.problems, tuple)
-    assert all(type(each.kind) is type(each.where) is type(each.text) is str for each in result.problems)
-    plain = json.loads(json.dumps(result.to_dict(), allow_nan=False))
-    assert (plain["ok"], len(plain["problems"])) == (result.ok, len(result.problems))
-    assert str(result)
-    assert result._repr_html_()
-    with pytest.raises(FrozenInstanceError):
-        result.problems = ()  # type: ignore[misc]
+def test_results_are_true_strict_json_and_readable(tmp_path: Path) -> None:
+    """Promise: ``bool()`` is ``ok`` is no problem; JSON without NaN; sizes and times with their units; nothing is changed."""
+    debug.clear()
+    healthy = list(sound())
+    for result in (*healthy, *others(tmp_path)):
+        plain = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+        assert str(result)
+        assert result._repr_html_()
+        if isinstance(result, Checked):
+            assert result.ok == bool(result) == (not result.problems), str(result)
+            assert all(type(each.kind) is type(each.where) is type(each.text) is str for each in result.problems)
+            assert (plain["ok"], len(plain["problems"])) == (result.ok, len(result.problems))
+            assert result.ok or result not in healthy
+            with pytest.raises(FrozenInstanceError):
+                result.problems = ()  # type: ignore[misc]
+    by_name = {type(result).__name__: result for result in healthy}
+    assert "KiB" in str(by_name["MemoryPoint"]) or "MiB" in str(by_name["MemoryPoint"])
+    assert "ms" in str(by_name["TrainingStep"])
+    assert by_name["ParameterInspection"]["0.weight"].numel == 32
+    assert result.problems == (Problem("nonfinite_tensor", "x", "1 NaN of 2 elements"),)
 
 
 META = nn.Linear(4, 2, device="meta")
