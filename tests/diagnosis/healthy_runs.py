@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.diagnosis.observing import Look, Observed, observe
-from tests.diagnosis.random_trainings import Setup, Training, build, setups
+from tests.diagnosis.random_trainings import TRAININGS, Setup, Training, build, setup_of
 
 STEPS = 240
 Run = Callable[[Look, random.Random], None]
@@ -52,7 +52,7 @@ def _scheduled(make: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.
 
 def plain(look: Look, chance: random.Random) -> None:
     """Any training with any optimizer and precision."""
-    _fit(look, build(setups(48, chance.randrange(1 << 30))[chance.randrange(48)]), STEPS)
+    _fit(look, build(setup_of(chance.choice(list(TRAININGS)), chance)), STEPS)
 
 
 def evaluation(look: Look, chance: random.Random) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -300,15 +300,14 @@ def build(setup: Setup) -> Training:
     return training
 
 
-def setups(count: int, seed: int, trainings: tuple[str, ...] = tuple(TRAININGS)) -> list[Setup]:
-    """Return that many setups in which every training comes with all optimizers and precisions; every eighth is compiled.
+def setup_of(
+    training: str, chance: random.Random, optimizers: Sequence[str] = tuple(OPTIMIZERS), precisions: Sequence[str] = PRECISIONS,
+    *, compiled: bool = True,
+) -> Setup:  # fmt: skip
+    """Return a training with any of these; one in seven is compiled.
 
-    L-BFGS is not scaled: ``GradScaler`` refuses closures.
+    Two players that both search lines never come to rest; L-BFGS is not scaled, for ``GradScaler`` refuses closures.
     """
-    chance, found = random.Random(f"setups {seed}"), []
-    for number in range(count):
-        optimizer = ("sgd", "adamw", "fused", "lbfgs")[number % 4] if number % 7 else "adamw"
-        precision = chance.choice(PRECISIONS[:2] if optimizer == "lbfgs" else PRECISIONS)
-        training = trainings[number % len(trainings)]
-        found.append(Setup(training, optimizer, precision, number % 8 == 5, chance.randrange(1 << 30)))
-    return found
+    optimizer = chance.choice([one for one in optimizers if training != "gan" or one != "lbfgs"])
+    precision = chance.choice([one for one in precisions if optimizer != "lbfgs" or one != "scaler"])
+    return Setup(training, optimizer, precision, compiled and chance.random() < 0.15, chance.randrange(1 << 30))

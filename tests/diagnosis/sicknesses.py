@@ -14,7 +14,7 @@ from tests.diagnosis.gradient_sicknesses import burst, cut, explosion, saturated
 from tests.diagnosis.loop_sicknesses import detached, given_to_none, keeping, other_model, part_detached
 from tests.diagnosis.observing import Look, observe
 from tests.diagnosis.planting import Verdict, first_anomaly, notes, of_block, train
-from tests.diagnosis.random_trainings import TRAININGS, Setup, build
+from tests.diagnosis.random_trainings import OPTIMIZERS, PRECISIONS, TRAININGS, Setup, build, setup_of
 from tests.diagnosis.resource_sicknesses import leak, slowdown, starvation
 from torchobs import catalog
 
@@ -24,13 +24,10 @@ class Sickness(NamedTuple):
 
     run: Callable[[Setup, random.Random], Verdict]
     trainings: tuple[str, ...] = tuple(TRAININGS)
-    optimizers: tuple[str, ...] = ("sgd", "adamw", "fused", "lbfgs")
-    precisions: tuple[str, ...] = ("float32", "bfloat16", "scaler")
+    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
+    precisions: tuple[str, ...] = PRECISIONS
     compiled: bool = True
     """Whether it may be planted in a compiled training"""
-    hard: bool = False
-    processes: bool = False
-    """Whether it starts processes of its own, or takes long"""
 
 
 def spike(setup: Setup, chance: random.Random) -> Verdict:
@@ -242,19 +239,10 @@ SICKNESSES: dict[str, Sickness] = {
 }
 
 
-def setup_of(name: str, seed: int) -> tuple[Setup, random.Random]:
-    """Return the training in which that sickness is planted for a seed, and what decides where."""
+def try_one(name: str, seed: int) -> tuple[Setup, Verdict]:
+    """Plant one sickness and look; the seed decides where, and in which training."""
     chance, sickness = random.Random(f"{name} {seed}"), SICKNESSES[name]
     training = sickness.trainings[seed % len(sickness.trainings)]
-    # two players that both search lines never come to rest
-    optimizer = chance.choice([one for one in sickness.optimizers if training != "gan" or one != "lbfgs"])
-    precision = chance.choice([one for one in sickness.precisions if optimizer != "lbfgs" or one != "scaler"])
-    compiled = sickness.compiled and chance.random() < 0.15
-    return Setup(training, optimizer, precision, compiled, chance.randrange(1 << 30)), chance
-
-
-def try_one(name: str, seed: int) -> tuple[Setup, Verdict]:
-    """Plant one sickness and look."""
-    setup, chance = setup_of(name, seed)
+    setup = setup_of(training, chance, sickness.optimizers, sickness.precisions, compiled=sickness.compiled)
     torch.manual_seed(seed)
-    return setup, SICKNESSES[name].run(setup, chance)
+    return setup, sickness.run(setup, chance)

@@ -1,7 +1,6 @@
 """Plants sicknesses, trains healthy runs, and prints what was said of them: `python -m tests.diagnosis --seeds 20`.
 
-``--write`` makes the table of docs/diagnosis.md; with ``--only`` it replaces the rows of what was run and keeps the others. Its
-seeds begin where nothing was tuned on.
+``--write`` makes the table of docs/diagnosis.md. Its seeds begin where nothing was tuned on.
 """
 
 from __future__ import annotations
@@ -13,10 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import Any
 
 SOFT, CULPRIT = 0.95, 0.95
 NAN = "NaN or infinity"
@@ -69,20 +65,6 @@ def rows(results: list[tuple[str, bool, bool | None, int | None, str]]) -> list[
     return lines
 
 
-def merged(page: str, table: Sequence[str], summary: str, order: Sequence[str]) -> str:
-    """Return the page with these rows in its table, in ``order``; others stay if they are in it, as does an empty summary's."""
-    head, _, rest = page.partition(BEGIN)
-    old, _, rest = rest.partition(END)
-    heading, known = table[:2], {_row_name(line): line for line in (*old.splitlines(), *table[2:]) if line.startswith("| ")}
-    lines = [known[name] for name in order if name in known]
-    kept = next((line for line in old.splitlines() if "healthy" in line and not line.startswith("|")), "")
-    return f"{head}{BEGIN}" + "\n".join([*heading, *lines, "", summary or kept, ""]) + END + rest
-
-
-def _row_name(line: str) -> str:
-    return line.split("|")[1].strip()
-
-
 def main() -> int:
     """Run, print, and return 1 if less was found than is promised."""
     parser = argparse.ArgumentParser(prog="python -m tests.diagnosis", description=__doc__)
@@ -90,8 +72,10 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1000, help="first seed [%(default)s]")
     parser.add_argument("--only", default="", help="part of the name of a sickness, or `healthy`")
     parser.add_argument("--processes", type=int, default=2, help="[%(default)s]")
-    parser.add_argument("--write", action="store_true", help=f"write the rows of what was run into {PAGE.name}")
+    parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
     given = parser.parse_args()
+    if given.write and given.only:
+        parser.error("the page has the table of all")
     from tests.diagnosis.healthy_runs import HEALTHY
     from tests.diagnosis.sicknesses import SICKNESSES
 
@@ -120,7 +104,8 @@ def main() -> int:
     for name, told in said:
         print(f"cried wolf: {name}: {told}", file=sys.stderr)  # noqa: T201
     if given.write:
-        PAGE.write_text(merged(PAGE.read_text(), table, summary if quiet else "", [NAN, *SICKNESSES]))
+        head, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text("\n".join([head + BEGIN.rstrip(), *table, "", summary, END.rstrip()]) + "\n" + rest.partition(END)[2])
     return int(bool(said) or not enough(results))
 
 

@@ -36,6 +36,11 @@ def _descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor, clip: float |
     optimizer.step()
 
 
+def _step(look: Look, optimizer: torch.optim.Optimizer, loss: torch.Tensor, clip: float | None = None) -> None:
+    _descend(optimizer, loss, clip)
+    look.stepped()
+
+
 def _moons(count: int, noise: float = 0.1) -> tuple[torch.Tensor, torch.Tensor]:
     label = torch.randint(0, 2, (count,))
     angle = math.pi * torch.rand(count)
@@ -94,8 +99,7 @@ def coupling_flow(look: Look) -> None:
     layers = nn.ModuleList(Coupling(2, flipped=bool(number % 2)) for number in range(6))
     optimizer = torch.optim.Adam(layers.parameters(), lr=2e-3)
     for _ in range(STEPS):
-        _descend(optimizer, _flow_loss(layers, _moons(64)[0]))
-        look.stepped()
+        _step(look, optimizer, _flow_loss(layers, _moons(64)[0]))
 
 
 def flow_of_heavy_tails(look: Look) -> None:
@@ -105,8 +109,7 @@ def flow_of_heavy_tails(look: Look) -> None:
     tail = torch.distributions.StudentT(5.0)
     mixing = torch.randn(4, 4) / 2
     for _ in range(STEPS):
-        _descend(optimizer, _flow_loss(layers, tail.sample((32, 4)) @ mixing))
-        look.stepped()
+        _step(look, optimizer, _flow_loss(layers, tail.sample((32, 4)) @ mixing))
 
 
 def curriculum_of_noise(look: Look) -> None:
@@ -116,8 +119,7 @@ def curriculum_of_noise(look: Look) -> None:
     for step in range(STEPS):
         stage = step * 5 // STEPS
         x, y = _digits(32, classes=2 * (stage + 1), noise=0.2 + 0.3 * stage)
-        _descend(optimizer, F.cross_entropy(model(x), y))
-        look.stepped()
+        _step(look, optimizer, F.cross_entropy(model(x), y))
 
 
 def contrastive(look: Look) -> None:
@@ -129,8 +131,7 @@ def contrastive(look: Look) -> None:
         views = torch.cat([x + 0.3 * torch.randn_like(x), x * (0.7 + 0.6 * torch.rand(32, 1, 1, 1))])
         z = F.normalize(head(body(views)), dim=1)
         alike = (z @ z.T / 0.2).masked_fill(torch.eye(64, dtype=torch.bool), -1e9)
-        _descend(optimizer, F.cross_entropy(alike, torch.arange(64).roll(32)))
-        look.stepped()
+        _step(look, optimizer, F.cross_entropy(alike, torch.arange(64).roll(32)))
 
 
 def momentum_contrast(look: Look) -> None:
@@ -159,8 +160,7 @@ def distillation(look: Look) -> None:
     optimizer = torch.optim.Adam(teacher.parameters(), lr=2e-3)
     for _ in range(STEPS // 2):
         x, y = _digits(32)
-        _descend(optimizer, F.cross_entropy(teacher(x), y))
-        look.stepped()
+        _step(look, optimizer, F.cross_entropy(teacher(x), y))
     optimizer = torch.optim.Adam(student.parameters(), lr=2e-3)
     teacher.eval()
     for _ in range(STEPS // 2):
@@ -169,8 +169,7 @@ def distillation(look: Look) -> None:
             soft = (teacher(x) / 4).softmax(1)
         made = student(x)
         loss = 16 * F.kl_div((made / 4).log_softmax(1), soft, reduction="batchmean") + 0.5 * F.cross_entropy(made, y)
-        _descend(optimizer, loss)
-        look.stepped()
+        _step(look, optimizer, loss)
 
 
 def folds(look: Look) -> None:
@@ -183,8 +182,7 @@ def folds(look: Look) -> None:
         for _epoch in range(20):
             model.train()
             for part in torch.randperm(160).view(-1, 32):
-                _descend(optimizer, F.cross_entropy(model(data[~held][part]), labels[~held][part]))
-                look.stepped()
+                _step(look, optimizer, F.cross_entropy(model(data[~held][part]), labels[~held][part]))
             model.eval()
             with torch.no_grad():
                 F.cross_entropy(model(data[held]), labels[held])
@@ -233,8 +231,7 @@ def actor_critic(look: Look) -> None:
             goal = reward + 0.99 * on * goal
             advantage = goal - value(body(seen)).squeeze(1)
             loss = loss + (-log * advantage.detach() + 0.5 * advantage.square()).mean() / 5
-        _descend(optimizer, loss, clip=0.5)
-        look.stepped()
+        _step(look, optimizer, loss, clip=0.5)
 
 
 def reinforcement(look: Look) -> None:
@@ -293,8 +290,7 @@ def meta_learning(look: Look) -> None:
                 slopes = torch.autograd.grad(inner, fast, create_graph=True)
                 fast = [each - 0.01 * slope for each, slope in zip(fast, slopes, strict=True)]
             total = total + F.mse_loss(net(x[10:], fast), y[10:]) / 4
-        _descend(optimizer, total)
-        look.stepped()
+        _step(look, optimizer, total)
 
 
 def diffusion(look: Look) -> None:
@@ -323,8 +319,7 @@ def variational_autoencoder(look: Look) -> None:
         made = decoder(mean + torch.randn_like(mean) * (log_variance / 2).exp())
         divergence = 0.5 * (log_variance.exp() + mean.square() - 1 - log_variance).sum(1).mean()
         weight = min(1.0, step % 125 / 60)
-        _descend(optimizer, F.mse_loss(made, x, reduction="sum") / len(x) + weight * divergence)
-        look.stepped()
+        _step(look, optimizer, F.mse_loss(made, x, reduction="sum") / len(x) + weight * divergence)
 
 
 def recurrent_language_model(look: Look) -> None:
@@ -339,8 +334,7 @@ def recurrent_language_model(look: Look) -> None:
         made, state = body(words(text[:, at : at + 12]), state)
         state = (state[0].detach(), state[1].detach())
         loss = F.cross_entropy(head(made).flatten(0, 1), text[:, at + 1 : at + 13].flatten())
-        _descend(optimizer, loss, clip=0.25)
-        look.stepped()
+        _step(look, optimizer, loss, clip=0.25)
 
 
 def large_batches(look: Look) -> None:
@@ -379,8 +373,7 @@ def gradual_unfreezing(look: Look) -> None:
     optimizer: torch.optim.Optimizer = torch.optim.Adam([*body.parameters(), *first.parameters()], lr=2e-3)
     for _ in range(150):
         x, y = _digits(32)
-        _descend(optimizer, F.cross_entropy(first(body(x)), y))
-        look.stepped()
+        _step(look, optimizer, F.cross_entropy(first(body(x)), y))
     head, layers = nn.Linear(48, 2), [body[3], body[1]]
     body.requires_grad_(requires_grad=False)
     optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3)
@@ -389,8 +382,7 @@ def gradual_unfreezing(look: Look) -> None:
             layer = layers.pop(0).requires_grad_(requires_grad=True)
             optimizer.add_param_group({"params": list(layer.parameters()), "lr": 1e-3 / 2 ** (2 - len(layers))})
         x, y = _digits(32)
-        _descend(optimizer, F.cross_entropy(head(body(x)), y % 2))
-        look.stepped()
+        _step(look, optimizer, F.cross_entropy(head(body(x)), y % 2))
 
 
 class LowRank(nn.Module):
@@ -414,8 +406,7 @@ def low_rank_adapters(look: Look) -> None:
     optimizer = torch.optim.AdamW([*words.parameters(), *inner.parameters(), *outer.parameters()], lr=3e-3)
     for _ in range(200):
         text = _sequences(16, 9)
-        _descend(optimizer, F.cross_entropy(outer(inner(words(text[:, :-1])).relu()).flatten(0, 1), text[:, 1:].flatten()))
-        look.stepped()
+        _step(look, optimizer, F.cross_entropy(outer(inner(words(text[:, :-1])).relu()).flatten(0, 1), text[:, 1:].flatten()))
     words.requires_grad_(requires_grad=False)
     first, second = LowRank(inner), LowRank(outer)
     optimizer = torch.optim.AdamW(
@@ -423,8 +414,7 @@ def low_rank_adapters(look: Look) -> None:
     )
     for _ in range(STEPS - 200):
         text = 15 - _sequences(16, 9)
-        _descend(optimizer, F.cross_entropy(second(first(words(text[:, :-1])).relu()).flatten(0, 1), text[:, 1:].flatten()))
-        look.stepped()
+        _step(look, optimizer, F.cross_entropy(second(first(words(text[:, :-1])).relu()).flatten(0, 1), text[:, 1:].flatten()))
 
 
 def mean_teacher(look: Look) -> None:
@@ -476,8 +466,7 @@ def sparse_embeddings(look: Look) -> None:
         near, far = (words + torch.randint(1, 4, (64,))).remainder(400), torch.randint(0, 400, (64, 5))
         close = (inner(words) * outer(near)).sum(1)
         apart = (inner(words)[:, None] * outer(far)).sum(2)
-        _descend(optimizer, -F.logsigmoid(close).mean() - F.logsigmoid(-apart).sum(1).mean())
-        look.stepped()
+        _step(look, optimizer, -F.logsigmoid(close).mean() - F.logsigmoid(-apart).sum(1).mean())
 
 
 def sequence_to_sequence(look: Look) -> None:
@@ -499,8 +488,7 @@ def sequence_to_sequence(look: Look) -> None:
             made = head(state)
             losses.append(F.cross_entropy(made, goal))
             given = made.argmax(1) if random.random() < step / STEPS else goal
-        _descend(optimizer, torch.stack(losses).mean(), clip=1.0)
-        look.stepped()
+        _step(look, optimizer, torch.stack(losses).mean(), clip=1.0)
 
 
 def fitted_by_heart(look: Look) -> None:
@@ -509,8 +497,7 @@ def fitted_by_heart(look: Look) -> None:
     model = nn.Sequential(nn.Flatten(), _mlp(64, 64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     for _ in range(STEPS):
-        _descend(optimizer, F.cross_entropy(model(x), y))
-        look.stepped()
+        _step(look, optimizer, F.cross_entropy(model(x), y))
 
 
 class Attention(nn.Module):
@@ -570,8 +557,7 @@ def several_tasks(look: Look) -> None:
         x = torch.randn(32, 8)
         goals = (x.sum(1, keepdim=True), 0.1 * x[:, :1], (x[:, 1:2] * x[:, 2:3]).sin())
         losses = torch.stack([F.mse_loss(head(body(x).relu()), goal) for head, goal in zip(heads, goals, strict=True)])
-        _descend(optimizer, (losses * (-doubts).exp() + doubts).sum())
-        look.stepped()
+        _step(look, optimizer, (losses * (-doubts).exp() + doubts).sum())
 
 
 def speech(look: Look) -> None:
@@ -583,8 +569,7 @@ def speech(look: Look) -> None:
         frames = shown[labels.repeat_interleave(4, dim=1)] + 0.5 * torch.randn(12, 16, 12)
         made = head(body(frames)[0]).log_softmax(2).transpose(0, 1)
         lengths = torch.full((12,), 16), torch.full((12,), 4)
-        _descend(optimizer, F.ctc_loss(made, labels, *lengths, zero_infinity=True), clip=5.0)
-        look.stepped()
+        _step(look, optimizer, F.ctc_loss(made, labels, *lengths, zero_infinity=True), clip=5.0)
 
 
 def energies(look: Look) -> None:
@@ -601,8 +586,7 @@ def energies(look: Look) -> None:
             x = (x - 0.1 * slope + 0.05 * torch.randn_like(x)).detach().clamp(-3, 3)
         kept[chosen] = x
         real, made = model(_moons(32)[0]), model(x)
-        _descend(optimizer, (real - made).mean() + 0.1 * (real.square() + made.square()).mean(), clip=1.0)
-        look.stepped()
+        _step(look, optimizer, (real - made).mean() + 0.1 * (real.square() + made.square()).mean(), clip=1.0)
 
 
 def vector_quantisation(look: Look) -> None:
@@ -615,8 +599,7 @@ def vector_quantisation(look: Look) -> None:
         near = codes(torch.cdist(z, codes.weight).argmin(1))
         made = decoder(z + (near - z).detach())
         commitment = F.mse_loss(near, z.detach()) + 0.25 * F.mse_loss(z, near.detach())
-        _descend(optimizer, F.mse_loss(made, x) + commitment)
-        look.stepped()
+        _step(look, optimizer, F.mse_loss(made, x) + commitment)
 
 
 def differential_equation(look: Look) -> None:
@@ -633,8 +616,7 @@ def differential_equation(look: Look) -> None:
             c = slope(x + 0.1 * b)
             x = x + 0.2 / 6 * (a + 2 * b + 2 * c + slope(x + 0.2 * c))
             losses.append(F.mse_loss(x, start @ torch.linalg.matrix_exp(0.2 * number * turn).T))
-        _descend(optimizer, torch.stack(losses).mean())
-        look.stepped()
+        _step(look, optimizer, torch.stack(losses).mean())
 
 
 def continual_learning(look: Look) -> None:
@@ -665,8 +647,7 @@ def early_stopping(look: Look) -> None:
     best, kept, bad = math.inf, copy.deepcopy(model.state_dict()), 0
     for _epoch in range(STEPS // 4):
         for part in torch.randperm(96).view(-1, 24):
-            _descend(optimizer, F.cross_entropy(model(data[part]), labels[part]))
-            look.stepped()
+            _step(look, optimizer, F.cross_entropy(model(data[part]), labels[part]))
         with torch.no_grad():
             loss = float(F.cross_entropy(model(held), truth))
         best, kept, bad = (loss, copy.deepcopy(model.state_dict()), 0) if loss < best else (best, kept, bad + 1)
@@ -713,8 +694,7 @@ def physics(look: Look) -> None:
         (first,) = torch.autograd.grad(u.sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
         inside = (second + math.pi**2 * (math.pi * x).sin()).square().mean()
-        _descend(optimizer, inside + 100 * model(edge).square().mean())
-        look.stepped()
+        _step(look, optimizer, inside + 100 * model(edge).square().mean())
 
 
 def mixture_densities(look: Look) -> None:
@@ -726,8 +706,7 @@ def mixture_densities(look: Look) -> None:
         x = y + 0.4 * (2 * math.pi * y).sin() + 0.05 * torch.randn(64, 1)
         weights, means, scales = model(x).chunk(3, 1)
         parts = torch.distributions.Normal(means, F.softplus(scales) + 0.01).log_prob(y)  # type: ignore[no-untyped-call]
-        _descend(optimizer, -(weights.log_softmax(1) + parts).logsumexp(1).mean())
-        look.stepped()
+        _step(look, optimizer, -(weights.log_softmax(1) + parts).logsumexp(1).mean())
 
 
 def sharpness_aware(look: Look) -> None:

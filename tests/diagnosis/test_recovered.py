@@ -70,9 +70,9 @@ def test_a_batch_that_was_skipped_is_past_after_fifty_healthy_steps() -> None:
     assert rest.attributes["parameters_affected"] == 0
 
 
-@pytest.mark.parametrize(("steps", "level"), [(AT + 10, Severity.WARNING), (AT + 80, Severity.INFO)])
+@pytest.mark.parametrize(("steps", "level"), [(AT + 30, Severity.WARNING), (AT + 80, Severity.INFO)])
 def test_page_top_and_inspect_agree_while_it_trains(run: Recording, flight_dir: Path, steps: int, level: Severity) -> None:
-    """By one function, of the same file."""
+    """By one function, of the same file; it is not past before fifty steps: thirty may be luck."""
     model = nn.Linear(WIDTH, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for number in range(1, steps + 1):
@@ -98,12 +98,6 @@ def test_page_top_and_inspect_agree_while_it_trains(run: Recording, flight_dir: 
         assert ("Past: 1 loss that was not finite" in text) == is_past
         assert ("Lately: 1 loss that was not finite." in text) != is_past
     assert ("Worth a look" in lines) != is_past
-
-
-def test_it_is_not_past_before() -> None:
-    """Thirty steps may be luck."""
-    observed = trained(nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1)), bad_batch, AT + 30)
-    assert observed.diagnosis.verdict.long.startswith("Trouble.")
 
 
 def test_a_running_mean_that_took_the_batch_in_stays_trouble() -> None:
