@@ -20,6 +20,7 @@ from torchobs.document.kept import side_for
 from torchobs.document.live import figures
 from torchobs.document.run import Options, document, run_document
 from torchobs.document.sections import anomalies
+from torchobs.flight.forward import ForwardShare
 from torchobs.flight.reader import Distribution
 from torchobs.ranks.rank_view import run_of
 from torchobs.ranks.runs import Chosen
@@ -50,7 +51,23 @@ def test_a_phase_that_nothing_sets_apart_has_no_time() -> None:
     shown = dict(zip(table.head, table.rows[0], strict=True))
     assert not {"data", "forward"} & shown.keys()
     assert (shown["backward"], shown["between"]) == ("40 ms", "30 ms")
-    assert table.caption.endswith("between includes a forward pass that has no time of its own")
+    assert table.caption == "With the time of each phase"
+
+
+def test_tables_of_means_are_divided_by_the_forward_stamps_and_single_steps_are_not() -> None:
+    """As the metrics are: of 60 ms before the fetch and 40 ms after it the forward pass has half, on the mean."""
+    raw = {"data": 0.02, "forward": 0.04, "backward": 0.05, "optimizer": 0.01, "other": 0.08}
+    history = [step(number, duration_s=0.2, phase_s=raw, gap_s=(0.06, 0.04, 0.0)) for number in range(1, 41)]
+    rank = facts(history, share=ForwardShare((20.0, 0.06, 0.03, 0.04, 0.02)))
+    (steps_table,) = sections.last_steps(rank, "", 1).blocks
+    ranks = next(one for one in run_document(Chosen([rank, rank], [], [], [])).sections if one.name == "ranks").blocks[0]
+    assert isinstance(steps_table, Table)
+    assert isinstance(ranks, Table)
+    shown, typical = (dict(zip(table.head, table.rows[0], strict=True)) for table in (steps_table, ranks))
+    assert "forward" not in shown
+    assert (shown["between"], shown["other"], shown["backward"]) == ("100 ms", "20 ms", "50 ms")
+    assert (typical["forward"], typical["other"], typical["backward"]) == ("50 ms", "70 ms", "50 ms")
+    assert "between" not in typical
 
 
 def test_sizes_and_durations_of_events_have_their_units() -> None:

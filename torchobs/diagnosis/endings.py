@@ -32,7 +32,7 @@ from torchobs.diagnosis.from_events import KIND_OF, LAST_WORDS, values_of
 from torchobs.diagnosis.hangs import Stall, place, stall, stalled, without_launcher
 from torchobs.flight.events import Event
 from torchobs.ranks import labels, state
-from torchobs.ranks.rank_view import RankView, Step, started_here
+from torchobs.ranks.rank_view import RankView, started_here
 from torchobs.support import text
 
 _MOST_NAMED = 8
@@ -350,9 +350,9 @@ def _stood_still(found: Stall | None) -> bool:
     return found is not None and (found.hung or (found.long and found.phase not in PATIENT_PHASES))
 
 
-def typical_phases(steps: Sequence[Step]) -> dict[str, float]:
+def typical_phases(report: RankView) -> dict[str, float]:
     """Return the median seconds of the last steps in each phase."""
-    recent = [step.phase_s for step in steps[-RECENT:]]
+    recent = [step.divided_s(report.share) for step in report.steps[-RECENT:]]
     return {phase: median([phases.get(phase, 0.0) for phases in recent]) for phase in catalog.PHASES} if recent else {}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from math import isfinite
 from operator import itemgetter
@@ -92,7 +92,7 @@ def _slowed(report: RankView) -> Iterator[Finding]:
         return
     earlier, late = timed[:begin], timed[begin:]
     usual_s, now_s = (fmean(map(_took_s, steps)) for steps in (earlier, late))
-    phase, excess_s = _grown_phase(earlier, late)
+    phase, excess_s = _grown_phase(*([step.divided_s(report.share) for step in steps] for steps in (earlier, late)))
     took, share = sum(map(_took_s, late)), min(1.0, excess_s / (now_s - usual_s))
     one = len(late) == 1
     yield finding("slowdown", steps=len(late), one=one, took=took, now=now_s, usual=usual_s, share=share, phase=phase)
@@ -104,9 +104,9 @@ def _took_s(step: Step) -> float:
     return (step.duration_s or 0.0) + (compiled_s if isfinite(compiled_s) else 0.0)
 
 
-def _grown_phase(earlier: Sequence[Step], late: Sequence[Step]) -> tuple[str, float]:
-    def typical(steps: Sequence[Step], phase: str) -> float:
-        return fmean(step.phase_s.get(phase, 0.0) for step in steps)
+def _grown_phase(earlier: Sequence[Mapping[str, float]], late: Sequence[Mapping[str, float]]) -> tuple[str, float]:
+    def typical(steps: Sequence[Mapping[str, float]], phase: str) -> float:
+        return fmean(step.get(phase, 0.0) for step in steps)
 
     excess = {phase: typical(late, phase) - typical(earlier, phase) for phase in (*catalog.PHASES, "compile")}
     phase = max(excess, key=lambda name: excess[name])

@@ -163,9 +163,8 @@ _RANK_HEAD = ("Rank", "State", "Exit", "Step", "Loss", "Grad norm", "Step time",
 def _ranks(every: Sequence[RankView]) -> Section:
     """Return a table of the ranks, those in trouble first if there are many, and a chart each of step times and losses."""
     ordered = sorted(every, key=lambda report: report.state in {"alive", "finished"}) if len(every) > _MANY else every
-    undivided = sections.undivided([report.steps[-1] for report in ordered if report.steps])
     table = Table(
-        "; ".join(["Times are medians of the last steps", *undivided]),
+        "Times are medians of the last steps",
         _RANK_HEAD,
         tuple(map(_rank_row, ordered)),
         frozenset({1, 2, len(_RANK_HEAD) - 1}),
@@ -175,7 +174,7 @@ def _ranks(every: Sequence[RankView]) -> Section:
 
 
 def _rank_row(report: RankView) -> tuple[str, ...]:
-    phases = typical_phases(report.steps)
+    phases = typical_phases(report)
     last = report.steps[-1] if report.steps else None
     return (
         report.rank, report.state, report.reason if report.reason != report.state else "", f"{report.last_step}",
@@ -188,7 +187,7 @@ def _rank_row(report: RankView) -> tuple[str, ...]:
 
 
 def _rank_lines(every: Sequence[RankView], name: str, field: str, *, timed: bool = False) -> LineChart | None:
-    shown = sorted(every, key=lambda report: -sum(typical_phases(report.steps).values()))[:_MOST_LINES]
+    shown = sorted(every, key=lambda report: -sum(typical_phases(report).values()))[:_MOST_LINES]
     in_order = sorted(shown, key=lambda one: (len(one.rank), one.rank))
     series = [Series(f"rank {one.rank}", points) for one in in_order if (points := points_of(one.steps, field))]
     note = f"The {_MOST_LINES} slowest of {len(every):,} ranks." if len(every) > _MOST_LINES else ""
@@ -332,7 +331,7 @@ def _rank(report: RankView, findings: Sequence[Finding], options: Options) -> di
         "goodput": report.by_attribute(catalog.GOODPUT_TIME),
         "phases": report.by_attribute(catalog.STEP_PHASE_TIME),
         "device_phases": report.by_attribute(catalog.STEP_DEVICE_TIME),
-        "typical_phases": typical_phases(report.steps),
+        "typical_phases": typical_phases(report),
         "anomalies": report.by_attribute(catalog.ANOMALIES),
         "memory": {name: report.value(metric) for name, metric in _MEMORY.items()},
         "oom_kills": report.value(catalog.CGROUP_MEMORY_OOM_KILLS),
@@ -368,7 +367,7 @@ def _finding(finding: Finding) -> dict[str, str]:
 
 def _step(step: Step) -> dict[str, Any]:
     made = step._asdict()
-    return {**{name: made[name] for name in made if name != "phases"}, "phases": dict(step.phase_s)}
+    return {**{name: made[name] for name in made if name not in {"phases", "gap_s"}}, "phases": dict(step.phase_s)}
 
 
 def _event(fact: Event) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from math import isfinite
 from statistics import fmean, median, quantiles
 
@@ -439,15 +439,6 @@ def _reasons(report: RankView) -> Table | None:
 _STEP_HEAD = ("Step", "Loss", "Grad norm", "Took", "Learning rate", "", "Ended", *catalog.PHASES)
 
 
-def undivided(steps: Sequence[Step]) -> list[str]:
-    """Return what is to be said of phases that single steps do not tell apart."""
-    said = {
-        "forward": "forward is all from the batch to the backward pass",
-        "between": "between includes a forward pass that has no time of its own",
-    }
-    return [words for phase, words in said.items() if any(step.phase_s.get(phase) for step in steps)]
-
-
 def last_steps(report: RankView, of: str, most: int) -> Section:
     """Return the last steps as a table."""
     rows = tuple(
@@ -459,13 +450,12 @@ def last_steps(report: RankView, of: str, most: int) -> Section:
         )
         for step in (report.steps[-most:] if most else ())
     )  # fmt: skip
-    caption = "; ".join(["With the time of each phase", *undivided(report.steps[-most:] if most else ())])
     ranks = report.value(catalog.GRAD_NORM_RANKS) or 1.0
     shard = (
         f"Gradient norms are of this rank's own shard; the squares of {ranks:,.0f} ranks' norms add up to that of the whole's."
     )
     return section(
-        "steps", f"Last steps{of}", Table(caption, _STEP_HEAD, rows, frozenset({5})) if rows else None,
+        "steps", f"Last steps{of}", Table("With the time of each phase", _STEP_HEAD, rows, frozenset({5})) if rows else None,
         Text(shard) if rows and 1.0 < ranks < _MOST_RANKS else None,
     )  # fmt: skip
 

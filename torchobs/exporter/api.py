@@ -30,6 +30,7 @@ from torchobs.exporter.commands import ArtifactStore, CommandService
 from torchobs.exporter.outcomes import Outcomes, has_ended
 from torchobs.flight.control import LEVELS
 from torchobs.flight.events import Event, plain
+from torchobs.flight.forward import undivided
 from torchobs.flight.reader import Distribution
 from torchobs.flight.step_record import StepFlag
 from torchobs.flight.throughput import RECORDS, pace, speed
@@ -161,7 +162,7 @@ def _step(record: StepRecord, rank: Rank) -> Answer:
         losses=record.losses,
         gradient_norm=record.grad_norm if flags & StepFlag.GRAD_NORM else None,
         learning_rate=record.learning_rate if flags & StepFlag.LEARNING_RATE else None,
-        phases_s=schema.PhaseSeconds(*record.phase_s),
+        phases_s=schema.PhaseSeconds(*undivided(record.phase_s, record.gap_s)),
         tokens=record.tokens,
         samples=record.samples,
         loss_scale=record.norm_scale,

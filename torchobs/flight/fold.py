@@ -346,7 +346,7 @@ def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
     for record in steps:
         share.learn(record)
         data_s, _, backward_s, optimizer_s, _, evaluation_s, checkpoint_s, compile_s, _ = record.phase_s
-        forward_s, other_s, between_s = share.divide(record)
+        forward_s, other_s, between_s = share.divide(record.phase_s, record.gap_s)
         data += data_s
         forward += forward_s
         backward += backward_s

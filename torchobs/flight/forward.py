@@ -4,7 +4,7 @@ Where a forward pass begins is known of steps with a *forward stamp* alone: when
 (``probes.forward_stamps``). What lies before it is ``other``, what lies behind it ``forward``; a fetch in between is
 ``data``. The mean of the last stamps divides the time of all plain steps; until there are ``LEAST_STAMPS`` the time from a
 fetch to the backward pass is ``forward``, and without a fetch it is ``between``. The means are words of the fold's state, so
-that rank and reader divide every step alike.
+that rank and reader divide every step alike. Of a single step that is shown by itself all of it is ``between``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from torchobs.flight.step_record import StepRecord
 
+Gap = tuple[float, float, float]
+"""As of ``StepRecord.gap_s``"""
 LEAST_STAMPS = 20
 MEMORY = 512
 """Stamps that the means remember: about a minute of them"""
@@ -48,16 +50,26 @@ class ForwardShare:
         for index, length in enumerate((before_s, max(0.0, before_s - called_s), after_s, after_s - late_s)):
             self._means[index] += (length - self._means[index]) * weight
 
-    def divide(self, record: StepRecord) -> tuple[float, float, float]:
-        """Return the seconds of a step in forward, other and between."""
-        forward_s, other_s, between_s = record.phase_s[FORWARD], record.phase_s[OTHER], record.phase_s[BETWEEN]
-        if record.gap_s is None or self._stamps < LEAST_STAMPS:
+    def divide(self, phase_s: Sequence[float], gap_s: Gap | None) -> tuple[float, float, float]:
+        """Return the seconds of a step in forward, other and between, for sums and means of many (see ``StepRecord``)."""
+        forward_s, other_s, between_s = phase_s[FORWARD], phase_s[OTHER], phase_s[BETWEEN]
+        if gap_s is None or self._stamps < LEAST_STAMPS:
             return forward_s, other_s, between_s
-        before_s, after_s, _ = record.gap_s
+        before_s, after_s, _ = gap_s
         mean_before, forward_before, mean_after, forward_after = self._means
         forward_s = after_s * forward_after / mean_after if mean_after > 0.0 else after_s
         forward_s += before_s * forward_before / mean_before if mean_before > 0.0 else 0.0
         return forward_s, other_s + after_s - forward_s, 0.0
+
+
+def undivided(phase_s: tuple[float, ...], gap_s: Gap | None) -> tuple[float, ...]:
+    """Return the phases of a single step: what only the means of many divide is ``between``."""
+    if gap_s is None:
+        return phase_s
+    before_s, after_s, _ = gap_s
+    phases = list(phase_s)
+    phases[FORWARD], phases[OTHER], phases[BETWEEN] = 0.0, max(0.0, phases[OTHER] - before_s), before_s + after_s
+    return tuple(phases)
 
 
 NO_SHARE = ForwardShare((0.0,) * 5)

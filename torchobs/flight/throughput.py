@@ -67,7 +67,7 @@ def pace(records: Sequence[StepRecord], share: ForwardShare = NO_SHARE) -> Throu
     if not steps:
         return None
     columns = dict(zip(PHASE_NAMES, zip(*[record.phase_s for record in steps], strict=True), strict=True))
-    divided = zip(*map(share.divide, steps), strict=True)
+    divided = zip(*[share.divide(record.phase_s, record.gap_s) for record in steps], strict=True)
     columns |= dict(zip(("forward", "other", "between"), divided, strict=True))
     durations, first_ns = [record.duration_s for record in steps], steps[0].end_ns
     elapsed_s = (steps[-1].end_ns - first_ns) / 1e9

@@ -96,7 +96,8 @@ class _RingReader:
         with suppress(*READ_ERRORS), files.flight_file(rank.incarnation) as file:  # gone or unreadable: earlier data stays
             self._records = file.latest(limit, self._records if limit <= self._limit else ())
             steps = steps_of(self._records, self._header, self.recorded.steps)
-            self.recorded = self.recorded._replace(steps=steps, pace=pace(self._records, file.forward_share()))
+            share = file.forward_share()
+            self.recorded = self.recorded._replace(steps=steps, pace=pace(self._records, share), share=share)
             self._core, self._limit = core, limit
 
     def read_events(self, files: FileSource, rank: Rank) -> None:

@@ -23,6 +23,7 @@ from torchobs.detect.spikes import healthy_steps
 from torchobs.flight.artifacts import ArtifactName
 from torchobs.flight.details import History
 from torchobs.flight.events import Event
+from torchobs.flight.forward import NO_SHARE, ForwardShare, Gap, undivided
 from torchobs.flight.layout import PHASE_NAMES, Header
 from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.throughput import Throughput, time_left_s
@@ -55,7 +56,7 @@ class Step(NamedTuple):
     grad_norm: float | None
     learning_rate: float | None
     phases: tuple[float, ...]
-    """seconds in each of ``PHASE_NAMES``: the record's own tuple, for a thousand ranks a second"""
+    """seconds in each of ``PHASE_NAMES``, and the gap: the record's own tuples, for a thousand ranks a second"""
     tokens: int
     skipped: bool
     clipped: bool
@@ -63,11 +64,20 @@ class Step(NamedTuple):
     """the first step of a model: baselines of earlier steps do not apply"""
     losses: int = 0
     """backward passes that the loss sums over"""
+    gap_s: Gap | None = None
 
     @property
     def phase_s(self) -> Mapping[str, float]:
-        """Seconds by phase, as far as they are finite."""
-        return {name: seconds for name, seconds in zip(PHASE_NAMES, self.phases, strict=True) if isfinite(seconds)}
+        """Seconds by phase of this step alone, as far as they are finite."""
+        return _named(undivided(self.phases, self.gap_s))
+
+    def divided_s(self, share: ForwardShare) -> Mapping[str, float]:
+        """Return the seconds by phase, for sums and means of steps."""
+        return {**_named(self.phases), **_named(share.divide(self.phases, self.gap_s), ("forward", "other", "between"))}
+
+
+def _named(phases: Sequence[float], names: Sequence[str] = PHASE_NAMES) -> dict[str, float]:
+    return {name: seconds for name, seconds in zip(names, phases, strict=True) if isfinite(seconds)}
 
 
 class Recorded(NamedTuple):
@@ -78,6 +88,8 @@ class Recorded(NamedTuple):
     pace: Throughput | None = None
     """over the latest steps"""
     events: Events = NO_EVENTS
+    share: ForwardShare = NO_SHARE
+    """by which sums and means of steps are divided"""
 
 
 NOT_READ = Recorded()
@@ -120,6 +132,8 @@ class RankView:
     pace: Throughput | None = None
     """over its latest steps, whatever it does now"""
     events: Events = NO_EVENTS
+    share: ForwardShare = NO_SHARE
+    """of the forward pass, by which sums and means of its steps are divided"""
     # of a file alone:
     source: str = ""
     """the file's name"""
@@ -517,6 +531,7 @@ def view_of(rank: Rank, readings: Readings, recorded: Recorded = NOT_READ) -> Ra
         steps=recorded.steps,
         pace=recorded.pace if records else None,
         events=recorded.events,
+        share=recorded.share,
         memory_use=MemoryUse() if up else state.last_memory(rank.view),
     )
 
@@ -619,6 +634,7 @@ def _step(record: StepRecord, header: Header) -> Step:
         clipped=bool(flags & StepFlag.CLIPPED),
         new_model=bool(flags & StepFlag.NEW_MODEL),
         losses=record.losses,
+        gap_s=record.gap_s,
     )
 
 

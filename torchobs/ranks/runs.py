@@ -210,7 +210,7 @@ def _view(tracked: RankFile, source: str, limit: int | None, now: Now) -> RankVi
     live, header, records = tracked.view.live, tracked.header, tracked.file.steps(limit)
     rank, share = tracked.served("", now), tracked.file.forward_share()
     readings = readings_of(rank)
-    recorded = Recorded(steps_of(records, header), pace(records, share), events_of(tracked.file.events()))
+    recorded = Recorded(steps_of(records, header), pace(records, share), events_of(tracked.file.events()), share)
     problems = () if rank.up else _damage(tracked.view, readings, records, limit)
     end_known = rank.up or live.exit_reason is not None or live.heartbeat_ns is not None
     view = view_of(rank, readings, recorded)
