@@ -110,6 +110,23 @@ def test_what_was_reported_shortly_before_the_end_stands_beside_it(
     assert kind not in told(facts(steps(100), events=events, last_s=START_S + 3600))
 
 
+def test_a_save_that_ends_the_rank_is_one_finding() -> None:
+    """It has both facts; a save whose exception was caught is a finding of its own beside the end."""
+    save = {"exception__type": "builtins.OSError", "free": 2**30, "needed": 3 * 2**30, "saved_step": 50}
+    values: dict[Any, float] = {(catalog.CHECKPOINTS, "failed"): 1, catalog.CHECKPOINT_FAILURE_STREAK: 1}
+    failed: dict[str, Any] = {"state": "failed", "reason": "exception", "values": values}
+    events = [fact(catalog.EVENT_CHECKPOINT_FAILED, 9.9, 100, **save), raised_event(10.0, "builtins.OSError", "train.py:9")]
+    rank = facts(steps(100), events=events, **failed)
+    assert [one.kind for one in diagnose(rank)] == ["exception"]
+    assert told(rank)["exception"] == (
+        "Rank 0 ended by OSError at train.py:9, after step 100. It was saving a checkpoint. 1 GiB were left on the file "
+        "system, and a checkpoint takes 3 GiB. The last one saved is of step 50."
+    )
+    assert "Rank 0 failed, as it saved a checkpoint: OSError" in diagnose(rank)[0].short
+    caught = facts(steps(100), events=[*events[:1], raised_event(10.0)], **failed)
+    assert [one.kind for one in diagnose(caught)] == ["exception", "checkpoint_failed"]
+
+
 # --- ranks together -----------------------------------------------------------------------------------------------------------
 def rank(number: int, *, phases: dict[str, float] | None = None, count: int = 100, **given: Any) -> RankView:
     """One of two ranks."""

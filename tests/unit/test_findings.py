@@ -9,7 +9,7 @@ from string import Formatter
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.catalog.findings import KINDS, RECOMPILE_REMEDIES, Finding, Kind, as_subject, fields, origin_of, sentence
+from torchobs.catalog.findings import KINDS, RECOMPILE_REMEDIES, ROOM, Finding, Kind, as_subject, fields, origin_of, sentence
 
 if TYPE_CHECKING:
     import pytest
@@ -51,7 +51,8 @@ SAMPLE: dict[str, object] = {
     "optimizer": "AdamW", "backward_passes": 64, "parameters": ["head.weight", "head.bias"], "parameters_affected": 2,
     "scheduler": "StepLR", "units_dead": 60, "units": 64, "kind": "loss_spike", "compiled": 3, "evidence": "r0-12.layers",
     "activity": "Training", "alive": 7, "world": 64, "speed": "1.90 steps/s", "ranks": 8, "ran": 3600.0,
-    "amount": "2,000 more, 95 MiB", "first_step": 812, "first_value": 48.0, "first_usual": 1.2,
+    "amount": "2,000 more, 95 MiB", "first_step": 812,
+    "room": " 1 GiB were left on the file system, and a checkpoint takes 4 GiB.", "first_value": 48.0, "first_usual": 1.2,
     "start": 2.3, "last_step": 900, "last_value": 48.0, "modules": ["decoder, 30 GiB"], "function": "get_batch",
     "holder": "The parameter fc.weight", "calm": 300, "other": "0", "elsewhere": "backward", "matched": 0, "keys": 148,
     "unexpected": "module.fc.weight",
@@ -162,7 +163,11 @@ def test_the_words_for_one() -> None:
         ("slowdown", {"steps": 1, "one": True, "now": 3.0, "usual": 0.1}, "The last step took 3 s, usual was 100 ms;"),
         ("never_stepped", {"backward_passes": 1}, "1 backward pass, and no step"),
         ("dead_units", {"units_dead": 1, "units": 4, "layer": "fc", "steps": 9}, "1 of 4 units of fc gives zero"),
-        ("checkpoint_failed", {"saves": 1, "free": 0, "needed": 1024}, "system, and the parameters alone take 1 KiB."),
+        (
+            "checkpoint_failed",
+            {"saves": 1, "room": sentence(ROOM, {"free": 0, "needed": 1024})},
+            "and none was since. 0 B were left on the file system, and the parameters alone take 1 KiB.",
+        ),
         ("gpu_lost", {"hw.id": "0", "reason": "was it 'a?.b'"}, "'a?.b'."),
     ]
     for kind, values, said in one:

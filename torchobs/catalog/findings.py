@@ -167,6 +167,11 @@ MODEL_MEMORY = (
 )
 """What takes a device's memory"""
 TIMED_OUT = {"collective": "A collective", "monitored_barrier": "A monitored barrier", "rendezvous": "The ranks' rendezvous"}
+ROOM = (
+    "[saved_step? {free:size} were left on the file system, and a checkpoint takes {needed:size}.]"
+    "[saved_step! {free:size} were left on the file system, and the parameters alone take {needed:size}.]"
+)
+"""Why a checkpoint could not be saved, if the file system was full"""
 FATAL_SIGNALS = {
     "SIGSEGV": "a segmentation fault",
     "SIGBUS": "memory that could not be had, as in a full /dev/shm",
@@ -276,9 +281,10 @@ end_unknown warning
     short: How rank {rank} ended is not known.
     long: How rank {rank} ended is not in this part of the file[; it had come to step {step:,} at least].
 exception error alert=TorchobsRankFailed
-    short: {who} failed[: {exception}].
+    short: {who} failed[saves?, as it saved a checkpoint][: {exception}].
     long: {who} ended by {raised}[, raised by the handler of {signal}][, {where}][: {waited}].[ At its root was {cause}.][
-      Parameters of {unused_of} without a gradient: {unused}.]
+      Parameters of {unused_of} without a gradient: {unused}.][saves? It was saving a checkpoint.][{room}][ The last one saved
+      is of step {saved_step:,}.]
 exit_code error alert=TorchobsRankFailed
     short: {who} failed with an exit status[ of {code}].
     long: {who} left with exit status {code}[ on {signal}, which it handled][, {where}].
@@ -368,14 +374,11 @@ checkpoint_age info
       done again][lost!nothing has to be done again].
 checkpoint_failed error alert=TorchobsCheckpointFailed
     short: Checkpoints cannot be saved.
-    long: {saves:checkpoint} could not be saved[ ({why})], and none was since.[saved_step? {free:size} were left on the file
-      system, and a checkpoint takes {needed:size}.][saved_step! {free:size} were left on the file system, and the parameters
-      alone take {needed:size}.][ The last one saved is of step {saved_step:,}.]
+    long: {saves:checkpoint} could not be saved[ ({why})], and none was since.[{room}][ The last one saved is of step
+      {saved_step:,}.]
 checkpoint_failed_once info
     short: Checkpoints could not be saved for a time.
-    long: {saves:checkpoint} could not be saved[ ({why})]; a later one was.[saved_step? {free:size} were left on the file
-      system, and a checkpoint takes {needed:size}.][saved_step! {free:size} were left on the file system, and the parameters
-      alone take {needed:size}.]
+    long: {saves:checkpoint} could not be saved[ ({why})]; a later one was.[{room}]
 save_raised warning source=torchobs.checkpoint.failed
     short: A save raises {exception.type}.
     long: A save ({format}) raised {exception.type}[, {ago:s} before the end].

@@ -15,6 +15,7 @@ from torchobs.catalog.findings import (
     MODEL_MEMORY,
     NOT_HERE,
     RAISED,
+    ROOM,
     TIMED_OUT,
     WAITED_APART,
     WAITED_FOR_PEER,
@@ -44,6 +45,8 @@ SHORTLY_S = 60.0
 RECENT = 200
 _KILLED_WITHIN_S = 40.0
 """torchrun sends SIGKILL 30 s after SIGTERM."""
+_RAISED_WITHIN_S = 2.0
+"""From the save that raises to the end of the script, which nothing catches."""
 _ABORTED, _INTERRUPTED = 128 + signal.SIGABRT, 128 + signal.SIGINT
 _COLLECTIVE = (
     "torch/distributed/", "torch/nn/parallel/distributed.py", "DistBackendError", "DistNetworkError", "DistStoreError",
@@ -141,7 +144,30 @@ def _exception(report: RankView) -> dict[str, Any]:
         "unused": text.joined([*unused, *more]) if unused else None,
         "unused_of": last.text("unused_of") or "the model",
         "exception": report.exception,
+        **(failed_saves(report) if is_ended_by_a_save(report) else {}),
     }
+
+
+def failed_saves(report: RankView) -> dict[str, Any]:
+    """Return how many checkpoints could not be saved, and why the last of them could not; empty if none failed."""
+    events = report.events_named(catalog.EVENT_CHECKPOINT_FAILED)
+    saves = report.count(catalog.CHECKPOINTS, "failed")
+    if not saves:
+        return {}
+    raised = values_of(events[-1]) if events else {}
+    free, needed = raised.get("free"), raised.get("needed")
+    full = isinstance(free, (int, float)) and isinstance(needed, (int, float)) and free < needed
+    room = sentence(ROOM, raised) if full else ""
+    return {"saves": saves, "why": raised.get("exception.type"), "saved_step": raised.get("saved_step") or None, "room": room}
+
+
+def is_ended_by_a_save(report: RankView) -> bool:
+    """Return whether the exception that ended a rank is what a save has just raised."""
+    failed, ended = report.events_named(catalog.EVENT_CHECKPOINT_FAILED), report.main_exceptions
+    if report.reason != "exception" or not failed or not ended:
+        return False
+    is_alike = failed[-1].text("exception.type") == ended[-1].text("exception.type") and failed[-1].step == ended[-1].step
+    return is_alike and 0 <= ended[-1].time_s - failed[-1].time_s <= _RAISED_WITHIN_S
 
 
 def _raised(fact: Event, of: str = "") -> str:

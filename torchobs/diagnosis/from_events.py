@@ -23,10 +23,9 @@ LAST_WORDS = (
     "gpu_xid",
     "worker_died",
     "shared_memory_full",
-    "save_raised",
 )
 """Errors of machine, device or workers: findings only of a rank that ended soon after"""
-GATED = frozenset({*catalog.ANOMALY_KINDS, *LAST_WORDS, ORIGIN, SPOILED, "memory_growth", "amp_scale_collapsed"})
+GATED = frozenset({*catalog.ANOMALY_KINDS, *LAST_WORDS, ORIGIN, SPOILED, "save_raised", "memory_growth", "amp_scale_collapsed"})
 """Kinds about which more than their event decides"""
 KIND_OF = {kind.name: (kind.source.name, kind.key) for kind in KINDS.values() if kind.source is not None}
 """Name of the event or metric that makes a kind, and its key"""

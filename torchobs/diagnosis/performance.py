@@ -15,7 +15,7 @@ from torchobs.catalog.findings import Finding, finding
 from torchobs.detect import speed
 from torchobs.detect.growth import NEAR_S
 from torchobs.detect.hangs import LEAST_S
-from torchobs.diagnosis.endings import last_words
+from torchobs.diagnosis.endings import failed_saves, is_ended_by_a_save, last_words
 from torchobs.diagnosis.from_events import from_events
 from torchobs.flight.layout import PHASE_NAMES
 from torchobs.ranks import state
@@ -136,17 +136,10 @@ def between(report: RankView) -> Iterator[Finding]:
 
 def _failed_saves(report: RankView) -> Iterator[Finding]:
     """Yield that checkpoints could not be saved, an error if none was since; a script that catches the exception goes on."""
-    saves = report.count(catalog.CHECKPOINTS, "failed")
-    if not saves:
-        return
-    raised = from_events(report.events).get("save_raised")
-    values = dict[str, Any](raised.values if raised else {})
-    free, needed = values.get("free"), values.get("needed")
-    full = isinstance(free, (int, float)) and isinstance(needed, (int, float)) and free < needed
-    room = {"free": free, "needed": needed} if full else dict[str, Any]()
-    kind = "checkpoint_failed_once" if report.value(catalog.CHECKPOINT_FAILURE_STREAK) == 0 else "checkpoint_failed"
-    saved_step = values.get("saved_step") or None
-    yield finding(kind, saves=saves, why=values.get("exception.type"), saved_step=saved_step, **room)
+    saves = failed_saves(report)
+    if saves and not is_ended_by_a_save(report):
+        is_over = report.value(catalog.CHECKPOINT_FAILURE_STREAK) == 0
+        yield finding("checkpoint_failed_once" if is_over else "checkpoint_failed", **saves)
 
 
 def _growing(report: RankView) -> Iterator[Finding]:
