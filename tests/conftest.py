@@ -41,13 +41,9 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure() -> None:
-    """Take Ctrl-C as programs in a terminal do, and so children: `make test &` in a script leaves it ignored.
-
-    Tests compute little: more threads than one would only spin beside other tests. It is read when torch is imported. Programs
-    in Go live shortly: collecting their garbage is a quarter of their time (promtool) to two fifths (Helm).
-    """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("GOGC", "800")
+    """Take Ctrl-C as programs in a terminal do, and so children: `make test &` in a script leaves it ignored."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads would only spin beside other tests
+    os.environ.setdefault("GOGC", "800")  # garbage is a quarter (promtool) to two fifths (Helm) of the time of programs in Go
     # no test but those of keeping writes where a person's runs are kept, and none reads them
     os.environ |= {"TORCHOBS_KEEP_RUNS": "0", "XDG_STATE_HOME": "/nonexistent"}
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -3,6 +3,7 @@
 import json
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,11 +38,8 @@ def text(attributes: Mapping[str, Any]) -> str:
 
 def points(writer: FlightWriter) -> list[Seen]:
     """What a reader of the file finds of the user's instruments."""
-    file = open_path(writer.path)
-    try:
+    with closing(open_path(writer.path)) as file:
         found = file.read().points
-    finally:
-        file.close()
     return [
         Seen(
             (point.series.scope.name, point.series.scope.version, point.series.scope.schema_url),
@@ -64,11 +62,8 @@ def values(writer: FlightWriter) -> dict[tuple[str, str], Any]:
 
 def frames(writer: FlightWriter) -> list[dict[str, Any]]:
     """The spans in the file, oldest first."""
-    file = open_path(writer.path)
-    try:
+    with closing(open_path(writer.path)) as file:
         return [fields for fields in flights.frames(file) if fields["k"] in {"span", "span_start"}]
-    finally:
-        file.close()
 
 
 def interrupted(work: Callable[[], object], handle: Callable[[], object], times: int) -> None:

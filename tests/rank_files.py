@@ -41,21 +41,10 @@ if TYPE_CHECKING:
 S = 1_000_000_000
 BOOT = bytes(range(16))
 BORN_NS, BORN_WALL_NS = 1_000 * S, 1_700_000_000 * S
-RESOURCE: Mapping[str, str | int] = {
-    "job_name": "gpt",
-    "run_id": "run-1",
-    "rank": 0,
-    "local_rank": 0,
-    "world_size": 2,
-    "local_world_size": 2,
-    "restart": 0,
-    "launcher": "torchrun",
-    "host": "node-1",
-    "script": "train.py",
-    "torch_version": "2.13.0",
-    "python_version": "3.11.7",
-    "torchobs_version": "0.1.0",
-}
+_PLACE = {"rank": 0, "local_rank": 0, "world_size": 2, "local_world_size": 2, "restart": 0}
+_SURROUNDINGS = {"launcher": "torchrun", "host": "node-1", "script": "train.py"}
+_VERSIONS = {"torch_version": "2.13.0", "python_version": "3.11.7", "torchobs_version": "0.1.0"}
+RESOURCE: Mapping[str, str | int] = {"job_name": "gpt", "run_id": "run-1", **_PLACE, **_SURROUNDINGS, **_VERSIONS}
 PHASES_S = (0.01, 0.02, 0.03, 0.01, 0.005, 0.0, 0.0, 0.0, 0.0)
 _FLAGS = StepFlag.LOSS | StepFlag.GRAD_NORM | StepFlag.LEARNING_RATE
 

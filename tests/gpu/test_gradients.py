@@ -64,9 +64,7 @@ def delivered(run: Recording) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "within"),
-    [(torch.float32, 1e-4), (torch.float64, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)],
-    ids=str,
+    ("dtype", "within"), [(torch.float32, 1e-4), (torch.float64, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)], ids=str
 )
 @pytest.mark.parametrize("clipped", [False, True])
 def test_norms_equal_the_reference_without_waiting(run: Recording, dtype: torch.dtype, within: float, *, clipped: bool) -> None:

@@ -65,8 +65,11 @@ def growth(points: Sequence[tuple[float, float]]) -> float:
 class Life:
     """One rank that is started again whenever it is gone."""
 
-    def __init__(self, directory: Path, number: int, dice: random.Random) -> None:
-        self._directory, self._number, self._dice = directory, number, dice
+    def __init__(self, directory: Path, number: int, dice: random.Random, *, trains: bool = False) -> None:
+        self._argv = [sys.executable, "-m", "tests.rank_files", str(directory), str(number)]
+        self._training = [sys.executable, "-m", "tests.long.soak", "--train", str(directory)] if trains else []
+        self._environ = {**clean_environment(), **({"TORCHOBS_RUN_ID": "soak", "RANK": str(number)} if trains else {})}
+        self._dice = dice
         self._process: subprocess.Popen[bytes] | None = None
         self._until_s = self._again_s = 0.0
         self.starts = 0
@@ -77,10 +80,10 @@ class Life:
             self.end()
             self._again_s = now_s + self._dice.choice((0.0, self._dice.uniform(*PAUSE_S)))
         if self._process is None and now_s >= self._again_s:
-            arguments, environment, life_s = self._next()
-            argv, null = [sys.executable, "-m", *arguments], subprocess.DEVNULL
-            self._process = subprocess.Popen(argv, stdin=null, stdout=null, env=environment)
-            self._until_s = now_s + life_s
+            argv = [*self._training, str(self._dice.randrange(*STEPS))] if self._training else self._argv
+            self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=self._environ)
+            comes_to_its_end = self._training and self._dice.random() >= KILLED
+            self._until_s = now_s + (300.0 if comes_to_its_end else self._dice.uniform(*LIFE_S))
             self.starts += 1
 
     def end(self) -> None:
@@ -88,20 +91,6 @@ class Life:
             self._process.kill()
             self._process.wait()
             self._process = None
-
-    def _next(self) -> tuple[list[str], dict[str, str], float]:
-        arguments = ["tests.rank_files", str(self._directory), str(self._number)]
-        return arguments, clean_environment(), self._dice.uniform(*LIFE_S)
-
-
-class Training(Life):
-    """A rank that really trains."""
-
-    def _next(self) -> tuple[list[str], dict[str, str], float]:
-        steps = self._dice.randrange(*STEPS)
-        identity = {"TORCHOBS_RUN_ID": "soak", "RANK": str(self._number)}
-        life_s = self._dice.uniform(*LIFE_S) if self._dice.random() < KILLED else 300.0
-        return ["tests.long.soak", "--train", str(self._directory), str(steps)], {**clean_environment(), **identity}, life_s
 
 
 @dataclass
@@ -210,8 +199,7 @@ def main() -> None:
     exit_on_sigterm()
     dice = random.Random(options.seed)
     with flight_directory() as path, exporter(path, "--grace", GRACE) as program:
-        lives: list[Life] = [Life(path, number, dice) for number in range(RANKS)]
-        lives.append(Training(path, RANKS, dice))
+        lives = [Life(path, number, dice, trains=number == RANKS) for number in range(RANKS + 1)]
         try:
             record = soak(options.minutes * 60, path, program, lives)
         finally:

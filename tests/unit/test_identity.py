@@ -157,8 +157,7 @@ def test_an_unnamed_torchrun_gives_its_ranks_and_restarts_one_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "environ",
-    [UNNAMED, PMI, INDEXED, INDEXED | {"WORLD_SIZE": "4"}, {"RANK": "1", "WORLD_SIZE": "2"}, {"TORCHOBS_RANK": "1"}],
+    "environ", [UNNAMED, PMI, INDEXED, INDEXED | {"WORLD_SIZE": "4"}, {"RANK": "1", "WORLD_SIZE": "2"}, {"TORCHOBS_RANK": "1"}]
 )
 def test_nodes_that_cannot_agree_on_a_run_id_are_reported(environ: dict[str, str]) -> None:
     """Half of a run under another id is a defect that only the user can cure: say how."""

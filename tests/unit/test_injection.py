@@ -207,8 +207,7 @@ def test_an_annotation_that_makes_no_sense_is_ignored(default: dict[str, Any], n
 
 
 @pytest.mark.parametrize(
-    ("chosen", "expected"),
-    [(None, ["a", "b"]), ("a", ["a"]), ("b, istio-proxy", ["istio-proxy", "b"]), ("nobody", ["a", "b"])],
+    ("chosen", "expected"), [(None, ["a", "b"]), ("a", ["a"]), ("b, istio-proxy", ["istio-proxy", "b"]), ("nobody", ["a", "b"])]
 )
 def test_the_containers_that_train_are_changed_and_no_other(
     default: dict[str, Any], chosen: str | None, expected: list[str]

@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import sys
 import venv
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 # Not the environment's: it has torchobs installed.
 PYTHON = str(getattr(sys, "_base_executable", sys.executable))
 HERE = sys.version_info[:2]
+Ended = tuple[list[str], str, int]
+"""Lines, standard error and status of a program"""
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +49,8 @@ def image(tmp_path: Path) -> Path:
     return made
 
 
-def run(path: Iterable[Path], *command: str, python: str = PYTHON, **environ: str) -> tuple[list[str], str, int]:
-    """Lines, standard error and status of a Python program in a container with this PYTHONPATH."""
+def run(path: Iterable[Path], *command: str, python: str = PYTHON, **environ: str) -> Ended:
+    """Run Python in a container with this PYTHONPATH."""
     variables = {"PATH": os.environ["PATH"], **environ}
     if searched := os.pathsep.join(map(str, path)):
         variables["PYTHONPATH"] = searched
@@ -192,7 +195,7 @@ def home(tmp_path: Path) -> Path:
 BEGUN = "import sys, torch; print('torchobs.runtime.session' in sys.modules)"
 
 
-def by_user_base(site: Path, home: Path, *command: str, image: Iterable[Path] = (), python: str = PYTHON) -> Any:
+def by_user_base(site: Path, home: Path, *command: str, image: Iterable[Path] = (), python: str = PYTHON) -> Ended:
     """The same in a container whose image sets the path, and of which the policy sets one variable."""
     variables = {"HOME": str(home), "TORCHOBS_DIR": str(home), "PYTHONUSERBASE": str(site / "user")}
     return run(image, *command, python=python, **variables)
@@ -242,7 +245,6 @@ def test_a_training_that_does_not_know_torchobs_is_recorded(site: Path, image: P
     lines, errors, _ = run([site / "start", image], str(script), "7", TORCHOBS_DIR=str(flight_dir), **environ)
     assert (lines, errors) == ([str(step) for step in range(1, 8)], "")
     (path,) = flight_dir.glob("*.flight")
-    file = reader.open_path(str(path))
-    values = {point.series.name: point.value for point in file.read(final=True).points}
-    file.close()
+    with closing(reader.open_path(str(path))) as file:
+        values = {point.series.name: point.value for point in file.read(final=True).points}
     assert values["torchobs.steps"] == 7

@@ -21,10 +21,6 @@ def model(inputs: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     return scale * inputs.sum(1, keepdim=True)
 
 
-def of_three(first: object, second: object, third: object) -> None:
-    """Of neither form."""
-
-
 def whole(model: Any, batch: Any) -> torch.Tensor:
     """The first form."""
     loss: torch.Tensor = (model(batch[0]) - batch[1]).square().mean()
@@ -64,7 +60,7 @@ def test_a_function_that_takes_the_model_takes_no_target() -> None:
         compute_loss(model, (X, Y), whole, target=Y)
 
 
-@pytest.mark.parametrize("loss_fn", ["mse", 3, lambda: 0, of_three])
+@pytest.mark.parametrize("loss_fn", ["mse", 3, lambda: 0, lambda _first, _second, _third: 0])
 def test_what_is_no_loss_function_is_refused_with_both_forms(loss_fn: Any) -> None:
     """Before the model runs."""
     with pytest.raises(TypeError, match=r"loss_fn\(model, batch\), or loss_fn\(output, target\)"):

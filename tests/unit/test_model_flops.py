@@ -93,15 +93,8 @@ def test_a_sharded_parameter_counts_by_what_its_rank_multiplies() -> None:
     """FSDP2 gathers it, tensor parallelism does not; ZeRO-3 empties it, and FSDP1's says nothing."""
     model = torch.nn.Linear(4, 8, bias=False)
     shard = SimpleNamespace(is_shard=lambda: True)
-
-    class Mesh:
-        mesh_dim_names = ("dp_shard", "tp")
-
-        @staticmethod
-        def size(dimension: int) -> int:
-            return (2, 4)[dimension]
-
-    model.weight.device_mesh, model.weight.placements = Mesh(), (shard, shard)  # type: ignore[attr-defined]
+    mesh = SimpleNamespace(mesh_dim_names=("dp_shard", "tp"), size=(2, 4).__getitem__)
+    model.weight.device_mesh, model.weight.placements = mesh, (shard, shard)  # type: ignore[attr-defined]
     assert count_parameters([model], [model.weight]) == (32 / 4, 0)
     emptied = torch.nn.Linear(4, 8, bias=False)
     emptied.weight.data = torch.empty(0)

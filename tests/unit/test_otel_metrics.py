@@ -6,6 +6,7 @@ import math
 import os
 import threading
 import time
+from contextlib import closing
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -203,11 +204,10 @@ def test_a_callback_that_raises_spoils_nothing_else(
     for _ in range(3):
         assert provider.observe(5.0)
     assert otel.values(writer) == {("g", '{"n": 1}'): 1, ("g", '{"n": 2}'): 2}
-    assert [record.message for record in caplog.records if "RuntimeError" in record.message] != []
-    assert len(caplog.records) == 1
-    file = open_path(writer.path)
-    errors = [point for point in file.read().points if point.series.name == catalog.PROBE_ERRORS.name]
-    file.close()
+    (record,) = caplog.records
+    assert "RuntimeError" in record.message
+    with closing(open_path(writer.path)) as file:
+        errors = [point for point in file.read().points if point.series.name == catalog.PROBE_ERRORS.name]
     assert [(point.series.attributes, point.value) for point in errors] == [((("probe", "callbacks"),), 3)]
 
 

@@ -64,11 +64,7 @@ STEPS: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("F11@60-70 F11@70-80 F22@80-90 B@100", 120, "data 30, forward 10, backward 20"),
     ),
     "another loader's fetches with no backward behind them are an evaluation, the exhausted one too": (
-        (
-            "F2@0-10 F2@100-110 F2@200-210 F2@300-305x F1@310-320 B@350 b@390 O@395",
-            410,
-            f"{WHOLE}, evaluation 310",
-        ),
+        ("F2@0-10 F2@100-110 F2@200-210 F2@300-305x F1@310-320 B@350 b@390 O@395", 410, f"{WHOLE}, evaluation 310"),
     ),
     "fetches without gradients are evaluation at once, the loader may be the training one": (
         ("F1@0-10n F1@100-105xn", 105, "evaluation 105"),
@@ -79,11 +75,7 @@ STEPS: dict[str, tuple[tuple[str, int, str], ...]] = {
     ),
     # saving the best model before train() is called again is not evaluation
     "a checkpoint within an evaluation is a checkpoint": (
-        (
-            "E7@0 Pcheckpoint@50 U@80 T7@100 F1@100-110 B@140 b@180 O@185",
-            200,
-            f"{WHOLE}, evaluation 70, checkpoint 30",
-        ),
+        ("E7@0 Pcheckpoint@50 U@80 T7@100 F1@100-110 B@140 b@180 O@185", 200, f"{WHOLE}, evaluation 70, checkpoint 30"),
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -88,11 +89,8 @@ class Rank:
     def look(self, *, thorough: bool = True) -> dict[str, float]:
         """Look, and return what the file holds of it."""
         self.limits.update(thorough=thorough)
-        file = open_path(str(self.file.save().path))
-        try:
+        with closing(open_path(str(self.file.save().path))) as file:
             points = file.read().points
-        finally:
-            file.close()
         names = {catalog.MEMORY_HOST_UTILIZATION.name, catalog.CGROUP_MEMORY_OOM_KILLS.name}
         names.add(catalog.CGROUP_MEMORY_LAST_OOM_KILL.name)
         found = [(series, value) for series, value in points if series.name in names]

@@ -21,41 +21,34 @@ SECRET = "s3cr3t-Value"
     "arguments",
     [
         ["--api-key", SECRET],
-        ["--password=" + SECRET],
-        ["AWS_SECRET_ACCESS_KEY=" + SECRET],
-        ["trainer.logger.apiKey=" + SECRET],
-        ["+logger.token=" + SECRET],
-        ["--header", "Authorization: Bearer " + SECRET],
-        ["--header", f"X-Api-Key: {SECRET}"],
+        *([f"{name}={SECRET}"] for name in ("--password", "AWS_SECRET_ACCESS_KEY", "trainer.logger.apiKey", "+logger.token")),
+        *([f"{name}={SECRET}"] for name in ("--env=WANDB_API_KEY", "--args=--password", "--launch=env=WANDB_API_KEY")),
+        *(["--header", header + SECRET] for header in ("Authorization: Bearer ", "X-Api-Key: ")),
+        *(["-H", header + SECRET] for header in ("Authorization: ApiKey ", "Cookie: a=b; session=")),
         ["--url", f"https://user:{SECRET}@host/path"],
         ["--url", f"postgresql://{SECRET}@host/db"],
         ["--url", f"https://host/path?access_token={SECRET}&page=2"],
-        ["--config", f'{{"lr": 0.1, "api_key": "{SECRET}"}}'],
-        ["--config", f"{{'password': '{SECRET}'}}"],
-        ["--secret=two words " + SECRET],
-        ["-c", f"import wandb; wandb.login(key='{SECRET}')"],
-        ["--env", f"HF_TOKEN={SECRET}"],
-        ["--env=WANDB_API_KEY=" + SECRET],
-        ["--args=--password=" + SECRET],
         [f"--url=https://host/path?api_key={SECRET}"],
         [f"--db=postgres://u:p@host/db?password={SECRET}"],
         [f"--db=postgres://u:a/{SECRET}@host/db"],
-        [f"wandb={{api_key:{SECRET}}}"],
-        [f"wandb: {{api_key: {SECRET}}}"],
-        ["-H", f"Authorization: ApiKey {SECRET}"],
-        ["-H", f"Cookie: a=b; session={SECRET}"],
+        ["--config", f'{{"lr": 0.1, "api_key": "{SECRET}"}}'],
+        ["--config", f"{{'password': '{SECRET}'}}"],
         ["--config", f"{{'auth': ['first', '{SECRET}']}}"],
         ["--config", f'{{"password": "a\\"{SECRET}"}}'],
+        ["--secret=two words " + SECRET],
+        ["-c", f"import wandb; wandb.login(key='{SECRET}')"],
+        ["-uc", f"login('{SECRET}')"],
+        ["--env", f"HF_TOKEN={SECRET}"],
+        [f"wandb={{api_key:{SECRET}}}"],
+        [f"wandb: {{api_key: {SECRET}}}"],
+        [f"+env={{a:{{api_key:{SECRET}}},b:2}}"],
         ["--api_keys", "first", SECRET],
         ["++wandb.key", SECRET],
         [f"python x.py --api-key {SECRET} --lr 1"],
+        [f"--args=--api-key {SECRET}"],
         ["--user", f"admin:{SECRET}"],
-        ["-uc", f"login('{SECRET}')"],
         [f"--header=Cookie: a=b; session={SECRET}"],
         ["-b", f"a=b; session={SECRET}"],
-        [f"--launch=env=WANDB_API_KEY={SECRET}"],
-        [f"+env={{a:{{api_key:{SECRET}}},b:2}}"],
-        [f"--args=--api-key {SECRET}"],
     ],
 )
 def test_a_named_secret_is_gone(arguments: list[str]) -> None:
@@ -97,21 +90,8 @@ def test_what_is_no_secret_stays() -> None:
 
 def test_names_and_settings() -> None:
     """Names in any spelling; settings by their names."""
-    names = (
-        "token",
-        "HF_TOKEN",
-        "hfToken",
-        "x-api-key",
-        "apikey",
-        "DB_PASSWORD",
-        "accessKey",
-        "client_secret",
-        "credentials",
-        "passphrase",
-        "auth",
-        "encryptionkey",
-    )
-    assert all(map(is_secret_name, names))
+    names = ("token", "HF_TOKEN", "hfToken", "x-api-key", "apikey", "DB_PASSWORD", "accessKey", "client_secret", "credentials")
+    assert all(map(is_secret_name, (*names, "passphrase", "auth", "encryptionkey")))
     assert not any(map(is_secret_name, ("tokenizer", "keyboard", "monkey", "lr", "secretary", "authors", "compass")))
     assert (redacted_value("api_key", "abc"), redacted_value("max_tokens", "512")) == (HIDDEN, "512")
     assert redacted_text("mysql://u:p@h/d") == f"mysql://{HIDDEN}@h/d"

@@ -78,10 +78,6 @@ BAD = {
 }
 
 
-def _setting_of(variable: str) -> Option:
-    return next(setting for setting in OPTIONS if variable in setting.every_variable)
-
-
 def test_no_setting_and_no_variable_is_left_out_here() -> None:
     """Of what the next test tries."""
     every = {(setting.name, variable) for setting in OPTIONS for variable in setting.every_variable}
@@ -111,7 +107,8 @@ def test_a_bad_value_is_reported_and_the_default_used(variable: str, text: str) 
     [problem] = problems
     assert (problem.name, problem.value) == (variable, text)
     if variable != "OTEL_SDK_DISABLED":
-        assert _setting_of(variable).kind.allowed in str(problem)
+        (allowed,) = (setting.kind.allowed for setting in OPTIONS if variable in setting.every_variable)
+        assert allowed in str(problem)
 
 
 def test_argument_beats_environment_beats_default() -> None:

@@ -18,7 +18,6 @@ from torchobs.taps import taps
 from torchobs.taps.taps import SafePoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -88,35 +87,21 @@ def test_each_seam_of_torch_is_touched_in_one_place(checkout: Path) -> None:
     assert touching == {"torchobs/taps/taps.py"}
 
 
+def patch(library: Any, calls: list[str]) -> None:
+    """What another tool does."""
+    theirs = library.work
+
+    @functools.wraps(theirs)
+    def wrapper(number: int) -> Any:
+        calls.append("theirs")
+        return theirs(number)
+
+    library.work = wrapper
+
+
 def doubled(number: int) -> int:
     """A function of somebody's library."""
     return 2 * number
-
-
-def led(calls: list[str]) -> Callable[[Any, Any, Any], Any]:
-    """What a leader replaces it by."""
-
-    def make(original: Any, busy: Any, divert: Any) -> Any:
-        @functools.wraps(original)
-        def work(*args: Any, **kwargs: Any) -> Any:
-            if busy:
-                return divert(*args, **kwargs)
-            calls.append("leader")
-            return original(*args, **kwargs)
-
-        return work
-
-    return make
-
-
-def subscriber(calls: list[str], name: str) -> Callable[..., Any]:
-    """What notes its calls."""
-
-    def surround(call: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(name)
-        return call(*args, **kwargs)
-
-    return surround
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(("lead", "subscribe", "subscribe too", "their patch"))))
@@ -127,25 +112,29 @@ def test_everybody_is_called_once_in_whatever_order_they_come_and_go(order: tupl
     library.work = doubled
     tap = taps.SharedTap(lambda: [(library, "work")])
 
-    def patch() -> None:
-        theirs = library.work
+    def lead(original: Any, busy: Any, divert: Any) -> Any:
+        @functools.wraps(original)
+        def work(*args: Any, **kwargs: Any) -> Any:
+            if busy:
+                return divert(*args, **kwargs)
+            calls.append("leader")
+            return original(*args, **kwargs)
 
-        @functools.wraps(theirs)
-        def wrapper(number: int) -> Any:
-            calls.append("theirs")
-            return theirs(number)
+        return work
 
-        library.work = wrapper
+    def surround(name: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return call(*args, **kwargs)
 
     expected = list[str]()
     for what in order:
         if what == "lead":
-            tap.lead_shared(led(calls), "")
+            tap.lead_shared(lead, "")
             leaving.append(tap.leave)
         elif what == "their patch":
-            patch()
+            patch(library, calls)
         else:
-            leaving.append(tap.subscribe(subscriber(calls, what)))
+            leaving.append(tap.subscribe(functools.partial(surround, what)))
         expected.append({"lead": "leader", "their patch": "theirs"}.get(what, what))
         assert library.work(4) == 8
         assert sorted(calls) == sorted(expected)
