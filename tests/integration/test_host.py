@@ -8,7 +8,6 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -185,17 +184,6 @@ def test_a_file_system_s_numbers_are_those_of_statvfs(tmp_path: Path) -> None:
     assert sum(usage.values()) == size
     assert {state for *_, state in usage} == {"used", "free", "reserved"}
     assert found.value(catalog.HOST_FILESYSTEM_READONLY, *mount) == 0
-
-
-@pytest.mark.parametrize("innermost", ["/lustre", "/lustre/my data"])
-def test_a_path_is_on_the_innermost_mount(monkeypatch: pytest.MonkeyPatch, innermost: str) -> None:
-    """The last of two at one place is over the other; a name that only begins alike is another's."""
-    mounts = [("/", "ext4"), ("/lustre", "lustre"), ("/lustrefs", "xfs"), (innermost, "nfs4"), (innermost, "fuse.sshfs")]
-    monkeypatch.setattr(
-        psutil, "disk_partitions", lambda **_: [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in mounts]
-    )
-    assert host_module.mount_of("/lustre/my data/x") == (innermost, "fuse.sshfs")
-    assert host_module.mount_of("/home") == ("/", "ext4")
 
 
 @pytest.fixture

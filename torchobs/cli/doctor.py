@@ -38,6 +38,7 @@ from torchobs.node import election
 from torchobs.ranks import runs
 from torchobs.ranks.rank_view import RankView
 from torchobs.support import text as text_format
+from torchobs.support.mounts import mount_of
 
 _DESCRIPTION = """\
 Check whether torchobs can do its work on this machine, in this container or pod, and print a remedy for each problem: torch,
@@ -204,9 +205,6 @@ def variables(environ: Mapping[str, str]) -> Iterator[Check]:
 
 def directory(flight_dir: str | None, runtime_dir: str | None, mountinfo: str | None = None) -> Check:
     """Check the flight directory: which one, why, and whether it is usable."""
-    if mountinfo is None:
-        listed = Path("/proc/self/mountinfo")
-        mountinfo = listed.read_text(errors="surrogateescape") if listed.exists() else ""
     tried = location.candidates(flight_dir, runtime_dir)
     path = location.find_existing(flight_dir, runtime_dir)
     if path is None:
@@ -216,7 +214,7 @@ def directory(flight_dir: str | None, runtime_dir: str | None, mountinfo: str | 
                 return Check("directory", OK, f"{name} ({_why(name, flight_dir)}): the first training makes it")
         return Check("directory", FAIL, problems[0], _OWN_DIRECTORY)
     status = os.stat(path)  # noqa: PTH116  # the directory may be gone by now
-    kind = location.filesystem_type(mountinfo, os.path.realpath(path)) or "unknown file system"
+    kind = mount_of(os.path.realpath(path), mountinfo)[1] or "unknown file system"
     text = f"{path} ({_why(path, flight_dir)}; {kind}, mode {stat.S_IMODE(status.st_mode):04o}, uid {status.st_uid})"
     if not os.access(path, os.W_OK | os.X_OK):
         remedy = "chown it, or set TORCHOBS_DIR to a directory of your own"
@@ -240,14 +238,14 @@ def _why(path: str, flight_dir: str | None) -> str:
     return "by TORCHOBS_DIR" if flight_dir else reason
 
 
-def _unmakeable(path: str, mountinfo: str) -> str:
+def _unmakeable(path: str, mountinfo: str | None) -> str:
     """Return why a training could not create that directory; empty if it could."""
     above = Path(path)
     while not os.path.lexists(above):
         above = above.parent
     if not above.is_dir():
         return f"{path} cannot be made: {above} is no directory"
-    kind = location.filesystem_type(mountinfo, os.path.realpath(above))
+    kind = mount_of(os.path.realpath(above), mountinfo)[1]
     if kind.partition(".")[0] in location.NETWORK:
         return f"{path}: {kind} is a network or FUSE file system, on which a training step could block"
     return "" if os.access(above, os.W_OK | os.X_OK) else f"{path} cannot be made: this user may not write in {above}"

@@ -25,6 +25,7 @@ from torchobs import catalog
 from torchobs.exporter.exporter_metrics import HostFacts, Sample, by_attribute
 from torchobs.flight.directory import find_existing
 from torchobs.ranks import labels
+from torchobs.support.mounts import mount_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -136,15 +137,6 @@ def filesystem(path: str) -> Iterator[Sample]:
         inodes = {"used": max(0, status.f_files - status.f_ffree), "free": status.f_ffree}
         yield from by_attribute(catalog.SYSTEM_FILESYSTEM_INODES, inodes, own)
     yield Sample(catalog.HOST_FILESYSTEM_READONLY, own, float(bool(status.f_flag & os.ST_RDONLY)))
-
-
-def mount_of(path: str) -> tuple[str, str]:
-    """Return the mount point and the type of the file system of an absolute path, without access to it; '' if unknown."""
-    with _procfs(OWN_PROCFS):  # always our own mounts: statvfs resolves a path in our own mount namespace
-        mounts = psutil.disk_partitions(all=True)
-    holding = [one for one in mounts if path == one.mountpoint or path.startswith(f"{one.mountpoint.rstrip('/')}/")]
-    best = max(reversed(holding), key=lambda one: len(one.mountpoint), default=None)  # the last of equals hides the others
-    return (best.mountpoint, best.fstype) if best else ("", "")
 
 
 class Collector:

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchobs.support.cgroup import unescaped
 from torchobs.support.descriptors import Descriptor
+from torchobs.support.mounts import mount_of
 
 KUBERNETES_MOUNT = "/var/run/torchobs/flight"
 KUBERNETES_CONTROL = "/var/run/torchobs/control"
@@ -147,7 +147,7 @@ def opened(path: str | Path, *, link: bool = False) -> Iterator[int]:
 
 def in_memory(path: str | Path) -> bool:
     """Return True if files there are memory, so that what a process stores in a mapped one survives its end."""
-    return filesystem_type(_mountinfo(), os.path.realpath(path)) in _MEMORY
+    return mount_of(os.path.realpath(path))[1] in _MEMORY
 
 
 def _temporary() -> str:
@@ -189,7 +189,7 @@ def _check(path: str, status: os.stat_result, *, given: bool) -> str:
     """Return the type of the file system. Raises :class:`NoPlaceError` for a directory that must not be used."""
     if not given and not _is_ours_alone(status):
         raise NoPlaceError("belongs to another user, or others may use it")
-    kind = filesystem_type(_mountinfo(), os.path.realpath(path))
+    kind = mount_of(os.path.realpath(path))[1]
     if kind.partition(".")[0] in NETWORK:
         msg = f"{kind} is a network or FUSE file system, on which a training step could block"
         raise NoPlaceError(msg)
@@ -221,27 +221,3 @@ def _roomy(path: str) -> bool:
     except OSError:
         return False
     return usage.f_blocks * usage.f_frsize >= 1 << 30 and usage.f_bavail * 4 >= usage.f_blocks
-
-
-def _mountinfo() -> str:
-    try:
-        return Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
-    except OSError:
-        return ""  # not Linux
-
-
-def filesystem_type(mountinfo: str, path: str) -> str:
-    """Return the type of the file system that ``path`` (resolved) is on, "" if unknown.
-
-    ``mountinfo`` is the text of ``/proc/self/mountinfo``.
-    """
-    best, kind = -1, ""
-    for line in mountinfo.splitlines():
-        fields = line.split(" ")
-        if "-" not in fields[6:-1]:
-            continue
-        mount = unescaped(fields[4])
-        inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= best:  # of equal mount points the last one is on top
-            best, kind = len(mount), fields[fields.index("-", 6) + 1]
-    return kind
