@@ -43,7 +43,7 @@ class End(NamedTuple):
 
     rank: str = ""
     reason: str = ""
-    """one of ``catalog.EXIT_REASONS``; empty: it has not ended, or how is not known"""
+    """one of ``catalog.EXIT_REASONS``; empty: it has not ended, or how is unknown"""
     up: bool = False
     step: int = 0
     """of the run, those before a resume included"""
@@ -56,7 +56,7 @@ class End(NamedTuple):
     in_collective: bool = False
     """a peer's end may have caused the exception"""
     signal: str = ""
-    """the signal that it ended on, or whose handler raised"""
+    """the signal that it ended on, or that raised by its handler"""
     xids: tuple[int, ...] = ()
     """reported shortly before its end"""
     gpu_lost: bool = False
@@ -116,8 +116,8 @@ def _peer_died(ends: Ends) -> list[End]:
 
 
 def _preempted(ends: Ends) -> list[End]:
-    told = [end for end in ends.ranks if end.reason != "finished"]
-    return told if ends.complete and all((end.reason, end.signal) == ("terminated", "SIGTERM") for end in told) else []
+    ended = [end for end in ends.ranks if end.reason != "finished"]
+    return ended if ends.complete and all((end.reason, end.signal) == ("terminated", "SIGTERM") for end in ended) else []
 
 
 def _own_mistake(ends: Ends) -> list[End]:

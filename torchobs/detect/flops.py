@@ -97,8 +97,8 @@ def peaks_of(name: str) -> Peaks | None:
 
 def peak_flops(name: str, dtype: str) -> float | None:
     """Return the peak in operations per second; ``dtype``: as torch names it, or ``tfloat32``. ``None`` if unknown."""
-    found = peaks_of(name)
-    value = getattr(found, dtype, None) if found is not None and dtype in _DTYPES else None
+    peaks = peaks_of(name)
+    value = getattr(peaks, dtype, None) if peaks is not None and dtype in _DTYPES else None
     return value * 1e12 if value is not None else None
 
 
@@ -125,7 +125,7 @@ class Progress(NamedTuple):
     timed_s: float
 
     def since(self, before: Progress) -> Progress:
-        """Return what was added since then."""
+        """Return the progress since then."""
         return Progress(*map(sub, self, before))
 
 

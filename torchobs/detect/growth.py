@@ -39,7 +39,7 @@ HORIZON_S = 7 * 86_400.0
 NEAR_S = 86_400.0
 """A limit that would be reached within a day is shown; the alert calls people later (`torchobs.rules.values`)."""
 
-# For the fast window, the last two thirds of which are 32 s: in that time growth has to take a fifth of what is left, which
+# For the fast window, where the last two thirds are 32 s: in that time growth has to take a fifth of what is left, which
 # fluctuations do not, and half of the limit has to be in use: a training begins with a ramp (a dataset that is cached, arenas,
 # compiled code), which may end.
 FAST_FORESIGHT = 5.0
@@ -52,7 +52,7 @@ FAST_IN_USE = 0.5
 # Before these 24 s, only what would fill the machine within minutes: a straight line from the run's first seconds, over a
 # hundred steps, and not in a first epoch, in which a dataset may be cached.
 YOUNG = 12
-"""Least number of points, of which the last two thirds are examined"""
+"""Least number of points; the last two thirds of them are examined"""
 YOUNG_HORIZON_S = 300.0
 """What takes longer is found by the other windows in time."""
 YOUNG_STEPS = 100
@@ -128,12 +128,12 @@ class MemoryHistory:
     A reading from another thread falls anywhere in a step, where activations come and go: a point is the minimum of several.
     """
 
-    __slots__ = ("_every", "_minimum", "_seen", "recent", "whole")
+    __slots__ = ("_count", "_every", "_minimum", "recent", "whole")
 
     def __init__(self) -> None:
         self.recent: list[MemoryPoint] = []
         self.whole: list[MemoryPoint] = []
-        self._every, self._seen, self._minimum = 1, 0, inf
+        self._every, self._count, self._minimum = 1, 0, inf
 
     def see(self, used: float) -> None:
         """Take a reading."""
@@ -149,8 +149,8 @@ class MemoryHistory:
     def add(self, point: MemoryPoint) -> None:
         """Add the next point; the caller keeps the distance between points."""
         self.recent = [*self.recent[-LEAST + 1 :], point]
-        self._seen += 1
-        if self._seen % self._every:
+        self._count += 1
+        if self._count % self._every:
             return
         self.whole.append(point)
         if len(self.whole) > MOST:
@@ -179,7 +179,7 @@ class FastWindow:
         """Whether memory grows fast, however much is left: a data set that is cached does so too, and a graph that is kept"""
 
     def see(self, point: MemoryPoint, left: float, total: float, *, caching: bool = False) -> bool:
-        """Add a measurement, with the bytes ``left`` of ``total``; return True if a verdict has begun or ended.
+        """Add a measurement, with the bytes ``left`` of ``total``; return whether a verdict has begun or ended.
 
         ``caching``: whether growth may be a dataset's that is cached, in the first epoch.
         """
@@ -191,8 +191,8 @@ class FastWindow:
         least = max(left, 0.0) / FAST_FORESIGHT
         # skip the quadratic part in the usual case: too little has grown, or too much is left
         near = left <= (1.0 - FAST_IN_USE) * total and point.used - points[0].used > least / 2
-        found = grows(points, FAST_STEPS, FAST_STEADY) if near else None
-        self.growth = found if found and found.sustained and found.per_second * found.seconds >= least else None
+        trend = grows(points, FAST_STEPS, FAST_STEADY) if near else None
+        self.growth = trend if trend and trend.sustained and trend.per_second * trend.seconds >= least else None
         recent = list(points)[-LEAST:]
         fast = grows(recent, FAST_STEPS, FAST_STEADY) if recent[-1].used - recent[0].used >= YOUNG_BYTES else None
         self.is_steep = fast is not None and fast.sustained
@@ -211,12 +211,12 @@ def _fills_soon(points: Sequence[MemoryPoint], left: float) -> Growth | None:
     examined = points[-(len(points) // 3 * 2) :]
     if not YOUNG <= len(points) < LEAST or examined[-1].used - examined[0].used < YOUNG_BYTES:
         return None
-    found = grows(points, YOUNG_STEPS, YOUNG_ALIKE, least=YOUNG, alike=YOUNG_ALIKE)
-    if found is None or not found.sustained or found.per_second <= 0:
+    trend = grows(points, YOUNG_STEPS, YOUNG_ALIKE, least=YOUNG, alike=YOUNG_ALIKE)
+    if trend is None or not trend.sustained or trend.per_second <= 0:
         return None
     rates = [(b.used - a.used) / max(1, b.step - a.step) for a, b in pairwise(examined)]
-    soon = max(left, 0.0) / found.per_second <= YOUNG_HORIZON_S
-    return found if soon and min(rates) >= YOUNG_EVEN * max(rates) else None
+    soon = max(left, 0.0) / trend.per_second <= YOUNG_HORIZON_S
+    return trend if soon and min(rates) >= YOUNG_EVEN * max(rates) else None
 
 
 def soonest(growths: Sequence[Growth | None], left: float) -> float | None:

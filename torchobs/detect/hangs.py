@@ -6,14 +6,14 @@ age of the last step does not distinguish them; where they are does. The evidenc
 1. A rank that has ended never calls the next collective; one that does not respond (stopped, or Python's lock held in native
    code) does not either; nor does one that evaluates, saves, compiles, or has left its training loop.
 2. Torch's flight recorder: a rank that has not called the collective in which others wait (:func:`absent`).
-3. Stacks: a rank whose innermost frame is in torch.distributed or in the autograd engine's wait is in a collective. Of ranks in
+3. Stacks: a rank with its innermost frame in torch.distributed or in the autograd engine's wait is in a collective. Of ranks in
    the same place some that are not are to blame. Stacks of waits on a GPU end in the user's own line, and decide nothing.
 4. A rank that fetches data, if others do not: no loader waits for a peer.
 5. Steps and phases: where most ranks are at the same place, the rest is to blame. Otherwise, as for two ranks, it is those in
    forward or between two phases if others are in backward or in the optimizer, where gradients are exchanged; else the least
    advanced. A collective in forward (FSDP's gathers, SyncBatchNorm) is waited for by ranks in forward, and met by rule 5.
 
-Without any difference nobody is named.
+Without any difference no rank is named.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def loop_lines(code: CodeType, offset: int) -> tuple[int, int] | None:
     bytecode = dis.Bytecode(code)
     handlers = getattr(bytecode, "exception_entries", ()) if sys.version_info >= (3, 12) else ()
     end = min((entry.target for entry in handlers), default=len(code.co_code))
-    jumps = [(one.argval, one.offset) for one in bytecode if one.opcode in _JUMPS and one.offset < end]
+    jumps = [(jump.argval, jump.offset) for jump in bytecode if jump.opcode in _JUMPS and jump.offset < end]
     around = [(target, at) for target, at in jumps if target <= offset <= at]
     if not around:
         return None
@@ -94,10 +94,10 @@ def parse_timeout(message: str) -> CollectiveTimeout | None:
     """
     message = message[:_LONGEST]
     for kind, pattern, unit_s in _PATTERNS:
-        found = pattern.search(message)
-        if found is not None:
-            *ranks, number = found.groups() or ("0",)
-            absent = [int(one) for one in re.findall(r"\d{1,9}", ranks[0])] if ranks else []
+        match = pattern.search(message)
+        if match is not None:
+            *ranks, number = match.groups() or ("0",)
+            absent = [int(rank) for rank in re.findall(r"\d{1,9}", ranks[0])] if ranks else []
             return CollectiveTimeout(kind, int(number) * unit_s if unit_s else None, tuple(absent[:_MOST_RANKS]))
     return CollectiveTimeout(BARRIER, None, ()) if _RECEIVED_ERRORS.search(message) else None
 
@@ -122,7 +122,7 @@ class GroupProgress(NamedTuple):
 
     @property
     def waiting(self) -> bool:
-        """Return True if it waits in this group."""
+        """Return whether it waits in this group."""
         return self.waits_s > 0 or self.enqueued > self.completed
 
 
@@ -148,7 +148,7 @@ class Surplus(NamedTuple):
 
 
 class Mismatch(NamedTuple):
-    """Ranks of a group that wait in different operations, each of which was its next."""
+    """Ranks of a group that wait in different operations, each in its next one."""
 
     group: str
     number: int
@@ -166,34 +166,35 @@ def absent(ranks: Mapping[str, Mapping[str, GroupProgress]]) -> dict[str, Absenc
 
     ``ranks``: of each rank, its progress by group. Groups are compared among the ranks that have them here.
     """
-    busy = {rank for rank, groups in ranks.items() if any(one.waiting for one in groups.values())}
-    found: dict[str, Absence] = {}
+    busy = {rank for rank, groups in ranks.items() if any(progress.waiting for progress in groups.values())}
+    absences: dict[str, Absence] = {}
     for group in _groups(ranks):
         members = {rank: groups[group] for rank, groups in ranks.items() if group in groups}
-        there = {rank: one for rank, one in members.items() if one.enqueued > one.completed}
+        there = {rank: progress for rank, progress in members.items() if progress.enqueued > progress.completed}
         if not there:
             continue
-        number = min(one.completed for one in there.values()) + 1
-        waiting = [one for one in there.values() if one.completed + 1 == number]
-        kinds = {one.operation for one in waiting}
+        number = min(progress.completed for progress in there.values()) + 1
+        waiting = [progress for progress in there.values() if progress.completed + 1 == number]
+        kinds = {progress.operation for progress in waiting}
         kind = kinds.pop() if len(kinds) == 1 else "none"
-        for rank, one in members.items():
-            if one.enqueued < number and rank not in busy:
-                found.setdefault(rank, Absence(group, number, kind, one.enqueued, len(there)))
-    return found
+        for rank, progress in members.items():
+            if progress.enqueued < number and rank not in busy:
+                absences.setdefault(rank, Absence(group, number, kind, progress.enqueued, len(there)))
+    return absences
 
 
 def surplus(called: Mapping[str, Mapping[str, int]]) -> list[Surplus]:
     """Return the groups in which ranks have called different numbers of collectives. ``called``: of each rank, by group."""
-    found = []
+    surpluses = []
     for group in sorted({group for counts in called.values() for group in counts}):
         by_number: dict[int, list[str]] = {}
         for rank, counts in called.items():
             if group in counts:
                 by_number.setdefault(counts[group], []).append(rank)
         if len(by_number) > 1:
-            found.append(Surplus(group, {number: tuple(ranks) for number, ranks in sorted(by_number.items(), reverse=True)}))
-    return found
+            numbers = {number: tuple(ranks) for number, ranks in sorted(by_number.items(), reverse=True)}
+            surpluses.append(Surplus(group, numbers))
+    return surpluses
 
 
 def inserted(longer: Mapping[int, str], shorter: Mapping[int, str]) -> tuple[str, ...]:
@@ -207,31 +208,31 @@ def inserted(longer: Mapping[int, str], shorter: Mapping[int, str]) -> tuple[str
     first = next((number for number in common if longer[number] != shorter[number]), max(shorter, default=0) + 1)
     same_before = bool(common) and common[0] < first
     same_behind = all(longer.get(number + more) == text for number, text in shorter.items() if number >= first)
-    found = tuple(longer[number] for number in range(first, first + more) if number in longer)
-    return found if same_before and same_behind and 0 < len(found) == more else ()
+    calls = tuple(longer[number] for number in range(first, first + more) if number in longer)
+    return calls if same_before and same_behind and 0 < len(calls) == more else ()
 
 
 def mismatched(ranks: Mapping[str, Mapping[str, GroupProgress]]) -> list[Mismatch]:
     """Return the groups in which ranks wait in the same number, but in different operations or with different sizes."""
-    found = []
+    mismatches = []
     for group in _groups(ranks):
         there = {
-            rank: one
+            rank: groups[group]
             for rank, groups in ranks.items()
-            if (one := groups.get(group)) is not None and one.enqueued > one.completed and one.operation != "none"
+            if group in groups and groups[group].enqueued > groups[group].completed and groups[group].operation != "none"
         }
-        numbers = {one.completed + 1 for one in there.values()}
+        numbers = {progress.completed + 1 for progress in there.values()}
         if len(numbers) != 1:
             continue
-        sized = {one.operation for one in there.values()} <= SAME_SIZE and all(one.size is not None for one in there.values())
-        same_kind = len({one.operation for one in there.values()}) == 1
+        operations = {progress.operation for progress in there.values()}
+        are_sized = operations <= SAME_SIZE and all(progress.size is not None for progress in there.values())
         kinds: dict[tuple[str, float | None], tuple[str, ...]] = {}
-        for rank, one in there.items():
-            key = one.operation, one.size if same_kind and sized else None
+        for rank, progress in there.items():
+            key = progress.operation, progress.size if are_sized and len(operations) == 1 else None
             kinds[key] = (*kinds.get(key, ()), rank)
         if len(kinds) > 1:
-            found.append(Mismatch(group, numbers.pop(), kinds))
-    return found
+            mismatches.append(Mismatch(group, numbers.pop(), kinds))
+    return mismatches
 
 
 def _groups(ranks: Mapping[str, Mapping[str, GroupProgress]]) -> list[str]:
@@ -289,7 +290,7 @@ def blamed(ranks: Mapping[str, Position]) -> dict[str, Blamed]:
 
     Empty if no living rank hangs, for a single rank, and if nothing distinguishes them.
     """
-    if len(ranks) < LEAST_RANKS or not any(one.state == "hung" for one in ranks.values()):
+    if len(ranks) < LEAST_RANKS or not any(position.state == "hung" for position in ranks.values()):
         return {}
     for why, rule in _RULES:
         names = rule(ranks)
@@ -310,7 +311,7 @@ def place(steps: int, phase: str) -> float:
 
 
 def waits(frames: Sequence[str]) -> bool:
-    """Return True if these frames, the innermost first, are of a thread in a collective."""
+    """Return whether these frames, the innermost first, are of a thread in a collective."""
     if not frames:
         return False
     return any(sign in frames[0] for sign in _WAITS) or any(_COLLECTIVES in frame for frame in frames)
@@ -318,17 +319,18 @@ def waits(frames: Sequence[str]) -> bool:
 
 def _not_arrived(ranks: Mapping[str, Position]) -> set[str]:
     """Return those that did not come; but for what waits in an operation that is not recorded, by its stack."""
-    found = absent({name: one.collectives for name, one in ranks.items()})
-    return {name for name in found if not waits(ranks[name].frames)}
+    missing = absent({name: position.collectives for name, position in ranks.items()})
+    return {name for name in missing if not waits(ranks[name].frames)}
 
 
 def _out_of_collective(ranks: Mapping[str, Position]) -> set[str]:
-    known = all(one.frames for one in ranks.values())
-    return {name for name, one in ranks.items() if not waits(one.frames)} if known else set()
+    are_known = all(position.frames for position in ranks.values())
+    return {name for name, position in ranks.items() if not waits(position.frames)} if are_known else set()
 
 
 def _elsewhere(ranks: Mapping[str, Position]) -> set[str]:
-    places = {name: place(one.steps, one.phase) for name, one in ranks.items() if one.phase and one.steps is not None}
+    placed = [(name, rank.steps, rank.phase) for name, rank in ranks.items() if rank.phase]
+    places = {name: place(steps, phase) for name, steps, phase in placed if steps is not None}
     counts = Counter(places.values())
     if len(counts) < 2 or len(places) < len(ranks):  # noqa: PLR2004  # all at one place
         return set()
@@ -339,21 +341,21 @@ def _elsewhere(ranks: Mapping[str, Position]) -> set[str]:
 
 
 def _not_exchanging(ranks: Mapping[str, Position]) -> set[str]:
-    others = {name for name, one in ranks.items() if one.phase not in EXCHANGING}
+    others = {name for name, position in ranks.items() if position.phase not in EXCHANGING}
     return others if len(others) < len(ranks) else set()
 
 
 def _where(holds: Callable[[Position], bool]) -> Callable[[Mapping[str, Position]], set[str]]:
-    return lambda ranks: {name for name, one in ranks.items() if holds(one)}
+    return lambda ranks: {name for name, position in ranks.items() if holds(position)}
 
 
 _RULES = (
-    (ENDED, _where(lambda one: one.state in {"finished", "failed", "lost"})),
-    (SILENT, _where(lambda one: one.state == "unresponsive")),
+    (ENDED, _where(lambda position: position.state in {"finished", "failed", "lost"})),
+    (SILENT, _where(lambda position: position.state == "unresponsive")),
     (NOT_ARRIVED, _not_arrived),
-    (ASIDE_OF_TRAINING, _where(lambda one: one.phase in PATIENT_PHASES)),
+    (ASIDE_OF_TRAINING, _where(lambda position: position.phase in PATIENT_PHASES)),
     (NOT_IN_COLLECTIVE, _out_of_collective),
-    (FETCHING, _where(lambda one: one.phase == "data")),
+    (FETCHING, _where(lambda position: position.phase == "data")),
     (ELSEWHERE, _elsewhere),
 )
 
@@ -376,11 +378,11 @@ percentile does not show it; and a single one, behind a cold cache, is no measur
 
 EARLY_FACTOR = 5.0
 """Factor on the 99th percentile of step times from which stacks are written: a quarter of the one from which a rank is called
-hung (``ranks.state.HANG_FACTOR``), for it alerts nobody. The percentile itself is overestimated by up to 2."""
+hung (``ranks.state.HANG_FACTOR``), for it raises no alert. The percentile itself is overestimated by up to 2."""
 
 EARLY_FIRST_S = 300.0
 """The same before the steps are known: half the shortest default timeout of a collective (NCCL's, ten minutes), after which
-nothing can be seen any more of where the ranks stood."""
+nothing shows where the ranks stood."""
 
 USUAL_FACTOR = 20.0
 """Factor on the usual step from which a rank stands still, if its stacks are not written before"""

@@ -20,7 +20,7 @@ A gradient of exactly zero elsewhere means nothing: an unused part, a loss term 
 It belongs to the finding in a layer before a lost or unfed one, which blocks the gradient.
 
 *A learning rate* next to zero is one below float32's rounding of the highest one of the same model: a step that doubled a
-weight at that does not change its last bit any more. It may change others (small ones, or in float64), which is not known here.
+weight at that does not change its last bit. It may change others (small ones, or in float64), which is unknown here.
 A scheduler that counts epochs and is stepped in each batch gets there within some hundred steps.
 """
 
@@ -41,7 +41,7 @@ LONGEST_SEARCH = 128
 
 
 def is_stuck(streak: float, scale: float | None) -> bool:
-    """Return True if a scaler that has skipped so many steps in a row finds no scale; ``scale``: the present one, if known.
+    """Return whether a scaler that has skipped so many steps in a row finds no scale; ``scale``: the present one, if known.
 
     One that was made with a large scale, or has grown it, may skip many steps in good health on its way down.
     """
@@ -162,11 +162,12 @@ class StuckLayerDetector:
         ``whole``: the last measured step, judged or not, in which no first layer had a gradient of zero. A gradient that is
         zero by chance in all steps that are judged (an expert that few tokens come to) is not in those between.
         """
-        fastest = max((seen.move for seen in layers.values() if seen.move is not None), default=0.0)
-        self._low = {name: low for name, seen in layers.items() if (low := self._next(name, seen, step, fastest)) is not None}
+        fastest = max((sample.move for sample in layers.values() if sample.move is not None), default=0.0)
+        states = ((name, self._next(name, sample, step, fastest)) for name, sample in layers.items())
+        self._low = {name: low for name, low in states if low is not None}
         self.samples += 1
         self.doubts = any(not layers[name].zero or layers[name].leading for name in self._low)
-        self._fed.update(name for name, seen in layers.items() if not seen.zero)
+        self._fed.update(name for name, sample in layers.items() if not sample.zero)
         lasting = [
             name for name, low in self._low.items() if low.samples >= LASTING_SAMPLES and step - low.step >= LASTING_STEPS
         ]
@@ -178,11 +179,11 @@ class StuckLayerDetector:
         cut = tuple(name for name in lasting if layers[name].leading and name not in before and step - whole >= LASTING_STEPS)
         return StuckLayers(lost, unfed, before, cut if len(cut) >= LEAST_CUT or self._fed.intersection(cut) else ())
 
-    def _next(self, name: str, seen: LayerSample, step: int, fastest: float) -> _Low | None:
+    def _next(self, name: str, sample: LayerSample, step: int, fastest: float) -> _Low | None:
         """Return the state of a layer that is low in this measurement; ``None`` if it is not."""
-        part = seen.move / fastest if seen.move and fastest else 0.0
-        lost = seen.move is not None and 0.0 < seen.move < RESOLUTION and part < FAR
-        if not (lost or seen.unfed or seen.zero):
+        part = sample.move / fastest if sample.move and fastest else 0.0
+        lost = sample.move is not None and 0.0 < sample.move < RESOLUTION and part < FAR
+        if not (lost or sample.unfed or sample.zero):
             return None
         low = self._low.get(name)
         if low is None or (low.part and part > max(WAKING * low.part, WITHIN)):
@@ -198,11 +199,11 @@ def leading(zeros: Sequence[bool]) -> int:
 LEAST_ZEROS, ZEROS_SHARE = 20, 0.05
 """Steps, and their share of all, with a rate of zero at the end: a schedule may end there, and its last steps are few"""
 ENOUGH = 200
-"""Steps that suffice, where the ones before them are not known"""
+"""Steps that suffice, where the ones before them are unknown"""
 NEGLIGIBLE = 2.0**-24
 """Of the highest rate: half of the distance between float32 numbers near 1"""
 OTHER_GROUPS = 7
-"""Most parameter groups of which the rate is recorded, besides the first (``catalog.GROUP``): there may be more"""
+"""Most parameter groups that have their rate recorded, besides the first (``catalog.GROUP``): there may be more"""
 
 
 class ZeroRate(NamedTuple):
@@ -211,7 +212,7 @@ class ZeroRate(NamedTuple):
     first: int
     steps: int
     is_begun_before: bool
-    """Whether the steps before the first one are not known"""
+    """Whether the steps before the first one are unknown"""
     highest: float = 0.0
     """The highest rate that is known, if that of the steps is negligible beside it and not zero"""
 
@@ -219,7 +220,7 @@ class ZeroRate(NamedTuple):
 def zero_rate(rates: Sequence[tuple[int, float | None]], began: int = 0) -> ZeroRate | None:
     """Return since when the rate is zero, or negligible; ``None`` if the last one's is not, or for too short a time.
 
-    ``rates``: of steps, oldest first, the rate of the first parameter group; ``None`` where it is not known. ``began``: the
+    ``rates``: of steps, oldest first, the rate of the first parameter group; ``None`` where it is unknown. ``began``: the
     step in which the training of the last model began, or 0: what is negligible for it has no measure in another one's rates.
     """
     highest = max([rate for step, rate in rates if step >= began and rate is not None and isfinite(rate)], default=0.0)

@@ -1,7 +1,7 @@
 """Slow steps, slow ranks, data that comes too late, and the steps that are sampled.
 
-*Sampling* is by number, which gives all ranks the same numbers although each measures durations that differ. Two ranks whose
-measurements fall on different sides of a limit differ by a factor of two, and what the one with the longer interval takes the
+*Sampling* is by number, which gives all ranks the same numbers although each measures durations that differ. Two ranks with
+measurements on different sides of a limit differ by a factor of two, and what the one with the longer interval takes the
 other takes as well.
 
 *Slow steps*: one step is judged against the median of its predecessors, which a few slow ones do not move. That steps have
@@ -15,10 +15,10 @@ fifth is waiting, a loader that keeps up means a quarter more steps a second. Pu
 
 *Slow ranks*: ranks that exchange gradients all take the same time for a step: the slow one works for longer, and the others
 wait for it meanwhile, in whatever phase they wait: backward (gloo), other (``.item()`` with NCCL), forward (FSDP). So a rank is
-late by what it is above its peers' median in data, where nobody waits for a peer, or in data, optimizer, other and between
+late by what it is above its peers' median in data, where no rank waits for a peer, or in data, optimizer, other and between
 together; and slow by as much of that as it waits less than its peers in all phases but data. What is above in optimizer, other
 and between may itself be waiting, for peers that are slow in forward or backward: it counts only if fewer than half of the
-ranks have it, so never of two. Else nobody is named: neither a rank that is slow in forward or backward, where its work cannot
+ranks have it, so never of two. Else no rank is named: neither one that is slow in forward or backward, where its work cannot
 be distinguished from waiting, nor one that the others wait for while it evaluates, saves or compiles.
 """
 
@@ -138,7 +138,7 @@ WINDOW_S = 60.0
 """Long enough to include the worker start-up of an epoch in proportion."""
 LEAST_WAITED_STEPS = 10
 LEAST_TRAINED_S = 10.0
-"""With less, the total is dominated by the first step, which starts the workers; so is a minute of which the rest is a hang."""
+"""With less, the total is dominated by the first step, which starts the workers; so is a minute that is otherwise a hang."""
 
 
 def waiting_share(data_s: float, trained_s: float) -> float | None:
@@ -169,17 +169,17 @@ class Starvation:
         """Share of the last window"""
         self.starved = False
 
-    def judge(self, seen: DataCounters) -> bool:
-        """Process the current counters; return True if they completed a window."""
+    def judge(self, counters: DataCounters) -> bool:
+        """Process the current counters; return whether they completed a window."""
         start = self._window_start
         if start is None:
-            self._window_start = seen
+            self._window_start = counters
             return False
-        trained_s = seen.trained_s - start.trained_s
-        is_short = seen.now_s - start.now_s < WINDOW_S or trained_s < LEAST_TRAINED_S
-        if is_short or seen.steps - start.steps < LEAST_WAITED_STEPS:
+        trained_s = counters.trained_s - start.trained_s
+        is_short = counters.now_s - start.now_s < WINDOW_S or trained_s < LEAST_TRAINED_S
+        if is_short or counters.steps - start.steps < LEAST_WAITED_STEPS:
             return False
-        self._window_start, self.share = seen, (seen.data_s - start.data_s) / trained_s
+        self._window_start, self.share = counters, (counters.data_s - start.data_s) / trained_s
         self.starved = self.share >= (ENDS if self.starved else BEGINS)
         return True
 
@@ -222,7 +222,7 @@ class Slowness(NamedTuple):
     """How a rank compares with its peers."""
 
     factor: float
-    """Its step time over what it would be if its peers did not wait for it; 1 = nobody waits for it"""
+    """Its step time over what it would be if its peers did not wait for it; 1 = none waits for it"""
     phase: int
     """Index of the phase in which it loses most"""
     own_s: float = inf
@@ -243,39 +243,39 @@ class Slowness(NamedTuple):
 
 def slowness(spent: Mapping[str, Spent]) -> dict[str, Slowness]:
     """Return the slowness of each rank with enough steps; all views and metrics use this function."""
-    enough = {rank: own for rank, own in spent.items() if own.steps >= LEAST_STEPS}
-    found = compare({rank: own.phases_s for rank, own in enough.items()})
-    return {rank: one._replace(steps=enough[rank].steps) for rank, one in found.items()}
+    enough = {rank: times for rank, times in spent.items() if times.steps >= LEAST_STEPS}
+    compared = compare({rank: times.phases_s for rank, times in enough.items()})
+    return {rank: result._replace(steps=enough[rank].steps) for rank, result in compared.items()}
 
 
 def compare(times: Mapping[str, Sequence[float]]) -> dict[str, Slowness]:
     """Return each rank's slowness, from its mean seconds per step in each phase; nothing for fewer than two ranks."""
     if len(times) < LEAST_RANKS:
         return {}
-    if any(own[_BETWEEN] for own in times.values()):  # in which others may have a part of their forward pass
-        times = {rank: _without_forward(own) for rank, own in times.items()}
+    if any(row[_BETWEEN] for row in times.values()):  # in which others may have a part of their forward pass
+        times = {rank: _without_forward(row) for rank, row in times.items()}
     columns = [sorted(column) for column in zip(*times.values(), strict=True)]
     usual = {
-        rank: [_median_without(column, value) for column, value in zip(columns, own, strict=True)]
-        for rank, own in times.items()
+        rank: [_median_without(column, value) for column, value in zip(columns, row, strict=True)]
+        for rank, row in times.items()
     }
-    above = {rank: list(map(sub, own, usual[rank])) for rank, own in times.items()}
+    above = {rank: list(map(sub, row, usual[rank])) for rank, row in times.items()}
     together = [sum(lengths[index] for index in _LATE) for lengths in above.values()]
     few = 2 * sum(2 * length >= max(together) for length in together) < len(together)
-    found = {}
-    for rank, own in times.items():
-        excess, total = _excess(above[rank], _LATE if few else [_DATA]), sum(own)
+    results = {}
+    for rank, row in times.items():
+        excess, total = _excess(above[rank], _LATE if few else [_DATA]), sum(row)
         waited_for = sum(excess)
-        phase = max(_LATE if waited_for else range(len(own)), key=(excess if waited_for else above[rank]).__getitem__)
+        phase = max(_LATE if waited_for else range(len(row)), key=(excess if waited_for else above[rank]).__getitem__)
         factor = total / (total - waited_for) if total > waited_for else 1.0
-        found[rank] = Slowness(factor, phase, own[phase], usual[rank][phase], tuple(excess))
-    return found
+        results[rank] = Slowness(factor, phase, row[phase], usual[rank][phase], tuple(excess))
+    return results
 
 
-def _without_forward(own: Sequence[float]) -> list[float]:
+def _without_forward(row: Sequence[float]) -> list[float]:
     """Return the times with the forward pass as a part of between."""
-    times = list(own)
-    times[_BETWEEN], times[_FORWARD] = own[_BETWEEN] + own[_FORWARD], 0.0
+    times = list(row)
+    times[_BETWEEN], times[_FORWARD] = row[_BETWEEN] + row[_FORWARD], 0.0
     return times
 
 

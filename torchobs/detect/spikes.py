@@ -17,7 +17,7 @@ baseline is a candidate until
 - one rises above the candidates by as much as a spike has to, or by half their height, or is so large that no data explains it:
   they are, and so is it;
 - ``SETTLED`` values have stayed, and data explains it: they are a level, which is the baseline from there on. If they still
-  rise, however slowly, as a term of the loss does whose weight is ramped up, they are waited for; ``MOST_RISE`` times the
+  rise, however slowly, as a term of the loss with a growing weight does, they are waited for; ``MOST_RISE`` times the
   first of them is no ramp.
 
 Data explains no level of a loss after the learning rate has jumped, and none of a gradient's norm while the loss is as usual.
@@ -94,22 +94,22 @@ SHORT_BURST, CALM = 2, 3
 """Spikes in a burst of this kind, and ordinary values after which it is over: what goes up and down belongs together"""
 BURST_MEMORY = 300
 """Values after which a burst counts for 1/e. Two that are over within some 150 values make the third a usual one: in healthy
-runs of A2C it is the third or the fourth, and single outliers in 300 batches are always told."""
+runs of A2C it is the third or the fourth, and single outliers in 300 batches are always reported."""
 _KEPT = 1.0 - 1.0 / BURST_MEMORY
 _LARGEST_EXPONENT = 709.0
 """Of a finite float64"""
 
 
-def leaves_start(value: float, start: float, seen: int) -> bool:
-    """Return True if a value among the first ``WARM_UP`` is orders of magnitude above the first ones.
+def leaves_start(value: float, start: float, count: int) -> bool:
+    """Return whether a value among the first ``WARM_UP`` is orders of magnitude above the first ones.
 
     ``start`` is the greatest magnitude among the first ``START`` of the ``seen`` earlier values, without those for which this
     was true. A learning rate that is wrong from the start takes the loss from 2.3 to 1.5e10 before any baseline is learned.
     """
     scale = max(abs(start), LEAST_SCALE)
-    if not 0 < seen < WARM_UP:
+    if not 0 < count < WARM_UP:
         return False
-    return value / scale > (ORDERS if seen > 1 else ORDERS**2)
+    return value / scale > (ORDERS if count > 1 else ORDERS**2)
 
 
 def skewed_reach(mean: float, variance: float, limit: float = Z_LIMIT) -> float:
@@ -157,11 +157,11 @@ class Bursts:
         """
         self.recent *= _KEPT
         if is_spike:
-            told = self.length >= SHORT_BURST or self.recent < 1.0 or value > likely
+            is_reported = self.length >= SHORT_BURST or self.recent < 1.0 or value > likely
             self.top = max(self.top, value) if self.length else value
             self.length += 1
             self.calm = 0.0
-            return told
+            return is_reported
         if self.length:
             self.calm += 1
             if self.calm >= CALM:
@@ -175,37 +175,37 @@ class Bursts:
         self.length = 0.0
 
 
-def judge(value: float, mean: float, variance: float, seen: int, least_excess: float) -> tuple[bool, float, float, int]:
+def judge(value: float, mean: float, variance: float, count: int, least_excess: float) -> tuple[bool, float, float, int]:
     """Judge one finite value against its baseline and return ``(is_high, mean, variance, seen)`` updated.
 
     ``least_excess`` is the smallest distance above the mean that counts, in the value's own unit. A value moves the baseline by
     at most 3 standard deviations (winsorised), so that one outlier does not hide the next. A lasting new level is a spike for
     some tens of values at most, then the baseline: a hundredfold norm for 10 values where the logarithm's deviation was 0.3,
-    for 24 where it was 0.02. Values whose squares overflow reset the baseline: with an infinite variance nothing would ever be
+    for 24 where it was 0.02. A value with an overflowing square resets the baseline: with an infinite variance nothing would be
     a spike again.
     """
     deviation = sqrt(variance)
     excess = value - mean
-    is_high = seen >= WARM_UP and excess > max(Z_LIMIT * deviation, least_excess)
-    if seen >= WARM_UP:
+    is_high = count >= WARM_UP and excess > max(Z_LIMIT * deviation, least_excess)
+    if count >= WARM_UP:
         bound = max(LEARN_LIMIT * deviation, least_excess / 8)  # a new level is learned even without variance
         excess = min(max(excess, -bound), bound)
-    alpha = max(ALPHA, 1.0 / (seen + 1))
+    alpha = max(ALPHA, 1.0 / (count + 1))
     step = alpha * excess
     mean, variance = mean + step, (1.0 - alpha) * (variance + excess * step)
     if not (isfinite(mean) and isfinite(variance)):
         return is_high, value, 0.0, 1
-    return is_high, mean, variance, min(seen + 1, WARM_UP * 100)
+    return is_high, mean, variance, min(count + 1, WARM_UP * 100)
 
 
 class NormBaseline:
     """The usual gradient norm of one model, for who judges each step as it comes."""
 
-    __slots__ = ("_mean", "_seen", "_start", "_variance")
+    __slots__ = ("_count", "_mean", "_start", "_variance")
 
     def __init__(self) -> None:
         self._mean = self._variance = self._start = 0.0
-        self._seen = 0
+        self._count = 0
 
     @property
     def limit(self) -> float:
@@ -213,7 +213,7 @@ class NormBaseline:
 
         The second is for a norm that grows so smoothly that its recent past grows with it; 0 until ``WARM_UP`` norms are known.
         """
-        if self._seen < WARM_UP:
+        if self._count < WARM_UP:
             return 0.0
         reach = max(Z_LIMIT * sqrt(self._variance), LEAST_NORM_EXCESS)
         exponent = min(self._mean + reach, self._start + log(ORDERS))
@@ -223,8 +223,9 @@ class NormBaseline:
         """Learn a norm; one that is not finite, or 0, teaches nothing."""
         if not 0.0 < norm < inf:
             return
-        _, self._mean, self._variance, self._seen = judge(log(norm), self._mean, self._variance, self._seen, LEAST_NORM_EXCESS)
-        if self._seen <= WARM_UP:
+        number, least = log(norm), LEAST_NORM_EXCESS
+        _, self._mean, self._variance, self._count = judge(number, self._mean, self._variance, self._count, least)
+        if self._count <= WARM_UP:
             self._start = self._mean
 
 
@@ -261,13 +262,12 @@ class UsualValues:
     """What is usual of one series: its baseline, and the candidates. ``logs``: of logarithms, of values above 0."""
 
     __slots__ = (
-        "_logs", "bursts", "calm", "explained", "first", "is_high", "mean", "seen", "settled", "start", "usual", "variance",
-        "waiting",
+        "_logs", "bursts", "calm", "count", "explained", "first", "is_high", "mean", "settled", "start", "usual", "variance",
     )  # fmt: skip
 
     def __init__(self, *, logs: bool = False) -> None:
         self._logs, self.bursts = logs, Bursts()
-        self.mean, self.variance, self.seen = 0.0, 0.0, 0
+        self.mean, self.variance, self.count = 0.0, 0.0, 0
         self.usual = self.start = 0.0
         """usual: the baseline after the last ordinary value; start: see :func:`leaves_start`"""
         self.waiting: list[Candidate] = []
@@ -285,23 +285,23 @@ class UsualValues:
         logs, self.is_high, self.settled = self._logs, False, False
         number = log(value) if logs else value
         candidate = Candidate(number, step, end_ns)
-        if self.seen < WARM_UP and leaves_start(value, self.start, self.seen):  # not learned by the baseline
-            self.seen += 1
+        if self.count < WARM_UP and leaves_start(value, self.start, self.count):  # not learned by the baseline
+            self.count += 1
             if not logs or self.start > 0.0:
                 self.usual = min(self.usual, log(self.start) if logs else self.start)
             return [candidate], True
         least, waited = self._least(self.mean), self.waiting
-        high, mean, variance, seen = judge(number, self.mean, self.variance, self.seen, least)
+        high, mean, variance, count = judge(number, self.mean, self.variance, self.count, least)
         far = high and (logs or number - self.mean > skewed_reach(self.mean, self.variance))
         spikes, is_spike, level = self._judge(candidate, high=high, far=far, explained=explained)
         self.settled, waiting = level is not None, self.waiting
         self.is_high = high or self.settled or bool(waiting and waiting[-1] is candidate)
         if not waiting:
-            baseline = self._with_tail([*waited, candidate], least) if waited and not logs else (mean, variance, seen)
-            self.mean, self.variance, self.seen = level or baseline
+            baseline = self._with_tail([*waited, candidate], least) if waited and not logs else (mean, variance, count)
+            self.mean, self.variance, self.count = level or baseline
             self.usual = self.usual if is_spike else self.mean
-            if self.seen <= START:
-                self.start = max(self.start, abs(value)) if self.seen > 1 else abs(value)
+            if self.count <= START:
+                self.start = max(self.start, abs(value)) if self.count > 1 else abs(value)
         return spikes, is_spike
 
     def judge(self, loss: float, least_excess: float | None = None, *, learns: bool = True) -> bool:
@@ -311,11 +311,11 @@ class UsualValues:
         the baseline, which it must not if what it led to is undone.
         """
         least = self._least(self.mean) if least_excess is None else least_excess
-        high, mean, variance, seen = judge(loss, self.mean, self.variance, self.seen, least)
+        high, mean, variance, count = judge(loss, self.mean, self.variance, self.count, least)
         far = high and loss - self.mean > skewed_reach(self.mean, self.variance)
         is_spike = self._is_spike(Candidate(loss, 0, 0), far=far)
         if learns or not is_spike:
-            self.mean, self.variance, self.seen = mean, variance, seen
+            self.mean, self.variance, self.count = mean, variance, count
         return is_spike
 
     def give_up(self, *, ended: bool = False) -> list[Candidate]:
@@ -365,12 +365,12 @@ class UsualValues:
 
     def _with_tail(self, candidates: list[Candidate], least: float) -> tuple[float, float, int]:
         """Return the baseline with those losses that are no further above it than losses of a long tail are."""
-        mean, variance, seen = self.mean, self.variance, self.seen
+        mean, variance, count = self.mean, self.variance, self.count
         most = mean + skewed_reach(mean, variance)
         for candidate in candidates:
             if candidate.value <= most:
-                _, mean, variance, seen = judge(candidate.value, mean, variance, seen, least)
-        return mean, variance, seen
+                _, mean, variance, count = judge(candidate.value, mean, variance, count, least)
+        return mean, variance, count
 
     def _is_spike(self, candidate: Candidate, *, far: bool) -> bool:
         peak = self.bursts.peak
@@ -431,14 +431,14 @@ LASTING = 5
 """Measured steps in a row that make a verdict."""
 
 
-def judge_low(norm: float, mean: float, variance: float, seen: int, low: int) -> tuple[bool, int]:
+def judge_low(norm: float, mean: float, variance: float, count: int, low: int) -> tuple[bool, int]:
     """Judge one finite norm against the baseline of the logarithms before it.
 
     Return whether it has vanished, and ``low`` updated: the number of consecutive measured steps with a low norm.
     """
     if norm > 0.0:
         limit = max(Z_LIMIT * sqrt(variance), LEAST_DECLINE)
-        low = low + 1 if seen >= WARM_UP and mean - log(norm) > limit else 0
+        low = low + 1 if count >= WARM_UP and mean - log(norm) > limit else 0
     else:
         low += 1
     return low >= LASTING, low
@@ -447,7 +447,7 @@ def judge_low(norm: float, mean: float, variance: float, seen: int, low: int) ->
 LEFT, NEAR, RAMP = 10.0, 2.0, 3.0
 """Factors on the first loss: at the one, within the first ``WARM_UP`` losses, a loss has left its start; below the other it has
 come back. A policy gradient's loss is as long as its episodes: it may leave its start, and comes back with each short one. A
-loss whose weight is ramped up grows with the steps' number: it has to be so many times that"""
+loss with a growing weight grows with the steps' number: it has to be so many times that"""
 LEAST_FIRST = 1e-3
 """A loss below that is none of an untrained model: of a batch in which all is masked, or a policy's in its first step"""
 LEAST_AFTER = 50
@@ -459,7 +459,7 @@ LEAST_RATE = 0.01
 """Half of the deviation of weights that transformers begin with, which Adam's first step of that rate takes. Its share of the
 loss grows with the loss's scale: MoCo's by Adam at 1e-3 has 1.5, summed over a batch of 128"""
 AT_START, BACK = 0, (1 << 63) - 1
-"""The two states besides the number of the loss that left: it has not, or it has come back and is not judged any more"""
+"""The two states besides the number of the loss that left: it has not, or it has come back and is judged no more"""
 
 
 def follow(loss: float, first: float, number: int, left: int) -> int:
@@ -474,12 +474,12 @@ def follow(loss: float, first: float, number: int, left: int) -> int:
 
 
 def stays_away(number: int, left: int) -> bool:
-    """Return True if the loss has been away for long enough."""
+    """Return whether the loss has been away for long enough."""
     return AT_START < left < BACK and number - left >= LEAST_AFTER
 
 
 def are_long(loss: float, rate: float | None, square: float | None) -> bool:
-    """Return True if steps can have taken a loss so far.
+    """Return whether steps can have taken a loss so far.
 
     ``rate``: their mean. ``square``: that of the last quarter of squared norms, since the first steps of a contrastive loss may
     be as long. ``None`` if unknown.
@@ -504,7 +504,7 @@ class Divergence:
         """The greatest magnitude among the first losses, as :func:`leaves_start` takes it"""
 
     def add(self, loss: float) -> bool:
-        """Add a finite loss; return True if the model's has diverged."""
+        """Add a finite loss; return whether the model's has diverged."""
         if self._number < START and not leaves_start(loss, self.start, self._number):
             self.start = max(self.start, abs(loss))
         self._number += 1
@@ -595,22 +595,22 @@ def blown_layer(norms: Mapping[str, float], before: Sequence[Mapping[str, float]
     Of the layers with a tenth of the excess one has grown by the largest factor; the last of those that grew with it is
     returned.
     """
-    known = [BlownLayer(name, norm, usual) for name, norm in norms.items() if (usual := _usual(name, before)) is not None]
-    grown = [one for one in known if isfinite(one.norm) and one.norm > LEAST_FACTOR * one.usual]
+    layers = [BlownLayer(name, norm, usual) for name, norm in norms.items() if (usual := _usual(name, before)) is not None]
+    grown = [layer for layer in layers if isfinite(layer.norm) and layer.norm > LEAST_FACTOR * layer.usual]
     excess = sum(map(_excess, grown))
-    factor = max((_factor(one) for one in grown if _excess(one) >= LEAST_PART * excess), default=inf)
-    shared = [one for one in grown if _factor(one) >= factor**SHARED and _excess(one) >= LEAST_SHARED * excess]
+    factor = max((_factor(layer) for layer in grown if _excess(layer) >= LEAST_PART * excess), default=inf)
+    shared = [layer for layer in grown if _factor(layer) >= factor**SHARED and _excess(layer) >= LEAST_SHARED * excess]
     return shared[-1] if shared else None
 
 
-def _factor(one: BlownLayer) -> float:
-    return one.norm / one.usual if one.usual else inf
+def _factor(layer: BlownLayer) -> float:
+    return layer.norm / layer.usual if layer.usual else inf
 
 
-def _excess(one: BlownLayer) -> float:
-    return one.norm * one.norm - one.usual * one.usual
+def _excess(layer: BlownLayer) -> float:
+    return layer.norm * layer.norm - layer.usual * layer.usual
 
 
 def _usual(name: str, before: Sequence[Mapping[str, float]]) -> float | None:
-    seen = [norm for norms in before if isfinite(norm := norms.get(name, inf))]
-    return median(seen) if len(seen) >= LEAST_BEFORE else None
+    past = [norm for norms in before if isfinite(norm := norms.get(name, inf))]
+    return median(past) if len(past) >= LEAST_BEFORE else None

@@ -102,7 +102,7 @@ class Rise(NamedTuple):
         return Rise(self.first if goes_on and self.last else step, step, int(past.settled), step)
 
     def explains(self, step: int, before: int, past: UsualValues) -> bool:
-        """Return True if a norm may be high because the loss is. ``before``: step of the norm before it; ``past``: of norms.
+        """Return whether a norm may be high because the loss is. ``before``: step of the norm before it; ``past``: of norms.
 
         If the loss of its step has not come yet, the newest one counts. A loss that stayed explains the norms that are high
         since then, also where not each step's is measured.
@@ -116,10 +116,10 @@ class Rise(NamedTuple):
 
 
 def _load(totals: Totals, words: _Words) -> UsualValues:
-    """Return what is usual of a series by the fold's state."""
+    """Return the usual values of a series by the fold's state."""
     floats, ints, at = totals.floats, totals.ints, words.excursion
     past = UsualValues(logs=words.logs)
-    past.mean, past.variance, past.seen = floats[words.baseline], floats[words.baseline + 1], ints[words.baseline + 2]
+    past.mean, past.variance, past.count = floats[words.baseline], floats[words.baseline + 1], ints[words.baseline + 2]
     past.usual, past.start = floats[words.usual], floats[words.start]
     past.bursts = Bursts(*floats[words.bursts : words.bursts + BURST_WORDS])
     past.calm, past.explained, past.first = floats[at : at + 3]
@@ -131,7 +131,7 @@ def _load(totals: Totals, words: _Words) -> UsualValues:
 def _store(totals: Totals, words: _Words, past: UsualValues) -> None:
     """Write it into the fold's state."""
     floats, ints, bursts, at = totals.floats, totals.ints, past.bursts, words.excursion
-    floats[words.baseline], floats[words.baseline + 1], ints[words.baseline + 2] = past.mean, past.variance, past.seen
+    floats[words.baseline], floats[words.baseline + 1], ints[words.baseline + 2] = past.mean, past.variance, past.count
     floats[words.usual], floats[words.start] = past.usual, past.start
     for index, value in enumerate((bursts.recent, bursts.peak, bursts.length, bursts.top, bursts.calm)):
         floats[words.bursts + index] = value
@@ -141,19 +141,19 @@ def _store(totals: Totals, words: _Words, past: UsualValues) -> None:
         floats[place], ints[place + 1], ints[place + 2] = candidate
 
 
-def _report(past: UsualValues, words: _Words, spikes: list[Candidate], found: list[Anomaly]) -> int:
+def _report(past: UsualValues, words: _Words, spikes: list[Candidate], anomalies: list[Anomaly]) -> int:
     """Append these spikes to ``found``; return their number."""
     unit = exp if words.logs else float
     for candidate in spikes:
-        add_anomaly(found, words.kind, candidate, unit(candidate.value), unit(past.usual))
+        add_anomaly(anomalies, words.kind, candidate, unit(candidate.value), unit(past.usual))
     return len(spikes)
 
 
-def begin_values(totals: Totals, found: list[Anomaly]) -> None:
+def begin_values(totals: Totals, anomalies: list[Anomaly]) -> None:
     """Forget all: another model is trained. What its last values were is decided before."""
     for words in (_LOSS, _NORM):
         past = _load(totals, words)
-        totals.ints[Word.ANOMALIES + words.kind] += _report(past, words, past.give_up(ended=True), found)
+        totals.ints[Word.ANOMALIES + words.kind] += _report(past, words, past.give_up(ended=True), anomalies)
         _store(totals, words, UsualValues(logs=words.logs))
     totals.ints[Word.LOSS_RISE + 1] = 0
 
@@ -168,10 +168,10 @@ _FITTED = 1e-3
 """Of the first loss: with so little left to learn a gradient is small because the training has succeeded"""
 
 
-def fold_course(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly]) -> tuple[set[int], set[int]]:
+def fold_course(totals: Totals, records: Sequence[StepRecord], anomalies: list[Anomaly]) -> tuple[set[int], set[int]]:
     """Follow loss, learning rate and norm; before the newest step's number is moved by the losses themselves.
 
-    Return the numbers of the records with a norm at whose time the newest loss was next to nothing of the first, or exactly 0:
+    Return the numbers of the records with a norm while the newest loss was next to nothing of the first, or exactly 0:
     a margin loss (hinge, triplet) that every example of a batch satisfies; and those soon after a jump of the learning rate.
     """
     fitted, faster, jump = set[int](), set[int](), totals.ints[Word.RATE_JUMP]
@@ -192,7 +192,7 @@ def fold_course(totals: Totals, records: Sequence[StepRecord], found: list[Anoma
             number += 1
             late_square += (norm * norm - late_square) / max(1.0, _LATE_SHARE * number)
         if flags & StepFlag.LOSS and record.step >= losses.newest and losses.stays_away_with(record):
-            losses.judge(record, rate_sum / rates if rates else None, late_square if number else None, found)
+            losses.judge(record, rate_sum / rates if rates else None, late_square if number else None, anomalies)
         if losses.is_fitted and record.step >= losses.newest and flags & StepFlag.GRAD_NORM:
             fitted.add(record.seq)
     floats[Word.RATE_SUM], ints[Word.RATES], floats[Word.TOP_RATE] = rate_sum, rates, top
@@ -228,7 +228,7 @@ class _Losses:
         return abs(loss) <= _FITTED * abs(self.first)
 
     def stays_away_with(self, record: StepRecord) -> bool:
-        """Add the loss of a record that is none of an earlier step's; return True if it stays away and was not yet told."""
+        """Add the loss of a record that is none of an earlier step's; return whether it stays away and was not reported yet."""
         loss, left = record.loss, self.left
         self.newest = record.step  # a device may deliver an earlier one later
         self.is_fitted = False
@@ -248,11 +248,11 @@ class _Losses:
         self.diverged = self.diverged and stays
         return stays and not self.diverged
 
-    def judge(self, record: StepRecord, rate: float | None, square: float | None, found: list[Anomaly]) -> None:
+    def judge(self, record: StepRecord, rate: float | None, square: float | None, anomalies: list[Anomaly]) -> None:
         """Add the anomaly if the steps were long enough for it, by the mean learning rate and that of late squared norms."""
         if are_long(record.loss, rate, square):
             self.diverged, self.times = True, self.times + 1
-            add_anomaly(found, DIVERGED, record, record.loss, self.first)
+            add_anomaly(anomalies, DIVERGED, record, record.loss, self.first)
 
     def store(self, totals: Totals) -> None:
         """Write all into the fold's state."""
@@ -268,7 +268,7 @@ _NO_KIND = -1
 _NORM_KINDS = (NONFINITE_GRADIENT, GRADIENT_EXPLOSION, GRADIENT_VANISHING)
 
 
-def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | None = None) -> None:
+def fold(totals: Totals, records: Sequence[StepRecord], anomalies: list[Anomaly] | None = None) -> None:
     """Add ``records``, in ring order, to ``totals``; anomalies are appended to ``found``. Pure: no clock, no I/O.
 
     Each subject is one pass over the batch with its state in local variables: item access through a memoryview costs as
@@ -293,8 +293,8 @@ def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | N
     add(changed, Word.RECORDS_LOST, newest - upto - len(fresh))
     changed.ints[Word.FOLDED_UPTO] = newest
     totals.buffer[:SIZE] = changed.buffer
-    if found is not None:
-        found += noted
+    if anomalies is not None:
+        anomalies += noted
 
 
 def _by_model(records: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:
@@ -303,7 +303,7 @@ def _by_model(records: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:
     return [records[begin:end] for begin, end in pairwise([0, *cuts, len(records)])] if cuts else [records]
 
 
-def fold_late(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly]) -> None:
+def fold_late(totals: Totals, records: Sequence[StepRecord], anomalies: list[Anomaly]) -> None:
     """Add records that arrived after their numbers had been skipped and counted as lost."""
     add(totals, Word.TOKENS, sum(record.tokens for record in records))
     add(totals, Word.SAMPLES, sum(record.samples for record in records))
@@ -313,9 +313,9 @@ def fold_late(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly
     if steps:
         _fold_progress(totals, steps)
         _fold_times(totals, steps)
-    fitted, faster = fold_course(totals, records, found)
-    rises = _fold_losses(totals, records, found, faster)
-    fold_norms(totals, records, found, fitted, rises)
+    fitted, faster = fold_course(totals, records, anomalies)
+    rises = _fold_losses(totals, records, anomalies, faster)
+    fold_norms(totals, records, anomalies, fitted, rises)
     totals.ints[Word.STEPS_SKIPPED] += sum(1 for record in records if record.flags & StepFlag.SKIPPED)
     _fold_clipped(totals, [record.step for record in records if record.flags & StepFlag.CLIPPED])
 
@@ -375,7 +375,7 @@ def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
 
 
 def _fold_losses(
-    totals: Totals, records: Sequence[StepRecord], found: list[Anomaly], faster: Collection[int]
+    totals: Totals, records: Sequence[StepRecord], anomalies: list[Anomaly], faster: Collection[int]
 ) -> dict[int, Rise]:
     """Add losses; return the rise of the loss as of each record with a norm.
 
@@ -393,14 +393,14 @@ def _fold_losses(
             pass
         elif not isfinite(loss):
             nonfinite += 1
-            number += _report(past, _LOSS, past.give_up(), found)
-            add_anomaly(found, NONFINITE_LOSS, record, loss, past.usual if past.seen else last)
+            number += _report(past, _LOSS, past.give_up(), anomalies)
+            add_anomaly(anomalies, NONFINITE_LOSS, record, loss, past.usual if past.count else last)
             if not late:
                 newest, finite, spike, rise = record.step, False, False, rise._replace(newest=record.step)
         elif not late:  # else delivered by a device after a newer step's value
             newest, finite, last, waited = record.step, True, loss, bool(past.waiting)
             spikes, spike = past.add(loss, record.step, record.end_ns, explained=record.seq not in faster)
-            number += _report(past, _LOSS, spikes, found)
+            number += _report(past, _LOSS, spikes, anomalies)
             rise = rise.add(record.step, past, waited=waited)
         if record.flags & StepFlag.GRAD_NORM:
             rises[record.seq] = rise
@@ -414,11 +414,11 @@ def _fold_losses(
 
 
 def fold_norms(
-    totals: Totals, records: Sequence[StepRecord], found: list[Anomaly], fitted: Collection[int], rises: Mapping[int, Rise]
+    totals: Totals, records: Sequence[StepRecord], anomalies: list[Anomaly], fitted: Collection[int], rises: Mapping[int, Rise]
 ) -> None:
     """Add the norms of ``records``, in ring order (see :func:`fold`).
 
-    ``fitted``: numbers of records whose norm may be small since nothing is left to learn. ``rises``: by number of a record,
+    ``fitted``: numbers of records that may have a small norm since nothing is left to learn. ``rises``: by number of a record,
     what its norm may be high by.
     """
     ints, floats = totals.ints, totals.floats
@@ -435,21 +435,21 @@ def fold_norms(
         if not isfinite(norm):
             kind = NONFINITE_GRADIENT
             if record.step >= since and not skipped and record.norm_scale == 1.0:  # under a loss scaler it is ordinary
-                found_here[GRADIENT_EXPLOSION] += _report(past, _NORM, past.give_up(), found)
-            add_anomaly(found, kind, record, norm, exp(past.usual) if past.seen else last)
+                found_here[GRADIENT_EXPLOSION] += _report(past, _NORM, past.give_up(), anomalies)
+            add_anomaly(anomalies, kind, record, norm, exp(past.usual) if past.count else last)
         elif record.step >= since:
-            vanished, low = (False, 0) if record.seq in fitted else judge_low(norm, past.mean, past.variance, past.seen, low)
+            vanished, low = (False, 0) if record.seq in fitted else judge_low(norm, past.mean, past.variance, past.count, low)
             usual, explained = past.usual, rises[record.seq].explains(record.step, newest, past)
-            earlier, exploded = _explode(past, record, found, explained=explained) if norm > 0.0 else (0, False)
+            earlier, exploded = _explode(past, record, anomalies, explained=explained) if norm > 0.0 else (0, False)
             found_here[GRADIENT_EXPLOSION] += earlier
             past.usual = usual if vanished else past.usual
             if exploded or vanished:
                 kind = GRADIENT_EXPLOSION if exploded else GRADIENT_VANISHING
-                add_anomaly(found, kind, record, norm, exp(past.usual) if past.seen else 0.0)
+                add_anomaly(anomalies, kind, record, norm, exp(past.usual) if past.count else 0.0)
         if kind != _NO_KIND:
             found_here[kind] += 1
         if record.step >= newest:  # else delivered by a device after a newer step's value
-            newest, active = record.step, {each: each == kind for each in _NORM_KINDS}
+            newest, active = record.step, {other: other == kind for other in _NORM_KINDS}
             last = norm if isfinite(norm) else last
     ints[Word.GRAD_NORM_STEP], floats[Word.GRAD_NORM], ints[Word.LOW_NORMS] = newest, last, low
     ints[Word.NONFINITE_STEPS] += found_here[NONFINITE_GRADIENT]
@@ -460,10 +460,10 @@ def fold_norms(
     observe(totals, Word.NORM_DISTRIBUTION, catalog.NORM_BOUNDS, NORM_SUM, norms)
 
 
-def _explode(past: UsualValues, record: StepRecord, found: list[Anomaly], *, explained: bool) -> tuple[int, bool]:
+def _explode(past: UsualValues, record: StepRecord, anomalies: list[Anomaly], *, explained: bool) -> tuple[int, bool]:
     """Add a norm to its past; return the number of explosions before it that are certain by now, and whether it is one."""
     spikes, exploded = past.add(record.grad_norm, record.step, record.end_ns, explained=explained)
-    return _report(past, _NORM, spikes[: len(spikes) - exploded], found), exploded
+    return _report(past, _NORM, spikes[: len(spikes) - exploded], anomalies), exploded
 
 
 def credited(totals: Totals) -> list[float]:
@@ -478,9 +478,9 @@ def credit(totals: Totals, after_step: int, seconds: Sequence[float], whole_s: f
     """
     if totals.ints[Word.LAST_STEP] != after_step:
         return
-    given = credited(totals)
-    fresh = [max(now - before, 0.0) for now, before in zip(seconds, given, strict=True)]
-    wanted, room = sum(fresh), max(whole_s - sum(given), 0.0)
+    earned = credited(totals)
+    fresh = [max(now - before, 0.0) for now, before in zip(seconds, earned, strict=True)]
+    wanted, room = sum(fresh), max(whole_s - sum(earned), 0.0)
     share = min(1.0, room / wanted) if wanted else 0.0
     floats = totals.floats
     for index, amount in enumerate(fresh):
@@ -499,8 +499,8 @@ def deduct_credit(totals: Totals, spent_s: Sequence[float]) -> list[float]:
 
     Excess credit of a state is deducted from the others, in proportion to their remaining times.
     """
-    given = credited(totals)
-    *others, idle = given
+    earned = credited(totals)
+    *others, idle = earned
     more = [spent - before for spent, before in zip(spent_s, [*others, 0.0], strict=True)]
     lacking = sum(max(-amount, 0.0) for amount in more) + idle
     gained = [max(amount, 0.0) for amount in more]
