@@ -72,16 +72,16 @@ def named(flight: str, kind: str, number: int) -> ArtifactName:
 
 def parse(name: str) -> ArtifactName | None:
     """Parse a file name; ``None`` if it is not an artifact's."""
-    found = _NAME.fullmatch(name)
-    if found is None or ENDINGS[found[4]] != found[6]:
+    match = _NAME.fullmatch(name)
+    if match is None or ENDINGS[match[4]] != match[6]:
         return None
-    return ArtifactName(name, found[1] + SUFFIX, found[2], found[3], found[4], int(found[5]))
+    return ArtifactName(name, match[1] + SUFFIX, match[2], match[3], match[4], int(match[5]))
 
 
 def names(directory_fd: int) -> list[ArtifactName]:
     """List the artifacts in a directory: at most 4,096, among at most 200,000 entries. Raises ``OSError``."""
-    found = (parse(name) for name in files.names(directory_fd))
-    return list(islice(filter(None, found), _MAX_FOUND))
+    parsed = (parse(name) for name in files.names(directory_fd))
+    return list(islice(filter(None, parsed), _MAX_FOUND))
 
 
 def look(directory_fd: int, evidence: ArtifactName, owner: int | None) -> os.stat_result:
@@ -138,10 +138,11 @@ def finish(place: FlightDirectory, temporary: str, evidence: ArtifactName) -> No
 
     The directory is listed first: where that fails, no file is added that could not be counted.
     """
-    alike = [one for one in names(place.fd) if (one.flight, one.kind) == (evidence.flight, evidence.kind) and one.number]
+    numbered = [other for other in names(place.fd) if other.number]
+    alike = [other for other in numbered if (other.flight, other.kind) == (evidence.flight, evidence.kind)]
     os.rename(temporary, evidence.name, src_dir_fd=place.fd, dst_dir_fd=place.fd)
-    for one in sorted({*alike, evidence}, key=lambda one: one.number)[: -KEPT[evidence.kind]]:
-        remove(place, one.name)
+    for artifact in sorted({*alike, evidence}, key=lambda artifact: artifact.number)[: -KEPT[evidence.kind]]:
+        remove(place, artifact.name)
 
 
 def write(

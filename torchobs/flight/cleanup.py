@@ -51,7 +51,7 @@ def clean(
     max_total_bytes: int = MAX_TOTAL_BYTES,
     budget_s: float = 0.25,
 ) -> list[str]:
-    """Remove files that are no longer needed and return their names.
+    """Remove files that have become useless and return their names.
 
     ``now`` is CLOCK_MONOTONIC in nanoseconds. A dead file is removed ``min_age_s`` after its last heartbeat; then the
     oldest until all our files take at most ``max_total_bytes``. The listing stops after ``budget_s``; the remaining files
@@ -61,8 +61,8 @@ def clean(
     """
     dead, removed, beside = [], [], defaultdict[str, list[str]](list)
     for name in _names(directory_fd, budget_s):
-        if (found := artifacts.parse(name)) is not None:
-            beside[found.flight].append(name)
+        if (artifact := artifacts.parse(name)) is not None:
+            beside[artifact.flight].append(name)
         if not is_name(name):
             removed += _remove_stale(directory_fd, name)
         elif (file := _flight_file(directory_fd, name, now)) is not None:
@@ -101,8 +101,8 @@ def _flight_file(directory_fd: int, name: str, now: int) -> _File | None:
     status = _ours(directory_fd, name)
     with contextlib.suppress(OSError):
         if status is not None:
-            held = files.is_locked(directory_fd, lock_name(name))
-            return _File(0.0 if held else _age_s(directory_fd, name, status, now), name, status.st_ino, status.st_size)
+            is_locked = files.is_locked(directory_fd, lock_name(name))
+            return _File(0.0 if is_locked else _age_s(directory_fd, name, status, now), name, status.st_ino, status.st_size)
     return None
 
 
@@ -119,7 +119,7 @@ def _age_s(directory_fd: int, name: str, status: os.stat_result, now: int) -> fl
 
 
 def _remove(directory_fd: int, file: _File) -> bool:
-    """Remove a dead file and its lock, unless another file has replaced it; return True if it was removed."""
+    """Remove a dead file and its lock, unless another file has replaced it; return whether it was removed."""
     with contextlib.suppress(OSError):
         if not files.is_locked(directory_fd, lock_name(file.name)) and files.inode(directory_fd, file.name) == file.inode:
             os.unlink(file.name, dir_fd=directory_fd)
@@ -139,7 +139,7 @@ def _remove_stale(directory_fd: int, name: str) -> list[str]:
 
 
 def _is_leftover(directory_fd: int, name: str) -> bool:
-    """Return True for a temporary file, and a free lock or an artifact without its flight file. Raises ``OSError``."""
+    """Return whether it is a temporary file, or a free lock or an artifact without its flight file. Raises ``OSError``."""
     if name.endswith(LOCK_SUFFIX):
         flight = name.removesuffix(LOCK_SUFFIX) + SUFFIX
         return is_name(flight) and not files.inode(directory_fd, flight) and not files.is_locked(directory_fd, name)

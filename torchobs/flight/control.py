@@ -103,7 +103,7 @@ class ControlReader:
         self._path, self._incarnation = str(Path(path).absolute()), incarnation
         self._name = file_name(incarnation)
         self._directory: Descriptor | None = None
-        self._seen: tuple[int, int, int] | None = None
+        self._version: tuple[int, int, int] | None = None
         self._acknowledged = Command()
 
     def poll(self) -> Command | None:
@@ -136,10 +136,10 @@ class ControlReader:
                 self.close()  # deleted, and perhaps made anew
             return None
         version = status.st_ino, status.st_mtime_ns, status.st_ctime_ns
-        if version == self._seen:
+        if version == self._version:
             return None
         record = read_command(self._directory.number(), self._incarnation)
-        self._seen = version  # after reading: a file that could not be opened is tried again
+        self._version = version  # after reading: a file that could not be opened is tried again
         return record
 
 

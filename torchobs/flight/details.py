@@ -83,13 +83,13 @@ class History(NamedTuple):
 
     def of(self, metric: str) -> dict[str, list[tuple[HistoryRow, float]]]:
         """Return a metric's curves by attribute value (``""`` without one); rows where it has a value."""
-        found: dict[str, list[tuple[HistoryRow, float]]] = {}
+        curves: dict[str, list[tuple[HistoryRow, float]]] = {}
         for index, name in enumerate(self.names):
             if name.partition("{")[0] == metric:
                 points = [(row, value) for row in self.rows if (value := row.values[index]) is not None]
                 if points:
-                    found[name.partition("{")[2].removesuffix("}")] = points
-        return found
+                    curves[name.partition("{")[2].removesuffix("}")] = points
+        return curves
 
 
 def encode_history(names: Sequence[str], rows: Sequence[tuple[float, int, Sequence[float]]]) -> bytes:

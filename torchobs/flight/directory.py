@@ -46,7 +46,7 @@ class NoPlaceError(OSError):
 
 
 def remedy(problem: OSError) -> str:
-    """Return what a user can do where a flight file cannot be written."""
+    """Return the advice to a user where a flight file cannot be written."""
     do = {
         **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable for this user"),
         **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
@@ -56,7 +56,7 @@ def remedy(problem: OSError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FlightDirectory:
-    """An opened directory. ``shared``: a volume of a pod (fsGroup), whose files the sidecar's user reads by group."""
+    """An opened directory. ``shared``: a volume of a pod (fsGroup), where the sidecar's user reads files by group."""
 
     path: str
     directory: Descriptor
@@ -71,7 +71,7 @@ class FlightDirectory:
         return self.directory.number()
 
     def is_there(self) -> bool:
-        """Return True unless the directory was deleted."""
+        """Return whether the directory still exists."""
         try:
             return os.fstat(self.fd).st_nlink > 0
         except OSError:
@@ -89,13 +89,13 @@ def candidates(flight_dir: str | None, runtime_dir: str | None) -> list[str]:
         return [flight_dir]
     if Path(KUBERNETES_MOUNT).is_dir():
         return [KUBERNETES_MOUNT]
-    own = f"torchobs-{os.getuid()}"
-    found = []
+    folder = f"torchobs-{os.getuid()}"
+    paths = []
     if runtime_dir and _is_mine(runtime_dir):
-        found.append(str(Path(runtime_dir) / "torchobs"))
+        paths.append(str(Path(runtime_dir) / "torchobs"))
     if _roomy("/dev/shm"):  # noqa: S108  # tmpfs by design; the directory below it is ours alone
-        found.append(f"/dev/shm/{own}")  # noqa: S108  # as above
-    return [*found, str(Path(_temporary()) / own)]
+        paths.append(f"/dev/shm/{folder}")  # noqa: S108  # as above
+    return [*paths, str(Path(_temporary()) / folder)]
 
 
 def open_place(flight_dir: str | None, runtime_dir: str | None) -> FlightDirectory:
@@ -146,7 +146,7 @@ def opened(path: str | Path, *, link: bool = False) -> Iterator[int]:
 
 
 def in_memory(path: str | Path) -> bool:
-    """Return True if files there are memory, so that what a process stores in a mapped one survives its end."""
+    """Return whether files there are memory, so that what a process stores in a mapped one survives its end."""
     return mount_of(os.path.realpath(path))[1] in _MEMORY
 
 

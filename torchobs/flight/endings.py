@@ -1,6 +1,6 @@
 """How a rank ended without a word: the marks that fatal signals, and those that ask it to end, leave in its lock file.
 
-**A crash.** SIGSEGV, SIGBUS, SIGFPE, SIGILL and SIGABRT (an exception of C++ that nobody catches, as of NCCL's watchdog after a
+**A crash.** SIGSEGV, SIGBUS, SIGFPE, SIGILL and SIGABRT (an uncaught exception of C++, as of NCCL's watchdog after a
 timeout) leave no trace: the rank is gone, as after a SIGKILL. So ``faulthandler`` writes the stack of that thread into the
 rank's lock file, and then has the signal do what it did before: the process ends as it would have ended, with the same status.
 Not those of the other threads: they run on meanwhile, and to read a stack that changes is a crash of its own.
@@ -98,7 +98,7 @@ _crash_file: weakref.ref[LockFile] | None = None
 
 
 def mark_crash(lock_fd: int) -> bool:
-    """Have a crash leave its mark in the lock file; return True if so. Again with another file, it replaces the first."""
+    """Have a crash leave its mark in the lock file; return whether so. Again with another file, it replaces the first."""
     global _crash_file  # noqa: PLW0603  # as signal handlers are, one for the process
     if not _crash_is_ours() and (faulthandler.is_enabled() or kernel_has_handler(set(_TITLES.values())) is not False):
         return False
@@ -127,7 +127,7 @@ def crash_frames(directory_fd: int, lock_name: str) -> tuple[str, ...]:
 
 def frames_of(stack: str) -> tuple[str, ...]:
     """Return the frames of a stack by ``faulthandler`` as ``file:line in function``, the innermost first; at most 64."""
-    return tuple(f"{found[1]}:{found[2]} in {found[3]}" for found in islice(_FRAME.finditer(stack), _MOST_FRAMES))
+    return tuple(f"{match[1]}:{match[2]} in {match[3]}" for match in islice(_FRAME.finditer(stack), _MOST_FRAMES))
 
 
 def _signal_of(content: bytes) -> signal.Signals | None:
@@ -136,7 +136,7 @@ def _signal_of(content: bytes) -> signal.Signals | None:
 
 
 def _crash_is_ours() -> bool:
-    """Return True if ``faulthandler`` still has our file."""
+    """Return whether ``faulthandler`` still has our file."""
     return faulthandler.is_enabled() and _crash_file is not None and _crash_file() is not None
 
 
@@ -172,8 +172,8 @@ def unmark_exits() -> None:
 def ended_by(directory_fd: int, lock_name: str) -> tuple[int, float] | None:
     """Return the signal of the mark in a lock file, and its Unix time; ``None`` without one, or without the file."""
     content, written_s = _read(directory_fd, lock_name, 64)
-    found = _ENDED_BY.fullmatch(content)
-    return None if found is None else (int(found[1]), written_s)
+    match = _ENDED_BY.fullmatch(content)
+    return None if match is None else (int(match[1]), written_s)
 
 
 os.register_at_fork(after_in_child=unmark_exits)

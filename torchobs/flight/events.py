@@ -6,7 +6,7 @@ and payload. A frame that does not fit before the ring's end is stored at its be
 every 64 bytes and accepts a frame that is stored where its position says and matches its CRC.
 
 A frame's ``k`` is ``event``, ``span`` or ``span_start`` (``otel/traces.py``), or ``late``: the ``grad_norm`` of a ``step``
-whose span was written before a device delivered it. :func:`decode` alone looks into frames; all others get an :class:`Event`, a
+that a device delivered after its span was written. :func:`decode` alone looks into frames; all others get an :class:`Event`, a
 :class:`Span` or a :class:`Late`.
 
 **Identifiers** of a run's traces and spans are derived from the flight file's header.
@@ -174,8 +174,8 @@ class Event(NamedTuple):
 
     def count(self, name: str) -> int:
         """Return an attribute that is a count; 0 if absent or invalid."""
-        found = self.number(name)
-        return int(found) if found is not None and 0 < found < _FAR else 0
+        number = self.number(name)
+        return int(number) if number is not None and 0 < number < _FAR else 0
 
 
 class Span(NamedTuple):
@@ -206,7 +206,7 @@ class Late(NamedTuple):
 
 
 def decode(position: int, payload: bytes, header: Header) -> Event | Span | Late | None:
-    """Return what a frame holds; ``None`` for what torchobs does not write: an application may give a span any times."""
+    """Return the entry in a frame; ``None`` for what torchobs does not write: an application may give a span any times."""
     fields = fields_of(payload) or {}
     match fields.get("k"), fields.get("name"), fields.get("attrs"):
         case "event", str(name), dict(values):
@@ -229,12 +229,12 @@ def _in_catalog(name: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the values of an event without those that the catalog rules out: no number with a unit, of no closed set."""
     event = EVENT_BY_NAME.get(name)
     wrong = {
-        one.name
-        for one in (event.attributes if event else ())
-        if (value := values.get(one.name)) is not None
+        attribute.name
+        for attribute in (event.attributes if event else ())
+        if (value := values.get(attribute.name)) is not None
         and (
-            (one.values and value not in one.values)
-            or (one.unit and not (isinstance(value, (int, float)) or value in _NONFINITE))
+            (attribute.values and value not in attribute.values)
+            or (attribute.unit and not (isinstance(value, (int, float)) or value in _NONFINITE))
         )
     }
     return {key: value for key, value in values.items() if key not in wrong} if wrong else values
@@ -246,7 +246,7 @@ def scan(ring: bytes, seed: int) -> Iterator[tuple[int, bytes]]:
 
 
 def read(frames: Iterable[tuple[int, bytes]], header: Header, *names: str) -> list[Event | Span | Late]:
-    """Return what the frames hold, in their order; with ``names`` only those that mention one, the others not decoded."""
+    """Return the entries of the frames, in their order; with ``names`` only those that mention one, the others not decoded."""
     marks = [f'"{name}"'.encode() for name in names]
     chosen = (frame for frame in frames if not marks or any(mark in frame[1] for mark in marks))
     return [item for position, payload in chosen if (item := decode(position, payload, header)) is not None]
@@ -280,14 +280,14 @@ class Tail:
         self.missed = 0
         if head == self._head:
             return []
-        found = sorted(frame for at, length in self._parts(head) if length for frame in self._frames(read(at, length), at))
+        frames = sorted(frame for at, length in self._parts(head) if length for frame in self._frames(read(at, length), at))
         self._head = head
-        if found:  # not the head: with reordered stores it can be visible before its frame
-            gap = found[0][0] - self._next
+        if frames:  # not the head: with reordered stores it can be visible before its frame
+            gap = frames[0][0] - self._next
             self.missed = gap if gap > _LONGEST else 0  # or else it is the room that is left at the end of a lap
-            position, payload = found[-1]
+            position, payload = frames[-1]
             self._next = position + _aligned(len(payload))
-        return found
+        return frames
 
     def _parts(self, head: int) -> list[tuple[int, int]]:
         length = head - self._next
@@ -354,9 +354,9 @@ class SpanIds:
 
 def trace_id(header: Header) -> str:
     """Return the run's trace id, 32 hexadecimal digits; the incarnation's in a file that names no run."""
-    given, run_id = header.resource.get(TRACE_ID), header.resource.get("run_id")
-    if isinstance(given, str):
-        return given
+    trace, run_id = header.resource.get(TRACE_ID), header.resource.get("run_id")
+    if isinstance(trace, str):
+        return trace
     return derived("torchobs", run_id, 16) if isinstance(run_id, str) and run_id else header.incarnation.hex()
 
 

@@ -59,7 +59,7 @@ TEMPORARY = ".tmp-"
 _LINUX = sys.platform == "linux"
 # struct flock: Linux 64-bit has type, whence, start, len, pid; macOS has start, len, pid, type, whence.
 _FLOCK = struct.Struct("@hhqqi4x" if _LINUX else "@qqihh")
-_held: set[tuple[int, int]] = set()
+_locked: set[tuple[int, int]] = set()
 _mutex = RLock()
 
 
@@ -163,7 +163,7 @@ def _allocate(place: FlightDirectory, name: str, size: int) -> tuple[int, memory
 
 
 def _mapped(fd: int, size: int) -> memoryview:
-    """Map the file until nobody uses the view any longer. Raises ``OSError``.
+    """Map the file for as long as the view is used. Raises ``OSError``.
 
     ``mmap.mmap`` keeps a descriptor of its own, and closes that number at its end whatever file it is by then.
     """
@@ -193,7 +193,7 @@ def shortage(directory_fd: int, size: int) -> str | None:
 
 
 def deadly_limit(size: int) -> bool:
-    """Return True if writing ``size`` bytes would kill this process by SIGXFSZ (``ulimit -f``).
+    """Return whether writing ``size`` bytes would kill this process by SIGXFSZ (``ulimit -f``).
 
     Python ignores the signal, so that the write fails with an error; an application may have restored the default.
     """
@@ -231,16 +231,16 @@ def cgroup_limit(root: str = "") -> int | None:
 def _limited(root: str) -> list[tuple[int, Memory]]:
     """Return limit and memory use of each group with a limit."""
     groups = of_process("memory", root)
-    found = [memory_of(level, v2=groups.v2, root=root) for level in groups.levels] if groups else []
-    return [(memory.limit, memory) for memory in found if memory is not None and memory.limit is not None]
+    memories = [memory_of(level, v2=groups.v2, root=root) for level in groups.levels] if groups else []
+    return [(memory.limit, memory) for memory in memories if memory is not None and memory.limit is not None]
 
 
 def names(directory_fd: int) -> Iterator[str]:
     """Yield the names in the directory. Raises ``OSError``."""
     # a descriptor of its own: concurrent scrapes would share the read position of one
     opened = Descriptor("", ".", os.O_RDONLY | os.O_DIRECTORY, directory=directory_fd)
-    with contextlib.closing(opened) as directory, os.scandir(directory.number()) as found:
-        for entry in found:
+    with contextlib.closing(opened) as directory, os.scandir(directory.number()) as entries:
+        for entry in entries:
             yield entry.name
 
 
@@ -297,13 +297,13 @@ def inode(directory_fd: int, name: str) -> int:
 
 
 def is_plain(status: os.stat_result, owner: int | None) -> bool:
-    """Return True for a regular file with one name. ``owner``: the only uid to accept."""
+    """Return whether it is a regular file with one name. ``owner``: the only uid to accept."""
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and (owner is None or status.st_uid == owner)
 
 
 def _forget() -> None:
     """In a forked child: it holds no lock."""
-    _held.clear()
+    _locked.clear()
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -326,23 +326,23 @@ def lock(file: Descriptor) -> None:
     """
     with _mutex:
         fcntl.fcntl(file.number(), fcntl.F_SETLK, _flock(fcntl.F_WRLCK))
-        _held.add(file.identity[:2])
+        _locked.add(file.identity[:2])
 
 
 def unlock(file: Descriptor) -> None:
     """Close the file and so drop its lock."""
     with _mutex:
-        _held.discard(file.identity[:2])
+        _locked.discard(file.identity[:2])
         file.close()
 
 
 def is_locked_here(directory_fd: int, name: str) -> bool:
-    """Return True if this process holds the lock on that name, without opening it. Raises ``OSError`` if it is gone."""
-    return _identity(os.stat(name, dir_fd=directory_fd, follow_symlinks=False)) in _held
+    """Return whether this process holds the lock on that name, without opening it. Raises ``OSError`` if it is gone."""
+    return _identity(os.stat(name, dir_fd=directory_fd, follow_symlinks=False)) in _locked
 
 
 def is_locked(directory_fd: int, name: str) -> bool:
-    """Return True if a living process, this one or another, holds the lock on that name; no file is locked by nobody.
+    """Return whether a living process, this one or another, holds the lock on that name; without a file none does.
 
     Raises ``OSError`` if it cannot be opened.
     """

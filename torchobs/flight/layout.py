@@ -261,7 +261,7 @@ def decode_header(raw: bytes, size: int) -> Header:
 
 
 def _regions(raw: bytes, count: int, size: int) -> dict[Region, Extent]:
-    found: dict[Region, Extent] = {}
+    regions: dict[Region, Extent] = {}
     for at in range(_REGIONS_AT, _REGIONS_AT + min(count, _MAX_REGIONS) * _REGION.size, _REGION.size):
         kind, item_size, offset, length = _REGION.unpack_from(raw, at)
         if kind not in Region._value2member_map_:
@@ -270,10 +270,10 @@ def _regions(raw: bytes, count: int, size: int) -> dict[Region, Extent]:
         if item_size != _ITEM_SIZES[region] or length < item_size or offset < HEADER_SIZE or offset + length > size:
             msg = f"region {region.name} lies outside the file, or has items of another size"
             raise BadFlightFileError(msg)
-        found[region] = Extent(offset, length, item_size)
-    if len(found) < len(Region):
+        regions[region] = Extent(offset, length, item_size)
+    if len(regions) < len(Region):
         raise BadFlightFileError("a region is missing")
-    return found
+    return regions
 
 
 def _resource(raw: bytes, length: int) -> dict[str, str | int]:
@@ -323,11 +323,11 @@ def decode_live(raw: bytes) -> LiveWords:
     phase, exit_word, level = words[Live.PHASE], words[Live.EXIT], words[Live.LEVEL]
     heartbeat, code = words[Live.HEARTBEAT_NS], exit_word & 0xFFFFFFFF
     since = words[Live.STEPS_SINCE_NS]
-    known, ended = 1 <= phase >> 56 <= len(LIVE_PHASES), bool(exit_word & EXIT_SET)
+    is_known, ended = 1 <= phase >> 56 <= len(LIVE_PHASES), bool(exit_word & EXIT_SET)
     return LiveWords(
         heartbeat or None,
-        LIVE_PHASES[(phase >> 56) - 1] if known else None,
-        (phase & _MICROSECONDS) * 1000 if known else None,
+        LIVE_PHASES[(phase >> 56) - 1] if is_known else None,
+        (phase & _MICROSECONDS) * 1000 if is_known else None,
         (exit_word & ~EXIT_SET) >> 32 if ended else None,
         code - (1 << 32) if code >> 31 else code,
         level,

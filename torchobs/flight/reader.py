@@ -77,10 +77,10 @@ class Columns:
     def __init__(self, series: Sequence[Series] = ()) -> None:
         self.series = tuple(series)
         numbered = list(enumerate(self.series))
-        self._floats = [(index, one.word) for index, one in numbered if one.value_type == ValueType.FLOAT]
-        self._others = [(index, one) for index, one in numbered if one.value_type != ValueType.FLOAT]
-        self._growing = [index for index, one in numbered if one.kind in {Kind.COUNTER, Kind.HISTOGRAM}]
-        self._words = max((one.word + one.width for one in self.series), default=0)
+        self._floats = [(index, entry.word) for index, entry in numbered if entry.value_type == ValueType.FLOAT]
+        self._others = [(index, entry) for index, entry in numbered if entry.value_type != ValueType.FLOAT]
+        self._growing = [index for index, entry in numbered if entry.kind in {Kind.COUNTER, Kind.HISTOGRAM}]
+        self._words = max((entry.word + entry.width for entry in self.series), default=0)
         self._run = self._consecutive()
 
     def _consecutive(self) -> slice | None:
@@ -99,20 +99,20 @@ class Columns:
                 return DecodedBlock(self.series, run, whole=True)
         view = memoryview(words.ljust(self._words * 8, b"\0"))
         floats: list[float] = list(view.cast("d"))
-        found: list[Value | None] = [None] * len(self.series)
+        values: list[Value | None] = [None] * len(self.series)
         for index, word in self._floats:
             value = floats[word]
             if value - value == 0.0:  # finite: for NaN and infinities the difference is NaN
-                found[index] = value
+                values[index] = value
         ints = view.cast("Q").tolist() if self._others else []
-        for index, one in self._others:
-            found[index] = _VALUES[one.value_type](ints, floats, one.word, one)
+        for index, entry in self._others:
+            values[index] = _VALUES[entry.value_type](ints, floats, entry.word, entry)
         if there < self._words:
-            found = [found[i] if one.word + one.width <= there else None for i, one in enumerate(self.series)]
-        return DecodedBlock(self.series, found, whole=None not in found)
+            values = [values[i] if entry.word + entry.width <= there else None for i, entry in enumerate(self.series)]
+        return DecodedBlock(self.series, values, whole=None not in values)
 
     def decreases(self, before: Sequence[Value | None], now: Sequence[Value | None]) -> bool:
-        """Return True if a counter or a bucket decreased, or a counter became absent. ``before`` may be shorter."""
+        """Return whether a counter or a bucket decreased, or a counter became absent. ``before`` may be shorter."""
         for index in self._growing:
             if index >= len(before):
                 return False
@@ -137,7 +137,7 @@ class DecodedBlock(NamedTuple):
 
     def points(self) -> Iterator[SeriesValue]:
         """Yield the series that have a value."""
-        return (SeriesValue(one, value) for one, value in zip(self.series, self.values, strict=True) if value is not None)
+        return (SeriesValue(entry, value) for entry, value in zip(self.series, self.values, strict=True) if value is not None)
 
 
 def _int_value(ints: list[int], _: list[float], word: int, series: Series) -> int | None:
@@ -205,11 +205,11 @@ def list_names(directory_fd: int) -> tuple[list[str], int]:
     Where there are more, those of living ranks come first, by their locks, then the files that were written last. Raises
     ``OSError``.
     """
-    found = [*filter(is_name, files.names(directory_fd))]
-    if len(found) > MAX_FILES:
-        chosen = heapq.nlargest(MAX_FILES, (_rank(directory_fd, name) for name in found))
-        return sorted(name for _, _, name in chosen), len(found) - MAX_FILES
-    return sorted(found), 0
+    names = [*filter(is_name, files.names(directory_fd))]
+    if len(names) > MAX_FILES:
+        chosen = heapq.nlargest(MAX_FILES, (_rank(directory_fd, name) for name in names))
+        return sorted(name for _, _, name in chosen), len(names) - MAX_FILES
+    return sorted(names), 0
 
 
 def names(directory_fd: int) -> list[str]:
@@ -218,7 +218,7 @@ def names(directory_fd: int) -> list[str]:
 
 
 def _rank(directory_fd: int, name: str) -> tuple[bool, int, str]:
-    """Return what decides which files are read: whether a rank holds its lock, and when it was written last."""
+    """Return the key that decides which files are read: whether a rank holds its lock, and when it was written last."""
     is_held, written_ns = False, 0
     with suppress(OSError):
         written_ns = os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mtime_ns
@@ -227,7 +227,7 @@ def _rank(directory_fd: int, name: str) -> tuple[bool, int, str]:
 
 
 def is_name(name: str) -> bool:
-    """Return True if ``name`` is that of a published flight file."""
+    """Return whether ``name`` is that of a published flight file."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -257,7 +257,7 @@ class FlightFile:
             os.close(fd)
 
     def follow(self, directory_fd: int, name: str) -> bool:
-        """Switch to the file that has this name now, if its writer recreated it; return True if so.
+        """Switch to the file that has this name now, if its writer recreated it; return whether so.
 
         The served values are kept. Raises as :func:`open_file`, also if the file belongs to another incarnation.
         """
@@ -321,7 +321,7 @@ class FlightFile:
         return decode_live(self._region(Region.LIVE))
 
     def is_beating(self, now_ns: int) -> bool:
-        """Return True if the rank has neither ended nor been silent for ``FADED_AFTER_S``; ``now_ns``: CLOCK_MONOTONIC."""
+        """Return whether the rank has neither ended nor been silent for ``FADED_AFTER_S``; ``now_ns``: CLOCK_MONOTONIC."""
         live = self.live()
         beat_ns = live.heartbeat_ns if live.exit_reason is None and self.header.boot_id == boot_id() else None
         return beat_ns is not None and now_ns - beat_ns <= FADED_AFTER_S * 1e9
@@ -339,14 +339,14 @@ class FlightFile:
         """Return whether a step was ever recorded: the first goes into the ring's first slot."""
         return any(self._records_at(0, 1))
 
-    def latest(self, limit: int, known: Sequence[StepRecord] = ()) -> list[StepRecord]:
+    def latest(self, limit: int, earlier: Sequence[StepRecord] = ()) -> list[StepRecord]:
         """Return up to ``limit`` records, oldest first, the last being the newest one in the view of :meth:`read`.
 
         Only these are read, not the whole ring; overwritten or damaged ones are missing. ``known``: what an earlier call with
         the same limit, or a greater one, returned: only newer records are read.
         """
         first = max(self._upto - min(limit, self.header.regions[Region.STEPS].count), 0) + 1
-        records = [record for record in known if record.seq >= first]
+        records = [record for record in earlier if record.seq >= first]
         read = self._numbered(records[-1].seq + 1 if records else first, self._upto)
         return [*records, *(record for record in read if record is not None)]
 
@@ -366,7 +366,7 @@ class FlightFile:
         return newest(self._region(region), self.header.seed)
 
     def fresh_events(self, tail: Tail, head: int, *names: str) -> list[Event | Span | Late]:
-        """Return what is new (:meth:`Tail.take`), of these ``names``; ``head``: the event head in the live words."""
+        """Return the new events (:meth:`Tail.take`) of these ``names``; ``head``: the event head in the live words."""
         return events.read(tail.take(head, self._events_at), self.header, *names)
 
     def _events_at(self, at: int, length: int) -> bytes:
@@ -395,9 +395,9 @@ class FlightFile:
         served = self._slots.get(block, _NONE)
         for _ in range(_RETRIES):
             raw = self._pair(offset)
-            one, other = SLOT_HEADER.unpack_from(raw), SLOT_HEADER.unpack_from(raw, SLOT_SIZE)
+            first, other = SLOT_HEADER.unpack_from(raw), SLOT_HEADER.unpack_from(raw, SLOT_SIZE)
             for (generation, length, crc), at in (
-                ((one, 0), (other, SLOT_SIZE)) if one > other else ((other, SLOT_SIZE), (one, 0))
+                ((first, 0), (other, SLOT_SIZE)) if first > other else ((other, SLOT_SIZE), (first, 0))
             ):
                 if generation < served[0] or not generation:
                     break

@@ -27,7 +27,7 @@ offset type   field            meaning
 A *plain* step (kind 3), as nearly all are, holds time stamps of its boundaries instead of durations, so that the training
 thread computes nothing: ``fetch`` u64 at 32; ``fetched``, ``backward``, ``backward_ends``, ``optimizer`` u64 at 64, each
 CLOCK_MONOTONIC in ns << 4, the low bits the hook's code; ``norm_scale`` f32 at 108; ``begun_ns`` u64, the last step's end,
-at 112; ``called`` u32 at 120, when the first module was called after ``begun_ns``, in units of 100 ns, 0 where nobody looked.
+at 112; ``called`` u32 at 120, when the first module was called after ``begun_ns``, in units of 100 ns, 0 where unmeasured.
 Without a DataLoader ``fetch`` and ``fetched`` are 0 ns. :func:`unpack` decodes both kinds to :class:`StepRecord`.
 """
 

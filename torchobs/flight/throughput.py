@@ -88,36 +88,37 @@ def pace(records: Sequence[StepRecord], share: ForwardShare = NO_SHARE) -> Throu
 
 def usual_step_s(records: Sequence[StepRecord]) -> float | None:
     """Return the median duration of the newest of ``records`` in seconds; ``None`` if these have no timed step."""
-    return median(durations) if (durations := [one.duration_s for one in records[-RECORDS:] if _is_timed(one)]) else None
+    durations = [record.duration_s for record in records[-RECORDS:] if _is_timed(record)]
+    return median(durations) if durations else None
 
 
-def time_left_s(found: Throughput | None, done: int, total: float, aside_s: float) -> float | None:
+def time_left_s(throughput: Throughput | None, done: int, total: float, aside_s: float) -> float | None:
     """Estimate the seconds left until ``total`` steps; the ``done`` ones took ``aside_s`` of evaluation and checkpoints.
 
     These are assumed to recur as often as before, for the latest steps may contain none. ``None`` without a throughput, or
     without a total that is still ahead.
     """
-    if found is None or found.per_s is None or not 0 < done < total:
+    if throughput is None or throughput.per_s is None or not 0 < done < total:
         return None
-    left_s = (total - done) * (found.mean_s + aside_s / done)
+    left_s = (total - done) * (throughput.mean_s + aside_s / done)
     return left_s if isfinite(left_s) else None
 
 
-def speed(found: Throughput | None) -> dict[str, float | None] | None:
+def speed(throughput: Throughput | None) -> dict[str, float | None] | None:
     """Return the rates for JSON; ``None`` without a throughput."""
-    if found is None or found.per_s is None:
+    if throughput is None or throughput.per_s is None:
         return None
     return {
-        "steps_per_s": found.per_s,
-        "tokens_per_s": found.tokens_per_s,
-        "samples_per_s": found.samples_per_s,
-        "steps": found.steps,
-        "window_s": found.window_s,
+        "steps_per_s": throughput.per_s,
+        "tokens_per_s": throughput.tokens_per_s,
+        "samples_per_s": throughput.samples_per_s,
+        "steps": throughput.steps,
+        "window_s": throughput.window_s,
     }
 
 
 def _latest(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    begin = next((index for index, one in enumerate(steps) if steps[-1].end_ns - one.end_ns <= WINDOW_S * 1e9), 0)
+    begin = next((index for index, record in enumerate(steps) if steps[-1].end_ns - record.end_ns <= WINDOW_S * 1e9), 0)
     return steps[min(begin, max(0, len(steps) - LEAST_STEPS)) :]
 
 

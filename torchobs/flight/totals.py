@@ -147,11 +147,11 @@ def core_series() -> list[tuple[catalog.Metric, dict[str, str], int]]:
         (catalog.ANOMALIES, "kind", catalog.ANOMALY_KINDS, Word.ANOMALIES),
         (catalog.ANOMALY_ACTIVE, "kind", catalog.ANOMALY_KINDS, Word.ACTIVE),
     )
-    found: list[tuple[catalog.Metric, dict[str, str], int]] = [(metric, {}, word) for metric, word in single]
+    series: list[tuple[catalog.Metric, dict[str, str], int]] = [(metric, {}, word) for metric, word in single]
     for metric, label, values, first in several:
-        found += [(metric, {label: value}, first + index) for index, value in enumerate(values)]
+        series += [(metric, {label: value}, first + index) for index, value in enumerate(values)]
     return [
-        *found,
+        *series,
         (catalog.LEARNING_RATE, {"group": "0"}, Word.LEARNING_RATE),
         (catalog.FLIGHT_DROPPED, {"what": "record"}, Word.RECORDS_LOST),
     ]
@@ -204,13 +204,13 @@ def begin_model(totals: Totals, step: int) -> None:
         totals.floats[Word.ACTIVE + kind] = 0.0
 
 
-def add_anomaly(found: list[Anomaly], kind: int, record: StepRecord | Candidate, value: float, baseline: float) -> None:
+def add_anomaly(anomalies: list[Anomaly], kind: int, record: StepRecord | Candidate, value: float, baseline: float) -> None:
     """Append an anomaly to ``found``."""
-    found.append(Anomaly(catalog.ANOMALY_KINDS[kind], record.step, record.end_ns, value, baseline))
+    anomalies.append(Anomaly(catalog.ANOMALY_KINDS[kind], record.step, record.end_ns, value, baseline))
 
 
 def is_active(totals: Totals, kind: int) -> bool:
-    """Return True if the last judged record was anomalous in this way."""
+    """Return whether the last judged record was anomalous in this way."""
     return totals.floats[Word.ACTIVE + kind] > 0.0
 
 

@@ -144,7 +144,7 @@ def set_value(totals: Totals, word: int, value_type: int, value: float) -> None:
 
 
 def _observe(totals: Totals, word: int, bounds: tuple[float, ...], value: float) -> None:
-    """Add a finite value to a histogram whose first bucket is ``word``."""
+    """Add a finite value to the histogram with its first bucket at ``word``."""
     observe(totals, word, bounds, word + len(bounds) + 1, [value])
 
 
@@ -206,7 +206,7 @@ class _Share:
     room_taken: int = 0
 
     def has_words(self, width: int) -> bool:
-        """Return True if the block in use has that many words left."""
+        """Return whether the block in use has that many words left."""
         return self.block is not None and self.block.used + width <= BLOCK_WORDS
 
     def words_left(self) -> int:
@@ -254,8 +254,8 @@ class Table:
 
     def cells_of(self, metric: Metric) -> dict[str, Cell]:
         """Return a metric's cells by the value of their single attribute; ``""`` where it has none."""
-        found = [(json.loads(text), cell) for (one, _, text), cell in list(self._cells.items()) if one is metric]
-        return {str(pairs[0][1]) if pairs else "": cell for pairs, cell in found if len(pairs) < 2}  # noqa: PLR2004
+        pairs_and_cells = [(json.loads(text), cell) for (other, _, text), cell in list(self._cells.items()) if other is metric]
+        return {str(pairs[0][1]) if pairs else "": cell for pairs, cell in pairs_and_cells if len(pairs) < 2}  # noqa: PLR2004
 
     def cell(self, metric: Metric, attributes: Mapping[str, Any], group: str = CORE) -> Cell | None:
         """Return the cell of a series, created on first use; ``None`` when there is no room, which is counted.
@@ -280,21 +280,21 @@ class Table:
         """
         pairs = tuple(sorted(attributes.items()))
         key = (metric, scope, json.dumps(pairs, separators=(",", ":"), default=str))  # as text: 1 must differ from True and 1.0
-        found = self._cells.get(key)
-        if found is not None or self._maker == get_ident() or not self._lock.acquire(timeout=0.05):
-            return found
+        cell = self._cells.get(key)
+        if cell is not None or self._maker == get_ident() or not self._lock.acquire(timeout=0.05):
+            return cell
         try:
             self._maker = get_ident()
-            found = self._cells.get(key)
-            if found is None:
-                found = self._cells[key] = self._make(_series(metric, pairs, scope, either=either), group, spare=spare)
+            cell = self._cells.get(key)
+            if cell is None:
+                cell = self._cells[key] = self._make(_series(metric, pairs, scope, either=either), group, spare=spare)
         except NoSeriesRoomError:
             self.refuse(hash(key))
             raise
         finally:
             self._maker = 0
             self._lock.release()
-        return found
+        return cell
 
     def refuse(self, key: int) -> None:
         """Count a series that did not fit, once for each ``key`` among the first 10,000."""

@@ -58,7 +58,7 @@ class FlightWriter:
         self._sequence = count(1)
         self._seed = header.seed
         self._recent: deque[bytes] = deque()
-        self._held: dict[int, StepRecord] = {}
+        self._pending: dict[int, StepRecord] = {}
         self._complete_ns = time.monotonic_ns()
         self._folding = Lock()
         renew_in_child(self, _folding=Lock)
@@ -180,13 +180,13 @@ class FlightWriter:
 
     def _take_recent(self, upto: int, most: int) -> list[StepRecord]:
         """Move at most ``most`` appended records to ``_held``; return those with numbers that were skipped meanwhile."""
-        recent, held, late = self._recent, self._held, list[StepRecord]()
-        for seq in [seq for seq in held if seq <= upto]:
-            del held[seq]
+        recent, pending, late = self._recent, self._pending, list[StepRecord]()
+        for seq in [seq for seq in pending if seq <= upto]:
+            del pending[seq]
         for _ in range(min(len(recent), most)):
             decoded = unpack(recent[0], self._seed)
             if decoded is not None and decoded.seq > upto:
-                held[decoded.seq] = decoded
+                pending[decoded.seq] = decoded
                 if self.taken is not None:
                     self.taken.append(decoded)
             elif decoded is not None:
@@ -196,15 +196,15 @@ class FlightWriter:
 
     def _contiguous(self, upto: int) -> list[StepRecord]:
         """Return the next records in order; a record waits while another thread still writes its predecessor."""
-        held, now_ns, batch, seq = self._held, time.monotonic_ns(), list[StepRecord](), upto + 1
-        while len(batch) < len(held):
-            if seq not in held:
-                if now_ns - self._complete_ns < _GAP_NS and len(held) - len(batch) < self._forced_at:
+        pending, now_ns, batch, seq = self._pending, time.monotonic_ns(), list[StepRecord](), upto + 1
+        while len(batch) < len(pending):
+            if seq not in pending:
+                if now_ns - self._complete_ns < _GAP_NS and len(pending) - len(batch) < self._forced_at:
                     break
-                seq = min(later for later in held if later > seq)
-            batch.append(held[seq])
+                seq = min(later for later in pending if later > seq)
+            batch.append(pending[seq])
             seq += 1
-        if batch or not held:
+        if batch or not pending:
             self._complete_ns = now_ns
         return batch
 
@@ -253,7 +253,7 @@ class FlightWriter:
             self.memory.flush()
 
     def check_name(self) -> bool:
-        """Recreate the file if its name is gone (same incarnation, counters carried over); return True if it was.
+        """Recreate the file if its name is gone (same incarnation, counters carried over); return whether it was.
 
         Raises ``OSError`` when it cannot be recreated; writing to the old, deleted file continues then.
         """
