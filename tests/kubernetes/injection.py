@@ -17,11 +17,11 @@ import pytest
 import yaml
 
 from tests import support
+from tests.helm import CHART, helm, objects
 from tests.kubernetes.cluster import Namespace
 from tests.kubernetes.jobs import TRAINER
 from tests.support import wait_until
 
-CHART = support.ROOT / "helm" / "torchobs"
 # Which the cluster is, does not matter to what is rendered, and Helm without a cluster takes itself for an old one.
 VERSION = "1.36"
 
@@ -57,11 +57,10 @@ def rendered(release: str = "torchobs", *arguments: str, **settings: str) -> Pol
     """The chart's objects for the injection; settings by their path, with `__` for each dot."""
     settings = {"image__repository": IMAGE} | settings
     given = [argument for name, text in settings.items() for argument in ("--set", f"{name.replace('__', '.')}={text}")]
-    command = ["helm", "template", release, str(CHART), "--kube-version", VERSION, *given, *arguments]
-    command += ["--set", ",".join(f"{other}=false" for other in OTHERS)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    off = ",".join(f"{other}=false" for other in OTHERS)
+    done = helm("template", release, CHART, "--kube-version", VERSION, *given, *arguments, "--set", off)
     assert done.returncode == 0, done.stderr
-    return [made for made in yaml.safe_load_all(done.stdout) if made]
+    return objects(done.stdout)
 
 
 def pods(tmp_path: Path, given: dict[str, Any], **values: Any) -> tuple[str, list[dict[str, Any]]]:
@@ -77,9 +76,8 @@ def pods(tmp_path: Path, given: dict[str, Any], **values: Any) -> tuple[str, lis
         (chart / "templates" / "pod.yaml").write_text(TEMPLATE)
     torchobs = {"helpersOnly": True, "image": {"repository": IMAGE}} | values
     (tmp_path / "values.yaml").write_text(yaml.safe_dump({"torchobs": torchobs, "given": given}))
-    command = ["helm", "template", "any", str(chart), "--kube-version", "1.36", "-f", str(tmp_path / "values.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stderr, [made for made in yaml.safe_load_all(done.stdout) if made]
+    done = helm("template", "any", chart, "--kube-version", VERSION, "-f", tmp_path / "values.yaml")
+    return done.stderr, objects(done.stdout)
 
 
 def pod_spec(tmp_path: Path, spec: dict[str, Any], kind: str = "Job", **values: Any) -> dict[str, Any]:
