@@ -156,8 +156,7 @@ def test_a_derivative_inside_a_region_is_seen_in_the_next_backward_pass(run: Rec
     assert sentence.startswith("The NaN or infinity appeared inside the backward pass of compiled region Net (")
 
 
-@pytest.mark.parametrize("way", ["whole", "in place", "blocks"])
-@pytest.mark.parametrize("sickness", ["log", "sqrt"])
+@pytest.mark.parametrize(("way", "sickness"), [("whole", "log"), ("in place", "sqrt"), ("blocks", "log"), ("blocks", "sqrt")])
 def test_trace_nan_looks_into_a_compiled_model(way: str, sickness: str) -> None:
     """Promise: it runs the model once without the compiler, forward and backward, and names the operator with its line."""
     model, called = made(way)
@@ -165,11 +164,8 @@ def test_trace_nan_looks_into_a_compiled_model(way: str, sickness: str) -> None:
     model.get_submodule("blocks.1").ill = sickness  # type: ignore[assignment]
     origin = debug.trace_nan(called, torch.randn(6, 4))
     assert origin is not None
-    assert (origin.kind, origin.operator, origin.module) == (
-        "backward" if sickness == "sqrt" else "operator",
-        sickness,
-        "blocks.1",
-    )
+    kind = "backward" if sickness == "sqrt" else "operator"
+    assert (origin.kind, origin.operator, origin.module) == (kind, sickness, "blocks.1")
     lines, first = inspect.getsourcelines(Block.forward)
     number = next(place for place, line in enumerate(lines, first) if f"torch.{sickness}(" in line)
     assert origin.line == f"{__file__}:{number}"
