@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 SEQUENCES = (tuple, list, deque)
-"""Classes whose parts have a place by number"""
+"""Classes with parts that have a place by number"""
 
 
 def call(model: Any, batch: Any) -> Any:
@@ -53,14 +53,14 @@ def first_line(error: BaseException) -> str:
 
 
 def is_mapping(values: Any) -> bool:
-    """Return True for a mapping, and for what has keys and items as one does."""
+    """Return whether it is a mapping, or has keys and items as a mapping does."""
     if isinstance(values, Mapping):
         return True
     return not isinstance(values, type) and hasattr(values, "keys") and hasattr(values, "items")
 
 
 def is_sequence(batch: Any) -> bool:
-    """Return True for a tuple or list of several things; a packed sequence is one, though torch has made it a tuple."""
+    """Return whether it is a tuple or list of several things; a packed sequence is one thing, though a tuple by its class."""
     return isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence)
 
 
@@ -75,8 +75,8 @@ def walk(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         for index, value in enumerate(values):
             yield from walk(value, f"{name}[{index}]")
     elif is_dataclass(values) and not isinstance(values, type):
-        for each in fields(values):
-            yield from walk(getattr(values, each.name, None), f"{name}.{each.name}")
+        for field in fields(values):
+            yield from walk(getattr(values, field.name, None), f"{name}.{field.name}")
 
 
 def rebuilt(values: Any, function: Callable[[Any], Any], *, anew: bool = False) -> Any:
@@ -99,7 +99,7 @@ def parts_of(values: Any) -> dict[Any, Any] | None:
     if isinstance(values, SEQUENCES):
         return dict(enumerate(values))
     if is_dataclass(values) and not isinstance(values, type):
-        return {each.name: getattr(values, each.name) for each in fields(values) if hasattr(values, each.name)}
+        return {field.name: getattr(values, field.name) for field in fields(values) if hasattr(values, field.name)}
     return None
 
 
@@ -112,35 +112,35 @@ def with_parts(values: Any, parts: dict[Any, Any]) -> Any:
         kind: Any = type(values)
         # torch's own (torch.return_types) are made by their class alone
         return kind(parts.values()) if hasattr(kind, "n_fields") else tuple.__new__(kind, parts.values())
-    made: Any
+    copied: Any
     if isinstance(values, deque):
-        made = copy(values)  # with its greatest length
-        made.clear()
-        made.extend(parts.values())
-        return made
+        copied = copy(values)  # with its greatest length
+        copied.clear()
+        copied.extend(parts.values())
+        return copied
     if isinstance(values, list):
-        made = copy(values)
-        list.__setitem__(made, slice(None), parts.values())
-        return made
+        copied = copy(values)
+        list.__setitem__(copied, slice(None), parts.values())
+        return copied
     if is_mapping(values):
         return _mapping_with(values, parts)
-    made = copy(values)
+    copied = copy(values)
     for place, part in parts.items():
-        object.__setattr__(made, place, part)  # it may be frozen
-    for name in list(getattr(made, "__dict__", ())):
-        if isinstance(getattr(type(made), name, None), cached_property):
-            del made.__dict__[name]  # computed of the original's parts
-    return made
+        object.__setattr__(copied, place, part)  # it may be frozen
+    for name in list(getattr(copied, "__dict__", ())):
+        if isinstance(getattr(type(copied), name, None), cached_property):
+            del copied.__dict__[name]  # computed of the original's parts
+    return copied
 
 
 def _mapping_with(values: Any, parts: dict[Any, Any]) -> Any:
     has_own_items = isinstance(values, (dict, UserDict)) or hasattr(type(values), "__copy__")
     if not has_own_items or not isinstance(values, MutableMapping):
         return parts  # a copy may hold the same dictionary in an attribute: writing there would change the original
-    made = copy(values)  # whatever its constructor takes
+    copied = copy(values)  # whatever its constructor takes
     for place, part in parts.items():
-        made[place] = part  # ModelOutput has no update()
-    return made
+        copied[place] = part  # ModelOutput has no update()
+    return copied
 
 
 MOST_TENSORS, MOST_DEPTH = 64, 4
@@ -237,7 +237,7 @@ def _uncollated(batch: Any, leaves: list[_Leaf]) -> int:
 
 
 def _is_list_of_samples(parts: list[Any]) -> bool:
-    """Return True for samples side by side, each with parts of several kinds (image and label); one kind is a column."""
+    """Return whether these are samples, each with parts of several kinds (image and label); one kind is a column."""
     looked_at = (islice(part, MOST_TENSORS) for part in parts)
     return any(len({item.dim() if hasattr(item, "dim") else type(item) for item in part}) > 1 for part in looked_at)
 
@@ -254,7 +254,7 @@ def _tokens(leaves: list[_Leaf]) -> int:
 
 
 def _elements(leaf: _Leaf) -> int:
-    found = 1
+    count = 1
     for length in leaf.shape:
-        found *= length
-    return found
+        count *= length
+    return count

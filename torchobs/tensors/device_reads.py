@@ -1,4 +1,4 @@
-"""Numbers from a device without waiting: asynchronous copies into host memory, whose arrival shows without a device call.
+"""Numbers from a device without waiting: asynchronous copies into host memory that show their arrival without a device call.
 
 A single value is first stored in memory of its device, which is one launch; what was stored in a tenth of a second is then sent
 in one copy. Nothing is read while the stream is being captured into a graph.
@@ -48,7 +48,7 @@ class DeviceEvent(Protocol):
     """A recorded point in a stream's work."""
 
     def query(self) -> bool:
-        """Return True if the device has reached it."""
+        """Return whether the device has reached it."""
 
     def elapsed_time(self, end: Any, /) -> float:
         """Return the device time from this event to ``end``, in ms."""
@@ -62,8 +62,8 @@ class Device:
         import torch  # torch is optional until training begins
 
         there: Any = torch.cuda.device if device.type == "cuda" else _of(device, "device")
-        found: AbstractContextManager[object] = there(device) if there is not None else nullcontext()
-        return found
+        context: AbstractContextManager[object] = there(device) if there is not None else nullcontext()
+        return context
 
     def stream(self, device: torch.device) -> Any:
         """Return the device's current stream; streams can be compared. ``None`` where there are none."""
@@ -73,18 +73,18 @@ class Device:
     def within(self, device: torch.device, stream: Any) -> AbstractContextManager[object]:
         """Return a context in which that stream of the device, of :meth:`stream`, is the current one."""
         there: Any = _of(device, "stream")
-        found: AbstractContextManager[object] = there(stream) if there is not None and stream is not None else nullcontext()
-        return found
+        context: AbstractContextManager[object] = there(stream) if there is not None and stream is not None else nullcontext()
+        return context
 
     def capturing(self) -> bool:
-        """Return True if the current CUDA stream is being captured into a graph. Does not initialise CUDA."""
+        """Return whether the current CUDA stream is being captured into a graph. Does not initialise CUDA."""
         import torch
 
         cuda: Any = torch.cuda  # torch has no types for it
         return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return True if the tensor has data; a fake tensor has a shape and a device only.
+        """Return whether the tensor has data; a fake tensor has a shape and a device only.
 
         Whole trainings are run on fake tensors to estimate their memory use.
         """
@@ -96,11 +96,11 @@ class Device:
         """Record a CUDA event with timing on the current stream: ``again`` one of the same device, or a new one."""
         import torch
 
-        made: Any = torch.cuda.Event
-        event = made(enable_timing=True) if again is None else again
+        event_class: Any = torch.cuda.Event
+        event = event_class(enable_timing=True) if again is None else again
         event.record()
-        found: DeviceEvent = event
-        return found
+        recorded: DeviceEvent = event
+        return recorded
 
     def empty(self, size: int, kind: str) -> torch.Tensor:
         """Return an uninitialised vector in host memory, for copies from that type of device, of the type :func:`wide`.
@@ -141,7 +141,7 @@ def wide(torch: Any, kind: str) -> Any:
 
 
 def _of(device: torch.device, name: str) -> Any:
-    """Return what the device type's module of torch calls so; ``None`` if it has none."""
+    """Return the attribute of that name in torch's module for the device type; ``None`` if there is none."""
     import torch
 
     return getattr(getattr(torch, device.type, None), name, None)
@@ -165,13 +165,13 @@ class Buffer:
         return self._numbers[begin : begin + count]
 
     def arrived(self, begin: int, count: int) -> bool:
-        """Return True if all these words have arrived. From any thread."""
+        """Return whether all these words have arrived. From any thread."""
         return self._unset not in self._bits[begin : begin + count].tolist()
 
     def values(self, begin: int, count: int) -> list[float]:
         """Return the words as numbers."""
-        found: list[float] = self._numbers[begin : begin + count].tolist()
-        return found
+        numbers: list[float] = self._numbers[begin : begin + count].tolist()
+        return numbers
 
 
 class PendingCopy:
@@ -184,11 +184,11 @@ class PendingCopy:
         self._count, self._release = count, release
 
     def ready(self) -> bool:
-        """Return True if all numbers have arrived."""
+        """Return whether all numbers have arrived."""
         return self._buffer is not None and self._buffer.arrived(0, self._count)
 
     def has_landed(self) -> bool:
-        """Return True if the last number has arrived, taken or not: what the device did before the copy is done."""
+        """Return whether the last number has arrived, taken or not: what the device did before the copy is done."""
         return self._buffer is None or self._buffer.arrived(self._count - 1, 1)
 
     def take(self) -> list[float]:
@@ -196,9 +196,9 @@ class PendingCopy:
         buffer, self._buffer = self._buffer, None
         if buffer is None:
             return []
-        found = buffer.values(0, self._count)
+        numbers = buffer.values(0, self._count)
         self._release((buffer, 0))
-        return found
+        return numbers
 
     def __del__(self) -> None:
         """Release the buffer; its copy may still be in progress."""
@@ -213,7 +213,7 @@ class PendingCopies:
         self._device = device if device is not None else Device()
         self._returned: deque[tuple[tuple[str, int], Buffer, int]] = deque()
         self._free: dict[tuple[str, int], list[Buffer]] = {}
-        self._made: dict[tuple[str, int], int] = {}
+        self._allocated: dict[tuple[str, int], int] = {}
 
     def send(self, values: torch.Tensor) -> PendingCopy:
         """Start to copy a vector of the current device."""
@@ -229,11 +229,11 @@ class PendingCopies:
 
     def _allocate(self, key: tuple[str, int]) -> None:
         """Allocate buffers of a size, and as many again whenever all are in use."""
-        (kind, words), made = key, self._made.get(key, 0)
-        count = made or min(_MOST_AT_ONCE, max(_FEWEST_AT_ONCE, _WORDS_AT_ONCE // words))
+        (kind, words), allocated = key, self._allocated.get(key, 0)
+        count = allocated or min(_MOST_AT_ONCE, max(_FEWEST_AT_ONCE, _WORDS_AT_ONCE // words))
         together = self._device.empty(count * words, kind)
         self._free[key] += [Buffer(together[words * index : words * (index + 1)]) for index in range(count)]
-        self._made[key] = made + count
+        self._allocated[key] = allocated + count
 
     def _collect(self) -> None:
         """Reclaim released buffers, except those with a copy in progress, which would overwrite the next one's words."""
@@ -307,7 +307,7 @@ class DeviceValues:
     def take(self, value: torch.Tensor, deliver: Callable[[float], None]) -> bool:
         """Read a one-element tensor: at once on the CPU, else :meth:`poll` calls ``deliver`` later.
 
-        Return True if the value was or will be delivered; False during graph capture, on a device that cannot copy, for a fake
+        Return whether the value was or will be delivered; False during graph capture, on a device that cannot copy, for a fake
         tensor, or with too many copies pending.
         """
         if not self.cuda.holds(value):
@@ -378,7 +378,7 @@ class DeviceValues:
 
 
 def is_on_device(number: Any) -> bool:
-    """Return True for a tensor that is not on the CPU: ``float`` of it would synchronise."""
+    """Return whether it is a tensor that is not on the CPU: ``float`` of it would synchronise."""
     return not getattr(number, "is_cpu", True)
 
 
@@ -413,7 +413,7 @@ class Devices:
         """Return the device time in ns of work finished since the last call. In the training thread; never waits.
 
         An event is queried once what was sent after it has landed. ``query`` of one that is not reached clears the error of
-        an earlier launch, which nobody may have seen yet (``cudaGetLastError`` in ``CUDAEvent.h``).
+        an earlier launch, which may not have been seen yet (``cudaGetLastError`` in ``CUDAEvent.h``).
         """
         spent_ns = 0
         if self.timings and not self.cuda.capturing():

@@ -55,12 +55,12 @@ class GraphNode:
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments that are not tensors and were kept."""
-        function, found = self.function, {}
+        function, settings = self.function, {}
         for name in _names(function)[1]:
             value = getattr(function, name)
             if value is not None:
-                found[name.removeprefix(_SAVED)] = _signed(value)
-        return found
+                settings[name.removeprefix(_SAVED)] = _signed(value)
+        return settings
 
 
 def _signed(value: Any) -> Any:
@@ -125,8 +125,8 @@ def kept_tensors(function: Any) -> Iterator[tuple[str, Any]]:
             raw = getattr(function, name)
         except RuntimeError:  # freed by an earlier backward pass
             continue
-        for index, each in enumerate(raw if isinstance(raw, tuple) else ()):
-            yield f"{name.removeprefix(_RAW)}[{index}]", _value(each)
+        for index, tensor in enumerate(raw if isinstance(raw, tuple) else ()):
+            yield f"{name.removeprefix(_RAW)}[{index}]", _value(tensor)
         if not isinstance(raw, tuple):
             yield name.removeprefix(_RAW), _value(raw)
 

@@ -22,7 +22,7 @@ _PAIR = 2
 def compute_loss(model: Any, batch: Any, loss_fn: Callable[..., Any] | None = None, *, target: Any = None) -> Any:
     """Run a model's forward pass on a batch, and return its loss.
 
-    A ``loss_fn`` whose first parameter is named ``model`` (or ``module``, ``net``, ``network``) is called with the model and
+    A ``loss_fn`` with a first parameter named ``model`` (or ``module``, ``net``, ``network``) is called with the model and
     the batch, and calls the model itself. Any other is called with the model's output and, if it takes two arguments, with
     ``target``; where none is given, with the last item of a batch that is a tuple or a list, which the model does not get
     then, and else with the batch. Without ``loss_fn`` the loss is the output's ``loss``, or else the sum of its floating-point
@@ -56,15 +56,15 @@ def compute_loss(model: Any, batch: Any, loss_fn: Callable[..., Any] | None = No
 
 
 def mean_loss(model: Any, batch: Any, loss_fn: Callable[..., Any]) -> torch.Tensor:
-    """Return what :func:`compute_loss` does, where a loss function has to return one number.
+    """Return the result of :func:`compute_loss`, where a loss function has to return one number.
 
     Raises:
         TypeError: it returns something else.
     """
     loss = compute_loss(model, batch, loss_fn)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"one of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TypeError(f"loss_fn returns the mean loss, a tensor of one number, not {found}")
+        problem = f"one of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TypeError(f"loss_fn returns the mean loss, a tensor of one number, not {problem}")
     return loss
 
 
@@ -75,7 +75,7 @@ def output_loss(output: Any) -> Any:
     tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for _, tensor in walk(output)]
     # in float64, where the device has it, so that the sum of finite numbers is finite
     sums = [tensor.sum(dtype=wide_type(tensor.device)) for tensor in tensors if tensor.is_floating_point()]
-    return torch.stack([each.to(sums[0].device) for each in sums]).sum() if sums else None
+    return torch.stack([total.to(sums[0].device) for total in sums]).sum() if sums else None
 
 
 def wide_type(device: torch.device) -> torch.dtype:
@@ -124,8 +124,8 @@ def is_without_values(model: torch.nn.Module) -> bool:
 
 def has_parameters_of(optimizer: Any, model: Any) -> bool:
     """Return whether an optimizer has some of a model's parameters, or the model has none."""
-    own = set(map(id, model.parameters()))
-    return not own or any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+    ids = set(map(id, model.parameters()))
+    return not ids or any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
 
 
 def parameters_of(loss_fn: Any) -> list[str]:
@@ -141,8 +141,9 @@ def parameters_of(loss_fn: Any) -> list[str]:
         return ["input", "target"]
     positional = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
     parameters = list(signature.parameters.values())
-    names = [each.name for each in parameters if each.kind in positional and each.default is inspect.Parameter.empty]
-    if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters):
+    required = [parameter for parameter in parameters if parameter.default is inspect.Parameter.empty]
+    names = [parameter.name for parameter in required if parameter.kind in positional]
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
         names += ["input", "target"][len(names) :]
     if len(names) not in {1, _PAIR}:
         raise TypeError(f"loss_fn takes {len(names)} arguments; it is {FORMS}")

@@ -41,7 +41,7 @@ class ModelSize(NamedTuple):
     trainable: int
     frozen: int
     frozen_between: tuple[str, ...]
-    """Layers of which no parameter is trained, though some before and after them are"""
+    """Layers without a trained parameter, though some before and after them have one"""
 
 
 class ParameterNames:
@@ -63,13 +63,13 @@ class ParameterNames:
 
     def get(self, parameter: Any) -> str | None:
         """Return the parameter's qualified name, if it is known."""
-        found = self._names.get(id(parameter))
-        return found[1] if found is not None and found[0]() is parameter else None
+        entry = self._names.get(id(parameter))
+        return entry[1] if entry is not None and entry[0]() is parameter else None
 
     def outermost(self) -> list[Any]:
         """Return the outermost modules that are known without a scan."""
-        found = [module for root in list(self._roots) if (module := root.module()) is not None]
-        return found + roots(self.built_modules.modules())
+        modules = [module for root in list(self._roots) if (module := root.module()) is not None]
+        return modules + roots(self.built_modules.modules())
 
     def count_layers(self, trained: Collection[int], stuck: Collection[str]) -> int:
         """Return the number of layers of all models that are known without a scan and have a trained parameter (ids).
@@ -86,8 +86,8 @@ class ParameterNames:
                 names = {id(parameter): name for name, parameter in named}
                 matrices.update(name for name, parameter in named if len(shape_of(parameter)) > 1)
             if any(key in trained for key in names):
-                own = {name for key, name in names.items() if key not in counted}  # not again as its wrapper's
-                layers.update((number, name) for name in own & matrices or own)  # flattened ones are all vectors
+                fresh = {name for key, name in names.items() if key not in counted}  # not again as its wrapper's
+                layers.update((number, name) for name in fresh & matrices or fresh)  # flattened ones are all vectors
                 counted.update(names)
         return len(layers)
 
@@ -104,10 +104,10 @@ class ParameterNames:
                     return None
                 if any(id(parameter) in trained for _, parameter in named):
                     # DeepSpeed's ZeRO 3 keeps the whole size beside an empty shard
-                    found = {id(x): (int(getattr(x, "ds_numel", x.numel())), x.requires_grad) for _, x in named}
-                    is_new = not found.keys() & sizes.keys()  # not a wrapper of one that has been seen
+                    elements = {id(x): (int(getattr(x, "ds_numel", x.numel())), x.requires_grad) for _, x in named}
+                    is_new = not elements.keys() & sizes.keys()  # not a wrapper of one that has been seen
                     frozen += _frozen_between(named) if is_new else []
-                    sizes |= found
+                    sizes |= elements
         amounts = [[number for number, trains in sizes.values() if trains is wanted] for wanted in (True, False)]
         return ModelSize(sum(amounts[0]), sum(amounts[1]), tuple(frozen)) if sizes else None
 
@@ -119,9 +119,9 @@ class ParameterNames:
                 self._name(parameter, clean(str(name)))
 
     def look_for(self, parameters: Iterable[Any], *, now: bool = False) -> bool:
-        """Try to name the parameters; return True if that is final (the rest stays nameless). ``now``: the rank is ending."""
+        """Try to name the parameters; return whether that is final (the rest stays nameless). ``now``: the rank is ending."""
         watched, self._watched = self._watched, []
-        self._add_roots([module for module in (each() for each in watched) if module is not None])
+        self._add_roots([module for module in (reference() for reference in watched) if module is not None])
         parameters = list(parameters)
         self._walk(parameters)
         if any(self.get(parameter) is None for parameter in parameters):
@@ -152,23 +152,23 @@ class ParameterNames:
         self._taken[free] = TensorReference(parameter)
 
     def _add_roots(self, modules: list[Any]) -> None:
-        known = {id(module) for module in (root.module() for root in self._roots) if module is not None}
-        self._roots += [_Root(ref(module)) for module in modules if id(module) not in known]
+        present = {id(module) for module in (root.module() for root in self._roots) if module is not None}
+        self._roots += [_Root(ref(module)) for module in modules if id(module) not in present]
 
     def _walk(self, parameters: list[Any]) -> None:
         """Name parameters by the modules that hold them; several models are distinguished by their classes."""
         wanted = {id(parameter) for parameter in parameters if self.get(parameter) is None}
-        found: list[tuple[_Root, Any, list[tuple[str, Any]]]] = []
+        holders: list[tuple[_Root, Any, list[tuple[str, Any]]]] = []
         for root in self._roots if wanted else ():
             module = root.module()
             named = list[tuple[str, Any]]()
             with suppress(RuntimeError):  # a dictionary changed size: none of it, then
-                named = [one for one in self._parameters(module) if id(one[1]) in wanted] if module is not None else []
+                named = [entry for entry in self._parameters(module) if id(entry[1]) in wanted] if module is not None else []
             wanted -= {id(parameter) for _, parameter in named}
             if named:
-                found.append((root, module, named))
-        several = len(found) > 1 or any(root.title is not None for root in self._roots)
-        for root, module, named in found:
+                holders.append((root, module, named))
+        several = len(holders) > 1 or any(root.title is not None for root in self._roots)
+        for root, module, named in holders:
             if root.title is None:
                 root.title = f"{type(module).__name__}." if several else ""
             for name, parameter in named:
@@ -218,7 +218,7 @@ class BuiltModules:
 
     def modules(self) -> list[Any]:
         """Return the living modules. From any thread."""
-        return [module for known in list(self._modules.values()) if (module := known()) is not None]
+        return [module for reference in list(self._modules.values()) if (module := reference()) is not None]
 
     def _registration_hook(self, breaker: CircuitBreaker) -> Callable[[Any, str, object], None]:
         """Return the hook: for a known module one lookup, and nothing that can raise.
@@ -270,9 +270,9 @@ def all_modules(yield_gil: Callable[[], None]) -> list[Any]:
     import torch  # torch is optional until training begins
 
     yield_gil()
-    found = living(torch.nn.Module)
+    modules = living(torch.nn.Module)
     yield_gil()
-    return found
+    return modules
 
 
 def roots(modules: list[Any]) -> list[Any]:

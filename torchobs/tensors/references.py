@@ -56,9 +56,9 @@ def collections_paused() -> Iterator[None]:
 
 def objects_of(classes: set[int]) -> Iterator[Any]:
     """Return an iterator over the living objects of just these classes (ids): for one call of a C function."""
-    held = dict[int, list[Any]]()
-    objects = chain(_every(map(held.setdefault, (0,), map(gc.get_objects, (None,)))), (None,))
-    return compress(objects, map(classes.__contains__, map(id, map(type, _every(map(held.pop, (0,)))))))
+    store = dict[int, list[Any]]()
+    objects = chain(_every(map(store.setdefault, (0,), map(gc.get_objects, (None,)))), (None,))
+    return compress(objects, map(classes.__contains__, map(id, map(type, _every(map(store.pop, (0,)))))))
 
 
 def types_of_objects() -> Iterator[type]:
@@ -81,7 +81,7 @@ class _ShownReferences(ModuleType):
     @staticmethod
     def getweakrefs(tensor: object) -> list[Any]:
         """Return the weak references to it but ours."""
-        return [each for each in weakref.getweakrefs(tensor) if type(each) is not TensorReference]
+        return [reference for reference in weakref.getweakrefs(tensor) if type(reference) is not TensorReference]
 
 
 def let_tensors_be_swapped() -> None:
@@ -115,8 +115,8 @@ class ObjectIndex(Generic[S]):
         """Return the state of ``thing``, which is created at the first call; ``None`` beyond the limit."""
         entry = self._entries.get(id(thing))
         if entry is not None and entry.ref() is thing:
-            found: S = entry.state
-            return found
+            state: S = entry.state
+            return state
         return self._enter(thing)
 
     def _enter(self, thing: object) -> S | None:

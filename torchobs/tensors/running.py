@@ -28,7 +28,7 @@ def random_states_kept(generators: Sequence[torch.Generator] = ()) -> Iterator[N
     """Put the states of Python, NumPy (where it is imported), torch and these generators back when the block ends."""
     numpy: Any = imported("numpy")
     cuda: Any = torch.cuda if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    of_python, of_torch, own = random.getstate(), torch.get_rng_state(), [each.get_state() for each in generators]
+    of_python, of_torch, states = random.getstate(), torch.get_rng_state(), [generator.get_state() for generator in generators]
     of_numpy, of_cuda = numpy and numpy.random.get_state(), cuda and cuda.get_rng_state_all()
     try:
         yield
@@ -39,7 +39,7 @@ def random_states_kept(generators: Sequence[torch.Generator] = ()) -> Iterator[N
             numpy.random.set_state(of_numpy)
         if cuda is not None:
             cuda.set_rng_state_all(of_cuda)
-        for generator, state in zip(generators, own, strict=True):
+        for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 
 
@@ -89,7 +89,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     A module with a ``train`` of its own has it called, on the way there and back: a layer may merge weights in it, as loralib's
     do, keep a flag, or leave children in a mode that it chooses. Of all others the attribute ``training`` is set. A graph of
-    ``torch.export``, whose ``train`` and ``eval`` are not implemented, has no modes, and is left as it is.
+    ``torch.export``, which implements neither ``train`` nor ``eval``, has no modes, and is left as it is.
     """
     with _modes_kept(model):
         if _overrides(model, "eval"):
@@ -114,7 +114,7 @@ def _modes_kept(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, mode in modes:  # parents before children, whose modes a parent's own train() changes
+        for module, mode in modes:  # parents before children: a parent's own train() changes their modes
             if _overrides(module, "train") and (mode or module.training):
                 _call_train(module, mode=mode)
         for module, mode in modes:
@@ -145,24 +145,24 @@ def _overrides(module: nn.Module, name: str) -> bool:
 
 def samplers(loader: Any) -> list[Any]:
     """Return the loader's samplers, and those within: a batch sampler's, a wrapper's."""
-    found: dict[int, Any] = {}
+    inner: dict[int, Any] = {}
     owners = [loader]
     for owner in owners:
-        for one in (getattr(owner, "sampler", None), getattr(owner, "batch_sampler", None)):
-            if one is not None and id(one) not in found:
-                found[id(one)] = one
-                owners.append(one)
-    return list(found.values())
+        for sampler in (getattr(owner, "sampler", None), getattr(owner, "batch_sampler", None)):
+            if sampler is not None and id(sampler) not in inner:
+                inner[id(sampler)] = sampler
+                owners.append(sampler)
+    return list(inner.values())
 
 
 def generators(loader: Any) -> list[torch.Generator]:
     """Return the generators of the loader's own and of its samplers."""
     owned = [getattr(owner, "generator", None) for owner in (loader, *samplers(loader))]
-    return list({id(one): one for one in owned if isinstance(one, torch.Generator)}.values())
+    return list({id(generator): generator for generator in owned if isinstance(generator, torch.Generator)}.values())
 
 
 def length(loader: Any) -> int | None:
-    """Return the number of batches, or None where nobody knows: of a generator, of a DataLoader over an iterable data set."""
+    """Return the number of batches, or None where it is unknown: of a generator, of a DataLoader over an iterable data set."""
     try:
         return len(loader)
     except TypeError:
@@ -174,17 +174,17 @@ _AUTOGRAD_REFUSES = re.compile(r"requires?[ _]grad")
 
 
 def wants_gradients(message: str) -> bool:
-    """Return True if an error's message is autograd's of a tensor without gradients: the pass works where they are on."""
+    """Return whether an error's message is autograd's of a tensor without gradients: the pass works where they are on."""
     return _AUTOGRAD_REFUSES.search(message) is not None
 
 
 def nodes_of(loss: Any) -> list[Any]:
     """Return the nodes of the graph of a loss; none of one that has no graph."""
     nodes = [] if loss.grad_fn is None else [loss.grad_fn]
-    seen = set(nodes)
+    visited = set(nodes)
     for node in nodes:  # which grows meanwhile
-        following = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
-        seen |= following
+        following = {next_node for next_node, _ in node.next_functions if next_node is not None} - visited
+        visited |= following
         nodes += following
     return nodes
 
@@ -214,7 +214,7 @@ def _kept_in(thread: int) -> Callable[[Any], Any]:
         def apply(function: Any, preserve: Any, *args: Any) -> Any:
             if threading.get_ident() != thread:
                 return original(function, preserve, *args)
-            takes_gradient = any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)
+            takes_gradient = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)
             with torch.set_grad_enabled(takes_gradient and torch.is_grad_enabled()):
                 return function(*args)
 
@@ -256,7 +256,7 @@ class _ReentrantError(Exception):
 
 
 def beside_grad(model: Any, passes: Callable[[Backward], T]) -> T:
-    """Return what ``passes(backward)`` does, which runs the model and gives its loss (or ``None``) to ``backward``.
+    """Return the result of ``passes(backward)``, which runs the model and gives its loss (or ``None``) to ``backward``.
 
     Differentiated are the leaves of the loss's graph, which under FSDP2 are no parameters of the model once it has run.
     A model with reentrant checkpointing is run again: torch differentiates through that into ``.grad`` alone, so that it
@@ -296,14 +296,14 @@ def _own_parameters(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def kept_memory(known: Iterable[torch.Tensor], note: Callable[[Any], object]) -> Iterator[None]:
+def kept_memory(excluded: Iterable[torch.Tensor], note: Callable[[Any], object]) -> Iterator[None]:
     """Call ``note`` with each storage that forward passes in the block keep for a backward pass, once; not with those known."""
-    seen = {storage.data_ptr() for x in known for storage in storages(x)}
+    pointers = {storage.data_ptr() for x in excluded for storage in storages(x)}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
         for storage in storages(x):
-            if storage.data_ptr() not in seen:  # none is used again before the pass ends: the graph holds what is kept
-                seen.add(storage.data_ptr())
+            if storage.data_ptr() not in pointers:  # none is used again before the pass ends: the graph holds what is kept
+                pointers.add(storage.data_ptr())
                 note(storage)
         return x.detach()  # a node that holds its own output is a cycle of C++ objects, which no collector sees
 

@@ -32,7 +32,7 @@ CHUNK = 1 << 22
 
 
 class _OwnWork(threading.local):
-    """Whether this thread computes statistics, whose NaN and infinities are none of the program's."""
+    """Whether this thread computes statistics: their NaN and infinities are none of the program's."""
 
     on = False
 
@@ -71,7 +71,7 @@ class Moments(NamedTuple):
         return nan if self.nan else inf if self.infinite else sqrt(self.norm_squared)
 
     def described(self, scale: float = 1.0) -> dict[str, Any]:
-        """Return what results have of it, by the names of their fields; values are divided by ``scale``."""
+        """Return the fields of results that it has, by name; values are divided by ``scale``."""
         values = {"mean": self.mean, "min": self.min, "max": self.max} if self.finite else {}
         if self.finite > 1:
             values["std"] = sqrt(self.squares / (self.finite - 1))
@@ -105,7 +105,7 @@ def _sums(x: Any) -> Any:
     counts = count, nans, x.numel() - count - nans, (x == 0).sum()
     finite = x.nan_to_num(0.0, 0.0, 0.0)
     extremes = torch.where(is_finite, x, inf).min(), torch.where(is_finite, x, -inf).max()
-    return torch.stack([*(each.to(x.dtype) for each in counts), finite.sum(), finite.square().sum(), *extremes])
+    return torch.stack([*(count.to(x.dtype) for count in counts), finite.sum(), finite.square().sum(), *extremes])
 
 
 def filled(numbers: Iterable[float], device: Any) -> Any:
@@ -128,12 +128,12 @@ class Numbers:
 
     def read(self) -> list[list[float]]:
         """Return the numbers, after one copy for each device."""
-        found: list[list[float]] = [[] for _ in range(self._count)]
+        results: list[list[float]] = [[] for _ in range(self._count)]
         for parts in self._parts.values():
             numbers = iter(torch.cat([tensor for _, tensor in parts]).tolist())
             for index, tensor in parts:
-                found[index] = list(islice(numbers, tensor.numel()))
-        return found
+                results[index] = list(islice(numbers, tensor.numel()))
+        return results
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Rows:
         self._taken: list[tuple[dict[str, Any], int | None]] = []
 
     def add(self, name: str, x: Any, values: Any = None) -> tuple[Any, str]:
-        """Start to describe a tensor; return what :func:`values_of` does. ``values``: what to look at, if that is known."""
+        """Start to describe a tensor; return the result of :func:`values_of`. ``values``: its values, if known."""
         about = {"shape": shape_of(x), "dtype": name_of(x.dtype), "device": str(x.device), "numel": elements_of(x)}
         with computing():
             values, kind = values_of(x) if values is None else (values, "elements")
@@ -184,7 +184,7 @@ class Rows:
         read = self.numbers.read() if read is None else read
         nothing = NOTHING.described() | {"norm": None}
         numbers = [nothing if index is None else Moments(*read[index]).described(scale) for _, index in self._taken]
-        return tuple(TensorRow(**about, **each) for (about, _), each in zip(self._taken, numbers, strict=True))
+        return tuple(TensorRow(**about, **values) for (about, _), values in zip(self._taken, numbers, strict=True))
 
 
 def norm_of(rows: Iterable[TensorRow]) -> float | None:
@@ -244,8 +244,8 @@ def first_tensor(output: Any, depth: int = _DEPTH) -> Any:
         parts = list(output.values())[:_MOST_PARTS]
     elif hasattr(kind, "__dataclass_fields__"):
         parts = [vars(output).get(name) for name in list(kind.__dataclass_fields__)[:_MOST_PARTS]]
-    found = (first_tensor(part, depth - 1) for part in parts)
-    return next((one for one in found if one is not None), None)
+    tensors = (first_tensor(part, depth - 1) for part in parts)
+    return next((tensor for tensor in tensors if tensor is not None), None)
 
 
 def numbers(output: Any) -> tuple[Any, int]:
@@ -264,7 +264,7 @@ def numbers(output: Any) -> tuple[Any, int]:
     size, mean = finite.abs(), finite.mean()
     # not ``var_mean`` and norms, which take eight times as long on the CPU (2.2 ms for 262,144 elements)
     variance = torch.sub(finite, mean).square_().mean()
-    nonzero = (torch.count_nonzero(each).to(values.dtype) for each in (values, size))
+    nonzero = (torch.count_nonzero(x).to(values.dtype) for x in (values, size))
     return torch.stack([mean, variance, size.sum(), size.max(), *nonzero]), values.numel()
 
 

@@ -51,7 +51,7 @@ class Condition(Enum):
 
 
 def condition(tensor: Any) -> Condition:
-    """Return what a tensor holds. It waits for a device."""
+    """Return the condition of a tensor's values. It waits for a device."""
     values = plain(tensor)
     if values is None:
         return Condition.UNKNOWN
@@ -64,24 +64,24 @@ def condition(tensor: Any) -> Condition:
 
 
 def is_finite(tensor: Any) -> bool:
-    """Return True if all elements are finite, as those of integers are. It waits for a device."""
+    """Return whether all elements are finite, as those of integers are. It waits for a device."""
     with torch._C.DisableTorchFunctionSubclass():
         whole = not (tensor.is_floating_point() or tensor.is_complex())
     return whole or condition(tensor) is Condition.FINITE
 
 
-def explains(given: Any, made: Any) -> bool:
-    """Return True if the samples of ``made`` that are not finite are so in ``given``, too. It waits for a device.
+def explains(operand: Any, result: Any) -> bool:
+    """Return whether the samples of ``made`` that are not finite are so in ``given``, too. It waits for a device.
 
     Samples lie along the first dimension of ``given``, and along one of the same length of ``made``.
     """
-    given, made = plain(given), plain(made)
-    if given is None or made is None or not given.dim() or not given.numel():
+    operand, result = plain(operand), plain(result)
+    if operand is None or result is None or not operand.dim() or not operand.numel():
         return False
-    bad = (~torch.isfinite(given)).reshape(len(given), -1).any(1).tolist()
-    for dimension in range(made.dim()):
-        if made.shape[dimension] == len(bad) and made.numel():
-            spoiled = (~torch.isfinite(made)).movedim(dimension, 0).reshape(len(bad), -1).any(1).tolist()
+    bad = (~torch.isfinite(operand)).reshape(len(operand), -1).any(1).tolist()
+    for dimension in range(result.dim()):
+        if result.shape[dimension] == len(bad) and result.numel():
+            spoiled = (~torch.isfinite(result)).movedim(dimension, 0).reshape(len(bad), -1).any(1).tolist()
             if any(spoiled) and all(was for was, now in zip(bad, spoiled, strict=True) if now):
                 return True
     return False
@@ -92,8 +92,8 @@ def bad_elements(tensor: Any) -> tuple[tuple[int, ...], ...]:
     values = plain(tensor)
     if values is None:
         return ()
-    found = torch.nonzero(~torch.isfinite(values))[:MOST_ELEMENTS].tolist()
-    return tuple(tuple(index[: tensor.dim()]) for index in found)
+    indices = torch.nonzero(~torch.isfinite(values))[:MOST_ELEMENTS].tolist()
+    return tuple(tuple(index[: tensor.dim()]) for index in indices)
 
 
 def values_of(x: Any) -> tuple[Any, str]:
@@ -134,7 +134,7 @@ def dense(x: Any) -> tuple[Any, str]:
 
 
 def is_uninitialized(x: Any) -> bool:
-    """Return True for a parameter of a lazy module that has no shape yet."""
+    """Return whether it is a parameter of a lazy module, without a shape yet."""
     lazy: Any = torch.nn.parameter
     return isinstance(x, lazy.UninitializedTensorMixin)
 
