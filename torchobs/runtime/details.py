@@ -52,13 +52,13 @@ class RunDetails:
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
-        self._found: dict[str, Any] = {}
+        self._details: dict[str, Any] = {}
         self._written: dict[str, Any] = {}
         self._reader = threading.Thread(target=call, args=(context.breaker("details"), self._add_git), daemon=True)
 
     def begin(self) -> None:
         """Write what costs nothing to know."""
-        self._found = {
+        self._details = {
             "command": _shortened(redacted(sys.orig_argv[:_MOST_ARGUMENTS])),
             "arguments": _shortened(redacted(sys.argv[: _MOST_ARGUMENTS + 1])[1:]),
             "settings": _settings(self._context.settings),
@@ -73,18 +73,18 @@ class RunDetails:
         self._reader.join(_GIT_WAIT_S)  # a run of a second is at its end
         torch = imported("torch")
         if torch is not None:
-            self._found["torch"] = _torch(torch)
+            self._details["torch"] = _torch(torch)
         self._write()
 
     def _add_git(self) -> None:
         with suppress(OSError, ValueError):  # a name that is no path
-            # `torchobs run` has no script yet, whose name stands in the arguments already
+            # `torchobs run` has no script yet, but its name is in the arguments already
             main = getattr(sys.modules.get("__main__"), "__file__", None) or next(filter(os.path.isfile, sys.argv[:1]), None)
-            if found := checkout(Path(main).resolve().parent if main else Path.cwd()):
-                self._found["git"] = found._asdict()  # one store: the sampler thread adds to the same dictionary
+            if state := checkout(Path(main).resolve().parent if main else Path.cwd()):
+                self._details["git"] = state._asdict()  # one store: the sampler thread adds to the same dictionary
 
     def _write(self) -> None:
-        details = dict(self._found)
+        details = dict(self._details)
         if details == self._written:
             return
         document = self._context.writer.details
@@ -94,7 +94,7 @@ class RunDetails:
             payload = json.dumps(details, separators=(",", ":"), default=str).encode(errors="replace")
             if len(payload) <= document.room:
                 if document.replace(payload):
-                    self._written = dict(self._found)
+                    self._written = dict(self._details)
                 return
 
 
@@ -105,17 +105,17 @@ def _shortened(arguments: list[str]) -> list[str]:
 def _settings(chosen: Settings) -> dict[str, str]:
     """Return the settings that are not the defaults, as text."""
     usual = Settings()
-    found = {}
+    changed = {}
     for option in settings.OPTIONS:
         value = getattr(chosen, option.name)
         if value is not None and value != getattr(usual, option.name) and option.name not in _LEFT_OUT:
-            found[option.name] = redacted_value(option.name, as_text(value))[:_LONGEST]
-    return found
+            changed[option.name] = redacted_value(option.name, as_text(value))[:_LONGEST]
+    return changed
 
 
 def _torch(torch: Any) -> dict[str, Any]:
     """Return versions, devices, and what decides whether a run can be repeated. Nothing of it initializes a device."""
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     readers: dict[str, Callable[[], Any]] = {
         "version": lambda: str(torch.__version__),
         "cuda": lambda: torch.version.cuda,
@@ -131,12 +131,12 @@ def _torch(torch: Any) -> dict[str, Any]:
     for name, read in readers.items():
         with suppress(AttributeError, RuntimeError):  # torch is still being imported, or lacks it; mixed settings raise
             if (value := read()) is not None:
-                found[name] = value
+                facts[name] = value
     with suppress(AttributeError, RuntimeError):
         if torch.cuda.is_initialized():
-            found["devices"] = [torch.cuda.get_device_properties(index).name for index in range(torch.cuda.device_count())]
-            found["cudnn"] = torch.backends.cudnn.version()
-    return found
+            facts["devices"] = [torch.cuda.get_device_properties(index).name for index in range(torch.cuda.device_count())]
+            facts["cudnn"] = torch.backends.cudnn.version()
+    return facts
 
 
 FIRST_INTERVAL_S = 0.5

@@ -50,8 +50,8 @@ class PageAddress:
 
         self._due_s = now_s + _INTERVAL_S
         with suppress(OSError), opened(self._directory) as directory_fd:
-            found = election.read(directory_fd)
-            self.url = found.url if found is not None else ""
+            elected = election.read(directory_fd)
+            self.url = elected.url if elected is not None else ""
         if self.url and self._says and not PageAddress.silent:
             port = self.url.rstrip("/").rpartition(":")[2]
             remote = settings.environment().get("SSH_CONNECTION", "")
@@ -66,7 +66,7 @@ _STYLE = "font:13px/1.5 system-ui,sans-serif;border:1px solid #8886;border-radiu
 
 
 def in_notebook() -> bool:
-    """Return True in a Jupyter kernel, whose shell has a ``kernel``; IPython in a terminal has none."""
+    """Return whether this is a Jupyter kernel: its shell has a ``kernel``; IPython in a terminal has none."""
     ipython = imported("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Callbacks = list[tuple[str, "Callable[[], None]"]]
 _STEP_PROBES = frozenset({"step", "phases", "data"})
-"""Probes whose change makes the step in progress incomplete"""
+"""Probes that make the step in progress incomplete when they change"""
 
 
 class ProbeManager:

@@ -143,7 +143,7 @@ class _Guard:
             raise ProfilerBusyError(_in_use(self.recording.description))
         # the flags that torch checks, of the process and of this thread, which have no public names
         running: Any = profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()  # noqa: SLF001  # as above
-        if running or any(id(one.kineto_results) == results for one, results in list(prepared.items())):
+        if running or any(id(profile.kineto_results) == results for profile, results in list(prepared.items())):
             raise ProfilerBusyError(_in_use("the program's own"))
 
     def begin(self, recording: Recording, function: Callable[[], object]) -> None:
@@ -169,8 +169,9 @@ class _Guard:
         Patch(profiler.profile, "_prepare_trace", self._preparing)
         Patch(profiler, "_run_on_profiler_start", self._starting)  # emit_nvtx and emit_itt prepare nothing
         atexit.register(self.exit)
-        begun = [one for one in living(profiler.profile) if getattr(one, "entered", False) and one.kineto_results is None]
-        self._prepared = WeakKeyDictionary({one: id(None) for one in begun})
+        entered = [profile for profile in living(profiler.profile) if getattr(profile, "entered", False)]
+        begun = [profile for profile in entered if profile.kineto_results is None]
+        self._prepared = WeakKeyDictionary({profile: id(None) for profile in begun})
         return self._prepared
 
     def _preparing(self, original: Any) -> Any:
@@ -215,8 +216,8 @@ def _configuration(*, all_threads: bool, verbose: bool) -> tuple[Any, bool]:
     return _ExperimentalConfig(verbose=verbose), False
 
 
-def _in_use(whose: str) -> str:
-    return f"another profiler runs ({whose}), and torch allows one in a process: end that first"
+def _in_use(owner: str) -> str:
+    return f"another profiler runs ({owner}), and torch allows one in a process: end that first"
 
 
 _guard = _Guard()
@@ -365,12 +366,13 @@ class Profiles:
     def _end(self, run: _Run, reason: str) -> None:
         place, ended = self._context.writer.place, self._context.recorder.ended
         self._running = None
-        if not run.recording.stop() or place is None:  # the interpreter exits, or there is no directory: nobody asks for it
+        if not run.recording.stop() or place is None:  # the interpreter exits, or there is no directory: nothing asks for it
             self._in_progress = False
             return
         attributes = {"reason": reason, "steps": ended - run.first, "evidence": run.request.wanted.id}
-        own = replace(place, directory=place.directory.copy())  # the session may end while the trace is written
-        self._writing = threading.Thread(target=self._write, args=(run, own, attributes), name="torchobs-profile", daemon=True)
+        lasting = replace(place, directory=place.directory.copy())  # the session may end while the trace is written
+        args = run, lasting, attributes
+        self._writing = threading.Thread(target=self._write, args=args, name="torchobs-profile", daemon=True)
         self._writing.start()
 
     def _write(self, run: _Run, place: FlightDirectory, attributes: dict[str, object]) -> None:
@@ -396,8 +398,8 @@ class Profiles:
         self._in_progress = False
 
     def _report_failure(self, wanted: ArtifactName, reason: str, detail: str = "", exception: str = "") -> None:
-        given = {"reason": reason, "detail": detail, "exception.type": exception, "evidence": wanted.id}
-        attributes = {name: text for name, text in given.items() if text}
+        texts = {"reason": reason, "detail": detail, "exception.type": exception, "evidence": wanted.id}
+        attributes = {name: text for name, text in texts.items() if text}
         self._context.writer.event(catalog.EVENT_PROFILE_FAILED.name, attributes)
 
 

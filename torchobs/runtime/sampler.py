@@ -192,9 +192,9 @@ class Sampler:
 
     def _report_anomalies(self) -> None:
         writer = self._context.writer
-        found, writer.anomalies = writer.anomalies, []
+        anomalies, writer.anomalies = writer.anomalies, []
         now = time.monotonic()
-        for anomaly in found:
+        for anomaly in anomalies:
             if self._anomalies.take(now, anomaly.kind):
                 omitted = self._anomalies.held_back(anomaly.kind)
                 more: dict[str, object] = {"left_out": omitted} if omitted else {}
@@ -202,9 +202,9 @@ class Sampler:
                 attributes = {"kind": anomaly.kind, "value": anomaly.value, "baseline": anomaly.baseline} | more
                 writer.event(catalog.EVENT_ANOMALY.name, attributes, anomaly.step)
             self._notify(anomaly)
-        self._run_span.anomalous.extend(anomaly.step for anomaly in found[:100])
+        self._run_span.anomalous.extend(anomaly.step for anomaly in anomalies[:100])
         firsts: dict[str, Anomaly] = {}
-        for anomaly in found:
+        for anomaly in anomalies:
             firsts.setdefault(anomaly.kind, anomaly)
         for kind, first in firsts.items():
             words = finding(kind, step=first.step, value=first.value, baseline=first.baseline).short
@@ -216,17 +216,17 @@ class Sampler:
         origin = self._context.origins.get(anomaly.step) if anomaly.kind.startswith("nonfinite") else None
         if origin is None:
             return {}
-        found = {"origin": origin.kind, "module": origin.module, "operator": origin.operator, "parameter": origin.parameter}
-        return {name: value for name, value in found.items() if value}
+        named = {"origin": origin.kind, "module": origin.module, "operator": origin.operator, "parameter": origin.parameter}
+        return {name: value for name, value in named.items() if value}
 
     def _blown_layer(self, anomaly: Anomaly) -> dict[str, object]:
-        """Return the layer whose gradient has grown most in that step, if it was measured."""
+        """Return the layer with the gradient that has grown most in that step, if it was measured."""
         context = self._context
-        found = None
+        layer = None
         for name_layer in context.blown_layer if anomaly.kind in _BLOWN_UP else ():
             context.yield_gil()
-            found = call(context.breaker("gradients"), name_layer, anomaly.step)
-        return {} if found is None else {"layer": found.layer, "layer_norm": found.norm, "layer_usual": found.usual}
+            layer = call(context.breaker("gradients"), name_layer, anomaly.step)
+        return {} if layer is None else {"layer": layer.layer, "layer_norm": layer.norm, "layer_usual": layer.usual}
 
     def _notify(self, anomaly: Anomaly) -> None:
         if anomaly_callbacks.wanted():
@@ -264,7 +264,7 @@ class Sampler:
     def _report_lost_files(self) -> None:
         """Report files that the program has closed, each once: a program may do so in every step."""
         lost = dict.fromkeys(take_lost())
-        fresh, self._lost = [one for one in lost if one not in self._lost], self._lost.union(lost)
+        fresh, self._lost = [entry for entry in lost if entry not in self._lost], self._lost.union(lost)
         if fresh:
             names = ", ".join(f"{name} ({problem})" if problem else name for name, problem in fresh)
             what = "the program has closed descriptors that it had not opened, files of torchobs among them"

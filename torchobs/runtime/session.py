@@ -73,7 +73,7 @@ class Session:
 
     def __init__(self) -> None:
         self.settings: Settings = settings.Settings()
-        self.given: dict[str, str] = {}
+        self.arguments: dict[str, str] = {}
         """Arguments of ``init()`` that took effect, as text"""
         self.identity: Identity | None = None
         self.context: ProbeContext | None = None
@@ -189,7 +189,7 @@ class Session:
             self._probe_manager.install(self._exits)
         self._torch = after_import("torch", self._install_torch_probes)
         self._children = SpawnedRanks(
-            init, unpickle_token, self.given | {"run_id": found_identity.run_id}, writer.header.incarnation.hex()
+            init, unpickle_token, self.arguments | {"run_id": found_identity.run_id}, writer.header.incarnation.hex()
         )
         call(CircuitBreaker("children"), self._children.install)
         self._sampler.start()
@@ -319,8 +319,8 @@ def init(**overrides: object) -> Session:
         _current = session
         session.settings = chosen
         # an invalid argument is None here if the default is
-        given = {name: getattr(chosen, name) for name, value in overrides.items() if value is not None}
-        session.given = {name: as_text(value) for name, value in given.items() if value is not None}
+        effective = {name: getattr(chosen, name) for name, value in overrides.items() if value is not None}
+        session.arguments = {name: as_text(value) for name, value in effective.items() if value is not None}
         call(CircuitBreaker("init"), set_level, logger, chosen.log_level)
         breaker = CircuitBreaker("init")
         call(breaker, _begin, session, chosen, list(problems))
@@ -333,16 +333,16 @@ def init(**overrides: object) -> Session:
 
 def _warn_ignored(session: Session, overrides: Mapping[str, object], chosen: Settings) -> None:
     """Warn of the arguments of a second ``init()`` that are other than what is in force."""
-    given = sorted(name for name, value in overrides.items() if value is not None)
-    other = [name for name in given if getattr(chosen, name) != getattr(session.settings, name)]
+    names = sorted(name for name, value in overrides.items() if value is not None)
+    other = [name for name in names if getattr(chosen, name) != getattr(session.settings, name)]
     if other:
         texts = ", ".join(f"{name}={as_text(getattr(chosen, name))}" for name in other)
         logger.warning("torchobs: ignored, since init() was called before: %s; torchobs.shutdown() ends that", texts)
 
 
-def unpickle_token(given: dict[str, str], launcher: str) -> object:
+def unpickle_token(arguments: dict[str, str], launcher: str) -> object:
     """Unpickle the token of a spawned child (:mod:`torchobs.runtime.spawned_ranks`)."""
-    return spawned_ranks.unpickle_token(init, unpickle_token, given, launcher)
+    return spawned_ranks.unpickle_token(init, unpickle_token, arguments, launcher)
 
 
 def _begin(session: Session, chosen: Settings, problems: list[settings.SettingsProblem]) -> None:
@@ -378,7 +378,7 @@ def current() -> Session | None:
 
 
 def _is_worker() -> bool:
-    """Return True in a child that is importing its main module and in a DataLoader worker: neither is a rank."""
+    """Return whether this is a child that imports its main module, or a DataLoader worker: neither is a rank."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         return True
     data = imported("torch.utils.data")
@@ -386,7 +386,7 @@ def _is_worker() -> bool:
 
 
 def _versions() -> dict[str, str | int]:
-    found: dict[str, str | int] = {
+    versions: dict[str, str | int] = {
         "torchobs_version": __version__,
         "python_version": ".".join(map(str, sys.version_info[:3])),
         "script": os.path.basename(sys.argv[0])[:128] if sys.argv else "",  # noqa: PTH119  # argv[0] is no path for sure
@@ -394,8 +394,8 @@ def _versions() -> dict[str, str | int]:
     }
     torch = imported("torch")
     with contextlib.suppress(AttributeError):
-        found["torch_version"] = str(torch.__version__)  # None has no version: suppressed
-    return found
+        versions["torch_version"] = str(torch.__version__)  # None has no version: suppressed
+    return versions
 
 
 def _begun() -> dict[str, int]:

@@ -100,8 +100,8 @@ class RootSpans:
 
     def links(self, root: Root) -> list[Link]:
         """Return the links of a span in a trace of its own: to the run, and to the segment in which it began."""
-        found = [link(self.ids.run, self._flags, "run")]
-        return found if root.ids == self.ids.run else [*found, link(root.ids, self._flags, "segment")]
+        links = [link(self.ids.run, self._flags, "run")]
+        return links if root.ids == self.ids.run else [*links, link(root.ids, self._flags, "segment")]
 
     def announce(self) -> None:
         """Write the start of the current root."""
@@ -322,8 +322,8 @@ class StepSpans:
         context, step = self._context, self._context.recorder.ended + 1
         if get_ident() != context.training.thread or not context.recorder.has_begun():
             return None
-        known, ids = self._parent
-        if step != known:
+        parent_step, ids = self._parent
+        if step != parent_step:
             if not self._user_limiter.take(monotonic_ns()):
                 return None
             ids = self._ids.step(step)
@@ -338,13 +338,13 @@ class StepSpans:
         fresh = [record for record in taken if record.kind == RecordKind.STEP]
         self._kept.extend(fresh)
         self._consider([record for record in fresh if record.step in self._wanted], USER)
-        self._consider(self._found(self._anomalous), ANOMALOUS)
-        self._consider(self._found(self._context.writer.event_steps), EVENT)
+        self._consider(self._take_kept(self._anomalous), ANOMALOUS)
+        self._consider(self._take_kept(self._context.writer.event_steps), EVENT)
         if fresh:
             self.first_ns = self.first_ns or fresh[0].end_ns
             self._consider_fresh(fresh)
 
-    def _found(self, numbers: deque[int]) -> list[StepRecord]:
+    def _take_kept(self, numbers: deque[int]) -> list[StepRecord]:
         """Return the steps with these numbers, which may have ended a while ago; numbers of later steps stay."""
         taken = {numbers.popleft() for _ in range(len(numbers))}
         if not taken:
@@ -400,8 +400,8 @@ class StepSpans:
             attributes |= {f"{name}_s": value for name, value in zip(PHASE_NAMES, record.phase_s, strict=True) if value}
         ids = self._write_step(record.step, started_ns, record.end_ns, attributes)
         for phase, from_ns, to_ns in phases_of(exact, record.end_ns) if exact else ():
-            own = ids._replace(span=derived(ids.span, phase))
-            self._write(catalog.SPAN_STEP_PHASE.name, own, from_ns, to_ns, {"phase": phase}, {"parent": ids.span})
+            phase_ids = ids._replace(span=derived(ids.span, phase))
+            self._write(catalog.SPAN_STEP_PHASE.name, phase_ids, from_ns, to_ns, {"phase": phase}, {"parent": ids.span})
 
     def _write_step(self, step: int, started_ns: int, ended_ns: int, attributes: dict[str, object]) -> SpanId:
         ids, links = self._ids.step(step), self._roots.links(self._roots.at(started_ns))
@@ -418,14 +418,14 @@ def phases_of(stamps: tuple[int, ...], end_ns: int) -> list[tuple[str, int, int]
 
 
 def _values(record: StepRecord, late_norms: list[float]) -> dict[str, object]:
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     if not record.flags & StepFlag.UNTIMED:
-        found["duration_s"] = record.duration_s
+        values["duration_s"] = record.duration_s
     if record.flags & StepFlag.LOSS and isfinite(record.loss):
-        found["loss"] = record.loss
+        values["loss"] = record.loss
     norms = [record.grad_norm] if record.flags & StepFlag.GRAD_NORM else late_norms
     if norms and isfinite(norms[-1]):
-        found["grad_norm"] = norms[-1]
+        values["grad_norm"] = norms[-1]
     if record.flags & StepFlag.SKIPPED:
-        found["skipped"] = True
-    return found
+        values["skipped"] = True
+    return values

@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 
 _LAUNCHERS = frozenset({"python", "torchrun"})
 _UNATTENDED = frozenset({"KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"})
-"""Variables of a pod, and of the jobs of schedulers, of which nobody sees the output"""
+"""Variables of a pod, and of the jobs of schedulers, where no one sees the output"""
 _HELP = frozenset({"-h", "--help", "--helpfull", "--version"})
 _USAGE = 2
 """Status with which argparse, click and the shell refuse a command line"""
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Return True for the exception of a program that cannot begin: its module is not there, or it was only asked for help."""
+    """Return whether the program cannot begin, by its exception: its module is not there, or it was only asked for help."""
     if not isinstance(error, SystemExit):
         return isinstance(error, (ImportError, SyntaxError))
     return error.code == _USAGE or (not error.code and not _HELP.isdisjoint(sys.argv[1:]))
@@ -90,10 +90,10 @@ class SpawnedRanks:
     ``init`` there, as text; ``launcher`` this process's incarnation.
     """
 
-    def __init__(self, begin: Callable[..., object], unpickle: UnpickleToken, given: Mapping[str, str], launcher: str) -> None:
-        self._given = {name: text for name, text in given.items() if name not in _OWN}
+    def __init__(self, begin: Callable[..., object], unpickle: UnpickleToken, texts: Mapping[str, str], launcher: str) -> None:
+        self._arguments = {name: text for name, text in texts.items() if name not in _OWN}
         self._begin, self._launcher, self._pid = begin, launcher, os.getpid()
-        self.token = _Token(unpickle, self._given, launcher)
+        self.token = _Token(unpickle, self._arguments, launcher)
         self._patch: Patch | None = None
         self._handle: MetaPathFinder | None = None
         self._breaker = CircuitBreaker("children")
@@ -134,7 +134,7 @@ class SpawnedRanks:
         global _launcher  # noqa: PLW0603  # of the session that begins now
         _launcher = self._launcher
         try:
-            self._begin(**self._given)
+            self._begin(**self._arguments)
         finally:
             _launcher = ""
 
@@ -142,16 +142,16 @@ class SpawnedRanks:
 class _Token:
     """Pickles as a call that installs the patch in a spawned child."""
 
-    def __init__(self, unpickle: UnpickleToken, given: Mapping[str, str], launcher: str) -> None:
-        self._unpickle, self._given, self._launcher = unpickle, dict(given), launcher
+    def __init__(self, unpickle: UnpickleToken, arguments: Mapping[str, str], launcher: str) -> None:
+        self._unpickle, self._arguments, self._launcher = unpickle, dict(arguments), launcher
 
     def __reduce__(self) -> tuple[UnpickleToken, tuple[dict[str, str], str]]:
-        return self._unpickle, (self._given, self._launcher)
+        return self._unpickle, (self._arguments, self._launcher)
 
 
-def unpickle_token(begin: Callable[..., object], unpickle: UnpickleToken, given: Mapping[str, str], launcher: str) -> object:
+def unpickle_token(begin: Callable[..., object], unpickle: UnpickleToken, texts: Mapping[str, str], launcher: str) -> object:
     """Install the patch in a spawned child, before its main module runs. Returns the token for the child's own children."""
-    children = SpawnedRanks(begin, unpickle, given, launcher)
+    children = SpawnedRanks(begin, unpickle, texts, launcher)
     children.in_child = True
     call(CircuitBreaker("children"), children.install)
     return children.token
@@ -172,10 +172,10 @@ def hide_launcher_file(context: ProbeContext) -> None:
 
 
 def _has_launched(writer: FlightWriter) -> bool:
-    place, own = writer.place, writer.header.incarnation.hex()
+    place, incarnation = writer.place, writer.header.incarnation.hex()
     if place is None:
         return False
-    return any(_launcher_of(place.fd, name) == own for name in reader.names(place.fd) if name != writer.name)
+    return any(_launcher_of(place.fd, name) == incarnation for name in reader.names(place.fd) if name != writer.name)
 
 
 def _launcher_of(directory_fd: int, name: str) -> object:

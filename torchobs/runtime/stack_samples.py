@@ -60,7 +60,7 @@ class StackSamples:
         self._total += 1.0
         if self._total >= MOST_SAMPLES:
             self._total /= 2
-            self._counts = {known: count / 2 for known, count in self._counts.items() if count > 1.0}
+            self._counts = {line: count / 2 for line, count in self._counts.items() if count > 1.0}
         self._report()
 
     def _report(self) -> None:
@@ -73,13 +73,13 @@ class StackSamples:
 
 def innermost(frame: FrameType | None) -> Place | None:
     """Return the innermost line of the user's; ``None`` without one, and in a module's call: that is the forward pass."""
-    found, depth = None, 0
+    place, depth = None, 0
     while frame is not None and depth < _DEEPEST:
         code = frame.f_code
         file = code.co_filename
         if code.co_name == _MODULE_CALL and file.endswith(_MODULE_FILE):
             return None
-        if found is None and is_users(file):
-            found = Place(f"{file}:{frame.f_lineno}", code.co_name)
+        if place is None and is_users(file):
+            place = Place(f"{file}:{frame.f_lineno}", code.co_name)
         frame, depth = frame.f_back, depth + 1
-    return found
+    return place

@@ -77,10 +77,10 @@ def write_stacks(
 
     refused = artifacts.write(place, evidence, MIN_FREE, fill)
     if refused is None:
-        found: dict[str, object] = {"workers": states} if workers else {}
+        loader: dict[str, object] = {"workers": states} if workers else {}
         if workers and workers[0].awaited:
-            found["awaited"] = workers[0].name
-        context.event(catalog.EVENT_STACKS, {"cause": cause, **more, **found, "evidence": evidence.id})
+            loader["awaited"] = workers[0].name
+        context.event(catalog.EVENT_STACKS, {"cause": cause, **more, **loader, "evidence": evidence.id})
         return
     context.event(catalog.EVENT_STACKS_FAILED, {"cause": cause, **refused, "evidence": evidence.id})
     if cause == "asked":
@@ -88,7 +88,7 @@ def write_stacks(
 
 
 def _header(context: ProbeContext, states: Sequence[str]) -> str:
-    """Return what ``faulthandler`` does not write: rank, step, time, names of threads, and the states of a loader's workers."""
+    """Return the lines besides ``faulthandler``'s: rank, step, time, names of threads, and the states of a loader's workers."""
     threads = "".join(f"# Thread 0x{thread.ident or 0:016x} is {thread.name!r}\n" for thread in threading.enumerate())
     workers = "".join(f"# {state}\n" for state in states)
     now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
@@ -107,7 +107,7 @@ _PATIENT = frozenset({EVALUATION, CHECKPOINT, COMPILE, IDLE})
 
 
 def live_phase(context: ProbeContext) -> tuple[int, int]:
-    """Return what the training thread does, as an index into ``LIVE_PHASES``, and since when, in ns."""
+    """Return the activity of the training thread, as an index into ``LIVE_PHASES``, and since when, in ns."""
     phase, since_ns = context.recorder.phase()
     if phase in _EVALUATION_PHASES and context.training.evaluating_since_ns:
         return EVALUATION, context.training.evaluating_since_ns
@@ -128,7 +128,7 @@ class StallWatch:
         self._context = context
         self._survived = 0
         self._written_ns = 0
-        """Begin of the stall whose stacks are written; 0: none is"""
+        """Begin of the stall that has its stacks written; 0: none"""
         self._last_ns = self._resumed_ns = time.monotonic_ns()
 
     def sample(self) -> None:
@@ -152,11 +152,11 @@ class StallWatch:
 
     def _is_evaluating(self) -> bool:
         """Return whether a model is evaluated by now: on a busy machine the phase probe may not have noticed yet."""
-        seen = self._context.recorder.so_far()
-        return seen is not None and bool(seen[1].evaluating_since())
+        progress = self._context.recorder.so_far()
+        return progress is not None and bool(progress[1].evaluating_since())
 
     def _may_never_train(self, phase: int) -> bool:
-        """Return True before the first batch and backward pass of a lone rank: it may serve, evaluate, or be a notebook."""
+        """Return whether a lone rank is before its first batch and backward pass: it may serve, evaluate, or be a notebook."""
         alone = self._context.writer.header.resource.get("world_size", 1) == 1
         return alone and phase == OTHER and not self._context.recorder.ended
 
@@ -203,7 +203,7 @@ class Watchdog:
         """Whether that file is empty, for the next stacks"""
         self._last_error = ""
         self._last_ns = 0
-        self._own = named(writer.name, STUCK, 0)
+        self._stuck = named(writer.name, STUCK, 0)
         self._libc: Any = None
 
     def sample(self) -> None:
@@ -230,7 +230,7 @@ class Watchdog:
         self._set(self._unarmed)
         with contextlib.suppress(OSError):
             if place is not None and file is not None and not os.fstat(file.number()).st_size:
-                artifacts.remove(place, self._own.name)
+                artifacts.remove(place, self._stuck.name)
         if thread is threading.current_thread() or thread is None or not thread.is_alive():
             self.unregister()  # else a pending signal would kill the process by default
 
@@ -281,7 +281,7 @@ class Watchdog:
             os.ftruncate(file.number(), min(size, LIMITS[STUCK] - len(END)))
             artifacts.append(file, END)
             if size:  # nothing was written although there was space, as after SIGSTOP: nothing to report
-                artifacts.finish(place, self._own.name, done)
+                artifacts.finish(place, self._stuck.name, done)
                 attributes = {"cause": "stuck", "evidence": done.id, "silent_s": round(silent_s, 3)}
                 self._writer.event(catalog.EVENT_STACKS.name, attributes)
         except OSError as problem:
@@ -299,14 +299,14 @@ class Watchdog:
         if before is not None:
             self._set(self._unarmed)
             before.close()  # before another file may get its number, and its inode
-        artifacts.remove(place, self._own.name)
+        artifacts.remove(place, self._stuck.name)
         try:
-            file = artifacts.create(place, self._own.name)
+            file = artifacts.create(place, self._stuck.name)
         except OSError as problem:
             refused = artifacts.refusal(problem)
             if refused["detail"] != self._last_error:  # this runs up to ten times a second
                 self._last_error = refused["detail"]
-                self._report_failure(refused, self._own)
+                self._report_failure(refused, self._stuck)
             return False
         faulthandler.register(self._signal, file=file.number(), all_threads=True, chain=False)
         self._file, self._ready, self._last_error = file, True, ""

@@ -42,7 +42,7 @@ class CapturedResults(TorchFunctionMode):
         self.spent_ns += begun_ns - monotonic_ns()
         if func is self._function:
             several = isinstance(result, (list, tuple))
-            self.keys += [id(each) for each in args[0]] if several else [id(args[0])]
+            self.keys += [id(tensor) for tensor in args[0]] if several else [id(args[0])]
             self.results += result if several else [result]
             if self._keep:
                 self.arguments.append(args[0])

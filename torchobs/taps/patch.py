@@ -86,7 +86,7 @@ class Patch:
                 _dormant.append(_DormantPatch(self.owner, self.attribute, self.replacement, self.original, self.inherited))
 
     def check(self) -> str | None:
-        """Put the replacement back if it is no longer called. Return its state if it was restored or has changed."""
+        """Put the replacement back if it is not called now. Return its state if it was restored or has changed."""
         with _mutex:
             before, self.state = self.state, self._repair() if self in _active else self.state
             return self.state if self.state == RESTORED or self.state != before else None
@@ -112,12 +112,12 @@ class Patch:
         return vars(self.owner)[self.attribute] if self.attribute in vars(self.owner) else getattr(self.owner, self.attribute)
 
     def _revive(self) -> bool:
-        """Use a dormant replacement again if there is one that is still called; return True if so."""
+        """Use a dormant replacement again if there is one that is still called; return whether so."""
         for dormant in _dormant:
             if dormant.owner is not self.owner or dormant.attribute != self.attribute:
                 continue
-            made = self._make(dormant.original)
-            if leads_to(self._current(), dormant.replacement) and _transplant(made, dormant.replacement):
+            replacement = self._make(dormant.original)
+            if leads_to(self._current(), dormant.replacement) and _transplant(replacement, dormant.replacement):
                 _dormant.remove(dormant)
                 self.original, self.replacement, self.inherited = dormant.original, dormant.replacement, dormant.inherited
                 return True
@@ -131,14 +131,14 @@ def active() -> list[Patch]:
 
 def once(make: MakeReplacement) -> MakeReplacement:
     """Return ``make`` memoised by its original, for a function that has several names."""
-    made: list[tuple[Any, Any]] = []
+    replacements: list[tuple[Any, Any]] = []
 
     def make_once(original: Any) -> Any:
-        found = next((replacement for known, replacement in made if known is original), None)
-        if found is None:
-            found = make(original)
-            made.append((original, found))
-        return found
+        replacement = next((replacement for key, replacement in replacements if key is original), None)
+        if replacement is None:
+            replacement = make(original)
+            replacements.append((original, replacement))
+        return replacement
 
     return make_once
 
@@ -153,64 +153,64 @@ def _transplant(source: Any, target: Any) -> bool:
 
 
 def leads_to(function: Any, wanted: Any) -> bool:
-    """Return True if calling ``function`` can call ``wanted``; it is not run.
+    """Return whether calling ``function`` can call ``wanted``; it is not run.
 
     The objects that it refers to are searched: decorators keep what they wrap in a closure, in ``__wrapped__``, in a global
     name or in an object's attribute.
     """
-    queue, seen = deque([function]), {id(function)}
-    while queue and len(seen) < _MOST:
-        found = queue.popleft()
-        if found is wanted:
+    queue, visited = deque([function]), {id(function)}
+    while queue and len(visited) < _MOST:
+        current = queue.popleft()
+        if current is wanted:
             return True
-        for referred in _referred(found):
-            if id(referred) not in seen:
-                seen.add(id(referred))
+        for referred in _referred(current):
+            if id(referred) not in visited:
+                visited.add(id(referred))
                 queue.append(referred)
     return False
 
 
-def _referred(found: Any) -> Iterator[Any]:
+def _referred(target: Any) -> Iterator[Any]:
     """Yield the objects that a call of ``found`` may call."""
-    if isinstance(found, FunctionType):
-        yield from _of_function(found)
-    elif isinstance(found, (MethodType, staticmethod, classmethod)):
-        yield found.__func__
-        if isinstance(found, MethodType):
-            yield found.__self__
-    elif isinstance(found, functools.partial):
-        yield found.func
-        yield from found.args[:_MOST_ITEMS]
-    elif isinstance(found, (list, tuple)):
-        yield from found[:_MOST_ITEMS]
-    elif isinstance(found, dict):
-        if len(found) <= _MOST_ITEMS:
-            yield from list(found.values())
-    elif not isinstance(found, (type, type(functools), str, bytes, int, float)):
-        yield from _of_object(found)
+    if isinstance(target, FunctionType):
+        yield from _of_function(target)
+    elif isinstance(target, (MethodType, staticmethod, classmethod)):
+        yield target.__func__
+        if isinstance(target, MethodType):
+            yield target.__self__
+    elif isinstance(target, functools.partial):
+        yield target.func
+        yield from target.args[:_MOST_ITEMS]
+    elif isinstance(target, (list, tuple)):
+        yield from target[:_MOST_ITEMS]
+    elif isinstance(target, dict):
+        if len(target) <= _MOST_ITEMS:
+            yield from list(target.values())
+    elif not isinstance(target, (type, type(functools), str, bytes, int, float)):
+        yield from _of_object(target)
 
 
-def _of_function(found: FunctionType) -> Iterator[Any]:
-    for cell in found.__closure__ or ():
+def _of_function(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
         except ValueError:  # it is empty
             continue
-    if (wrapped := found.__dict__.get("__wrapped__")) is not None:
+    if (wrapped := function.__dict__.get("__wrapped__")) is not None:
         yield wrapped
-    yield from found.__defaults__ or ()
-    yield from (found.__kwdefaults__ or {}).values()
-    if not str(found.__globals__.get("__name__", "")).startswith(("torch.", "torchobs.")):  # they reach too much
-        yield from (found.__globals__[name] for name in found.__code__.co_names if name in found.__globals__)
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    if not str(function.__globals__.get("__name__", "")).startswith(("torch.", "torchobs.")):  # they reach too much
+        yield from (function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__)
 
 
-def _of_object(found: Any) -> Iterator[Any]:
+def _of_object(target: Any) -> Iterator[Any]:
     """Yield ``__call__`` and the attributes: a function may be held there, or a method used as the replacement."""
-    if isinstance(call := getattr(type(found), "__call__", None), FunctionType):  # noqa: B004  # which function it is
+    if isinstance(call := getattr(type(target), "__call__", None), FunctionType):  # noqa: B004  # which function it is
         yield call
-    held = getattr(found, "__dict__", None)
-    if isinstance(held, dict) and not str(type(found).__module__).startswith(("torch.", "torchobs.")):
-        yield from list(held.values())[:_MOST_ITEMS]
+    attributes = getattr(target, "__dict__", None)
+    if isinstance(attributes, dict) and not str(type(target).__module__).startswith(("torch.", "torchobs.")):
+        yield from list(attributes.values())[:_MOST_ITEMS]
 
 
 renew_in_child(sys.modules[__name__], _mutex=RLock)

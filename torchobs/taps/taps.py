@@ -93,7 +93,7 @@ class SharedTap(Tap):
                 super().leave()
 
     def subscribe(self, surround: Surround) -> Remove:
-        """Have ``surround`` called around the functions; return what ends that."""
+        """Have ``surround`` called around the functions; return a function that ends that."""
         with self._lock:
             self._subscribers.append(surround)
             if not self._patches:
@@ -157,7 +157,7 @@ class StepHook:
         remove_hooks(handles)
 
     def subscribe(self, listener: Callable[[Any], object]) -> Remove:
-        """Call ``listener(optimizer)`` in each step; return what ends that, at once, from any thread.
+        """Call ``listener(optimizer)`` in each step; return a function that ends that at once, from any thread.
 
         torch iterates over its hooks while a step runs, and a new one would end that with an error. So another thread than the
         main one has it registered when the next backward pass begins, which is before the step. Raise AttributeError, and keep
@@ -187,8 +187,8 @@ class StepHook:
 
         def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
             del args, kwargs
-            for each in tuple(subscribers):
-                each(optimizer)
+            for subscriber in tuple(subscribers):
+                subscriber(optimizer)
 
         self._handles.append(self._registered(hook))
 
@@ -253,11 +253,11 @@ def _clipping(name: str, alias: str) -> Places:
 
 def subclasses(base: type) -> Iterator[type]:
     """Yield a class and all that inherit from it, each before its own subclasses."""
-    waiting, seen = [base], set[int]()
+    waiting, visited = [base], set[int]()
     while waiting:
         kind = waiting.pop()
-        if id(kind) not in seen:
-            seen.add(id(kind))
+        if id(kind) not in visited:
+            visited.add(id(kind))
             yield kind
             waiting += type.__subclasses__(kind)[::-1]
 
@@ -387,7 +387,7 @@ def _hooks_run() -> bool:
 
 
 def _calls_hooks(frame: Any, file: str) -> bool:
-    """Return True if this thread is in torch's wrapper of ``step()``, but not in the step itself (a closure's backward)."""
+    """Return whether this thread is in torch's wrapper of ``step()``, but not in the step itself (a closure's backward)."""
     called = None
     while frame is not None:
         code = frame.f_code
@@ -403,7 +403,7 @@ class ThreadFrames:
     """Gives the innermost frame of each thread, by identifier, without a crash of the interpreter.
 
     Python 3.11 makes the object of a frame when it is asked for, by ``sys._current_frames()`` or ``f_back``, and may collect
-    garbage as it makes it. A finalizer lets other threads run then, whose frames are gone when it goes on: it hangs with a lock
+    garbage meanwhile. A finalizer lets other threads run then, and their frames are gone when it goes on: it hangs with a lock
     of the interpreter's held (python/cpython#106883), or reads freed memory (#99110). So nothing is collected for as long, some
     microseconds. Before, frames were objects already; since 3.12 garbage is collected between two instructions alone (#97922).
 
