@@ -263,6 +263,7 @@ class UsualValues:
 
     __slots__ = (
         "_logs", "bursts", "calm", "count", "explained", "first", "is_high", "mean", "settled", "start", "usual", "variance",
+        "waiting",
     )  # fmt: skip
 
     def __init__(self, *, logs: bool = False) -> None:
