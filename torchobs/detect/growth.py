@@ -62,8 +62,7 @@ YOUNG_ALIKE = 0.9
 """Least ratio of the smallest to the largest among the trends of both thirds and of the whole: a root's is 0.77, that of a ramp
 with a time constant of 20 s 0.82."""
 YOUNG_EVEN = 0.6
-"""Least ratio of the smallest to the largest growth a step among the seconds: hundreds of steps of a leak are alike, and a
-random walk is not."""
+"""Least ratio of the smallest to the largest growth a step among the seconds: a leak's steps are alike, a random walk's not."""
 
 
 class MemoryPoint(NamedTuple):

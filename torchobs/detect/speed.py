@@ -1,8 +1,7 @@
 """Slow steps, slow ranks, data that comes too late, and the steps that are sampled.
 
 *Sampling* is by number, which gives all ranks the same numbers although each measures durations that differ. Two ranks with
-measurements on different sides of a limit differ by a factor of two, and what the one with the longer interval takes the
-other takes as well.
+measurements on different sides of a limit differ by a factor of two; the shorter takes all of the longer's.
 
 *Slow steps*: one step is judged against the median of its predecessors, which a few slow ones do not move. That steps have
 *become* slow is judged over seconds and by their distribution: ten steps of 1 ms can be one hiccup of the machine, and with two
@@ -77,8 +76,7 @@ SLOWER = 2.0
 """Least ratio of the means. A busy machine, longer sequences or a garbage collection cause half of it for some seconds."""
 SUPERIORITY = 0.71
 """Least probability that a late step takes longer than an earlier one: Vargha and Delaney (2000, *A critique and improvement of
-the CL common language effect size statistics*) call an effect large from there on. It stays at a half if only a few steps are
-very long."""
+the CL common language effect size statistics*) call an effect large from there on. It stays at a half if few steps are long."""
 
 
 def slowed_from(durations_s: Sequence[float]) -> int | None:

@@ -181,8 +181,7 @@ def judge(value: float, mean: float, variance: float, count: int, least_excess: 
     ``least_excess`` is the smallest distance above the mean that counts, in the value's own unit. A value moves the baseline by
     at most 3 standard deviations (winsorised), so that one outlier does not hide the next. A lasting new level is a spike for
     some tens of values at most, then the baseline: a hundredfold norm for 10 values where the logarithm's deviation was 0.3,
-    for 24 where it was 0.02. A value with an overflowing square resets the baseline: with an infinite variance nothing would be
-    a spike again.
+    for 24 where it was 0.02. A value with an overflowing square resets the baseline: no spike exceeds an infinite variance.
     """
     deviation = sqrt(variance)
     excess = value - mean
@@ -593,8 +592,7 @@ def blown_layer(norms: Mapping[str, float], before: Sequence[Mapping[str, float]
 
     ``norms``: the norm of each layer's gradient, in the model's order; ``before``: the same of measured steps before.
 
-    Of the layers with a tenth of the excess one has grown by the largest factor; the last of those that grew with it is
-    returned.
+    Of the layers with a tenth of the excess one has grown most; the last of those that grew with it is returned.
     """
     layers = [BlownLayer(name, norm, usual) for name, norm in norms.items() if (usual := _usual(name, before)) is not None]
     grown = [layer for layer in layers if isfinite(layer.norm) and layer.norm > LEAST_FACTOR * layer.usual]

@@ -202,8 +202,7 @@ class View:
 def list_names(directory_fd: int) -> tuple[list[str], int]:
     """Return the names of flight files in a directory, sorted: at most 4,096, and how many more there are.
 
-    Where there are more, those of living ranks come first, by their locks, then the files that were written last. Raises
-    ``OSError``.
+    Where there are more, those of living ranks come first, by their locks, then the newest files. Raises ``OSError``.
     """
     names = [*filter(is_name, files.names(directory_fd))]
     if len(names) > MAX_FILES:

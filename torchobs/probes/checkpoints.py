@@ -53,12 +53,10 @@ def holds_state(saved: Any, parameters: Iterable[Any]) -> bool:
 
     State is recognized by content, since names are the user's: modules, optimizers and their ``state_dict``, tensors that share
     memory with a trained parameter, and mappings of arrays where half have shapes of parameters (copies on another device,
-    averaged weights, another precision). ``parameters``: the trained parameters as far as known. If none are known, any tensor
-    counts.
+    averaged weights, another precision). ``parameters``: the trained parameters known. Without any, any tensor counts.
     """
     trained = list(parameters)
-    addresses = {address for parameter in trained if (address := _address(parameter))}
-    shapes = set(map(_shape, trained))
+    addresses, shapes = set(filter(None, map(_address, trained))), set(map(_shape, trained))
     waiting, visited, inspected = deque([saved]), set[int](), 0
     while waiting and inspected < _MAX_OBJECTS:
         content = waiting.popleft()

@@ -7,8 +7,7 @@ only the guard's expression and its names leave the process. Formats: torch 2.13
 torch keeps records of the last 64 compilations, which the sampler thread reads. Start and end are seen in
 ``CompilationCallbackHandler.install_callbacks``, which wraps every compilation of a function or of a graph's backward, and
 every CUDA graph recording. (Registered callbacks would be the official way, but ``torch._dynamo.reset()`` deletes them, and
-of several compiling threads only the first calls them.) There the training thread also collects records that a reset would
-delete.
+of several compiling threads only the first calls them.) There the training thread also collects the records before a reset.
 
 Importing ``torch._dynamo`` takes a second, so nothing happens before somebody else has imported it, and there are no series
 before the first compilation.

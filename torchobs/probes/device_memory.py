@@ -2,8 +2,7 @@
 
 ``memory_stats`` reads the allocator's own counters under its lock, without synchronizing, and creates no context on an
 unused device. Only devices with memory that is, or was, reserved are listed, and only their limit is asked for: with
-``cudaMallocAsync`` the memory fraction of a device cannot be had without its context. A pluggable allocator (RAPIDS') has no
-statistics.
+``cudaMallocAsync`` the memory fraction of a device needs its context. A pluggable allocator (RAPIDS') has no statistics.
 
 What takes the memory is counted by component and module, from the optimizers that have stepped and the modules that are alive;
 shapes are read and nothing is computed. A tensor that several share counts once, a sharded one by its own part, a sparse one by
@@ -290,8 +289,7 @@ def summary(stats: Mapping[str, Any]) -> dict[str, int]:
 def largest_allocations(snapshot: Mapping[str, Any], device: int, package: str) -> list[str]:
     """Return the code locations that hold most of a device's memory, as ``file:line size B in n blocks``.
 
-    ``snapshot`` is from ``torch.cuda.memory._snapshot``; a block's location is its innermost Python frame outside torch's
-    ``package``.
+    ``snapshot`` is from ``torch.cuda.memory._snapshot``; a block's location is its innermost Python frame outside ``package``.
     """
     sizes, blocks = Counter[str](), Counter[str]()
     for segment in snapshot["segments"]:

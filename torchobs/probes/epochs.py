@@ -3,8 +3,7 @@
 An iteration is an epoch if steps end before another one begins, and if it iterates the training loader: the first loader that
 trains. A loop that makes a new loader for every epoch is followed, too: if the iterator of the last epoch was deleted before a
 step ended, or exhausted (that of persistent workers lives as long as its loader), the next iteration that trains is an epoch of
-any loader. (An evaluation during an epoch leaves that iterator alive until a step has ended; one between two epochs does not
-train.)
+any loader. (An evaluation during an epoch leaves that iterator alive until a step has ended; between epochs none trains.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """How a rank ends: by an exception, which is recorded by class, place and message, ``sys.exit(n)``, Ctrl-C, or normally.
 
 SIGKILL and ``os._exit`` leave no trace: such a rank is *lost*. The default SIGTERM leaves a mark by a handler in C
-(:mod:`torchobs.flight.endings`): a Python handler does not run while a rank is stuck in a collective, and would make
-it ignore SIGTERM.
+(:mod:`torchobs.flight.endings`): a Python handler does not run in a stuck collective, and would make the rank ignore SIGTERM.
 
 An exception that ends a notebook cell, a test or a line at the prompt does not end the rank. IPython, pytest and Python's own
 prompt store it in ``sys.last_value``, where the sampler finds it unless another one follows within a tenth of a second.
@@ -395,8 +394,7 @@ class ExitProbe:
     def note_sys_exit(self, status: object, handled: BaseException | None, caught: BaseException | None = None) -> None:
         """Note a call of ``sys.exit``; the exception that is being handled is the reason, or a signal with a running handler.
 
-        It counts as the end if no step follows: somebody may catch the ``SystemExit`` and train on. ``caught``: where it has
-        been caught already.
+        It counts as the end if no step follows: the ``SystemExit`` may be caught. ``caught``: if it was already.
         """
         context, code = self._context, exit_status(status)
         if context is None or threading.current_thread() is not threading.main_thread():

@@ -47,8 +47,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 GRAPH_STEPS, LOOKED_GRAPHS, MOST_NODES = 20, 128, 64
-"""Steps for which graphs are watched, how many tensors with one are looked at (a graph keeps what lies within it alive, too),
-and nodes of each"""
+"""Steps for which graphs are watched, tensors examined (a graph keeps what lies within it alive, too), and nodes of each"""
 MOST_TENSORS = 20_000
 """Tensors asked for their size, of more the last in the collector's order; each takes 4 µs."""
 _OWN = ("torchobs.", "tracemalloc.", "weakref.", "torch.storage.UntypedStorage")
@@ -321,8 +320,7 @@ class LeakProbe:
 class Tracing:
     """``tracemalloc``, which is one for the process, on for as long as anybody of ours wants it.
 
-    Where the program traces itself, that is used, and left on. A child that is forked meanwhile stops ours: nothing
-    reads its allocations.
+    Where the program traces itself, that is used, and left on. A forked child stops ours: nothing reads its allocations.
     """
 
     _lock = Lock()

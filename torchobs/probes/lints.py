@@ -357,8 +357,7 @@ class KeptLosses(Lint):
     A node of the graph of each of the first losses is marked in its ``metadata``, which lives as long as the node: whatever
     keeps the loss, a sum of losses, or the model's outputs with their graph, keeps it. (The values that a backward pass needs
     are freed by it, the nodes are not.) A node that is met twice belongs to a graph that is meant to stay, as of weights that
-    are derived once. The rule is that of PyTorch's FAQ, "My model reports cuda runtime error(2): out of memory": no history
-    across the loop.
+    are derived once. PyTorch's FAQ, "My model reports cuda runtime error(2): out of memory": no history across the loop.
     """
 
     kind = "losses_kept"

@@ -1,8 +1,7 @@
 """Memory of the process, its children, the machine and its container: growth, and distance to the limits.
 
-For the sampler thread only. Figures are psutil's; three are read from Linux's ``/proc``: the machine's memory, which is read
-ten times a second near a limit (20 µs, psutil 200), the children, for which psutil scans every process of the machine, and the
-proportional set size.
+For the sampler thread only. Figures are psutil's; three are read from Linux's ``/proc``: the machine's memory (20 µs,
+psutil 200), the children (psutil scans every process of the machine), and the proportional set size.
 
 A killed process writes nothing, so the flight file's last value has to be recent: near the limit this is read ten times a
 second. Otherwise it is read as soon as 2 GB/s, what one thread can touch, could have used up the remaining memory.

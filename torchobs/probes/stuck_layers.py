@@ -3,8 +3,7 @@
 *Too small*: the distance that a step moves a weight, relative to its size, is for SGD the learning rate times the gradient;
 for an optimizer with an ``eps`` (Adam, RMSprop, Adafactor) the learning rate, less where the gradient is below ``eps``. One
 with neither uses signs or curvature, and is not judged. A weight's usual size is assumed to be one over the root of its
-inputs, which all initialisations have (LeCun 1998; Glorot & Bengio 2010; He et al. 2015) up to a small factor, so that no
-weight is read.
+inputs, as initialisations have it (LeCun 1998; Glorot & Bengio 2010; He et al. 2015) up to a small factor: no weight is read.
 
 *All missing*: the loss is cut off from the model (``detach``, ``item``, ``no_grad``, a new tensor of its value), ``backward``
 is not called or comes before ``zero_grad``, or the optimizer has the parameters of a model that was copied or replaced since.
@@ -13,8 +12,7 @@ scheduler, with a parameter that belongs to no module; players that train in tur
 only where no other one has any meanwhile.
 
 *A part that never had one* is information, no warning: it may be unused on purpose (a pooler, a head, a backbone under
-``no_grad``). By its version, or its state, a parameter was not stepped in between either, as an expert that is seldom chosen
-would be.
+``no_grad``). By its version, or its state, a parameter was not stepped in between either, as a seldom chosen expert would be.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ if TYPE_CHECKING:
 
 _QUIET_S = 60.0
 _USUAL_S, _RELAXED_S = 1.0, 10.0
-"""Between two steps that are judged, and without any doubt. One takes 12 µs a layer: 0.25 % of the time for 200 of them every
-second"""
+"""Between two steps that are judged, and without any doubt. One takes 12 µs a layer: 0.25 % of a second for 200 of them"""
 _APART, _LOOKS = LASTING_STEPS // 4, 9
 """Steps that are judged after other first gradients are zero than before: so many, so far apart. A fast training does thousands
 of steps in the three seconds that three measurements take, and a short one ends before"""

@@ -4,8 +4,7 @@ Both are kept in the flight file, for ``torchobs inspect``, ``report`` and ``com
 a run was started with. Secrets are removed (:mod:`torchobs.config.provenance`); the setting ``run_details`` turns it off.
 
 The step ring holds the last steps only, and the series have no past. Here are at most 128 rows, also of loss and gradient
-norm; when they are full every second one goes and the interval doubles, so that a run of any length is covered evenly, in
-27 KiB.
+norm; when they are full every second one goes and the interval doubles, so that 27 KiB cover a run of any length evenly.
 """
 
 from __future__ import annotations

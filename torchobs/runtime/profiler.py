@@ -3,8 +3,7 @@
 torch allows one profiler in a process, and crashes where there are two. So there is one recording of ours at most, it does not
 begin while the script profiles, and it ends when the script's own profiler is about to begin, and when the interpreter exits.
 To see the script's profilers, two functions of ``torch.autograd.profiler`` are replaced when ours is first used, and stay
-replaced: a profiler in its warm-up has no other mark than that it was prepared, and finding it among all objects takes a tenth
-of a second.
+replaced: a profiler in its warm-up is only marked as prepared, and finding it among all objects takes 0.1 s.
 
 A profile on request starts and ends in the training thread when a backward pass begins (:mod:`torchobs.taps.taps`): there is
 no cost without a request, and a trace of n steps holds n of each phase. A thread of its own writes the trace, because

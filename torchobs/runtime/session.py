@@ -297,9 +297,8 @@ def init(**overrides: object) -> Session:
     """Start recording this process's training. Idempotent and thread-safe; never raises because of the environment.
 
     Every setting (docs/settings.md) can be given by name; an argument beats the environment, which beats the default. A second
-    call returns the session that there is; a warning names the settings of it that differ and are ignored. Where
-    nothing can be recorded (no space, a system other than Linux or macOS, a worker process) the session is inert, and one
-    warning says why.
+    call returns the session that there is; a warning names the settings of it that differ and are ignored. Where nothing can be
+    recorded (no space, a system other than Linux or macOS, a worker process) the session is inert; one warning says why.
 
     Raises:
         TypeError: an argument names no setting.

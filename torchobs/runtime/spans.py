@@ -4,8 +4,7 @@ A span is sent when it has ended, and backends keep and show traces by the time 
 segment ends with its epoch, or after an hour; each has a trace of its own, the same on all ranks, and links to the run's span,
 which is sent once training has begun. Epochs of less than a minute share a segment.
 
-A root's start is written at once, so that an exporter can complete it for a rank that was killed, and again before the event
-ring writes over it.
+A root's start is written at once, so that an exporter can complete it for a killed rank, and again before the ring drops it.
 
 The launcher's ``TRACEPARENT`` is the parent of the run's span; what comes later has traces of its own.
 

@@ -6,8 +6,7 @@ patch that detects the call. Children started by spawn or a fork server get a to
 ``multiprocessing`` passes to every child; unpickling it installs the patch. Children that join no process group (DataLoader
 workers, pools) are not ranks.
 
-The launching process takes no steps: its own file, a second rank 0, is hidden once the ranks' files exist, and shown again
-if that process fails.
+The launching process takes no steps: its own file, a second rank 0, is hidden once ranks' files exist, unless it fails.
 
 A program that a person started by mistake (an import that fails, a wrong argument, ``--help``) leaves no run behind: it
 would be shown as the newest run from then on. Under a scheduler, and in Kubernetes, a program that does not come to its first

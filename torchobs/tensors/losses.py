@@ -25,8 +25,7 @@ def compute_loss(model: Any, batch: Any, loss_fn: Callable[..., Any] | None = No
     A ``loss_fn`` with a first parameter named ``model`` (or ``module``, ``net``, ``network``) is called with the model and
     the batch, and calls the model itself. Any other is called with the model's output and, if it takes two arguments, with
     ``target``; where none is given, with the last item of a batch that is a tuple or a list, which the model does not get
-    then, and else with the batch. Without ``loss_fn`` the loss is the output's ``loss``, or else the sum of its floating-point
-    tensors.
+    then, else with the batch. Without ``loss_fn`` the loss is the output's ``loss``, or the sum of its floating-point tensors.
 
     The model is called with a tensor as its only argument, a tuple as its arguments, a mapping as its keyword arguments.
 

@@ -164,8 +164,7 @@ class NonfiniteProbe:
     ) -> NonfiniteOrigin | None:
         """Return the origin if the last step has made these parameters non-finite; ``likely``: by a derivative in the graph.
 
-        It is unknown where gradients were finite, or came from other ranks as well, and no derivative is blamed for gradients
-        that nothing has kept.
+        It is unknown where gradients were finite, or came from other ranks as well; no derivative is blamed for lost gradients.
         """
         if len(bad) < SHARE_OF_STEP:
             return None
