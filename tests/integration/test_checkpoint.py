@@ -233,62 +233,39 @@ def distributed() -> Any:
     return importlib.import_module("torch.distributed.checkpoint")
 
 
-def written(directory: Path) -> int:
-    """Bytes in the shards of a distributed checkpoint."""
-    return sum(path.stat().st_size for path in directory.glob("*.distcp"))
-
-
 @pytest.mark.serial
 @pytest.mark.usefixtures("group")
-def test_a_distributed_checkpoint_is_one(run: Recording, tmp_path: Path) -> None:
-    """Its shards are saved by ``torch.save`` in other threads; the size is this rank's, the bytes are what they were."""
-    dcp = distributed()
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_distributed_checkpoint_is_one(run: Recording, tmp_path: Path, *, asynchronous: bool) -> None:
+    """Its shards are saved by ``torch.save`` in other threads; the size is this rank's, the bytes are what they were.
 
-    sizes, waited = [], []
+    Where it is asynchronous the loop waits while it is copied; the checkpoint lasts until it is written, and counts then.
+    """
+    dcp, waited = distributed(), []
 
     def save(step: int) -> None:
         state = {"model": torch.ones(200_000), "step": step}
         begun = time.perf_counter()
-        metadata = dcp.save(state, checkpoint_id=tmp_path / str(step))
+        made = (dcp.async_save if asynchronous else dcp.save)(state, checkpoint_id=tmp_path / str(step))
         waited.append(time.perf_counter() - begun)
-        assert metadata.state_dict_metadata.keys() == {"model", "step"}
-        sizes.append(written(tmp_path / str(step)))
-
-    train(save, steps=6)
-    assert saved(run)["saved"] == 5
-    assert saved(run)["size"] == sizes[-1]
-    assert alike(checkpoint_s(run)[1:], waited)
-    loaded = {"model": torch.zeros(200_000), "step": 0}
-    dcp.load(loaded, checkpoint_id=tmp_path / "5")
-    assert loaded["step"] == 5
-    assert float(torch.as_tensor(loaded["model"]).sum()) == 200_000
-
-
-@pytest.mark.serial
-@pytest.mark.usefixtures("group")
-def test_an_asynchronous_checkpoint_is_there_when_it_is_complete(run: Recording, tmp_path: Path) -> None:
-    """The loop waits while it is copied; the checkpoint lasts until it is written, and counts then."""
-    dcp = distributed()
-
-    futures, waited = [], []
-
-    def save(step: int) -> None:
-        state = {"model": torch.ones(200_000)}
-        begun = time.perf_counter()
-        futures.append(dcp.async_save(state, checkpoint_id=tmp_path / str(step)))
-        waited.append(time.perf_counter() - begun)
-        futures[-1].result()
+        assert asynchronous or made.state_dict_metadata.keys() == {"model", "step"}
+        if asynchronous:
+            made.result()
 
     train(save, steps=6)
     # who waits for a future goes on before the future's callbacks have run, which are in torch's thread
     wait_until(lambda: len(run.frames("torchobs.checkpoint")) == 5)
     assert alike(checkpoint_s(run)[1:], waited)
     found = saved(run)
-    assert found["saved"] == 5
-    assert found["size"] == written(tmp_path / "5")
-    spans = run.frames("torchobs.checkpoint")
-    assert alike([span["attrs"]["blocked_s"] for span in spans], waited)
-    assert all((span["t1"] - span["t0"]) / 1e9 >= span["attrs"]["blocked_s"] for span in spans)
+    assert (found["saved"], found["size"]) == (5, sum(path.stat().st_size for path in (tmp_path / "5").glob("*.distcp")))
+    if asynchronous:
+        spans = run.frames("torchobs.checkpoint")
+        assert alike([span["attrs"]["blocked_s"] for span in spans], waited)
+        assert all((span["t1"] - span["t0"]) / 1e9 >= span["attrs"]["blocked_s"] for span in spans)
+    loaded = {"model": torch.zeros(200_000), "step": 0}
+    dcp.load(loaded, checkpoint_id=tmp_path / "5")
+    assert loaded["step"] == 5
+    assert float(torch.as_tensor(loaded["model"]).sum()) == 200_000
 
 
 def states(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
