@@ -168,28 +168,17 @@ def ask(path: Path) -> bytes:
         return found
 
 
-def config(flight_dir: Path, path: Path, **more: str) -> ExporterConfig:
-    """One that listens on the socket and on a port."""
-    made = ExporterConfig(flight_dir=str(flight_dir), listen=(UnixAddress(str(path)), address_of("127.0.0.1:0")))
-    return replace(made, **more)  # type: ignore[arg-type]  # each is its field's
-
-
-def test_a_unix_socket_serves_its_group_and_is_removed_at_the_end(flight_dir: Path, path: Path) -> None:
-    """Mode 0660, beside a port; no other name is left behind."""
-    with Service(config(flight_dir, path)) as exporter:
+def test_a_unix_socket_serves_its_group_and_is_removed_at_the_end(flight_dir: Path, path: Path, tmp_path: Path) -> None:
+    """Mode 0660, which says who may ask: no password, where a port beside it takes one; no other name is left behind."""
+    (tmp_path / "web.yml").write_text(USERS)
+    listen = (UnixAddress(str(path)), address_of("127.0.0.1:0"))
+    config = ExporterConfig(flight_dir=str(flight_dir), listen=listen, web_config_file=str(tmp_path / "web.yml"))
+    with Service(config) as exporter:
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
         assert b"torchobs_build_info" in ask(path)
-        assert exporter.get().status == 200
+        assert exporter.get().status == 401
         assert [one.name for one in flight_dir.iterdir()] == [path.name]
     assert not path.exists()
-
-
-def test_a_unix_socket_needs_no_password_where_a_port_does(flight_dir: Path, path: Path, tmp_path: Path) -> None:
-    """Its mode says who may ask."""
-    (tmp_path / "web.yml").write_text(USERS)
-    with Service(config(flight_dir, path, web_config_file=str(tmp_path / "web.yml"))) as exporter:
-        assert exporter.get().status == 401
-        assert b"torchobs_build_info" in ask(path)
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
