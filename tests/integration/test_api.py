@@ -447,13 +447,19 @@ def test_the_gate(token: Token) -> None:
 
 
 def test_without_a_token_file_commands_are_off_but_for_the_socket() -> None:
-    """And the refusal says how to switch them on."""
+    """And the refusal says how to switch them on; a password or a certificate of the web configuration is for reading."""
     refused = refusal("POST", LOCAL | JSON, "loopback", Token(None))
     assert refused
     assert (refused.status, refused.kind) == (403, "control-off")
     assert "--api.token-file" in refused.detail
     assert refusal("POST", LOCAL | JSON | BEARER, "loopback", Token(None))
     assert refusal("GET", LOCAL, "loopback", Token(None)) is None
+    node = {"host": "node-1"}
+    refusals = [
+        refusal(method, node | more, "open", Token(None), authenticated=True)
+        for method, more in (("GET", {}), ("POST", JSON), ("GET", {"origin": "https://evil.example"}))
+    ]
+    assert [refused and refused.kind for refused in refusals] == [None, "control-off", "foreign-origin"]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"short", b"\n\n", b"\xff" * 32])
@@ -476,17 +482,6 @@ def test_a_token_is_rotated_by_its_file(token: Token, tmp_path: Path) -> None:
     path.unlink()
     path.mkdir()
     assert not token.admits(SECRET)
-
-
-def test_a_password_or_a_certificate_is_enough_for_reading() -> None:
-    """Where the web configuration asks for one; commands need the token all the same."""
-    assert refusal("GET", {"host": "node-1"}, "open", Token(None), authenticated=True) is None
-    refused = refusal("POST", {"host": "node-1"} | JSON, "open", Token(None), authenticated=True)
-    assert refused
-    assert refused.kind == "control-off"
-    crossed = refusal("GET", {"host": "node-1", "origin": "https://evil.example"}, "open", Token(None), authenticated=True)
-    assert crossed
-    assert crossed.kind == "foreign-origin"
 
 
 def test_whatever_a_rank_says_is_an_answer() -> None:
