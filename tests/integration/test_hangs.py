@@ -271,7 +271,7 @@ def test_once_in_a_stall_and_the_next_has_to_be_twice_as_long(stalls: Stalls, fl
 
 
 def test_what_takes_its_time_writes_none(stalls: Stalls) -> None:
-    """Who has not begun, evaluates, or whose steps are not recorded; nor counts time without the sampler, as by SIGSTOP."""
+    """No step yet, an evaluation, steps that are not recorded; and time without the sampler (SIGSTOP) does not count."""
     assert stalls.stand(60) == []
     stalls.train()
     model = mlp()

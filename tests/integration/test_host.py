@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from prometheus_client.openmetrics import parser as openmetrics_parser
 
 from tests.exporters import Service
 from tests.otlp import Request, points
@@ -22,11 +21,9 @@ from torchobs.exporter import daemon
 from torchobs.exporter import host as host_module
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import HostFacts, Sample, ScrapeInput
-from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.host import HostMetrics
 from torchobs.exporter.otlp import source
 from torchobs.exporter.otlp.source import Metrics
-from torchobs.exporter.text_format import END, OPENMETRICS, pieces
 from torchobs.ranks.snapshot import EMPTY
 
 KERNEL_S = tuple(name for name in HOST_COLLECTORS if name != "filesystem")
@@ -66,13 +63,6 @@ class Machine:
     def failed(self) -> dict[str, float]:
         """Failures by collector, where there were some."""
         return {name: number for (name,), number in self.values(catalog.EXPORTER_HOST_ERRORS).items() if number}
-
-    def page(self) -> str:
-        """The page, in OpenMetrics; parsed, for what it does not admit is an error."""
-        style, facts = OPENMETRICS, ScrapeInput(EMPTY, host=self.facts)
-        text = b"".join(pieces(style, END.encode(), Exposition(host=True).families(facts, style))).decode()
-        assert list(openmetrics_parser.text_string_to_metric_families(text))  # type: ignore[no-untyped-call]
-        return text
 
 
 @pytest.fixture

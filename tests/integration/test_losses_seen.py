@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-BACKWARD, OTHER = PHASE_NAMES.index("backward"), PHASE_NAMES.index("other")
+BACKWARD = PHASE_NAMES.index("backward")
 
 
 class Annotated(torch.Tensor):

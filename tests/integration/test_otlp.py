@@ -171,7 +171,7 @@ def test_what_a_replaced_incarnation_counted_last_arrives(
 ) -> None:
     """Its counters, its spans and its run, once; also where the scan that saw the change was made for somebody else.
 
-    And of one that lived between two looks, which nobody has ever seen alive, nor as the newest.
+    So do those of one that lived between two looks, which nobody has seen alive or as the newest.
     """
     with Pushing(flight_dir, both(receiver)) as pushing:
         first = life(1, 0.0)
@@ -398,7 +398,7 @@ def test_severity_and_names_are_opentelemetry_s(file: File, pushed: Callable[[],
 def test_each_event_comes_once_and_with_the_next_look(
     flight_dir: Path, receiver: Receiver, file: File, pushed: Callable[[], list[Any]]
 ) -> None:
-    """Also many; not when the spans' or metrics' time has come. From an exporter that restarts, again as what it is."""
+    """Also many; not when the spans' or metrics' time has come. A restarted exporter sends it again, by the same identifier."""
     config = everything(receiver, span_delay_s=3600.0, interval_s=3600.0)
     with Pushing(flight_dir, config) as pushing:
         for look in range(1, 4):
