@@ -43,22 +43,6 @@ if TYPE_CHECKING:
     from torchobs.ranks.snapshot import Snapshot
 
 
-@pytest.fixture
-def clock() -> Clock:
-    """Just after the files' birth."""
-    return Clock(0.1)
-
-
-@pytest.fixture
-def file(flight_dir: Path) -> Iterator[File]:
-    """A living rank's, after one step."""
-    made = File(flight_dir)
-    made.step(1, 0.05)
-    made.writer.fold()
-    yield made.save().hold()
-    made.release()
-
-
 def steps(client: Client) -> float | None:
     """The steps of rank 0."""
     return client.value("torchobs_steps_total", rank="0")

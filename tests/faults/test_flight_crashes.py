@@ -18,7 +18,6 @@ from tests import flights, support
 from tests.faults.flight_victims import BUCKETS, HISTOGRAMS
 from torchobs import catalog
 from torchobs.flight import reader
-from torchobs.flight.directory import open_directory
 from torchobs.flight.files import lock_name
 from torchobs.flight.layout import SLOT_SIZE, BadFlightFileError, Header, Region
 from torchobs.flight.reader import Distribution, open_path
@@ -180,12 +179,11 @@ Kill = Callable[[str, float], tuple[reader.View, int]]
 
 
 @pytest.fixture
-def kill(start: Callable[..., subprocess.Popen[str]], flight_dir: Path) -> Kill:
+def kill(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, directory_fd: int) -> Kill:
     """Let a child of that role live for some seconds, kill it, and tell what it left and what it had acknowledged."""
     program = start(
         sys.executable, "-m", "tests.faults.flight_victims", flight_dir, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    directory_fd = open_directory(str(flight_dir))
 
     def one(role: str, life_s: float) -> tuple[reader.View, int]:
         assert program.stdin

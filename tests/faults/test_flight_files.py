@@ -18,7 +18,7 @@ from tests.cgroups import inside, memory_cgroup
 from tests.support import NEEDS_MOUNT, finish
 from torchobs import catalog
 from torchobs.flight import files, reader
-from torchobs.flight.directory import open_directory
+from torchobs.flight.directory import open_directory, opened
 from torchobs.flight.files import lock_name
 from torchobs.flight.layout import MIN_SIZE, BadFlightFileError
 from torchobs.flight.storage import Storage
@@ -147,13 +147,10 @@ def test_what_was_deleted_comes_back_with_all_it_held(
     assert [fields["attrs"] for fields in flights.frames(file)] == [{"n": 1}]
     assert file.header == writer_deleted.header
     file.close()
-    fd = open_directory(str(directory))
-    assert files.is_locked(fd, lock_name(name))
-    os.close(fd)
-    writer_deleted.close()
-    fd = open_directory(str(directory))
-    assert not files.is_locked(fd, lock_name(name))
-    os.close(fd)
+    with opened(directory) as directory_fd:
+        assert files.is_locked(directory_fd, lock_name(name))
+        writer_deleted.close()
+        assert not files.is_locked(directory_fd, lock_name(name))
 
 
 @pytest.mark.parametrize("delete", [delete_file, put_another_file_there])

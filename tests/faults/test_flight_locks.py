@@ -25,7 +25,7 @@ from tests.training import recording, train
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight import files, reader
-from torchobs.flight.directory import open_directory, opened
+from torchobs.flight.directory import opened
 from torchobs.flight.files import lock_name
 from torchobs.flight.layout import MIN_SIZE, PHASE_NAMES, Exit
 from torchobs.flight.writer import FlightWriter, open_writer
@@ -89,10 +89,9 @@ def test_exec_drops_the_lock(play: Callable[..., Holder]) -> None:
 
 
 def test_who_asks_while_another_thread_takes_the_lock_does_not_drop_it(
-    flight_dir: Path, start: Callable[..., subprocess.Popen[str]]
+    flight_dir: Path, directory_fd: int, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """A hundred writers made while two threads ask about every lock there is: seen from outside, each of them is held."""
-    directory_fd = open_directory(str(flight_dir))
     done = threading.Event()
 
     def ask() -> None:
@@ -112,7 +111,6 @@ def test_who_asks_while_another_thread_takes_the_lock_does_not_drop_it(
     for writer in writers:
         writer.close()
     assert _held_from_outside(flight_dir, start) == []
-    os.close(directory_fd)
 
 
 def _held_from_outside(directory: Path, start: Callable[..., subprocess.Popen[str]]) -> list[str]:

@@ -13,16 +13,16 @@ import zipfile
 from textwrap import dedent
 from typing import TYPE_CHECKING, NamedTuple
 
-import httpx
 import psutil
 import pytest
 
 from tests import flights, fork_server
+from tests.exporters import Client, value_on
 from tests.fork_server import Python
 from tests.support import ROOT, clean_environment, free_port, wait_until
 from torchobs import catalog
 from torchobs.flight import reader
-from torchobs.flight.directory import open_directory
+from torchobs.flight.directory import opened
 from torchobs.flight.layout import Exit
 from torchobs.node import election
 
@@ -267,32 +267,16 @@ def environ(flight_dir: Path) -> Iterator[dict[str, str]]:
 
 def announced(flight_dir: Path) -> election.Announcement | None:
     """What the directory's exporter announces."""
-    fd = open_directory(str(flight_dir))
-    try:
-        return election.read(fd)
-    finally:
-        os.close(fd)
-
-
-def value(text: str, name: str, **labels: str) -> dict[str, float]:
-    """A metric's samples on a page by rank, of those with these labels."""
-    found = {}
-    for line in re.findall(rf"^{name}{{.*", text, re.MULTILINE):
-        has = dict(re.findall(r'(\w+)="([^"]*)"', line))
-        if labels.items() <= has.items():
-            found[has["rank"]] = float(line.rpartition(" ")[2])
-    return found
+    with opened(flight_dir) as directory_fd:
+        return election.read(directory_fd)
 
 
 def files(flight_dir: Path) -> list[reader.View]:
     """The flight files of runs that have ended."""
-    directory_fd = open_directory(str(flight_dir))
     views = []
-    for name in reader.names(directory_fd):
-        file = reader.open_file(directory_fd, name)
-        views.append(file.read(final=True))
-        file.close()
-    os.close(directory_fd)
+    for path in flight_dir.glob("*.flight"):
+        with contextlib.closing(reader.open_path(str(path))) as file:
+            views.append(file.read(final=True))
     return views
 
 
@@ -307,22 +291,19 @@ def test_an_untouched_script_is_served_from_its_first_step(
     assert child.stdout.readline() == "trained\n"
     found = wait_until(lambda: announced(flight_dir), 20)
     assert found is not None
-
-    def page() -> str:
-        return httpx.get(f"{found.url}metrics", trust_env=False, timeout=10).text
-
+    exporter = Client(environ["TORCHOBS_EXPORTER_ADDRESS"])
     # a look at the files serves whoever asks within a tenth of a second, and this one may be from before the steps
-    wait_until(lambda: value(page(), "torchobs_steps_total") == {"0": 7.0})
-    assert value(page(), "torchobs_rank_up") == {"0": 1.0}
+    wait_until(lambda: exporter.value("torchobs_steps_total", rank="0") == 7)
+    assert exporter.value("torchobs_rank_up", rank="0") == 1
     rest, _ = child.communicate("\n", timeout=20)
     assert (rest, child.returncode) == ("", 3)
     assert psutil.pid_exists(found.pid)
 
     def last_page() -> str:
-        text = page()  # the exporter may leave once this was fetched
-        return text if value(text, "torchobs_rank_exit", reason="exit_code") == {"0": 1.0} else ""
+        page = exporter.page()  # the exporter may leave once this was fetched
+        return page if value_on(page, "torchobs_rank_exit", reason="exit_code") == 1 else ""
 
-    assert value(wait_until(last_page), "torchobs_steps_total") == {"0": 7.0}
+    assert value_on(wait_until(last_page), "torchobs_steps_total") == 7
 
 
 def test_torchrun_starts_it_on_every_rank(environ: dict[str, str], flight_dir: Path, tmp_path: Path) -> None:

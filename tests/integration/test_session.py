@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from tests.support import ROOT, finish
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording, surface, torch_hooks, train
 from torchobs.config.settings import PROBES
 from torchobs.flight import control, files, reader
+from torchobs.flight.directory import opened
 from torchobs.flight.layout import Exit
 from torchobs.runtime import noop, session
 
@@ -143,25 +143,16 @@ def test_extra_numbers_are_gauges_up_to_sixty_four(run: Recording) -> None:
 @contextlib.contextmanager
 def commanding(run: Recording, flight_dir: Path) -> Iterator[Callable[[control.Command], None]]:
     """Yield what gives the rank a command and waits until it has been read."""
-    writer = run.session.writer
-    assert writer is not None
+    assert run.session.writer is not None
+    incarnation = run.session.writer.header.incarnation
     (flight_dir / "control").mkdir()
-    directory = os.open(flight_dir / "control", os.O_RDONLY)
-    reader = control.ControlReader(str(flight_dir / "control"), writer.header.incarnation)
+    with opened(flight_dir / "control") as directory_fd:
 
-    def give(command: control.Command) -> None:
-        control.write_command(directory, writer.header.incarnation, command)
-        assert run.session.context is not None
-        assert reader.poll() is not None
-        for _ in range(2):  # the round under way may have looked before
-            beat = run.view().live.heartbeat_ns
-            support.wait_until(lambda beat=beat: run.view().live.heartbeat_ns != beat)  # type: ignore[misc]
+        def give(command: control.Command) -> None:
+            control.write_command(directory_fd, incarnation, command)
+            run.whole_round()
 
-    try:
         yield give
-    finally:
-        os.close(directory)
-        reader.close()
 
 
 def test_the_control_file_switches_recording_off_and_on(flight_dir: Path) -> None:
