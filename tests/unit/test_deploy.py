@@ -1,4 +1,4 @@
-"""What is deployed: units of systemd, the compose file, the image, and what brings the dashboards into a Grafana."""
+"""What other programs read here: systemd, compose, image builders, Grafana, GitHub; and the web site."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from ruamel.yaml import YAML
 
 from tests.dashboards import FOLDER, shipped
 from tests.support import NEEDS_PROGRAM, ROOT
@@ -176,8 +177,8 @@ def documents(name: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((GRAFANA / name).read_text()))
 
 
-def test_config_maps_and_objects_of_the_operator_have_all_dashboards() -> None:
-    """The label and folder that Grafana's chart has by default; small enough for `kubectl apply`; an object for each."""
+def test_grafana_is_provisioned_with_all_dashboards_and_with_sources_that_lead_to_each_other() -> None:
+    """As Grafana's chart and the operator ask for them, small enough for `kubectl apply`; a source leads to the others."""
     (kustomization,) = documents("kustomization.yaml")
     options = kustomization["generatorOptions"]
     assert options["labels"] == {"grafana_dashboard": "1"}
@@ -192,19 +193,11 @@ def test_config_maps_and_objects_of_the_operator_have_all_dashboards() -> None:
     assert {one["spec"]["configMapRef"]["name"]: one["spec"]["configMapRef"]["key"] for one in objects} == made
     assert {one["spec"]["folder"] for one in objects} == {"torchobs"}
     assert len({one["metadata"]["name"] for one in objects}) == len(objects)
-
-
-def test_the_file_provider_reads_where_the_pages_say_to_write() -> None:
-    """And nobody changes there what the next version overwrites."""
     (provisioning,) = documents("provisioning/dashboards/torchobs.yaml")
     (provider,) = provisioning["providers"]
     assert (provider["type"], provider["options"]["path"], provider["allowUiUpdates"]) == ("file", PATH, False)
     assert PATH in (GRAFANA / "README.md").read_text()
     assert PATH in command.dashboards_parser().format_help()
-
-
-def test_data_sources_lead_to_one_another() -> None:
-    """From an exemplar to its trace, from a span to the run's speed and logs, from a log record to its trace."""
     (provisioning,) = documents("provisioning/datasources/torchobs.yaml")
     found = {one["uid"]: one for one in provisioning["datasources"]}
     assert {uid: one["type"] for uid, one in found.items()} == {name: name for name in ("prometheus", "tempo", "loki")}
@@ -231,3 +224,40 @@ def test_the_command_writes_what_is_shipped(
         (into / "mine.json").write_text("{}")
     written = {path.name: path.read_bytes() for path in into.iterdir()}
     assert written == {"mine.json": b"{}", **{path.name: path.read_bytes() for path in FOLDER.iterdir()}}
+
+
+GITHUB = ROOT / ".github"
+SCHEMAS = {
+    "github-workflows": "workflows/*.yml",
+    "github-issue-forms": "ISSUE_TEMPLATE/[bi]*.yml",
+    "github-issue-config": "ISSUE_TEMPLATE/config.yml",
+    "dependabot": "dependabot.yml",
+}
+
+
+def test_each_file_is_what_github_takes() -> None:
+    """By GitHub's schemas, as YAML 1.2, where `on` is a word; every command is `make` with targets that all can run."""
+    for schema, pattern in SCHEMAS.items():
+        files = sorted(GITHUB.glob(pattern))
+        assert files
+        for file in files:
+            content = YAML(typ="safe", pure=True).load(file.read_text())
+            assert [str(error) for error in vendored(schema).iter_errors(content)] == [], file
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    workflows: list[Any] = [yaml.safe_load(path.read_text()) for path in (GITHUB / "workflows").glob("*.yml")]
+    steps = [step for workflow in workflows for job in workflow["jobs"].values() for step in job["steps"]]
+    commands = [re.sub(r"\S+=(\$\{\{.*?\}\}|\S+)", "", step["run"]).split() for step in steps if "run" in step]
+    assert {target for command in commands for target in command[1:]} <= targets
+    assert {command[0] for command in commands} == {"make"}
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert [hook["entry"] for hook in hooks] == ["make lint"]
+
+
+def test_the_site_has_no_broken_link(tmp_path: Path) -> None:
+    """Strict: a link to a page or a heading that is not there fails; the README is the first page."""
+    command: list[str | Path] = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    first = (tmp_path / "index.html").read_text()
+    assert 'href="kubernetes/' in first
+    assert re.search(r'href="https://github.com/torchobs/torchobs/blob/v[\d.]+/helm/torchobs/README.md"', first)

@@ -22,7 +22,7 @@ from torchobs.flight.cleanup import SETTLED_S, STALE_S, clean
 from torchobs.flight.control import Command, ControlReader, write_command
 from torchobs.flight.directory import NoPlaceError, candidates, find_existing, open_directory, open_place
 from torchobs.flight.files import cgroup_headroom, file_name, lock_name
-from torchobs.flight.layout import MIN_SIZE, Header, Live, Region, encode_header
+from torchobs.flight.layout import MIN_SIZE, Live, Region, encode_header
 from torchobs.flight.writer import open_writer
 from torchobs.support import mounts
 from torchobs.support.mounts import mount_of
@@ -67,14 +67,21 @@ def parent(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return flight_dir
 
 
-def test_the_runtime_directory_comes_first_if_it_is_mine(parent: Path) -> None:
-    """Then shared memory with room, then the temporary directory."""
+def test_the_runtime_directory_comes_first_if_it_is_mine(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then shared memory with room, then the temporary directory; in a pod its mount alone, for the sidecar's group."""
     runtime = parent / "runtime"
     runtime.mkdir()
     temporary = str(parent / f"torchobs-{ME}")
     assert candidates(None, str(runtime)) == [str(runtime / "torchobs"), temporary]
     assert candidates(None, str(parent / "absent")) == [temporary]
     assert candidates(None, None) == [temporary]
+    mount = parent / "mount"
+    mount.mkdir(mode=0o777)
+    monkeypatch.setattr(directory, "KUBERNETES_MOUNT", str(mount))
+    assert candidates(None, None) == [find_existing(None, None)] == [str(mount)]
+    made = open_place(None, None)
+    assert (made.path, made.shared, made.given) == (str(mount), True, True)
+    os.close(made.fd)
 
 
 def test_shared_memory_is_taken_only_with_a_gibibyte_and_a_quarter_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,29 +163,16 @@ def test_a_network_file_system_is_refused_and_only_memory_is_stored_to_directly(
         os.close(made.fd)
 
 
-def test_a_pod_s_mount_is_used_where_it_is(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files are for the sidecar's group; nothing is made, and nothing else is tried."""
-    mount = flight_dir / "mount"
-    mount.mkdir(mode=0o777)
-    monkeypatch.setattr(directory, "KUBERNETES_MOUNT", str(mount))
-    assert candidates(None, None) == [str(mount)]
-    assert find_existing(None, None) == str(mount)
-    made = open_place(None, None)
-    assert (made.path, made.shared, made.given) == (str(mount), True, True)
-    os.close(made.fd)
-
-
 def test_files_of_a_shared_place_are_for_the_group(flight_dir: Path) -> None:
     """0640 there, 0600 elsewhere, whatever the umask."""
     for mode, expected in ((0o2770, 0o640), (0o700, 0o600)):
-        flight_dir.chmod(mode)
+        place = flight_dir / oct(mode)
+        place.mkdir()
+        place.chmod(mode)
         before = os.umask(0o777)
-        made = open_writer(open_place(str(flight_dir), None), {"rank": 0}, MIN_SIZE)
+        open_writer(open_place(str(place), None), {"rank": 0}, MIN_SIZE).close()
         os.umask(before)
-        assert {stat.S_IMODE(path.stat().st_mode) for path in flight_dir.iterdir()} == {expected}
-        made.close()
-        for path in flight_dir.iterdir():
-            path.unlink()
+        assert {stat.S_IMODE(path.stat().st_mode) for path in place.iterdir()} == {expected}
 
 
 def test_headroom_is_what_the_tightest_cgroup_has_left(tmp_path: Path) -> None:
@@ -203,8 +197,8 @@ Make = Callable[..., str]
 def make(flight_dir: Path) -> Make:
     """Make a flight file whose last heartbeat was some hours before NOW."""
 
-    def one(hours: float, *, lock_file: bool = True, other_boot: bool = False, of: Header | None = None) -> str:
-        header = of or flights.header()
+    def one(hours: float, *, lock_file: bool = True, other_boot: bool = False) -> str:
+        header = flights.header()
         if other_boot:
             header = replace(header, boot_id=bytes(range(16)))
         raw = bytearray(header.file_size)
@@ -262,15 +256,11 @@ def test_a_rank_that_lost_its_lock_is_known_by_its_heartbeat(directory_fd: int, 
     assert clean(directory_fd, now=NOW, min_age_s=0.0) == [dead]
 
 
-def test_a_file_of_another_boot_is_as_old_as_this_one_at_least(directory_fd: int, make: Make) -> None:
-    """Its heartbeat counts from another zero; but whoever beat then is gone since this boot began."""
+def test_a_file_without_a_heartbeat_of_this_boot(directory_fd: int, flight_dir: Path, make: Make) -> None:
+    """One of another boot is as old as this boot at least; garbage, or a later version's file, as its mtime says."""
     dead = make(0, other_boot=True)
     assert clean(directory_fd, now=24 * HOUR_NS, min_age_s=25 * 3600) == []
     assert clean(directory_fd, now=24 * HOUR_NS, min_age_s=23 * 3600) == [dead]
-
-
-def test_a_file_that_cannot_be_read_is_as_old_as_its_mtime(directory_fd: int, flight_dir: Path) -> None:
-    """Garbage under one of our names, or a later version's file, whose lock is free."""
     name = file_name(flights.header())
     (flight_dir / name).write_bytes(b"garbage")
     assert clean(directory_fd, now=NOW, min_age_s=3600) == []
@@ -279,7 +269,9 @@ def test_a_file_that_cannot_be_read_is_as_old_as_its_mtime(directory_fd: int, fl
 
 
 def test_names_that_are_not_ours_are_never_touched(directory_fd: int, flight_dir: Path, make: Make) -> None:
-    """Nor what has one of our names and is no file of ours: links, directories, pipes, hard links."""
+    """Nor what has one of our names and is no file of ours: links, directories, pipes, hard links, another user's file."""
+    if ME == 0:
+        os.chown(flight_dir / make(100), 12345, 12345)
     target = age(flight_dir / make(500), STALE_S * 10)
     foreign = ["exporter.json", "exporter.lock", "control", "x.flight", ".tmp-x", ".tmp-" + "g" * 16, "r0-x.lock", "data"]
     for name in foreign:
@@ -306,14 +298,6 @@ def test_what_a_birth_that_was_killed_left_goes_after_an_hour(directory_fd: int,
         age(flight_dir / name, STALE_S + 1)
     assert sorted(clean(directory_fd, now=NOW)) == [".tmp-0123456789abcdef", orphan]
     assert list(flight_dir.iterdir()) == []
-
-
-def test_a_file_of_another_user_stays(directory_fd: int, flight_dir: Path, make: Make) -> None:
-    """Root may remove it, and does not."""
-    name = make(100)
-    if ME == 0:
-        os.chown(flight_dir / name, 12345, 12345)
-    assert clean(directory_fd, now=NOW, min_age_s=0.0, max_total_bytes=0) == ([] if ME == 0 else [name])
 
 
 RANK = f"r7-{'ab' * 16}"
@@ -388,16 +372,12 @@ def command(flight_dir: Path) -> Path:
     return flight_dir / control.file_name(TARGET)
 
 
-def test_a_command_is_read_once(directory_fd: int, reader: ControlReader) -> None:
-    """What was acknowledged is not done again."""
+def test_a_command_is_read_once(directory_fd: int, reader: ControlReader, command: Path) -> None:
+    """What was acknowledged is not done again; numbers go on with the clock where the exporter, or even the record, is gone."""
     assert reader.poll() is None
     seq = write_command(directory_fd, TARGET, Command(level=2, profile_steps=5, stacks=True))
     assert reader.poll() == Command(2, 5, stacks=True, seq=seq, profile_seq=seq, stacks_seq=seq)
     assert reader.poll() is None
-
-
-def test_an_exporter_that_restarts_goes_on_counting(directory_fd: int, reader: ControlReader, command: Path) -> None:
-    """It keeps nothing in memory; and where even the record was deleted, numbers go on with the clock."""
     first = write_command(directory_fd, TARGET, Command(level=1))
     assert reader.poll()
     second = write_command(directory_fd, TARGET, Command(level=2))
@@ -410,18 +390,14 @@ def test_an_exporter_that_restarts_goes_on_counting(directory_fd: int, reader: C
     assert reader.poll() == Command(3, seq=third)
 
 
-def test_a_command_for_another_rank_does_not_validate(directory_fd: int, reader: ControlReader, command: Path) -> None:
-    """Not even under our name: the CRC is seeded by the incarnation, and the target stands in it."""
+def test_a_command_for_another_or_a_damaged_one_is_nobody_s(directory_fd: int, reader: ControlReader, command: Path) -> None:
+    """The CRC is seeded by the incarnation, and the target is in it; no flipped bit, other length or garbage is obeyed."""
     other = TARGET[:4] + token_bytes(12)
     write_command(directory_fd, other, Command(level=1))
     command.with_name(control.file_name(other)).rename(command)
     assert reader.poll() is None
     write_command(directory_fd, TARGET, Command(level=2))
     assert reader.poll()
-
-
-def test_a_damaged_record_is_nobody_s_command(directory_fd: int, reader: ControlReader, command: Path) -> None:
-    """Every flipped bit, every shorter or longer file, garbage and zeros: nothing is done, nothing is raised."""
     write_command(directory_fd, TARGET, Command(level=3, profile_steps=10, stacks=True))
     good = command.read_bytes()
     assert len(good) == control.SIZE

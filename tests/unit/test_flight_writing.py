@@ -1,4 +1,4 @@
-"""The writer of a flight file: records, cells of series, and the stores that carry them."""
+"""The writer of a flight file: records, cells of series, and where stores go: into the map, or to the file by the sampler."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from tests import flights
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.catalog import Kind
-from torchobs.flight import files, reader, writer
-from torchobs.flight.files import create_flight_file, lock_name
+from torchobs.flight import files, reader, storage, writer
+from torchobs.flight.files import CreatedFile, create_flight_file, lock_name
 from torchobs.flight.layout import BLOCK_WORDS, MIN_SIZE, Exit, Region
 from torchobs.flight.reader import Distribution
-from torchobs.flight.value_blocks import LAYERS, Cell
+from torchobs.flight.storage import DeferredStorage
+from torchobs.flight.value_blocks import LAYERS, USER, Cell
 from torchobs.flight.writer import FlightWriter, open_writer
 
 if TYPE_CHECKING:
@@ -55,13 +56,13 @@ def long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "_GAP_NS", 3_600_000_000_000)
 
 
-def view(image: flights.Image, *, final: bool = False) -> reader.View:
+def view(image: flights.Image | FlightWriter, *, final: bool = False) -> reader.View:
     """What a reader sees who opens the file now."""
-    with contextlib.closing(image.open()) as file:
+    with contextlib.closing(image.open() if isinstance(image, flights.Image) else reader.open_path(image.path)) as file:
         return file.read(final=final)
 
 
-def steps(image: flights.Image, *, final: bool = False, lost: int | None = None) -> int:
+def steps(image: flights.Image | FlightWriter, *, final: bool = False, lost: int | None = None) -> int:
     """The steps that it sees; ``lost``: and so many records that it counts as lost."""
     seen = view(image, final=final)
     assert lost in {None, flights.value(seen, catalog.FLIGHT_DROPPED, what="record")}
@@ -139,33 +140,41 @@ def test_a_number_that_stays_away_does_not_let_the_ring_wrap(image: flights.Imag
     assert steps(image) == 5 * RECORDS - 1
 
 
+@contextlib.contextmanager
+def repeated(act: Callable[[], object], threads: int = 1, pause_s: float = 0.0005) -> Iterator[None]:
+    """Have other threads do it over and over until the block ends; none of them may raise."""
+    done, problems = threading.Event(), list[BaseException]()
+
+    def repeat() -> None:
+        try:
+            while not done.wait(pause_s):
+                act()
+        except OSError as problem:
+            problems.append(problem)
+
+    started = [threading.Thread(target=repeat) for _ in range(threads)]
+    for thread in started:
+        thread.start()
+    yield
+    done.set()
+    for thread in started:
+        thread.join()
+    assert problems == []
+
+
 def test_two_threads_append_and_a_third_folds_and_nothing_is_lost(image: flights.Image) -> None:
     """1,200 records through a ring of 16: every one counted, once, and a reader never sees fewer than before."""
     made, _ = flights.written(image)
-    done = threading.Event()
-
-    def append() -> None:
-        for number in range(1, 601):
-            flights.step(made, number)
-
-    def fold() -> None:
-        while not done.wait(0.0005):
-            made.fold()
-
-    threads = [threading.Thread(target=append) for _ in range(2)]
-    sampler = threading.Thread(target=fold)
-    for thread in (*threads, sampler):
-        thread.start()
     follower, seen = image.open(), [0]
-    while any(thread.is_alive() for thread in threads):
-        seen.append(flights.whole(flights.value(follower.read(), catalog.STEPS)))
-    done.set()
-    for thread in (*threads, sampler):
-        thread.join()
+    with repeated(made.fold):
+        threads = [threading.Thread(target=lambda: [flights.step(made, number) for number in range(1, 601)]) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            seen.append(flights.whole(flights.value(follower.read(), catalog.STEPS)))
     made.fold()
     assert seen == sorted(seen)
-    assert steps(image) == 1200
-    assert flights.value(follower.read(), catalog.STEPS) == 1200
+    assert steps(image) == flights.value(follower.read(), catalog.STEPS) == 1200
     follower.close()
 
 
@@ -238,33 +247,24 @@ def test_an_exception_between_any_two_lines_loses_no_acknowledged_record(image: 
     made, _ = flights.written(image)
     cell = made.table.cell(METRIC, {})
     assert cell
-    done = threading.Event()
-
-    def fold() -> None:
-        while not done.wait(0.0005):
-            made.fold()
-
-    sampler = threading.Thread(target=fold)
-    sampler.start()
     acknowledged = interrupted = number = counted = 0
     bell.start()
     deadline = time.monotonic() + 2.0
-    while time.monotonic() < deadline or interrupted <= 100:
-        try:
-            bell.armed = True
-            while True:
-                number += 1
-                flights.step(made, number)
-                acknowledged += 1
-                cell.add(1)
-                cell.publish()
-                counted += 1
-                made.event("test", {})
-        except Interruption:
-            interrupted += 1
-    bell.stop()
-    done.set()
-    sampler.join()
+    with repeated(made.fold):
+        while time.monotonic() < deadline or interrupted <= 100:
+            try:
+                bell.armed = True
+                while True:
+                    number += 1
+                    flights.step(made, number)
+                    acknowledged += 1
+                    cell.add(1)
+                    cell.publish()
+                    counted += 1
+                    made.event("test", {})
+            except Interruption:
+                interrupted += 1
+        bell.stop()
     assert acknowledged <= steps(image, final=True) <= number
     flights.step(made, number + 1)
     cell.add(1)
@@ -344,11 +344,10 @@ def test_a_closed_writer_stores_nowhere_and_its_file_stays(flight_dir: Path) -> 
     assert made.check_name() is False
     assert (flight_dir / name).read_bytes() == raw
     assert {path.name for path in flight_dir.iterdir()} == {name, lock_name(name)}
-    file = reader.open_path(str(flight_dir / name))
-    last = file.read(final=True)
+    with contextlib.closing(reader.open_path(str(flight_dir / name))) as file:
+        last = file.read(final=True)
     assert flights.value(last, catalog.STEPS) == 1
     assert (last.live.exit_reason, last.live.exit_code) == (Exit.EXCEPTION, -9)
-    file.close()
     del made
     assert len(list(Path("/proc/self/fd").iterdir())) <= before  # an earlier test's thread may close its own meanwhile
 
@@ -444,15 +443,6 @@ def small_writer(flight_dir: Path) -> Iterator[FlightWriter]:
     made.close()
 
 
-def folded(writer: FlightWriter) -> int:
-    """The steps that are counted, where none is lost."""
-    writer.fold()
-    with contextlib.closing(reader.open_path(writer.path)) as file:
-        seen = file.read()
-    assert flights.value(seen, catalog.FLIGHT_DROPPED, what="record") == 0
-    return flights.whole(flights.value(seen, catalog.STEPS))
-
-
 def test_no_step_overwrites_one_that_is_not_folded(small_writer: FlightWriter) -> None:
     """While another thread is held up amid a fold the ring gets almost full, and then it is waited for, but not for ever."""
     unfolded: list[int] = []
@@ -470,8 +460,139 @@ def test_no_step_overwrites_one_that_is_not_folded(small_writer: FlightWriter) -
         flights.step(small_writer, number)
     thread.join()
     assert small_writer._full_at <= unfolded[0] < RING
-    assert folded(small_writer) == 3 * RING - 1
+    small_writer.fold()
+    assert steps(small_writer, lost=0) == 3 * RING - 1
     with small_writer._folding:
         for number in range(3 * RING, 4 * RING):
             flights.step(small_writer, number)
-    assert folded(small_writer) == 4 * RING - 1
+    small_writer.fold()
+    assert steps(small_writer, lost=0) == 4 * RING - 1
+
+
+@pytest.fixture
+def born(flight_dir: Path) -> Iterator[CreatedFile]:
+    """A new file."""
+    made = create_flight_file(flights.place(flight_dir, in_memory=False), flights.header(16))
+    yield made
+    files.unlock(made.lock)
+    made.place.directory.close()
+
+
+def test_what_waits_is_bounded_however_long_nobody_flushes(born: CreatedFile) -> None:
+    """A sampler that hangs for an hour: memory for one file, and not one series is lost."""
+    deferred = DeferredStorage(born)
+    writer = FlightWriter(born.header, deferred, None)
+    cell = writer.table.cell(METRIC, {}, USER)
+    assert cell
+    for number in range(1, 3001):
+        flights.step(writer, number)
+        cell.add(1)
+        writer.table.publish()
+        writer.event("test", {"number": number})
+    ring = born.header.regions[Region.EVENTS].length // 64
+    assert len(deferred._dirty) < ring + 500
+    deferred.flush()
+    file = reader.open_path(f"{born.place.path}/{born.name}")
+    view = file.read()
+    assert flights.value(view, catalog.STEPS) == 3000
+    assert flights.value(view, METRIC) == 3000
+    assert [fields["attrs"]["number"] for fields in flights.frames(file)][-1] == 3000
+    file.close()
+    deferred.detach()
+
+
+class Interrupted:
+    """The module `os`, whose `pwrite` works so many times, then fails once, as a full or a broken disk does."""
+
+    close = staticmethod(os.close)
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    def pwrite(self, fd: int, data: bytes, offset: int) -> int:
+        """Write, or fail."""
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(5, "Input/output error")
+        return os.pwrite(fd, data, offset)
+
+
+def test_killed_in_the_middle_of_a_flush_the_file_is_what_it_was_or_newer(
+    born: CreatedFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every single write of every flush: readable, exact, never behind; and what failed is written by the next flush."""
+    header, path = born.header, f"{born.place.path}/{born.name}"
+    writer = FlightWriter(header, DeferredStorage(born), None)
+    states = list(flights.folded_states(header, [flights.step_record(header, number) for number in range(1, 121)]))
+    follower, last, number = reader.open_path(path), 0, 0
+    writer.memory.flush()
+    while number < 120:
+        for _ in range(3):
+            number += 1
+            flights.step(writer, number)
+        writer.fold()
+        for times in range(60):
+            with monkeypatch.context() as patch, contextlib.suppress(OSError):
+                patch.setattr(storage, "os", interrupted := Interrupted(times))
+                writer.memory.flush()
+            fresh = reader.open_path(path)
+            shown = [exact_steps(view, states) for view in (follower.read(), fresh.read(final=True))]
+            assert last <= shown[0] <= shown[1]
+            last = shown[1]
+            fresh.close()
+            if interrupted.left >= 0:
+                break
+        assert last == number
+    assert follower.rejected == 0
+    follower.close()
+    writer.memory.detach()
+
+
+def exact_steps(view: reader.View, states: list[flights.Values]) -> int:
+    """The steps of a view, which is the state after as many."""
+    steps = flights.whole(flights.value(view, catalog.STEPS))
+    assert flights.values(view, folded=True) == states[steps]
+    return steps
+
+
+def test_two_threads_that_flush_at_once_do_not_disturb_each_other(flight_dir: Path) -> None:
+    """At the end of a run the training thread may flush beside the sampler: no exception, and nothing older comes last."""
+    writer = open_writer(flights.place(flight_dir, in_memory=False), {"rank": 0}, MIN_SIZE)
+    with repeated(writer.publish, threads=3, pause_s=0.0):
+        for number in range(1, 2001):
+            flights.step(writer, number)
+    writer.fold()
+    writer.publish()
+    file = reader.open_path(writer.path)
+    assert flights.value(file.read(), catalog.STEPS) == 2000
+    assert [record.step for record in file.steps(5)] == [1996, 1997, 1998, 1999, 2000]
+    file.close()
+    writer.close()
+
+
+def test_a_file_that_is_closed_is_never_written_by_a_late_flush(born: CreatedFile) -> None:
+    """Its descriptor's number may be another file's by then: a checkpoint, say."""
+    deferred = DeferredStorage(born)
+    deferred.store(8192, b"abc")
+    assert deferred._file is not None
+    number = deferred._file.number()
+    deferred.detach()
+    checkpoint = Path(born.place.path) / "checkpoint"
+    checkpoint.write_bytes(bytes(9000))
+    with checkpoint.open("r+b", buffering=0) as file:
+        os.dup2(file.fileno(), number)
+        deferred.flush()
+        os.close(number)
+    assert checkpoint.read_bytes() == bytes(9000)
+
+
+def test_a_file_that_is_closed_while_a_flush_is_stuck_keeps_its_descriptor(born: CreatedFile) -> None:
+    """The stuck thread has its number: it is not closed under it."""
+    deferred = DeferredStorage(born)
+    assert deferred._file is not None
+    number = deferred._file.number()
+    assert deferred._flushing.acquire(blocking=False)
+    deferred.detach()
+    os.fstat(number)  # still open
+    deferred._flushing.release()
+    os.close(number)
