@@ -51,8 +51,8 @@ def understood(dumped: bytes) -> Dump:
     return dump
 
 
-def test_what_waits_in_a_real_dump_of_gloo_is_found() -> None:
-    """Its state stays at scheduled for ever: what has come back is retired."""
+def test_dumps_of_gloo_and_nccl_are_understood() -> None:
+    """Gloo's state stays at scheduled for ever: what has come back is retired. Of NCCL the state counts."""
     dump = understood(pickle.dumps(GLOO))
     assert dump.groups == {0: GroupStatus(4, 2), 1: GroupStatus(1, 1)}
     assert [(one.group.name, one.kind, one.pending, one.size) for one in dump.operations] == [
@@ -65,10 +65,6 @@ def test_what_waits_in_a_real_dump_of_gloo_is_found() -> None:
     assert [one.record for one in dump.operations] == [0, 1, 2, 3, 4]
     assert {one.duration_s for one in dump.operations} == {None}
     assert {one.group.attributes["group"].partition(":")[0] for one in dump.operations} == {"default", "mesh_tp"}
-
-
-def test_a_dump_of_nccl_is_understood() -> None:
-    """There the state counts."""
     dump = understood(pickle.dumps(NCCL))
     assert dump.groups == {0: GroupStatus(3, 2)}
     assert [(one.kind, one.pending, one.size) for one in dump.operations] == [
@@ -83,12 +79,14 @@ def dump_of(entry: dict[str, Any]) -> bytes:
 
 
 def test_operations_have_the_lines_that_called_them() -> None:
-    """Point-to-point operations have no number of their group's."""
+    """Point-to-point operations have no number of their group's; those known here are in the catalog."""
     frames = [{"name": "barrier", "filename": "/torch/d.py", "line": 7}, {"name": "save", "filename": "a.py", "line": 3}]
     (operation,) = understood(dump_of(nccl_entry(5, profiling_name="gloo:barrier", frames=frames))).operations
     assert (operation.number, operation.kind) == (5, "barrier")
     assert operation.frames == (("/torch/d.py", 7, "barrier"), ("a.py", 3, "save"))
     assert understood(dump_of(nccl_entry(5, is_p2p=True))).operations[0].number is None
+    known = {*collectives._OPERATIONS.values(), *collectives._FAMILIES, *collectives._PLAIN, "other"}
+    assert known == set(catalog.COLLECTIVE_OPERATIONS) - {"none"}
 
 
 @pytest.mark.parametrize(
@@ -105,12 +103,6 @@ def test_operations_have_the_lines_that_called_them() -> None:
 def test_what_is_not_understood_is_refused(dumped: bytes) -> None:
     """Other versions changed fields that are relied on."""
     assert decode(dumped) is None
-
-
-def test_the_operations_known_here_are_in_the_catalog() -> None:
-    """So that no label is outside of it."""
-    known = {*collectives._OPERATIONS.values(), *collectives._FAMILIES, *collectives._PLAIN, "other"}
-    assert known == set(catalog.COLLECTIVE_OPERATIONS) - {"none"}
 
 
 SIZE = ("torchobs.collective.size",)

@@ -8,8 +8,6 @@ from dataclasses import replace
 from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from tests.diagnosis_files import START_S, fact, facts, row, steps
 from torchobs import catalog
 from torchobs.catalog import SECONDS_BOUNDS
@@ -110,22 +108,14 @@ def still(durations_s: list[float], quiet_s: float, phase: str = "other", age_s:
 
 
 def test_a_rank_stands_still_after_twenty_usual_steps_and_ten_seconds() -> None:
-    """With the time since its last step, and what is usual."""
+    """Not in a phase that takes its time, nor once the next step has begun; a pause that it has made before is its habit."""
     for usual_s in (0.02, 0.4):
         assert still([usual_s] * 300, 9.9) is None
         assert still([usual_s] * 300, 10.1) == Standstill(10.1, usual_s)
     assert still([0.02] * 300, 12.0, age_s=60.0) == Standstill(60.0, 0.02)
-
-
-def test_what_takes_its_time_does_not_stand_still() -> None:
-    """An evaluation, a checkpoint, a compilation, code after the loop; nor a rank that has only just begun the next step."""
     assert all(still([0.02] * 300, 600.0, phase) is None for phase in PATIENT_PHASES)
     assert still([0.02] * 300, 1.0, age_s=600.0) is None
     assert hangs.standstill(600.0, 600.0, "other", None, Durations()) is None
-
-
-def test_a_pause_that_a_run_has_made_before_is_its_habit() -> None:
-    """The rollouts of reinforcement learning; one pause is none."""
     assert still([0.1] * 1000 + [60.0] * 2, 50.0) == Standstill(50.0, 0.1, habitual=True)
     assert still([0.1] * 1000 + [60.0] * 2, 200.0) == Standstill(200.0, 0.1)
     assert still([0.1] * 1000 + [60.0], 50.0) == Standstill(50.0, 0.1)
@@ -154,53 +144,31 @@ ABSENT = {
 }
 
 
-@pytest.mark.parametrize("name", ABSENT)
-def test_who_did_not_come_to_a_collective(name: str) -> None:
-    """Promise: a rank that waits nowhere and has called fewer than what others wait in; group by group."""
-    progress, expected = ABSENT[name]
-    assert hangs.absent(progress) == {rank: Absence(*one) for rank, one in expected.items()}
+def test_who_did_not_come_to_a_collective_or_waits_in_another() -> None:
+    """Promise: who waits nowhere and has called fewer, by group; who waits in another operation, or size where that counts."""
+    for name, (progress, expected) in ABSENT.items():
+        assert hangs.absent(progress) == {rank: Absence(*one) for rank, one in expected.items()}, name
+    for waiting, kinds in MISMATCHED:
+        found = hangs.mismatched(ranks(*waiting))
+        assert [(one.group, one.number, one.kinds) for one in found] == ([("default", 413, kinds)] if kinds else [])
 
 
-UNEVEN = WAITING._replace(operation="all_to_all")
+UNEVEN, OTHER = WAITING._replace(operation="all_to_all"), WAITING._replace(operation="broadcast")
+MISMATCHED: list[tuple[tuple[GroupProgress, ...], dict[tuple[str, float | None], tuple[str, ...]]]] = [
+    ((WAITING, OTHER, WAITING), {("all_reduce", None): ("0", "2"), ("broadcast", None): ("1",)}),
+    ((WAITING, WAITING._replace(size=8.0)), {("all_reduce", 4000.0): ("0",), ("all_reduce", 8.0): ("1",)}),
+    ((WAITING, WAITING._replace(size=None)), {}),
+    ((UNEVEN, UNEVEN._replace(size=8.0)), {}),
+    ((WAITING, GroupProgress(414, 413, 9.0, "broadcast")), {}),
+    ((WAITING, AWAY), {}),
+]
 
 
-@pytest.mark.parametrize(
-    ("progress", "kinds"),
-    [
-        ((WAITING, WAITING._replace(operation="broadcast"), WAITING), {("all_reduce", None): "02", ("broadcast", None): "1"}),
-        ((WAITING, WAITING._replace(size=8.0)), {("all_reduce", 4000.0): "0", ("all_reduce", 8.0): "1"}),
-        ((WAITING, WAITING._replace(size=None)), {}),
-        ((UNEVEN, UNEVEN._replace(size=8.0)), {}),
-        ((WAITING, GroupProgress(414, 413, 9.0, "broadcast")), {}),
-        ((WAITING, AWAY), {}),
-    ],
-)
-def test_who_waits_in_another_operation(
-    progress: tuple[GroupProgress, ...], kinds: dict[tuple[str, float | None], str]
-) -> None:
-    """Of the same number, or of another size where sizes have to be equal; not of what may be uneven, or is unknown."""
-    found = hangs.mismatched(ranks(*progress))
-    assert [one.kinds for one in found] == ([{kind: tuple(names) for kind, names in kinds.items()}] if kinds else [])
-    assert all((one.group, one.number) == ("default", 413) for one in found)
-
-
-def test_ranks_that_called_different_numbers_are_told_apart_by_group() -> None:
-    """The most calls first; a group in which all called the same, or of one rank here, has no difference."""
+def test_ranks_that_called_different_numbers_are_told_apart_with_the_calls_made_more() -> None:
+    """The most calls first; calls that one rank made more are those between equal ones, and none where lines do not align."""
     called = {"0": {"default": 207, "tp:1": 9}, "1": {"default": 206, "tp:1": 9}, "2": {"default": 207, "dp:2": 4}, "3": {}}
     assert hangs.surplus(called) == [hangs.Surplus("default", {207: ("0", "2"), 206: ("1",)})]
     assert hangs.surplus({}) == []
-
-
-def calls(*texts: str, first: int = 1) -> dict[int, str]:
-    """Calls by number."""
-    return dict(enumerate(texts, first))
-
-
-def test_the_calls_that_one_rank_made_more_are_those_between_equal_ones() -> None:
-    """A barrier in one rank's branch shifts all that follow; a second rank's lines before and behind it are the same.
-
-    Nothing is shown of lines that differ by rank, of windows without a common beginning, and of none at all.
-    """
     for one, other, more in (
         (calls("step", "step", "save", "finish"), calls("step", "step", "finish"), ("save",)),
         (calls("step", "step", "finish"), calls("step", "step"), ("finish",)),
@@ -211,6 +179,11 @@ def test_the_calls_that_one_rank_made_more_are_those_between_equal_ones() -> Non
         *((calls("step"), calls("step"), ()), ({}, {}, ()), (calls("step"), {}, ())),
     ):
         assert hangs.inserted(one, other) == more
+
+
+def calls(*texts: str, first: int = 1) -> dict[int, str]:
+    """Calls by number."""
+    return dict(enumerate(texts, first))
 
 
 def hung(name: str, progress: GroupProgress) -> RankView:
@@ -224,11 +197,11 @@ def test_ranks_of_replica_groups_are_compared_each_by_itself() -> None:
     """Promise: each has a default group of its own, whose number, operation and size are those of its ranks alone."""
     ranks = [hung("0-g0", WAITING), hung("1-g0", WAITING), hung("0-g1", AWAY), hung("1-g1", AWAY)]
     assert not [*waited_for(ranks)]
-    assert not [*waited_for([*ranks[:2], hung("0-g1", WAITING._replace(operation="broadcast", size=8.0))])]
+    assert not [*waited_for([*ranks[:2], hung("0-g1", OTHER._replace(size=8.0))])]
     (text,) = (one.long for one in waited_for([ranks[0], hung("1-g0", AWAY), *ranks[2:]]))
     assert "Rank 1-g0 has not come to all_reduce number 413 of group x" in text
     assert "-g1" not in text
-    apart = [*ranks[:1], hung("0-g1", WAITING), hung("1-g1", WAITING._replace(operation="broadcast"))]
+    apart = [*ranks[:1], hung("0-g1", WAITING), hung("1-g1", OTHER)]
     assert [one.kind for one in waited_for(apart)] == ["collectives_differ"]
 
 
@@ -273,17 +246,6 @@ def rank(number: int, *, gave_up: bool = False, **given: Any) -> RankView:
 def told(*ranks: RankView) -> str:
     """What is said first of the ranks together."""
     return compare(ranks)[0].long
-
-
-def test_the_one_of_many_that_is_elsewhere() -> None:
-    """Some gave up, the others were ended before they did."""
-    ranks = [rank(0, gave_up=True), rank(1, phase="data"), *(rank(number, phase="backward") for number in range(2, 8))]
-    text = told(*ranks)
-    assert text == (
-        "A collective timed out after 4 s on rank 0. Rank 1 fetches data of step 202, and the other 7 ranks wait in backward of"
-        " step 202."
-    )
-    assert set(endings.awaited_at_timeout(ranks)) == {"1"}
 
 
 def test_ranks_that_all_gave_up_waited_for_each_other() -> None:

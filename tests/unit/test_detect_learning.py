@@ -33,10 +33,13 @@ def judged(layers: Callable[[int], dict[str, LayerSample]], looks: int = 6, ever
 
 
 def test_what_is_lost_or_unfed_is_told_with_the_layers_before_it() -> None:
-    """In the model's order; a gradient of zero behind the last of them is another matter."""
+    """In the model's order, without zeros behind the last of them; of an optimizer that goes by signs no size is judged."""
     found = judged(lambda _: {"a": ZERO, "b": LOST, "c": ZERO, "d": UNFED, "e": USUAL, "f": ZERO})
     assert found == StuckLayers(("b",), ("d",), ("a", "c"))
     assert found.all == ("a", "c", "b", "d")
+    unknown = LayerSample(None, unfed=False, zero=False)
+    found = judged(lambda _: {"a": unknown, "b": LayerSample(None, unfed=True, zero=False), "c": unknown})
+    assert found == StuckLayers((), ("b",), ())
 
 
 @pytest.mark.parametrize("seen", [LOST, UNFED])
@@ -47,38 +50,23 @@ def test_it_has_to_last(seen: LayerSample) -> None:
     assert judged(lambda look: {"a": USUAL if look == 4 else seen, "b": USUAL}) == NOTHING
 
 
-def test_all_layers_may_be_slow_together() -> None:
-    """At a learning rate of nearly nothing no weight moves, and all keep pace; nor does a slow one matter that does move."""
-    assert judged(lambda _: {"a": moving(1e-12), "b": moving(1e-9)}) == NOTHING
-    assert judged(lambda _: {"a": moving(1e-7), "b": moving(10.0)}) == NOTHING
-    assert judged(lambda _: {"a": moving(0.0), "b": moving(0.0)}) == NOTHING
-
-
-def test_a_layer_that_wakes_up_is_left_in_peace() -> None:
-    """Behind a gate that opens, eleven times as wide at each look; one that only varies far below is lost all the same."""
+def test_layers_that_are_slow_together_or_wake_up_are_left_in_peace() -> None:
+    """At a rate of nearly nothing all keep pace; one may wake up behind a gate; one that only varies far below is lost."""
+    for parts in ((1e-12, 1e-9), (1e-7, 10.0), (0.0, 0.0)):
+        layers = dict(zip("ab", map(moving, parts), strict=True))
+        assert judged(lambda _, layers=layers: layers) == NOTHING  # type: ignore[misc]
     assert judged(lambda look: {"a": moving(1e-14 * 11.0**look), "b": moving(1.0)}) == NOTHING
     assert judged(lambda look: {"a": moving(1e-18 * 30.0 ** (look % 3)), "b": USUAL}).lost == ("a",)
-
-
-def test_an_optimizer_that_goes_by_signs_is_not_judged_by_size() -> None:
-    """How far it moves is not known; that only zeros come into a layer is."""
-    unknown = LayerSample(None, unfed=False, zero=False)
-    found = judged(lambda _: {"a": unknown, "b": LayerSample(None, unfed=True, zero=False), "c": unknown})
-    assert found == StuckLayers((), ("b",), ())
 
 
 CUT = LayerSample(0.0, unfed=False, zero=True, leading=True)
 
 
 def test_first_layers_without_any_gradient_are_cut_off() -> None:
-    """Saturated from the first step on, or from some step on; with another cause behind them they are ``before`` it."""
+    """From some step on; not an input that was never used, a part behind others, what wakes up in time, or has hardly begun."""
     assert judged(lambda _: {"a": CUT, "b": CUT, "c": USUAL}).cut == ("a", "b")
     assert judged(lambda look: {"a": CUT if look > 2 else USUAL, "b": USUAL}).cut == ("a",)
     assert judged(lambda _: {"a": CUT, "b": CUT, "c": UNFED, "d": USUAL}) == StuckLayers((), ("c",), ("a", "b"))
-
-
-def test_what_is_no_cut() -> None:
-    """An input that was never used, a part behind others, what wakes up in time, and what has hardly begun."""
     assert judged(lambda _: {"a": CUT, "b": USUAL}) == NOTHING
     assert judged(lambda look: {"a": USUAL, "b": ZERO if look > 2 else USUAL}) == NOTHING
     assert judged(lambda look: dict.fromkeys("ab", USUAL if look in {3, 5} else CUT) | {"c": USUAL}) == NOTHING
@@ -103,15 +91,11 @@ def test_gradients_that_are_zero_by_chance_are_no_finding(share: float) -> None:
 
 
 def test_three_recompilations_are_usual_and_the_fourth_is_told_once_a_minute() -> None:
-    """The usual ones: a size that becomes dynamic, evaluation, a second dtype."""
+    """A dynamic size, evaluation and a second dtype are usual; those of one step are no storm unless torch gives up."""
     recompiles = Recompiles()
     told = [recompiles.note("forward", float(now), now) for now in range(0, 130, 2)]
     assert told[:4] == [0, 0, 0, 4]
     assert [count for count in told if count] == [4, 34, 64]
-
-
-def test_those_of_one_step_are_no_storm_unless_torch_gives_up() -> None:
-    """One for each kind of parameter, in an optimizer's first step: the remedy for a storm is none for it."""
     recompiles = Recompiles()
     assert not any(recompiles.note("single_param_adam", float(now), now // 5) for now in range(6))
     assert recompiles.note("single_param_adam", 6.0, 1) == learning.WITHIN_ONE
@@ -128,16 +112,12 @@ def norms(ranks: int, steps: int = 40, **odd: float) -> dict[str, dict[int, floa
 
 
 def test_the_rank_that_differs_is_named() -> None:
-    """By a fiftieth or by orders of magnitude; all are named where no majority agrees."""
+    """By a fiftieth or more; all where no majority agrees; not by rounding, too few steps, or a norm that is not finite."""
     for ranks in (3, 8, 64):
         assert differing(norms(ranks, r1=1.02)) == ("1",)
         assert differing(norms(ranks, r2=1e-3)) == ("2",)
     assert differing(norms(2, r1=2.0)) == ("0", "1")
     assert differing(norms(4, r2=2.0, r3=2.0)) == ("0", "1", "2", "3")
-
-
-def test_ranks_that_agree_are_not_named() -> None:
-    """Rounding, a single rank, too few common steps, one step in which they differed, a norm that is not finite."""
     assert differing(norms(8, 20_000)) == ()
     assert differing(norms(1)) == differing({}) == ()
     assert differing(norms(4, LEAST_STEPS - 1, r1=2.0)) == ()

@@ -17,15 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def test_from_where_a_step_is_slow() -> None:
-    """Three times the median, which a few slow ones do not move; not of 1 ms that another thread held up, nor at first."""
+def test_from_where_a_step_is_slow_and_when_steps_have_become_so() -> None:
+    """Three times the median, which a few do not move; steps have become slow when they are so for ten seconds."""
     assert speed.slow_from([0.1] * 60 + [50.0] * 4) == pytest.approx(0.3)
     assert speed.slow_from([0.001] * 64) == pytest.approx(0.006)
     assert speed.slow_from([0.1] * (speed.LEAST_SEEN - 1)) == inf
-
-
-def test_steps_have_become_slow_when_they_are_so_for_ten_seconds() -> None:
-    """Steps of any length: short ones by the hundred, long ones at least eight; and when it began some minutes ago."""
     assert slowed_from([0.1] * 600 + [0.3] * 34) == 600
     assert slowed_from([0.1] * 3_000 + [0.3] * 500) is not None
     assert slowed_from([0.001] * 60_000 + [0.003] * 3_334) in range(59_990, 60_001)
@@ -34,15 +30,11 @@ def test_steps_have_become_slow_when_they_are_so_for_ten_seconds() -> None:
 
 
 def test_what_is_no_slowdown() -> None:
-    """Ten steps of 1 ms that took thirty times as long, two seconds of a stopped machine, a neighbour that comes and goes."""
+    """Ten slow steps of 1 ms, a stopped machine, a neighbour that comes and goes, two loader workers of which one is late."""
     assert slowed_from([0.001] * 4_000 + [0.03] * 10) is None
     assert slowed_from([0.001] * 60_000 + [2.0] + [0.001] * 5) is None
     assert slowed_from([0.1] * 600 + [15.0] + [0.1] * 20) is None
     assert slowed_from([0.1] * 300 + [0.3] * 40 + [0.1] * 300 + [0.3] * 40) is None
-
-
-def test_two_loader_workers_are_no_slowdown() -> None:
-    """Every other batch is there already, and which comes last is chance; in twenty such runs."""
     for seed in range(20):
         chance = random.Random(seed)
         steps = [chance.choice((0.002, 0.1)) * chance.uniform(0.8, 1.3) for _ in range(2_000)]
@@ -130,16 +122,12 @@ def test_the_slow_rank_is_named_or_nobody(late: int, waiting: int, ranks: int) -
         assert last.factor == 1.0
 
 
-def test_forward_and_between_are_one_while_some_ranks_know_no_better() -> None:
-    """The same loop, and one of its ranks has no forward stamps yet, or has them already."""
+def test_forward_and_between_are_one_and_half_of_the_ranks_are_slow_in_data_alone() -> None:
+    """One rank has no forward stamps yet, or has them already; in other phases than data one half may wait for the other."""
     both = (0.0, 0.0, 0.3, 0.1, 0.05, 0.6), (0.0, 0.4, 0.3, 0.1, 0.25, 0.0)
     for ranks, (one, others) in itertools.product((2, 3, 8), (both, both[::-1])):
         found = compare({str(rank): others if rank else one for rank in range(ranks)})
         assert [rank.factor for rank in found.values()] == pytest.approx([1.0] * ranks)
-
-
-def test_half_of_the_ranks_are_slow_in_data_alone() -> None:
-    """In other phases the one half may as well wait for the other."""
     for phase, slow in itertools.product((0, 4), (1, 4)):
         late = list(FAST)
         late[phase] += 0.3
@@ -177,21 +165,13 @@ def verdicts(*shares: float, steps: int = 100) -> list[bool]:
 
 
 def test_a_fifth_of_waiting_is_starvation_until_it_is_half_of_that() -> None:
-    """A tenth is none to call anybody for; what varies around the limit is one finding."""
+    """A tenth is none; what varies around the limit is one finding; it takes ten steps and a minute of training."""
     assert verdicts(0.0, 0.01, 0.1, BEGINS - 0.01) == [False] * 4
     assert verdicts(BEGINS + 0.01, BEGINS - 0.05, BEGINS + 0.05, ENDS + 0.01, ENDS - 0.01, ENDS + 0.05) == [
         True, True, True, True, False, False,
     ]  # fmt: skip
-
-
-def test_few_fetches_tell_nothing() -> None:
-    """The wait of one slow step is no share of anything: it takes ten of them, however long that is."""
     assert verdicts(0.9, steps=LEAST_STEPS - 1) == []
     assert verdicts(0.9, 0.9, steps=LEAST_STEPS // 2 + 1) == [True]
-
-
-def test_less_than_a_minute_or_a_minute_of_little_training_tells_nothing() -> None:
-    """The start of an epoch's workers is a part of a minute; a rank that hangs after its first steps waits for no data."""
     judge, hangs = Starvation(), Starvation()
     for one in (judge, hangs):
         one.judge(DataCounters(0.0, 0, 0.0, 0.0))

@@ -21,7 +21,7 @@ from torchobs.probes.device_memory import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 GIB = 1024**3
@@ -71,7 +71,7 @@ class Cuda:
 
 
 def test_a_device_in_use_is_listed_with_what_it_may_take() -> None:
-    """The other one is not; half of the memory was set to be this process's. Asking would initialise CUDA before it is."""
+    """An unused one is not, and asking would initialise CUDA; what XPU's and Metal's allocators do not tell is absent."""
     module = Cuda()
     module.started = False
     assert (used_devices(module), module.asked) == ([], [])
@@ -79,18 +79,14 @@ def test_a_device_in_use_is_listed_with_what_it_may_take() -> None:
     assert used_devices(module) == [
         DeviceMemory("cuda:0", 3 * GIB, 6 * GIB, 3 * GIB + 512, MIB, 5 * GIB, TOTAL // 2, retries=0, ooms=0)
     ]
-
-
-def test_an_xpu_has_no_split_blocks_and_metal_no_peaks() -> None:
-    """What an allocator does not tell is absent."""
     other = Cuda()
     other.stats[0] = {name: entry for name, entry in stats().items() if not name.startswith(("inactive_split", "num_"))}
-    module: Any = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False), xpu=other.cuda, _C=SimpleNamespace())
-    module.mps = SimpleNamespace(
+    others: Any = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False), xpu=other.cuda, _C=SimpleNamespace())
+    others.mps = SimpleNamespace(
         driver_allocated_memory=lambda: 7, current_allocated_memory=lambda: 5, recommended_max_memory=lambda: 11
     )
-    module.backends = SimpleNamespace(mps=SimpleNamespace(is_available=lambda: True))
-    assert used_devices(module) == [
+    others.backends = SimpleNamespace(mps=SimpleNamespace(is_available=lambda: True))
+    assert used_devices(others) == [
         DeviceMemory("xpu:0", 3 * GIB, 6 * GIB, 3 * GIB + 512, None, 5 * GIB, TOTAL),
         DeviceMemory("mps:0", 5, 7, limit=11),
     ]
@@ -130,17 +126,10 @@ def test_a_device_is_shown_once_it_is_used(run: Recording) -> None:
     device.probe.observe()
     assert not [key for key in run.values() if key[0].startswith("torchobs.memory.device")]
     device.observe(4, 4, active=5, inactive_split=1, retries=0, ooms=0)
-    shown = {
-        catalog.MEMORY_DEVICE_ALLOCATED: 4,
-        catalog.MEMORY_DEVICE_RESERVED: 8,
-        catalog.MEMORY_DEVICE_ACTIVE: 5,
-        catalog.MEMORY_DEVICE_INACTIVE_SPLIT: 1,
-        catalog.MEMORY_DEVICE_PEAK: 4,
-        catalog.MEMORY_DEVICE_LIMIT: TOTAL,
-        catalog.MEMORY_ALLOC_RETRIES: 0,
-        catalog.MEMORY_OOMS: 0,
-    }
-    assert {metric: device.value(metric) for metric in shown} == shown
+    shown = {"allocated": 4, "reserved": 8, "active": 5, "inactive_split": 1, "peak": 4, "limit": TOTAL}
+    metrics = {name: catalog.BY_NAME[f"torchobs.memory.device.{name}"] for name in shown}
+    assert {name: device.value(metric) for name, metric in metrics.items()} == shown
+    assert device.value(catalog.MEMORY_ALLOC_RETRIES) == device.value(catalog.MEMORY_OOMS) == 0
 
 
 def test_peaks_and_errors_are_those_since_we_look_and_outlive_a_reset(run: Recording) -> None:
@@ -180,7 +169,6 @@ class OomCuda(Cuda):
 
     def __init__(self) -> None:
         super().__init__()
-        self.observers: list[Callable[[int, int, int, int], object]] = []
         self.remembers = False
         self.__file__ = "/site-packages/torch/__init__.py"
         self.stats[0] = stats(retries=3)
@@ -210,11 +198,11 @@ SEGMENTS = [{"device": 0, "blocks": BLOCKS}, {"device": 1, "blocks": [{**BLOCKS[
 
 
 def observer(run: Recording, module: OomCuda) -> OomObserver:
-    """An observer that asks this torch."""
-    found = OomObserver()
-    assert run.session.context is not None
-    found._context = run.session.context
-    vars(found)["_torch"] = module
+    """An observer that asks this torch, in step 17."""
+    found, context = OomObserver(), run.session.context
+    assert context is not None
+    context.recorder.plain.step = 17
+    vars(found).update(_context=context, _torch=module)
     return found
 
 
@@ -222,8 +210,6 @@ def test_an_oom_event_holds_the_allocator_s_numbers_and_the_step(run: Recording)
     """What was asked for, what there is, what is held; and where most of it is, if torch remembers."""
     module = OomCuda()
     watcher = observer(run, module)
-    assert run.session.context is not None
-    run.session.context.recorder.plain.step = 17
     watcher.note(0, 8 * GIB, TOTAL, GIB)
     module.remembers = True
     watcher._last -= MIN_INTERVAL_S
