@@ -113,7 +113,7 @@ def test_v2_in_a_container_with_its_own_namespace(tmp_path: Path) -> None:
 
 
 def test_v2_on_a_host_the_least_room_of_the_nested_groups_counts(tmp_path: Path) -> None:
-    """A slice of 8 GiB that is nearly full is tighter than the 4 GiB of the service in it; the root group has no figures."""
+    """A full slice is tighter than the service in it. A moved process sees `/../other`: only what is mounted is looked at."""
     root = plant(
         tmp_path,
         {
@@ -127,10 +127,13 @@ def test_v2_on_a_host_the_least_room_of_the_nested_groups_counts(tmp_path: Path)
     assert found(tightest(groups, root))[0] == "/sys/fs/cgroup/user.slice"
     assert memory_of("/sys/fs/cgroup", v2=True, root=root) is None
     assert found(cpu_of(groups, root)).limit == 1.0
+    root = plant(tmp_path, v2_group("", limit=str(4 * GIB)))
+    moved = hierarchy("0::/../../etc\n", V2_MOUNT.format(root="/"), "memory", root)
+    assert moved == Hierarchy(v2=True, levels=("/sys/fs/cgroup",))
 
 
 def test_v1_in_a_container_without_a_namespace(tmp_path: Path) -> None:
-    """The path is the host's; what is mounted is the container's group, and its name stands in mountinfo."""
+    """The path is the host's, and its name stands in mountinfo; the root group without a limit is the machine, and no group."""
     path = "/kubepods/burstable/pod1234/abcd"
     root = plant(tmp_path, v1_group("", limit=4 * GIB, quota=150_000))
     membership = f"5:memory:{path}\n4:cpu,cpuacct:{path}\n1:name=systemd:{path}\n"
@@ -141,17 +144,13 @@ def test_v1_in_a_container_without_a_namespace(tmp_path: Path) -> None:
     assert (memory.swap, memory.swap_limit, memory.oom_kills) == (8192, GIB, 3)
     cpu = found(hierarchy(membership, V1_MOUNTS.format(root=path), "cpu", root))
     assert cpu_of(cpu, root) == Cpu(1.5, 100, 40, 2.5, 7.0)
-
-
-def test_v1_s_root_group_without_a_limit_is_the_machine_and_no_group(tmp_path: Path) -> None:
-    """Its usage is everybody's."""
     root = plant(tmp_path, v1_group(""))
     groups = found(hierarchy("5:memory:/\n", V1_MOUNTS.format(root="/"), "memory", root))
     assert tightest(groups, root) is None
 
 
 def test_a_hybrid_system_has_memory_where_v1_has_it_and_pressure_where_v2_is(tmp_path: Path) -> None:
-    """What systemd calls hybrid mounts v2 without controllers."""
+    """What systemd calls hybrid mounts v2 without controllers; none is where mount or membership is missing or unreadable."""
     files = {
         **v1_group("/job", limit=4 * GIB),
         "sys/fs/cgroup/unified/job/cgroup.events": "populated 1\n",
@@ -163,18 +162,7 @@ def test_a_hybrid_system_has_memory_where_v1_has_it_and_pressure_where_v2_is(tmp
     assert hierarchy(membership, mounts, "memory", root) == Hierarchy(v2=False, levels=levels)
     unified = found(hierarchy(membership, mounts, "", root))
     assert (unified.v2, unified.levels[0]) == (True, "/sys/fs/cgroup/unified/job")
-
-
-def test_a_path_outside_of_the_namespace_is_not_followed(tmp_path: Path) -> None:
-    """A process that was moved sees `/../other`: only what is mounted is looked at."""
-    root = plant(tmp_path, v2_group("", limit=str(4 * GIB)))
-    groups = hierarchy("0::/../../etc\n", V2_MOUNT.format(root="/"), "memory", root)
-    assert groups == Hierarchy(v2=True, levels=("/sys/fs/cgroup",))
-
-
-def test_no_cgroup_at_all(tmp_path: Path) -> None:
-    """No mount, no membership, or neither is readable."""
-    for membership in ("", "0::/\n", "nonsense"):
-        for mounts in ("", V2_MOUNT.format(root="/"), "nonsense - cgroup2", "1 2 3 - ext4 a b"):
-            if (membership, mounts) != ("0::/\n", V2_MOUNT.format(root="/")):
-                assert hierarchy(membership, mounts, "memory", str(tmp_path)) is None
+    for mounts in ("", "1 2 3 - ext4 a b"):
+        assert hierarchy("0::/\n", mounts, "memory", root) is None
+    assert hierarchy("", V2_MOUNT.format(root="/"), "memory", root) is None
+    assert hierarchy("", "", "memory", root) is hierarchy("nonsense", "nonsense - cgroup2", "memory", root) is None

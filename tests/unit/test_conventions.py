@@ -37,14 +37,10 @@ def imported(source: str) -> set[str]:
     return names
 
 
-def test_a_plain_install_brings_three_packages_and_no_torch() -> None:
-    """A training image must not get conflicts from us, and torch is the user's own in every extra, too."""
+def test_a_plain_install_brings_three_packages_no_torch_and_the_version_in_the_source() -> None:
+    """Without conflicts for a training image; torch is the user's own in every extra, too. `_version.py` has the version."""
     assert {r.name for r in REQUIREMENTS if r.marker is None} == {"nvidia-ml-py", "opentelemetry-api", "psutil"}
     assert "torch" not in {r.name for r in REQUIREMENTS}
-
-
-def test_the_installed_version_is_the_one_in_the_source() -> None:
-    """The version is written once, in `_version.py`."""
     assert version("torchobs") == _version.__version__
 
 

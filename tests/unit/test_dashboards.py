@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,21 +33,11 @@ if TYPE_CHECKING:
 DASHBOARDS: dict[str, dict[str, Any]] = {uid: json.loads(text) for uid, text in grafana.render(DEFAULT).items()}
 PANELS = [(uid, panel) for uid, dashboard in DASHBOARDS.items() for panel in panels(dashboard)]
 QUERIES = [(uid, panel["title"], target["expr"]) for uid, one in DASHBOARDS.items() for panel, target in targets(one)]
-QUERIES += [
-    (uid, annotation["name"], annotation["expr"])
-    for uid, one in DASHBOARDS.items()
-    for annotation in one["annotations"]["list"]
-]
+QUERIES += [(uid, one["name"], one["expr"]) for uid, all_ in DASHBOARDS.items() for one in all_["annotations"]["list"]]
 
 BY_NAME = {metric.prometheus + suffix: metric for metric in catalog.METRICS for suffix in ("", "_bucket", "_count", "_sum")}
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules"
-RECORDED = {
-    rule["record"]
-    for path in RULES.glob("*.yml")
-    for group in yaml.safe_load(path.read_text())["groups"]
-    for rule in group["rules"]
-    if "record" in rule
-}
+RECORDED = {name for path in RULES.glob("*.yml") for name in re.findall(r"^ *- record: (\S+)$", path.read_text(), re.MULTILINE)}
 FOREIGN = {"ALERTS", "ALERTS_FOR_STATE", *grafana.gpu.DCGM}
 """Series that Prometheus itself or dcgm-exporter makes."""
 FOREIGN_LABELS = {"alertname", "alertstate", "severity", "UUID"}
@@ -78,16 +68,14 @@ def is_exporter_s(metric: Metric) -> bool:
 
 
 def test_every_metric_has_a_panel_or_a_reason() -> None:
-    """What torchobs measures can be seen; what has no panel stands in a list that says why."""
-    asked = {
-        BY_NAME[selector.name]
-        for _, _, query in QUERIES
-        for selector in dashboards.selectors(query)
-        if selector.name in BY_NAME
-    }
-    without = {metric for metric in catalog.METRICS if metric not in asked}
+    """What has no panel stands in a list that says why; a dashboard for each question, whose addresses do not change."""
+    named = {selector.name for _, _, query in QUERIES for selector in dashboards.selectors(query)}
+    without = {metric for metric in catalog.METRICS if not any(BY_NAME.get(name) == metric for name in named)}
     assert without == set(grafana.WITHOUT_PANEL)
     assert all(reason.endswith(".") for reason in grafana.WITHOUT_PANEL.values())
+    assert [uid.removeprefix("torchobs-") for uid in DASHBOARDS] == [
+        *("fleet", "run", "ranks", "gradients", "memory", "data", "amp", "compile", "gpu", "node", "itself", "alerts"),
+    ]
 
 
 @each_query
@@ -118,10 +106,9 @@ def test_every_query(uid: str, query: str) -> None:
     assert unlimited == sum(query.count(f"({name})") for name in FOREIGN)
     for selector in dashboards.selectors(query):
         metric = metric_of(selector)
-        if metric is None or (metric in OWN_COUNTS and not selector.function):
-            continue
-        counted = metric.kind in {Kind.COUNTER, Kind.HISTOGRAM}
-        assert (selector.function in {"rate", "increase"}) == counted, uid
+        if metric is not None and not (metric in OWN_COUNTS and not selector.function):
+            counted = metric.kind in {Kind.COUNTER, Kind.HISTOGRAM}
+            assert (selector.function in {"rate", "increase"}) == counted, uid
     alert_s = {"10m"} if uid == "torchobs-compile" else set()
     assert set(re.findall(r"\[([^]]+)\]", query)) <= {"$__rate_interval", "$__range", "$__range:$__interval"} | alert_s
     run = ", ".join(RUN)
@@ -168,14 +155,9 @@ def test_units_are_those_of_the_metrics(uid: str, panel: dict[str, Any]) -> None
             continue
         units = {BY_NAME[one.name].unit for one in selectors}
         rates = {one.function for one in selectors} <= {"rate"}
-        expected = {
-            "By": {"Bps"} if rates else {"bytes"},
-            "s": {"percentunit", "short"} if rates else {"s"},
-            "1": {"percentunit", "short"},
-            "W": {"watt"},
-            "Cel": {"celsius"},
-            "J": {"joule"},
-        }
+        share = {"percentunit", "short"}
+        expected = {"By": {"Bps" if rates else "bytes"}, "s": share if rates else {"s"}, "1": share}
+        expected |= {"W": {"watt"}, "Cel": {"celsius"}, "J": {"joule"}}
         for one in units:
             if one in expected and not target["legendFormat"].startswith(("seconds", "restarts")):
                 assert unit in expected[one], (uid, target["expr"])
@@ -226,14 +208,12 @@ def test_thresholds_are_the_alerts() -> None:
         ("torchobs-gpu", "Throttling"): limits.gpu_throttled,
         ("torchobs-data", "Waiting for data over time"): BEGINS,
     }
-    found = {(uid, panel["title"]): panel["fieldConfig"]["defaults"]["thresholds"]["steps"][-1] for uid, panel in PANELS
-             if (uid, panel["title"]) in red}  # fmt: skip
-    assert {key: step["value"] for key, step in found.items()} == red
-    assert {step["color"] for step in found.values()} == {"red"}
-    (left,) = (panel for uid, panel in PANELS if (uid, panel["title"]) == ("torchobs-memory", "Time to the limit"))
-    steps = left["fieldConfig"]["defaults"]["thresholds"]["steps"]
-    assert [step["color"] for step in steps] == ["red", "orange", "green"]
-    assert steps[1]["value"] == limits.time_to_limit_s
+    defaults = {(uid, panel["title"]): panel["fieldConfig"]["defaults"] for uid, panel in PANELS}
+    last = {key: defaults[key]["thresholds"]["steps"][-1] for key in red}
+    assert {key: (step["value"], step["color"]) for key, step in last.items()} == {key: (red[key], "red") for key in red}
+    left = defaults["torchobs-memory", "Time to the limit"]["thresholds"]["steps"]
+    assert [step["color"] for step in left] == ["red", "orange", "green"]
+    assert left[1]["value"] == limits.time_to_limit_s
 
 
 def test_links_lead_to_dashboards_and_columns_that_exist(checkout: Path) -> None:
@@ -260,27 +240,21 @@ def test_links_lead_to_dashboards_and_columns_that_exist(checkout: Path) -> None
 @each_dashboard
 def test_every_dashboard(uid: str) -> None:
     """Its address, annotations, links and variables; no panel covers another, and ids and titles are unique."""
-    (link,) = DASHBOARDS[uid]["links"]
-    assert (link["type"], link["tags"]) == ("dashboards", ["torchobs"])
+    dashboard = DASHBOARDS[uid]
+    (link,) = dashboard["links"]
+    assert (link["type"], link["tags"], dashboard["tags"]) == ("dashboards", ["torchobs"], ["torchobs"])
     assert (link["keepTime"], link["includeVars"], link["asDropdown"]) == (True, True, True)
-    assert DASHBOARDS[uid]["tags"] == ["torchobs"]
-    for shown in (DASHBOARDS[uid]["panels"], *(row.get("panels") or [] for row in DASHBOARDS[uid]["panels"])):
-        cells = [
-            (x, y)
-            for place in (panel["gridPos"] for panel in shown)
-            for x, y in itertools.product(
-                range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])
-            )
-        ]
+    for shown in (dashboard["panels"], *(row.get("panels") or [] for row in dashboard["panels"])):
+        places = [panel["gridPos"] for panel in shown]
+        cells = [(place["x"] + x, place["y"] + y) for place in places for x in range(place["w"]) for y in range(place["h"])]
         assert len(cells) == len(set(cells))
         assert {x for x, _ in cells} <= set(range(WIDTH))
-        tops = [panel["gridPos"]["y"] for panel in shown]
-        assert tops == sorted(tops)
-    every = [panel for row in DASHBOARDS[uid]["panels"] for panel in (row, *(row.get("panels") or []))]
+        assert places == sorted(places, key=itemgetter("y"))
+    every = [panel for row in dashboard["panels"] for panel in (row, *(row.get("panels") or []))]
     assert [panel["id"] for panel in every] == list(range(1, len(every) + 1))
     titles = [panel["title"] for panel in every]
     assert len(titles) == len(set(titles))
-    found = variables(DASHBOARDS[uid])
+    found = variables(dashboard)
     assert list(found)[:4] == ["datasource", "cluster", "namespace", "job_name"]
     assert (found["datasource"]["type"], found["datasource"]["query"]) == ("datasource", "prometheus")
     before: list[str] = []
@@ -299,10 +273,7 @@ def test_every_dashboard(uid: str) -> None:
             assert variable.get("allValue") == (None if name == "instance" else ".*")
         assert dashboards.selectors(query.removeprefix("label_values(").removesuffix(f", {name})").removeprefix("query_result"))
         before.append(name)
-    dashboard = DASHBOARDS[uid]
-    assert dashboard["editable"] is False
-    assert dashboard["graphTooltip"] == 1
-    assert dashboard["uid"] == uid
+    assert (dashboard["editable"], dashboard["graphTooltip"], dashboard["uid"]) == (False, 1, uid)
     assert dashboard["title"].startswith("torchobs: ")
     assert dashboard["schemaVersion"] >= 36
     annotations = dashboard["annotations"]["list"]
@@ -311,49 +282,29 @@ def test_every_dashboard(uid: str) -> None:
     assert len({one["title"] for one in DASHBOARDS.values()}) == len(DASHBOARDS)
 
 
-def test_the_dashboards_there_are() -> None:
-    """One for each question; their addresses do not change."""
-    assert [uid.removeprefix("torchobs-") for uid in DASHBOARDS] == [
-        *("fleet", "run", "ranks", "gradients", "memory", "data", "amp", "compile", "gpu", "node", "itself", "alerts"),
-    ]
-
-
-def test_what_is_shipped_is_up_to_date(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A change of the catalog that changes a dashboard or a rule is in `deploy/`, or CI fails."""
+def test_what_is_shipped_and_a_person_s_thresholds_are_in_panels_and_alerts(
+    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--values`: colours, what descriptions call good, and rules, of one file; what is shipped is up to date, and stays."""
     assert main(["--check", "--out", str(checkout / "deploy")]) == 0
     assert capsys.readouterr().out == ""
-
-
-def test_a_person_s_thresholds_are_in_panels_and_alerts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--values`: colours, what the descriptions call good, and rules, of one file; what is shipped stays as it is."""
     own = dict.fromkeys(("cpu", "memory", "gpu_memory", "shared_memory", "filesystem", "goodput", "fragmented"), 0.61)
-    own |= {
-        "cpu_throttled": 0.31,
-        "gpu_throttled": 0.32,
-        "straggler": 3.5,
-        "time_to_limit_s": 900,
-        "recompiles": 7,
-        "skipped": 9,
-    }
+    own |= {"cpu_throttled": 0.31, "gpu_throttled": 0.32, "straggler": 3.5}
+    own |= {"time_to_limit_s": 900, "recompiles": 7, "skipped": 9}
     (tmp_path / "my.yml").write_text(yaml.safe_dump({"thresholds": own, "runbooks": "https://r.example"}))
     assert main(["--values", str(tmp_path / "my.yml"), "--out", str(tmp_path / "out")]) == 0
     shown = {path.stem: path.read_text() for path in (tmp_path / "out" / "grafana" / "dashboards").glob("*.json")}
     shipped = grafana.render(DEFAULT)
     others = {"torchobs-gradients", "torchobs-data", "torchobs-itself"}
     assert {uid for uid, text in shipped.items() if text != shown[uid]} == shipped.keys() - others
-    limits = {
-        (uid, panel["title"], step["value"])
-        for uid, text in shown.items()
-        for panel in panels(json.loads(text))
-        for step in panel["fieldConfig"]["defaults"].get("thresholds", {"steps": []})["steps"]
-    }
+    defaults = {(uid, one["title"]): one["fieldConfig"]["defaults"] for uid in shown for one in panels(json.loads(shown[uid]))}
     for uid, title, value in (
         ("fleet", "Goodput by run", 0.61), ("run", "Goodput", 0.61), ("memory", "Container or machine", 0.61),
         ("memory", "Shared memory", 0.61), ("memory", "Fragmentation", 0.61), ("memory", "Time to the limit", 900.0),
         ("node", "Busiest machines", 0.61), ("gpu", "Throttling", 0.32), ("ranks", "Stragglers across nodes", 3.5),
         ("compile", "Recompilations", 7.0), ("amp", "Skipped in a row", 9.0),
     ):  # fmt: skip
-        assert (f"torchobs-{uid}", title, value) in limits
+        assert value in [step["value"] for step in defaults[f"torchobs-{uid}", title]["thresholds"]["steps"]]
     text = "".join(shown.values())
     assert "Good: below 61 %." in text
     assert not re.search(r"Good: (one colour )?below 90 %", text)

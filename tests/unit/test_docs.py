@@ -1,14 +1,17 @@
-"""The generated page says what the catalog says, and every page's commands are ones that there are."""
+"""The pages say what the catalog says, name commands, functions, rooms and layers that there are, and modules read in turn."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import grimp
 import pytest
 import torch
 
@@ -19,18 +22,14 @@ from torchobs.config.options import BOOLEAN
 from torchobs.config.settings import OPTIONS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
-
-
-def generate(checkout: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the generator."""
-    argv = [sys.executable, str(checkout / "docs" / "generate.py"), *map(str, arguments)]
-    return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 
 def test_the_page_is_up_to_date(checkout: Path) -> None:
     """A metric that is added, renamed or described anew is on the page, or CI fails."""
-    checked = generate(checkout, "--check")
+    argv = [sys.executable, str(checkout / "docs" / "generate.py"), "--check"]
+    checked = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
@@ -39,12 +38,9 @@ def test_every_entry_has_its_row(checkout: Path) -> None:
     page = (checkout / "docs" / "metrics.md").read_text()
     metrics, rest = page.split("## Events\n")
     events, spans = rest.split("## Spans\n")
-    entries: list[tuple[str, Metric | Event | Span]] = [
-        *((metrics, metric) for metric in catalog.METRICS),
-        *((events, event) for event in catalog.EVENTS),
-        *((spans, span) for span in catalog.SPANS),
-    ]
-    for section, entry in entries:
+    tables: dict[str, Sequence[Metric | Event | Span]]
+    tables = {metrics: catalog.METRICS, events: catalog.EVENTS, spans: catalog.SPANS}
+    for section, entry in ((section, entry) for section, entries in tables.items() for entry in entries):
         names = [prometheus_label(one.name) if isinstance(entry, Metric) else one.name for one in entry.attributes]
         name = entry.prometheus if isinstance(entry, Metric) else entry.name
         called = f"`{name}{{{','.join(names)}}}`" if names else f"`{name}`"
@@ -60,9 +56,8 @@ def test_the_page_says_what_a_dead_rank_still_shows(checkout: Path) -> None:
     rows = (checkout / "docs" / "metrics.md").read_text().splitlines()
     stays = {re.split("[`{]", row)[1] for row in rows if re.search(r"\*[^*]*stays\.\*$", row, re.IGNORECASE)}
     assert {catalog.LOSS.prometheus, catalog.RANK_EXIT.prometheus} <= stays
-    assert not stays & {
-        metric.prometheus for metric in (catalog.RANK_PROGRESS_AGE, catalog.ANOMALY_ACTIVE, catalog.EXPORTER_FILES)
-    }
+    of_the_living = (catalog.RANK_PROGRESS_AGE, catalog.ANOMALY_ACTIVE, catalog.EXPORTER_FILES)
+    assert not stays & {metric.prometheus for metric in of_the_living}
 
 
 def test_the_pages_stay_short(checkout: Path) -> None:
@@ -153,14 +148,8 @@ def test_the_label_for_kubernetes_is_the_one_that_the_policy_matches(checkout: P
 
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PRINTED = {
-    "debug": ["TensorStats"],
-    "tune": ["Plan: mode amp"],
-    "guard": [
-        "images: finite: 1 NaN among 768 values, the first at [2, 1, 0, 3]; expected finite values",
-        "torch.serialization.add_safe_globals",
-    ],
-}
+WRONG = "images: finite: 1 NaN among 768 values, the first at [2, 1, 0, 3]; expected finite values"
+PRINTED = {"debug": ["TensorStats"], "tune": ["Plan: mode amp"], "guard": [WRONG, "torch.serialization.add_safe_globals"]}
 
 
 @pytest.mark.filterwarnings("ignore")  # of libraries that read model files
@@ -197,3 +186,62 @@ def test_every_function_is_in_the_table_and_in_an_example(checkout: Path) -> Non
         shown = set(re.findall(rf"\b{short}\.(\w+)\(", section(checkout, "By hand")))
         assert shown
         assert shown <= set(dir(toolbox))
+
+
+PAGE = "docs/architecture.md"
+NAMED = re.compile(r"`(?P<name>[A-Za-z_][A-Za-z_.]*)`\s+in\s+\[[^\]]+\]\((?P<target>[^)]+\.py)\)")
+
+
+def defined(path: Path) -> set[str]:
+    """The names that a module defines at its top, those of its classes' methods (`Class.method`) and fields."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        for part in node.body if isinstance(node, ast.ClassDef) else []:
+            if isinstance(node, ast.ClassDef) and isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+                names.add(f"{node.name}.{part.name}")
+            if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+                names.add(part.target.id)
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(target.id for target in targets if isinstance(target, ast.Name))
+    return names
+
+
+def test_every_name_beside_a_file_is_defined_in_it(checkout: Path) -> None:
+    """Whoever follows a walk finds what it names: a class, a method, a function or a constant."""
+    page = checkout / PAGE
+    found = [(match["name"], match["target"]) for match in NAMED.finditer(page.read_text())]
+    assert len(found) > 30
+    missing = [(name, target) for name, target in found if name not in defined((page.parent / target).resolve())]
+    assert missing == []
+
+
+def test_every_room_stands_in_the_tree(checkout: Path) -> None:
+    """Each folder of the package that holds modules is linked, and so is each module at its top but for the dunder ones."""
+    package, text = checkout / "torchobs", (checkout / PAGE).read_text()
+    folders = {path.parent for path in package.rglob("*.py")} - {package}
+    rooms = {path for path in folders if any(module.name != "__init__.py" for module in path.glob("*.py"))}
+    modules = {path for path in package.glob("*.py") if not path.name.startswith("_")}
+    linked = {(checkout / "docs" / target).resolve() for target in re.findall(r"\]\((\.\./torchobs/[^)]+)\)", text)}
+    assert rooms | modules <= linked
+
+
+def test_the_layers_are_those_that_lint_holds(checkout: Path, pytestconfig: pytest.Config) -> None:
+    """The drawing has the lines of import-linter's contract, in their order."""
+    contract = (pytestconfig.rootpath / "pyproject.toml").read_text().split("layers = [")[1].split("]")[0]
+    layers = [layer for layer in re.findall(r'"([^"]+)"', contract) if layer != "__main__"]
+    drawn = (checkout / PAGE).read_text().split("## The direction of imports")[1].split("```text\n")[1].split("```")[0]
+    assert drawn.splitlines() == [layer.removeprefix("_version | ") for layer in layers]
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    """Neither at run time, in a function or at its head, nor for the type checker."""
+    graph = grimp.build_graph("torchobs", exclude_type_checking_imports=False, cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert len(imports) > 200
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as problem:
+        pytest.fail(" -> ".join(problem.args[1]))

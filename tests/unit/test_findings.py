@@ -95,32 +95,27 @@ def test_no_sentence_of_a_finding_stands_elsewhere(checkout: Path) -> None:
     phrases = {part for part in parts if len(part.split()) >= 4} - {"beside the flight file"}
     assert len(phrases) > 200
     for path in (checkout / "torchobs").rglob("*.py"):
-        if path.parent.name != "catalog":
-            nodes = list(ast.walk(ast.parse(path.read_text())))
+        source = path.read_text()
+        joined = re.sub(r"""["'][\s\\]*[rbfu]*["']""", "", source.replace("\\n", " "))
+        text = " ".join(joined.split())  # a first look, for to parse all takes long
+        if path.parent.name != "catalog" and any(phrase in text for phrase in phrases):
+            nodes = list(ast.walk(ast.parse(source)))
             docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
             strings = (node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings)
             said = "\n".join(" ".join(value.split()) for value in strings if isinstance(value, str))
             assert [phrase for phrase in phrases if phrase in said] == [], path
 
 
-def test_every_value_has_a_sample() -> None:
-    """A name that nobody sets is a typing error."""
+def test_a_sentence_is_a_sentence_of_a_kind_of_the_catalog(checkout: Path) -> None:
+    """It ends with a full stop, without byte counts, doubled punctuation, unset values; its kind's key and alert are there."""
     templates = [template for kind in KINDS.values() for template in (kind.short, kind.long)]
     used = {name for template in templates for _, name, _, _ in Formatter().parse(re.sub(r"\w+[?!]", "", template)) if name}
     assert used - SAMPLE.keys() == set()
-
-
-def test_a_sentence_is_a_sentence() -> None:
-    """It begins with a capital or a name, and ends with a full stop; no byte counts, no doubled words of punctuation."""
     for kind in KINDS.values():
         for line in words(kind):
             assert line.endswith((".", "?")), (kind.name, line)
             assert not re.search(r"\d{7,}|  |(?<!\.)\.\.(?!\.)|,,|\( | \)|\{|\}|\[ ", line), (kind.name, line)
             assert "no longer" not in line, (kind.name, line)
-
-
-def test_kinds_come_from_the_catalog(checkout: Path) -> None:
-    """A source is an event or a metric, a key one of its values, and an alert one of the rules'."""
     alerts = (checkout / "deploy/prometheus/rules/torchobs-alerts.yml").read_text()
     for kind in KINDS.values():
         assert not kind.alert or f"alert: {kind.alert}\n" in alerts, kind.name
@@ -128,23 +123,12 @@ def test_kinds_come_from_the_catalog(checkout: Path) -> None:
             assert any(kind.key in one.values for one in kind.source.attributes), kind.name
 
 
-def test_values_from_a_file_cannot_break_a_sentence() -> None:
-    """A flight file may hold anything: control characters, braces, numbers without end."""
+def test_values_from_a_file_cannot_break_a_sentence_and_a_nameless_parameter_is_a_noun() -> None:
+    """Control characters, braces, numbers without end; a parameter without a name is a noun, alone and with others."""
     odd = {"scheduler": "\x1b[31m{x}[y]", "parameters_affected": 10**400, "parameters": ["a\n"], "step": float("inf")}
     said = Finding("scheduler_never_stepped", "", None, odd).short
     assert said.startswith("A learning-rate scheduler (?[31m{x}[y]) is never")
     assert Finding("left_out", "", None, odd).long
-
-
-def test_a_part_is_left_out_where_a_value_is_absent() -> None:
-    """And shown or not by a condition."""
-    assert sentence("It rose[ to {value:n}][ in step {step:,}].", {"value": 2.0}) == "It rose to 2."
-    assert sentence("[up?waits][up!waited]", {"up": True}) + sentence("[up?waits][up!waited]", {}) == "waitswaited"
-    assert [sentence("{n:layer} {n:learns|learn}", {"n": n}) for n in (1, 2000)] == ["1 layer learns", "2,000 layers learn"]
-
-
-def test_a_parameter_without_a_name_is_a_noun() -> None:
-    """Alone and with others, wherever it stands."""
     several = {"origin": "unknown", "parameter": "unnamed", "note": "and 1 more"}
     assert origin_of(several).short == "A parameter of no module and 1 more hold NaN or infinity."
     assert origin_of({"origin": "parameter", "parameter": "unnamed"}).short == "A parameter of no module holds NaN or infinity."
@@ -155,8 +139,11 @@ def test_a_parameter_without_a_name_is_a_noun() -> None:
     assert "float16, in a parameter of no module and 1 more: the" in overflow.long
 
 
-def test_the_words_for_one() -> None:
-    """They agree with the number, and what a value says stays as it is."""
+def test_a_part_is_left_out_where_a_value_is_absent() -> None:
+    """And shown or not by a condition; words agree with the number, and what a value says stays as it is."""
+    assert sentence("It rose[ to {value:n}][ in step {step:,}].", {"value": 2.0}) == "It rose to 2."
+    assert sentence("[up?waits][up!waited]", {"up": True}) + sentence("[up?waits][up!waited]", {}) == "waitswaited"
+    assert [sentence("{n:layer} {n:learns|learn}", {"n": n}) for n in (1, 2000)] == ["1 layer learns", "2,000 layers learn"]
     one: list[tuple[str, dict[str, object], str]] = [
         ("nonfinite_origin_region", {"region": "compiled region"}, "appeared inside a compiled region. Run"),
         ("unmoved_layers_no_gradient", {"layers_affected": 1, "layers_total": 2}, "no gradient for it."),
@@ -172,8 +159,5 @@ def test_the_words_for_one() -> None:
     ]
     for kind, values, said in one:
         assert said in Finding(kind, "", None, values).long
-
-
-def test_a_remedy_says_what_to_do() -> None:
-    """It goes on after "To avoid it,"."""
+    # it goes on after "To avoid it,"
     assert {remedy.split()[0] for remedy in RECOMPILE_REMEDIES.values()} == {"mark", "give", "call", "pass", "see"}
