@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tests.support import clean_environment, wait_until
@@ -36,8 +35,7 @@ class Browser:
     def __init__(self, program: str, profile: Path) -> None:
         (read, self._write), (self._read, write) = os.pipe(), os.pipe()
         argv = [sys.executable, "-c", _LAUNCH, str(read), str(write), program, *_FLAGS, f"--user-data-dir={profile}"]
-        log = (profile.parent / f"{profile.name}.log").open("w")
-        with log:
+        with (profile.parent / f"{profile.name}.log").open("w") as log:
             self._process = subprocess.Popen(
                 argv, pass_fds=(read, write), stdout=log, stderr=log, start_new_session=True, env=clean_environment()
             )
@@ -53,7 +51,7 @@ class Browser:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._write)  # which ends it
         try:
             self._process.wait(timeout=10)

@@ -20,7 +20,6 @@ from torchobs.exporter.config import ExporterConfig, address_of
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable, Mapping
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -127,7 +126,7 @@ class Service(Client):
         self.address = f"127.0.0.1:{self.announced[0].rpartition(':')[2]}" if self.announced else ""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:

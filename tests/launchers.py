@@ -20,7 +20,6 @@ from tests.support import NEEDS_CONTAINERS, clean_environment, free_port, wait_u
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -66,7 +65,7 @@ class Podman:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         names = self.run("ps", "--all", "--format", "{{.Names}}").split()
         for name in names:
             print(f"--- {name}", self.run("logs", "--tail", "30", name), sep="\n")  # noqa: T201  # pytest shows it of a failure
@@ -181,7 +180,7 @@ class SlurmCluster:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def submit(self, *options: str | Path, **environ: str) -> str:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -57,18 +56,15 @@ class Request:
 
     @property
     def metrics(self) -> ExportMetricsServiceRequest:
-        found: ExportMetricsServiceRequest = ExportMetricsServiceRequest.FromString(self.body)
-        return found
+        return ExportMetricsServiceRequest.FromString(self.body)  # type: ignore[no-any-return]
 
     @property
     def traces(self) -> ExportTraceServiceRequest:
-        found: ExportTraceServiceRequest = ExportTraceServiceRequest.FromString(self.body)
-        return found
+        return ExportTraceServiceRequest.FromString(self.body)  # type: ignore[no-any-return]
 
     @property
     def logs(self) -> ExportLogsServiceRequest:
-        found: ExportLogsServiceRequest = ExportLogsServiceRequest.FromString(self.body)
-        return found
+        return ExportLogsServiceRequest.FromString(self.body)  # type: ignore[no-any-return]
 
 
 class Receiver:
@@ -105,7 +101,7 @@ class Receiver:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._server.shutdown()
         self._server.server_close()
@@ -166,7 +162,7 @@ class Pushing:
         self.push.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.push.close()
         self.scanner.close()
 

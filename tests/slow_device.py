@@ -81,17 +81,14 @@ class SlowDevice(Device):
         self.made = self.events = self.current = 0
         """Allocations of host memory, events made, the current stream"""
 
-    def on(self, device: torch.device) -> AbstractContextManager[object]:
-        del device
+    def on(self, _: torch.device) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def stream(self, device: torch.device) -> int:
-        del device
+    def stream(self, _: torch.device) -> int:
         return self.current
 
     @contextlib.contextmanager
-    def within(self, device: torch.device, stream: int) -> Iterator[None]:
-        del device
+    def within(self, _: torch.device, stream: int) -> Iterator[None]:
         before, self.current = self.current, stream
         yield
         self.current = before
@@ -99,8 +96,7 @@ class SlowDevice(Device):
     def capturing(self) -> bool:
         return self.is_capturing
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        del tensor
+    def holds(self, _: torch.Tensor) -> bool:
         return True
 
     def event(self, again: Any = None) -> Passed:
@@ -112,8 +108,7 @@ class SlowDevice(Device):
         found: Passed = again
         return found
 
-    def numbers(self, size: int, device: torch.device) -> Any:
-        del device
+    def numbers(self, size: int, _: torch.device) -> Any:
         assert not self.is_capturing
         return Stored([torch.zeros(())] * size)
 
@@ -121,8 +116,7 @@ class SlowDevice(Device):
         assert not self.is_capturing
         numbers.values[slot] = value
 
-    def empty(self, size: int, kind: str) -> Any:
-        del kind
+    def empty(self, size: int, _: str) -> Any:
         assert not self.is_capturing
         self.made += 1
         return Words(memoryview(bytearray(8 * size)), "d")

@@ -69,9 +69,8 @@ def captured_whole(pause_s: float) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def graphed_callables(pause_s: float) -> list[torch.Tensor]:
+def graphed_callables(_: float) -> list[torch.Tensor]:
     """A model whose forward and backward pass are graphs, and its optimizer's step is not."""
-    del pause_s
     model = model_of()
     graphed: Any = torch.cuda.make_graphed_callables(model, (torch.randn(16, 64, device="cuda"),))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
@@ -84,9 +83,8 @@ def graphed_callables(pause_s: float) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def reduced_overhead(pause_s: float) -> list[torch.Tensor]:
+def reduced_overhead(_: float) -> list[torch.Tensor]:
     """``mode="reduce-overhead"``: graphs that torch makes and manages by itself, whose outputs it writes anew at each call."""
-    del pause_s
     torch.compiler.reset()
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tests import flights
-from tests.diagnosis_files import row
+from tests.diagnosis_files import Values, row
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.document.blocks import LineChart, Series
@@ -159,27 +159,25 @@ def test_a_few_events_of_a_kind_are_told_one_by_one() -> None:
 
 
 MIB = float(1 << 20)
-HOST = {(catalog.MEMORY_HOST_RSS, ""): 324 * MIB, (catalog.MEMORY_HOST_UTILIZATION, "machine"): 0.31}
-DEVICES = {
-    (metric, device): size * MIB
-    for metric, sizes in ((catalog.MEMORY_DEVICE_RESERVED, (300, 100)), (catalog.MEMORY_DEVICE_LIMIT, (400, 400)))
-    for device, size in zip(("cuda:0", "cuda:1"), sizes, strict=True)
+HOST: Values = {catalog.MEMORY_HOST_RSS.name: {(): 324 * MIB}}
+MACHINE: Values = {catalog.MEMORY_HOST_UTILIZATION.name: {("machine",): 0.31}}
+CONTAINER: Values = {catalog.MEMORY_HOST_UTILIZATION.name: {("machine",): 0.31, ("cgroup",): 0.8}}
+DEVICES: Values = {
+    metric.name: {("cuda:0",): first * MIB, ("cuda:1",): second * MIB}
+    for metric, first, second in ((catalog.MEMORY_DEVICE_RESERVED, 300, 100), (catalog.MEMORY_DEVICE_LIMIT, 400, 400))
 }
 
 
 @pytest.mark.parametrize(
     ("values", "shown"),
     [
-        ({(catalog.MEMORY_HOST_RSS, ""): 324 * MIB}, (324 * MIB, "")),
-        (HOST, (324 * MIB, "machine 31 % full")),
-        (HOST | {(catalog.MEMORY_HOST_UTILIZATION, "cgroup"): 0.8}, (324 * MIB, "container 80 % full")),
-        (HOST | DEVICES, (400 * MIB, "75 % of cuda:0")),
+        (HOST, (324 * MIB, "")),
+        (HOST | MACHINE, (324 * MIB, "machine 31 % full")),
+        (HOST | CONTAINER, (324 * MIB, "container 80 % full")),
+        (HOST | MACHINE | DEVICES, (400 * MIB, "75 % of cuda:0")),
     ],
 )
-def test_a_percentage_says_of_what_it_is(values: dict[tuple[catalog.Metric, str], float], shown: tuple[float, str]) -> None:
+def test_a_percentage_says_of_what_it_is(values: Values, shown: tuple[float, str]) -> None:
     """The process's bytes are not the machine's percentage: the words name the machine, the container or the device."""
-    by_name: dict[str, dict[tuple[str, ...], float]] = {}
-    for (metric, key), value in values.items():
-        by_name.setdefault(metric.name, {})[(key,) if key else ()] = value
-    one = row(values=by_name)
+    one = row(values=values)
     assert (one.memory, one.memory_limit) == shown
