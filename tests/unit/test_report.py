@@ -144,6 +144,21 @@ def test_a_curve_has_median_and_range_of_both_runs() -> None:
     assert [one["first_range"] for one in found.to_dict()["quantities"] if one["what"] == loss.what] == [[2.1, 2.3]]
 
 
+def test_a_run_whose_optimizer_counts_no_steps_may_be_a_resumed_one() -> None:
+    """Its curve is beside steps 1 to N of the other run, and the document says so; one that counts is where it went on."""
+    history = [step(number, 2.0) for number in range(1, 41)]
+    counted, uncounted = (
+        side_for(Chosen([facts(history, values=values)], [], [], []))
+        for values in ({catalog.STEPS_RESUMED_FROM: 60.0}, dict[catalog.Metric, float]())
+    )
+    said = "Whether B went on from a checkpoint is not in the flight file"
+    found = compare(counted, uncounted)
+    assert said in markdown(comparison_document(found))
+    assert [one["resumed_from"] for one in found.to_dict()["runs"]] == [60.0, 0.0]
+    assert counted.curves["loss"][0][0] == 61.0
+    assert "went on from a checkpoint" not in markdown(comparison_document(compare(counted, counted)))
+
+
 @pytest.mark.parametrize(("losses", "said"), [(1, "the last one"), (8, "the last one, sum of 8 backward passes, mean 3.7")])
 def test_a_sum_over_micro_batches_says_so(losses: int, said: str) -> None:
     """Beside the number, which otherwise is eight times what the script prints; steps say where they begin to count."""

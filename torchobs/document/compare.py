@@ -57,6 +57,8 @@ class Side(NamedTuple):
     steps: int
     resumed_from: float
     """steps before this process"""
+    is_counted: bool
+    """whether that is known, as it is not of an optimizer that keeps no count"""
     facts: Mapping[str, str]
     """what it was started with, by name"""
     is_told: bool
@@ -109,7 +111,7 @@ def side_of(data: Mapping[str, Any]) -> Side:
     return Side(
         **{name: text_format.clean(rank[name]) for name in ("job_name", "run_id", "rank", "state")},
         ended_by=text_format.clean(rank["exit"]["reason"] or ""), started=float(rank["started"]), steps=rank["last_step"],
-        resumed_from=before,
+        resumed_from=before, is_counted=rank["resumed_from"] is not None,
         facts=(parsed(given) if isinstance(given, list) else {})
         | facts(rank["resource"], details)
         | {"ranks here": str(len(every)), "resumed from step": f"{before:,.0f}" if before else ""},
@@ -123,7 +125,10 @@ def side_of(data: Mapping[str, Any]) -> Side:
 
 
 def compare(first: Side, second: Side) -> Comparison:
-    """Compare two runs. Steps are those of the training: a run that was resumed goes on where the first one was."""
+    """Compare two runs. Steps are those of the training: a run that was resumed goes on where the first one was.
+
+    Where that is unknown, its steps are counted from its own start.
+    """
     names = dict.fromkeys((*first.facts, *second.facts))
     pairs = ((name, first.facts.get(name, ""), second.facts.get(name, "")) for name in names)
     found = [
@@ -270,7 +275,13 @@ def _measured(found: Comparison) -> Section:
 
 def _charts(sides: Sequence[Side]) -> Section:
     charts = []
+    uncounted = [name for name, side in zip(_NAMES, sides, strict=True) if not side.is_counted]
+    note = (
+        f"Whether {text_format.joined(uncounted)} went on from a checkpoint is not in the flight file (SGD, for one, counts no "
+        "steps): steps are counted from its own start. torchobs.log(resumed_from=...) says where a run went on."
+    )
     for field, title in CURVES.items():
         lines = tuple(Series(name, side.curves[field]) for name, side in zip(_NAMES, sides, strict=True) if side.curves[field])
         charts.append(LineChart(title, lines, text_format.duration if field == "duration_s" else text_format.number))
-    return section("curves", "Curves", *(chart if chart.series else None for chart in charts))
+    shown = Text(note, "note") if uncounted else None
+    return section("curves", "Curves", shown, *(chart if chart.series else None for chart in charts))
