@@ -140,7 +140,7 @@ def _call(name: str, function: Callable[..., object], *args: Any) -> None:
 
 def _step(context: ProbeContext) -> None:
     if context.recorder.plain.metered or not context.recorder.step:
-        context.training.loop.note()
+        context.training.loop.record_stack()
     context.recorder.end(time.monotonic_ns())
 
 

@@ -286,8 +286,8 @@ class ActivationProbe:
             module = module_ref()
             slot.calls, slot.worth = [], 0
             if module is not None and slot.silent < _SILENT:
-                take = self._breaker.guard(partial(self._take, slot, module_ref))
-                self._handles.append(module.register_forward_hook(OutputHook(take)))
+                observe = self._breaker.guard(partial(self._observe_output, slot, module_ref))
+                self._handles.append(module.register_forward_hook(OutputHook(observe)))
         self._open = 1 if self._handles else 0
 
     def _close(self) -> None:
@@ -295,7 +295,7 @@ class ActivationProbe:
             handle.remove()
         self._handles, self._open = [], 0
 
-    def _take(self, slot: _Slot, module_ref: Any, module: Any, output: Any) -> None:
+    def _observe_output(self, slot: _Slot, module_ref: Any, module: Any, output: Any) -> None:
         """Look at an output of a module; called by its hook, and by the one that a copy of the module has."""
         context = self._context
         if module_ref() is not module or not self._open or context.training.backwards or get_ident() != context.training.thread:

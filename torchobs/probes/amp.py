@@ -120,7 +120,7 @@ class _Optimizer:
     shown: int = 0
     streak: int = 0
 
-    def note(self, *, overflow: bool) -> None:
+    def count_step(self, *, overflow: bool) -> None:
         self.overflows += overflow
         self.streak = self.streak + 1 if overflow else 0
 
@@ -155,7 +155,7 @@ class Overflows:
         self._context.count(catalog.AMP_OVERFLOWS, 0, {"optimizer": str(index)})
         return _Optimizer(index)
 
-    def note(self, optimizer: object, *, overflow: bool) -> None:
+    def count_step(self, optimizer: object, *, overflow: bool) -> None:
         """Note whether the optimizer has left the step out; if so, mark the step in progress."""
         if overflow:
             recorder = self._context.recorder
@@ -164,12 +164,12 @@ class Overflows:
                 other.marked = other.marked or other.step == recorder.step + 1
         state = self._optimizers.of(optimizer)
         if state is not None:
-            state.note(overflow=overflow)
+            state.count_step(overflow=overflow)
 
     def fused(self, optimizer: object, found_inf: Any) -> None:
         """Note a fused step with ``found_inf`` (one element, nonzero for an overflow) on the CPU or on a device."""
         if found_inf.device.type == "cpu":
-            self.note(optimizer, overflow=bool(found_inf.item()))
+            self.count_step(optimizer, overflow=bool(found_inf.item()))
             return
         recorder, state = self._context.recorder, self._optimizers.of(optimizer) or _Optimizer(-1)
         pending = _PendingFlag(recorder.step + 1, state, recorder.has_flag(StepFlag.SKIPPED))
@@ -182,7 +182,7 @@ class Overflows:
         while waiting and waiting[0].arrived and waiting[0].step <= recorder.step:
             done = waiting.popleft()
             overflow = done.arrived[0] > 0.0
-            done.optimizer.note(overflow=overflow)
+            done.optimizer.count_step(overflow=overflow)
             if overflow and not done.marked and done.step != self._late_step:
                 self._late_step = done.step  # once, even if several of its optimizers overflowed
                 recorder.late(done.step, StepFlag.SKIPPED, 0.0, 0.0)
@@ -216,7 +216,7 @@ class AutocastWatch:
         from torch.amp import autocast_mode
 
         self._context, self._owner, self._is_grad_enabled = context, autocast_mode.autocast, torch.is_grad_enabled
-        self._note_safely = breaker.guard(self._note)
+        self._note_safely = breaker.guard(self._note_entry)
         self._patch: Patch | None = None
         self._entries_left = 0
         self._dtypes: dict[tuple[str, str], bool] = {}
@@ -247,7 +247,7 @@ class AutocastWatch:
 
         return enter
 
-    def _note(self, context: Any) -> None:
+    def _note_entry(self, context: Any) -> None:
         self._entries_left -= 1
         if context._enabled:
             used = context.device, str(context.fast_dtype).removeprefix("torch.")
@@ -384,7 +384,7 @@ class AmpProbe:
         """Note that the scaler calls the optimizer: it steps, unless it is fused and finds ``found_inf`` set."""
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is None:
-            self._overflows.note(optimizer, overflow=False)
+            self._overflows.count_step(optimizer, overflow=False)
         else:
             self._overflows.fused(optimizer, found_inf)
 
@@ -394,7 +394,7 @@ class AmpProbe:
             return
         recorder = self._context.recorder
         recorder.optimizer_begins(optimizer)
-        self._overflows.note(optimizer, overflow=True)
+        self._overflows.count_step(optimizer, overflow=True)
         recorder.optimizer_ends(optimizer, monotonic_ns())
 
     def _after_scale(self, scaler: Any, outputs: Any, scaled: Any) -> None:

@@ -453,7 +453,7 @@ class TrainingLoop:
         self._judged: Places = ()
         self._loops: list[tuple[CodeType, tuple[int, int]]] = []
 
-    def note(self) -> None:
+    def record_stack(self) -> None:
         """Record the stack of an optimizer step: 7 µs for twenty frames, so not for every step."""
         self._places = _places(sys._getframe())
 
@@ -514,7 +514,7 @@ class OtherThreads:
     def __init__(self) -> None:
         self._lock, self._threads = Lock(), set[int]()
 
-    def note(self, thread: int) -> None:
+    def add_thread(self, thread: int) -> None:
         """Note that a backward pass is about to begin in that thread; what is being read is read to its end before."""
         if thread not in self._threads:
             with self._lock:

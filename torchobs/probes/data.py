@@ -132,12 +132,12 @@ class BatchWatch:
     """Looks at a batch now and then: the first one of every iteration, and one in ten seconds.
 
     An attribute of that one iterator takes the place of its method ``_next_data``; the next fetch removes it and hands on its
-    batch. Any other fetch costs nothing, and no device is synchronised. ``look(iterator, batch)`` is called under the breaker,
+    batch. Any other fetch costs nothing, and no device is synchronised. ``look_at(iterator, batch)`` is called in the breaker,
     for batches that :meth:`arm` or :meth:`arm_latest` has asked for.
     """
 
-    def __init__(self, breaker: CircuitBreaker, look: Callable[[Any, Any], None]) -> None:
-        self._breaker, self._look = breaker, look
+    def __init__(self, breaker: CircuitBreaker, look_at: Callable[[Any, Any], None]) -> None:
+        self._breaker, self._look_at = breaker, look_at
         self._latest: weakref.ref[Any] | None = None
         self._armed: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -166,7 +166,7 @@ class BatchWatch:
             fetching: Any = reference()
             vars(fetching).pop("_next_data", None)
             batch = type(fetching)._next_data(fetching)
-            call(self._breaker, self._look, fetching, batch)
+            call(self._breaker, self._look_at, fetching, batch)
             return batch
 
         iterator._next_data = next_data
@@ -231,7 +231,7 @@ class LoaderProbe:
         for metric in (catalog.DATA_WORKER_START_TIME, catalog.DATA_WORKERS_DIED):
             context.count(metric, 0)
         self._infers = context.settings.infer_throughput
-        self._batches, self._replica_batches = BatchWatch(self._breaker, self._look), ReplicaBatches(context, self._replicas)
+        self._batches, self._replica_batches = BatchWatch(self._breaker, self._examine), ReplicaBatches(context, self._replicas)
         context.hooks.loader_workers.register(self._breaker, self._workers)
         self._watch(DataLoader)
         # it overrides __iter__ without calling DataLoader's
@@ -309,9 +309,9 @@ class LoaderProbe:
         """Return whether sizes of batches are inferred, which the script does not give."""
         return self._infers and len(self._context.recorder.logged) < 2  # noqa: PLR2004  # tokens, samples
 
-    def _look(self, iterator: Any, batch: Any) -> None:
+    def _examine(self, iterator: Any, batch: Any) -> None:
         """Note what distinguishes a batch from others, and infer its sizes. In the thread that fetches it."""
-        if self._replica_batches.look(iterator, batch) and self._batches is not None:
+        if self._replica_batches.observe_batch(iterator, batch) and self._batches is not None:
             self._batches.arm(iterator)
         if self._infers_now():
             # the id that the data probe records for fetches

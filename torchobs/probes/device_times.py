@@ -137,7 +137,7 @@ class DeviceTimeProbe:
                 self._hook()
         elif self._subscriptions or self._marks:  # done, or without an end
             self._unhook()
-            self._take()
+            self._take_times()
         spent[self.name] = spent.get(self.name, 0) + time.monotonic_ns() - begun_ns
 
     def _find_device(self) -> Any:
@@ -181,7 +181,7 @@ class DeviceTimeProbe:
             self._events.release(self._device, *(mark.event for mark in self._marks))
         self._marks, self._state = [], "done" if self._subscriptions else ""
 
-    def _take(self) -> None:
+    def _take_times(self) -> None:
         """Take the times if the device has come to the end of the step."""
         marks, device = self._marks, self._device
         if self._state != "done" or not marks or device is None or self._clock() - self._since_s > LONGEST_S:

@@ -316,7 +316,7 @@ class DistributedProbe:
         if self._patch is not None and not self._models and self._distributed.is_initialized():
             running = getattr(self._ddp, "_active_ddp_module", None)
             if running is not None:
-                self._note(running)
+                self._add_model(running)
         if self._fresh:
             self._fresh = False
             self.observe()
@@ -340,9 +340,9 @@ class DistributedProbe:
     def _note_new(self, model: Any) -> None:
         # now: what requires a gradient may be changed later on
         self._names[model] = [name for name, _ in _parameters(model)]
-        self._note(model)
+        self._add_model(model)
 
-    def _note(self, model: Any) -> None:
+    def _add_model(self, model: Any) -> None:
         if model not in self._living() and len(self._models) < _MODELS:
             self._models.append(weakref.ref(model))
             self._fresh = True

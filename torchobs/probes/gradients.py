@@ -195,7 +195,7 @@ class GradientProbe:
             del self._steps[step]
             self._latest = (step, parts)
             self._remember(step, parts)
-            self._stuck_layers.note(parts, step)
+            self._stuck_layers.add_measurements(parts, step)
             if any(part.faults for part in parts):
                 self._report_faults(step, parts)
             elif self._suspected:

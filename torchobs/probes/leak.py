@@ -232,7 +232,7 @@ class LeakProbe:
         """Count, trace between two snapshots, count again, and report what grew; yield while there is something to wait for."""
         clock, recorder, counts = self._clock, self._context.recorder, list[LiveObjects]()
         self._left, self._traces_leak = self._left - 1, True
-        yield from self._look(counts, count_objects)
+        yield from self._count_at_backward(counts, count_objects)
         resident = ProcessStats().resident().all
         if not tracemalloc.is_tracing():  # the program may have begun meanwhile
             self._tracing.start(FRAMES)
@@ -247,7 +247,7 @@ class LeakProbe:
         snapshots += self._tracing.snapshot()
         self._tracing.stop()
         grown = ProcessStats().resident().all - resident
-        yield from self._look(counts, count_objects)
+        yield from self._count_at_backward(counts, count_objects)
         ended = "memory" if is_full else "complete"
         attributes = {"space": "host", "ended": ended, "seconds": round(passed_s, 1), "steps": steps, "grown": grown}
         self._report(attributes, self._lines(snapshots), counts)
@@ -255,7 +255,7 @@ class LeakProbe:
     def _trace_graphs(self) -> Iterator[None]:
         """Trace if each step leaves a graph behind."""
         recorder, before, after = self._context.recorder, list[list[ref[Any]]](), list[tuple[int, int]]()
-        yield from self._look(before, tensors_with_graph)
+        yield from self._count_at_backward(before, tensors_with_graph)
         first, until_s = recorder.step, self._clock() + LONGEST_S
         while before and recorder.step - first < GRAPH_STEPS and self._clock() < until_s:
             yield
@@ -265,12 +265,12 @@ class LeakProbe:
             living = [x.grad_fn for reference in sample if (x := reference()) is not None]
             return len(tensors_with_graph()), sum(map(is_left_behind, living))
 
-        yield from self._look(after, look)
+        yield from self._count_at_backward(after, look)
         for number, left_behind in after:
             if min(steps, left_behind) >= GRAPH_STEPS and number - len(before[0]) >= steps:
                 yield from self._trace()
 
-    def _look(self, counts: list[T], count: Callable[[], T]) -> Iterator[None]:
+    def _count_at_backward(self, counts: list[T], count: Callable[[], T]) -> Iterator[None]:
         """Have something counted at the next backward pass, and wait for that."""
         wanted, until_s = len(counts) + 1, self._clock() + WAIT_S
 

@@ -371,9 +371,9 @@ class KeptLosses(Lint):
         super().__init__(runner)
         self._plain, self._looks, self._last = torch.Tensor, 0, 0
         self._marks: list[ref[_Mark]] = []
-        runner.context.hooks.takes_loss.register(runner.breaker, self._look)
+        runner.context.hooks.takes_loss.register(runner.breaker, self._mark_loss)
 
-    def _look(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
+    def _mark_loss(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
         """Mark the graph of the loss of a backward pass that begins. In the training thread."""
         del gradients
         if type(tensors) is not self._plain or tensors.grad_fn is None or not accumulates or self._looks >= self._LOOKS:
@@ -426,21 +426,21 @@ class LateClipping(Lint):
     def __init__(self, runner: Lints, clip: ClipWatch) -> None:
         super().__init__(runner)
         self._clip, self._step = clip, 0
-        self._look_safely = self.guard(self._look)
+        self._check_safely = self.guard(self._check_clipping)
 
     def sample(self) -> None:
         """Have the next step looked at, if there is any clipping."""
         if self._clip.limit is not None:
-            self.context.at_backward(self._look_safely)
+            self.context.at_backward(self._check_safely)
 
-    def _look(self) -> None:
+    def _check_clipping(self) -> None:
         """Look, when an outermost backward pass begins. In the training thread."""
         recorder = self.context.recorder
         step, sole = recorder.step, recorder.plain.sole
         if self.done or step == self._step or not sole:  # several, and steps by hand, leave gradients to each other
             return
         if any(stamp & 15 == BACKWARD_ENDS for stamp in recorder.trace):  # in the next step, then
-            self.context.at_backward(self._look_safely)
+            self.context.at_backward(self._check_safely)
             return
         self._step = step
         self.count(Verdict.SUSPECT if self._clip.has_clipped_since(step) else Verdict.SOUND, step)
@@ -482,12 +482,12 @@ class NotInOptimizer:
         """Look at the candidates, if that is due; a step is about to be done. In the training thread."""
         if self.due:
             self.due = False
-            self._context.training.others.read(self._look)
+            self._context.training.others.read(self._look_at_candidates)
 
-    def _look(self) -> None:
+    def _look_at_candidates(self) -> None:
         self._looked = True
         for candidate in list(self._candidates.values()):
-            candidate.look()
+            candidate.compare()
 
     def sample(self, modules: Callable[[], Iterable[Any]]) -> None:
         """Judge the last look, and find the candidates for the next. ``modules``: the outermost ones known."""
@@ -580,7 +580,7 @@ class _Candidate:
         self._gradient: tuple[TensorReference, int] | None = None
         """Its gradient, by reference since memory is used again, and version"""
 
-    def look(self) -> None:
+    def compare(self) -> None:
         """Look at it. In the training thread."""
         parameter = self.parameter()
         gradient = parameter.grad if parameter is not None else None

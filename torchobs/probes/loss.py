@@ -54,7 +54,7 @@ class LossProbe:
         self._nonfinite = context.hooks.nonfinite_loss.notify
         self._steps = plain
         plain.tensor, plain.loss_breaker, plain.scaled = torch.Tensor, breaker, None
-        plain.take_loss, plain.loss_failed = breaker.guard(self._take), breaker.guard(self._failed)
+        plain.take_loss, plain.loss_failed = breaker.guard(self._take_loss), breaker.guard(self._failed)
         context.hooks.takes_loss.register(breaker, plain.take_loss, guarded=True)
         context.hooks.loss_scaled.register(breaker, self._note_scaled)
 
@@ -92,7 +92,7 @@ class LossProbe:
             return  # no loss, as torch is about to say, too
         raise error
 
-    def _take(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # inline; as a listener
+    def _take_loss(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # inline; as a listener
         """Take the loss of a backward pass that begins. ``accumulates``: False for ``torch.autograd.grad``."""
         recorder, in_closure = self._context.recorder, self._steps.in_closure
         begun_ns = monotonic_ns() if self._steps.metered else 0

@@ -66,12 +66,12 @@ class NeverStepped:
         elif self._looked_at and not (self._handles or self._said):
             self._say(self._looked_at)
         elif count >= self._due or self._is_late(count):
-            self._look(count)
+            self._look_for_steps(count)
 
     def _is_late(self, count: int) -> bool:
         return not self._said and bool(count) and self._clock() - self._since_s > PATIENCE_S
 
-    def _look(self, count: int) -> None:
+    def _look_for_steps(self, count: int) -> None:
         """Watch which optimizer gradients reach; say that there is no step if there is none, or none is reached."""
         self._context.yield_gil()
         self._due, self._since_s = 4 * count if self._said else count + LEAST, self._clock()
@@ -98,11 +98,11 @@ class NeverStepped:
             return
         self._looked_at = count
         for optimizer in optimizers[:_MOST]:
-            note: Any = partial(self._note, type(optimizer).__name__)
+            note: Any = partial(self._note_reached, type(optimizer).__name__)
             for parameter in _watched_parameters(optimizer, count):
                 self._handles.append(parameter.register_post_accumulate_grad_hook(note))
 
-    def _note(self, kind: str, _: object) -> None:
+    def _note_reached(self, kind: str, _: object) -> None:
         self._reached = kind
 
     def remove(self) -> None:

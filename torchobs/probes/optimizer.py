@@ -90,14 +90,14 @@ class OptimizerProbe:
         self._containers: dict[int, _Container] = {}
         breaker, self._step_hook = context.breaker(self.name), context.hooks.before_step
         context.hooks.steps_within.register(breaker, self._note_within)
-        self._step_hook.register(breaker, self._take)
+        self._step_hook.register(breaker, self._take_rate)
         self._step_hook.due_at = 0
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
         self._context.recorder.plain.rated = 0
 
-    def _take(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
+    def _take_rate(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
         del closure
         recorder, hook = self._context.recorder, self._step_hook
         if self._first() is not optimizer or recorder.models.changes != self._changes:

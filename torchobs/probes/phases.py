@@ -49,7 +49,7 @@ class PhaseProbe:
         self._patch = Patch(torch.nn.Module, "train", self._watched_train, probe=self.name, nests=True)
 
     def _watched_train(self, original: Any) -> Any:
-        training, note = self._training, self._context.breaker(self.name).guard(self._note)
+        training, note = self._training, self._context.breaker(self.name).guard(self._note_mode)
 
         def train(module: Any, mode: bool = True) -> Any:  # noqa: FBT001, FBT002  # torch's signature
             if self._depth or get_ident() != training.thread:
@@ -96,7 +96,7 @@ class PhaseProbe:
         quiet = phase in {FORWARD, OTHER} and monotonic_ns() - since_ns > patience_s * 1e9
         return quiet and self._training.loop.left(self._training.thread)
 
-    def _note(self, module: Any, mode: bool) -> None:  # noqa: FBT001  # torch's signature
+    def _note_mode(self, module: Any, mode: bool) -> None:  # noqa: FBT001  # torch's signature
         now_ns = monotonic_ns()
         recorder = self._context.recorder
         recorder.mark(TRAIN if mode else EVAL, now_ns, id(module))

@@ -131,7 +131,7 @@ class ReplicaBatches:
         """Return whether the batches of an iteration that begins are to be looked at."""
         return self._written < _MOST_ITERATIONS and _in_one_group()
 
-    def look(self, iterator: Any, batch: Any) -> bool:
+    def observe_batch(self, iterator: Any, batch: Any) -> bool:
         """Look at a batch; return whether the next one is wanted, too. In the thread that fetches it."""
         if not self.wants():
             return False

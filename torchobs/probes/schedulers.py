@@ -179,10 +179,10 @@ class SchedulerProbe:
         # PyTorch's own criterion, set by a scheduler's wrapper of its optimizer's step
         state.early = not getattr(optimizer, "_opt_called", False)
         self._scheduled.add(optimizer)
-        for other in self._of(optimizer):
+        for other in self._schedulers_of(optimizer):
             other.superseded = True
 
-    def _of(self, optimizer: object) -> list[_Scheduler]:
+    def _schedulers_of(self, optimizer: object) -> list[_Scheduler]:
         """Return the schedulers of an optimizer."""
         states = [state for _, state in self._schedulers.living()]
         return [state for state in states if state.optimizer is not None and state.optimizer() is optimizer]
@@ -214,7 +214,7 @@ class SchedulerProbe:
         if optimizer in self._stepping:
             return
         self._stepping.add(optimizer)
-        for state in self._of(optimizer):
+        for state in self._schedulers_of(optimizer):
             state.stepped = True
             if state.early and not state.inner and state.made_at == self._context.recorder.step:
                 self._misuses.append(("before_optimizer", state))

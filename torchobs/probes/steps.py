@@ -170,7 +170,7 @@ class StepProbe:
             recorder.trace.append(now_ns << 4 | (CLOSURE_BEGINS if evaluates else STEP_BEGINS))
         self._note_rate(optimizer)
         if plain.metered or not plain.step:
-            training.loop.note()
+            training.loop.record_stack()
             self._context.record_overhead(self.name, monotonic_ns() - now_ns)
         hook, step = self._before_step, plain.step
         if step >= hook.due_at or step == hook.last or evaluates or fresh:
@@ -183,7 +183,7 @@ class StepProbe:
         if ident != self._plain.thread and not within_backward:
             recorder.note_unseen()
             if recorder.step:
-                self._training.others.note(self._plain.thread)
+                self._training.others.add_thread(self._plain.thread)
         return id(optimizer) != self._plain.sole and recorder.optimizer_begins(
             optimizer, evaluates=evaluates, within_backward=within_backward
         )
@@ -301,7 +301,7 @@ class BackwardWatch:
         plain, elsewhere = recorder.plain, get_ident() != recorder.plain.thread
         if plain.backwards or breaker.is_open or elsewhere or (self._modes() and self._graph_being_made()):
             if elsewhere and not breaker.is_open:
-                self._context.training.others.note(get_ident())
+                self._context.training.others.add_thread(get_ident())
             if elsewhere and not plain.backwards:
                 recorder.note_unseen()
             return original(*args, **kwargs)  # nested (reentrant checkpointing), in another thread, or traced
@@ -338,7 +338,7 @@ class BackwardWatch:
             if plain.backwards or breaker.is_open:
                 return original
             if get_ident() != plain.thread:
-                others.note(get_ident())
+                others.add_thread(get_ident())
                 return original
             return original if modes() and is_made() else run_backward
 

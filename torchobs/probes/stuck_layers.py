@@ -71,7 +71,7 @@ class MissingGradients:
     def __init__(self) -> None:
         self._optimizers = ObjectIndex(_MOST_OPTIMIZERS, lambda _: _Presence())
 
-    def note(self, measurement: Measurement) -> int:
+    def count_missing(self, measurement: Measurement) -> int:
         """See a step's measurement; return how many such parameters there are, certain or not."""
         optimizer = measurement.optimizer() if measurement.optimizer is not None else None
         if optimizer is None or not measurement.keys:
@@ -156,10 +156,10 @@ class StuckLayersWatch:
         """Layers that learn nothing by their gradients, and those of an optimizer that gets none"""
         self._show()
 
-    def note(self, measurements: Sequence[Measurement], step: int) -> None:
+    def add_measurements(self, measurements: Sequence[Measurement], step: int) -> None:
         """See the measurements of every step, which in a fast run are too many to be judged each: 0.3 µs."""
         zeros = sum(
-            self._missing.note(measurement) + next((i for i, norm in enumerate(measurement.norms) if norm), 0)
+            self._missing.count_missing(measurement) + next((i for i, norm in enumerate(measurement.norms) if norm), 0)
             for measurement in measurements
         )
         if not zeros:
@@ -407,7 +407,7 @@ class NoGradients:
             if 0 <= state.due <= step:
                 self._look_at_parts(state, optimizer, step)
         elif not state.done:
-            self._look(state, optimizer, step)
+            self._look_at_all(state, optimizer, step)
 
     def _look_at_parts(self, state: _Optimizer, optimizer: Any, step: int) -> None:
         without = [parameter for parameter in _filled(optimizer) if parameter.grad is None and parameter.requires_grad]
@@ -422,7 +422,7 @@ class NoGradients:
         if never:
             self._unreported.append(_Missing(state, "unused", step + 1, list(map(TensorReference, never))))
 
-    def _look(self, state: _Optimizer, optimizer: Any, step: int) -> None:
+    def _look_at_all(self, state: _Optimizer, optimizer: Any, step: int) -> None:
         state.looks += 1
         if state.looks == 1:
             state.since, state.before = step, self._chosen(optimizer)
@@ -439,16 +439,16 @@ class NoGradients:
         trained = [TensorReference(parameter) for parameter in _filled(optimizer) if parameter.requires_grad]
         if not trained:
             return
-        note = partial(self._note, _Missing(state, "no_gradient", state.since + 1, trained))
+        report = partial(self._add_missing, _Missing(state, "no_gradient", state.since + 1, trained))
         with self._torch.no_grad():
             pairs = [(old, new) for (_, old), (_, new) in zip(before, now, strict=True) if old is not None]
             differ = [(old != new).any().float() for old, new in pairs]
             if not differ:
-                note(0.0)
+                report(0.0)
             elif len({difference.device for difference in differ}) == 1:
-                self._context.device.take(self._torch.stack(differ).sum(), note)
+                self._context.device.take(self._torch.stack(differ).sum(), report)
 
-    def _note(self, missing: _Missing, differ: float) -> None:
+    def _add_missing(self, missing: _Missing, differ: float) -> None:
         if not differ:
             self._unreported.append(missing)
 

@@ -287,7 +287,7 @@ class Profiles:
 
     def sample(self) -> None:
         """Give up a request if no step began in time."""
-        if self._requests and time.monotonic() > self._give_up_s and (request := self._take()) is not None:
+        if self._requests and time.monotonic() > self._give_up_s and (request := self._take_request()) is not None:
             self._fail(request.wanted, "no_step")
 
     def close(self) -> None:
@@ -299,7 +299,7 @@ class Profiles:
         if writing is not None:
             writing.join(WRITE_TIMEOUT_S)
 
-    def _take(self) -> _Request | None:
+    def _take_request(self) -> _Request | None:
         """Return the request, for the caller to answer; ``None`` if there is none, or another thread has it."""
         try:
             return self._requests.popleft()
@@ -315,7 +315,7 @@ class Profiles:
             if (run := self._running) is not None:
                 if (reason := self._end_reason(run)) is not None:
                     self._attempt(run.request.wanted, partial(self._end, run, reason))
-            elif (request := self._take()) is not None:
+            elif (request := self._take_request()) is not None:
                 self._attempt(request.wanted, partial(self._start, request))
             if self._running is not None:
                 self._context.at_backward(self._at_backward)

@@ -328,16 +328,16 @@ class SafePoint:
         training, graph_task = self._training, getattr(torch._C, "_current_graph_task_id", lambda: -1)
         is_outermost = get_ident() == training.thread and not training.backwards and graph_task() < 0
         # within the capture of a CUDA graph a task could end it: NCCL's flight recorder queries events
-        for due in self._take() if is_outermost and not training.captures.in_progress() else ():
+        for due in self._take_tasks() if is_outermost and not training.captures.in_progress() else ():
             due()
         return call(*args, **kwargs)
 
     def close(self) -> None:
         """Drop all tasks, and take no more: the sampler's last round comes after the hooks' end. Idempotent."""
         self._closed = True
-        self._take()
+        self._take_tasks()
 
-    def _take(self) -> list[Callable[[], object]]:
+    def _take_tasks(self) -> list[Callable[[], object]]:
         """Return the tasks, and reset: a task that is armed from now on subscribes again."""
         if self._pid != os.getpid():
             return []  # in a forked child the lock may be held by a thread of the parent

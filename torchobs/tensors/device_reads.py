@@ -61,18 +61,18 @@ class Device:
         """Return a context in which ``device`` and its current stream are the current ones."""
         import torch  # torch is optional until training begins
 
-        there: Any = torch.cuda.device if device.type == "cuda" else _of(device, "device")
+        there: Any = torch.cuda.device if device.type == "cuda" else _attribute_of(device, "device")
         context: AbstractContextManager[object] = there(device) if there is not None else nullcontext()
         return context
 
     def stream(self, device: torch.device) -> Any:
         """Return the device's current stream; streams can be compared. ``None`` where there are none."""
-        current = _of(device, "current_stream")
+        current = _attribute_of(device, "current_stream")
         return current() if current is not None else None
 
     def within(self, device: torch.device, stream: Any) -> AbstractContextManager[object]:
         """Return a context in which that stream of the device, of :meth:`stream`, is the current one."""
-        there: Any = _of(device, "stream")
+        there: Any = _attribute_of(device, "stream")
         context: AbstractContextManager[object] = there(stream) if there is not None and stream is not None else nullcontext()
         return context
 
@@ -140,7 +140,7 @@ def wide(torch: Any, kind: str) -> Any:
     return torch.float64 if kind in {"cuda", "cpu"} else torch.float32
 
 
-def _of(device: torch.device, name: str) -> Any:
+def _attribute_of(device: torch.device, name: str) -> Any:
     """Return the attribute of that name in torch's module for the device type; ``None`` if there is none."""
     import torch
 
