@@ -127,8 +127,8 @@ def _own_mistake(ends: Ends) -> list[End]:
     names = [kind.rpartition(".")[2] for kind, _ in first.errors]
     if _SURROUNDINGS & {*names} or any(_OUTSIDE.search(f"{kind} {said}") for kind, said in first.errors):
         return []
-    is_told = bool(first.errors[0][1])  # without its message nothing shows that it is not of the surroundings
-    return [first] if names[0] in _MISTAKES or (first.of_program and is_told) else []
+    has_message = bool(first.errors[0][1])  # without its message nothing shows that it is not of the surroundings
+    return [first] if names[0] in _MISTAKES or (first.of_program and has_message) else []
 
 
 def _only(reason: str) -> Callable[[Ends], list[End]]:

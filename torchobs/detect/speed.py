@@ -283,8 +283,8 @@ def _excess(above_s: Sequence[float], phases: Sequence[int]) -> list[float]:
     together_s = sum(above_s[index] for index in phases)
     late = [_DATA] if above_s[_DATA] >= together_s else phases
     excess = [max(0.0, above) if index in late else 0.0 for index, above in enumerate(above_s)]
-    found_s = min(waited_s, max(0.0, above_s[_DATA], together_s))
-    return [length * (found_s / sum(excess)) for length in excess] if found_s else [0.0] * len(above_s)
+    waiting_s = min(waited_s, max(0.0, above_s[_DATA], together_s))
+    return [length * (waiting_s / sum(excess)) for length in excess] if waiting_s else [0.0] * len(above_s)
 
 
 def _median_without(ordered: Sequence[float], value: float) -> float:

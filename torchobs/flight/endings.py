@@ -37,7 +37,7 @@ from torchobs.support import cgroup
 
 
 class LockFile:
-    """What ``faulthandler`` writes to. It alone keeps this alive, until somebody gives it another file."""
+    """The file of ``faulthandler``, which alone keeps this alive, until it gets another file."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -98,7 +98,7 @@ _crash_file: weakref.ref[LockFile] | None = None
 
 
 def mark_crash(lock_fd: int) -> bool:
-    """Have a crash leave its mark in the lock file; return whether so. Again with another file, it replaces the first."""
+    """Have a crash leave its mark in the lock file; return whether it will. Another file later replaces the first."""
     global _crash_file  # noqa: PLW0603  # as signal handlers are, one for the process
     if not _crash_is_ours() and (faulthandler.is_enabled() or kernel_has_handler(set(_TITLES.values())) is not False):
         return False
@@ -109,7 +109,7 @@ def mark_crash(lock_fd: int) -> bool:
 
 
 def unmark_crash() -> None:
-    """Give the signals their defaults back, unless somebody else has enabled ``faulthandler``."""
+    """Give the signals their defaults back, unless other code has enabled ``faulthandler``."""
     if _crash_is_ours():
         faulthandler.disable()
 
@@ -164,7 +164,7 @@ def mark_exits(lock_fd: int) -> None:
 
 
 def unmark_exits() -> None:
-    """Give the signals their defaults back, unless somebody else has installed a handler."""
+    """Give the signals their defaults back, unless other code has installed a handler."""
     if (native := sys.modules.get("torchobs._native")) is not None and native is compiled():
         native.unmark_signals()
 

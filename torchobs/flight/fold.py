@@ -425,7 +425,7 @@ def fold_norms(
     newest, last, low = ints[Word.GRAD_NORM_STEP], floats[Word.GRAD_NORM], ints[Word.LOW_NORMS]
     since = ints[Word.MODEL_STEP]
     active = {kind: is_active(totals, kind) for kind in _NORM_KINDS}
-    found_here = dict.fromkeys(_NORM_KINDS, 0)
+    counts = dict.fromkeys(_NORM_KINDS, 0)
     past, skipped = _load(totals, _NORM), ints[Word.STEPS_SKIPPED] > 0
     for record in records:
         skipped = skipped or bool(record.flags & StepFlag.SKIPPED)
@@ -435,27 +435,27 @@ def fold_norms(
         if not isfinite(norm):
             kind = NONFINITE_GRADIENT
             if record.step >= since and not skipped and record.norm_scale == 1.0:  # under a loss scaler it is ordinary
-                found_here[GRADIENT_EXPLOSION] += _report(past, _NORM, past.give_up(), anomalies)
+                counts[GRADIENT_EXPLOSION] += _report(past, _NORM, past.give_up(), anomalies)
             add_anomaly(anomalies, kind, record, norm, exp(past.usual) if past.count else last)
         elif record.step >= since:
             vanished, low = (False, 0) if record.seq in fitted else judge_low(norm, past.mean, past.variance, past.count, low)
             usual, explained = past.usual, rises[record.seq].explains(record.step, newest, past)
             earlier, exploded = _explode(past, record, anomalies, explained=explained) if norm > 0.0 else (0, False)
-            found_here[GRADIENT_EXPLOSION] += earlier
+            counts[GRADIENT_EXPLOSION] += earlier
             past.usual = usual if vanished else past.usual
             if exploded or vanished:
                 kind = GRADIENT_EXPLOSION if exploded else GRADIENT_VANISHING
                 add_anomaly(anomalies, kind, record, norm, exp(past.usual) if past.count else 0.0)
         if kind != _NO_KIND:
-            found_here[kind] += 1
+            counts[kind] += 1
         if record.step >= newest:  # else delivered by a device after a newer step's value
             newest, active = record.step, {other: other == kind for other in _NORM_KINDS}
             last = norm if isfinite(norm) else last
     ints[Word.GRAD_NORM_STEP], floats[Word.GRAD_NORM], ints[Word.LOW_NORMS] = newest, last, low
-    ints[Word.NONFINITE_STEPS] += found_here[NONFINITE_GRADIENT]
+    ints[Word.NONFINITE_STEPS] += counts[NONFINITE_GRADIENT]
     _store(totals, _NORM, past)
     for kind in _NORM_KINDS:
-        count(totals, kind, found_here[kind], active=active[kind])
+        count(totals, kind, counts[kind], active=active[kind])
     norms = [record.grad_norm for record in records if record.flags & StepFlag.GRAD_NORM and isfinite(record.grad_norm)]
     observe(totals, Word.NORM_DISTRIBUTION, catalog.NORM_BOUNDS, NORM_SUM, norms)
 

@@ -218,11 +218,11 @@ def names(directory_fd: int) -> list[str]:
 
 def _rank(directory_fd: int, name: str) -> tuple[bool, int, str]:
     """Return the key that decides which files are read: whether a rank holds its lock, and when it was written last."""
-    is_held, written_ns = False, 0
+    is_locked, written_ns = False, 0
     with suppress(OSError):
         written_ns = os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mtime_ns
-        is_held = files.is_locked(directory_fd, lock_name(name))
-    return is_held, written_ns, name
+        is_locked = files.is_locked(directory_fd, lock_name(name))
+    return is_locked, written_ns, name
 
 
 def is_name(name: str) -> bool:
@@ -256,7 +256,7 @@ class FlightFile:
             os.close(fd)
 
     def follow(self, directory_fd: int, name: str) -> bool:
-        """Switch to the file that has this name now, if its writer recreated it; return whether so.
+        """Switch to the file that has this name now, if its writer recreated it; return whether it did.
 
         The served values are kept. Raises as :func:`open_file`, also if the file belongs to another incarnation.
         """

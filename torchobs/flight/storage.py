@@ -35,7 +35,7 @@ class Storage:
     def __init__(self, view: memoryview) -> None:
         self.anchor: object = None
         self.address = 0
-        """Where ``view`` is, for whoever stores records into it by itself; 0 for those that do more than store"""
+        """Address of ``view``, for code that stores records into it; 0 for storages that do more than store"""
         self._attach(view)
 
     def store(self, offset: int, data: bytes | memoryview) -> None:

@@ -251,7 +251,7 @@ class CompileRecords:
         self._warnings = RateLimiter(QUIET_S)
 
     def count_lookups(self) -> None:
-        """Count cache lookups since the last call; a counter that fell was cleared by somebody else."""
+        """Count cache lookups since the last call; a counter that fell was cleared by other code."""
         before, self._counted = self._counted, self._lookups()
         for (cache, result), total in self._counted.items():
             more = total - before[cache, result] if total >= before[cache, result] else total

@@ -400,7 +400,7 @@ class _Device:
         self._context, self._attributes, self._memory = context, {"device": memory.device}, memory
         self._floor, self._fast = MemoryHistory(), FastWindow()
         self._trends: tuple[Growth | None, Growth | None] = (None, None)
-        self._peak, self._seen_peak = memory.allocated, before.peak if before else None
+        self._peak, self._last_peak = memory.allocated, before.peak if before else None
         self._retries, self._ooms = (before.retries or 0, before.ooms or 0) if before else (0, 0)
         for metric in (catalog.MEMORY_ALLOC_RETRIES, catalog.MEMORY_OOMS):
             context.count(metric, 0, self._attributes)
@@ -419,8 +419,8 @@ class _Device:
         self._memory = memory
         self._floor.see(memory.allocated)
         self._peak = max(self._peak, memory.allocated)
-        if memory.peak is not None and memory.peak != self._seen_peak:
-            self._peak, self._seen_peak = max(self._peak, memory.peak), memory.peak
+        if memory.peak is not None and memory.peak != self._last_peak:
+            self._peak, self._last_peak = max(self._peak, memory.peak), memory.peak
         limit, used = memory.limit, memory.allocated
         return limit is not None and self._fast.see(MemoryPoint(step, now, used), limit - used, limit)
 

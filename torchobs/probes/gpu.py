@@ -159,7 +159,7 @@ class GpuMonitor:
         return self._library
 
     def _close_after(self, library: Library, error: Exception) -> None:
-        """Reopen the library in the next round: the driver was unloaded or replaced, or somebody shut our library down."""
+        """Reopen the library in the next round: the driver was unloaded or replaced, or other code shut our library down."""
         for sampled in self._gpus.values():
             sampled.show([])
         self._library = None

@@ -37,7 +37,7 @@ class SameOrder:
         self._last: Order | None = None
         """That of the last epoch"""
         self._repeats = 0
-        self._is_set = self._is_told = self._stands = False
+        self._is_set = self._is_reported = self._stands = False
 
     def begun(self, loader: Any) -> Order | None:
         """Return the state that decides an iterated loader's order; ``None`` if no ``DistributedSampler`` shuffles."""
@@ -56,8 +56,8 @@ class SameOrder:
         if _follows(sampler) != order.follows:  # torch draws the order only at the first batch, after `iter(loader)`
             self._take_back()
         self._repeats = self._repeats + 1 if order == last and before >= LEAST_STEPS else 0
-        if self._repeats >= _LEAST_REPEATS and not (self._is_set or self._is_told):
-            self._is_told = self._stands = True
+        if self._repeats >= _LEAST_REPEATS and not (self._is_set or self._is_reported):
+            self._is_reported = self._stands = True
             self._context.report("same_order", step)
 
     def _take_back(self) -> None:

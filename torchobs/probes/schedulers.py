@@ -45,7 +45,7 @@ class _Scheduler:
     """State of one scheduler."""
 
     name: str = ""
-    made_at: int = 0
+    created: int = 0
     epoch: int = 0
     optimizer_calls: int = 0
     """Training step, epoch, and steps of any optimizer when it was seen first"""
@@ -88,7 +88,7 @@ class SchedulerProbe:
         self._stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._scheduled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._breaker = breaker = context.breaker(self.name)
-        self._note_made_safely, self._note_step_safely = breaker.guard(self._note_made), breaker.guard(self._note_step)
+        self._note_new_safely, self._note_step_safely = breaker.guard(self._note_new), breaker.guard(self._note_step)
         self._patch_steps_safely = breaker.guard(self._patch_steps)
         self._watch(lr_scheduler._enable_get_lr_call, "__enter__", self._watched_rates)
         for name in ("LRScheduler", *_OWN_CONSTRUCTORS):
@@ -147,13 +147,13 @@ class SchedulerProbe:
                 original(scheduler, *args, **kwargs)
             finally:
                 self._within = within
-            self._note_made_safely(scheduler)
+            self._note_new_safely(scheduler)
 
         return init
 
     # -- in the training thread --------------------------------------------------------------------------------------------
 
-    def _note_made(self, scheduler: Any) -> None:
+    def _note_new(self, scheduler: Any) -> None:
         self._state_of(scheduler)
         for part in getattr(scheduler, "_schedulers", ()):
             state = self._state_of(part)
@@ -197,7 +197,7 @@ class SchedulerProbe:
         for kind in catalog.SCHEDULER_MISUSES:
             context.count(catalog.SCHEDULER_MISUSE, 0, {"kind": kind})
         state.name, state.last_epoch = type(scheduler).__name__, _count_of(scheduler)
-        state.made_at, state.epoch, state.optimizer_calls = context.recorder.step, context.training.epoch, self._optimizer_calls
+        state.created, state.epoch, state.optimizer_calls = context.recorder.step, context.training.epoch, self._optimizer_calls
         if optimizer is not None:
             state.optimizer = weakref.ref(optimizer)
             state.stepped, state.superseded = optimizer in self._stepping, optimizer in self._scheduled
@@ -216,7 +216,7 @@ class SchedulerProbe:
         self._stepping.add(optimizer)
         for state in self._schedulers_of(optimizer):
             state.stepped = True
-            if state.early and not state.inner and state.made_at == self._context.recorder.step:
+            if state.early and not state.inner and state.created == self._context.recorder.step:
                 self._misuses.append(("before_optimizer", state))
 
     # -- in the sampler thread ---------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class SchedulerProbe:
         self.sample()
 
     def _judge(self, scheduler: Any, state: _Scheduler) -> None:
-        done, begun = self._context.recorder.step - state.made_at, self._context.training.epoch - state.epoch
+        done, begun = self._context.recorder.step - state.created, self._context.training.epoch - state.epoch
         if state.inner:
             return
         # pytorch-ignite's LRScheduler raises the count itself, and asks for the rates

@@ -389,7 +389,7 @@ class OtherSteps:
         """Steps that were not recorded"""
         self.running: dict[int, int] = {}
         """Threads within such a step, with its nesting depth"""
-        self._seen_at: dict[int, tuple[int, int]] = {}
+        self._progress: dict[int, tuple[int, int]] = {}
         self._name, self._reported = "", False
 
     def is_other(self, optimizer: object) -> bool:
@@ -398,7 +398,7 @@ class OtherSteps:
         if self._training.backwards and not _is_of_python(ident):
             return False  # an optimizer within the backward pass, which runs in a device's own thread
         if not self.has_begun or recorder.alive(id(optimizer)) is optimizer or self._has_ended(ident):
-            self._seen_at.clear()
+            self._progress.clear()
             return False
         self._name = threading.current_thread().name
         self.steps += 1
@@ -411,9 +411,9 @@ class OtherSteps:
             is_gone = training.thread not in frames
         if is_gone or training.loop.left(training.thread):
             return True
-        step, without = self._seen_at.get(ident, (-1, 0))
+        step, without = self._progress.get(ident, (-1, 0))
         without = without + 1 if step == ended else 0
-        self._seen_at[ident] = ended, without
+        self._progress[ident] = ended, without
         return without >= _PATIENCE and not training.loop.is_known
 
     def sample(self) -> None:

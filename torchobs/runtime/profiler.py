@@ -87,7 +87,7 @@ class Recording:
 
     @property
     def ended(self) -> bool:
-        """Whether it was stopped, by whoever."""
+        """Whether it was stopped, by any code."""
         return _guard.recording is not self
 
     def start(self) -> None:

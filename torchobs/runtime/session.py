@@ -132,18 +132,18 @@ class Session:
         """Flight file's writer; ``None`` while inactive."""
         return self.context.writer if self.context is not None and self.active else None
 
-    def open(self, chosen: Settings, found_identity: Identity) -> None:
+    def open(self, chosen: Settings, rank_identity: Identity) -> None:
         """Create the flight file, install the probes, start the sampler. Raises ``NoPlaceError`` without a place to write."""
-        self.settings, self.identity = chosen, found_identity
+        self.settings, self.identity = chosen, rank_identity
         place = open_place(str(chosen.flight_dir) if chosen.flight_dir else None, settings.environment().get("XDG_RUNTIME_DIR"))
-        resource = found_identity.described() | _versions() | trace_attributes(chosen) | launcher_attributes() | _begun()
+        resource = rank_identity.described() | _versions() | trace_attributes(chosen) | launcher_attributes() | _begun()
         try:
             writer = open_writer(place, resource, chosen.file_size, native=chosen.native)
         except OSError as error:
             place.directory.close()
             what = f"{error.strerror or error}: the flight file cannot be written in {place.path}; {remedy(error)}"
             raise NoPlaceError(what, of_one_rank=True) from error
-        writer.event(catalog.EVENT_RUN_START.name, {"launcher": found_identity.launcher, "restart": found_identity.restart})
+        writer.event(catalog.EVENT_RUN_START.name, {"launcher": rank_identity.launcher, "restart": rank_identity.restart})
         self.recorded_in = writer.path
         self.run = RunSpan(chosen, writer, lambda: self.writer)
         recorder, pauses, spent_ns = StepRecorder(writer), SamplerPauses(), dict[str, int]()
@@ -170,10 +170,10 @@ class Session:
             ("patches", self._probe_manager.check_patches),
         ]
         if chosen.exporter:
-            self._page = PageAddress(writer.path, says=chosen.summary and not found_identity.rank and not in_notebook())
+            self._page = PageAddress(writer.path, says=chosen.summary and not rank_identity.rank and not in_notebook())
             self._samples.append(("page", self._page.sample))
         if chosen.summary and in_notebook():
-            status = NotebookStatus(context, f"{found_identity.job_name} {found_identity.run_id}", self._page)
+            status = NotebookStatus(context, f"{rank_identity.job_name} {rank_identity.run_id}", self._page)
             call(context.breaker("notebook"), status.begin)
             self._samples.append(("notebook", status.sample))
             self._last.append(("notebook", status.end))
@@ -189,7 +189,7 @@ class Session:
             self._probe_manager.install(self._exits)
         self._torch = after_import("torch", self._install_torch_probes)
         self._children = SpawnedRanks(
-            init, unpickle_token, self.arguments | {"run_id": found_identity.run_id}, writer.header.incarnation.hex()
+            init, unpickle_token, self.arguments | {"run_id": rank_identity.run_id}, writer.header.incarnation.hex()
         )
         call(CircuitBreaker("children"), self._children.install)
         self._sampler.start()
@@ -348,16 +348,16 @@ def _begin(session: Session, chosen: Settings, problems: list[settings.SettingsP
     if not chosen.enabled:
         return
     environ, this = settings.environment(), identity.this_process()
-    found_identity, more = identity.discover(environ, chosen, this)
+    rank_identity, more = identity.discover(environ, chosen, this)
     group = rank_and_size()
-    if group is not None and found_identity.launcher == "python" and chosen.rank is None:
+    if group is not None and rank_identity.launcher == "python" and chosen.rank is None:
         # ranks that a script started itself (torch.multiprocessing.spawn): only the process group has the rank
-        found_identity, more = identity.discover(environ, replace(chosen, rank=group[0], world_size=group[1]), this)
-    name_rank(logger, found_identity.rank, found_identity.local_rank, found_identity.world_size)
+        rank_identity, more = identity.discover(environ, replace(chosen, rank=group[0], world_size=group[1]), this)
+    name_rank(logger, rank_identity.rank, rank_identity.local_rank, rank_identity.world_size)
     for problem in dict.fromkeys([*problems, *more]):
         logger.warning("torchobs: %s; the default is used", problem)
     try:
-        session.open(chosen, found_identity)
+        session.open(chosen, rank_identity)
     except NoPlaceError as error:
         logger.warning("torchobs: off, %s; training is not affected", error, extra=OWN if error.of_one_rank else None)
         remove_rank(logger)

@@ -58,7 +58,7 @@ def write_stacks(
 ) -> None:
     """Write the stacks as the artifact of that number, and an event with ``cause`` and ``more``.
 
-    On failure, the event says why; it is logged only where somebody asked for the stacks.
+    On failure, the event says why; it is logged only where the stacks were asked for.
     """
     writer, place = context.writer, context.writer.place
     if place is None:

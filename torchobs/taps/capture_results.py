@@ -1,4 +1,4 @@
-"""Capture the results of one torch function inside somebody else's call, in this thread only."""
+"""Capture the results of one torch function inside other code's call, in this thread only."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Patch:
         return vars(self.owner)[self.attribute] if self.attribute in vars(self.owner) else getattr(self.owner, self.attribute)
 
     def _revive(self) -> bool:
-        """Use a dormant replacement again if there is one that is still called; return whether so."""
+        """Use a dormant replacement again if one is still called; return whether there is one."""
         for dormant in _dormant:
             if dormant.owner is not self.owner or dormant.attribute != self.attribute:
                 continue

@@ -64,8 +64,8 @@ def likely_node(nodes: Sequence[GraphNode], bad: Collection[int]) -> GraphNode |
 
 def _is_users(function: Any) -> bool:
     """Return whether it is a ``torch.autograd.Function`` of the user's, not one of torch's."""
-    made_of = getattr(function, "_forward_cls", None)
-    return made_of is not None and not made_of.__module__.startswith("torch.")
+    user_class = getattr(function, "_forward_cls", None)
+    return user_class is not None and not user_class.__module__.startswith("torch.")
 
 
 def _is_harmless(node: GraphNode) -> bool:

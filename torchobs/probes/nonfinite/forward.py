@@ -398,7 +398,7 @@ def compute(node: GraphNode, operands: Mapping[str, Any], stand_ins: Sequence[st
         return None
 
 
-def given_size(node: GraphNode, place: int = 0) -> list[int]:
+def operand_shape(node: GraphNode, place: int = 0) -> list[int]:
     """Return the shape of an operand; ``[1]`` if unknown."""
     producer, index = node.inputs[place] if place < len(node.inputs) else (None, 0)
     if producer is None:
@@ -409,5 +409,5 @@ def given_size(node: GraphNode, place: int = 0) -> list[int]:
 def is_mean_of_nothing(node: GraphNode) -> bool:
     """Return whether a mean, or a loss with one, has elements though its operands with a gradient have none: each is NaN."""
     places = [place for place, (producer, _) in enumerate(node.inputs) if producer is not None]
-    over_nothing = bool(places) and all(prod(given_size(node, place)) == 0 for place in places)
+    over_nothing = bool(places) and all(prod(operand_shape(node, place)) == 0 for place in places)
     return over_nothing and prod(size_of(node.function)) != 0

@@ -81,13 +81,13 @@ class ModuleNames:
         """Return the modules that together hold these parameters; a part or a wrapper of another is left out."""
         holdings = []
         for module in modules:
-            held_ids = {id(parameter) for parameter in module.parameters()} | {id(whole) for _, whole in gathered(module)}
-            holdings.append((module, wanted & held_ids))
+            ids = {id(parameter) for parameter in module.parameters()} | {id(whole) for _, whole in gathered(module)}
+            holdings.append((module, wanted & ids))
         chosen, missing = [], set(wanted)
-        for module, held_ids in sorted(holdings, key=lambda holding: -len(holding[1])):
-            if held_ids & missing:
+        for module, ids in sorted(holdings, key=lambda holding: -len(holding[1])):
+            if ids & missing:
                 chosen.append(module)
-                missing -= held_ids
+                missing -= ids
         return chosen
 
     def _add(self, root: Any, title: str) -> None:

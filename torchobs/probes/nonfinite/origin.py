@@ -185,7 +185,7 @@ class GraphTracer:
         """Return the origin with the reason why the operator made such values, and the variable that explains it."""
         words, name = cause_of(node), ""
         if NAME in words and (memory := memory_of(node.kept.get("target"))):
-            name = next((path for path, item in self._variables_held() if memory_of(item) == memory), "")
+            name = next((path for path, item in self._named_variables() if memory_of(item) == memory), "")
         return replace(origin, note=words.replace(NAME, f" ({name})" if name else ""), parameter=name)
 
     def _user_of(self, node: GraphNode) -> GraphNode:
@@ -234,7 +234,7 @@ class GraphTracer:
         A variable with bad values in the same samples was one of these; else the function's inputs are unknown.
         """
         node = birth.node
-        variables = (item for _, item in self._variables_held() if condition(item) is Condition.BAD)
+        variables = (item for _, item in self._named_variables() if condition(item) is Condition.BAD)
         item = next((item for item in variables if explains(item, birth.operand)), None)
         if item is not None:
             return self._operand(item, node, place, inputs, is_leaf=False)
@@ -245,7 +245,7 @@ class GraphTracer:
         later = any(other.operator in OPAQUE and other.number > node.number for other in self.nodes)
         return self._origin("unknown", node, place, (), LATER if later else "")
 
-    def _variables_held(self) -> Iterator[tuple[str, Any]]:
+    def _named_variables(self) -> Iterator[tuple[str, Any]]:
         """Yield the tensors without a graph that variables hold, by their names."""
         for scope in self._variables if self._variables is not None else map(locals_of, self._frames):
             for name, value in scope.items():
@@ -269,11 +269,11 @@ class GraphTracer:
             module = self.names.owner(name)
             kind = type(self.names.modules[module]).__name__ if module in self.names.modules else ""
             # one that belongs to no module, as of a stacked ensemble (``torch.func``), may be a variable
-            name = name or next((path for path, item in self._variables_held() if item is tensor), UNNAMED)
+            name = name or next((path for path, item in self._named_variables() if item is tensor), UNNAMED)
             return NonfiniteOrigin(
                 "parameter", operator, module, kind, place.line, name, inputs, bad_elements(tensor), None, self._step, "",
             )  # fmt: skip
-        name, whole = _variable(tensor, self._variables_held())
+        name, whole = _variable(tensor, self._named_variables())
         if not name and not whole.dim():
             return None
         elements = bad_elements(whole)
