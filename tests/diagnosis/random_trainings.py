@@ -60,6 +60,14 @@ class Training:
     loss_factor: float = 1.0
     after_backward: Callable[[], object] | None = None
 
+    def modules(self, kind: type | tuple[type, ...]) -> list[tuple[str, Any]]:
+        """The modules of a kind, by the path under which they are told."""
+        several = len(self.models) > 1
+        return [
+            (".".join(filter(None, [type(model).__name__ if several else "", path])), module)
+            for model in self.models.values() for path, module in model.named_modules() if isinstance(module, kind)
+        ]  # fmt: skip
+
     def step(self, x: torch.Tensor | None = None) -> None:
         """Train every model on a batch."""
         batch = self.make_batch() if x is None else x
@@ -68,11 +76,12 @@ class Training:
             if isinstance(optimizer, torch.optim.LBFGS):
                 optimizer.step(lambda name=name: self._backward(name, batch))  # type: ignore[no-untyped-call]
                 continue
-            self._backward(name, batch)
+            loss = self._backward(name, batch)  # whose graph lives while the optimizer steps, as in most loops
             if self.scaler is None:
                 optimizer.step()
             else:
                 self.scaler.step(optimizer)
+            del loss
         if self.scaler is not None:
             self.scaler.update()
 
@@ -85,10 +94,41 @@ class Training:
         torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
         if self.after_backward is not None and name == self.main:
             self.after_backward()
-        return loss.detach()
+        return loss
 
 
-class Block(nn.Module):
+class Sickly(nn.Module):
+    """A module that does what ``sickness`` says in its forward pass; nothing while it is empty."""
+
+    sickness = ""
+
+    def ail(self, h: torch.Tensor) -> torch.Tensor:  # noqa: C901, PLR0911  # a case each
+        """Return ``h``, or what the sickness makes of it."""
+        if self.sickness == "log":
+            return h + torch.log(torch.relu(h) * 0)
+        if self.sickness == "exp":
+            grown = torch.exp(1e4 * h.abs() + 1e4)
+            return h + (grown - grown.mean())  # infinity here, NaN by the difference
+        if self.sickness == "div":
+            return h / (h - h.detach())
+        if self.sickness == "rsqrt":
+            return h * torch.rsqrt(h.square().sum(-1, keepdim=True) * 0)
+        if self.sickness == "pow":
+            return h + (-1.0 - h.square()) ** 0.3
+        if self.sickness == "acos":
+            return h + torch.acos(2.0 + h.square())
+        if self.sickness == "sqrt":
+            return h + torch.sqrt((h - h.detach()).square())
+        if self.sickness == "acos_at_1":
+            return h + torch.acos(h * 0 + 1)
+        if self.sickness == "half_power":
+            return h + (h.abs() * 0) ** 0.5
+        if self.sickness == "log_behind_where":
+            return h + torch.where(h > 1e9, torch.log(h * 0), torch.zeros_like(h))
+        return h
+
+
+class Block(Sickly):
     """Linear layer and activation, residual or not."""
 
     def __init__(self, width: int, activation: type[nn.Module], *, residual: bool) -> None:
@@ -97,11 +137,11 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``(..., width)`` to the same."""
-        made: torch.Tensor = self.activation(self.linear(x))
+        made: torch.Tensor = self.activation(self.linear(self.ail(x)))
         return x + made if self.residual else made
 
 
-class ConvolutionBlock(nn.Module):
+class ConvolutionBlock(Sickly):
     """Convolution, normalisation, activation."""
 
     def __init__(self, width: int, activation: type[nn.Module], *, residual: bool) -> None:
@@ -111,11 +151,11 @@ class ConvolutionBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``(N, width, H, W)`` to the same."""
-        made: torch.Tensor = self.activation(self.norm(self.linear(x)))
+        made: torch.Tensor = self.activation(self.norm(self.ail(self.linear(x))))
         return x + made if self.residual else made
 
 
-class RecurrentBlock(nn.Module):
+class RecurrentBlock(Sickly):
     """A GRU or an LSTM."""
 
     def __init__(self, width: int, kind: type[nn.RNNBase]) -> None:
@@ -124,12 +164,12 @@ class RecurrentBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``(N, T, width)`` to the same."""
-        states: torch.Tensor = self.linear(x)[0]
+        states: torch.Tensor = self.linear(self.ail(x))[0]
         return states
 
 
-class AttentionBlock(nn.Module):
-    """A transformer's layer, normalised before attention and feed-forward part."""
+class AttentionBlock(Sickly):
+    """A transformer's layer, normalised before attention and feed-forward part; `mask` masks everything in one row."""
 
     def __init__(self, width: int, activation: type[nn.Module]) -> None:
         super().__init__()
@@ -140,8 +180,10 @@ class AttentionBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``(N, T, width)`` to the same."""
         q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        x = x + self.out(functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=True)[:, 0])
-        out: torch.Tensor = x + self.down(self.activation(self.linear(self.norm2(x))))
+        scores = q @ k.mT / k.shape[-1] ** 0.5
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(0 if self.sickness == "mask" else 1)
+        x = x + self.out(scores.masked_fill(mask, float("-inf")).softmax(-1) @ v)
+        out: torch.Tensor = x + self.down(self.ail(self.activation(self.linear(self.norm2(x)))))
         return out
 
 

@@ -180,18 +180,19 @@ def recompiles(setup: Setup, chance: random.Random) -> Verdict:
 def not_finite(seed: int) -> Verdict:
     """Plant a NaN or an infinity (``sick_models``) at a random step and place."""
     chance = random.Random(f"nan {seed}")
-    name = chance.choice(list(sick_models.TRAININGS))
+    name = chance.choice(list(TRAININGS))
     kind = chance.choice(sick_models.kinds(name))
-    training = sick_models.build(name, chance.choice(("sgd", "adamw")), chance.randrange(1 << 30))
-    at, autocast, planted = chance.randrange(2, 60), chance.random() < 0.3, list[sick_models.Planted]()
+    optimizer, number, at = chance.choice(("sgd", "adamw")), chance.randrange(1 << 30), chance.randrange(2, 60)
+    training = sick_models.build(name, optimizer, number, autocast=chance.random() < 0.3)
+    planted = list[sick_models.Planted]()
 
     def train(look: Look) -> None:
         for number in range(1, at + 3):
-            x = training.batch()
+            x = training.make_batch()
             if number == at:
                 what, x = sick_models.plant(training, kind, chance, x)
                 planted.append(what)
-            training.compute(x, autocast=autocast)
+            training.step(x)
             look.stepped()
 
     observed = observe(train)
@@ -199,7 +200,7 @@ def not_finite(seed: int) -> Verdict:
     found = bool(told) or bool(observed.events(catalog.EVENT_ANOMALY))
     (what,) = planted
     right = bool(told) and what.is_told(told[0].attributes)
-    return Verdict(found, right, (told[0].step or 0) - at if told else None, f"{what} {told[:1]} {notes(observed)}")
+    return Verdict(found, right, (told[0].step or 0) - at if told else None, f"{kind} {what} {told[:1]} {notes(observed)}")
 
 
 SICKNESSES: dict[str, Sickness] = {

@@ -14,7 +14,8 @@ from torch import nn
 
 import torchobs
 from tests import flights, support
-from tests.diagnosis.sick_models import TRAININGS, Planted, Sickly, build, kinds, plant
+from tests.diagnosis.random_trainings import TRAININGS, Sickly
+from tests.diagnosis.sick_models import Planted, build, kinds, plant
 from tests.training import Recording, recording
 from torchobs import catalog, debug
 from torchobs.flight import reader
@@ -45,13 +46,13 @@ def cases() -> list[Case]:
 def train(case: Case, *, ill: bool = True) -> tuple[Planted | None, int]:
     """Train, with the sickness from a random step on."""
     chance = random.Random(case.seed)
-    training = build(case.training, case.optimizer, case.seed)
+    training = build(case.training, case.optimizer, case.seed, autocast=case.autocast)
     begins, planted = chance.randrange(3, STEPS - 2), None
     for number in range(STEPS):
-        x = training.batch()
+        x = training.make_batch()
         if ill and number == begins:
             planted, x = plant(training, case.sickness, chance, x)
-        training.compute(x, autocast=case.autocast)
+        training.step(x)
     return planted, begins + 1
 
 
@@ -156,13 +157,13 @@ def bits(tensor: torch.Tensor) -> list[int]:
 def guarded(seed: int, *, guard: bool) -> list[torch.Tensor]:
     """Train through a sickness that passes, held back by a guard or by hand; return weights, statistics, randomness."""
     training = build("cnn", "adamw", seed)
-    chance, model, optimizer = random.Random(seed), training.models["m"], training.optimizers["m"]
+    chance, model, optimizer = random.Random(seed), training.models["model"], training.optimizers["model"]
     held = debug.nan_guard(optimizer) if guard else None
     for number in range(8):
-        x = training.batch()
+        x = training.make_batch()
         planted = plant(training, "sqrt" if number == 3 else "log", chance, x) if number in {3, 5} else None
         optimizer.zero_grad()
-        loss = training.losses[0][1](x)
+        loss = training.losses["model"](x)
         torch.autograd.backward(loss)
         if guard or planted is None:
             optimizer.step()
@@ -216,14 +217,14 @@ def test_a_guarded_fault_is_seen_in_the_next_backward_with_its_values(run: Recor
     training = build("mlp", "adamw", 0)
     _, module = training.modules(Sickly)[1]
     module.sickness = "half_power"
-    with debug.nan_guard(training.optimizers["m"]) as guard:
+    with debug.nan_guard(training.optimizers["model"]) as guard:
         for _ in range(4):
-            training.compute(training.batch(), autocast=False)
+            training.step()
     assert guard.held == 4
-    assert all(parameter.isfinite().all() for parameter in training.models["m"].parameters())
+    assert all(parameter.isfinite().all() for parameter in training.models["model"].parameters())
     run.look()
     (told,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
-    assert (told["attrs"]["operator"], told["attrs"]["module"]) == ("pow", "3")
+    assert (told["attrs"]["operator"], told["attrs"]["module"]) == ("pow", "blocks.1")
     assert run.session.context is not None
     assert any(origin.inputs for origin in run.session.context.origins.values())
 
@@ -253,16 +254,16 @@ def test_raise_on_ends_the_training_before_the_optimizer_steps(flight_dir: Path,
     session = recording(flight_dir, raise_on={"nonfinite"}, log_level="ERROR")
     next(session)
     training = build("mlp", "sgd", 0)
-    training.compute(training.batch(), autocast=False)
-    planted, x = plant(training, sickness, random.Random(0), training.batch())
+    training.step()
+    planted, x = plant(training, sickness, random.Random(0), training.make_batch())
     with pytest.raises(torchobs.NonFiniteError) as raised:
-        training.compute(x, autocast=False)
+        training.step(x)
     origin = raised.value.origin
     assert origin is not None
     assert (origin.kind, origin.operator, origin.module) == (planted.kind, planted.operator, planted.module)
-    assert all(parameter.isfinite().all() for parameter in training.models["m"].parameters())
+    assert all(parameter.isfinite().all() for parameter in training.models["model"].parameters())
     next(session, None)
-    training.compute(x, autocast=False)
+    training.step(x)
 
 
 @pytest.mark.parametrize("way", ["operator", "batch", "sharded batch"])
