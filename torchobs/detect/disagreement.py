@@ -64,7 +64,7 @@ def _apart(values: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
 
 
 def same_batches(batches: Mapping[str, Mapping[int, Sequence[float]]]) -> int | None:
-    """Return since which step ranks are given the same batches; ``None`` if they are not.
+    """Return the step since which ranks get the same batches; ``None`` if they do not.
 
     ``batches``: by rank and step, numbers that differ from batch to batch, of those that begin there. One batch that comes
     again and again is a test whether a model can learn it.

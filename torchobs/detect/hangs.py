@@ -306,7 +306,7 @@ def alone(position: Position) -> Blamed:
 
 
 def place(steps: int, phase: str) -> float:
-    """Return how far a rank is, in steps: those done, and a fifth for each phase of the next that is behind it."""
+    """Return the progress of a rank in steps: those done, and a fifth for each finished phase of the next."""
     return steps + _ORDER.get(phase, 0) / 5
 
 
@@ -318,7 +318,7 @@ def waits(frames: Sequence[str]) -> bool:
 
 
 def _not_arrived(ranks: Mapping[str, Position]) -> set[str]:
-    """Return those that did not come; but for what waits in an operation that is not recorded, by its stack."""
+    """Return the ranks that did not come, without those that wait in an unrecorded operation, by their stacks."""
     missing = absent({name: position.collectives for name, position in ranks.items()})
     return {name for name in missing if not waits(ranks[name].frames)}
 
@@ -437,7 +437,7 @@ def standstill_limit_s(usual_s: float, durations: Durations) -> float:
 def standstill(
     progress_age_s: float, quiet_s: float, phase: str | None, usual_s: float | None, durations: Durations
 ) -> Standstill | None:
-    """Return that a living rank stands still, by one rule for page, commands, API and notebook; ``None`` if it does not.
+    """Return the standstill of a living rank, by one rule for page, commands, API and notebook; ``None`` without one.
 
     ``progress_age_s``: seconds since its last step. ``quiet_s``: since the last sign of a step or its phases, which is shorter
     after an evaluation. ``usual_s``: median of its latest steps, ``None`` before the first.
@@ -448,7 +448,7 @@ def standstill(
 
 
 def _habitual_pause_s(durations: Durations) -> float:
-    """Return how long a pause may be that a run has made before: twice its second longest step; 0 if it has no two."""
+    """Return the longest usual pause of a run: twice its second longest step; 0 if it has no two."""
     below = list(accumulate(durations.counts))
     if not below or below[-1] < LEAST_STEPS:
         return 0.0

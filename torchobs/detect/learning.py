@@ -192,7 +192,7 @@ class StuckLayerDetector:
 
 
 def leading(zeros: Sequence[bool]) -> int:
-    """Return how many first layers of an optimizer have a zero gradient; 0 if all have. ``zeros``: in its order."""
+    """Return the number of first layers of an optimizer with a zero gradient; 0 if all have. ``zeros``: in its order."""
     return zeros.index(False) if False in zeros else 0
 
 

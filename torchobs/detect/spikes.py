@@ -490,7 +490,7 @@ def are_long(loss: float, rate: float | None, square: float | None) -> bool:
 
 
 class Divergence:
-    """Whether one model's loss has grown without end, for who judges each loss as it comes and knows no learning rate.
+    """Whether one model's loss has grown without end, for code that judges each loss as it comes, without a learning rate.
 
     The growth may be so smooth that no loss is far above those before it. A loss has diverged that is ``ORDERS`` above the
     first ones, and ``RAMP`` times what a weight that is ramped up could have made of them, ``LEAST_AFTER`` times in a row.
@@ -530,7 +530,7 @@ class LastAnomaly(NamedTuple):
 def healthy_steps(
     kind: str, count: int, last: LastAnomaly | None, losses: Mapping[int, float], norms: Mapping[int, float]
 ) -> int:
-    """Return how many steps were healthy since the last anomaly of a kind that is not active; 0 if it is not past.
+    """Return the number of healthy steps since the last anomaly of a kind that is not active; 0 if it is not past.
 
     ``count``: number of its anomalies. ``losses``, ``norms``: finite or not, by step, of the last steps.
     """

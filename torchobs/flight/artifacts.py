@@ -160,7 +160,7 @@ def write(
 
 
 def refusal(problem: OSError) -> dict[str, str]:
-    """Return why a write failed, as attributes of an event: a reason code and the system's message, without a path."""
+    """Return the reason of a failed write as an event's attributes: a reason code and the system's message, without a path."""
     number = problem.errno or 0
     return {"reason": _WHY.get(number, "error"), "detail": os.strerror(number) if number else type(problem).__name__}
 

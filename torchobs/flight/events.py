@@ -11,9 +11,9 @@ that a device delivered after its span was written. :func:`decode` alone looks i
 
 **Identifiers** of a run's traces and spans are derived from the flight file's header.
 
-Spans are written for few steps only, and long after these ended. An identifier is a function of the run and of what the span is
-about, so that the training thread generates none, a span of the application can name the current step as its parent, an
-exporter can attach an exemplar to any step's histogram sample, and all ranks name a trace alike without a word between them.
+Spans are written for few steps only, and long after these ended. An identifier is a function of the run and of the span's
+subject, so the training thread generates none, and all ranks name a trace alike without communication. An application's span
+can name the current step as its parent, and an exporter can attach an exemplar to any step's histogram sample.
 
 Traces, 16 bytes, equal on all ranks of a run:
 

@@ -180,7 +180,7 @@ def _mapped(fd: int, size: int) -> memoryview:
 
 
 def shortage(directory_fd: int, size: int) -> str | None:
-    """Return why a file of ``size`` bytes should not be allocated there; ``None`` when there is room."""
+    """Return the reason not to allocate a file of ``size`` bytes there; ``None`` when there is room."""
     if deadly_limit(size):
         return f"files of this process may have {_size_limit()} bytes, and the signal at more ends it"
     usage = os.fstatvfs(directory_fd)

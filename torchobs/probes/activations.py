@@ -128,7 +128,7 @@ class ActivationProbe:
         context.hooks.layers.changed = self._breaker.guard(self._change_pace)
 
     def _change_pace(self) -> None:
-        """Look as often as is asked for from now on, or no more."""
+        """Apply the interval that is asked for from now on, or stop."""
         every = self._context.hooks.layers.every
         self._pace.fixed = every or None
         self._pace.begin(self._context.recorder.step)
@@ -171,7 +171,7 @@ class ActivationProbe:
         self._report_choice()
 
     def _choose(self) -> None:
-        """Look for the modules that are trained."""
+        """Choose among the modules that are trained."""
         context = self._context
         self._scans += 1
         trained = set(map(id, context.trained()))
@@ -236,7 +236,7 @@ class ActivationProbe:
             self._context.yield_gil()
 
     def _report_choice(self) -> None:
-        """Say how many layers are looked at, and why the others are not; whenever that has changed."""
+        """Record the number of observed layers, and why others are not observed, whenever that has changed."""
         chosen = self._chosen
         if chosen is None or not self._on:
             return
@@ -296,7 +296,7 @@ class ActivationProbe:
         self._handles, self._open = [], 0
 
     def _observe_output(self, slot: _Slot, module_ref: Any, module: Any, output: Any) -> None:
-        """Look at an output of a module; called by its hook, and by the one that a copy of the module has."""
+        """Take the numbers of a module's output; called by its hook, and by the hook of a copy of the module."""
         context = self._context
         if module_ref() is not module or not self._open or context.training.backwards or get_ident() != context.training.thread:
             return

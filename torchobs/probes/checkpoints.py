@@ -283,7 +283,7 @@ class CheckpointProbe:
             )
 
     def _room(self, saving: _Saving) -> dict[str, object]:
-        """Return which checkpoint is the last good one, and whether there was room for another: torch's writer says neither."""
+        """Return the last good checkpoint's step, and the room for another, as attributes: torch's writer says neither."""
         # nbytes raises of a sparse one
         needed = self._bytes or sum(parameter.numel() * parameter.element_size() for parameter in self._context.trained())
         attributes: dict[str, object] = {"saved_step": max(self._step, 0), "needed": needed}

@@ -122,7 +122,7 @@ def decode(dumped: bytes) -> Dump | None:
 
 
 def operation(name: str) -> str:
-    """Return which of ``catalog.COLLECTIVE_OPERATIONS`` a ``profiling_name`` means: ``nccl:_all_gather_base``, all_gather."""
+    """Return a ``profiling_name``'s value of ``catalog.COLLECTIVE_OPERATIONS``: ``nccl:_all_gather_base``, all_gather."""
     word = name.partition(":")[2].partition(" ")[0]
     if word in _OPERATIONS:
         return _OPERATIONS[word]

@@ -177,7 +177,7 @@ def read_break(reason: str) -> tuple[str, str]:
 
 
 def read_failure(fail_type: str, fail_reason: str) -> str:
-    """Return why a compilation failed: one of ``catalog.COMPILE_FAILURE``."""
+    """Return the reason for a failed compilation: one of ``catalog.COMPILE_FAILURE``."""
     if "Limit" in fail_type or _LIMIT.search(fail_reason.partition("\n")[0]):
         return "recompile_limit"
     return "unsupported" if fail_type in {"Unsupported", "UserError"} else "error"

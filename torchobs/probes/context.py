@@ -389,11 +389,11 @@ Places = tuple[tuple["CodeType", int], ...]
 
 
 class Captures:
-    """Captures of CUDA graphs in progress in any thread, while which threads of ours rest.
+    """Captures of CUDA graphs in progress in any thread; threads of ours rest meanwhile.
 
-    A garbage collection runs in whichever thread makes the object that is one too many. In the sampler thread it could destroy
-    a graph or an event of the user's that was part of a cycle, and in a capture's default mode an unsafe CUDA call of any
-    thread (the ``cudaFree`` of a graph's private pool) ends the capture with an error. The statistics of ``cudaMallocAsync``'s
+    A garbage collection runs in the thread that makes the object that is one too many. In the sampler thread it could destroy
+    a graph or an event of the user's that was part of a cycle. In a capture's default mode an unsafe CUDA call of any thread
+    (the ``cudaFree`` of a graph's private pool) then ends the capture with an error. The statistics of ``cudaMallocAsync``'s
     allocator are CUDA calls, too (``cudaMemPoolGetAttribute``). So the threads that do rounds (the sampler's, the GPU probe's)
     do none while a capture is in progress, and a capture waits for the rounds in progress.
     """

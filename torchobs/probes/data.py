@@ -149,14 +149,14 @@ class BatchWatch:
                 self.arm(iterator)
 
     def arm_latest(self) -> None:
-        """Look at the next batch of the latest iterator."""
+        """Have the next batch of the latest iterator examined."""
         latest = self._latest
         iterator = latest() if latest is not None else None
         if iterator is not None:
             self.arm(iterator)
 
     def arm(self, iterator: Any) -> None:
-        """Look at the iterator's next batch."""
+        """Have the iterator's next batch examined."""
         if not hasattr(iterator, "_next_data") or "_next_data" in vars(iterator):
             return
         reference = weakref.ref(iterator)  # a strong reference would keep its workers alive
@@ -380,7 +380,7 @@ def _awaited(iterator: Any) -> int | None:
 
 
 def _ready(iterator: Any) -> float | None:
-    """Return how many finished batches the loop has not taken yet; ``None`` if unknown."""
+    """Return the number of finished batches that the loop has not taken yet; ``None`` if unknown."""
     if iterator is None or iterator._shutdown:
         return None
     ahead = sum(1 for task in list(iterator._task_info.values()) if len(task) > 1)  # arrived out of order

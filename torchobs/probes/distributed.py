@@ -188,7 +188,7 @@ _ORDER = ("ddp", "fsdp1", "fsdp2", "hsdp", "tensor")
 
 
 def recognise(optimizers: Iterable[Any], *, ddp: bool) -> Parallelism:
-    """Return how these optimizers' parameters are distributed.
+    """Return the kinds and places by which these optimizers' parameters are distributed.
 
     A mesh dimension on which ``fully_shard`` shards or replicates is FSDP's; any other one on which a parameter is sharded is
     tensor parallelism. ``ddp``: a ``DistributedDataParallel`` model is known.

@@ -99,7 +99,7 @@ class Raised(NamedTuple):
 
 
 def worker_chain(error: BaseException) -> tuple[str, tuple[Raised, ...]]:
-    """Return where in a worker the exception was raised, ``DataLoader worker process 0``, and its chain, the root cause first.
+    """Return the worker that raised the exception, ``DataLoader worker process 0``, and its chain, the root cause first.
 
     Both are empty if it was raised here. Workers of torch's data loaders and replicas of DataParallel send an
     ``ExceptionWrapper``, from which the training thread raises an exception of the same class. It holds the output of
@@ -216,7 +216,7 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[str, str]]:
 
 
 def places(frames: Iterable[tuple[str, str]]) -> tuple[str, str]:
-    """Return where it was raised, and the nearest line of user code. ``frames``: files and places, the deepest last."""
+    """Return the place of the error, and the nearest line of user code. ``frames``: files and places, the deepest last."""
     location, caller = "unknown", ""
     for file, place in frames:
         if is_ours(file) and location != "unknown":

@@ -292,7 +292,7 @@ class GradientProbe:
         self._step_hook.due_at = min(self._pace.due_at, self._updates.due_at, self._weights.due_at)
 
     def _lint(self, optimizer: torch.optim.Optimizer, step: int, begun_ns: int, *, within: bool) -> None:
-        """Look at an optimizer that is about to take a measured step. ``within``: after a closure's backward pass."""
+        """Examine an optimizer that is about to take a measured step. ``within``: after a closure's backward pass."""
         sample = _last_with_gradient(optimizer)
         self._lints.before_step(Measured(step, optimizer, sample), within=within)
         self._no_gradients.before_step(optimizer, sample)

@@ -155,7 +155,7 @@ class Layers:
         return any(parameter is not None and parameter.requires_grad for parameter in parameters)
 
     def count(self, stuck: Collection[str], more: Collection[int] = ()) -> int:
-        """Return how many layers the trained models have: those with a matrix, frozen and unused ones included, and the stuck.
+        """Return the number of the trained models' layers: those with a matrix, frozen and unused ones included, and the stuck.
 
         ``more``: ids of parameters.
         """

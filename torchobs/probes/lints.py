@@ -68,7 +68,7 @@ class Lint:
         self._since = self._suspect = self._sound = 0
 
     def observe(self, measured: Measured) -> Verdict | None:
-        """Look at an optimizer that is about to step; ``None``: this look says nothing. In the training thread."""
+        """Judge an optimizer that is about to step; ``None``: this look says nothing. In the training thread."""
         del measured
         return None
 
@@ -129,7 +129,7 @@ class Lints:
     # -- in the training thread --------------------------------------------------------------------------------------------
 
     def before_step(self, measured: Measured, *, within: bool) -> None:
-        """Look at an optimizer in a measured step. ``within``: after a closure's backward pass."""
+        """Judge an optimizer in a measured step. ``within``: after a closure's backward pass."""
         if within:
             self._not_in_optimizer.before_step()
         state = self._optimizers.of(measured.optimizer)
@@ -143,7 +143,7 @@ class Lints:
         self._observe(state, measured, EvaluationMode if within else None)
 
     def before_any_step(self, optimizer: Any, step: int) -> None:
-        """Look at what does not wait for a measured step, if the sampler thread has asked for it."""
+        """Judge what does not wait for a measured step, if the sampler thread has asked for it."""
         self._not_in_optimizer.before_step()
         state = self._optimizers.of(optimizer)
         if state is not None and state.due:
@@ -313,7 +313,7 @@ class EvaluationMode(Lint):
         """Number of parameters that required a gradient in training mode; -1: it has not been seen in it"""
 
     def observe(self, measured: Measured) -> Verdict | None:
-        """Look at the model's mode."""
+        """Judge the model's mode."""
         del measured
         module = self._module()
         if module is None:
@@ -434,7 +434,7 @@ class LateClipping(Lint):
             self.context.at_backward(self._check_safely)
 
     def _check_clipping(self) -> None:
-        """Look, when an outermost backward pass begins. In the training thread."""
+        """Check for late clipping, when an outermost backward pass begins. In the training thread."""
         recorder = self.context.recorder
         step, sole = recorder.step, recorder.plain.sole
         if self.done or step == self._step or not sole:  # several, and steps by hand, leave gradients to each other
@@ -479,7 +479,7 @@ class NotInOptimizer:
         self._trained_by: list[tuple[int, int]] = []
 
     def before_step(self) -> None:
-        """Look at the candidates, if that is due; a step is about to be done. In the training thread."""
+        """Compare the candidates, if that is due; a step is about to be done. In the training thread."""
         if self.due:
             self.due = False
             self._context.training.others.read(self._look_at_candidates)
@@ -581,7 +581,7 @@ class _Candidate:
         """Its gradient, by reference since memory is used again, and version"""
 
     def compare(self) -> None:
-        """Look at it. In the training thread."""
+        """Compare its gradient and values with those before. In the training thread."""
         parameter = self.parameter()
         gradient = parameter.grad if parameter is not None else None
         if gradient is None:

@@ -57,7 +57,7 @@ class ReplicaWeights:
         """Number of the ended step after which it is looked next"""
 
     def before_step(self) -> None:
-        """Look at the weights, if it is time: before a step's first optimizer. In the training thread."""
+        """Sample the weights, if it is time: before a step's first optimizer. In the training thread."""
         step = self._context.recorder.step
         if step < self.due_at:
             return
@@ -132,7 +132,7 @@ class ReplicaBatches:
         return self._written < _MOST_ITERATIONS and _in_one_group()
 
     def observe_batch(self, iterator: Any, batch: Any) -> bool:
-        """Look at a batch; return whether the next one is wanted, too. In the thread that fetches it."""
+        """Record a batch's number; return whether the next one is wanted, too. In the thread that fetches it."""
         if not self.wants():
             return False
         fetched = self._fetched.setdefault(iterator, [])

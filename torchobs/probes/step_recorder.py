@@ -241,7 +241,7 @@ class StepRecorder:
             values.flags |= StepFlag.LOSS
 
     def expect_loss(self) -> int:
-        """Let no other loss count than the script's, which a device has yet to deliver; return the number of its step."""
+        """Accept no loss but the script's, which a device has yet to deliver; return the number of its step."""
         self.plain.log_wins = True
         return self.logged_step()
 
@@ -319,7 +319,7 @@ class StepRecorder:
         self._append(step, now_ns, RecordKind.LATE, flags, losses, 0.0, loss, norm, 0.0, _UNTIMED, tokens, samples)
 
     def learn_sizes(self, loader: int, tokens: int, samples: int) -> None:
-        """Let each batch of that loader, by id, count so many tokens and samples from now on, without those that are given."""
+        """Count so many tokens and samples for each batch of that loader, by id, from now on, without those that are logged."""
         sizes = 0 if "tokens" in self.logged else tokens, 0 if "samples" in self.logged else samples
         others = {key: value for key, value in self.sizes.items() if key != loader}
         others = dict(islice(others.items(), max(0, len(others) + 1 - MOST_LOADERS), None))

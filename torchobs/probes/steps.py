@@ -178,7 +178,7 @@ class StepProbe:
         return self._watched(args, kwargs) if evaluates and self._has_closure else None
 
     def _begins(self, optimizer: torch.optim.Optimizer, ident: int, *, evaluates: bool, within_backward: bool) -> bool:
-        """Let the recorder know that an optimizer begins to step; return whether it has never stepped."""
+        """Report to the recorder that an optimizer begins to step; return whether it has never stepped."""
         recorder = self._recorder
         if ident != self._plain.thread and not within_backward:
             recorder.note_unseen()

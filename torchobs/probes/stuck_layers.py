@@ -72,7 +72,7 @@ class MissingGradients:
         self._optimizers = ObjectIndex(_MOST_OPTIMIZERS, lambda _: _Presence())
 
     def count_missing(self, measurement: Measurement) -> int:
-        """See a step's measurement; return how many such parameters there are, certain or not."""
+        """Add a step's measurement; return the number of parameters without a gradient, certain or not."""
         optimizer = measurement.optimizer() if measurement.optimizer is not None else None
         if optimizer is None or not measurement.keys:
             return 0
@@ -91,7 +91,7 @@ class MissingGradients:
         return len(missing)
 
     def of(self, measurement: Measurement, optimizer: Any) -> list[Any]:
-        """Return them, in the optimizer's order."""
+        """Return the parameters that miss their gradient, in the optimizer's order."""
         presence = self._optimizers.of(optimizer)
         if presence is None or presence.steps < _PRESENT:
             return []
@@ -157,7 +157,7 @@ class StuckLayersWatch:
         self._show()
 
     def add_measurements(self, measurements: Sequence[Measurement], step: int) -> None:
-        """See the measurements of every step, which in a fast run are too many to be judged each: 0.3 µs."""
+        """Add the measurements of every step; in a fast run they are too many to judge each: 0.3 µs."""
         zeros = sum(
             self._missing.count_missing(measurement) + next((i for i, norm in enumerate(measurement.norms) if norm), 0)
             for measurement in measurements
@@ -390,7 +390,7 @@ class NoGradients:
     # -- in the training thread --------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Any, sample: Any) -> None:
-        """Look at an optimizer that is about to take a measured step. ``sample``: a parameter of it with a gradient."""
+        """Examine an optimizer that is about to take a measured step. ``sample``: a parameter of it with a gradient."""
         step = self._context.recorder.step
         if sample is not None:
             self._trained = step

@@ -20,7 +20,7 @@ _warned: list[bool] = []
 
 
 def why_here() -> str:
-    """Return why torchobs does nothing in this process; "" if it is supported.
+    """Return the reason why torchobs does nothing in this process; "" if it is supported.
 
     Data shared by the training thread and the sampler is protected by the GIL alone: without it records would be torn, and hook
     lists would change during iteration. A free-threaded Python (3.13t, 3.14t) with the GIL turned on works.

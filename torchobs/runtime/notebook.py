@@ -41,7 +41,7 @@ class PageAddress:
         """Empty until it is announced"""
 
     def sample(self) -> None:
-        """Look whether it is announced, by an exporter that listens."""
+        """Read the address, if a listening exporter announces it."""
         now_s = time.monotonic()
         if self.url or now_s < self._due_s or now_s > self._until_s:
             return

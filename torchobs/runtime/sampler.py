@@ -212,7 +212,7 @@ class Sampler:
             self._context.warn_limited(f"anomaly {kind}", words, own="loss" in kind)
 
     def _origin(self, anomaly: Anomaly) -> dict[str, str]:
-        """Return where the anomaly was born, if it is a value that was traced."""
+        """Return the origin of the anomaly as attributes, if it is a value that was traced."""
         origin = self._context.origins.get(anomaly.step) if anomaly.kind.startswith("nonfinite") else None
         if origin is None:
             return {}

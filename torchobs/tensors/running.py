@@ -65,7 +65,7 @@ class Buffers:
         ]
 
     def put_back(self) -> None:
-        """Make them what they were. May be called again."""
+        """Restore them. May be called again."""
         for owned, name, buffer, before in self._kept:
             if owned[name] is not buffer:
                 owned[name] = buffer

@@ -270,7 +270,7 @@ class ForwardTrace:
 
 
 def first_birth(nodes: Sequence[GraphNode], root: GraphNode, *, earliest: bool) -> tuple[Birth, dict[str, Any]]:
-    """Return where the root's non-finite result was born, and the operands of that node by name.
+    """Return the birth of the root's non-finite result, and the operands of that node by name.
 
     ``earliest``: the first in the forward pass, even if another one is more certain.
     """

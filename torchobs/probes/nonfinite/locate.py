@@ -168,7 +168,7 @@ class Locator:
         return common(paths)
 
     def place(self, node: GraphNode) -> Place:
-        """Return where the node was made."""
+        """Return the place where the node was made."""
         words = spellings(node.operator)
         if node.operator == "pow" and node.settings().get("exponent") != 2:  # noqa: PLR2004  # a square
             words = tuple(word for word in words if word != "square")
@@ -281,7 +281,7 @@ def module_lines(module: Any, words: Sequence[str]) -> list[Line]:
 
 
 def _first_line(module: Any) -> Line | None:
-    """Return where a module's ``forward`` begins; ``None`` if the user has not written it."""
+    """Return the first line of a module's ``forward``; ``None`` if the user has not written it."""
     if not _is_written_by_user(module):
         return None
     code = type(module).forward.__code__
@@ -339,7 +339,7 @@ def common(paths: Sequence[str]) -> str:
 
 
 def spellings(operator: str) -> tuple[str, ...]:
-    """Return how Python code calls an operator: names of functions and methods, or symbols."""
+    """Return the names of an operator in Python code: functions and methods, or symbols."""
     return _WRITTEN.get(operator, (operator, operator + "_"))
 
 

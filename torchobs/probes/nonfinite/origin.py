@@ -358,7 +358,7 @@ def _kept_of(optimizer: Any, parameter: Any) -> list[Any]:
 
 
 def cause_of(node: GraphNode) -> str:
-    """Return why an operator made NaN of finite operands; empty if that is not seen. :data:`NAME` is the variable's place."""
+    """Return why an operator made NaN of finite operands; empty if unseen. :data:`NAME` is the variable's place."""
     if node.builtin.startswith("nll_loss") and (words := _ignored_targets(node)):
         return words
     if node.builtin in _SOFTMAX:
