@@ -65,7 +65,9 @@ def _unsaved(report: RankView) -> Iterator[Finding]:
 
 def _held_up(report: RankView) -> Iterator[Finding]:
     """Yield steps as long as a stall (see ``stall``) after which training continued."""
-    if not any(map(_LEAST_PHASE_S.__le__, chain.from_iterable(step.phases for step in report.steps))):
+    if _span_s(report) < LEAST_S or not any(
+        map(_LEAST_PHASE_S.__le__, chain.from_iterable(step.phases for step in report.steps))
+    ):
         return  # a thousand ranks a second
     # without evaluation, checkpoints and compilation
     took = [
@@ -83,8 +85,15 @@ def _held_up(report: RankView) -> Iterator[Finding]:
     yield finding("held_up", step=step.step, took=seconds, usual=usual_s, phase=phase, more=len(long) - 1 or None)
 
 
+def _span_s(report: RankView) -> float:
+    """Return the time that is known step by step; the first step, which is no measure, not included."""
+    return report.steps[-1].end_s - report.steps[0].end_s if report.steps else 0.0
+
+
 def _slowed(report: RankView) -> Iterator[Finding]:
     """Yield that the last steps were slow, and in which phase."""
+    if _span_s(report) < speed.LATELY_S + speed.EARLIER_S:
+        return
     latest = report.steps[model_begins(report.steps, len(report.steps)) :]
     timed = [step for step in latest if step.duration_s is not None][_FIRST:]
     begin = speed.slowed_from([_took_s(step) for step in timed]) if report.newest_is_here else None
