@@ -28,7 +28,6 @@ import signal
 import stat
 import sys
 import weakref
-from collections.abc import Iterable
 from itertools import islice
 
 from torchobs.flight import files
@@ -48,12 +47,6 @@ class LockFile:
 
     def flush(self) -> None:
         """Nothing is buffered; ``faulthandler`` asks for it."""
-
-
-def kernel_has_handler(numbers: Iterable[signal.Signals]) -> bool | None:
-    """Return whether one of these is caught or ignored; ``None`` where the kernel does not say (macOS)."""
-    handled = kernel_handlers()
-    return None if handled is None else any(handled >> (number - 1) & 1 for number in numbers)
 
 
 def kernel_handlers() -> int | None:
@@ -97,15 +90,16 @@ _TITLES = {
 _crash_file: weakref.ref[LockFile] | None = None
 
 
-def mark_crash(lock_fd: int) -> bool:
-    """Have a crash leave its mark in the lock file; return whether it will. Another file later replaces the first."""
+def mark_crash(lock_fd: int) -> None:
+    """Have a crash leave its mark in the lock file, if that is for us to do. With another file it replaces the first."""
     global _crash_file  # noqa: PLW0603  # as signal handlers are, one for the process
-    if not _crash_is_ours() and (faulthandler.is_enabled() or kernel_has_handler(set(_TITLES.values())) is not False):
-        return False
+    if not _crash_is_ours():
+        taken = kernel_handlers()
+        if faulthandler.is_enabled() or taken is None or any(taken >> (number - 1) & 1 for number in _TITLES.values()):
+            return
     file = LockFile(lock_fd)
     faulthandler.enable(file=file, all_threads=False)
     _crash_file = weakref.ref(file)
-    return True
 
 
 def unmark_crash() -> None:
