@@ -20,12 +20,10 @@ from torchobs.flight import artifacts, control, directory, files
 from torchobs.flight.artifacts import LIMITS, STACKS, named, parse
 from torchobs.flight.cleanup import SETTLED_S, STALE_S, clean
 from torchobs.flight.control import Command, ControlReader, write_command
-from torchobs.flight.directory import NoPlaceError, candidates, find_existing, open_directory, open_place
+from torchobs.flight.directory import NoPlaceError, candidates, find_existing, mount_of, open_directory, open_place
 from torchobs.flight.files import cgroup_headroom, file_name, lock_name
 from torchobs.flight.layout import MIN_SIZE, Live, Region, encode_header
 from torchobs.flight.writer import open_writer
-from torchobs.support import mounts
-from torchobs.support.mounts import mount_of
 
 ME = os.getuid()
 
@@ -152,12 +150,12 @@ def test_a_network_file_system_is_refused_and_only_memory_is_stored_to_directly(
     """A store into a page of the one blocks for as long as the server is away; on others but memory the sampler writes."""
     before = len(list(Path("/proc/self/fd").iterdir()))
     for kind in ("nfs", "nfs4", "lustre", "fuse", "fuse.sshfs", "ceph", "9p", "cifs", "beegfs", "virtiofs"):
-        monkeypatch.setattr(mounts, "mountinfo", lambda kind=kind: f"22 1 0:1 / / rw - {kind} server:/ rw\n")
+        monkeypatch.setattr("torchobs.support.cgroup.read", lambda _, kind=kind: f"22 1 0:1 / / rw - {kind} server:/ rw\n")
         with pytest.raises(NoPlaceError, match=kind.partition(".")[0]):
             open_place(str(flight_dir), None)
     assert len(list(Path("/proc/self/fd").iterdir())) <= before  # an earlier test's thread may close its own meanwhile
     for kind in ("tmpfs", "ramfs", "ext4", "overlay", "fuseblk"):
-        monkeypatch.setattr(mounts, "mountinfo", lambda kind=kind: f"22 1 0:1 / / rw - {kind} x rw\n")
+        monkeypatch.setattr("torchobs.support.cgroup.read", lambda _, kind=kind: f"22 1 0:1 / / rw - {kind} x rw\n")
         made = open_place(str(flight_dir), None)
         assert made.in_memory is (kind in {"tmpfs", "ramfs"})
         os.close(made.fd)

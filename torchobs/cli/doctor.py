@@ -38,7 +38,6 @@ from torchobs.node import election
 from torchobs.ranks import runs
 from torchobs.ranks.rank_view import RankView
 from torchobs.support import text as text_format
-from torchobs.support.mounts import mount_of
 
 _DESCRIPTION = """\
 Check whether torchobs can do its work on this machine, in this container or pod, and print a remedy for each problem: torch,
@@ -214,7 +213,7 @@ def directory(flight_dir: str | None, runtime_dir: str | None, mountinfo: str | 
                 return Check("directory", OK, f"{name} ({_why(name, flight_dir)}): the first training makes it")
         return Check("directory", FAIL, problems[0], _OWN_DIRECTORY)
     status = os.stat(path)  # noqa: PTH116  # the directory may be gone by now
-    kind = mount_of(os.path.realpath(path), mountinfo)[1] or "unknown file system"
+    kind = location.mount_of(os.path.realpath(path), mountinfo)[1] or "unknown file system"
     text = f"{path} ({_why(path, flight_dir)}; {kind}, mode {stat.S_IMODE(status.st_mode):04o}, uid {status.st_uid})"
     if not os.access(path, os.W_OK | os.X_OK):
         remedy = "chown it, or set TORCHOBS_DIR to a directory of your own"
@@ -245,7 +244,7 @@ def _unmakeable(path: str, mountinfo: str | None) -> str:
         above = above.parent
     if not above.is_dir():
         return f"{path} cannot be made: {above} is no directory"
-    kind = mount_of(os.path.realpath(above), mountinfo)[1]
+    kind = location.mount_of(os.path.realpath(above), mountinfo)[1]
     if kind.partition(".")[0] in location.NETWORK:
         return f"{path}: {kind} is a network or FUSE file system, on which a training step could block"
     return "" if os.access(above, os.W_OK | os.X_OK) else f"{path} cannot be made: this user may not write in {above}"

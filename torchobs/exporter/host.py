@@ -23,9 +23,8 @@ import psutil
 
 from torchobs import catalog
 from torchobs.exporter.exporter_metrics import HostFacts, Sample, by_attribute
-from torchobs.flight.directory import find_existing
+from torchobs.flight.directory import find_existing, mount_of
 from torchobs.ranks import labels
-from torchobs.support.mounts import mount_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

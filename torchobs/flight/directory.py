@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchobs.support import cgroup
 from torchobs.support.descriptors import Descriptor
-from torchobs.support.mounts import mount_of
 
 KUBERNETES_MOUNT = "/var/run/torchobs/flight"
 KUBERNETES_CONTROL = "/var/run/torchobs/control"
@@ -143,6 +143,23 @@ def opened(path: str | Path, *, link: bool = False) -> Iterator[int]:
     flags = os.O_RDONLY | os.O_DIRECTORY if link else _DIRECTORY
     with contextlib.closing(Descriptor("", str(path), flags)) as directory:
         yield directory.number()
+
+
+def mount_of(path: str, mounts: str | None = None) -> tuple[str, str]:
+    """Return mount point and type of the file system that a resolved path is on; empty if unknown.
+
+    By the mounts of this process (the text of ``/proc/self/mountinfo``): without access to the path, whose server may be dead.
+    """
+    point, kind = "", ""
+    for line in (cgroup.read("/proc/self/mountinfo") if mounts is None else mounts).splitlines():
+        fields = line.split(" ")
+        if "-" not in fields[6:-1]:
+            continue
+        mount = cgroup.unescaped(fields[4])
+        inside = path == mount or path.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(point):  # of equal mount points the last one is on top
+            point, kind = mount, fields[fields.index("-", 6) + 1]
+    return point, kind
 
 
 def in_memory(path: str | Path) -> bool:
