@@ -382,7 +382,7 @@ def test_a_command_is_read_once(directory_fd: int, reader: ControlReader, comman
     assert second > first
     command.unlink()
     assert reader.poll() is None
-    time.sleep(0.002)
+    time.sleep(0.01)  # three numbers of one millisecond are ahead of the clock
     third = write_command(directory_fd, TARGET, Command(level=3))
     assert third > second
     assert reader.poll() == Command(3, seq=third)
