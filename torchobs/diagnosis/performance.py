@@ -65,9 +65,8 @@ def _unsaved(report: RankView) -> Iterator[Finding]:
 
 def _held_up(report: RankView) -> Iterator[Finding]:
     """Yield steps as long as a stall (see ``stall``) after which training continued."""
-    if _span_s(report) < LEAST_S or not any(
-        map(_LEAST_PHASE_S.__le__, chain.from_iterable(step.phases for step in report.steps))
-    ):
+    long_phases = map(_LEAST_PHASE_S.__le__, chain.from_iterable(step.phases for step in report.steps))
+    if _span_s(report) < LEAST_S or not any(long_phases):
         return  # a thousand ranks a second
     # without evaluation, checkpoints and compilation
     took = [
