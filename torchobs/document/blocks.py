@@ -54,10 +54,10 @@ class Cell(str):
         at_s: float | None = None, shares: tuple[tuple[str, float], ...] = (),
     ) -> Cell:  # fmt: skip
         """Return a cell; ``more``: quieter words behind it."""
-        made = str.__new__(cls, f"{words} {more}" if more else words)
-        made.words, made.more, made.exact, made.tone = words, more, exact, tone
-        made.link, made.at_s, made.shares = link, at_s, shares
-        return made
+        cell = str.__new__(cls, f"{words} {more}" if more else words)
+        cell.words, cell.more, cell.exact, cell.tone = words, more, exact, tone
+        cell.link, cell.at_s, cell.shares = link, at_s, shares
+        return cell
 
 
 class Item(NamedTuple):

@@ -89,7 +89,7 @@ def _bucket(group: Sequence[blocks.Point]) -> Bucket:
 
 
 def spreads(finite: Sequence[float]) -> bool:
-    """Return True if the largest of the values is so far above the typical one that a linear scale would show it alone."""
+    """Return whether the largest value is so far above the typical one that a linear scale would show it alone."""
     ordered = sorted(finite)
     return ordered[0] > 0 and ordered[-1] / LOG_FROM > ordered[len(ordered) // 2]
 
@@ -121,7 +121,7 @@ class Scale(NamedTuple):
     def share(self, value: float) -> float:
         """Return the place of a value, 0 at the bottom and 1 at the top."""
         value = max(value, self.low) if self.logarithmic else value
-        low, high, at = (log10(one) if self.logarithmic else one for one in (self.low, self.high, value))
+        low, high, at = (log10(number) if self.logarithmic else number for number in (self.low, self.high, value))
         return min(1.0, max(0.0, (at - low) / (high - low))) if 0 < high - low < float("inf") else 0.5
 
     def y(self, value: float) -> float:
@@ -220,12 +220,12 @@ class _Axis(NamedTuple):
 
 
 def _lines(chart: blocks.LineChart) -> Html:
-    curves = [curve(one.points, BUCKETS) for one in chart.series]
-    values = [value for one in chart.series for _, value in one.points] + [value for _, value in chart.levels]
+    curves = [curve(series.points, BUCKETS) for series in chart.series]
+    values = [value for series in chart.series for _, value in series.points] + [value for _, value in chart.levels]
     scale = scale_of(values, from_zero=chart.from_zero)
     if scale is None:
         return _figure(chart, tag("p", chart.empty, class_="note")) if values else EMPTY
-    places = [at for one in chart.series for at, _ in one.points]
+    places = [at for series in chart.series for at, _ in series.points]
     axis = _Axis(min(places, default=0.0), max(places, default=1.0), chart.timed)
     shapes = [
         tag(
@@ -237,14 +237,14 @@ def _lines(chart: blocks.LineChart) -> Html:
         for mark in chart.marks
     ]
     shapes += [tag("path", d=f"M0 {scale.y(value):.1f}H{WIDTH:g}", class_="level") for _, value in chart.levels]
-    for index, found in enumerate(curves):
-        if found is not None:
-            places = [axis.x(bucket.at) for bucket in found.buckets]
-            line = f"line {_colour(chart, index)}"
-            shapes += _shapes(found, places.__getitem__, scale.y, line, banded=len(chart.series) == 1)
+    for index, line in enumerate(curves):
+        if line is not None:
+            places = [axis.x(bucket.at) for bucket in line.buckets]
+            class_ = f"line {_colour(chart, index)}"
+            shapes += _shapes(line, places.__getitem__, scale.y, class_, banded=len(chart.series) == 1)
     ys = [(scale.y(value) / HEIGHT, chart.rounded(value)) for value in scale.ticks(binary=chart.rounded is text_format.size)]
     pairs = zip(chart.series, curves, strict=True)
-    said = [described_in(chart, one, found) for one, found in pairs if found]
+    said = [described_in(chart, series, line) for series, line in pairs if line]
     said += [text_format.plural(len(chart.marks), "mark")] if chart.marks else []
     plot = _frame(shapes, f"{chart.name}: {'; '.join(said)}", ys, axis.ticks())
     return _figure(chart, plot, _legend(chart, curves, logarithmic=scale.logarithmic))
@@ -258,15 +258,15 @@ def _colour(chart: blocks.LineChart, index: int) -> str:
 
 def _legend(chart: blocks.LineChart, curves: Sequence[Curve | None], *, logarithmic: bool) -> Html:
     keys = [
-        tag("span", tag("i", class_=f"key {_colour(chart, index)}"), one.name, class_="entry")
-        for index, one in enumerate(chart.series)
+        tag("span", tag("i", class_=f"key {_colour(chart, index)}"), series.name, class_="entry")
+        for index, series in enumerate(chart.series)
         if len(chart.series) > 1
     ]
     keys += [
         tag("span", tag("i", class_="key level"), f"{name} {chart.rounded(value)}", class_="entry")
         for name, value in chart.levels
     ]
-    finite = [found for found in curves if found is not None]
+    finite = [curve for curve in curves if curve is not None]
     more = [*[f"last {chart.rounded(finite[-1].last)}"] * (len(finite) == 1), *["log scale"] * logarithmic] if finite else []
     return tag("p", *keys, tag("span", _notes(finite, chart.rounded, *more) if finite else ""), class_="legend")
 
@@ -325,32 +325,32 @@ def _shade(value: float, low: float, high: float) -> str:
 
 def small(chart: blocks.LineChart) -> Html:
     """Return a chart of one line without axes: its means within a band from minimum to maximum."""
-    found = curve((point for one in chart.series for point in one.points), SMALL_BUCKETS)
-    if found is None:
+    line = curve((point for series in chart.series for point in series.points), SMALL_BUCKETS)
+    if line is None:
         return tag("p", chart.empty, class_="note")
-    scale, count = Scale(found.least, found.greatest, found.logarithmic), len(found.buckets)
+    scale, count = Scale(line.least, line.greatest, line.logarithmic), len(line.buckets)
     room = _SMALL_HEIGHT - 2 * _SMALL_MARGIN
-    steps = f"{found.first:,.0f} to {found.end:,.0f}"
+    steps = f"{line.first:,.0f} to {line.end:,.0f}"
     svg = tag(
         "svg",
         *_shapes(
-            found,
+            line,
             lambda index: _SMALL_WIDTH * (index + 0.5) / count,
             lambda value: _SMALL_MARGIN + (1 - scale.share(value)) * room,
         ),
         viewBox=f"0 0 {_SMALL_WIDTH:g} {_SMALL_HEIGHT:g}",
         preserveAspectRatio="none",
         role="img",
-        aria_label=f"{chart.name} from step {steps}: {described(found, chart.rounded)}",
+        aria_label=f"{chart.name} from step {steps}: {described(line, chart.rounded)}",
     )
     more = [f"steps {steps.replace(' to ', '–')}", *["log scale"] * scale.logarithmic]
-    return joined([svg, tag("p", _notes([found], chart.rounded, *more), class_="note")])
+    return joined([svg, tag("p", _notes([line], chart.rounded, *more), class_="note")])
 
 
 def _notes(curves: Sequence[Curve], rounded: Callable[[float], str], *more: str) -> str:
     """Return the range of curves in words, and ``more``."""
-    ends = f"{rounded(min(one.least for one in curves))} to {rounded(max(one.greatest for one in curves))}"
-    lost = sum(one.nonfinite for one in curves)
+    ends = f"{rounded(min(curve.least for curve in curves))} to {rounded(max(curve.greatest for curve in curves))}"
+    lost = sum(curve.nonfinite for curve in curves)
     return " · ".join([ends, *more, *[f"{lost:,} not finite (dots at the top)"] * bool(lost)])
 
 

@@ -80,19 +80,19 @@ class Comparison(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data. Times in seconds, memory in bytes; a non-finite number is its name."""
         names = ("job_name", "run_id", "rank", "state", "steps", "resumed_from", "started")
-        runs = [{name: getattr(one, name) for name in names} for one in (self.first, self.second)]
+        runs = [{name: getattr(side, name) for name in names} for side in (self.first, self.second)]
         parts = {
-            "differences": [one._asdict() for one in self.differences],
-            "quantities": [one._asdict() for one in self.quantities],
+            "differences": [difference._asdict() for difference in self.differences],
+            "quantities": [quantity._asdict() for quantity in self.quantities],
         }
-        made: dict[str, Any] = plain({"version": VERSION, "runs": runs, **parts})
-        return made
+        data: dict[str, Any] = plain({"version": VERSION, "runs": runs, **parts})
+        return data
 
 
 def all_steps(rank: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the steps of a rank's plain data, and before them what was read of earlier ones, evenly over the run."""
-    known, steps = {catalog.LOSS.name: "loss", catalog.GRAD_NORM.name: "grad_norm"}, rank["steps"]
-    fields = {2 + at: known[name] for at, name in enumerate(rank["history"]["names"]) if name in known}
+    columns, steps = {catalog.LOSS.name: "loss", catalog.GRAD_NORM.name: "grad_norm"}, rank["steps"]
+    fields = {2 + at: columns[name] for at, name in enumerate(rank["history"]["names"]) if name in columns}
     first = steps[0]["step"] if steps else inf
     earlier = {
         row[1]: {**dict.fromkeys(CURVES), "step": row[1], "end_s": rank["started"] + row[0]}
@@ -104,19 +104,19 @@ def all_steps(rank: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def side_of(data: Mapping[str, Any]) -> Side:
-    """Return what is compared of a run; ``data``: plain data of it, with all steps and the history of its principal rank."""
+    """Return the side of a run; ``data``: its plain data, with all steps and the history of its principal rank."""
     every, rank = data["ranks"], data["ranks"][data["principal"]]
-    details = max((rank["details"], *(one["details"] for one in every)), key=len)
-    given, before = details.get("arguments"), float(rank["resumed_from"] or 0.0)
+    details = max((rank["details"], *(other["details"] for other in every)), key=len)
+    arguments, before = details.get("arguments"), float(rank["resumed_from"] or 0.0)
     return Side(
         **{name: text_format.clean(rank[name]) for name in ("job_name", "run_id", "rank", "state")},
         ended_by=text_format.clean(rank["exit"]["reason"] or ""), started=float(rank["started"]), steps=rank["last_step"],
         resumed_from=before, is_counted=rank["resumed_from"] is not None,
-        facts=(parsed(given) if isinstance(given, list) else {})
+        facts=(parsed(arguments) if isinstance(arguments, list) else {})
         | facts(rank["resource"], details)
         | {"ranks here": str(len(every)), "resumed from step": f"{before:,.0f}" if before else ""},
         is_told=bool(rank["details"]),
-        quantities={what: (unit, [float(one) for one in values]) for what, unit, values in _quantities(rank)},
+        quantities={what: (unit, [float(value) for value in values]) for what, unit, values in _quantities(rank)},
         curves={
             field: [(before + step["step"], float(step[field])) for step in all_steps(rank) if step[field] is not None]
             for field in CURVES
@@ -131,13 +131,13 @@ def compare(first: Side, second: Side) -> Comparison:
     """
     names = dict.fromkeys((*first.facts, *second.facts))
     pairs = ((name, first.facts.get(name, ""), second.facts.get(name, "")) for name in names)
-    found = [
+    quantities = [
         _compared(what, unit, *(side.quantities[what][1] for side in (first, second)))
         for what, (unit, _) in first.quantities.items()
         if not what.startswith("step time,") or any(any(side.quantities[what][1]) for side in (first, second))
     ]
     differences = tuple(Difference(*pair) for pair in pairs if pair[1] != pair[2])
-    return Comparison(first, second, differences, (*found, *_tails(first, second)))
+    return Comparison(first, second, differences, (*quantities, *_tails(first, second)))
 
 
 def parsed(arguments: Sequence[object]) -> dict[str, str]:
@@ -172,8 +172,8 @@ def _quantities(rank: Mapping[str, Any]) -> Iterator[tuple[str, str, Sequence[An
     yield from _greatest("tokens per second", "", [speed.get("tokens_per_s")])
     yield from _greatest("goodput", "", [spent.get("productive", 0.0) / sum(spent.values())] if any(spent.values()) else [])
     at = history["names"].index(rss) if rss in history["names"] else None
-    seen = [row[2 + at] for row in history["rows"]] if at is not None else []
-    yield from _greatest("host memory, greatest RSS", "By", seen or [rank["memory"]["rss"]])
+    memory = [row[2 + at] for row in history["rows"]] if at is not None else []
+    yield from _greatest("host memory, greatest RSS", "By", memory or [rank["memory"]["rss"]])
     yield from _greatest("device memory, peak", "By", [sizes.get("peak") for sizes in rank["device_memory"].values()])
     yield "steps", "", [rank["last_step"]]
 
@@ -207,63 +207,63 @@ def _tails(first: Side, second: Side) -> Iterator[Compared]:
             yield _compared(f"{name}, steps {begin + 1:,} to {common:,}", "", *tails)
 
 
-def comparison_document(found: Comparison) -> Document:
+def comparison_document(comparison: Comparison) -> Document:
     """Return the comparison as a document."""
-    runs = (found.first, found.second)
+    runs = (comparison.first, comparison.second)
     names = [f"{name}: {run.job_name} {run.run_id}" for name, run in zip(_NAMES, runs, strict=True)]
     jobs = list(dict.fromkeys(run.job_name for run in runs))
     return Document(
         title=f"Two runs of {jobs[0]} compared" if len(jobs) == 1 else f"{jobs[0]} and {jobs[1]} compared",
         subtitle=" · ".join(names),
         badge=("info", "Compared"),
-        headline=_settings(found),
+        headline=_settings(comparison),
         sections=(
-            section("findings", "What differs", Items(tuple(_ends(found)))), _set_differently(found), _measured(found),
-            _charts(runs),
+            section("findings", "What differs", Items(tuple(_ends(comparison)))), _set_differently(comparison),
+            _measured(comparison), _charts(runs),
         ),
         footer=(f"torchobs {__version__}",),
     )  # fmt: skip
 
 
-def _settings(found: Comparison) -> str:
-    changed = [one.name for one in found.differences]
+def _settings(comparison: Comparison) -> str:
+    changed = [difference.name for difference in comparison.differences]
     return f"Set differently: {text_format.joined(changed, 8)}." if changed else "Nothing is set differently."
 
 
-def _ends(found: Comparison) -> Iterator[Item]:
+def _ends(comparison: Comparison) -> Iterator[Item]:
     """Yield how each run that is not in order ended."""
-    for name, run in zip(_NAMES, (found.first, found.second), strict=True):
+    for name, run in zip(_NAMES, (comparison.first, comparison.second), strict=True):
         if run.state not in {"alive", "finished"}:
             reason = f" ({run.ended_by})" if run.ended_by else ""
             yield Item("warning", f"{name} did not finish: {run.state}{reason}, after step {run.steps:,}.")
 
 
-def _with_range(one: Compared, value: float, middle_half: tuple[float, float] | None) -> str:
-    rounded = {"s": text_format.duration, "By": text_format.size}.get(one.unit, text_format.number)
+def _with_range(quantity: Compared, value: float, middle_half: tuple[float, float] | None) -> str:
+    rounded = {"s": text_format.duration, "By": text_format.size}.get(quantity.unit, text_format.number)
     ends = f" ({rounded(middle_half[0])} to {rounded(middle_half[1])})" if middle_half is not None else ""
     return f"{rounded(value)}{ends}"
 
 
-def _set_differently(found: Comparison) -> Section:
-    rows = tuple((one.name, one.first or "-", one.second or "-") for one in found.differences)
-    untold = [name for name, one in zip(_NAMES, (found.first, found.second), strict=True) if not one.is_told]
-    note = f"How {text_format.joined(untold)} was started is not in its flight file." if untold else ""
+def _set_differently(comparison: Comparison) -> Section:
+    rows = tuple((difference.name, difference.first or "-", difference.second or "-") for difference in comparison.differences)
+    unrecorded = [name for name, side in zip(_NAMES, (comparison.first, comparison.second), strict=True) if not side.is_told]
+    note = f"How {text_format.joined(unrecorded)} was started is not in its flight file." if unrecorded else ""
     return section(
         "set", "Settings and environment", Text(note, "warning") if note else None,
         Table("What differs", ("What", *_NAMES), rows, frozenset({0, 1, 2})) if rows else Text("Nothing differs."), wide=True,
     )  # fmt: skip
 
 
-def _measured(found: Comparison) -> Section:
+def _measured(comparison: Comparison) -> Section:
     rows = tuple(
         (
-            one.what,
-            "-" if one.first is None else _with_range(one, one.first, one.first_range),
-            "-" if one.second is None else _with_range(one, one.second, one.second_range),
-            "-" if one.change is None else f"{100 * one.change:+,.1f} %",
+            quantity.what,
+            "-" if quantity.first is None else _with_range(quantity, quantity.first, quantity.first_range),
+            "-" if quantity.second is None else _with_range(quantity, quantity.second, quantity.second_range),
+            "-" if quantity.change is None else f"{100 * quantity.change:+,.1f} %",
         )
-        for one in found.quantities
-        if one.first is not None or one.second is not None
+        for quantity in comparison.quantities
+        if quantity.first is not None or quantity.second is not None
     )
     note = (
         "Step times and curves are medians, without the first steps, with the range of the middle half of the steps. The other "

@@ -35,14 +35,14 @@ def markdown(document: blocks.Document) -> str:
         "",
         f"**{document.badge[1]}.** {_plain(document.headline)}",
     ]
-    for one in document.sections:
-        lines += ["", *_section(one)]
+    for section in document.sections:
+        lines += ["", *_section(section)]
     return "\n".join([*lines, "", *(_plain(words) for words in document.footer), ""])
 
 
-def _section(one: blocks.Section) -> Iterator[str]:
-    yield f"## {_plain(one.title)}"
-    for block in one.blocks:
+def _section(section: blocks.Section) -> Iterator[str]:
+    yield f"## {_plain(section.title)}"
+    for block in section.blocks:
         lines = list(_block(block))
         if lines:
             yield ""
@@ -56,9 +56,9 @@ def _block(block: blocks.Block) -> Iterator[str]:  # one case for each kind
         # indented, so that no fence within it can end it
         yield from (f"    {line}" for line in block.words.splitlines())
     elif isinstance(block, blocks.Items):
-        yield from (f"- {_WORDS[one.severity]}{_plain(one.words)}" for one in block.items)
+        yield from (f"- {_WORDS[item.severity]}{_plain(item.words)}" for item in block.items)
     elif isinstance(block, blocks.Figures):
-        rows = tuple((one.name, one.value, one.more) for one in block.figures)
+        rows = tuple((figure.name, figure.value, figure.more) for figure in block.figures)
         yield from _table(blocks.Table("", ("Figure", "Value", ""), rows, frozenset({0, 1, 2})))
     elif isinstance(block, blocks.Table):
         yield from _table(block)
@@ -75,12 +75,12 @@ def _block(block: blocks.Block) -> Iterator[str]:  # one case for each kind
 
 def _lines(chart: blocks.LineChart) -> Iterator[str]:
     yield f"**{_plain(chart.name)}**"
-    for one in chart.series:
-        found = curve(one.points, _BARS)
-        if found is not None:
-            bars = text_format.sparkline([bucket.mean for bucket in found.buckets], _BARS)
+    for series in chart.series:
+        line = curve(series.points, _BARS)
+        if line is not None:
+            bars = text_format.sparkline([bucket.mean for bucket in line.buckets], _BARS)
             yield ""
-            yield f"`{bars}` {_plain(described_in(chart, one, found))}"
+            yield f"`{bars}` {_plain(described_in(chart, series, line))}"
     if chart.note:
         yield ""
         yield _plain(chart.note)
@@ -135,18 +135,18 @@ def report_text(chosen: Chosen | Kept, suffix: str) -> str:
     return json_text(document(chosen.ranks, chosen.launchers, chosen.bad, options, chosen.before))
 
 
-def document_text(made: blocks.Document, suffix: str) -> str:
+def document_text(document: blocks.Document, suffix: str) -> str:
     """Return a document as Markdown or HTML."""
-    return markdown(made) if suffix.lower() == ".md" else page(made)
+    return markdown(document) if suffix.lower() == ".md" else page(document)
 
 
-def json_text(made: dict[str, Any]) -> str:
+def json_text(data: dict[str, Any]) -> str:
     """Return plain data as a JSON file."""
-    return json.dumps(made, indent=1, allow_nan=False) + "\n"
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def write(path: Path, words: str) -> None:
-    """Write a file at once, so that nobody sees a part of it. Raises ``OSError``."""
+    """Write a file at once: no reader sees a part of it. Raises ``OSError``."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(words, encoding="utf-8", errors="replace")

@@ -30,8 +30,8 @@ def page(document: blocks.Document) -> str:
         tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         tag("style", Html(asset("shared.css", "report.css"))),
     ]
-    links = [tag("li", tag("a", one.title, href=f"#{one.name}")) for one in document.sections]
-    parts = [tag("section", content(one), id=one.name, aria_labelledby=f"{one.name}-title") for one in document.sections]
+    links = [tag("li", tag("a", part.title, href=f"#{part.name}")) for part in document.sections]
+    parts = [tag("section", content(part), id=part.name, aria_labelledby=f"{part.name}-title") for part in document.sections]
     body = tag(
         "body",
         tag("a", "Skip to the findings", href=f"#{document.sections[0].name}" if document.sections else "#main", class_="skip"),
@@ -43,7 +43,7 @@ def page(document: blocks.Document) -> str:
 
 
 def whole(title: str, head: list[Html], body: Html) -> str:
-    """Return the text of a page, whose head has ``head`` beside what every one has."""
+    """Return the text of a page; ``head`` is added to the head that every page has."""
     every = [
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
@@ -84,15 +84,16 @@ def footer(document: blocks.Document) -> Html:
     return tag("footer", *(tag("p", words) for words in document.footer))
 
 
-def content(one: blocks.Section) -> Html:
+def content(part: blocks.Section) -> Html:
     """Return a section's title and blocks; nothing if it has none."""
-    if not one.blocks:
+    if not part.blocks:
         return EMPTY
-    heading = tag("h2", one.title, id=f"{one.name}-title") if one.title else EMPTY
-    if one.cards:
-        return joined([heading, tag("div", *(tag("div", _card(block), class_="card") for block in one.blocks), class_="cards")])
-    class_ = "blocks wide-charts" if one.wide else "blocks"
-    return joined([heading, tag("div", *map(_block, one.blocks), class_=class_)])
+    heading = tag("h2", part.title, id=f"{part.name}-title") if part.title else EMPTY
+    if part.cards:
+        cards = (tag("div", _card(block), class_="card") for block in part.blocks)
+        return joined([heading, tag("div", *cards, class_="cards")])
+    class_ = "blocks wide-charts" if part.wide else "blocks"
+    return joined([heading, tag("div", *map(_block, part.blocks), class_=class_)])
 
 
 def _card(block: blocks.Block) -> Html:
@@ -122,19 +123,19 @@ def _block(block: blocks.Block) -> Html:  # one return for each kind
 def _figures(block: blocks.Figures) -> Html:
     """Return key figures side by side."""
     parts = (
-        [tag("dt", one.name), tag("dd", exact(one.value, one.exact)), tag("dd", one.more, class_="more") if one.more else EMPTY]
-        for one in block.figures
+        [tag("dt", name), tag("dd", exact(value, number)), tag("dd", more, class_="more") if more else EMPTY]
+        for name, value, more, number in block.figures
     )
     return tag("dl", *(tag("div", *part) for part in parts), class_="figures")
 
 
-def _item(one: blocks.Item) -> Html:
-    class_, symbol = SYMBOLS[one.severity]
-    label = _WORDS[one.severity] if one.run is None else BADGES[Severity[one.severity.upper()]]
+def _item(item: blocks.Item) -> Html:
+    class_, symbol = SYMBOLS[item.severity]
+    label = _WORDS[item.severity] if item.run is None else BADGES[Severity[item.severity.upper()]]
     mark = tag("span", symbol, role="img", aria_label=f"{label}:", class_="symbol")
-    link = joined([" ", tag("a", "See the data", href=f"#{one.section}")]) if one.section else EMPTY
-    run = EMPTY if one.run is None else joined([_cell(one.run), " "])
-    return tag("li", mark, " ", tag("span", run, one.words, link), class_=class_)
+    link = joined([" ", tag("a", "See the data", href=f"#{item.section}")]) if item.section else EMPTY
+    run = EMPTY if item.run is None else joined([_cell(item.run), " "])
+    return tag("li", mark, " ", tag("span", run, item.words, link), class_=class_)
 
 
 def _table(block: blocks.Table) -> Html:

@@ -45,7 +45,7 @@ _STEPS, _EVENTS = 4096, 200
 """Of all ranks together, as plain data; each has some"""
 _LONGEST_HEAD, _LONGEST = 1024**2, 256 * 1024**2
 _ERRORS = (*READ_ERRORS, EOFError, zlib.error)
-_ROUNDED = {one.__name__: one for one in (text_format.number, text_format.duration, text_format.size)}
+_ROUNDED = {function.__name__: function for function in (text_format.number, text_format.duration, text_format.size)}
 _WORST_FIRST = ("failed", "lost", "hung", "unresponsive", "alive", "finished")
 _NONFINITE = ("NaN", "Infinity", "-Infinity")
 
@@ -84,15 +84,15 @@ def summary_of(ranks: Sequence[RankView], started_s: float) -> RunSummary:
     worst = min(ranks, key=lambda rank: _WORST_FIRST.index(rank.state) if rank.state in _WORST_FIRST else 0)
     world, losses = worst.header.resource.get("world_size"), [*ranks[0].losses.values()]
     read = [loss for _, loss in ranks[0].history.of(catalog.LOSS.name).get("", ())]
-    known = known_details(ranks, ranks[0])
-    git, given = (part if isinstance(part := known.get(name), dict) else {} for name in ("git", "settings"))
+    details = known_details(ranks, ranks[0])
+    git, options = (part if isinstance(part := details.get(name), dict) else {} for name in ("git", "settings"))
     return RunSummary(
         job_name=worst.names[0], run_id=worst.names[1], ranks=len(ranks),
         world_size=world if isinstance(world, int) else None,
         attempt=max(rank.restart for rank in ranks) + 1, state=worst.state, ended_by=worst.reason,
         started=started_s, last_seen=max(rank.last_s for rank in ranks), steps=max(rank.last_step for rank in ranks),
         loss=losses[-1] if losses else None, best_loss=min(filter(isfinite, [*read, *losses]), default=None),
-        commit=text_format.clean(git.get("commit") or ""), tag=text_format.clean(given.get("tag") or ""),
+        commit=text_format.clean(git.get("commit") or ""), tag=text_format.clean(options.get("tag") or ""),
     )  # fmt: skip
 
 
@@ -112,8 +112,8 @@ def directory() -> Path | None:
     A relative path in a variable of XDG's is ignored, as its specification asks.
     """
     environ = settings.environment()
-    if given := settings.resolve({})[0].keep_dir:
-        return given
+    if keep_dir := settings.resolve({})[0].keep_dir:
+        return keep_dir
     state, home = Path(environ.get("XDG_STATE_HOME", "")), Path(environ.get("HOME", ""))
     state = state if state.is_absolute() else home / ".local" / "state"
     return state / "torchobs" / "runs" if state.is_absolute() and not in_kubernetes(environ) else None
@@ -125,9 +125,9 @@ def name_of(job_name: str, run_id: str, boot: bytes) -> str:
 
 
 def is_wanted(chosen: Chosen) -> bool:
-    """Return False for a run that did not want to be kept, and one that does not tell with which settings it ran."""
-    given = known_details(chosen.ranks, chosen.ranks[0]).get("settings")
-    return isinstance(given, dict) and given.get("keep_runs") != "0"
+    """Return whether a run is to be kept: not if it did not want it, or its settings are not in its file."""
+    options = known_details(chosen.ranks, chosen.ranks[0]).get("settings")
+    return isinstance(options, dict) and options.get("keep_runs") != "0"
 
 
 def keep(chosen: Chosen, place: Path, most: int) -> Path:
@@ -177,7 +177,7 @@ def _prune(place: Path, most: int, newest: Path) -> None:
     """Remove the files that were written first until the limits hold, and what a killed writer has left; never the newest."""
     files = {path: path.stat() for path in (*_files(place), *place.glob(".*.tmp"))}
     left, number = MOST_BYTES, 0
-    for path in sorted(files, key=lambda one: (one != newest, -files[one].st_mtime)):
+    for path in sorted(files, key=lambda file: (file != newest, -files[file].st_mtime)):
         if path.suffix == ".tmp":
             is_over = time.time() - files[path].st_mtime > _STALE_S
         else:
@@ -194,13 +194,13 @@ def _files(place: Path) -> list[Path]:
 
 def listed(place: Path | None) -> tuple[dict[RunSummary, Path], list[tuple[str, str]]]:
     """Return the kept runs, and the files that are none, each with the reason."""
-    found, bad = {}, []
+    kept, bad = {}, []
     for path in _files(place) if place is not None else ():
         try:
-            found[summary_in(path)] = path
+            kept[summary_in(path)] = path
         except _ERRORS as problem:
             bad.append((path.name, runs.reason(problem)))
-    return found, bad
+    return kept, bad
 
 
 def load(path: Path) -> Kept:
@@ -233,8 +233,8 @@ def find(wanted: str | None, flight_dir: Path | None = None) -> Chosen | Kept:
     other = () if wanted is None and live else kept
     every: list[RunFiles | RunSummary] = sorted([*live, *other], key=lambda run: -run.last_s)
     at = runs.named([(run.job_name, run.run_id) for run in every], wanted)
-    if at is not None and isinstance(one := every[at], RunSummary):
-        return load(kept[one])
+    if at is not None and isinstance(summary := every[at], RunSummary):
+        return load(kept[summary])
     try:
         return runs.choose([flight_dir or runs.default_directory()], wanted)
     except NoRunError as problem:
@@ -259,7 +259,7 @@ def report_on(run: Chosen | Kept, options: Options = DEFAULT) -> Document:
         is_cut = isinstance(block, Table) and name in most
         return block._replace(rows=block.rows[max(0, len(block.rows) - most[name]) :]) if is_cut else block
 
-    sections = (one._replace(blocks=tuple(shown(one.name, block) for block in one.blocks)) for one in run.report.sections)
+    sections = (part._replace(blocks=tuple(shown(part.name, block) for block in part.blocks)) for part in run.report.sections)
     return run.report._replace(sections=tuple(sections))
 
 
@@ -278,8 +278,8 @@ def _head(line: bytes) -> RunSummary:
         raise ValueError("no run that torchobs kept")
     if head.get("version") != VERSION:
         raise ValueError(f"kept by another version of torchobs: its form is {head.get('version')!r}, not {VERSION}")
-    made: RunSummary = _decoded(RunSummary, head["summary"])
-    return made
+    summary: RunSummary = _decoded(RunSummary, head["summary"])
+    return summary
 
 
 def _json(text: bytes) -> Any:
@@ -308,27 +308,27 @@ _hints = cache(get_type_hints)
 def _decoded(kind: Any, value: Any) -> Any:
     """Return the value of this declared type. Raises ``ValueError``, or ``TypeError``, for anything else."""
     origin, parts = get_origin(kind), get_args(kind)
-    made: Any = ...
+    result: Any = ...
     if origin in {Union, UnionType}:
         name = value.get("is") if isinstance(value, dict) else None
-        fit = [one for one in parts if (value is None) == (one is NoneType) and name in {None, getattr(one, "__name__", "")}]
-        made = _decoded(fit[0], value) if len(fit) == 1 else ...
+        fit = [arm for arm in parts if (value is None) == (arm is NoneType) and name in {None, getattr(arm, "__name__", "")}]
+        result = _decoded(fit[0], value) if len(fit) == 1 else ...
     elif kind is float and (type(value) in {int, float} or (isinstance(value, str) and value in _NONFINITE)):
-        made = float(value) if isinstance(value, str) else value
+        result = float(value) if isinstance(value, str) else value
     elif kind is str and isinstance(value, str):  # for a terminal, too: no escape sequence of somebody else's file
-        made = "\n".join(text_format.clean(line, len(line)) for line in value.split("\n"))
+        result = "\n".join(text_format.clean(line, len(line)) for line in value.split("\n"))
     elif kind in {int, bool, NoneType}:
-        made = value if type(value) is kind else ...
+        result = value if type(value) is kind else ...
     elif hasattr(kind, "_fields") and isinstance(value, dict):
-        made = kind(**{name: _decoded(hint, value[name]) for name, hint in _hints(kind).items() if name in value})
+        result = kind(**{name: _decoded(hint, value[name]) for name, hint in _hints(kind).items() if name in value})
     elif origin is Mapping and isinstance(value, dict):
-        made = {name: _decoded(parts[1], part) for name, part in value.items()}
+        result = {name: _decoded(parts[1], part) for name, part in value.items()}
     elif origin is Callable:
-        made = _ROUNDED[value]
+        result = _ROUNDED[value]
     elif isinstance(value, list):
-        each = parts if origin is tuple and parts[-1] is not ... else (parts[0],) * len(value)
-        made = [_decoded(part, one) for part, one in zip(each, value, strict=True)]
-        made = frozenset(made) if origin is frozenset else tuple(made)
-    if made is ...:
+        kinds = parts if origin is tuple and parts[-1] is not ... else (parts[0],) * len(value)
+        result = [_decoded(part, element) for part, element in zip(kinds, value, strict=True)]
+        result = frozenset(result) if origin is frozenset else tuple(result)
+    if result is ...:
         raise ValueError(f"{str(value)[:40]!r} where {getattr(kind, '__name__', kind)} was to be")
-    return made
+    return result

@@ -104,7 +104,7 @@ def chosen_run(runs: Mapping[str, T], choice: Choice) -> T | None:
 
 def model(runs: tuple[RunView, ...], choice: Choice, evidence: Sequence[Any], now_s: float) -> Model:
     """Return the model for one viewer. ``evidence``: the API's list of artifacts, newest first; ``now_s``: Unix time."""
-    run = chosen_run({one.key: one for one in runs}, choice)
+    run = chosen_run({view.key: view for view in runs}, choice)
     ranks = run.ranks if run else ()
     focus = next((rank for rank in ranks if rank.rank == choice.rank), ranks[0] if ranks else None)
     pages = max(1, -(-len(ranks) // PER_PAGE))
@@ -123,15 +123,15 @@ def model(runs: tuple[RunView, ...], choice: Choice, evidence: Sequence[Any], no
 
 def health_beside(run: RunView, runs: Iterable[RunView]) -> Health:
     """Return the health of a run among others: failed ones are mentioned, too."""
-    own, failed = health(run), [other for other in runs if other is not run and health(other).level is Severity.ERROR]
+    verdict, failed = health(run), [other for other in runs if other is not run and health(other).level is Severity.ERROR]
     if not failed:
-        return own
+        return verdict
     name = f"{failed[0].job_name[:80]} {failed[0].run_id[:80]}"
     other = finding("other_run", name=name, more=len(failed) - 1 or None)
-    level = max(own.level, Severity.WARNING, key=lambda level: level.value)
-    return own._replace(
-        level=level, badge=BADGES[level], text=f"{own.text} {other.short}", gist=f"{own.gist} {other.short}",
-        findings=(*own.findings, other),
+    level = max(verdict.level, Severity.WARNING, key=lambda level: level.value)
+    return verdict._replace(
+        level=level, badge=BADGES[level], text=f"{verdict.text} {other.short}", gist=f"{verdict.gist} {other.short}",
+        findings=(*verdict.findings, other),
     )  # fmt: skip
 
 
@@ -164,7 +164,7 @@ def page_document(shown: Model) -> Document:
         subtitle=run.run_id if run else "",
         badge=(how.level.name.lower(), how.badge) if run else (WAITING, "Waiting"),
         headline=how.text,
-        sections=tuple(one for one in parts if one.blocks),
+        sections=tuple(part for part in parts if part.blocks),
         footer=(f"torchobs {__version__}",),
         gist=how.gist,
     )
@@ -175,9 +175,9 @@ def screen_document(run: RunView, *, crowded: bool = False) -> Document:
     how = health(run)
     quiet, said_anyway = how.level is Severity.INFO, {"between", "ranks_wait"}
     words = [
-        one.long if one.kind in {"progress", "between"} else one.short
-        for one in how.findings
-        if not quiet or one.kind in said_anyway
+        finding.long if finding.kind in {"progress", "between"} else finding.short
+        for finding in how.findings
+        if not quiet or finding.kind in said_anyway
     ]
     states = Counter(rank.state for rank in run.ranks)
     done = ""
@@ -222,8 +222,8 @@ def figures(rank: RankView, run: RunView) -> Figures:
     peaks = [size for size in rank.by_attribute(catalog.MEMORY_DEVICE_PEAK).values() if size]
     rss = [value for _, value in rank.history.of(catalog.MEMORY_HOST_RSS.name).get("", [])]
     pace, share = rank.speed if rank.up else rank.pace, rank.value(catalog.MFU)
-    whose = f"of rank {rank.rank}’s" if len(run.ranks) > 1 else "of the"
-    found = [
+    subject = f"of rank {rank.rank}’s" if len(run.ranks) > 1 else "of the"
+    entries = [
         Figure("State", rank.state, rank.reason if rank.reason not in {"", rank.state} else ""),
         Figure("Steps", f"{run.steps:,}", f"{done}counted from 1, in {rank.lifetime}", run.steps),
         Figure("Time left", text_format.span(run.left_s), "at the present speed") if run.left_s is not None else None,
@@ -233,7 +233,7 @@ def figures(rank: RankView, run: RunView) -> Figures:
         Figure("Speed", "–", f"no step for {text_format.span(still.seconds)}") if still is not None else None,
         Figure("Speed", text_format.rate(pace.per_s, "steps"), _work(pace, share), pace.per_s)
         if pace and pace.per_s and (rank.up or pace.steps >= LEAST_STEPS) else None,
-        Figure("Goodput", text_format.percent(productive), f"{whose} time since {rank.since}", productive)
+        Figure("Goodput", text_format.percent(productive), f"{subject} time since {rank.since}", productive)
         if productive is not None else None,
         Figure("Learning rate", text_format.number(rate), f"first of {len(rates)} groups" if len(rates) > 1 else "", rate)
         if rate is not None else None,
@@ -242,11 +242,11 @@ def figures(rank: RankView, run: RunView) -> Figures:
         Figure("Host memory", text_format.size(max(rss)), "greatest RSS seen") if rss else None,
         Figure("Ranks", f"{len(run.ranks):,}", "") if len(run.ranks) > 1 else None,
     ]  # fmt: skip
-    return Figures(tuple(figure for figure in found if figure is not None))
+    return Figures(tuple(figure for figure in entries if figure is not None))
 
 
 def _sum_of(rank: RankView) -> str:
-    """Return what the last loss is the sum of, and its mean over the micro-batches; a logged one is what was logged."""
+    """Describe the last loss; the sum over micro-batches with their mean."""
     passes, loss = next(((step.losses, step.loss) for step in reversed(rank.steps) if step.loss is not None), (0, None))
     if loss is None or passes <= 1:
         return "the last one"
@@ -326,14 +326,14 @@ def _memory(rank: RankView) -> Cell:
 
 
 _COLUMNS = (
-    Column("rank", lambda one: one.rank, "rank"),
+    Column("rank", lambda rank: rank.rank, "rank"),
     Column("state", _state, "worst"),
     Column("step", _steps, "step"),
-    Column("step time", lambda one: _number(text_format.duration, one.pace.step_s if one.pace else None), "time"),
+    Column("step time", lambda rank: _number(text_format.duration, rank.pace.step_s if rank.pace else None), "time"),
     Column("phases", lambda one: _phases(one.pace.shares if one.pace else ())),
     Column("slowdown", _slowdown),
-    Column("loss", lambda one: _number(text_format.number, one.loss), "loss"),
-    Column("gradient norm", lambda one: _number(text_format.number, one.grad_norm), "norm"),
+    Column("loss", lambda rank: _number(text_format.number, rank.loss), "loss"),
+    Column("gradient norm", lambda rank: _number(text_format.number, rank.grad_norm), "norm"),
     Column("memory", _memory, "memory"),
     Column("last step", last_step),
 )
@@ -369,7 +369,7 @@ def _rank_table(shown: Model, run: RunView) -> Table:
     pages = sorted({1, 2, at - 1, at, at + 1, last - 1, last} & set(range(1, last + 1))) if last > 1 else []
     return Table(
         f"{numbers} on this node, {order.get(choice.sort, 'the highest first')}",
-        tuple(_heading(one.name, one.sort, choice.sort, choice.link("ranks", sort=one.sort, page=1)) for one in _COLUMNS),
+        tuple(_heading(name, sort, choice.sort, choice.link("ranks", sort=sort, page=1)) for name, _, sort in _COLUMNS),
         tuple(rows),
         frozenset({1, 4}),
         name="Ranks",
@@ -411,9 +411,9 @@ def _all(run: RunView) -> tuple[str, ...]:
 
 
 def _range(rounded: Callable[[float | None], str], values: Iterable[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    finite = [value for value in known if isfinite(value)]
-    nonfinite = dict.fromkeys(rounded(value) for value in known if not isfinite(value))
+    numbers = [value for value in values if value is not None]
+    finite = [value for value in numbers if isfinite(value)]
+    nonfinite = dict.fromkeys(rounded(value) for value in numbers if not isfinite(value))
     ends = dict.fromkeys([rounded(min(finite)), rounded(max(finite))]) if finite else ()
     return ", ".join([*([" – ".join(ends)] if ends else []), *nonfinite]) or text_format.NONE
 
@@ -456,19 +456,19 @@ def _evidence(shown: Model) -> Table | None:
     """Return the list of the artifacts of the run's ranks and of their earlier incarnations, if there are any."""
     run = shown.run
     labels = {rank.incarnation: rank.rank for rank in run.ranks} if run else {}
-    own = [
-        one
-        for one in shown.evidence
-        if one.incarnation in labels or (run and (one.job_name, one.run_id) == (run.job_name, run.run_id))
+    artifacts = [
+        artifact
+        for artifact in shown.evidence
+        if artifact.incarnation in labels or (run and (artifact.job_name, artifact.run_id) == (run.job_name, run.run_id))
     ]
     rows = tuple(
         (
-            one.time[:19].replace("T", " "),
-            labels.get(one.incarnation, f"{one.rank}-{one.incarnation[:DIGITS]}"),
-            Cell(one.kind.replace("_", " "), link=Link(f".{one.href}")),
-            _number(text_format.size, one.size_bytes),
+            artifact.time[:19].replace("T", " "),
+            labels.get(artifact.incarnation, f"{artifact.rank}-{artifact.incarnation[:DIGITS]}"),
+            Cell(artifact.kind.replace("_", " "), link=Link(f".{artifact.href}")),
+            _number(text_format.size, artifact.size_bytes),
         )
-        for one in own[:MOST_EVIDENCE]
+        for artifact in artifacts[:MOST_EVIDENCE]
     )
     caption = f"{len(rows):,}, the newest first, in UTC"
     return Table(caption, ("when", "rank", "what", "size"), rows, frozenset({0, 2}), name="Evidence") if rows else None

@@ -71,17 +71,17 @@ def _drawn(chart: Chart, axes: Axes) -> bool:
 
 def _lines(chart: LineChart, axes: Axes) -> bool:
     values = []
-    for index, one in enumerate(chart.series):
-        found = curve(one.points, _BUCKETS)
-        if found is not None:
-            known = [bucket for bucket in found.buckets if bucket.mean is not None]
-            places, colour = [bucket.at for bucket in known], _COLOURS[index % len(_COLOURS)]
+    for index, series in enumerate(chart.series):
+        line = curve(series.points, _BUCKETS)
+        if line is not None:
+            buckets = [bucket for bucket in line.buckets if bucket.mean is not None]
+            places, colour = [bucket.at for bucket in buckets], _COLOURS[index % len(_COLOURS)]
             if len(chart.series) == 1:
                 axes.fill_between(
-                    places, [b.least for b in known], [b.greatest for b in known], color=colour, alpha=0.18, linewidth=0
+                    places, [b.least for b in buckets], [b.greatest for b in buckets], color=colour, alpha=0.18, linewidth=0
                 )
-            axes.plot(places, [bucket.mean for bucket in known], color=colour, linewidth=1.2, label=one.name)  # type: ignore[arg-type]  # known ones are not None
-            values += [value for _, value in one.points if isfinite(value)]
+            axes.plot(places, [bucket.mean for bucket in buckets], color=colour, linewidth=1.2, label=series.name)  # type: ignore[arg-type]  # these are not None
+            values += [value for _, value in series.points if isfinite(value)]
     for name, level in chart.levels:
         axes.axhline(level, color="#55606c", linewidth=1, linestyle="--", label=name)
     for mark in chart.marks:

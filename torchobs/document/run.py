@@ -83,14 +83,14 @@ DEFAULT = Options()
 
 def run_document(chosen: Chosen, options: Options = DEFAULT) -> Document:
     """Return the report on a run; ``chosen`` has one rank or more."""
-    known = diagnose_run(chosen.ranks, chosen.launchers)
-    first = chosen.ranks[known.principal]
-    sections = [one for one in _sections(chosen.ranks, known, options) if one.blocks]
-    names = {one.name for one in sections}
+    diagnosis = diagnose_run(chosen.ranks, chosen.launchers)
+    first = chosen.ranks[diagnosis.principal]
+    sections = [part for part in _sections(chosen.ranks, diagnosis, options) if part.blocks]
+    names = {part.name for part in sections}
     happened = section(
         "findings",
         "What happened",
-        _findings(chosen.ranks, known, names),
+        _findings(chosen.ranks, diagnosis, names),
         *_limits(chosen),
         figures(first, run_at_end(chosen.ranks)),
     )
@@ -98,8 +98,8 @@ def run_document(chosen: Chosen, options: Options = DEFAULT) -> Document:
     return Document(
         title=first.names[0],
         subtitle=_subtitle(first.names[1], chosen.ranks),
-        badge=(known.verdict.severity, str(known.verdict.values["badge"])),
-        headline=known.health.headline,
+        badge=(diagnosis.verdict.severity, str(diagnosis.verdict.values["badge"])),
+        headline=diagnosis.health.headline,
         sections=(happened, *sections),
         footer=(*unread, f"torchobs {__version__}; from {text_format.plural(len(chosen.ranks), 'flight file')}"),
     )
@@ -113,8 +113,8 @@ def _subtitle(run_id: str, every: Sequence[RankView]) -> str:
     return f"{run_id} · {text_format.plural(len(every), 'rank')}{where} · {times}"
 
 
-def _sections(every: Sequence[RankView], known: RunDiagnosis, options: Options) -> Iterator[Section]:
-    first = every[known.principal]
+def _sections(every: Sequence[RankView], diagnosis: RunDiagnosis, options: Options) -> Iterator[Section]:
+    first = every[diagnosis.principal]
     of = f" of rank {first.rank}" if len(every) > 1 else ""
     if len(every) > 1:
         yield _ranks(every)
@@ -131,17 +131,18 @@ def _sections(every: Sequence[RankView], known: RunDiagnosis, options: Options) 
     yield start(every, first)
 
 
-def _findings(every: Sequence[RankView], known: RunDiagnosis, names: set[str]) -> Items:
+def _findings(every: Sequence[RankView], diagnosis: RunDiagnosis, names: set[str]) -> Items:
     """Return the findings on the run and on the rank shown in full, and how the others ended; equal endings once."""
     others: dict[tuple[str, str], list[Finding]] = {}
     for index, report in enumerate(every):
-        if index != known.principal:
-            others.setdefault((report.state, report.reason), []).append(known.by_rank[index][0])
+        if index != diagnosis.principal:
+            others.setdefault((report.state, report.reason), []).append(diagnosis.by_rank[index][0])
     endings = []
     for ending, *alike in others.values():
         endings.append(ending._replace(values={**ending.values, "alike": len(alike) or None}))
-    found = (*known.together, *known.by_rank[known.principal], *endings)
-    return Items(tuple(Item(one.severity, one.long, one.section if one.section in names else "") for one in found))
+    findings = (*diagnosis.together, *diagnosis.by_rank[diagnosis.principal], *endings)
+    items = (Item(finding.severity, finding.long, finding.section if finding.section in names else "") for finding in findings)
+    return Items(tuple(items))
 
 
 def _limits(chosen: Chosen) -> Iterator[Text]:
@@ -188,8 +189,8 @@ def _rank_row(report: RankView) -> tuple[str, ...]:
 
 def _rank_lines(every: Sequence[RankView], name: str, field: str, *, timed: bool = False) -> LineChart | None:
     shown = sorted(every, key=lambda report: -sum(typical_phases(report).values()))[:_MOST_LINES]
-    in_order = sorted(shown, key=lambda one: (len(one.rank), one.rank))
-    series = [Series(f"rank {one.rank}", points) for one in in_order if (points := points_of(one.steps, field))]
+    in_order = sorted(shown, key=lambda report: (len(report.rank), report.rank))
+    series = [Series(f"rank {report.rank}", points) for report in in_order if (points := points_of(report.steps, field))]
     note = f"The {_MOST_LINES} slowest of {len(every):,} ranks." if len(every) > _MOST_LINES else ""
     rounded = text_format.duration if timed else text_format.number
     return LineChart(name, tuple(series), rounded, note=note) if series else None
@@ -197,9 +198,9 @@ def _rank_lines(every: Sequence[RankView], name: str, field: str, *, timed: bool
 
 def start(every: Sequence[RankView], first: RankView) -> Section:
     """Return command line, versions, settings and seed."""
-    known = known_details(every, first)
-    line = command_line(known)
-    rows = tuple(facts(first.header.resource, known).items())
+    details = known_details(every, first)
+    line = command_line(details)
+    rows = tuple(facts(first.header.resource, details).items())
     return section(
         "start", "How it was started", Code(line) if line else None,
         Table("Program, environment, settings", ("What", "Value"), rows, frozenset({0, 1})) if rows else None, wide=True,
@@ -207,48 +208,48 @@ def start(every: Sequence[RankView], first: RankView) -> Section:
 
 
 def known_details(every: Sequence[RankView], first: RankView) -> Mapping[str, Any]:
-    """Return what is known of how a run was started, from the first of its ranks that knows the most."""
+    """Return how a run was started, from the first of its ranks with the most details."""
     return max((first, *every), key=lambda report: len(report.details)).details
 
 
-def command_line(known: Mapping[str, Any]) -> str:
+def command_line(details: Mapping[str, Any]) -> str:
     """Return the command line for a shell, on one clean line; empty if it was not kept."""
-    words = known.get("command")
+    words = details.get("command")
     if not isinstance(words, list):
         return ""
     return text_format.clean(shlex.join(text_format.clean(word, _LONGEST) for word in words), _LONGEST)
 
 
-def facts(resource: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, str]:
+def facts(resource: Mapping[str, Any], details: Mapping[str, Any]) -> dict[str, str]:
     """Return program, versions, devices, settings and what is relevant to repeat the run, by name."""
     names = {
         "script": "script", "host": "host", "launcher": "launcher", "ranks in all": "world_size",
         "torchobs": "torchobs_version", "Python": "python_version", "torch": "torch_version",
     }  # fmt: skip
-    found = {name: _text(resource.get(key)) for name, key in names.items()}
-    found["attempt"] = f"{restart + 1}" if isinstance(restart := resource.get("restart"), int) and restart else ""
-    found.update(_known(known))
-    return {name: text for name, text in found.items() if text}
+    texts = {name: _text(resource.get(key)) for name, key in names.items()}
+    texts["attempt"] = f"{restart + 1}" if isinstance(restart := resource.get("restart"), int) and restart else ""
+    texts.update(_details(details))
+    return {name: text for name, text in texts.items() if text}
 
 
-def _known(known: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    git = _part(known, "git")
+def _details(details: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    git = _part(details, "git")
     if git.get("commit"):
         branch = f" ({_text(git['branch'])})" if git.get("branch") else ""
         yield "git commit", f"{_text(git['commit'])}{branch}"
-    yield "platform", _text(known.get("platform"))
-    torch = _part(known, "torch")
+    yield "platform", _text(details.get("platform"))
+    torch = _part(details, "torch")
     names = {"version": "torch", "cuda": "CUDA", "hip": "HIP", "cudnn": "cuDNN", "threads": "CPU threads"}
     for name, value in torch.items():
         yield names.get(name, _text(name).replace("_", " ")), _text(value)
     for kind in ("settings", "environment"):
-        for name, value in _part(known, kind).items():
+        for name, value in _part(details, kind).items():
             yield _text(name), _text(value)
 
 
-def _part(known: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = known.get(name)
-    return found if isinstance(found, dict) else {}
+def _part(details: Mapping[str, Any], name: str) -> dict[str, Any]:
+    part = details.get(name)
+    return part if isinstance(part, dict) else {}
 
 
 def _text(value: object) -> str:
@@ -271,26 +272,26 @@ def document(
     ``launchers``: processes that only started the ranks; ``bad``: files that could not be read, each with the reason;
     ``before``: the attempt before of ranks that failed, by rank.
     """
-    known = diagnose_run(ranks, launchers)
+    diagnosis = diagnose_run(ranks, launchers)
     much = [options] * len(ranks)
     if options.whole:
-        much[known.principal] = options._replace(steps=len(ranks[known.principal].steps), history=True)
-    made = {
+        much[diagnosis.principal] = options._replace(steps=len(ranks[diagnosis.principal].steps), history=True)
+    parts = {
         "version": JSON_VERSION,
-        "health": {"level": known.health.level.name.lower(), "text": known.health.headline},
-        **verdict(ranks, known.principal, before.get(ranks[known.principal].rank)).plain(),
-        "findings": [_finding(finding) for finding in known.together],
+        "health": {"level": diagnosis.health.level.name.lower(), "text": diagnosis.health.headline},
+        **verdict(ranks, diagnosis.principal, before.get(ranks[diagnosis.principal].rank)).plain(),
+        "findings": [_finding(finding) for finding in diagnosis.together],
         "launchers": [_process(report, options) for report in launchers],
-        "principal": known.principal,
-        "ranks": [_rank(*of) for of in zip(ranks, known.by_rank, much, strict=True)],
+        "principal": diagnosis.principal,
+        "ranks": [_rank(*of) for of in zip(ranks, diagnosis.by_rank, much, strict=True)],
         "unreadable": [{"file": name, "reason": why} for name, why in bad],
     }
-    found: dict[str, Any] = plain(made)
-    return found
+    data: dict[str, Any] = plain(parts)
+    return data
 
 
 def _process(report: RankView, options: Options) -> dict[str, Any]:
-    """Return what is known of any recorded process."""
+    """Return the plain data of any recorded process."""
     return {
         "file": report.source,
         "problems": list(report.problems),
@@ -317,7 +318,7 @@ def _rank(report: RankView, findings: Sequence[Finding], options: Options) -> di
         "phase": report.phase,
         "last_step": report.last_step,
         "resumed_from": report.value(catalog.STEPS_RESUMED_FROM),
-        "stall": found._asdict() if (found := stall(report)) else None,
+        "stall": standstill._asdict() if (standstill := stall(report)) else None,
         "evidence": [{"file": left.name, "kind": left.kind, "id": left.id} for left in report.left],
         "findings": [_finding(finding) for finding in findings],
         "speed": speed(report.pace if not report.up else report.speed),
@@ -366,8 +367,8 @@ def _finding(finding: Finding) -> dict[str, str]:
 
 
 def _step(step: Step) -> dict[str, Any]:
-    made = step._asdict()
-    return {**{name: made[name] for name in made if name not in {"phases", "gap_s"}}, "phases": dict(step.phase_s)}
+    fields = step._asdict()
+    return {**{name: fields[name] for name in fields if name not in {"phases", "gap_s"}}, "phases": dict(step.phase_s)}
 
 
 def _event(fact: Event) -> dict[str, Any]:

@@ -68,7 +68,7 @@ _MOST_RANKS = 1e7
 
 def curves(rank: RankView) -> Iterator[LineChart]:
     """Yield the curves of a rank over its last steps, and of what its script logs since the run began."""
-    had_loss, had_norm = (bool(rank.steps) and rank.value(one) is not None for one in (catalog.LOSS, catalog.GRAD_NORM))
+    had_loss, had_norm = (bool(rank.steps) and rank.value(metric) is not None for metric in (catalog.LOSS, catalog.GRAD_NORM))
     norm = "Gradient norm of its shard" if (rank.value(catalog.GRAD_NORM_RANKS) or 1.0) > 1.0 else "Gradient norm"
     times = points_of(rank.steps, "duration_s")
     yield _curve("Loss", rank.losses.items(), rank.loss, had=had_loss)
@@ -80,9 +80,9 @@ def curves(rank: RankView) -> Iterator[LineChart]:
 
 def _curve(name: str, points: Iterable[tuple[float, float]], last: float | None, *, had: bool = False) -> LineChart:
     """Return a curve; ``had``: there were values before those of the points."""
-    known = tuple(points)
+    values = tuple(points)
     empty = "No finite value lately." if had else "No value yet."
-    return LineChart(name, (Series(name, known),) if known else (), last=last, empty=empty)
+    return LineChart(name, (Series(name, values),) if values else (), last=last, empty=empty)
 
 
 def _whole(report: RankView, chart: LineChart, metric: catalog.Metric) -> LineChart:
@@ -116,11 +116,11 @@ def training(report: RankView, of: str) -> Section:
 
 
 def _marks(report: RankView) -> list[Mark]:
-    found = [fact for fact in report.events_named(catalog.EVENT_ANOMALY) if fact.step is not None]
+    anomalies = [fact for fact in report.events_named(catalog.EVENT_ANOMALY) if fact.step is not None]
     first = report.steps[0].step if report.steps else 0
     return [
         Mark(float(fact.step), _severity(fact), fact.text("kind").replace("_", " "))
-        for fact in found[:_MOST_MARKS]
+        for fact in anomalies[:_MOST_MARKS]
         if fact.step is not None and fact.step >= first
     ]
 
@@ -177,10 +177,10 @@ def _kind(fact: Event) -> str:
 
 
 def _counts(report: RankView) -> Table | None:
-    found = {kind: count for kind, count in report.by_attribute(catalog.ANOMALIES).items() if count}
+    counts = {kind: count for kind, count in report.by_attribute(catalog.ANOMALIES).items() if count}
     steps = {
-        kind: report.measured_norms if "gradient" in kind and report.measured_norms >= found[kind] else report.last_step
-        for kind in found
+        kind: report.measured_norms if "gradient" in kind and report.measured_norms >= counts[kind] else report.last_step
+        for kind in counts
     }
     rows = tuple(
         (
@@ -188,7 +188,7 @@ def _counts(report: RankView) -> Table | None:
             f"{int(count):,}",
             text_format.percent(count / steps[kind]) if steps[kind] else "-",
         )
-        for kind, count in sorted(found.items(), key=lambda item: -item[1])
+        for kind, count in sorted(counts.items(), key=lambda item: -item[1])
     )
     return Table("Anomalies of the whole run", ("Kind", "Steps", "Share of those measured"), rows) if rows else None
 
@@ -210,16 +210,16 @@ def _by_layer(report: RankView, metric: catalog.Metric, what: str, were: str) ->
         return
     columns = sorted({row.time_s: row for points in curves.values() for row, _ in points}.values(), key=lambda row: row.time_s)
     columns = [row for index, row in enumerate(columns) if row.step and (not index or row.step != columns[index - 1].step)]
-    known = ({row.time_s: value for row, value in points} for points in curves.values())
-    values = tuple(tuple(by_time.get(row.time_s) for row in columns) for by_time in known)
+    layers = ({row.time_s: value for row, value in points} for points in curves.values())
+    values = tuple(tuple(by_time.get(row.time_s) for row in columns) for by_time in layers)
     yield HeatMap(
         f"{what} by layer and time", tuple(curves), tuple(row.step for row in columns), values,
         note=f"Each column is one moment at which {were} read, evenly in time over the whole run; empty: not measured.",
     )  # fmt: skip
     rows = tuple(
-        (name, *(text_format.number(value) for value in (min(own), median(own), max(own), own[-1])))
+        (name, *(text_format.number(value) for value in (min(numbers), median(numbers), max(numbers), numbers[-1])))
         for name, points in curves.items()
-        if (own := [value for _, value in points if isfinite(value)])
+        if (numbers := [value for _, value in points if isfinite(value)])
     )
     yield Table(f"{what} by layer, as read", ("Layer", "Least", "Median", "Greatest", "Last"), rows)
 
@@ -266,7 +266,7 @@ def _spread(report: RankView) -> str:
 
 
 def _operations(report: RankView) -> Iterator[Table]:
-    """Yield the operations of ``debug.context``, whose totals are exact, and the other spans that the file still holds."""
+    """Yield the operations of ``debug.context``, with exact totals, and the other spans that the file still holds."""
     wanted = (catalog.DEBUG_OPERATIONS, catalog.DEBUG_OPERATION_TIME, catalog.DEBUG_OPERATION_LONGEST)
     counts, times, longest = map(report.by_attribute, wanted)
     rows = [
@@ -282,13 +282,13 @@ def _operations(report: RankView) -> Iterator[Table]:
 
 
 def _spans(report: RankView) -> tuple[tuple[str, ...], ...]:
-    found: dict[str, list[float]] = {}
+    durations: dict[str, list[float]] = {}
     for span in report.events.spans:
         if span.name not in _BY_STEP:
             label = next((span.attributes[key] for key in _LABELS if isinstance(span.attributes.get(key), str)), "")
             name = text_format.clean(f"{span.name.removeprefix('torchobs.')} {label}".strip(), 80)
-            found.setdefault(name, []).append(span.duration_s)
-    ordered = sorted(found.items(), key=lambda item: -sum(item[1]))[:_MOST_ROWS]
+            durations.setdefault(name, []).append(span.duration_s)
+    ordered = sorted(durations.items(), key=lambda item: -sum(item[1]))[:_MOST_ROWS]
     return tuple(
         (name, f"{len(times):,}", text_format.duration(sum(times)), text_format.duration(max(times))) for name, times in ordered
     )
@@ -307,8 +307,8 @@ def memory_table(rank: RankView) -> Table | None:
     rows = []
     reserved, limits = rank.of(catalog.MEMORY_DEVICE_RESERVED), rank.of(catalog.MEMORY_DEVICE_LIMIT)
     for device, size in reserved.items():
-        known = ((rank.value(metric, *device), word) for metric, word in _DEVICE_MORE.items())
-        more = [f"{text_format.size(value)} {word}" for value, word in known if value is not None]
+        pairs = ((rank.value(metric, *device), word) for metric, word in _DEVICE_MORE.items())
+        more = [f"{text_format.size(value)} {word}" for value, word in pairs if value is not None]
         rows.append((f"{device[0]} reserved", ", ".join([_of_limit(size, limits.get(device)), *more])))
     for name, metric, whole in _HOST_MEMORY:
         if used := rank.value(metric):
@@ -338,15 +338,15 @@ def precision_table(rank: RankView) -> Table | None:
     scales = rank.of(catalog.AMP_SCALE)
     rows = [("autocast", text_format.clean(", ".join(kinds)))] if kinds else []
     rows += [
-        (f"loss scale {scaler}" if len(scales) > 1 else "loss scale", text_format.number(one))
-        for (scaler,), one in scales.items()
+        (f"loss scale {scaler}" if len(scales) > 1 else "loss scale", text_format.number(scale))
+        for (scaler,), scale in scales.items()
     ]
     counts = (("steps skipped", catalog.AMP_STEPS_SKIPPED), ("in a row now", catalog.AMP_SKIP_STREAK)) if scales else ()
     return _pairs("Mixed precision", "Mixed precision", [*rows, *_counted(rank, counts)])
 
 
 def compile_table(rank: RankView) -> Table | None:
-    """Return what ``torch.compile`` did; none if it was not used."""
+    """Return the figures of ``torch.compile``; none if it was not used."""
     times = {stage: seconds for (stage,), seconds in rank.of(catalog.COMPILE_TIME).items() if seconds}
     if not times and not rank.value(catalog.COMPILE_IN_PROGRESS):
         return None
@@ -362,7 +362,7 @@ def compile_table(rank: RankView) -> Table | None:
 
 
 def epoch_table(rank: RankView) -> Table | None:
-    """Return a line for each of the last epochs; the mean loss of those of which the file still has every step."""
+    """Return a line for each of the last epochs; the mean loss where the file still has every step."""
     rows = []
     for span in [span for span in rank.events.spans if span.is_ours and span.name == catalog.SPAN_EPOCH.name][-_MOST_EPOCHS:]:
         begun_s, ended_s, steps = span.begun_ns / 1e9, (span.ended_ns or 0) / 1e9, span.attributes.get("steps")
@@ -379,7 +379,7 @@ def epoch_table(rank: RankView) -> Table | None:
 
 
 def checkpoint_table(rank: RankView) -> Table | None:
-    """Return what was saved, and the steps that were clipped."""
+    """Return the checkpoints that were saved, and the steps that were clipped."""
     saved, failed = rank.value(catalog.CHECKPOINTS, "saved"), rank.value(catalog.CHECKPOINTS, "failed")
     rows = (
         [("checkpoints", f"{text_format.count(saved)}{f', {text_format.count(failed)} failed' if failed else ''}")]
@@ -409,7 +409,7 @@ def _chart(
         for device, points in report.history.of(metric.name).items()
         if any(value for _, value in points)
     )
-    greatest = max((value for one in series for _, value in one.points), default=0.0)
+    greatest = max((value for line in series for _, value in line.points), default=0.0)
     # a limit far above would flatten the curves; the table has it
     near = tuple(level for level in levels if level[1] < 3 * greatest)
     return LineChart(f"{name} over time", series, text_format.size, levels=near, timed=True, from_zero=True) if series else None
