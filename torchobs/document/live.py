@@ -330,7 +330,7 @@ _COLUMNS = (
     Column("state", _state, "worst"),
     Column("step", _steps, "step"),
     Column("step time", lambda rank: _number(text_format.duration, rank.pace.step_s if rank.pace else None), "time"),
-    Column("phases", lambda one: _phases(one.pace.shares if one.pace else ())),
+    Column("phases", lambda rank: _phases(rank.pace.shares if rank.pace else ())),
     Column("slowdown", _slowdown),
     Column("loss", lambda rank: _number(text_format.number, rank.loss), "loss"),
     Column("gradient norm", lambda rank: _number(text_format.number, rank.grad_norm), "norm"),

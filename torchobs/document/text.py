@@ -86,7 +86,7 @@ def block_lines(block: Block, style: TerminalStyle) -> Iterator[str]:
     elif isinstance(block, Code):
         yield from (text_format.cut(line, style.width) for line in block.words.splitlines())
     elif isinstance(block, Figures):
-        figures = ((f"{one.name} {one.value}", one.more) for one in block.figures)
+        figures = ((f"{figure.name} {figure.value}", figure.more) for figure in block.figures)
         yield from flow([f"{words} ({more})" if more else words for words, more in figures], style.width)
     elif isinstance(block, Shares):
         parts = (f"{name} {share}" for name, _, share in block.largest_first())
@@ -133,11 +133,11 @@ def table(block: Table, style: TerminalStyle, most: int | None = None) -> list[s
 def _curves(chart: LineChart, style: TerminalStyle) -> Iterator[str]:
     """Yield each series as bars in a line that ends with their range and the last one."""
     name_room = max(len(chart.name), 14)
-    series_room = max(map(len, (one.name for one in chart.series)), default=0) if len(chart.series) > 1 else 0
-    for index, one in enumerate(chart.series):
+    series_room = max(map(len, (series.name for series in chart.series)), default=0) if len(chart.series) > 1 else 0
+    for index, series in enumerate(chart.series):
         name = text_format.pad(chart.name if not index else "", name_room)
-        before = f"{name} {text_format.pad(one.name, series_room)} " if series_room else f"{name} "
-        values = [value for _, value in one.points]
+        before = f"{name} {text_format.pad(series.name, series_room)} " if series_room else f"{name} "
+        values = [value for _, value in series.points]
         finite = sorted(value for value in values if abs(value) < float("inf"))
         ends = f"{chart.rounded(finite[0])} to {chart.rounded(finite[-1])}, " if finite else ""
         after = f" {ends}last {chart.rounded(values[-1])}"
