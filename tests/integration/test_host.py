@@ -53,7 +53,7 @@ class Machine:
 
     def values(self, metric: Metric) -> dict[tuple[str, ...], float]:
         """The metric's values, by its attributes' in the catalog's order."""
-        said = [one for one in (*self.facts.said, *self.facts.own) if one.metric is metric]
+        said = [one for one in (*self.facts.said, *self.facts.collection) if one.metric is metric]
         return {tuple(one.attributes.get(own.name, "") for own in metric.attributes): one.value for one in said}
 
     def value(self, metric: Metric, *attributes: str) -> float:

@@ -54,7 +54,7 @@ SOCKET_NAME = "exporter.sock"
 
 
 def is_socket_wanted(config: ExporterConfig) -> bool:
-    """Return True if the socket is wanted: as configured (``off``: no); by default only in a node's exporter."""
+    """Return whether the socket is wanted: as configured (``off``: no); by default only in a node's exporter."""
     return config.api_socket != OFF and (config.api_socket is not None or config.mode == "node")
 
 
@@ -78,13 +78,13 @@ LET_IN = "torchobs.let_in"
 
 
 def is_unix(scope: Scope) -> bool:
-    """Return True if a request came over a Unix socket."""
+    """Return whether a request came over a Unix socket."""
     server = scope.get("server")
     return server is None or server[1] is None
 
 
 def is_local(scope: Scope) -> bool:
-    """Return True if a request came over a loopback address or a Unix socket.
+    """Return whether a request came over a loopback address or a Unix socket.
 
     The connection's local address counts, not the listener's: a listener on all interfaces is reached by 127.0.0.1 from this
     machine, also through a port-forward, but from no other machine.
@@ -129,10 +129,10 @@ class Token:
         """True if a token file is configured, readable or not."""
         return self._path is not None
 
-    def admits(self, given: str) -> bool:
-        """Return True if ``given`` is the token; always False without a usable file."""
+    def admits(self, text: str) -> bool:
+        """Return whether a text is the token; always False without a usable file."""
         try:
-            return hmac.compare_digest(given.encode(), self.read().encode())
+            return hmac.compare_digest(text.encode(), self.read().encode())
         except (OSError, ValueError):
             return False
 
@@ -158,8 +158,8 @@ def refusal(
     if channel == "socket":
         return _not_json(headers) if changes else None
     # the token may come beside a password, which `Authorization` holds then
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    bearer = given.strip() if scheme.lower() == "bearer" else headers.get("torchobs-token")
+    scheme, _, credentials = headers.get("authorization", "").partition(" ")
+    bearer = credentials.strip() if scheme.lower() == "bearer" else headers.get("torchobs-token")
     if bearer is not None:
         admitted = token.admits(bearer)
         return _foreign_origin(headers) or (_not_json(headers) if changes else None) if admitted else _no_token(token)

@@ -110,19 +110,19 @@ def level_name(level: int) -> str:
 def dated_events(file: FlightFile, rank: Rank) -> list[Dated]:
     """Return the events in the ring; spans are left out."""
     dated = []
-    for found in file.events():
-        if isinstance(found, Event):
-            name, when_ns = found.name[: schema.LONGEST_NAME], found.time_ns
+    for record in file.events():
+        if isinstance(record, Event):
+            name, when_ns = record.name[: schema.LONGEST_NAME], record.time_ns
             event = schema.Event(
                 **named(rank),
                 time=instant(when_ns),
                 name=name,
-                severity=catalog.event_severity(name, found.attributes).name.lower(),
-                step=found.step,
-                attributes=plain(found.attributes),
-                units=units(name, found.attributes),
+                severity=catalog.event_severity(name, record.attributes).name.lower(),
+                step=record.step,
+                attributes=plain(record.attributes),
+                units=units(name, record.attributes),
             )
-            dated.append(((when_ns, rank.incarnation, found.position), event))
+            dated.append(((when_ns, rank.incarnation, record.position), event))
     return dated
 
 
@@ -131,7 +131,7 @@ def page(events: Iterable[Dated], before: str | None, limit: int) -> Answer:
     older = sorted(events, key=itemgetter(0), reverse=True)
     if before is not None:
         when_ns, incarnation, at = before.rsplit("-", 2)
-        older = [one for one in older if one[0] < (int(when_ns), incarnation, int(at))]
+        older = [entry for entry in older if entry[0] < (int(when_ns), incarnation, int(at))]
     taken = older[:limit]
     more = "-".join(map(str, taken[-1][0])) if len(older) > len(taken) else None
     return schema.Events([event for _, event in taken], more)
@@ -140,15 +140,15 @@ def page(events: Iterable[Dated], before: str | None, limit: int) -> Answer:
 def steps(file: FlightFile, rank: Rank, last: int) -> Answer:
     """Return the last steps, oldest first, with values delivered after their end, and their throughput while it makes steps."""
     records = file.steps(max(last * LATE_FACTOR, RECORDS))
-    found = speed(pace(records)) if rank.trains or not rank.up else None
-    made = [_step(record, rank) for record in whole_steps(records)[-last:]]
-    return schema.Steps(**named(rank), speed=None if found is None else schema.Speed(**found), steps=made)
+    throughput = speed(pace(records)) if rank.trains or not rank.up else None
+    whole = [_step(record, rank) for record in whole_steps(records)[-last:]]
+    return schema.Steps(**named(rank), speed=None if throughput is None else schema.Speed(**throughput), steps=whole)
 
 
 def logged(file: FlightFile, rank: Rank) -> Answer:
     """Return the curves of the scalars that the script logs, by name, oldest point first."""
-    found = curves(file.events())
-    scalars = [schema.Scalar(name, [schema.Point(*point) for point in points]) for name, points in found.items()]
+    by_name = curves(file.events())
+    scalars = [schema.Scalar(name, [schema.Point(*point) for point in points]) for name, points in by_name.items()]
     return schema.Scalars(**named(rank), scalars=scalars)
 
 
@@ -244,17 +244,17 @@ def _counts(rank: Rank) -> Counter[str]:
     if checked := count(catalog.DEBUG_STEPS):
         steps = measured = checked
         least = most = count(catalog.DEBUG_ANOMALY_STEPS)
-        found = [count(catalog.DEBUG_STEP_ANOMALIES, kind) for kind in catalog.STEP_ANOMALIES]
+        anomalies = [count(catalog.DEBUG_STEP_ANOMALIES, kind) for kind in catalog.STEP_ANOMALIES]
     else:
         steps = count(catalog.STEPS)
         norms = [value for series, value in rank.view.points if series.name == catalog.GRAD_NORM_DISTRIBUTION.name]
         finite = sum(sum(value.counts) for value in norms if isinstance(value, Distribution))
         measured = finite + count(catalog.GRAD_NONFINITE_STEPS) or steps
         least, most = max(kinds.values(), default=0), min(sum(kinds.values()), steps)
-        found = [*(kinds[kind] for kind in catalog.STEP_ANOMALIES[:2]), sum(kinds[kind] for kind in _LOSS_KINDS)]
+        anomalies = [*(kinds[kind] for kind in catalog.STEP_ANOMALIES[:2]), sum(kinds[kind] for kind in _LOSS_KINDS)]
     counted = {"total_steps": steps, "measured": measured, "anomaly_steps": least, "anomaly_steps_most": most}
     by_kind = {f"kind {kind}": number for kind, number in kinds.items()}
-    return Counter({**by_kind, **counted, **dict(zip(_STEP_ANOMALIES, found, strict=True)), "monitored": int(checked > 0)})
+    return Counter({**by_kind, **counted, **dict(zip(_STEP_ANOMALIES, anomalies, strict=True)), "monitored": int(checked > 0)})
 
 
 def _summary(counts: Counter[str], ranks: int = 1) -> dict[str, Any]:
@@ -280,21 +280,21 @@ def ranks_named(snapshot: Snapshot, text: str | None) -> list[Rank]:
     """Return the ranks with that label or incarnation; all for ``None``."""
     if text is None:
         return list(snapshot.ranks)
-    found = [rank for rank in snapshot.ranks if text in {rank.rank, rank.incarnation}]
-    if not found:
+    matches = [rank for rank in snapshot.ranks if text in {rank.rank, rank.incarnation}]
+    if not matches:
         raise Problem(404, "no-such-rank", "There is no such rank: GET /api/v1/ranks lists those there are.")
-    return found
+    return matches
 
 
 def one_rank(snapshot: Snapshot, text: str | None) -> Rank:
     """Return the one rank with that label or incarnation; for ``None`` the only rank there is."""
-    found = ranks_named(snapshot, text)
-    if not found:
+    matches = ranks_named(snapshot, text)
+    if not matches:
         raise Problem(404, "no-such-rank", "No rank has been seen yet.")
-    if len(found) > 1:
+    if len(matches) > 1:
         detail = "There are several: name one by its incarnation, of those that GET /api/v1/ranks lists."
         raise Problem(409, "ambiguous-rank", detail)
-    return found[0]
+    return matches[0]
 
 
 def living(ranks: list[Rank]) -> list[Rank]:
@@ -324,7 +324,7 @@ class Api:
 
     def mounts(self, channel: AccessChannel | None = None) -> list[Mount]:
         """Return the API's routes for listeners of that channel; ``None``: TCP, where it is determined per request."""
-        routes = [Route(one.path, self._endpoint(one, channel), methods=[one.method]) for one in schema.OPERATIONS]
+        routes = [Route(call.path, self._endpoint(call, channel), methods=[call.method]) for call in schema.OPERATIONS]
         return [Mount(PREFIX, app=Starlette(routes=routes, exception_handlers={HTTPException: _http_problem}))]
 
     async def look(self, snapshot: Snapshot) -> None:
@@ -341,9 +341,9 @@ class Api:
         self._thread.submit(self._artifacts.close)
         self._thread.shutdown(wait=False)
 
-    def _endpoint(self, operation: Operation, own: AccessChannel | None) -> Callable[[Request], Awaitable[Response]]:
+    def _endpoint(self, operation: Operation, default: AccessChannel | None) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
-            channel = own or access.access_channel(request.scope)
+            channel = default or access.access_channel(request.scope)
             try:
                 response = await self._answer(operation, request, channel)
             except Problem as problem:
@@ -356,8 +356,8 @@ class Api:
 
     async def _answer(self, operation: Operation, request: Request, channel: AccessChannel) -> Response:
         """Return the answer to a request that is allowed and as described. Raises ``Problem``."""
-        known = bool(request.scope.get(LET_IN))
-        refusal = access.refusal(request.method, request.headers, channel, self._token, authenticated=known)
+        authenticated = bool(request.scope.get(LET_IN))
+        refusal = access.refusal(request.method, request.headers, channel, self._token, authenticated=authenticated)
         if refusal is not None:
             raise refusal
         request.state.query = schema.query(request, operation.query)
@@ -392,9 +392,9 @@ class Api:
         return schema.Ranks([rank_state(rank) for rank in snapshot.ranks], ended)
 
     def _ended(self, run: RunView) -> Answer:
-        found = self.outcomes.verdict(run)
-        evidence = [schema.Proof(*proof) for proof in found.evidence]
-        return schema.EndedRun(run.job_name, run.run_id, found.action, found.cause, found.reason, evidence)
+        verdict = self.outcomes.verdict(run)
+        evidence = [schema.Proof(*proof) for proof in verdict.evidence]
+        return schema.EndedRun(run.job_name, run.run_id, verdict.action, verdict.cause, verdict.reason, evidence)
 
     async def _debug_summary(self, _: Request) -> object:
         return debug_summary(await self._watch.fresh(), len(await self.evidence()))
@@ -408,8 +408,8 @@ class Api:
         if len(ranks) > MOST_RINGS:
             raise access.bad(f"There are {len(ranks)} ranks: say which one's events by the query parameter rank.")
         nothing: list[Dated] = []
-        events = [one for rank in ranks for one in await self._read(rank, dated_events, nothing)]
-        chosen = (one for one in events if query.get("kind") in {None, one[1].name})
+        events = [entry for rank in ranks for entry in await self._read(rank, dated_events, nothing)]
+        chosen = (entry for entry in events if query.get("kind") in {None, entry[1].name})
         return page(chosen, query.get("before"), query.get("limit", schema.DEFAULT_LENGTH))
 
     async def _steps(self, request: Request) -> object:
@@ -510,12 +510,12 @@ class Api:
 
 
 def _json(content: object, status: int, media_type: str = "application/json", **more: str) -> Response:
-    made = msgspec.to_builtins(content, str_keys=True)
+    data = msgspec.to_builtins(content, str_keys=True)
     try:
-        written = json.dumps(made, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     except ValueError:  # some number is not finite: looking for it takes as long as all else
-        written = json.dumps(plain(made), allow_nan=False, separators=(",", ":"))
-    return Response(written.encode(), status, media_type=media_type, headers={**_HEADERS, **more})
+        text = json.dumps(plain(data), allow_nan=False, separators=(",", ":"))
+    return Response(text.encode(), status, media_type=media_type, headers={**_HEADERS, **more})
 
 
 def _problem(problem: Problem) -> Response:

@@ -55,7 +55,7 @@ def _object(name: str, /, **fields: Any) -> Any:
     return msgspec.defstruct(name, [*fields.items()], frozen=True, forbid_unknown_fields=True)
 
 
-def _each(name: str, fields: tuple[str, ...], kind: Any) -> Any:
+def _uniform(name: str, fields: tuple[str, ...], kind: Any) -> Any:
     """Return a struct with fields of one type."""
     return _object(name, **dict.fromkeys(fields, kind))
 
@@ -86,9 +86,9 @@ _RATE = _as(
 )
 _LEVEL, _KIND, _PROBES = _enum[LEVELS], _enum[catalog.ANOMALY_KINDS], _list(_enum[PROBES])
 
-AnomalyCounts = _each("AnomalyCounts", catalog.ANOMALY_KINDS, _COUNT)
-RankCounts = _each("RankCounts", catalog.RANK_STATES, _COUNT)
-PhaseSeconds = _each("PhaseSeconds", PHASE_NAMES, _NUMBER)
+AnomalyCounts = _uniform("AnomalyCounts", catalog.ANOMALY_KINDS, _COUNT)
+RankCounts = _uniform("RankCounts", catalog.RANK_STATES, _COUNT)
+PhaseSeconds = _uniform("PhaseSeconds", PHASE_NAMES, _NUMBER)
 _IDENTITY = {"rank": str, "run_id": str, "job_name": str, "incarnation": _INCARNATION}
 PEAKS = ("maximum_s", "memory_peak_bytes", "gpu_memory_peak_bytes")
 _GREATEST = {**dict.fromkeys(PEAKS, _MAYBE), "with_problems": _COUNT}
@@ -191,7 +191,7 @@ Status = _object(
     problems=_list(str),
     token=_as(bool, "whether a bearer token admits commands"),
 )
-Proof = _each("Proof", ("rank", "host", "text"), str)
+Proof = _uniform("Proof", ("rank", "host", "text"), str)
 EndedRun = _object(
     "EndedRun",
     job_name=str,
@@ -320,18 +320,18 @@ OPERATIONS = (
 
 def query(request: Request, names: tuple[str, ...]) -> dict[str, Any]:
     """Return the query parameters. Raises ``Problem`` for invalid, unknown and duplicate ones."""
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, text in request.query_params.multi_items():
         if name not in names:
             raise bad(f"There is no query parameter {name[:64]!r} here; there is {', '.join(sorted(names)) or 'none'}.")
-        if name in given:
+        if name in values:
             raise bad(f"The query parameter {name} is given twice.")
         kind = str if name == "rank" else _IN_QUERY[name]  # there is no rank of an invalid name, which the answer says
         try:
-            given[name] = msgspec.convert(text, kind, strict=False)
+            values[name] = msgspec.convert(text, kind, strict=False)
         except msgspec.ValidationError as error:
             raise bad(f"The query parameter {name}: {error}.") from None
-    return given
+    return values
 
 
 async def body(request: Request, wanted: Any) -> Any:
@@ -378,7 +378,7 @@ _INTRODUCTION = (
 def document() -> dict[str, Any]:
     """Return the OpenAPI document."""
     problem = _object("Problem", type=str, title=str, status=int, detail=str)
-    structs = [struct for one in OPERATIONS for struct in (one.returns, one.body) if struct] + [problem]
+    structs = [struct for operation in OPERATIONS for struct in (operation.returns, operation.body) if struct] + [problem]
     references, schemas = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     by_struct = {None: {"type": "object"}, **dict(zip(structs, references, strict=True))}
     refused = {"application/problem+json": {"schema": by_struct[problem]}}
@@ -392,7 +392,7 @@ def document() -> dict[str, Any]:
         },
         "servers": [{"url": "/api/v1"}],
         "security": [{}, {"token": []}],
-        "paths": {one.path: {one.method.lower(): _operation(one, by_struct)} for one in OPERATIONS},
+        "paths": {operation.path: {operation.method.lower(): _operation(operation, by_struct)} for operation in OPERATIONS},
         "components": {
             "schemas": schemas,
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},

@@ -71,18 +71,18 @@ class ArtifactStore:
         """Return the artifact with that id. Raises ``Problem``."""
         with contextlib.suppress(OSError):  # gone, or not allowed: both are "not found"
             directory_fd, owner = self._open()
-            for one in artifacts.names(directory_fd):
-                if one.id == identifier:
-                    fd, size = artifacts.open_checked(directory_fd, one, owner)
-                    return StoredArtifact(one, open(fd, "rb"), size)  # noqa: PTH123  # a descriptor, which `read` closes
+            for artifact in artifacts.names(directory_fd):
+                if artifact.id == identifier:
+                    fd, size = artifacts.open_checked(directory_fd, artifact, owner)
+                    return StoredArtifact(artifact, open(fd, "rb"), size)  # noqa: PTH123  # a descriptor, which `read` closes
         detail = "There is no such evidence, or not yet: GET /api/v1/evidence lists what there is."
         raise Problem(404, "no-such-evidence", detail)
 
-    def has(self, one: ArtifactName) -> bool:
-        """Return True if that artifact exists."""
+    def has(self, artifact: ArtifactName) -> bool:
+        """Return whether that artifact exists."""
         try:
             directory_fd, owner = self._open()
-            artifacts.look(directory_fd, one, owner)
+            artifacts.look(directory_fd, artifact, owner)
         except OSError:
             return False
         return True
@@ -90,14 +90,14 @@ class ArtifactStore:
     def clear(self) -> tuple[int, int]:
         """Remove all artifacts, or hide them if the directory is not writable; return the numbers of removed and hidden."""
         removed = hidden = 0
-        for (_, _, one), _ in self._described():
-            if one.number == 0:
+        for (_, _, artifact), _ in self._described():
+            if artifact.number == 0:
                 continue  # a stuck rank still writes to it
             try:
-                os.unlink(one.name, dir_fd=self._directory.fd)
+                os.unlink(artifact.name, dir_fd=self._directory.fd)
                 removed += 1
             except OSError:
-                self._hidden.add(one.name)
+                self._hidden.add(artifact.name)
                 hidden += 1
         return removed, hidden
 
@@ -111,17 +111,17 @@ class ArtifactStore:
             present = artifacts.names(directory_fd)
         except OSError:
             return
-        self._hidden &= {one.name for one in present}
-        for one in present:
+        self._hidden &= {artifact.name for artifact in present}
+        for artifact in present:
             with contextlib.suppress(OSError):
-                status = artifacts.look(directory_fd, one, owner)
-                if one.name not in self._hidden:
-                    yield (status.st_mtime_ns, one.name, one), _description(one, status, self._run_of(one))
+                status = artifacts.look(directory_fd, artifact, owner)
+                if artifact.name not in self._hidden:
+                    yield (status.st_mtime_ns, artifact.name, artifact), _description(artifact, status, self._run_of(artifact))
 
-    def _run_of(self, one: ArtifactName) -> dict[str, str] | dict[str, None]:
+    def _run_of(self, artifact: ArtifactName) -> dict[str, str] | dict[str, None]:
         """Return the run in the header of the artifact's flight file, which may be an earlier incarnation's."""
         try:
-            with contextlib.closing(reader.open_file(self._directory.fd, one.flight, self._directory.owner)) as file:
+            with contextlib.closing(reader.open_file(self._directory.fd, artifact.flight, self._directory.owner)) as file:
                 job_name, run_id, _ = labels.identity(file.header.resource)
         except READ_ERRORS:
             return {"job_name": None, "run_id": None}  # gone or unreadable
@@ -142,27 +142,27 @@ def read(stored: StoredArtifact) -> Iterator[bytes]:
             yield chunk
 
 
-def media_type(one: ArtifactName) -> str:
+def media_type(artifact: ArtifactName) -> str:
     """Return the file's media type."""
-    return "application/gzip" if one.kind == PROFILE else "text/plain; charset=utf-8"
+    return "application/gzip" if artifact.kind == PROFILE else "text/plain; charset=utf-8"
 
 
-def link(one: ArtifactName) -> Answer:
+def link(artifact: ArtifactName) -> Answer:
     """Return the artifact's id and its path in the API."""
-    return schema.Link(one.id, f"/api/v1/evidence/{one.id}")
+    return schema.Link(artifact.id, f"/api/v1/evidence/{artifact.id}")
 
 
-def _description(one: ArtifactName, status: os.stat_result, run: dict[str, str] | dict[str, None]) -> Answer:
+def _description(artifact: ArtifactName, status: os.stat_result, run: dict[str, str] | dict[str, None]) -> Answer:
     return schema.Evidence(
-        id=one.id,
-        href=link(one).href,
-        kind=one.kind,
-        rank=one.rank,
+        id=artifact.id,
+        href=link(artifact).href,
+        kind=artifact.kind,
+        rank=artifact.rank,
         **run,
-        incarnation=one.incarnation,
+        incarnation=artifact.incarnation,
         time=instant(status.st_mtime_ns),
         size_bytes=status.st_size,
-        media_type=media_type(one),
+        media_type=media_type(artifact),
     )
 
 
@@ -170,8 +170,8 @@ def failure_problem(rank: str, failure: Mapping[str, Any]) -> Problem:
     """Return the problem for a request of that artifact. The event's attributes come from a rank and are not trusted."""
     reason = failure.get("reason")
     what = _REMEDIES.get(reason, "failed at it.") if isinstance(reason, str) else "failed at it."
-    given = [failure.get(name) for name in ("detail", "exception.type")]
-    details = "; ".join(clean(text, _LONGEST_DETAIL) for text in given if isinstance(text, str))
+    texts = [failure.get(name) for name in ("detail", "exception.type")]
+    details = "; ".join(clean(text, _LONGEST_DETAIL) for text in texts if isinstance(text, str))
     return Problem(410, "evidence-failed", f"Rank {rank} {what}" + (f" ({details})" if details else ""))
 
 
@@ -186,9 +186,9 @@ class CommandService:
         self._commanded: set[str] = set()
         """incarnations that were sent a command, and have not ended since"""
         self._cleared: set[str] = set()
-        """incarnations that have ended, whose control file, this exporter's or an earlier one's, is gone"""
+        """incarnations that have ended and have no control file of this or an earlier exporter"""
         self._hung: dict[str, int | None] = {}
-        """time of the last step of each rank of a hung run, whose stacks are asked for"""
+        """time of the last step of each rank of a hung run; their stacks are asked for"""
         self.failures = 0
         """number of commands that could not be written"""
 
@@ -224,7 +224,7 @@ class CommandService:
         While the rank has yet to read an earlier request, its artifact is returned instead: those stacks will be as recent.
         """
         able = [rank for rank in ranks if rank.state != "unresponsive"]
-        sent = {one.incarnation: one.command for one in self._send(able, Command(stacks=True))} if able else {}
+        sent = {answer.incarnation: answer.command for answer in self._send(able, Command(stacks=True))} if able else {}
         answers = [self._stacks(rank, sent.get(rank.incarnation)) for rank in ranks]
         if all(answer.evidence is None for answer in answers):
             raise Problem(409, "rank-unresponsive", answers[0].refused, Retry_After="1")
@@ -252,7 +252,7 @@ class CommandService:
         self._cleared = {rank.incarnation for rank in snapshot.ranks if not rank.up}
 
     def due(self, snapshot: Snapshot) -> bool:
-        """Return True if :meth:`look` has anything to do."""
+        """Return whether :meth:`look` has anything to do."""
         return any(rank.state == "hung" for rank in snapshot.ranks) or bool(self._stale(snapshot))
 
     def _stale(self, snapshot: Snapshot) -> set[str]:
@@ -261,7 +261,7 @@ class CommandService:
         return (self._commanded - {rank.incarnation for rank in snapshot.ranks if rank.up}) | (ended - self._cleared)
 
     def asked(self, ranks: Iterable[Rank], identifier: str) -> Rank | None:
-        """Return the rank whose newest request of a kind is for that artifact."""
+        """Return the rank with that artifact as its newest request of a kind."""
         with contextlib.suppress(OSError), self._directory() as directory_fd:
             for rank in ranks:
                 if identifier in {_requested(directory_fd, rank, kind).id for kind in (STACKS, PROFILE)}:

@@ -132,7 +132,7 @@ class ExporterConfig:
     collect_host: tuple[str, ...] = ()
     """a subset of ``catalog.HOST_COLLECTORS``; empty: no metrics of the machine"""
     host_paths: tuple[str, ...] = ()
-    """directories whose file systems are reported, besides that of the flight files"""
+    """directories; their file systems are reported besides that of the flight files"""
     procfs: str = "/proc"
     sysfs: str = "/sys"
     log_level: str = "info"
@@ -382,15 +382,15 @@ _PUSH_FIELDS = {"interval_s": "interval", "span_delay_s": "span_delay"}
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Return a problem for each variable with the exporter's prefix that belongs to no option and no setting."""
-    known = [name for option in EVERY_OPTION for name in option.variables]
+    names = [name for option in EVERY_OPTION for name in option.variables]
     others = [name for setting in settings.OPTIONS for name in setting.variables]
     return [
-        str(problem) for problem in options.unknown_variables(environ, EXPORTER_PREFIX, known, what="option", others=others)
+        str(problem) for problem in options.unknown_variables(environ, EXPORTER_PREFIX, names, what="option", others=others)
     ]
 
 
-def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str], mistakes: Sequence[str] = ()) -> ExporterConfig:
-    """Return the configuration for the command line's values (``given``: texts by option name) and the environment.
+def parse(texts: Mapping[str, Sequence[str]], environ: Mapping[str, str], mistakes: Sequence[str] = ()) -> ExporterConfig:
+    """Return the configuration for the command line's values (``texts``: by option name) and the environment.
 
     An invalid value is ignored and listed in ``problems`` instead of raised: a sidecar that exits keeps the pod's training from
     starting. If it may have said where to listen, that is loopback only. ``mistakes``: other errors of the command line, to be
@@ -398,7 +398,7 @@ def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str], mistak
     """
     complaints = [*mistakes, *unknown_variables(environ)]
     problems: list[SettingsProblem] = []
-    chosen = options.read(OPTIONS, given, environ, problems)
+    chosen = options.read(OPTIONS, texts, environ, problems)
     ignored = {problem.name for problem in problems}
     unread = {option.name for option in OPTIONS if ignored & {option.flag, *option.every_variable}}
     if "web_config_file" in unread or any(map(_PROTECTION.search, complaints)):
@@ -406,15 +406,15 @@ def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str], mistak
     is_hidden = bool(unread & {"listen", "mode"}) or any(map(_ADDRESS.search, complaints))
     if is_hidden and "listen" not in chosen and chosen.get("mode") != "node":
         chosen["listen"] = (settings.EXPORTER_ADDRESS,)
-    push, push_problems = parse_push(given, environ)
-    found = dict.fromkeys([*complaints, *map(str, problems), *push_problems])
-    return ExporterConfig(**chosen, push=push, runtime_dir=environ.get("XDG_RUNTIME_DIR"), problems=tuple(found))  # type: ignore[arg-type]  # each option's kind has its field's type
+    push, push_problems = parse_push(texts, environ)
+    reasons = dict.fromkeys([*complaints, *map(str, problems), *push_problems])
+    return ExporterConfig(**chosen, push=push, runtime_dir=environ.get("XDG_RUNTIME_DIR"), problems=tuple(reasons))  # type: ignore[arg-type]  # each option's kind has its field's type
 
 
-def parse_push(given: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> tuple[PushConfig | None, tuple[str, ...]]:
+def parse_push(texts: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> tuple[PushConfig | None, tuple[str, ...]]:
     """Return the push configuration (``None``: nothing is pushed) and the problems found.
 
-    ``given``: the options' texts by field. A setting for one signal overrides that for all signals, and an option overrides
+    ``texts``: those of the options by field. A setting for one signal overrides that for all signals, and an option overrides
     its environment variable.
     """
     problems: list[SettingsProblem] = []
@@ -422,8 +422,8 @@ def parse_push(given: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -
     def value(name: str, signal: str = "") -> Any:
         """Return an option's value, the signal's own if it has one; ``None`` if no source has a valid value."""
         option = _PUSH_BY_NAME[name]
-        own = [(variable.replace("_OTLP_", f"_OTLP_{signal.upper()}_"), kind) for variable, kind in option.also if signal]
-        return next(reversed(values_of(option, given.get(option.name, ()), environ, problems, *own)), None)
+        variables = [(variable.replace("_OTLP_", f"_OTLP_{signal.upper()}_"), kind) for variable, kind in option.also if signal]
+        return next(reversed(values_of(option, texts.get(option.name, ()), environ, problems, *variables)), None)
 
     def chosen(fields: Mapping[str, str], signal: str = "") -> dict[str, Any]:
         return {field: setting for field, name in fields.items() if (setting := value(name, signal)) is not None}

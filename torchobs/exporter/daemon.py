@@ -298,14 +298,14 @@ class _Service:
         return f"{scheme}://localhost:{port}/", f" (from elsewhere: ssh -L {port}:localhost:{port} {gethostname()})"
 
     def _problems(self) -> tuple[str, ...]:
-        found = self._web_config.problem, self._targets.problem if self._targets is not None else ""
-        return (*self._listeners.problems, *filter(None, found))
+        reasons = self._web_config.problem, self._targets.problem if self._targets is not None else ""
+        return (*self._listeners.problems, *filter(None, reasons))
 
     def _has_connection(self, client: tuple[str, int]) -> bool:
         return self._listeners.has_connection(client)
 
     def _words(self) -> tuple[str, ...]:
-        """Return what the live page says besides: problems and advice."""
+        """Return the lines that the live page adds: problems and advice."""
         return (*self._problems(), *(self._pod.advice if self._pod is not None else ()))
 
     def _status(self) -> ServiceStatus:
@@ -321,7 +321,7 @@ class _Service:
     async def _drain(self) -> None:
         """Wait until every scraper and the OTLP receiver have the final state, including ranks that end during the wait.
 
-        Where no scraper has come yet and nothing is pushed, a rank that failed waits for the first scraper: nobody would ever
+        Where no scraper has come yet and nothing is pushed, a rank that failed waits for the first scraper: no one would ever
         hear of it otherwise.
         The pod's grace began with the SIGTERM of its trainings: what one survived of it is gone.
         """

@@ -70,7 +70,7 @@ class HostFacts(NamedTuple):
     """The machine's metrics."""
 
     said: tuple[Sample, ...]
-    own: tuple[Sample, ...]
+    collection: tuple[Sample, ...]
     """samples about the collection itself"""
     booted_ns: int
     """boot time, when the machine's counters were 0, Unix ns"""
@@ -122,13 +122,13 @@ def _of_standing(standing: RankStanding) -> Iterator[Sample]:
 
 
 def _of_run(run: RunSummary) -> Iterator[Sample]:
-    own = {"job_name": run.job_name, "run_id": run.run_id}
-    yield Sample(catalog.RUN_LOCAL_RANKS, own, run.here)
-    yield Sample(catalog.RUN_STEP_SPREAD, own, run.step_spread)
+    identity = {"job_name": run.job_name, "run_id": run.run_id}
+    yield Sample(catalog.RUN_LOCAL_RANKS, identity, run.here)
+    yield Sample(catalog.RUN_STEP_SPREAD, identity, run.step_spread)
     if run.missing is not None:
-        yield Sample(catalog.RUN_MISSING_RANKS, own, run.missing)
+        yield Sample(catalog.RUN_MISSING_RANKS, identity, run.missing)
     if run.grad_norm is not None:
-        yield Sample(catalog.RUN_GRAD_NORM, own, run.grad_norm)
+        yield Sample(catalog.RUN_GRAD_NORM, identity, run.grad_norm)
 
 
 def of_exporter(scrape: ScrapeInput, dropped: Mapping[str, int]) -> Iterator[Sample]:
@@ -149,7 +149,7 @@ def of_exporter(scrape: ScrapeInput, dropped: Mapping[str, int]) -> Iterator[Sam
     for signal, counts in (scrape.pushed or {}).items():
         yield from _of_push({"signal": signal}, counts)
     if scrape.host is not None:
-        yield from scrape.host.own
+        yield from scrape.host.collection
 
 
 def _of_push(signal: Mapping[str, str], counts: PushCounts) -> Iterator[Sample]:
@@ -160,7 +160,7 @@ def _of_push(signal: Mapping[str, str], counts: PushCounts) -> Iterator[Sample]:
     yield Sample(catalog.OTLP_FAILURES, signal, counts.failures)
 
 
-def by_attribute(metric: Metric, values: Mapping[str, float], own: Mapping[str, str] = _NO_LABELS) -> Iterator[Sample]:
-    """Yield one sample for each value of the metric's only attribute that is not among ``own``, which all have."""
-    (attribute,) = (one for one in metric.attributes if one.name not in own)
-    return (Sample(metric, {**own, attribute.name: name}, value) for name, value in values.items())
+def by_attribute(metric: Metric, values: Mapping[str, float], common: Mapping[str, str] = _NO_LABELS) -> Iterator[Sample]:
+    """Yield one sample for each value of the metric's only attribute that is not among ``common``, which all have."""
+    (attribute,) = (attribute for attribute in metric.attributes if attribute.name not in common)
+    return (Sample(metric, {**common, attribute.name: name}, value) for name, value in values.items())

@@ -149,15 +149,15 @@ class RankLines:
         """series that were counted as dropped; alive, so that no other object gets its id"""
         self._taken: set[tuple[str, ...]] = set()
         """name and labels of each admitted series, to detect duplicates"""
-        self._own: dict[Format, SampleRenderer] = {}
+        self._renderers: dict[Format, SampleRenderer] = {}
         self._blocks: dict[tuple[Format, int], tuple[tuple[tuple[Series, ...], bool, bool], BlockRenderer]] = {}
         """the renderer of each block, with the series and the state of the rank that it is for"""
 
     def of_exporter(self, rank: Rank, form: Format) -> list[FamilyLines]:
         """Return the lines of the exporter's own metrics of the rank."""
-        if form not in self._own:
-            self._own[form] = SampleRenderer(form, lambda attributes: {**labels.of_catalog(attributes), **self._identity})
-        return self._own[form].lines([*exporter_metrics.of_rank(rank)])
+        if form not in self._renderers:
+            self._renderers[form] = SampleRenderer(form, lambda attributes: {**labels.of_catalog(attributes), **self._identity})
+        return self._renderers[form].lines([*exporter_metrics.of_rank(rank)])
 
     def of_blocks(self, rank: Rank, form: Format, *, shared: bool) -> Iterator[list[FamilyLines]]:
         """Yield the lines of each value block; ``shared``: include metrics that ranks share."""
@@ -230,7 +230,7 @@ class Exposition:
         self._names = NameRegistry(others, host=host)
         self._limits = limits or SeriesLimits()
         self._ranks: dict[_Key, RankLines] = {}
-        self._own: dict[Format, SampleRenderer] = {}
+        self._renderers: dict[Format, SampleRenderer] = {}
         self.is_holding = False
         """whether the last page shows a counter at 0 that has counted already (``QuietSeries``)"""
 
@@ -254,10 +254,10 @@ class Exposition:
             yield lines.of_exporter(rank, form)
             yield from lines.of_blocks(rank, form, shared=key in sharing)
             self.is_holding |= lines.is_holding
-        if form not in self._own:
-            self._own[form] = SampleRenderer(form, labels.of_catalog)
+        if form not in self._renderers:
+            self._renderers[form] = SampleRenderer(form, labels.of_catalog)
         machine = scrape.host.said if scrape.host else ()
-        yield self._own[form].lines([*exporter_metrics.of_exporter(scrape, self._limits.dropped), *machine])
+        yield self._renderers[form].lines([*exporter_metrics.of_exporter(scrape, self._limits.dropped), *machine])
 
     def _forget_all_but(self, served: Mapping[_Key, Rank]) -> None:
         departed = [self._ranks.pop(key) for key in self._ranks.keys() - served.keys()]
@@ -273,15 +273,15 @@ class Exposition:
 def _first_ranks(ranks: Mapping[_Key, Rank]) -> set[_Key]:
     """Return for each run the rank that shows the metrics all ranks share: the first living one, else the first."""
     first: dict[tuple[str, str], _Key] = {}
-    for key, rank in sorted(ranks.items(), key=lambda one: (not one[1].up, len(one[1].rank), one[1].rank)):
+    for key, rank in sorted(ranks.items(), key=lambda item: (not item[1].up, len(item[1].rank), item[1].rank)):
         first.setdefault((rank.job_name, rank.run_id), key)
     return set(first.values())
 
 
-def _by_family(found: Iterable[FamilyLines]) -> Iterator[str]:
+def _by_family(parts: Iterable[FamilyLines]) -> Iterator[str]:
     """Yield the text of each family, in the order of their first lines."""
     families: dict[str, list[str]] = {}
-    for heading, lines in found:
+    for heading, lines in parts:
         text = families.get(heading.family)
         if text is None:
             text = families[heading.family] = [heading.text]

@@ -70,4 +70,4 @@ class TargetFile:
 
 def listened_on(bound: Iterable[socket.socket]) -> list[Address]:
     """Return the addresses that the TCP sockets among ``bound`` are bound to."""
-    return [Address(*one.getsockname()[:2]) for one in bound if one.family in {socket.AF_INET, socket.AF_INET6}]
+    return [Address(*listener.getsockname()[:2]) for listener in bound if listener.family in {socket.AF_INET, socket.AF_INET6}]

@@ -90,17 +90,17 @@ def memory(config: ExporterConfig) -> Iterator[Sample]:
 def disk(config: ExporterConfig) -> Iterator[Sample]:
     """Yield the physical disks' samples."""
     with _procfs(config.procfs):
-        found = psutil.disk_io_counters(perdisk=True, nowrap=False) or {}
+        counters = psutil.disk_io_counters(perdisk=True, nowrap=False) or {}
     # a slash in a name (cciss/c0d0) is an exclamation mark in sysfs
-    physical = [name for name in found if _is_physical(f"{config.sysfs}/block/{name.replace('/', '!')}")]
+    physical = [name for name in counters if _is_physical(f"{config.sysfs}/block/{name.replace('/', '!')}")]
     for name in physical:
-        own, counts = {catalog.SYSTEM_DEVICE.name: name}, found[name]
-        yield Sample(catalog.SYSTEM_DISK_IO_TIME, own, getattr(counts, "busy_time", 0) / 1e3)
+        device, counts = {catalog.SYSTEM_DEVICE.name: name}, counters[name]
+        yield Sample(catalog.SYSTEM_DISK_IO_TIME, device, getattr(counts, "busy_time", 0) / 1e3)
         for direction in catalog.DISK_DIRECTION.values:
-            one = {**own, catalog.DISK_DIRECTION.name: direction}
-            yield Sample(catalog.SYSTEM_DISK_IO, one, getattr(counts, f"{direction}_bytes"))
-            yield Sample(catalog.SYSTEM_DISK_OPERATIONS, one, getattr(counts, f"{direction}_count"))
-            yield Sample(catalog.SYSTEM_DISK_OPERATION_TIME, one, getattr(counts, f"{direction}_time") / 1e3)
+            attributes = {**device, catalog.DISK_DIRECTION.name: direction}
+            yield Sample(catalog.SYSTEM_DISK_IO, attributes, getattr(counts, f"{direction}_bytes"))
+            yield Sample(catalog.SYSTEM_DISK_OPERATIONS, attributes, getattr(counts, f"{direction}_count"))
+            yield Sample(catalog.SYSTEM_DISK_OPERATION_TIME, attributes, getattr(counts, f"{direction}_time") / 1e3)
 
 
 def network(config: ExporterConfig) -> Iterator[Sample]:
@@ -108,15 +108,15 @@ def network(config: ExporterConfig) -> Iterator[Sample]:
     first = f"{config.procfs}/1"  # in a mounted procfs, ``net`` is the reader's own network namespace, ``1/net`` the machine's
     is_mounted = config.procfs != OWN_PROCFS and Path(f"{first}/net/dev").exists()
     with _procfs(first if is_mounted else config.procfs):
-        found = psutil.net_io_counters(pernic=True, nowrap=False)
+        counters = psutil.net_io_counters(pernic=True, nowrap=False)
     # the traffic of a bond or a bridge is counted at its members
-    physical = [name for name in found if _is_physical(f"{config.sysfs}/class/net/{name}")]
-    for name in physical or [name for name in found if name != "lo"]:
+    physical = [name for name in counters if _is_physical(f"{config.sysfs}/class/net/{name}")]
+    for name in physical or [name for name in counters if name != "lo"]:
         for direction, suffix, way in (("receive", "recv", "in"), ("transmit", "sent", "out")):
-            own = {catalog.NETWORK_INTERFACE.name: name, catalog.NETWORK_DIRECTION.name: direction}
-            yield Sample(catalog.SYSTEM_NETWORK_IO, own, getattr(found[name], f"bytes_{suffix}"))
-            yield Sample(catalog.SYSTEM_NETWORK_ERRORS, own, getattr(found[name], f"err{way}"))
-            yield Sample(catalog.SYSTEM_NETWORK_DROPPED, own, getattr(found[name], f"drop{way}"))
+            attributes = {catalog.NETWORK_INTERFACE.name: name, catalog.NETWORK_DIRECTION.name: direction}
+            yield Sample(catalog.SYSTEM_NETWORK_IO, attributes, getattr(counters[name], f"bytes_{suffix}"))
+            yield Sample(catalog.SYSTEM_NETWORK_ERRORS, attributes, getattr(counters[name], f"err{way}"))
+            yield Sample(catalog.SYSTEM_NETWORK_DROPPED, attributes, getattr(counters[name], f"drop{way}"))
 
 
 def filesystem(path: str) -> Iterator[Sample]:
@@ -127,15 +127,15 @@ def filesystem(path: str) -> Iterator[Sample]:
     """
     real = os.path.realpath(path, strict=True)
     status, (point, kind) = os.statvfs(real), mount_of(real)
-    own = {catalog.MOUNTPOINT.name: point, catalog.FILESYSTEM_TYPE.name: kind}
+    attributes = {catalog.MOUNTPOINT.name: point, catalog.FILESYSTEM_TYPE.name: kind}
     size, free, available = (blocks * status.f_frsize for blocks in (status.f_blocks, status.f_bfree, status.f_bavail))
     space = {"used": max(0, size - free), "free": available, "reserved": max(0, free - available)}
-    yield Sample(catalog.SYSTEM_FILESYSTEM_LIMIT, own, size)
-    yield from by_attribute(catalog.SYSTEM_FILESYSTEM_USAGE, space, own)
+    yield Sample(catalog.SYSTEM_FILESYSTEM_LIMIT, attributes, size)
+    yield from by_attribute(catalog.SYSTEM_FILESYSTEM_USAGE, space, attributes)
     if status.f_files:  # 0 where inodes are allocated on demand
         inodes = {"used": max(0, status.f_files - status.f_ffree), "free": status.f_ffree}
-        yield from by_attribute(catalog.SYSTEM_FILESYSTEM_INODES, inodes, own)
-    yield Sample(catalog.HOST_FILESYSTEM_READONLY, own, float(bool(status.f_flag & os.ST_RDONLY)))
+        yield from by_attribute(catalog.SYSTEM_FILESYSTEM_INODES, inodes, attributes)
+    yield Sample(catalog.HOST_FILESYSTEM_READONLY, attributes, float(bool(status.f_flag & os.ST_RDONLY)))
 
 
 class Collector:
@@ -209,8 +209,8 @@ class HostMetrics:
         for collector in self._collectors:
             errors[collector.name] += collector.errors
         took = Sample(catalog.EXPORTER_HOST_DURATION, {}, self._looked_s - began_s)
-        own = (took, *by_attribute(catalog.EXPORTER_HOST_ERRORS, errors))
-        self.latest = HostFacts(tuple(_once(samples)), own, self._booted_ns)
+        collection = (took, *by_attribute(catalog.EXPORTER_HOST_ERRORS, errors))
+        self.latest = HostFacts(tuple(_once(samples)), collection, self._booted_ns)
 
 
 def _collectors(config: ExporterConfig, clock: Callable[[], float]) -> Iterator[Collector]:
@@ -237,14 +237,14 @@ def _numbers(path: str, names: Mapping[str, str]) -> dict[str, int]:
         words = [line.split() for line in Path(path).read_text("utf-8", "replace").splitlines()]
     except OSError:
         return {}
-    return {names[one[0]]: int(one[1]) for one in words if len(one) > 1 and one[0] in names}
+    return {names[fields[0]]: int(fields[1]) for fields in words if len(fields) > 1 and fields[0] in names}
 
 
 def _is_physical(link: str) -> bool:
-    """Return True if an entry of sysfs (``/sys/block/X``, ``/sys/class/net/X``) links to a physical device.
+    """Return whether an entry of sysfs (``/sys/block/X``, ``/sys/class/net/X``) links to a physical device.
 
     Loop devices, RAM disks, bonds, bridges and containers' interfaces are below ``devices/virtual``, and so is the head of a
-    multipath NVMe disk, whose paths (``nvme0c0n1``) are counted. NVMe over fabrics is there, too, but counts as physical.
+    multipath NVMe disk; its paths (``nvme0c0n1``) are counted. NVMe over fabrics is there, too, but counts as physical.
     """
     try:
         target = f"{Path(link).readlink()}/"
@@ -255,10 +255,10 @@ def _is_physical(link: str) -> bool:
 
 def _once(samples: Iterable[Sample]) -> Iterator[Sample]:
     """Yield the samples, each series once: two directories may be on one file system."""
-    seen = set()
+    keys = set()
     for sample in samples:
         attributes = {name: value if value.isascii() else labels.text(value) for name, value in sample.attributes.items()}
         key = sample.metric.name, *attributes.values()
-        if key not in seen:
-            seen.add(key)
+        if key not in keys:
+            keys.add(key)
             yield Sample(sample.metric, attributes, sample.value)

@@ -140,7 +140,7 @@ def bind_unix(path: Path) -> UnixSocket:
 
 
 def _make_free(path: Path) -> None:
-    """Remove a socket's file that nobody listens behind. Raises ``OSError`` if somebody does, or if it is no socket."""
+    """Remove the file of a socket without a listener. Raises ``OSError`` if it has one, or is no socket."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise FileExistsError(errno.EEXIST, "there is something that is no socket")
@@ -332,7 +332,7 @@ class Listeners(uvicorn.Server):
         """Accept connections with the new context of TLS; the others end, after a response that is under way."""
         self._context = self._web_config.context
         loop, renewed = asyncio.get_running_loop(), [bound for bound in self._accepting if not isinstance(bound, UnixSocket)]
-        for listening in (one for bound in renewed for one in self._accepting[bound].sockets):
+        for listening in (listener for bound in renewed for listener in self._accepting[bound].sockets):
             loop.remove_reader(listening)
         await asyncio.sleep(0)  # a server that is closed drops what it has accepted in this turn of the loop
         for bound in renewed:

@@ -25,7 +25,7 @@ class Keeper:
 
     def __init__(self, config: ExporterConfig) -> None:
         chosen, _ = settings.resolve({})
-        # one that a person started beside trainings is not the one that they rely on, unless it is told where
+        # an exporter that a person started beside trainings is not the one that they rely on, unless it has a directory
         self._is_wanted = bool(chosen.keep_runs and kept.directory() and (config.mode == "node" or chosen.keep_dir))
         directory = ("--dir", config.flight_dir) if config.flight_dir else ()
         self._argv = (sys.executable, "-m", "torchobs", "keep", "--automatic", *directory, "--")

@@ -103,11 +103,11 @@ class Notifier:
 
     def look(self, snapshot: Snapshot) -> None:
         """Look at a snapshot soon. Returns at once."""
-        known, is_node = self._targets, self._config.mode == "node"  # a sidecar has process numbers of its own
+        targets, is_node = self._targets, self._config.mode == "node"  # a sidecar has process numbers of its own
         self._targets = {
-            rank.incarnation: known[rank.incarnation] if rank.incarnation in known else target_of(rank.view.header.pid)
+            rank.incarnation: targets[rank.incarnation] if rank.incarnation in targets else target_of(rank.view.header.pid)
             for rank in snapshot.ranks
-            if is_node and (rank.up or rank.incarnation in known)
+            if is_node and (rank.up or rank.incarnation in targets)
         }
         if not (self._config.notify or any(self._targets.values())):
             return
@@ -134,12 +134,12 @@ class Notifier:
 
     def _notice(self, runs: Sequence[RunView]) -> None:
         """Send what has been so for long enough, once."""
-        now_s, found = time.monotonic(), {(run.key, kind): run for run in runs for kind in trouble(run, self._began_s)}
-        self._since = {key: self._since.get(key, now_s) for key in found}
-        self._said &= found.keys()
+        now_s, troubles = time.monotonic(), {(run.key, kind): run for run in runs for kind in trouble(run, self._began_s)}
+        self._since = {key: self._since.get(key, now_s) for key in troubles}
+        self._said &= troubles.keys()
         for key in [key for key, since_s in self._since.items() if now_s - since_s >= SETTLED_S and key not in self._said]:
             self._said.add(key)
-            run, (_, kind) = found[key], key
+            run, (_, kind) = troubles[key], key
             target = next(filter(None, (self._targets.get(rank.incarnation) for rank in run.ranks)), self._config.notify)
             if target and self._limiter.take(now_s, key):
                 self._start(target, self._message(run, kind))
@@ -219,19 +219,19 @@ def deliver(target: str, message: Message, closed: Event) -> None:
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """Follows no redirect: it would turn a POST into a GET, and send the message to whom nobody named."""
+    """Follows no redirect: it would turn a POST into a GET, and send the message to a host that no setting names."""
 
     def redirect_request(self, *_: Any) -> None:
         """See :class:`HTTPRedirectHandler`."""
 
 
 def attempt(target: str, message: Message) -> tuple[str, bool]:
-    """Send a message once. Return what went wrong, empty if nothing did, and whether it is worth another attempt."""
+    """Send a message once. Return the error, empty if there is none, and whether it is worth another attempt."""
     url = target.removeprefix("ntfy:")
     try:
         if not url.startswith(("http://", "https://")):
-            given = json.dumps(message._asdict()).encode()
-            done = subprocess.run(shlex.split(target), input=given, capture_output=True, timeout=TIMEOUT_S, check=False)
+            data = json.dumps(message._asdict()).encode()
+            done = subprocess.run(shlex.split(target), input=data, capture_output=True, timeout=TIMEOUT_S, check=False)
             return f"exit status {done.returncode}" if done.returncode else "", True
         is_plain = url != target or (urlsplit(url).hostname or "").startswith("ntfy.")
         body = message.text.encode() if is_plain else json.dumps({"text": message.text}).encode()

@@ -41,7 +41,7 @@ class Outcomes:
         return runs
 
     def verdict(self, run: RunView) -> Verdict:
-        """Return what to do about a run that has ended."""
+        """Return the verdict on a run that has ended."""
         key = run.key, tuple((rank.incarnation, rank.reason, len(rank.events.facts)) for rank in run.ranks)
         if key not in self._verdicts:
             self._verdicts = dict([*self._verdicts.items()][-MOST_RUNS:])
@@ -51,14 +51,14 @@ class Outcomes:
     def _decide(self, run: RunView) -> Verdict:
         principal = diagnose_run(run.ranks).principal
         first = run.ranks[principal]
-        known = self._ends.get((run.job_name, run.run_id, first.rank), {})
-        return verdict(run.ranks, principal, next((end for name, end in known.items() if name != first.incarnation), None))
+        ends = self._ends.get((run.job_name, run.run_id, first.rank), {})
+        return verdict(run.ranks, principal, next((end for name, end in ends.items() if name != first.incarnation), None))
 
     def _remember(self, view: RankView) -> None:
         key = (view.job_name, view.run_id, view.rank)
-        known = self._ends.pop(key, {})
-        known[view.incarnation] = end_of(view)
-        self._ends[key] = dict([*known.items()][-2:])
+        ends = self._ends.pop(key, {})
+        ends[view.incarnation] = end_of(view)
+        self._ends[key] = dict([*ends.items()][-2:])
         if len(self._ends) > _MOST_ENDS:
             del self._ends[next(iter(self._ends))]
 

@@ -79,9 +79,9 @@ def choice_of(query: str) -> Choice:
         fields = parse_qs(query[:_MOST_QUERY], max_num_fields=16)
     except ValueError:
         return Choice()
-    given = {name: fields[name][0] for name in ("run", "rank", "sort", "layers") if name in fields}
+    parts = {name: fields[name][0] for name in ("run", "rank", "sort", "layers") if name in fields}
     page = fields.get("page", ["1"])[0]
-    return Choice(**given, page=min(int(page), _MOST_PAGE) if page.isdecimal() and page.isascii() else 1)
+    return Choice(**parts, page=min(int(page), _MOST_PAGE) if page.isdecimal() and page.isascii() else 1)
 
 
 def focused(ranks: Iterable[Rank], choice: Choice) -> str | None:
@@ -97,11 +97,11 @@ def stream_of(choice: Choice) -> str:
 
 def rendered(document: Document) -> Parts:
     """Return every section's content by its element's ``id``, and the heading."""
-    made = {one.name: html.content(one) for one in document.sections}
+    sections = {section.name: html.content(section) for section in document.sections}
     run = [" ", tag("span", named(document.subtitle), class_="run")] if document.subtitle else []
     parts = {"health": html.verdict(document), "heading": joined([named(document.title), *run])}
     title = "torchobs exporter" if document.badge[0] == WAITING else html.title(document)
-    return {**dict.fromkeys(PARTS, EMPTY), **made, **parts, "title": title}
+    return {**dict.fromkeys(PARTS, EMPTY), **sections, **parts, "title": title}
 
 
 def page(shown: Model, problems: Sequence[str], links: Sequence[tuple[str, str]]) -> str:
@@ -120,7 +120,7 @@ def page(shown: Model, problems: Sequence[str], links: Sequence[tuple[str, str]]
         "body",
         tag("a", "Skip to the ranks", href="#ranks", class_="skip"),
         tag("header", heading, tag("div", status, pause, class_="controls"), others),
-        tag("main", *(tag("p", tag("strong", one), role="alert", class_="problem") for one in problems), *sections),
+        tag("main", *(tag("p", tag("strong", problem), role="alert", class_="problem") for problem in problems), *sections),
         html.footer(document),
         data_stream=stream_of(shown.choice),
     )
@@ -188,7 +188,7 @@ class Feed:
         return len(self._viewers)
 
     def close(self, *, done: bool = False) -> None:
-        """End all streams, so that the server need not wait. ``done``: as all ranks have ended, which viewers are told."""
+        """End all streams, so that the server need not wait. ``done``: all ranks have ended, as viewers are to read."""
         self._closed, self._done = True, done
         self._wake()
         if self._ticker is not None:
@@ -247,10 +247,10 @@ async def _in_time(answer: Awaitable[T], otherwise: T) -> T:
 
 def _parts(models: Mapping[Choice, Model]) -> dict[Choice, Parts]:
     parts: dict[Choice, Parts] = {}
-    for choice, one in models.items():
-        parts[choice] = rendered(page_document(one))
-        if one.run and not choice.run:  # a page opened before any run: from now on it shows this one
-            parts[choice]["stream"] = stream_of(choice._replace(run=one.run.key))
+    for choice, view in models.items():
+        parts[choice] = rendered(page_document(view))
+        if view.run and not choice.run:  # a page opened before any run: from now on it shows this one
+            parts[choice]["stream"] = stream_of(choice._replace(run=view.run.key))
     return parts
 
 

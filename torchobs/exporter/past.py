@@ -30,7 +30,7 @@ _HEAD = ("Run", "Job", "State", "Ended", "Steps", "Loss", "Least loss", "Tag")
 
 
 def routes() -> list[Route]:
-    """Return the routes. Nothing of how a run was started is told: that is for ``inspect``, ``report`` and ``compare``."""
+    """Return the routes. They do not say how a run was started: ``inspect``, ``report`` and ``compare`` do."""
     script = partial(served_asset, ("past.js",), "text/javascript")
     return [
         Route(PATH, guarded(_page)),
@@ -40,8 +40,8 @@ def routes() -> list[Route]:
 
 
 async def _page(_: Request) -> Response:
-    found, bad = await asyncio.to_thread(kept.listed, kept.directory())
-    runs = sorted(found.items(), key=lambda item: -item[0].last_s)
+    summaries, bad = await asyncio.to_thread(kept.listed, kept.directory())
+    runs = sorted(summaries.items(), key=lambda item: -item[0].last_s)
     selects = {"what": ("Curve", CURVES), "axis": ("over", {"step": "steps", "time_s": "time"})}
     controls = [
         tag("label", words, " ", tag("select", *(tag("option", text, value=key) for key, text in options.items()), id=name))
@@ -76,10 +76,10 @@ def _row(path: Path, run: RunSummary) -> tuple[str, ...]:
 
 
 async def _curves(request: Request) -> Response:
-    found, _ = await asyncio.to_thread(kept.listed, kept.directory())
+    summaries, _ = await asyncio.to_thread(kept.listed, kept.directory())
     wanted = request.query_params.get("run")
     try:
-        path = next(path for path in found.values() if path.name == wanted)
+        path = next(path for path in summaries.values() if path.name == wanted)
         return JSONResponse(await asyncio.to_thread(_columns, path), headers=HEADERS)
     except (StopIteration, NoRunError) as problem:
         return JSONResponse({"problem": str(problem) or "no such run is kept"}, 404, HEADERS)
@@ -94,5 +94,5 @@ def _columns(path: Path) -> dict[str, list[float | None]]:
         "time_s": [step["end_s"] - rank["started"] for step in steps],
     }
     # the name of a number that is not finite is text
-    known = {field: [step[field] for step in steps] for field in CURVES}
-    return columns | {field: [None if isinstance(one, str) else one for one in values] for field, values in known.items()}
+    curves = {field: [step[field] for step in steps] for field in CURVES}
+    return columns | {field: [None if isinstance(cell, str) else cell for cell in values] for field, values in curves.items()}

@@ -47,7 +47,7 @@ class SnapshotCache:
         return self.latest
 
     async def after_now(self, deadline_s: float = DEADLINE_S) -> Snapshot:
-        """Return a snapshot whose scan began after this call, or after ``deadline_s`` the newest."""
+        """Return a snapshot scanned after this call, or after ``deadline_s`` the newest."""
         if self._running is not None:
             await self._scan(deadline_s)
         await self._scan(deadline_s)

@@ -117,24 +117,24 @@ class LabelledSeries:
         # with negative values the sum is not monotonic, and OpenMetrics then forbids both sum and count
         return totals if value.sum < 0 or (bounds and bounds[0] < 0) else [*totals, totals[-1], value.sum]
 
-    def exemplars(self, found: Shown) -> list[tuple[int, str]]:
+    def exemplars(self, shown: Shown) -> list[tuple[int, str]]:
         """Return the exemplars to append to bucket lines, with their line's index."""
-        own = rank_labels.exemplars_of(self.series, found) if self.series.kind is Kind.HISTOGRAM else {}
-        return [(index, exemplar(one.labels, one.value, one.at_ns)) for index, one in own.items()]
+        by_line = rank_labels.exemplars_of(self.series, shown) if self.series.kind is Kind.HISTOGRAM else {}
+        return [(index, exemplar(example.labels, example.value, example.at_ns)) for index, example in by_line.items()]
 
 
 def label(series: Series, family: Family, identity: Mapping[str, str]) -> LabelledSeries:
     """Return a series with its labels; ``identity``: those of its rank."""
-    known = BY_NAME.get(series.name)
-    shared = known is not None and known.shared
+    metric = BY_NAME.get(series.name)
+    shared = metric is not None and metric.shared
     described = {name: value for name, value in identity.items() if name != "rank"} if shared else identity
     return LabelledSeries(
         series=series,
         family=family,
         labels={**rank_labels.of_attributes(series.attributes), **described},
-        brief=known.brief if known else series.brief or f"OpenTelemetry instrument {series.name}.",
-        survives=cumulative(series.kind) or (known is not None and known.survives),
-        quiet=known.quiet if known is not None else None,
+        brief=metric.brief if metric else series.brief or f"OpenTelemetry instrument {series.name}.",
+        survives=cumulative(series.kind) or (metric is not None and metric.survives),
+        quiet=metric.quiet if metric is not None else None,
         shared=shared,
     )
 
@@ -271,10 +271,10 @@ class SampleRenderer:
 
     def lines(self, samples: Sequence[Sample]) -> list[FamilyLines]:
         """Return the lines in the order of the samples."""
-        series = [(one.metric, one.attributes) for one in samples]
+        series = [(sample.metric, sample.attributes) for sample in samples]
         if series != self._series:
             self._series, self._template = series, LineTemplate(*zip(*map(self._line, samples), strict=True))
-        return self._template.fill(numbers([float(one.value) for one in samples]))
+        return self._template.fill(numbers([float(sample.value) for sample in samples]))
 
     def _line(self, sample: Sample) -> tuple[Heading, str]:
         """Return a sample's heading, and its line up to the number."""
@@ -345,7 +345,7 @@ class BlockRenderer:
             if entry.family.name not in headings:
                 headings[entry.family.name] = heading(form, entry.family, entry.brief)
                 self._positions[entry.family.name] = index
-        in_order = sorted(entries, key=lambda one: self._positions[one[1].family.name])
+        in_order = sorted(entries, key=lambda row: self._positions[row[1].family.name])
         gauges = (Kind.GAUGE, ValueType.FLOAT)
         mixed = {
             entry.family.name
@@ -359,19 +359,19 @@ class BlockRenderer:
 
     def lines(self, block: DecodedBlock, exemplars: Shown) -> list[FamilyLines]:
         """Return the lines by family, in the order of the families' first series."""
-        known = self._rendered
-        if self.is_holding or known is None or known[0] is not block or known[1] is not exemplars:
-            known = self._rendered = block, exemplars, self._render(block, exemplars)
-        return known[2]
+        rendered = self._rendered
+        if self.is_holding or rendered is None or rendered[0] is not block or rendered[1] is not exemplars:
+            rendered = self._rendered = block, exemplars, self._render(block, exemplars)
+        return rendered[2]
 
     def _render(self, block: DecodedBlock, exemplars: Shown) -> list[FamilyLines]:
         values, self.is_holding = block.values, False
-        found = [self._numbers(entry, values[index]) for index, entry, _ in self._rows]
-        shape = () if block.whole else [index for index, _, _ in self._gauges if values[index] is None], [*map(len, found)]
+        groups = [self._numbers(entry, values[index]) for index, entry, _ in self._rows]
+        shape = () if block.whole else [index for index, _, _ in self._gauges if values[index] is None], [*map(len, groups)]
         if shape != self._shape:
             self._lay_out(*shape)
             self._shape = shape
-        texts = numbers([*self._pick(values), *chain.from_iterable(found)])
+        texts = numbers([*self._pick(values), *chain.from_iterable(groups)])
         if exemplars and self._openmetrics:
             for start, (index, entry, _) in zip(self._starts, self._rows, strict=True):
                 value = values[index]
@@ -381,17 +381,17 @@ class BlockRenderer:
         return self._template.fill(texts)
 
     def _numbers(self, entry: LabelledSeries, value: Value | None) -> Sequence[float]:
-        found = entry.numbers(value)
+        numbers = entry.numbers(value)
         if entry.quiet is None:
-            return found
-        shown = self._quiet.shown(entry, found)
-        self.is_holding |= bool(shown) and shown is not found
+            return numbers
+        shown = self._quiet.shown(entry, numbers)
+        self.is_holding |= bool(shown) and shown is not numbers
         return shown
 
     def _lay_out(self, absent: Collection[int], lengths: Sequence[int]) -> None:
         """Lay out the lines of a block in which the gauges ``absent`` have no value and the rows have ``lengths`` numbers."""
         hidden = frozenset(absent)
-        gauges = [one for one in self._gauges if one[0] not in hidden]
+        gauges = [row for row in self._gauges if row[0] not in hidden]
         headings, prefixes = [family for _, _, family in gauges], [entry.prefixes[0] for _, entry, _ in gauges]
         self._starts = list[int]()
         """the first line of each row"""
@@ -400,7 +400,7 @@ class BlockRenderer:
             prefixes += entry.prefixes[:length] if length else ()  # most quiet series never need them
             headings += [family] * length
         self._template = LineTemplate(headings, prefixes)
-        self._template.ranges.sort(key=lambda one: self._positions[one[0].family])
+        self._template.ranges.sort(key=lambda lines: self._positions[lines[0].family])
         self._pick = _picking([index for index, _, _ in gauges])
 
 

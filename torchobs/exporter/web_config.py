@@ -1,6 +1,6 @@
 """TLS, client certificates, passwords and headers, configured as in every Prometheus exporter: ``--web.config.file``.
 
-The format is that of Prometheus' exporter-toolkit, whose ``promtool check web-config`` is the tests' reference:
+The format is that of Prometheus' exporter-toolkit; its ``promtool check web-config`` is the tests' reference:
 https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md. As there, an unknown key is an error: a
 misspelt ``basic_auth_users`` must not disable authentication. What Python cannot do is an error, too: never less security than
 asked, but for TLS before 1.2, which is never offered.
@@ -155,7 +155,7 @@ def _refuse_duplicate_keys(node: yaml.Node | None) -> None:
 
 
 def _problems(config: WebConfig) -> Iterable[str]:
-    """Yield what is wrong with a file whose keys and types are right."""
+    """Yield the problems of a file with the right keys and types."""
     for user, hashed in config.users.items():
         if not _BCRYPT.fullmatch(hashed):
             yield f"basic_auth_users: what stands for {user!r} is no bcrypt hash"
@@ -250,7 +250,7 @@ class Passwords:
         """number of bcrypt comparisons"""
 
     async def allowed(self, header: str | None, users: Mapping[str, str]) -> bool:
-        """Return True if an ``Authorization`` header has a valid user and password. Raises :class:`BusyError`."""
+        """Return whether an ``Authorization`` header has a valid user and password. Raises :class:`BusyError`."""
         credentials = _credentials(header)
         if credentials is None:
             return False
@@ -361,7 +361,7 @@ class WebConfigMiddleware:
 
 
 def _version(path: Path) -> tuple[int, ...]:
-    """Return what changes with a file; empty if there is none."""
+    """Return numbers that change with a file; empty if there is none."""
     try:
         status = os.stat(path)  # noqa: PTH116  # follows symbolic links: Kubernetes replaces one
     except OSError:

@@ -39,7 +39,7 @@ FIRST_S, MOST_S = 1.0, 60.0
 """First and longest pause between attempts: doubled each time, half of it random, as in OpenTelemetry's exporters."""
 
 MOST_DOUBLINGS = 6
-"""A minute is reached by then; of an outage of days the power would be no number any more."""
+"""A minute is reached by then; after an outage of days the power would overflow."""
 
 LAST_S = 2.0
 """Pause between attempts while the exporter shuts down: after a long outage the usual pauses would outlast it."""
@@ -176,7 +176,7 @@ class Sender:
                 self._clock.wait(self._changed, left_s)
 
     def _log_outcome(self, outcome: Outcome, owner: str) -> None:
-        """Log what went wrong; ``owner``: whose data it was.
+        """Log an outcome that is an error; ``owner``: of the data.
 
         Each cause of a refusal is logged once an hour: a receiver without this signal would fill the log. Numbers in the
         receiver's words, such as times, make no other cause.

@@ -142,7 +142,7 @@ class Place:
 
 
 class MetricKey(NamedTuple):
-    """A metric, whose data points stand together."""
+    """A metric; its data points stand together."""
 
     name: str
     kind: Kind
@@ -179,7 +179,7 @@ def batches(signal: str, items: Iterable[Item]) -> list[Batch]:
     most, owned = MOST_ITEMS[signal], dict[int, list[Item]]()
     for item in items:
         owned.setdefault(id(item.place.resource), []).append(item)
-    parts = (own[begin : begin + most] for own in owned.values() for begin in range(0, len(own), most))
+    parts = (group[begin : begin + most] for group in owned.values() for begin in range(0, len(group), most))
     return [_batch(signal, part) for part in parts]
 
 
@@ -288,30 +288,30 @@ class _Stream:
     def point(self, value: Value, start_ns: int, at_ns: int, recent: Mapping[int, Exemplar]) -> Item:
         """Return the point of a value counted since ``start_ns``; ``recent``: exemplars by bucket."""
         self.is_open = True
-        own: dict[str, Any] = {"time_unix_nano": at_ns}
+        fields: dict[str, Any] = {"time_unix_nano": at_ns}
         if self.series.kind is not Kind.GAUGE:
-            own["start_time_unix_nano"] = start_ns
+            fields["start_time_unix_nano"] = start_ns
         if isinstance(value, Distribution):
             # a histogram that has observed negative values has a sum that is not monotonic, and OTLP forbids it then
             self._has_sum = value.least is None or value.least >= 0
-            own |= {"count": sum(value.counts), "sum": value.sum if self._has_sum else None, "bucket_counts": value.counts}
+            fields |= {"count": sum(value.counts), "sum": value.sum if self._has_sum else None, "bucket_counts": value.counts}
             # a span can precede the fold of its step
             exemplars = [_exemplar(exemplar) for index, exemplar in recent.items() if value.counts[index]]
-            own |= {"min": value.least, "max": value.greatest, "exemplars": exemplars}
+            fields |= {"min": value.least, "max": value.greatest, "exemplars": exemplars}
         else:
-            own["as_int" if isinstance(value, int) and abs(value) < _INT64 else "as_double"] = value
-        return self._item(own)
+            fields["as_int" if isinstance(value, int) and abs(value) < _INT64 else "as_double"] = value
+        return self._item(fields)
 
     def end(self, at_ns: int) -> Item:
         """Return the point that ends the series (*no recorded value*)."""
         self.is_open = False
-        own: dict[str, Any] = {"time_unix_nano": at_ns, "flags": _NO_VALUE}
+        fields: dict[str, Any] = {"time_unix_nano": at_ns, "flags": _NO_VALUE}
         if self.series.kind is Kind.HISTOGRAM:  # Prometheus ends only the buckets and the sum that the point has
-            own |= {"bucket_counts": (0,) * (len(self.series.bounds) + 1), "sum": 0.0 if self._has_sum else None}
-        return self._item(own)
+            fields |= {"bucket_counts": (0,) * (len(self.series.bounds) + 1), "sum": 0.0 if self._has_sum else None}
+        return self._item(fields)
 
-    def _item(self, own: Mapping[str, Any]) -> Item:
-        return Item(self._place, self._kind(**self._common, **own), self.metric)
+    def _item(self, fields: Mapping[str, Any]) -> Item:
+        return Item(self._place, self._kind(**self._common, **fields), self.metric)
 
 
 def _exemplar(exemplar: Exemplar) -> ExemplarMessage:
@@ -339,7 +339,7 @@ class _Source:
         self, points: Iterable[tuple[Series, Value]], samples: Iterable[Sample], at_ns: int, *,
         recent: Shown = NO_EXEMPLARS, up: bool = True,
     ) -> Iterator[Item]:  # fmt: skip
-        """Yield the points of all series that have a value, and end the streams of those that have none any more.
+        """Yield the points of all series that have a value, and end the streams of those that have lost it.
 
         ``recent``: the rank's exemplars. A gauge of a rank that has just ended gets both points: its last value, which may not
         have been sent yet, and its end.
@@ -488,7 +488,7 @@ class Rings:
         self._directory.close()
 
     def _fresh(self, ring: _Ring, rank: Rank) -> list[Event | events.Span | Late]:
-        """Return what was written to a rank's ring since the last call, oldest first; nothing if it cannot be read."""
+        """Return the records of a rank's ring since the last call, oldest first; nothing if it cannot be read."""
         if rank.view.live.event_head == ring.head:
             return []
         try:
@@ -506,7 +506,7 @@ class Rings:
 
 @contextmanager
 def _left_out(rank: Rank) -> Iterator[None]:
-    """Leave out, and log, a frame of which no message can be made: its application has given it a time that is no integer."""
+    """Leave out, and log, a frame that no message can be made of: its application has given it a time that is no integer."""
     try:
         yield
     except READ_ERRORS as problem:
@@ -528,7 +528,7 @@ class _Ring:
         self._flags = _SAMPLED
 
     def read(self, directory: Directory) -> list[Event | events.Span | Late]:
-        """Return what is new. Raises ``READ_ERRORS``."""
+        """Return the new records. Raises ``READ_ERRORS``."""
         name = file_name(self._header)
         if self._file is None:
             self._file = reader.open_file(directory.fd, name, directory.owner)
@@ -575,9 +575,9 @@ class _Ring:
             root._replace(attributes={**root.attributes, "reason": reason}, fields={**root.fields, **ended}), end_ns
         )
 
-    def _event(self, found: Event) -> LogRecord:
+    def _event(self, record: Event) -> LogRecord:
         """Return the record of an event; its body is a sentence: what happened, the details, sizes and times with units."""
-        name, details, step = found.name, found.attributes, found.step
+        name, details, step = record.name, record.attributes, record.step
         event, severity = catalog.EVENT_BY_NAME.get(name), catalog.event_severity(name, details)
         attributes, ids = namespaced(name, details) if event else details, self._root_ids
         if step is not None:
@@ -592,7 +592,7 @@ class _Ring:
             severity_number=number,
             body=any_value((f"{sentence}: {words}" if words else sentence)[:_MOST_BODY]),
             attributes=pairs(attributes),
-            time_unix_nano=found.time_ns,
+            time_unix_nano=record.time_ns,
             flags=self._flags,
             trace_id=bytes.fromhex(ids.trace),
             span_id=bytes.fromhex(ids.span),
