@@ -66,13 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     ``run`` is handled before anything else is imported, so that the script finds the interpreter in its initial state.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["run"]:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["run"]:
         from torchobs.cli import run
 
-        run.main(given[1:])
+        run.main(words[1:])
         return 0
-    name, *rest = given or ["--help"]
+    name, *rest = words or ["--help"]
     try:
         with _sigterm_kept_back() if name == "exporter" else nullcontext():
             from torchobs.cli.arguments import guarded

@@ -37,12 +37,12 @@ class CommandError(Exception):
         self.status = status
 
 
-def found(read: Callable[[], T]) -> T:
-    """Return what ``read`` returns; its errors over runs and files become the command's, with exit status 2."""
+def read(reader: Callable[[], T]) -> T:
+    """Return the reader's result; its errors over runs and files become the command's, with exit status 2."""
     from torchobs.ranks.runs import NoRunError, reason  # slow to import, and most commands need no file
 
     try:
-        return read()
+        return reader()
     except NoRunError as problem:
         raise CommandError(str(problem), NOTHING) from None
     except OSError as problem:

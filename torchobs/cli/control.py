@@ -85,9 +85,9 @@ def stacks_parser() -> argparse.ArgumentParser:
     return _with_common(parser)
 
 
-def stacks(given: Sequence[str]) -> int:
+def stacks(argv: Sequence[str]) -> int:
     """Run ``torchobs stacks`` with these arguments and return its exit status."""
-    options, status = stacks_parser().parse_args(list(given)), 0
+    options, status = stacks_parser().parse_args(list(argv)), 0
     path = socket_of(options)
     for answer in post(path, "/stacks", {}, options.rank)["ranks"]:
         try:
@@ -109,9 +109,9 @@ def level_parser() -> argparse.ArgumentParser:
     return _with_common(parser)
 
 
-def level(given: Sequence[str]) -> int:
+def level(argv: Sequence[str]) -> int:
     """Run ``torchobs level`` with these arguments and return its exit status."""
-    options = level_parser().parse_args(list(given))
+    options = level_parser().parse_args(list(argv))
     answer = post(socket_of(options), f"/debug/level/{options.level}", {}, options.rank)
     ranks = ", ".join(rank["rank"] for rank in answer["ranks"])
     sys.stdout.write(f"{options.level} from now on: rank {ranks}\n")
@@ -128,9 +128,9 @@ def profile_parser() -> argparse.ArgumentParser:
     return _with_common(parser)
 
 
-def profile(given: Sequence[str]) -> int:
+def profile(argv: Sequence[str]) -> int:
     """Run ``torchobs profile`` with these arguments and return its exit status."""
-    options = profile_parser().parse_args(list(given))
+    options = profile_parser().parse_args(list(argv))
     path = socket_of(options)
     answer = post(path, "/profile", {"steps": options.steps}, options.rank)
     late = f"there is no trace after {options.wait:g} s: too few steps have ended, or --wait is too short"

@@ -30,15 +30,15 @@ examples:
 
 def dashboards_parser() -> argparse.ArgumentParser:
     """Return the parser of ``torchobs dashboards``."""
-    made = arguments.parser("dashboards", "torchobs dashboards export DIR", _DASHBOARDS, _DASHBOARDS_EXAMPLES)
-    made.add_argument("action", choices=("export",), help="what to do")
-    made.add_argument("directory", metavar="DIR", type=Path, help="where to write them; it is made if it is not there")
-    return made
+    parser = arguments.parser("dashboards", "torchobs dashboards export DIR", _DASHBOARDS, _DASHBOARDS_EXAMPLES)
+    parser.add_argument("action", choices=("export",), help="what to do")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="where to write them; it is made if it is not there")
+    return parser
 
 
-def dashboards(given: Sequence[str]) -> int:
+def dashboards(argv: Sequence[str]) -> int:
     """Run ``torchobs dashboards`` with these arguments and return its exit status."""
-    options = dashboards_parser().parse_args(list(given))
+    options = dashboards_parser().parse_args(list(argv))
     files = rendered()
     if not files:
         raise CommandError("this installation has none: it was built without deploy/grafana")
@@ -62,8 +62,8 @@ def rendered() -> list[Path]:
     """Return the rendered dashboards: of the wheel, which has them inside the package, or of a checkout."""
     package = Path(torchobs.__file__).parent
     for root in (package, package.parent):
-        if found := sorted((root / "deploy" / "grafana" / "dashboards").glob("torchobs-*.json")):
-            return found
+        if files := sorted((root / "deploy" / "grafana" / "dashboards").glob("torchobs-*.json")):
+            return files
     return []
 
 
@@ -100,24 +100,24 @@ def rules_parser() -> argparse.ArgumentParser:
     listed = "\n".join(f"  {name:<{width}} {default:g}" for name, default in defaults.items())
     examples = _RULES_EXAMPLES.format(severities=" or ".join(SEVERITIES), thresholds=listed)
     usage = "torchobs rules export DIR\n       torchobs rules render --values FILE [DIR]"
-    made = arguments.parser("rules", usage, _RULES, examples)
-    made.add_argument("action", choices=("export", "render"), help="what to do")
+    parser = arguments.parser("rules", usage, _RULES, examples)
+    parser.add_argument("action", choices=("export", "render"), help="what to do")
     directory = "where to write; it is made if it is not there. Without it, render prints the alerts."
-    made.add_argument("directory", metavar="DIR", type=Path, nargs="?", help=directory)
-    made.add_argument("--values", metavar="FILE", type=Path, help="YAML with your thresholds and severities, for render")
-    return made
+    parser.add_argument("directory", metavar="DIR", type=Path, nargs="?", help=directory)
+    parser.add_argument("--values", metavar="FILE", type=Path, help="YAML with your thresholds and severities, for render")
+    return parser
 
 
-def rules(given: Sequence[str]) -> int:
+def rules(argv: Sequence[str]) -> int:
     """Run ``torchobs rules`` with these arguments and return its exit status."""
-    made = rules_parser()
-    options = made.parse_intermixed_args(list(given))  # DIR may follow --values FILE
+    parser = rules_parser()
+    options = parser.parse_intermixed_args(list(argv))  # DIR may follow --values FILE
     if options.action == "export" and options.values:
-        made.error("export writes the shipped rules; `torchobs rules render` takes --values")
+        parser.error("export writes the shipped rules; `torchobs rules render` takes --values")
     if options.action == "export" and not options.directory:
-        made.error("export needs the directory to write to")
+        parser.error("export needs the directory to write to")
     if options.action == "render" and not options.values:
-        made.error("render needs --values FILE")
+        parser.error("render needs --values FILE")
     from torchobs.rules import files
 
     texts = _rendered(options.values)

@@ -99,9 +99,9 @@ def parser() -> argparse.ArgumentParser:
     return command
 
 
-def main(given: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``torchobs doctor`` with these arguments and return its exit status."""
-    options = parser().parse_args(list(given))
+    options = parser().parse_args(list(argv))
     out, checks = tolerant(sys.stdout), list[Check]()
     style = style_for(out)
     for check in examine(training=not options.no_training):
@@ -154,10 +154,10 @@ def lines_of(check: Check, style: TerminalStyle) -> list[str]:
     return shown + bullets([text_format.clean(check.remedy)], style.width, "      -> ") if check.remedy else shown
 
 
-def summary(found: Sequence[Check]) -> str:
+def summary(checks: Sequence[Check]) -> str:
     """Return the last line, which counts the problems."""
     counts = ((FAIL, "failure"), (WARN, "warning"))
-    numbers = [(sum(check.status == status for check in found), word) for status, word in counts]
+    numbers = [(sum(check.status == status for check in checks), word) for status, word in counts]
     problems = text_format.joined([text_format.plural(number, word) for number, word in numbers if number])
     return f"{problems}: each has its remedy above." if problems else "All is well."
 
@@ -198,8 +198,8 @@ def variables(environ: Mapping[str, str]) -> Iterator[Check]:
         yield Check("variables", WARN, problem, "correct or unset it; until then the default holds")
     if not problems:
         names = {name for option in (*config.EVERY_OPTION, *settings.OPTIONS) for name in option.every_variable}
-        given = sorted(name for name in environ if name in names)
-        yield Check("variables", OK, f"set and understood: {', '.join(given)}" if given else "none is set: the defaults hold")
+        valid = sorted(name for name in environ if name in names)
+        yield Check("variables", OK, f"set and understood: {', '.join(valid)}" if valid else "none is set: the defaults hold")
 
 
 def directory(flight_dir: str | None, runtime_dir: str | None, mountinfo: str | None = None) -> Check:
@@ -333,10 +333,10 @@ def gpus() -> Check:
         count, driver = pynvml.nvmlDeviceGetCount(), pynvml.nvmlSystemGetDriverVersion()
         pynvml.nvmlShutdown()
     except pynvml.NVMLError as problem:
-        seen = bool(list(Path("/dev").glob("nvidia[0-9]*")))
+        has_device = bool(list(Path("/dev").glob("nvidia[0-9]*")))
         text = f"no GPU is to be seen: {text_format.clean(problem)}"
-        remedy = "NVIDIA_DRIVER_CAPABILITIES must have `utility` in a container" if seen else ""
-        return Check("nvml", WARN if seen else OK, text, remedy)
+        remedy = "NVIDIA_DRIVER_CAPABILITIES must have `utility` in a container" if has_device else ""
+        return Check("nvml", WARN if has_device else OK, text, remedy)
     return Check("nvml", OK, f"{text_format.plural(count, 'GPU')}, driver {text_format.clean(driver)}")
 
 

@@ -59,39 +59,39 @@ class _Parser(arguments.Parser):
 
 def parser(*, lenient: bool = False) -> arguments.Parser:
     """Return the command's parser; see :func:`torchobs.cli.arguments.add`."""
-    made = arguments.parser("exporter", "torchobs exporter [options]", _DESCRIPTION, _EXAMPLES, _Parser)
+    parser = arguments.parser("exporter", "torchobs exporter [options]", _DESCRIPTION, _EXAMPLES, _Parser)
     version = f"torchobs exporter {__version__} (Python {platform.python_version()})"
-    made.add_argument("--version", action="version", version=version, help="Show the version and end.")
+    parser.add_argument("--version", action="version", version=version, help="Show the version and end.")
     groups = {
         prefix: group
         for title, prefixes in _GROUPS.items()
-        for group in [made.add_argument_group(title)]
+        for group in [parser.add_argument_group(title)]
         for prefix in prefixes
     }
     for option in config.EVERY_OPTION:
-        group = next((group for prefix, group in groups.items() if option.flag.startswith(prefix)), made)
+        group = next((group for prefix, group in groups.items() if option.flag.startswith(prefix)), parser)
         arguments.add(group, option, lenient=lenient)
-    return made
+    return parser
 
 
-def main(given: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the exporter until it is signalled to end, and return its exit status.
 
     Raises:
         CommandError: an option or a variable is wrong, and this is no sidecar.
     """
-    made, mistakes = parser(lenient=True), []
+    lenient, mistakes = parser(lenient=True), []
     try:
-        options, rest = made.parse_known_args(given)
+        options, rest = lenient.parse_known_args(argv)
     except _MistakeError as mistake:  # a value for a flag: the only error of a lenient parser
         mistakes.append(str(mistake))
-        options, rest = made.parse_known_args([word for word in given if not word.startswith(_WITHOUT_VALUE)])
+        options, rest = lenient.parse_known_args([word for word in argv if not word.startswith(_WITHOUT_VALUE)])
     flags = [option.flag for option in config.EVERY_OPTION]
     for word in rest:
         what, hint = "option" if word.startswith("-") else "argument", closest(word.partition("=")[0], flags)
         mistakes.append(f"no such {what}: {word!r}{hint}")
-    found = {name: texts for name, texts in vars(options).items() if texts is not None}
-    chosen = config.parse(found, settings.environment(), mistakes)
+    values = {name: texts for name, texts in vars(options).items() if texts is not None}
+    chosen = config.parse(values, settings.environment(), mistakes)
     if chosen.problems and not launch.in_kubernetes(settings.environment()):
         raise CommandError(f"{'; '.join(chosen.problems)}; `torchobs exporter --help` has all options and variables", 2)
     from torchobs.exporter.daemon import configure_log, serve

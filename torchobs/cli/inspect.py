@@ -41,34 +41,34 @@ Exit status: 0 if every rank is alive or finished, 1 if one failed, was lost or 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    made = arguments.parser("inspect", "torchobs inspect [options] [FILE|DIR …]", _DESCRIPTION, _EXAMPLES)
-    made.add_argument("paths", nargs="*", metavar="FILE|DIR", type=Path, help="Flight files, or directories of them.")
-    made.add_argument(
+    parser = arguments.parser("inspect", "torchobs inspect [options] [FILE|DIR …]", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("paths", nargs="*", metavar="FILE|DIR", type=Path, help="Flight files, or directories of them.")
+    parser.add_argument(
         "--run", metavar="RUN", help="The run to report: its run_id or its beginning, or a job's name. [default: the latest]"
     )
-    arguments.add(made, _STEPS_OPTION, default=10)
-    arguments.add(made, _EVENTS_OPTION, default=20)
-    made.add_argument("--json", action="store_true", help="Print JSON for programs; docs/terminal.md describes its fields.")
-    return made
+    arguments.add(parser, _STEPS_OPTION, default=10)
+    arguments.add(parser, _EVENTS_OPTION, default=20)
+    parser.add_argument("--json", action="store_true", help="Print JSON for programs; docs/terminal.md describes its fields.")
+    return parser
 
 
-def main(given: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``torchobs inspect`` with these arguments and return its exit status."""
-    options = parser().parse_args(list(given))
+    options = parser().parse_args(list(argv))
     out, wanted = tolerant(sys.stdout), Options(options.steps, options.events)
-    one = str(options.paths[0]) if len(options.paths) == 1 and not options.run else options.run
-    chosen = arguments.found(lambda: choose(options.paths, one) if options.paths and one is options.run else kept.find(one))
+    name = str(options.paths[0]) if len(options.paths) == 1 and not options.run else options.run
+    chosen = arguments.read(lambda: choose(options.paths, name) if options.paths and name is options.run else kept.find(name))
     if options.json:
         if isinstance(chosen, Kept):
-            made = chosen.data
+            data = chosen.data
         else:
-            made = document(chosen.ranks, chosen.launchers, chosen.bad, wanted, chosen.before)
-        out.write(json.dumps(made, indent=2, allow_nan=False) + "\n")
+            data = document(chosen.ranks, chosen.launchers, chosen.bad, wanted, chosen.before)
+        out.write(json.dumps(data, indent=2, allow_nan=False) + "\n")
     else:
         lines = [*render(kept.report_on(chosen, wanted), style_for(out)), *chosen.notes]
         out.write("".join(f"{line}\n" for line in lines))
     if isinstance(chosen, Kept):
-        states = [one["state"] for one in (*chosen.data["ranks"], *chosen.data["launchers"])]
+        states = [process["state"] for process in (*chosen.data["ranks"], *chosen.data["launchers"])]
     else:
         states = [report.state for report in (*chosen.ranks, *chosen.launchers)]
     return int(any(state not in {"alive", "finished"} for state in states))

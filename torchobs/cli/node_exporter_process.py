@@ -47,9 +47,9 @@ def _exporter() -> Serve:
     def run(
         flight_dir: str, address: str, *, announce: Callable[[str, bool], None], finished: Callable[[ServiceStatus], bool]
     ) -> None:
-        given: dict[str, tuple[str, ...]] = {"mode": ("node",), "flight_dir": (flight_dir,)}
-        given |= {"listen": (address,)} if address else {}
-        chosen = config.parse(given, environ)
+        texts: dict[str, tuple[str, ...]] = {"mode": ("node",), "flight_dir": (flight_dir,)}
+        texts |= {"listen": (address,)} if address else {}
+        chosen = config.parse(texts, environ)
         configure_log(chosen)
         serve(chosen, announce=announce, finished=finished)
 

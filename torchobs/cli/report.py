@@ -41,31 +41,27 @@ _DRAWN = ("png", "svg", "pdf")
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    made = arguments.parser("report", "torchobs report [options] [RUN]", _DESCRIPTION, _EXAMPLES)
-    made.add_argument(
-        "run",
-        nargs="?",
-        metavar="RUN",
-        help="A run_id or its beginning, a job's name, a flight or kept file, a directory of them. [default: the latest run]",
-    )
-    made.add_argument(
+    parser = arguments.parser("report", "torchobs report [options] [RUN]", _DESCRIPTION, _EXAMPLES)
+    run = "A run_id or its beginning, a job's name, a flight or kept file, a directory of them. [default: the latest run]"
+    parser.add_argument("run", nargs="?", metavar="RUN", help=run)
+    parser.add_argument(
         "-o", "--output", metavar="FILE", type=Path, help="Where to write it: .html, .md or .json. [default: report.html]"
     )
-    made.add_argument("--plots", metavar="DIR", type=Path, help="Also draw each chart into a file there; needs matplotlib.")
-    made.add_argument("--format", choices=_DRAWN, default="png", help="Format of these files. [default: png]")
-    arguments.add(made, arguments.DIRECTORY)
-    return made
+    parser.add_argument("--plots", metavar="DIR", type=Path, help="Also draw each chart into a file there; needs matplotlib.")
+    parser.add_argument("--format", choices=_DRAWN, default="png", help="Format of these files. [default: png]")
+    arguments.add(parser, arguments.DIRECTORY)
+    return parser
 
 
-def main(given: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``torchobs report`` with these arguments and return its exit status."""
-    options = parser().parse_args(list(given))
+    options = parser().parse_args(list(argv))
     from torchobs.document import files, kept  # slow to import
 
     output = options.output if options.output is not None else None if options.plots else Path("report.html")
     if output is not None:
         _check(output)
-    chosen = arguments.found(lambda: kept.find(options.run, options.flight_dir))
+    chosen = arguments.read(lambda: kept.find(options.run, options.flight_dir))
     lines = [_plots(chosen, options.plots, options.format)] if options.plots is not None else []
     if output is not None:
         _write(output, files.report_text(chosen, output.suffix))
@@ -129,28 +125,27 @@ Exit status: 0 if both runs were read, 2 if not."""
 
 def compare_parser() -> argparse.ArgumentParser:
     """Return the parser of ``torchobs compare``."""
-    made = arguments.parser("compare", "torchobs compare [options] A B", _COMPARE, _COMPARE_EXAMPLES)
+    parser = arguments.parser("compare", "torchobs compare [options] A B", _COMPARE, _COMPARE_EXAMPLES)
     for name in ("first", "second"):
-        made.add_argument(
-            name,
-            metavar="RUN",
-            help="A run_id or its beginning, a job's name, a flight file, a directory of them, or a kept file.",
-        )
-    made.add_argument("-o", "--output", metavar="FILE", type=Path, help="Write a page (.html), Markdown (.md) or JSON (.json).")
-    made.add_argument("--json", action="store_true", help="Print JSON for programs; docs/report.md describes its fields.")
-    arguments.add(made, arguments.DIRECTORY)
-    return made
+        run = "A run_id or its beginning, a job's name, a flight file, a directory of them, or a kept file."
+        parser.add_argument(name, metavar="RUN", help=run)
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, help="Write a page (.html), Markdown (.md) or JSON (.json)."
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON for programs; docs/report.md describes its fields.")
+    arguments.add(parser, arguments.DIRECTORY)
+    return parser
 
 
-def compare(given: Sequence[str]) -> int:
+def compare(argv: Sequence[str]) -> int:
     """Run ``torchobs compare`` with these arguments and return its exit status."""
-    options = compare_parser().parse_args(list(given))
+    options = compare_parser().parse_args(list(argv))
     from torchobs.document import compare as comparing
     from torchobs.document import files, kept
 
     if options.output is not None:
         _check(options.output)
-    runs = (arguments.found(partial(kept.find, run, options.flight_dir)) for run in (options.first, options.second))
+    runs = (arguments.read(partial(kept.find, run, options.flight_dir)) for run in (options.first, options.second))
     comparison = comparing.compare(*map(kept.side_for, runs))
     out, suffix = tolerant(sys.stdout), options.output.suffix.lower() if options.output is not None else ""
     if options.json or suffix == ".json":

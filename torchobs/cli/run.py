@@ -143,7 +143,7 @@ def _enter_path(program: Program) -> None:
 
 
 def _safe_path() -> bool:
-    """Return True if Python was started with -P or -I, which leave the script's directory out of ``sys.path``."""
+    """Return whether Python was started with -P or -I, which leave the script's directory out of ``sys.path``."""
     return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
 
 
@@ -190,7 +190,7 @@ class _Watched(NamedTuple):
     directory: str
     run_id: str
     pid: int
-    is_told: bool
+    is_read: bool
     """whether a person reads the summary"""
     most_kept: int
 
@@ -222,7 +222,7 @@ class Summary:
         if watched is None or watched.pid != os.getpid():  # a forked child
             return
         try:
-            self._tell_and_keep(watched)
+            self._print_and_keep(watched)
         finally:
             if getattr(sys, "last_type", None) is KeyboardInterrupt:
                 # Python ends by SIGINT then, but forgets it when any text is evaluated, as a named tuple does when it is made
@@ -230,24 +230,24 @@ class Summary:
                     exec("raise KeyboardInterrupt")  # noqa: S102  # reminds it
 
     @staticmethod
-    def _tell_and_keep(watched: _Watched) -> None:
+    def _print_and_keep(watched: _Watched) -> None:
         from torchobs.flight.directory import opened
         from torchobs.node.election import is_decided
 
         with opened(watched.directory) as directory_fd:
             keeps = watched.most_kept and not is_decided(directory_fd)
-        if not watched.is_told and not keeps:
+        if not watched.is_read and not keeps:
             return
         from torchobs.ranks.runs import choose, listing
 
         directory = Path(watched.directory)
         keeps = keeps and not any(run.lives for run in listing(directory).runs if run.run_id == watched.run_id)
-        if not watched.is_told and not keeps:
+        if not watched.is_read and not keeps:
             return
         chosen = choose([directory], watched.run_id)
-        if watched.is_told:
+        if watched.is_read:
             more = f"torchobs inspect {shlex.quote(watched.directory)} --run {shlex.quote(watched.run_id)}"
-            _tell([*summary_lines(chosen), f"more: {more}"])
+            _print([*summary_lines(chosen), f"more: {more}"])
         if keeps:
             from torchobs.document import kept
 
@@ -265,20 +265,20 @@ def summary_lines(chosen: Chosen) -> list[str]:
     from torchobs.support import text as text_format
 
     ranks = chosen.ranks
-    known = diagnose_run(ranks, chosen.launchers)
-    ended, *rest = known.by_rank[known.principal]
-    worst = [finding.long for finding in [*known.together, *rest] if finding.severity != INFO][:_MOST_FINDINGS]
-    times = ranks[known.principal].by_attribute(catalog.GOODPUT_TIME)
+    diagnosis = diagnose_run(ranks, chosen.launchers)
+    ended, *rest = diagnosis.by_rank[diagnosis.principal]
+    worst = [finding.long for finding in [*diagnosis.together, *rest] if finding.severity != INFO][:_MOST_FINDINGS]
+    times = ranks[diagnosis.principal].by_attribute(catalog.GOODPUT_TIME)
     least = _LEAST_NAMED * sum(times.values())
     parts = [f"{name} {text_format.percent(s / sum(times.values()))}" for name, s in times.items() if s and s >= least]
-    whose = f" of rank {ranks[known.principal].rank}" if len(ranks) > 1 else ""
-    went = [f"time{whose} since {ranks[known.principal].since}: {', '.join(parts)}"] if parts else []
-    after = verdict(ranks, known.principal, chosen.before.get(ranks[known.principal].rank))
+    owner = f" of rank {ranks[diagnosis.principal].rank}" if len(ranks) > 1 else ""
+    went = [f"time{owner} since {ranks[diagnosis.principal].since}: {', '.join(parts)}"] if parts else []
+    after = verdict(ranks, diagnosis.principal, chosen.before.get(ranks[diagnosis.principal].rank))
     advice = [] if after.cause in {"running", "finished", "interrupted"} else [f"action: {after.action}. {after.reason}"]
-    return [known.verdict.long, ended.long, *worst, *advice, *went]
+    return [diagnosis.verdict.long, ended.long, *worst, *advice, *went]
 
 
-def _tell(lines: Sequence[str]) -> None:
+def _print(lines: Sequence[str]) -> None:
     """Write in one piece to descriptor 2: the script may have replaced or closed ``sys.stderr``.
 
     If it has closed the descriptor too, as a daemon does, another file of it may have the number: then nothing is written.
@@ -317,14 +317,14 @@ class _Parser(arguments.Parser):
             sys.exit(status)
 
 
-def main(given: Sequence[str], begin: Callable[..., object] | None = None) -> None:
+def main(argv: Sequence[str], begin: Callable[..., object] | None = None) -> None:
     """Run ``torchobs run`` with these arguments; ``begin``: :func:`torchobs.init`, replaceable by tests.
 
     Returns when the script ends by itself. Raises what the script raises, ``SystemExit`` included.
     """
-    options, what = _parse(list(given))
+    options, what = _parse(list(argv))
     if options.notify:
-        _begin_anew(options.notify, list(given))
+        _begin_anew(options.notify, list(argv))
     enter(what)
     breaker, summary = error_guard.CircuitBreaker("run"), Summary(quiet=options.quiet)
     error_guard.call(breaker, begin or _init, **_overrides(options))
@@ -340,41 +340,41 @@ def main(given: Sequence[str], begin: Callable[..., object] | None = None) -> No
         raise
 
 
-def split(given: list[str], valued: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+def split(argv: list[str], valued: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     """Split into our options and the command, which begins at the script's name or ``-m``; ``valued`` options take a word."""
     valued = valued or [str(option.flag) for option in _VALUED]
     at = 0
-    while at < len(given) and given[at].startswith("-") and not given[at].startswith("-m"):
-        if given[at] == "--":
-            return given[:at], given[at + 1 :]
-        at += 2 if given[at] in valued else 1
-    return given[:at], given[at:]
+    while at < len(argv) and argv[at].startswith("-") and not argv[at].startswith("-m"):
+        if argv[at] == "--":
+            return argv[:at], argv[at + 1 :]
+        at += 2 if argv[at] in valued else 1
+    return argv[:at], argv[at:]
 
 
 def parser() -> arguments.Parser:
     """Return the parser for the options before the script."""
     usage = "torchobs run [options] script.py [arguments …]\n       torchobs run [options] -m module [arguments …]"
-    made = arguments.parser("run", usage, _DESCRIPTION, _EXAMPLES, _Parser)
-    made.add_argument("--no-exporter", action="store_true", help="Start no exporter on this machine.")
-    made.add_argument("--no-keep", action="store_true", help="Keep nothing of the run beyond the machine's next start.")
-    made.add_argument("--quiet", action="store_true", help="Print neither the page's address nor the summary.")
+    parser = arguments.parser("run", usage, _DESCRIPTION, _EXAMPLES, _Parser)
+    parser.add_argument("--no-exporter", action="store_true", help="Start no exporter on this machine.")
+    parser.add_argument("--no-keep", action="store_true", help="Keep nothing of the run beyond the machine's next start.")
+    parser.add_argument("--quiet", action="store_true", help="Print neither the page's address nor the summary.")
     for option in _VALUED:
-        arguments.add(made, option)
-    return made
+        arguments.add(parser, option)
+    return parser
 
 
-def _parse(given: list[str]) -> tuple[argparse.Namespace, Program]:
-    own, command = split(given)
-    made = parser()
-    options, unknown = made.parse_known_args(own)
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, Program]:
+    flags, command = split(argv)
+    flag_parser = parser()
+    options, unknown = flag_parser.parse_known_args(flags)
     if unknown:
-        made.error(f"unknown option {unknown[0]!r}, expected {either(_OPTIONS)}; the script's own come after its name")
+        flag_parser.error(f"unknown option {unknown[0]!r}, expected {either(_OPTIONS)}; the script's own come after its name")
     if not command or command == ["-m"]:
-        made.error("a script or `-m module` is missing")
+        flag_parser.error("a script or `-m module` is missing")
     try:
         return options, split_program(command)
     except NoSuchProgramError as problem:
-        made.exit(2, f"torchobs run: {problem}\n")
+        flag_parser.exit(2, f"torchobs run: {problem}\n")
 
 
 def split_program(command: list[str]) -> Program:
@@ -402,14 +402,14 @@ def _overrides(options: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def _begin_anew(notify: str, given: list[str]) -> None:
+def _begin_anew(notify: str, argv: list[str]) -> None:
     """Begin anew with the URL in the environment: everybody can read a command line, also that of forked workers."""
-    own, _ = split(given)
-    kept = [word for at, word in enumerate(own) if not word.startswith("--notify") and own[at - 1 : at] != ["--notify"]]
-    before, environ = sys.orig_argv[: -len(given)], {**settings.environment(), settings.NOTIFY.variables[0]: notify}
-    if [*before, *given] != sys.orig_argv:  # called by another program
+    flags, _ = split(argv)
+    kept = [word for at, word in enumerate(flags) if not word.startswith("--notify") and flags[at - 1 : at] != ["--notify"]]
+    before, environ = sys.orig_argv[: -len(argv)], {**settings.environment(), settings.NOTIFY.variables[0]: notify}
+    if [*before, *argv] != sys.orig_argv:  # called by another program
         before = [sys.executable, "-m", "torchobs", "run"]
-    os.execve(sys.executable, [*before, *kept, *given[len(own) :]], environ)  # noqa: S606  # the same program once more
+    os.execve(sys.executable, [*before, *kept, *argv[len(flags) :]], environ)  # noqa: S606  # the same program once more
 
 
 def _init(**overrides: object) -> object:

@@ -42,52 +42,52 @@ Exit status: 0, or 2 if there was nothing to read."""
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``torchobs runs``."""
-    made = arguments.parser("runs", "torchobs runs [options]", _RUNS, _RUNS_EXAMPLES)
-    made.add_argument("--job", metavar="NAME", help="Only runs of this job.")
-    made.add_argument("--tag", metavar="TAG", help="Only runs with this tag.")
-    made.add_argument("--json", action="store_true", help="Print JSON for programs; docs/report.md describes its fields.")
-    arguments.add(made, arguments.DIRECTORY)
-    return made
+    parser = arguments.parser("runs", "torchobs runs [options]", _RUNS, _RUNS_EXAMPLES)
+    parser.add_argument("--job", metavar="NAME", help="Only runs of this job.")
+    parser.add_argument("--tag", metavar="TAG", help="Only runs with this tag.")
+    parser.add_argument("--json", action="store_true", help="Print JSON for programs; docs/report.md describes its fields.")
+    arguments.add(parser, arguments.DIRECTORY)
+    return parser
 
 
-def main(given: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``torchobs runs`` with these arguments and return its exit status."""
-    options = parser().parse_args(list(given))
+    options = parser().parse_args(list(argv))
     place = kept.directory()
     try:
         directory: Path | None = options.flight_dir or default_directory()
     except NoRunError:  # a reboot has taken it
         directory = None
     try:
-        listed = arguments.found(lambda: listing(directory)) if directory is not None else Listing([], [])
+        listed = arguments.read(lambda: listing(directory)) if directory is not None else Listing([], [])
     except CommandError as problem:
         raise CommandError(f"{text_format.clean(directory)}: {problem}", problem.status) from None
-    found, bad = kept.listed(place)
+    summaries, bad = kept.listed(place)
     bad = [*listed.bad, *bad]
     runs: dict[RunSummary, Path | None] = {}
-    by_name = {path.name: run for run, path in found.items()}
+    by_name = {path.name: run for run, path in summaries.items()}
     for run in listed.runs:
-        known = by_name.get(kept.name_of(run.job_name, run.run_id, run.files[0].header.boot_id))
-        if known is None or run.lives or run.last_s > known.last_s + _SOON_S:  # what is kept need not be read again
+        earlier = by_name.get(kept.name_of(run.job_name, run.run_id, run.files[0].header.boot_id))
+        if earlier is None or run.lives or run.last_s > earlier.last_s + _SOON_S:  # what is kept need not be read again
             summary, unreadable = _summary(run)
             bad += unreadable
             if summary is not None:
-                runs[summary] = found.pop(known, None) if known is not None else None
-    every = {**found, **runs}.items()
+                runs[summary] = summaries.pop(earlier, None) if earlier is not None else None
+    every = {**summaries, **runs}.items()
     wanted = [run for run in every if options.job in {None, run[0].job_name} and options.tag in {None, run[0].tag}]
     shown = sorted(wanted, key=lambda run: -run[0].last_s)
     out = tolerant(sys.stdout)
     if options.json:
-        made = {
+        data = {
             "version": RUNS_VERSION, "directory": _text(directory), "kept_in": _text(place),
             "runs": [{**plain(run._asdict()), "kept": _text(file)} for run, file in shown],
             "unreadable": [{"file": name, "reason": why} for name, why in bad], "left_out": listed.left_out,
         }  # fmt: skip
-        out.write(json.dumps(made, indent=1, allow_nan=False) + "\n")
+        out.write(json.dumps(data, indent=1, allow_nan=False) + "\n")
         return 0 if shown else arguments.NOTHING
     style = style_for(out)
     rows = Table("", _HEAD, tuple(_row(*run) for run in shown), frozenset({0, 1, 3, 4, 10, 11, 12}))
-    where = text_format.joined([text_format.clean(one) for one in (directory, place) if one is not None])
+    where = text_format.joined([text_format.clean(path) for path in (directory, place) if path is not None])
     of = "".join(f" with {name} {text_format.clean(word)!r}" for name in ("job", "tag") if (word := getattr(options, name)))
     missing = f"no runs{of} in {where}: a training writes them with torchobs.init()"
     unread = [text_format.cut(f"not read: {text_format.clean(name)}: {why}", style.width) for name, why in bad[:5]]
@@ -107,15 +107,15 @@ def _summary(run: RunFiles) -> tuple[RunSummary | None, list[tuple[str, str]]]:
     return summary_of([*first, *others], begun_s) if first or others else None, bad + more
 
 
-def _row(one: RunSummary, file: Path | None) -> tuple[str, ...]:
-    ranks = f"{one.ranks:,} of {one.world_size:,}" if one.world_size and one.world_size > one.ranks else f"{one.ranks:,}"
-    again = f" (attempt {one.attempt})" if one.attempt > 1 else ""
+def _row(run: RunSummary, file: Path | None) -> tuple[str, ...]:
+    ranks = f"{run.ranks:,} of {run.world_size:,}" if run.world_size and run.world_size > run.ranks else f"{run.ranks:,}"
+    again = f" (attempt {run.attempt})" if run.attempt > 1 else ""
     return (
-        text_format.cut(one.run_id, 48), text_format.cut(one.job_name, 32), ranks, one.state,
-        (one.ended_by.replace("_", " ") if one.ended_by != one.state else "") + again, f"{one.steps:,}",
-        text_format.number(one.loss), text_format.number(one.best_loss),
-        text_format.moment(one.started, "%m-%d %H:%M:%S"), text_format.moment(one.last_seen, "%m-%d %H:%M:%S"),
-        text_format.cut(one.tag, 24), one.commit[:_COMMIT], "kept" if file else "",
+        text_format.cut(run.run_id, 48), text_format.cut(run.job_name, 32), ranks, run.state,
+        (run.ended_by.replace("_", " ") if run.ended_by != run.state else "") + again, f"{run.steps:,}",
+        text_format.number(run.loss), text_format.number(run.best_loss),
+        text_format.moment(run.started, "%m-%d %H:%M:%S"), text_format.moment(run.last_seen, "%m-%d %H:%M:%S"),
+        text_format.cut(run.tag, 24), run.commit[:_COMMIT], "kept" if file else "",
     )  # fmt: skip
 
 
@@ -133,20 +133,22 @@ Exit status: 0 if it is kept, 1 if it cannot be, 2 if there was nothing to read.
 
 def keep_parser() -> argparse.ArgumentParser:
     """Return the parser of ``torchobs keep``."""
-    made = arguments.parser("keep", "torchobs keep [options] [RUN]", _KEEP, _KEEP_EXAMPLES)
-    made.add_argument("run", nargs="?", metavar="RUN", help="A run_id or its beginning, or a job's name. [default: the latest]")
-    made.add_argument("--automatic", action="store_true", help="Not if the run was started with --no-keep.")
-    arguments.add(made, arguments.DIRECTORY)
-    return made
+    parser = arguments.parser("keep", "torchobs keep [options] [RUN]", _KEEP, _KEEP_EXAMPLES)
+    parser.add_argument(
+        "run", nargs="?", metavar="RUN", help="A run_id or its beginning, or a job's name. [default: the latest]"
+    )
+    parser.add_argument("--automatic", action="store_true", help="Not if the run was started with --no-keep.")
+    arguments.add(parser, arguments.DIRECTORY)
+    return parser
 
 
-def keep(given: Sequence[str]) -> int:
+def keep(argv: Sequence[str]) -> int:
     """Run ``torchobs keep`` with these arguments and return its exit status."""
-    options = keep_parser().parse_args(list(given))
+    options = keep_parser().parse_args(list(argv))
     place = kept.directory()
     if place is None:
         raise CommandError("there is no place to keep it: set TORCHOBS_KEEP_DIR to a directory on a volume")
-    chosen = arguments.found(lambda: choose([options.flight_dir or default_directory()], options.run))
+    chosen = arguments.read(lambda: choose([options.flight_dir or default_directory()], options.run))
     if options.automatic and not kept.is_wanted(chosen):
         return 0
     try:

@@ -217,16 +217,16 @@ time over what it would be if the others did not wait for it (1.00×: nobody wai
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    made = arguments.parser("top", "torchobs top [options]", _DESCRIPTION, _EXAMPLES)
-    arguments.add(made, _INTERVAL, default=1.0)
-    made.add_argument("--once", action="store_true", help="Print the ranks once and end.")
-    arguments.add(made, arguments.DIRECTORY)
-    return made
+    parser = arguments.parser("top", "torchobs top [options]", _DESCRIPTION, _EXAMPLES)
+    arguments.add(parser, _INTERVAL, default=1.0)
+    parser.add_argument("--once", action="store_true", help="Print the ranks once and end.")
+    arguments.add(parser, arguments.DIRECTORY)
+    return parser
 
 
-def main(given: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``torchobs top`` with these arguments and return its exit one."""
-    options = parser().parse_args(list(given))
+    options = parser().parse_args(list(argv))
     environ = settings.environment()
     chosen, _ = settings.resolve({"flight_dir": options.flight_dir}, environ)
     flight_dir = str(chosen.flight_dir) if chosen.flight_dir else None
