@@ -17,11 +17,10 @@ from torchobs.catalog import HOST_COLLECTORS
 from torchobs.config.options import Address, duration_s
 from torchobs.exporter import config
 from torchobs.exporter.config import ExporterConfig, PushConfig, PushTarget, UnixAddress
-from torchobs.exporter.daemon import LogFormatter
+from torchobs.exporter.daemon import NO_RANK, NO_RANK_S, LogFormatter, PodAdvice
 from torchobs.exporter.file_sd import TargetFile
 from torchobs.exporter.http import UnixSocket, bind_unix
 from torchobs.exporter.metrics_page import ScrapeTracker
-from torchobs.exporter.pod_advice import NO_RANK, NO_RANK_S, PodAdvice
 from torchobs.ranks.snapshot import EMPTY, Rank
 
 

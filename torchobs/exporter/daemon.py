@@ -34,12 +34,11 @@ from torchobs.exporter.keeping import Keeper
 from torchobs.exporter.metrics_page import MetricsPage, PageCache, ScrapeTracker
 from torchobs.exporter.notify import Notifier
 from torchobs.exporter.page import LivePage
-from torchobs.exporter.pod_advice import PodAdvice
 from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.exporter.web_config import WebConfigMiddleware
 from torchobs.node.lifetime import OncePerMinute, ServiceStatus
 from torchobs.ranks import snapshot
-from torchobs.ranks.scanner import Scanner
+from torchobs.ranks.scanner import END_S, Scanner
 from torchobs.ranks.state import FADED_AFTER_S
 
 if TYPE_CHECKING:
@@ -65,6 +64,13 @@ SETTLED_S, THOROUGH_S = 60.0, 3600.0
 """Seconds until the first garbage collection of all objects, and between two"""
 YOUNG = 10_000
 """Threshold of the youngest generation: with Python's default it would be collected three times per page."""
+NO_RANK_S = 120.0
+"""Seconds without a rank before that is worth a word: a training imports torch within the first two minutes."""
+
+NO_RANK = (
+    "no rank has appeared: does the training call torchobs.init(), and does its image have torchobs? With the label "
+    "torchobs.io/inject: auto it needs neither, but a virtual environment needs the annotation torchobs.io/pythonpath as well"
+)
 
 _FAILURES = frozenset(catalog.EXIT_REASONS) - {"finished", "interrupted", "terminated"}
 
@@ -72,6 +78,35 @@ _PLAIN = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+")
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
 _QUIET_LIBRARIES = ("uvicorn", "asyncio", "urllib3")
 _log = logging.getLogger(__name__)
+
+
+class PodAdvice:
+    """Advice of one pod's exporter; each piece is logged once. Times are CLOCK_MONOTONIC in seconds."""
+
+    def __init__(self, config: ExporterConfig) -> None:
+        self._grace_s = config.drain_timeout_s + END_S
+        self._has_rank = False
+        self._begun_s: float | None = None
+        self._logged: set[str] = set()
+        self.advice: tuple[str, ...] = ()
+
+    def look(self, snapshot: Snapshot, scrapers: ScrapeTracker, now_s: float, *, ends: bool = False) -> None:
+        """Look again at the pod's ranks and scrapers. ``ends``: the trainings have ended."""
+        self._begun_s = now_s if self._begun_s is None else self._begun_s
+        self._has_rank = self._has_rank or bool(snapshot.ranks)
+        advice = {}
+        if not self._has_rank and (ends or now_s - self._begun_s >= NO_RANK_S):
+            advice["no rank"] = NO_RANK
+        interval_s = scrapers.interval_s(now_s)
+        if interval_s is not None and (needed_s := interval_s + scrapers.timeout_s + END_S) > self._grace_s:
+            advice["grace"] = (
+                f"the pod's grace of {self._grace_s:.0f} s is too short for its scrapes, which need {math.ceil(needed_s)} s: their "
+                "interval, their timeout and 5 s. The training's last steps may be lost: raise terminationGracePeriodSeconds"
+            )
+        for kind in advice.keys() - self._logged:
+            _log.warning("%s", advice[kind])
+        self._logged |= advice.keys()
+        self.advice = tuple(advice.values())
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
