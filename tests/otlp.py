@@ -169,7 +169,7 @@ class Pushing:
     def look(self, seconds: float, *, final: bool = True, wait: bool = True) -> None:
         """Scan at a moment of the clock and hand the snapshot over; with `final` all of it is pushed, and waited for."""
         self.clock.seconds = seconds
-        self.push.look(ScrapeInput(self.scanner.scan()), final=final)
+        self.push.accept(ScrapeInput(self.scanner.scan()), final=final)
         if wait:
             wait_until(lambda: self.push.settled and self.push._scrape is None, interval_s=0.005)
 

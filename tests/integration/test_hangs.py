@@ -138,7 +138,7 @@ def test_stacks_name_the_rank_that_sleeps_in_the_same_phase(
         places = {"0": ("backward", 5.6), "1": ("backward", 5.6)}
         wait_until(lambda: positions(scanner.scan()) == places, 60.0, 0.2)
         assert not any("Rank 1 " in text for text in findings(flight_dir))
-        CommandService(config, ArtifactStore(config)).look(scanner.scan())
+        CommandService(config, ArtifactStore(config)).review(scanner.scan())
     (text,) = wait_until(lambda: [one for one in findings(flight_dir) if one.startswith("Rank 1 runs")], 30.0, 0.5)
     assert "distributed_rank.py:" in text
     assert text.endswith("in backward of step 6, and the other rank waits in backward of step 6.")

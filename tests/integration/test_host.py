@@ -47,7 +47,7 @@ class Machine:
         self.look()
 
     def look(self) -> None:
-        self._host.take()
+        self._host.collect()
         assert self._host.latest is not None
         self.facts = self._host.latest
 
@@ -228,7 +228,7 @@ def test_a_dead_file_server_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) ->
     host = HostMetrics(config, lambda: clock[0])
 
     def shown() -> set[str]:
-        host.take()
+        host.collect()
         assert host.latest is not None
         return {one.metric.name for one in host.latest.said}
 

@@ -320,21 +320,21 @@ WITH_RANK = replace(EMPTY, ranks=(cast("Rank", object()),))
 def test_a_pod_without_a_rank_says_so_and_one_whose_grace_does_not_last_for_a_scrape(caplog: pytest.LogCaptureFixture) -> None:
     """Once in the log, after two minutes or at its end. A scrape takes its interval, its timeout and 5 s; a restart is none."""
     pod, scrapers = PodAdvice(ExporterConfig()), ScrapeTracker()
-    pod.look(EMPTY, scrapers, 100.0)
+    pod.review(EMPTY, scrapers, 100.0)
     assert not pod.advice
     for _ in range(2):
-        pod.look(EMPTY, scrapers, 100.0 + NO_RANK_S)
+        pod.review(EMPTY, scrapers, 100.0 + NO_RANK_S)
     assert list(pod.advice) == [NO_RANK]
     assert caplog.text.count(NO_RANK) == 1
-    pod.look(WITH_RANK, scrapers, 300.0)
-    pod.look(EMPTY, scrapers, 600.0, ends=True)
+    pod.review(WITH_RANK, scrapers, 300.0)
+    pod.review(EMPTY, scrapers, 600.0, ends=True)
     assert not pod.advice
     early = PodAdvice(ExporterConfig())
-    early.look(EMPTY, scrapers, 1.0, ends=True)
+    early.review(EMPTY, scrapers, 1.0, ends=True)
     assert list(early.advice) == [NO_RANK]
     for interval_s, is_short in ((15.0, False), (30.0, False), (31.0, True), (60.0, True)):
         pod, scrapers = PodAdvice(ExporterConfig(drain_timeout_s=40.0)), ScrapeTracker(lambda _: True)
         for at_s in (0.0, interval_s, 2 * interval_s, 2 * interval_s + 200.0):
-            scrapers.note(("10.0.0.1", 4000), "Prometheus/3", 1, at_s, timeout_s=10.0)
-        pod.look(WITH_RANK, scrapers, 2 * interval_s + 201.0)
+            scrapers.record(("10.0.0.1", 4000), "Prometheus/3", 1, at_s, timeout_s=10.0)
+        pod.review(WITH_RANK, scrapers, 2 * interval_s + 201.0)
         assert ["the pod's grace of 45 s is too short" in words for words in pod.advice] == [True] * is_short

@@ -196,7 +196,7 @@ def scraped(*times_s: float, number: int = 1, timeout_s: float | None = 10.0) ->
     """Scrapes of one scraper at these times."""
     made = ScrapeTracker(lambda _: True)
     for time_s in times_s:
-        made.note(ONE, "prometheus", number, time_s, timeout_s=timeout_s)
+        made.record(ONE, "prometheus", number, time_s, timeout_s=timeout_s)
     return made
 
 
@@ -223,11 +223,11 @@ def test_a_scraper_is_waited_for_until_it_has_the_final_snapshot(
 def test_each_of_two_scrapers_behind_one_address_is_waited_for() -> None:
     """A pair of Prometheus is the usual way to have no gap; what is acknowledged is what the slowest expected one has."""
     scrapers = scraped(0, 15, number=8)
-    scrapers.note(OTHER, "prometheus", 7, 16.0, timeout_s=10.0)
+    scrapers.record(OTHER, "prometheus", 7, 16.0, timeout_s=10.0)
     assert scrapers.waiting(8, 17.0) == ["10.0.0.1 prometheus"]
     assert (scrapers.got(8), scrapers.got(9)) == (True, False)
     assert scrapers.acknowledged(16.0) == 7
-    scrapers.note(OTHER, "prometheus", 9, 31.0, timeout_s=10.0)
+    scrapers.record(OTHER, "prometheus", 9, 31.0, timeout_s=10.0)
     assert [scrapers.acknowledged(at_s) for at_s in (31.0, 15 + 30.1)] == [8, 9]
     assert ScrapeTracker().acknowledged(0.0) == 0
 
@@ -236,10 +236,10 @@ def test_a_new_connection_continues_a_closed_one() -> None:
     """A scraper that connects anew for each scrape is one, with an interval."""
     scrapers = ScrapeTracker(lambda client: client == OTHER)
     for scrape, at_s in enumerate((0.0, 15.0, 30.0)):
-        scrapers.note(("10.0.0.1", scrape), "prometheus", scrape, at_s, timeout_s=10.0)
+        scrapers.record(("10.0.0.1", scrape), "prometheus", scrape, at_s, timeout_s=10.0)
     assert (scrapers.interval_s(31.0), scrapers.waiting(2, 31.0)) == (15.0, [])
-    scrapers.note(OTHER, "prometheus", 3, 45.0, timeout_s=10.0)
-    scrapers.note(ONE, "prometheus", 3, 46.0, timeout_s=10.0)
+    scrapers.record(OTHER, "prometheus", 3, 45.0, timeout_s=10.0)
+    scrapers.record(ONE, "prometheus", 3, 46.0, timeout_s=10.0)
     assert scrapers.waiting(4, 47.0) == ["10.0.0.1 prometheus"] * 2
 
 
@@ -247,15 +247,15 @@ def test_names_made_up_by_the_thousand_cost_no_memory() -> None:
     """The oldest are forgotten."""
     scrapers = ScrapeTracker(lambda _: True)
     for index in range(10_000):
-        scrapers.note(("10.0.0.1", index), "curl", 1, float(index), timeout_s=10.0)
+        scrapers.record(("10.0.0.1", index), "curl", 1, float(index), timeout_s=10.0)
     assert len(scrapers.waiting(2, 10_000.0)) == 64
 
 
 def test_a_page_with_a_counter_held_at_zero_is_not_the_final_state() -> None:
     """An exporter that leaves waits until what was held back has been scraped, too."""
     scrapers = scraped(0, 15)
-    scrapers.note(ONE, "prometheus", 2, 30.0, timeout_s=10.0, final=False)
+    scrapers.record(ONE, "prometheus", 2, 30.0, timeout_s=10.0, final=False)
     assert scrapers.acknowledged(30.0) == 2
     assert (scrapers.waiting(2, 30.0), scrapers.got(2)) == (["10.0.0.1 prometheus"], False)
-    scrapers.note(ONE, "prometheus", 3, 45.0, timeout_s=10.0)
+    scrapers.record(ONE, "prometheus", 3, 45.0, timeout_s=10.0)
     assert (scrapers.waiting(3, 45.0), scrapers.got(3)) == ([], True)

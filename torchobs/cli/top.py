@@ -136,7 +136,7 @@ class Terminal:
         self._handlers = {number: signal.signal(number, _end) for number in _ENDING}
         self._handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, _ignore)
         self._handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._suspend)
-        self._take()
+        self._enter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -166,7 +166,7 @@ class Terminal:
             return QUIT  # end of file: the connection is gone
         return _KEYS.get(typed, "")
 
-    def _take(self) -> None:
+    def _enter(self) -> None:
         if self._keys >= 0:
             self._before = termios.tcgetattr(self._keys)
             tty.setcbreak(self._keys)
@@ -185,7 +185,7 @@ class Terminal:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         signal.signal(number, self._suspend)
-        self._take()
+        self._enter()
 
 
 def _end(number: int, _: FrameType | None) -> None:

@@ -327,10 +327,10 @@ class Api:
         routes = [Route(call.path, self._endpoint(call, channel), methods=[call.method]) for call in schema.OPERATIONS]
         return [Mount(PREFIX, app=Starlette(routes=routes, exception_handlers={HTTPException: _http_problem}))]
 
-    async def look(self, snapshot: Snapshot) -> None:
+    async def review(self, snapshot: Snapshot) -> None:
         """Do what the ranks' states require: ask hung ranks for their stacks, forget ended ones."""
         if self.commands.due(snapshot):
-            await self._run(self.commands.look, snapshot)
+            await self._run(self.commands.review, snapshot)
 
     async def evidence(self) -> list[Answer]:
         """Return descriptions of the ranks' artifacts, newest first."""

@@ -234,7 +234,7 @@ class CommandService:
         """Remove all artifacts; return the numbers of removed and hidden."""
         return self._store.clear()
 
-    def look(self, snapshot: Snapshot) -> None:
+    def review(self, snapshot: Snapshot) -> None:
         """Request the stacks of all ranks of runs in which one has just begun to hang; remove commands of ended ranks."""
         runs = {(rank.job_name, rank.run_id) for rank in snapshot.ranks if rank.state == "hung"}
         hung = {rank.incarnation: rank for rank in snapshot.ranks if rank.up and (rank.job_name, rank.run_id) in runs}
@@ -252,7 +252,7 @@ class CommandService:
         self._cleared = {rank.incarnation for rank in snapshot.ranks if not rank.up}
 
     def due(self, snapshot: Snapshot) -> bool:
-        """Return whether :meth:`look` has anything to do."""
+        """Return whether :meth:`review` has anything to do."""
         return any(rank.state == "hung" for rank in snapshot.ranks) or bool(self._stale(snapshot))
 
     def _stale(self, snapshot: Snapshot) -> set[str]:

@@ -90,8 +90,8 @@ class PodAdvice:
         self._logged: set[str] = set()
         self.advice: tuple[str, ...] = ()
 
-    def look(self, snapshot: Snapshot, scrapers: ScrapeTracker, now_s: float, *, ends: bool = False) -> None:
-        """Look again at the pod's ranks and scrapers. ``ends``: the trainings have ended."""
+    def review(self, snapshot: Snapshot, scrapers: ScrapeTracker, now_s: float, *, ends: bool = False) -> None:
+        """Review the pod's ranks and scrapers. ``ends``: the trainings have ended."""
         self._begun_s = now_s if self._begun_s is None else self._begun_s
         self._has_rank = self._has_rank or bool(snapshot.ranks)
         advice = {}
@@ -100,8 +100,9 @@ class PodAdvice:
         interval_s = scrapers.interval_s(now_s)
         if interval_s is not None and (needed_s := interval_s + scrapers.timeout_s + END_S) > self._grace_s:
             advice["grace"] = (
-                f"the pod's grace of {self._grace_s:.0f} s is too short for its scrapes, which need {math.ceil(needed_s)} s: their "
-                "interval, their timeout and 5 s. The training's last steps may be lost: raise terminationGracePeriodSeconds"
+                f"the pod's grace of {self._grace_s:.0f} s is too short for its scrapes, which need {math.ceil(needed_s)} s: "
+                "their interval, their timeout and 5 s. The training's last steps may be lost: raise "
+                "terminationGracePeriodSeconds"
             )
         for kind in advice.keys() - self._logged:
             _log.warning("%s", advice[kind])
@@ -243,7 +244,7 @@ class _Service:
         """Return the input of a metrics page within so many seconds."""
         taken = await self._snapshots.fresh(deadline_s=deadline_s)
         if self._host is not None:
-            await self._host.look()
+            await self._host.refresh()
         return self._scrape_input(taken)
 
     def _scrape_input(self, taken: Snapshot) -> ScrapeInput:
@@ -306,19 +307,19 @@ class _Service:
             addresses, tls = file_sd.listened_on(self._listeners.sockets), self._web_config.context is not None
             await asyncio.to_thread(self._targets.update, addresses, self._config.telemetry_path, tls=tls)
         snapshot = await self._snapshots.fresh(max_age_s=FADED_AFTER_S / 2)
-        await self._api.look(snapshot)
-        self._keeper.look(snapshot)
+        await self._api.review(snapshot)
+        self._keeper.keep_ended(snapshot)
         targets = self._targets.failures if self._targets is not None else 0
         announced, control = self._listeners.unannounced, self._api.commands.failures
         self._failed_writes = {"log": lost_lines(), "file_sd": targets, "announcement": announced, "control": control}
         self._scrapes = self._metrics.scrapes
         if self._pod is not None:
-            self._pod.look(snapshot, self._scrapers, time.monotonic())
+            self._pod.review(snapshot, self._scrapers, time.monotonic())
         if self._push is not None:
             if self._push.due and self._host is not None:
-                await self._host.look()
-            self._push.look(self._scrape_input(snapshot))
-        self._notifier.look(snapshot)
+                await self._host.refresh()
+            self._push.accept(self._scrape_input(snapshot))
+        self._notifier.review(snapshot)
         is_settled = self._notifier.settled or self._hurry.is_set()
         if self._finished is not None and snapshot.number and self._finished(self._status()) and is_settled:
             self._done = True
@@ -368,7 +369,7 @@ class _Service:
         left_s = max(LEAST_DRAIN_S, self._config.drain_timeout_s - max(ages_s, default=0.0))
         deadline_s = begun_s + min(left_s, FLUSH_S if self._done else math.inf)
         if self._pod is not None:
-            self._pod.look(self._snapshots.latest, self._scrapers, time.monotonic(), ends=True)
+            self._pod.review(self._snapshots.latest, self._scrapers, time.monotonic(), ends=True)
         while not self._hurry.is_set():
             goal = max([final, *(rank.ended_in or 0 for rank in self._snapshots.latest.ranks)])
             waiting = [] if self._done else self._scrapers.waiting(goal, time.monotonic())
@@ -401,9 +402,9 @@ class _Service:
                 break
             await _sleep_until(self._hurry, FADED_AFTER_S / 2)
             snapshot = await self._snapshots.after_now()
-        self._notifier.look(snapshot)
+        self._notifier.review(snapshot)
         if self._push is not None:
-            self._push.look(self._scrape_input(snapshot), final=True)
+            self._push.accept(self._scrape_input(snapshot), final=True)
         return snapshot.number
 
     async def _close(self) -> None:

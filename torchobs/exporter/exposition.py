@@ -114,7 +114,7 @@ class SeriesLimits:
         name = sample_name(family)
         return name in self._drop_names or name.startswith(self._drop_prefixes)
 
-    def take(self, entry: LabelledSeries) -> bool:
+    def reserve(self, entry: LabelledSeries) -> bool:
         """Reserve room for a series' lines; return False if there is none."""
         if self.taken + entry.lines > (self._total if entry.series.scope is None else 0.75 * self._total):
             self._was_full = True
@@ -212,7 +212,7 @@ class RankLines:
         key = family.name, *chain.from_iterable(sorted(entry.labels.items()))  # one flat tuple: pairs take 240 bytes more
         if key in self._taken:
             return "conflict"
-        if not self._limits.take(entry):
+        if not self._limits.reserve(entry):
             return "total_limit"
         self._taken.add(key)
         return entry

@@ -188,15 +188,15 @@ class HostMetrics:
             self._booted_ns = int(psutil.boot_time()) * 10**9
         self.latest: HostFacts | None = None
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Update ``latest``; collectors that do not answer in time keep their values. Simultaneous scrapes share one update."""
         if self._running is None or self._running.done():
             if self._clock() - self._looked_s < FRESH_S:
                 return
-            self._running = asyncio.ensure_future(asyncio.to_thread(self.take))
+            self._running = asyncio.ensure_future(asyncio.to_thread(self.collect))
         await asyncio.wait({self._running})
 
-    def take(self) -> None:
+    def collect(self) -> None:
         """Collect now, for at most :data:`DEADLINE_S`."""
         began_s = self._clock()
         samples: list[Sample] = []

@@ -33,7 +33,7 @@ class Keeper:
         """incarnations"""
         self._work: asyncio.Task[None] | None = None
 
-    def look(self, snapshot: Snapshot) -> None:
+    def keep_ended(self, snapshot: Snapshot) -> None:
         """Begin to keep what has ended, unless that is under way."""
         if not self._is_wanted or (self._work is not None and not self._work.done()):
             return
@@ -47,7 +47,7 @@ class Keeper:
     async def finish(self, snapshot: Snapshot) -> None:
         """Keep what has ended by now, and wait for it, but not for ever."""
         for _ in range(2):  # what was under way, and what has ended since
-            self.look(snapshot)
+            self.keep_ended(snapshot)
             if self._work is not None:
                 await asyncio.wait({self._work}, timeout=_LAST_WAIT_S)
 

@@ -74,10 +74,10 @@ class ScrapeTracker:
         self.timeout_s = 0.0
         """the longest scrape timeout that was declared"""
 
-    def note(
+    def record(
         self, client: Client, agent: str, number: int, now_s: float, *, timeout_s: float | None, final: bool = True
     ) -> None:
-        """Note that a client has received the page of a snapshot.
+        """Record that a client has received the page of a snapshot.
 
         ``timeout_s``: the scrape timeout that it declared, as scrapers do; ``final``: the page showed every value.
         """
@@ -255,7 +255,7 @@ class MetricsPage:
         # noted only after it was sent: during shutdown the exporter waits until scrapers have received the page
         if scope["method"] == "GET":
             client, agent, now_s = tuple(scope["client"] or ("", 0)), headers.get(b"user-agent", "")[:200], time.monotonic()
-            self._scrapers.note(client, agent, page.number, now_s, timeout_s=timeout_s, final=page.final)
+            self._scrapers.record(client, agent, page.number, now_s, timeout_s=timeout_s, final=page.final)
             self.scrapes = Scrapes(self.scrapes.served + 1, self.scrapes.seconds + now_s - begun_s)
 
     def _is_meant_for_another(self, scope: Scope) -> bool:

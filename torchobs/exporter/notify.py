@@ -101,8 +101,8 @@ class Notifier:
         waits = self._dead != self._noticed or self._since.keys() - self._said
         return not (waits or any(thread.is_alive() for thread in self._sending))
 
-    def look(self, snapshot: Snapshot) -> None:
-        """Look at a snapshot soon. Returns at once."""
+    def review(self, snapshot: Snapshot) -> None:
+        """Review the runs of a snapshot soon. Returns at once."""
         targets, is_node = self._targets, self._config.mode == "node"  # a sidecar has process numbers of its own
         self._targets = {
             rank.incarnation: targets[rank.incarnation] if rank.incarnation in targets else target_of(rank.view.header.pid)
@@ -116,7 +116,7 @@ class Notifier:
             if self._looking is not None and (problem := self._looking.exception()) is not None:
                 _log.error("a look at the runs failed, and is tried again: %r", problem, exc_info=problem)
                 self._noticed = self._dead  # what cannot be looked at keeps no exporter from leaving
-            self._looking = asyncio.get_running_loop().create_task(self._look())
+            self._looking = asyncio.get_running_loop().create_task(self._review_newest())
 
     def close(self) -> None:
         """Give up what is unsent."""
@@ -124,7 +124,7 @@ class Notifier:
         if self._looking is not None:
             self._looking.cancel()
 
-    async def _look(self) -> None:
+    async def _review_newest(self) -> None:
         while (snapshot := self._newest) is not None:
             self._newest, began_s = None, time.perf_counter()
             runs = await self._watch.ask(lambda scan, snapshot=snapshot: self._outcomes.read(scan, snapshot))  # type: ignore[misc]

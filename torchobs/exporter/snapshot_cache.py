@@ -65,7 +65,7 @@ class SnapshotCache:
     async def _scan(self, deadline_s: float) -> None:
         """Wait for a scan."""
         if self._running is None:
-            self._running = asyncio.get_running_loop().run_in_executor(self._thread, self._take)
+            self._running = asyncio.get_running_loop().run_in_executor(self._thread, self._renew)
         running = self._running
         done, _ = await asyncio.wait({running}, timeout=deadline_s)
         if not done:
@@ -76,5 +76,5 @@ class SnapshotCache:
             if (problem := running.exception()) is not None:
                 _log.error("a scan failed, the last snapshot is served: %r", problem, exc_info=problem)
 
-    def _take(self) -> None:
+    def _renew(self) -> None:
         self.latest = self._scanner.scan()

@@ -120,7 +120,7 @@ class Sender:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while (batch := self._take()) is not None:
+        while (batch := self._next_batch()) is not None:
             try:
                 outcome = self._transport.send(batch.body)
             except Exception as problem:  # noqa: BLE001  # the thread goes on: the next request may be accepted
@@ -131,7 +131,7 @@ class Sender:
             if outcome.kind == "retry":
                 self._pause(outcome.after_s)
 
-    def _take(self) -> Batch | None:
+    def _next_batch(self) -> Batch | None:
         with self._changed:
             while not self._waiting and not self._closed:
                 self._changed.wait()
@@ -235,7 +235,7 @@ class Push:
         """True if the next snapshot will be pushed as metrics."""
         return "metrics" in self._senders and self._clock.now() >= self._next_metrics_s
 
-    def look(self, scrape: ScrapeInput, *, final: bool = False) -> None:
+    def accept(self, scrape: ScrapeInput, *, final: bool = False) -> None:
         """Hand over a snapshot to push what is due; ``final``: everything, because the exporter ends. Returns at once."""
         with self._changed:
             self._scrape, self._final = scrape, final or self._final
