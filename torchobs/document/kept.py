@@ -25,7 +25,7 @@ from torchobs import catalog
 from torchobs.config import settings
 from torchobs.document.blocks import Document, Table
 from torchobs.document.compare import Side, side_of
-from torchobs.document.run import DEFAULT, Options, document, known_details, run_document
+from torchobs.document.run import DEFAULT, Options, document, run_document, start_details
 from torchobs.flight.layout import nonfinite_name
 from torchobs.node.launch import in_kubernetes
 from torchobs.ranks import runs
@@ -84,7 +84,7 @@ def summary_of(ranks: Sequence[RankView], started_s: float) -> RunSummary:
     worst = min(ranks, key=lambda rank: _WORST_FIRST.index(rank.state) if rank.state in _WORST_FIRST else 0)
     world, losses = worst.header.resource.get("world_size"), [*ranks[0].losses.values()]
     read = [loss for _, loss in ranks[0].history.of(catalog.LOSS.name).get("", ())]
-    details = known_details(ranks, ranks[0])
+    details = start_details(ranks, ranks[0])
     git, options = (part if isinstance(part := details.get(name), dict) else {} for name in ("git", "settings"))
     return RunSummary(
         job_name=worst.names[0], run_id=worst.names[1], ranks=len(ranks),
@@ -126,7 +126,7 @@ def name_of(job_name: str, run_id: str, boot: bytes) -> str:
 
 def is_wanted(chosen: Chosen) -> bool:
     """Return whether a run is to be kept: not if it did not want it, or its settings are not in its file."""
-    options = known_details(chosen.ranks, chosen.ranks[0]).get("settings")
+    options = start_details(chosen.ranks, chosen.ranks[0]).get("settings")
     return isinstance(options, dict) and options.get("keep_runs") != "0"
 
 

@@ -146,7 +146,7 @@ def _findings(every: Sequence[RankView], diagnosis: RunDiagnosis, names: set[str
 
 
 def _limits(chosen: Chosen) -> Iterator[Text]:
-    """Yield what the report cannot show, and why."""
+    """Yield the limits of the report, with their causes."""
     for report in chosen.ranks:
         for problem in report.problems:
             yield Text(f"Rank {report.rank}: {problem}.", "warning")
@@ -198,7 +198,7 @@ def _rank_lines(every: Sequence[RankView], name: str, field: str, *, timed: bool
 
 def start(every: Sequence[RankView], first: RankView) -> Section:
     """Return command line, versions, settings and seed."""
-    details = known_details(every, first)
+    details = start_details(every, first)
     line = command_line(details)
     rows = tuple(facts(first.header.resource, details).items())
     return section(
@@ -207,7 +207,7 @@ def start(every: Sequence[RankView], first: RankView) -> Section:
     )  # fmt: skip
 
 
-def known_details(every: Sequence[RankView], first: RankView) -> Mapping[str, Any]:
+def start_details(every: Sequence[RankView], first: RankView) -> Mapping[str, Any]:
     """Return how a run was started, from the first of its ranks with the most details."""
     return max((first, *every), key=lambda report: len(report.details)).details
 

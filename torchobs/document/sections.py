@@ -416,7 +416,7 @@ def _chart(
 
 
 def compilation(report: RankView, of: str) -> Section:
-    """Return what ``torch.compile`` did."""
+    """Return the section on ``torch.compile``."""
     table = compile_table(report)
     return section("compile", f"torch.compile{of}", table, _reasons(report) if table is not None else None)
 
