@@ -301,7 +301,7 @@ def living(ranks: list[Rank]) -> list[Rank]:
     """Return the ranks that are alive."""
     up = [rank for rank in ranks if rank.up]
     if not up:
-        raise Problem(409, "rank-ended", "The rank has ended, or no rank has been seen yet: there is nobody to tell.")
+        raise Problem(409, "rank-ended", "The rank has ended, or no rank has been seen yet: no process can be commanded.")
     return up
 
 

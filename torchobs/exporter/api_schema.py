@@ -371,7 +371,7 @@ _INTRODUCTION = (
     "What the ranks of one node do, and what they are to do. Reading needs nothing on loopback and on the exporter's Unix "
     "socket; commands are taken over the socket, or with the bearer token of --api.token-file. Times are RFC 3339, other units "
     "stand in the names; a number that is not finite is the text NaN, Infinity or -Infinity. Whatever is refused is problem "
-    "JSON (RFC 9457) whose detail says what to do."
+    "JSON (RFC 9457); its detail says what to do."
 )
 
 

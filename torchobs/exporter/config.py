@@ -311,8 +311,8 @@ OPTIONS = tuple(map(with_exporter_variable, (
     ),
     Option(
         "host_paths", _PATH,
-        "Directory of checkpoints, to tell of its file system. That of the flight files is "
-        "told of anyway.", "", flag="--collect.host.path", metavar="DIR", several=True,
+        "Directory of checkpoints; its file system is reported. That of the flight files is "
+        "reported anyway.", "", flag="--collect.host.path", metavar="DIR", several=True,
     ),
     Option("procfs", _PATH, "Where the machine's /proc is mounted.", "/proc", flag="--path.procfs", metavar="DIR"),
     Option("sysfs", _PATH, "Where the machine's /sys is mounted.", "/sys", flag="--path.sysfs", metavar="DIR"),
