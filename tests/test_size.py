@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CEILINGS = {"torchobs": (64_484, 273), "tests": (60_813, 274)}
+CEILINGS = {"torchobs": (64_483, 273), "tests": (55_743, 263)}
 """Lines of Python and files, by folder"""
 
 
