@@ -355,6 +355,25 @@ def test_a_derivative_that_the_user_has_written_is_named(flight_dir: Path, monke
         torch.autograd.backward(head(Faulty.apply(body(torch.randn(5, 4)))).square().mean())  # type: ignore[no-untyped-call]
         optimizer.step()
     run.look()
-    (told,) = run.attributes(catalog.EVENT_NONFINITE_ORIGIN.name)
-    assert (told["origin"], told["operator"]) == ("backward", "faulty")
+    (told,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
+    assert (told["attrs"]["origin"], told["attrs"]["operator"], told["step"]) == ("backward", "faulty", 6)
     next(recorder, None)
+
+
+def test_a_derivative_has_its_step_though_the_graph_is_gone_before_the_optimizer_steps(run: Recording) -> None:
+    """A helper that returns a detached loss frees the graph: what the weights have become tells of the step before."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def descend(factor: float) -> torch.Tensor:
+        loss = torch.sqrt(model(torch.randn(5, 4)).square() * factor + 1.0 * (factor > 0)).mean()
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    for number in range(8):
+        optimizer.zero_grad()
+        descend(0.0 if number == 5 else 1.0)
+        optimizer.step()
+    run.look()
+    (told,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
+    assert (told["attrs"]["origin"], told["attrs"]["operator"], told["step"]) == ("backward", "sqrt", 6)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
+from dataclasses import replace
 from functools import partial
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,8 @@ class NonfiniteProbe:
         self._reports = RateLimiter(SAME_EVERY_S)
         self._lost_step = -9
         """Last step with a loss or a gradient that was not finite: what follows from it is no other birth"""
+        self._bad_gradients_step = -9
+        """Last step with gradients that were not finite, of a finite loss"""
         self._last_examined = 0
         """Step that had its gradients examined as the training ended"""
         self._origin: NonfiniteOrigin | None = None
@@ -142,7 +145,7 @@ class NonfiniteProbe:
         """Trace a loss that is not finite; its backward pass begins. ``frames``: the user's, if they have ended."""
         step = self._context.recorder.in_progress
         follows = step - self._lost_step <= 1 and self._origin is not None  # parameters are what the last step made of it
-        self._lost_step = step
+        last_lost, self._lost_step = self._lost_step, step
         self._origin = self._origin if follows else None
         waiting, self._waiting = self._waiting, None
         if (not follows or waiting is not None) and self._traces.take(monotonic(), "loss"):
@@ -154,10 +157,24 @@ class NonfiniteProbe:
             elif origin is not None and origin.kind == "input" and not origin.parameter:
                 self._origin, self._waiting, self._was_spoiled = origin, origin, bool(bad)
             elif origin is not None and origin.kind in {"parameter", "backward"}:
-                self._report(self._of_weights(bad, origin, tracer.nodes) or origin)
+                origin = self._of_weights(bad, origin, tracer.nodes) or origin
+                born = self._step_of_spoiling(last_lost, _listed(tensors)) if origin.kind == "backward" else origin.step
+                self._report(replace(origin, step=born))
+                self._context.origins[step] = self._origin  # of the anomaly that is seen in this step, too
             else:
                 self._report(origin)
         self._expect("nonfinite_loss", step)
+
+    def _step_of_spoiling(self, last_lost: int, losses: Sequence[Any]) -> int | None:
+        """Return the step whose gradients have spoiled the weights; ``None`` if it may be another.
+
+        A device's loss is looked at steps later, and of several optimizers one may have stepped in this step.
+        """
+        recorder = self._context.recorder
+        if last_lost == self._bad_gradients_step >= recorder.ended:
+            return last_lost
+        is_first = last_lost < recorder.ended and all(loss.is_cpu for loss in losses)
+        return recorder.ended if is_first and len(recorder.optimizers()) == 1 else None
 
     def _of_weights(
         self, bad: Sequence[Any], likely: NonfiniteOrigin | None, nodes: Sequence[GraphNode] = ()
@@ -191,6 +208,7 @@ class NonfiniteProbe:
         if step == self._lost_step or skips_by_itself(optimizer):
             return
         follows, self._lost_step = step - self._lost_step == 1 and self._origin is not None, step
+        self._bad_gradients_step = step
         if not follows and self._traces.take(monotonic(), "gradient"):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             bad = set(keys) or {id(parameter) for parameter in bad_gradients(parameters)}
@@ -340,14 +358,15 @@ class NonfiniteProbe:
         if origin is None:
             return
         self._origin, self._has_rest, self._rest = origin, True, -1
-        context, step = self._context, origin.step or 0
-        origins = context.origins
-        if len(origins) >= _MOST_KEPT:
+        context, origins, step = self._context, self._context.origins, origin.step
+        while len(origins) >= _MOST_KEPT:
             origins.pop(next(iter(origins)), None)
-        origins[step] = origin
+        if step is not None:
+            origins[step] = origin
         if self._reports.take(monotonic(), (origin.kind, origin.operator, origin.module, origin.parameter)):
             context.writer.event(catalog.EVENT_NONFINITE_ORIGIN.name, attributes_of(origin), step)
-            self._sentences.append(f"where the NaN or infinity of step {step} was born: {origin.sentence()}")
+            of_step = "" if step is None else f" of step {step}"
+            self._sentences.append(f"where the NaN or infinity{of_step} was born: {origin.sentence()}")
 
     # -- init(raise_on={"nonfinite"}) --------------------------------------------------------------------------------------
 
