@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CEILINGS = {"torchobs": (64_483, 273), "tests": (55_743, 263)}
+CEILINGS = {"torchobs": (64_482, 273), "tests": (55_762, 263)}
 """Lines of Python and files, by folder"""
 
 

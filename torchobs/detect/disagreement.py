@@ -8,7 +8,8 @@ differ once stay so, though the gradients agree: they are compared by what every
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import isfinite, sqrt
+from functools import partial
+from math import isclose, isfinite, sqrt
 from statistics import fmean, median_low
 
 LEAST_STEPS = 3
@@ -31,7 +32,8 @@ def differing(norms: Mapping[str, Mapping[int, float]]) -> tuple[str, ...]:
     if len(steps) < LEAST_STEPS or not all(isfinite(by_step[step]) for by_step in norms.values() for step in steps):
         return ()
     usual = {step: median_low([by_step[step] for by_step in norms.values()]) for step in steps}
-    odd = tuple(name for name, by_step in norms.items() if all(_differs(by_step[step], usual[step]) for step in steps))
+    alike = partial(isclose, rel_tol=LEAST_DIFFERENCE)
+    odd = tuple(name for name, by_step in norms.items() if not any(alike(by_step[step], usual[step]) for step in steps))
     return tuple(norms) if odd and 2 * len(odd) >= len(norms) else odd
 
 
@@ -88,7 +90,3 @@ def same_losses(losses: Iterable[Mapping[int, float]]) -> bool:
 def _are_same(rows: Sequence[Sequence[float]]) -> bool:
     """Return whether all ranks have the same batches, and these are not one that is repeated."""
     return len(set(map(tuple, rows))) == 1 and len(set(rows[0])) == len(rows[0]) == LOOKED_BATCHES
-
-
-def _differs(norm: float, usual: float) -> bool:
-    return abs(norm - usual) > LEAST_DIFFERENCE * max(abs(norm), abs(usual))

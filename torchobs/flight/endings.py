@@ -108,25 +108,17 @@ def unmark_crash() -> None:
         faulthandler.disable()
 
 
-def crash_signal(directory_fd: int, lock_name: str) -> signal.Signals | None:
-    """Return the signal that ended a dead rank; ``None`` without a mark, or without the file."""
-    return _signal_of(_read(directory_fd, lock_name, 64)[0])
-
-
-def crash_frames(directory_fd: int, lock_name: str) -> tuple[str, ...]:
-    """Return the frames of the thread that crashed; empty without a mark, or if it ran no Python code."""
+def crash(directory_fd: int, lock_name: str) -> tuple[signal.Signals | None, tuple[str, ...]]:
+    """Return the signal that ended a dead rank, and the frames of the thread that crashed; nothing without a mark."""
     content = _read(directory_fd, lock_name, MOST_OF_MARK)[0]
-    return frames_of(content.decode(errors="replace").partition(_STACK)[2]) if _signal_of(content) is not None else ()
+    heading, _, rest = content.partition(_CRASH_HEADING)
+    number = None if heading else _TITLES.get(rest.partition(b"\n")[0])
+    return number, frames_of(content.decode(errors="replace").partition(_STACK)[2]) if number is not None else ()
 
 
 def frames_of(stack: str) -> tuple[str, ...]:
     """Return the frames of a stack by ``faulthandler`` as ``file:line in function``, the innermost first; at most 64."""
     return tuple(f"{match[1]}:{match[2]} in {match[3]}" for match in islice(_FRAME.finditer(stack), _MOST_FRAMES))
-
-
-def _signal_of(content: bytes) -> signal.Signals | None:
-    heading, _, rest = content.partition(_CRASH_HEADING)
-    return None if heading else _TITLES.get(rest.partition(b"\n")[0])
 
 
 def _crash_is_ours() -> bool:
@@ -137,10 +129,7 @@ def _crash_is_ours() -> bool:
 os.register_at_fork(after_in_child=unmark_crash)
 
 
-EXIT_SIGNALS = (
-    *(signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM),
-    signal.SIGXCPU,
-)
+EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU)
 """Not SIGPROF: profilers in C leave a process alone that has an action for it already"""
 LASTING_S = 900.0
 """A mark counts for this long. A process that survives SIGTERM (the first of a container, which has it ignored) is killed after

@@ -280,7 +280,8 @@ class FlightFile:
         self._more_series()
         self._serve({block: self._newest(block) for block in sorted(self._series.keys() | {0})}, final=final)
         blocks = tuple(self._blocks[block] for block in sorted(self._blocks))
-        if not any(map(_has_value, blocks)) and os.fstat(self._fd).st_size != self.header.file_size:
+        has_value = any(value is not None for block in blocks for value in block.values)
+        if not has_value and os.fstat(self._fd).st_size != self.header.file_size:
             raise BadFlightFileError("the file shrank")
         return View(self.header, live, blocks, self._last_step_ns)
 
@@ -454,10 +455,6 @@ class FlightFile:
     def _records_at(self, slot: int, many: int) -> bytes:
         span = self.header.regions[Region.STEPS]
         return os.pread(self._fd, many * RECORD_SIZE, span.offset + slot * RECORD_SIZE)
-
-
-def _has_value(block: DecodedBlock) -> bool:
-    return any(value is not None for value in block.values)
 
 
 def open_file(directory_fd: int, name: str, owner: int | None = None) -> FlightFile:

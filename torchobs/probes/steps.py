@@ -135,7 +135,8 @@ class StepProbe:
             rate = optimizer.param_groups[0]["lr"]
         except (AttributeError, LookupError, TypeError):
             return
-        number = self._number_safely(rate)
+        # another breaker once that probe is made anew
+        number = call(self._context.breaker(OptimizerProbe.name), number_of, rate)
         if number is not None:
             self._recorder.set_rate(number)
 
@@ -202,9 +203,6 @@ class StepProbe:
         rated = optimizer if id(optimizer) == key else recorder.alive(key) if self._plain.backwards else None
         if rated is not None:
             self._read_rate(rated)
-
-    def _number_safely(self, rate: object) -> float | None:
-        return call(self._context.breaker(OptimizerProbe.name), number_of, rate)  # another one once that probe is made anew
 
     def _watched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the arguments with a closure that records where each evaluation begins."""

@@ -224,9 +224,7 @@ class RankFile:
         terminated_age_s = self.terminated_age_s(now)
         # killed in the grace, too: a lock that has just become free says alive until its heartbeat is old
         self._ends = self.header.pid == 1 and terminated_age_s is not None and terminated_age_s <= grace_s
-        self._fatal = None if self.lock_held else endings.crash_signal(directory_fd, lock_name(self.name))
-        if self._fatal is not None and not self._crash:
-            self._crash = endings.crash_frames(directory_fd, lock_name(self.name))
+        self._fatal, self._crash = (None, ()) if self.lock_held else endings.crash(directory_fd, lock_name(self.name))
         try:
             self._read(now)
         finally:  # an unreadable file counts as one without a heartbeat
