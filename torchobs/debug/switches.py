@@ -170,6 +170,8 @@ class StepProfile(SwitchProbe):
             recorder.start()
             self._recorder = recorder
             self.note(step, self.last)
+        if self.several_train:  # also where another thread has stepped meanwhile
+            self.stop_for_threads()
 
     def stop_for_threads(self) -> None:
         """Profile no more: an optimizer steps in another thread, beside which torch's profiler crashes."""
