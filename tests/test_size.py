@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CEILINGS = {"torchobs": (64_484, 273), "tests": (55_762, 263)}
+CEILINGS = {"torchobs": (64_480, 271), "tests": (55_772, 263)}
 """Lines of Python and files, by folder"""
 
 

@@ -97,11 +97,11 @@ TERMINATED, LOST = ("failed", "terminated"), ("lost", "lost")
 @pytest.mark.parametrize(
     ("script", "number", "state"),
     [
-        pytest.param(WAITS, signal.SIGTERM, TERMINATED, marks=COMPILED, id="by default"),
+        pytest.param(WAITS, signal.SIGTERM, TERMINATED, id="by default"),
         pytest.param(WAITS, signal.SIGKILL, LOST, id="SIGKILL"),
         # children are ended by the same signal, as multiprocessing ends its own, however young they are
         pytest.param(f"{ENDS_CHILDREN}{WAITS}", signal.SIGKILL, LOST, id="only a child's"),
-        pytest.param(HOLDS_THE_GIL, signal.SIGTERM, TERMINATED, marks=COMPILED, id="the GIL is held"),
+        pytest.param(HOLDS_THE_GIL, signal.SIGTERM, TERMINATED, id="the GIL is held"),
         pytest.param(WAITS, signal.SIGHUP, TERMINATED, marks=COMPILED, id="a closed terminal"),
         pytest.param(HOLDS_THE_GIL, signal.SIGUSR1, TERMINATED, marks=COMPILED, id="SIGUSR1 while the GIL is held"),
         pytest.param(
@@ -135,7 +135,6 @@ def open_files(pid: int) -> set[str]:
     return found
 
 
-@COMPILED
 def test_the_mark_moves_with_the_lock(
     start: Callable[..., subprocess.Popen[str]], flight_dir: Path, seen: Callable[[], Rank]
 ) -> None:
@@ -151,7 +150,18 @@ def test_the_mark_moves_with_the_lock(
     assert seen().reason == "terminated"
 
 
-@COMPILED
+def test_without_the_compiled_part_sigterm_leaves_its_mark(
+    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, seen: Callable[[], Rank]
+) -> None:
+    """As in a pod that torchobs was injected into."""
+    child = begin(
+        start, flight_dir, f"import sys\nsys.modules['torchobs._native'] = None\nimport torchobs\ntorchobs.init()\n{WAITS}"
+    )
+    child.terminate()
+    assert child.wait(timeout=30) == -signal.SIGTERM
+    assert seen().reason == "terminated"
+
+
 def test_nothing_is_left_of_it_after_the_end(flight_dir: Path) -> None:
     """After shutdown() SIGTERM is what it was, and a handler that somebody installed is still theirs."""
     look = "print(int(next(l for l in open('/proc/self/status') if l.startswith('SigCgt')).split()[1], 16) >> 14 & 1)"

@@ -13,8 +13,11 @@ import gc
 import json
 import logging
 import math
+import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from socket import gethostname
@@ -25,12 +28,12 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from torchobs import catalog
+from torchobs.config import settings
 from torchobs.document import kept
 from torchobs.exporter import access, file_sd, past
 from torchobs.exporter.api import Api
 from torchobs.exporter.exporter_metrics import NO_FAILED_WRITES, ScrapeInput, Scrapes
 from torchobs.exporter.http import Listeners, allow_files
-from torchobs.exporter.keeping import Keeper
 from torchobs.exporter.metrics_page import MetricsPage, PageCache, ScrapeTracker
 from torchobs.exporter.notify import Notifier
 from torchobs.exporter.page import LivePage
@@ -72,12 +75,60 @@ NO_RANK = (
     "torchobs.io/inject: auto it needs neither, but a virtual environment needs the annotation torchobs.io/pythonpath as well"
 )
 
+_KEEPING_S, _LAST_KEEPING_S = 120.0, 30.0
 _FAILURES = frozenset(catalog.EXIT_REASONS) - {"finished", "interrupted", "terminated"}
 
 _PLAIN = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+")
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
 _QUIET_LIBRARIES = ("uvicorn", "asyncio", "urllib3")
 _log = logging.getLogger(__name__)
+
+
+class Keeper:
+    """Keeps each run once all its ranks have ended; again if some came and ended since.
+
+    By a process of its own: reading a whole run would hold up scrapes, and take memory.
+    """
+
+    def __init__(self, config: ExporterConfig) -> None:
+        chosen, _ = settings.resolve({})
+        # an exporter that a person started beside trainings is not the one that they rely on, unless it has a directory
+        self._is_wanted = bool(chosen.keep_runs and kept.directory() and (config.mode == "node" or chosen.keep_dir))
+        directory = ("--dir", config.flight_dir) if config.flight_dir else ()
+        self._argv = (sys.executable, "-m", "torchobs", "keep", "--automatic", *directory, "--")
+        self._done: set[str] = set()
+        """incarnations"""
+        self._work: asyncio.Task[None] | None = None
+
+    def keep_ended(self, snapshot: Snapshot) -> None:
+        """Begin to keep what has ended, unless that is under way."""
+        if not self._is_wanted or (self._work is not None and not self._work.done()):
+            return
+        alive = {rank.run_id for rank in snapshot.ranks if rank.up}
+        new = [rank for rank in snapshot.ranks if rank.run_id not in alive and rank.incarnation not in self._done]
+        if new:
+            self._done |= {rank.incarnation for rank in new}
+            work = asyncio.to_thread(self._keep, sorted({rank.run_id for rank in new}))
+            self._work = asyncio.get_running_loop().create_task(work)
+
+    async def finish(self, snapshot: Snapshot) -> None:
+        """Keep what has ended by now, and wait for it, but not for ever."""
+        for _ in range(2):  # what was under way, and what has ended since
+            self.keep_ended(snapshot)
+            if self._work is not None:
+                await asyncio.wait({self._work}, timeout=_LAST_KEEPING_S)
+
+    def _keep(self, runs: list[str]) -> None:
+        # torchobs is imported from where this process has it; what the command complains of stands in our log
+        environ = {**settings.environment(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        for run_id in runs:
+            try:
+                subprocess.run(
+                    [*self._argv, run_id], cwd="/", env=environ, timeout=_KEEPING_S, check=False,
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                )  # fmt: skip
+            except (OSError, subprocess.SubprocessError) as problem:
+                _log.warning("run %s is not kept: %s", run_id, problem)
 
 
 class PodAdvice:

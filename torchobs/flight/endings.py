@@ -13,8 +13,9 @@ first one that ``faulthandler`` hands on. What installs handlers later replaces 
 terminal). Such a rank has not failed, and the default leaves no trace; a handler in Python would not run while a rank is stuck
 in a collective. So the compiled part has one in C: it writes one line into the lock file, and then has the signal do what it
 did before. Nothing is marked where a signal has a handler or is ignored, as SIGHUP under nohup; a handler that is installed
-later replaces ours. Without the compiled part such a rank is *lost*. (``faulthandler.register`` would need none, but it writes
-a stack: of 8,000 processes in the midst of Python code one died of SIGSEGV, for the stack changed under its eyes.)
+later replaces ours. Without the compiled part (as in a pod that the exporter's image injects torchobs into) ``faulthandler``
+writes a stack there, of SIGTERM alone: of 8,000 processes in the midst of Python code one died of SIGSEGV in that, for the
+stack changed under its eyes. By the other signals such a rank is *lost*.
 """
 
 from __future__ import annotations
@@ -135,26 +136,45 @@ LASTING_S = 900.0
 """A mark counts for this long. A process that survives SIGTERM (the first of a container, which has it ignored) is killed after
 a grace: half a minute by default in Kubernetes and Slurm, some minutes where a last checkpoint takes long."""
 
+_stack_file: weakref.ref[LockFile] | None = None
 _ENDED_BY = re.compile(rb"Ended by signal ([0-9]{2})\n")
 
 
 def mark_exits(lock_fd: int) -> None:
     """Have these signals leave their mark in the lock file; again with another file, it replaces the first."""
+    global _stack_file  # noqa: PLW0603  # as signal handlers are, one for the process
     if (native := compiled()) is not None:
         # by the others the first process of a container is not asked to end
         numbers = EXIT_SIGNALS if os.getpid() != 1 else (signal.SIGTERM,)
         native.mark_signals(lock_fd, {int(number): b"Ended by signal %02d\n" % number for number in numbers})
+        return
+    unmark_exits()
+    if _handler_of_sigterm() is False:
+        faulthandler.unregister(signal.SIGTERM)  # where ours was replaced, and that taken back, it believes in ours
+        file = LockFile(lock_fd)
+        faulthandler.register(signal.SIGTERM, file=file, all_threads=False, chain=True)
+        _stack_file = weakref.ref(file)
 
 
 def unmark_exits() -> None:
     """Give the signals their defaults back, unless other code has installed a handler."""
     if (native := sys.modules.get("torchobs._native")) is not None and native is compiled():
         native.unmark_signals()
+    elif _stack_file is not None and _stack_file() is not None and _handler_of_sigterm() is True:
+        faulthandler.unregister(signal.SIGTERM)
+
+
+def _handler_of_sigterm() -> bool | None:
+    """Return whether C code has one; ``None`` where Python code has one, or the kernel does not say."""
+    handlers = kernel_handlers() if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else None
+    return None if handlers is None else bool(handlers >> (signal.SIGTERM - 1) & 1)
 
 
 def ended_by(directory_fd: int, lock_name: str) -> tuple[int, float] | None:
     """Return the signal of the mark in a lock file, and its Unix time; ``None`` without one, or without the file."""
     content, written_s = _read(directory_fd, lock_name, 64)
+    if content.startswith(_STACK.encode()[:-2]):
+        return int(signal.SIGTERM), written_s
     match = _ENDED_BY.fullmatch(content)
     return None if match is None else (int(match[1]), written_s)
 
