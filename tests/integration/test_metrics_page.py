@@ -354,7 +354,7 @@ def test_what_is_on_the_drop_list_is_not_served(flight_dir: Path, file: File) ->
 
 
 LIMIT = 300
-SMALL_LIMIT, OWN_LIMIT = 105, 60
+SMALL_LIMIT, OWN_LIMIT = 99, 60
 """The budgets: of a rank that uses everything, of one of a small DDP job on a CPU, and of the exporter itself. Hardware, of
 which a machine may have any amount, is not in them (there is none where this test runs)."""
 
@@ -443,7 +443,9 @@ def test_a_rank_of_a_small_job_has_few_series(flight_dir: Path, tmp_path: Path, 
         return exporter.value("torchobs_steps_total") == 32 and exporter.value("torchobs_ddp_time_seconds") is not None
 
     samples = samples_of(SMALL, flight_dir, tmp_path, is_complete, **job)
-    of_the_rank = sorted(sample.name for sample in samples if "rank" in sample.labels)
+    # whether it was idle, and which probe took time at all, is the machine's doing
+    by_chance = {"torchobs_goodput_time_seconds_total", "torchobs_overhead_seconds_total"}
+    of_the_rank = sorted(sample.name for sample in samples if "rank" in sample.labels and sample.name not in by_chance)
     assert {"torchobs_loss", "torchobs_grad_norm", "torchobs_ddp_time_seconds"} <= {*of_the_rank}
     assert len(of_the_rank) <= SMALL_LIMIT, of_the_rank
     of_the_exporter = [sample.name for sample in samples if not sample.labels.get("run_id")]
