@@ -251,8 +251,8 @@ class _Watched:
         with ExitStack() as hooks:
             for name, module in leaves.items():
                 if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks: what passes between them is not seen
-                    seen = partial(take, "activations", name or type(module).__name__)
-                    hooks.enter_context(module.register_forward_hook(lambda _module, _given, output, seen=seen: seen(output)))
+                    hook = partial(take, "activations", name or type(module).__name__)
+                    hooks.enter_context(module.register_forward_hook(lambda _module, _given, output, hook=hook: hook(output)))
             with _measured() as part:
                 output = self._model(*args, **kwargs)
         take("outputs", "output", output)

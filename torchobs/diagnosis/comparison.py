@@ -42,9 +42,9 @@ def _disagreeing(ranks: Sequence[RankView]) -> Iterator[Finding]:
 
 def _weights_apart(ranks: Sequence[RankView]) -> Iterator[Finding]:
     """Yield the ranks with other weights, though DistributedDataParallel trains one model."""
-    found = drifted({rank.rank: rank.weights for rank in ranks})
-    if found is not None:
-        since, alike, odd = found
+    drift = drifted({rank.rank: rank.weights for rank in ranks})
+    if drift is not None:
+        since, alike, odd = drift
         named, everything = text.ranks(odd, 2 * _MOST_NAMED), len(odd) == len(ranks)
         yield finding("weights_differ", step=since, odd=named, all=everything, alike=alike or None)
 
@@ -61,9 +61,9 @@ def _slowest(ranks: Sequence[RankView]) -> Iterator[Finding]:
     there = [rank for rank in ranks if rank.up] or ranks
     slow = [(rank, rank.slowness) for rank in there if rank.slowness and rank.slowness.is_slow]
     if slow:
-        rank, found = max(slow, key=lambda pair: pair[1].factor)
-        times = {"factor": round(found.factor, 1), "own": found.own_s, "others_s": found.others_s}
-        yield finding("slowest_rank", rank=rank.rank, up=rank.up, phase=PHASES[found.phase], **dict[str, Any](times))
+        rank, slowness = max(slow, key=lambda pair: pair[1].factor)
+        times = {"factor": round(slowness.factor, 1), "own": slowness.own_s, "others_s": slowness.others_s}
+        yield finding("slowest_rank", rank=rank.rank, up=rank.up, phase=PHASES[slowness.phase], **dict[str, Any](times))
     else:
         yield from chain.from_iterable(map(_apart, labels.teams(there)))
 

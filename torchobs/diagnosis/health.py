@@ -73,11 +73,11 @@ def diagnose(rank: RankView) -> list[Finding]:
 def health(run: RunView) -> Health:
     """Return the health of a run. It is all well only if all of its ranks train, or have finished."""
     head = headline(run)
-    found = sorted(_said(run), key=lambda one: -LEVELS[one.severity].value)
-    level = max((LEVELS[one.severity] for one in (head, *found)), key=lambda level: level.value)
+    said = sorted(_said(run), key=lambda one: -LEVELS[one.severity].value)
+    level = max((LEVELS[one.severity] for one in (head, *said)), key=lambda level: level.value)
     badge = str(head.values["badge"]) if level is Severity.INFO else BADGES[level]
-    long, gist = (" ".join([first, *(one.short for one in found)]) for first in (head.long, head.short))
-    return Health(level, long, gist, badge, head.long, ((head,) if head.severity != INFO else ()) + tuple(found))
+    long, gist = (" ".join([first, *(one.short for one in said)]) for first in (head.long, head.short))
+    return Health(level, long, gist, badge, head.long, ((head,) if head.severity != INFO else ()) + tuple(said))
 
 
 def headline(run: RunView) -> Finding:

@@ -121,7 +121,7 @@ def _nonfinite_loss(report: RankView) -> Finding:
 
 
 def _is_older(steps: Sequence[Step], before: Sequence[float | None]) -> bool:
-    """Return whether a value may have turned before the steps at hand, of which these come before the first bad one."""
+    """Return whether a value may have turned before the steps at hand. ``before``: their values up to the first bad one."""
     return steps[0].step > 1 and all(value is None for value in before)
 
 
@@ -210,9 +210,8 @@ def _first(report: RankView, kind: str) -> Event | None:
 
 def _newest(report: RankView, kind: str, **values: Any) -> Finding:
     """Return a finding on an anomaly, with the step and the values of the newest of its kind."""
-    newest = from_events(report.events).get(kind)
-    known = newest or finding(kind)
-    return known._replace(values={**known.values, **values})
+    newest = from_events(report.events).get(kind) or finding(kind)
+    return newest._replace(values={**newest.values, **values})
 
 
 def _index(steps: Sequence[Step], number: int) -> int:
@@ -235,7 +234,7 @@ def _origin(origin: Finding, report: RankView, *, spoiled: bool, is_lost: bool) 
 
 
 def _is_scaled(report: RankView) -> bool:
-    """Return whether a loss scaler skips the steps whose gradients are not finite."""
+    """Return whether a loss scaler skips steps with gradients that are not finite."""
     return bool(report.of(catalog.AMP_SCALE) or report.value(catalog.AMP_STEPS_SKIPPED))
 
 
@@ -274,7 +273,7 @@ def _vanished(report: RankView) -> Iterator[Finding]:
 
 
 def _skips(report: RankView, collapsed: Finding | None) -> Iterator[Finding]:
-    """Yield that a loss scaler skips every step, also of an ended run, whose last steps changed nothing; or many."""
+    """Yield that a loss scaler skips every step, also at the end of a run, or many."""
     skipped, steps = report.count(catalog.AMP_STEPS_SKIPPED), report.count(catalog.STEPS)
     streak = report.value(catalog.AMP_SKIP_STREAK)
     if streak is None and collapsed is not None:
@@ -304,16 +303,16 @@ def _diverged(report: RankView) -> Iterator[Finding]:
         return
     steps = report.steps[model_begins(report.steps, len(report.steps) - 1) :] if report.steps else ()
     is_start = bool(steps) and (steps[0].step == 1 or steps[0].new_model)
-    found = _newest(report, kind, **judged)
+    newest = _newest(report, kind, **judged)
     last = next((step for step in reversed(report.steps) if step.loss is not None), None)
     highest = max((step.learning_rate for step in steps[:WARM_UP] if step.learning_rate), default=None)
     values = {
         "back": not judged["now"],
-        "start": found.values.get("baseline"),
+        "start": newest.values.get("baseline"),
         "left": LEFT,
         "warm_up": WARM_UP,
         "last_step": last.step if last else None,
         "last_value": last.loss if last else None,
         "highest": highest if is_start else None,
     }
-    yield found._replace(values={**found.values, **values})
+    yield newest._replace(values={**newest.values, **values})

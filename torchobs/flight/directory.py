@@ -148,7 +148,7 @@ def opened(path: str | Path, *, link: bool = False) -> Iterator[int]:
 def mount_of(path: str, mounts: str | None = None) -> tuple[str, str]:
     """Return mount point and type of the file system that a resolved path is on; empty if unknown.
 
-    By the mounts of this process (the text of ``/proc/self/mountinfo``): without access to the path, whose server may be dead.
+    By the mounts of this process (the text of ``/proc/self/mountinfo``): without access to the path, as its server may be dead.
     """
     point, kind = "", ""
     for line in (cgroup.read("/proc/self/mountinfo") if mounts is None else mounts).splitlines():

@@ -166,7 +166,7 @@ class NonfiniteProbe:
         self._expect("nonfinite_loss", step)
 
     def _step_of_spoiling(self, last_lost: int, losses: Sequence[Any]) -> int | None:
-        """Return the step whose gradients have spoiled the weights; ``None`` if it may be another.
+        """Return the step in which gradients have spoiled the weights; ``None`` if it may be another.
 
         A device's loss is looked at steps later, and of several optimizers one may have stepped in this step.
         """
