@@ -156,7 +156,8 @@ class RankLines:
     def of_exporter(self, rank: Rank, form: Format) -> list[FamilyLines]:
         """Return the lines of the exporter's own metrics of the rank."""
         if form not in self._renderers:
-            self._renderers[form] = SampleRenderer(form, lambda attributes: {**labels.of_catalog(attributes), **self._identity})
+            identity = self._identity  # a closure over self would be a cycle, and keep a gone rank's lines for minutes
+            self._renderers[form] = SampleRenderer(form, lambda attributes: {**labels.of_catalog(attributes), **identity})
         return self._renderers[form].lines([*exporter_metrics.of_rank(rank)])
 
     def of_blocks(self, rank: Rank, form: Format, *, shared: bool) -> Iterator[list[FamilyLines]]:
