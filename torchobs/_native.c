@@ -24,7 +24,7 @@
 #include <unistd.h>
 
 /* Raised with every change of what Python calls: torchobs/probes/hot_path.py takes no other. */
-enum { INTERFACE = 7 };
+enum { INTERFACE = 8 };
 
 /* torchobs.probes.timeline */
 enum { FETCH = 0, FETCHED = 1, EXHAUSTED = 3, BACKWARD_BEGINS = 5, BACKWARD_ENDS = 6, STEP_BEGINS = 7 };
@@ -118,13 +118,6 @@ static inline unsigned char *put_double(unsigned char *at, double value)
     return put(at, bits, sizeof bits);
 }
 
-static inline unsigned char *put_float(unsigned char *at, float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return put(at, bits, sizeof bits);
-}
-
 /* As `step_record.PLAIN` and its CRC: 1, or 0 where a field cannot hold its value. */
 static int pack(PlainSteps *self, unsigned char *record, uint64_t seq, const uint64_t *stamps, uint64_t end_ns, uint64_t called)
 {
@@ -134,6 +127,8 @@ static int pack(PlainSteps *self, unsigned char *record, uint64_t seq, const uin
     if (self->step == UINT64_MAX || self->flags > UINT16_MAX || self->losses > UINT32_MAX || samples > UINT32_MAX
         || samples < self->samples || tokens < self->tokens || square < 0.0 || (isfinite(self->norm_scale) && !isfinite(scale)))
         return 0;
+    uint32_t scale_bits;
+    memcpy(&scale_bits, &scale, sizeof scale_bits);
     unsigned char *at = put(record, seq, 8);
     at = put(at, self->step + 1, 8);
     at = put(at, end_ns, 8);
@@ -148,7 +143,7 @@ static int pack(PlainSteps *self, unsigned char *record, uint64_t seq, const uin
         at = put(at, stamps[index], 8);
     at = put(at, tokens, 8);
     at = put(at, samples, 4);
-    at = put_float(at, scale);
+    at = put(at, scale_bits, 4);
     at = put(at, self->begun_ns, 8);
     at = put(at, called, 4);
     put(at, crc32_of(record, CRC_AT, self->seed, self->tables), 4);
@@ -841,6 +836,36 @@ static PyObject *mark_signals(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* -- stacks where the GIL is held: torchobs.runtime.stacks says why one signal is not enough ----------------------------- */
+
+enum { SILENT_SIGNALS = 6 };
+static void (*write_stacks)(int);
+static volatile sig_atomic_t silent;
+
+static void on_silence(int number)
+{
+    if (++silent == SILENT_SIGNALS)
+        write_stacks(number);
+}
+
+static PyObject *count_signals(PyObject *Py_UNUSED(module), PyObject *number)
+{
+    struct sigaction action;
+    int watched = (int)PyLong_AsLong(number);
+    if (sigaction(watched, NULL, &action) == 0 && action.sa_handler != on_silence) {
+        write_stacks = action.sa_handler;
+        action.sa_handler = on_silence;
+        sigaction(watched, &action, NULL);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *count_anew(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
+{
+    silent = 0;
+    Py_RETURN_NONE;
+}
+
 /* -- the module ------------------------------------------------------------------------------------------------------- */
 
 static PyMethodDef functions[] = {
@@ -848,6 +873,8 @@ static PyMethodDef functions[] = {
      "mark_signals(descriptor, lines): write ``lines[number]`` into the file, if it is empty, when a signal of that number ends\n"
      "this process, for those that have their default action. Replaces what was marked before. Raises ``OSError``."},
     {"unmark_signals", unmark_signals, METH_NOARGS, "Give them their default back, but for those that have another handler."},
+    {"count_signals", count_signals, METH_O, "Have the handler of that signal called once, by the sixth after ``count_anew()``."},
+    {"count_anew", count_anew, METH_NOARGS, "Begin to count."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -212,6 +213,19 @@ def test_a_rank_that_holds_python_s_lock_writes_its_stacks_down(flight_dir: Path
         sleep_with_the_lock()
         support.wait_until(lambda: len(told()) == 2)
         assert {event["evidence"] for event in told()} <= {one.id for one in found(flight_dir, STUCK)}
+
+
+def test_a_process_that_was_stopped_writes_nothing_down_as_it_goes_on(
+    flight_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its timer is overdue, but its threads run: a stack that changes while it is read can crash the process."""
+    monkeypatch.setattr(stacks, "SILENCE_S", 1.0)
+    for run in recording(flight_dir):
+        registered(run)
+        run.whole_round()
+        subprocess.run(["sh", "-c", f"kill -STOP {os.getpid()}; sleep 1.5; kill -CONT {os.getpid()}"], check=True)
+        run.whole_round()
+        assert run.attributes("torchobs.stacks") == []
 
 
 def caught() -> int:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-INTERFACE = 7
+INTERFACE = 8
 """Of the module that this version calls: a checkout may still have one that was compiled before an update"""
 
 

@@ -7,11 +7,13 @@ there.
 
 Where the GIL is held no Python thread runs, but the kernel still delivers signals. A POSIX timer, which the sampler thread
 resets ten times a second (0.8 µs), sends a real-time signal after three seconds without a reset; ``faulthandler``'s handler
-writes the stacks of all threads in C. The signal goes to the sampler thread alone (``SIGEV_THREAD_ID``), which only waits for
-the GIL, so that no system call of the application is interrupted. ``faulthandler.dump_traceback_later`` would do the same, but
-there is one per process, and it is the user's; ``register(chain=True)`` would run the signal's default action, which kills the
-process. The signal is one without a handler; if somebody installs one later, the timer is not set again. A forked child has
-neither the timer, which POSIX does not inherit, nor the handler.
+writes the stacks of all threads in C. Where there is the compiled part, that takes six signals, half a second apart: a process
+that was stopped or frozen gets one as it goes on, and a stack that changes while the handler reads it can crash the process.
+The signal goes to the sampler thread alone (``SIGEV_THREAD_ID``), which only waits for the GIL, so that no system call of the
+application is interrupted. ``faulthandler.dump_traceback_later`` would do the same, but there is one per process, and it is the
+user's; ``register(chain=True)`` would run the signal's default action, which kills the process. The signal is one without a
+handler; if somebody installs one later, the timer is not set again. A forked child has neither the timer, which POSIX does not
+inherit, nor the handler.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from torchobs.detect.hangs import Durations
 from torchobs.flight import artifacts, endings
 from torchobs.flight.artifacts import END, LIMITS, STACKS, STUCK, named
 from torchobs.flight.layout import LIVE_PHASES
+from torchobs.flight.native import compiled
 from torchobs.flight.totals import DURATION_SUM, Word
 from torchobs.probes.timeline import CHECKPOINT, COMPILE, DATA, EVALUATION, FORWARD, OTHER
 from torchobs.support.descriptors import Descriptor
@@ -164,6 +167,9 @@ class StallWatch:
 SILENCE_S = 3.0
 """One second more than the exporter's threshold for an unresponsive rank: the stacks follow a second after the state."""
 
+_SIGNALS = 6
+"""In that time, where the compiled part counts them (``SILENT_SIGNALS``)"""
+
 _SIGEV_THREAD_ID = 4
 _CLOCK_MONOTONIC = 1
 _SIGACTION_SIZE = 256
@@ -191,9 +197,10 @@ class Watchdog:
     """One per session. Only :meth:`close` may be called outside the sampler thread."""
 
     def __init__(self, writer: FlightWriter) -> None:
-        self._writer, self._silence_ns = writer, round(SILENCE_S * 1e9)
+        self._writer, self._silence_ns, self._native = writer, round(SILENCE_S * 1e9), compiled()
         self._unarmed = _ITimerSpec(0, 0, 0, 0)
-        self._armed = _ITimerSpec(0, 0, self._silence_ns // 1_000_000_000, self._silence_ns % 1_000_000_000)
+        first = divmod(self._silence_ns // (_SIGNALS if self._native else 1), 1_000_000_000)
+        self._armed = _ITimerSpec(*(first if self._native else (0, 0)), *first)
         self._timer = ctypes.c_void_p()
         self._thread: threading.Thread | None = None
         self._signal = -1
@@ -220,6 +227,8 @@ class Watchdog:
         if self._ready and now_ns - self._last_ns > self._silence_ns and self._last_ns:
             self._report_stacks(place, file, (now_ns - self._last_ns) / 1e9)
         self._last_ns = now_ns
+        if self._native is not None:
+            self._native.count_anew()
         self._set(self._armed if (self._ready or self._create_file()) and self._is_ours() else self._unarmed)
 
     def close(self) -> None:
@@ -254,6 +263,8 @@ class Watchdog:
         if not self._create_file():
             self._signal = -1
             return
+        if self._native is not None:
+            self._native.count_signals(number)
         self._handler = self._action(number)
         _registered.add(self)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
