@@ -270,8 +270,24 @@ def test_what_is_not_finite_now_is_said_to_be_so_since_its_first_step() -> None:
     text = health(run(later)).text
     assert "The loss has not been finite since step 60." in text
     assert "Gradients have not been finite since step 60." in text
-    text = health(run(row(anomalies=kinds, events=events, derived={"steps": history[100:]}))).text
+    gone = row(1, anomalies=kinds, events=events, derived={"steps": history[100:]})
+    text = health(run(gone)).text
     assert "The loss is not finite." in text  # how it began is gone
+    assert " since " not in health(run(later, gone)).text  # on one of two ranks, which may have been the first
+    first, lost = fact(catalog.EVENT_ANOMALY, 6, 60, kind=kinds[0]), anomalies(nonfinite_loss=744)
+    text = health(run(row(anomalies=kinds[:1], events=[first], values=lost, steps=803, derived={"steps": history[100:]}))).text
+    assert "The loss has not been finite since step 60." in text  # there are as many as steps since
+    rarely = tuple(one._replace(grad_norm=one.grad_norm if one.step % 50 == 1 else None) for one in history)
+    text = health(run(row(anomalies=kinds, events=events, derived={"steps": rarely}))).text
+    assert "Gradients have not been finite since step 60." in text  # a lost loss has no other
+
+
+def test_what_follows_spikes_on_a_higher_level_is_no_recovery() -> None:
+    """Each spike has raised the baseline that the next one is compared with."""
+    events = [fact(catalog.EVENT_ANOMALY, 5, 50 + at, kind="loss_spike", baseline=1.0 + at) for at in range(0, 40, 5)]
+    for loss, said in ((1.1, "Past: 8 loss spikes"), (20.0, "Earlier: 8 loss spikes")):
+        derived = {"steps": tuple(step(number, loss) for number in range(1, 200)), "lately": {}}
+        assert said in health(run(row(events=events, values=anomalies(loss_spike=8), derived=derived))).text
 
 
 def test_what_a_run_has_recovered_from_is_past_while_it_runs_and_after() -> None:

@@ -175,7 +175,8 @@ def _said(run: RunView) -> Iterator[Finding]:
             if one.values.get("now") is False:
                 over.append(one)
             elif _is_worth_saying(one) and (rank.up or not any_up or one.kind not in _OF_THE_LIVING):
-                alike.setdefault(ORIGIN if one.kind.startswith(ORIGIN) else one.kind, []).append((rank, one))
+                kind = ORIGIN if one.kind.startswith(ORIGIN) else one.kind.removesuffix("_before")
+                alike.setdefault(kind, []).append((rank, one))
     yield from (_together(pairs, ranks) for pairs in ends.values())
     if any(rank.state == "hung" for rank in ranks):
         yield from waited_for(ranks)
@@ -199,13 +200,16 @@ def _end(rank: RankView, found: Finding, request: str) -> Finding | None:
 def _together(pairs: Sequence[tuple[RankView, Finding]], ranks: Sequence[RankView]) -> Finding:
     """Return one finding for those of one kind: the worst of them, with the ranks that it is about."""
     seen_first = source(ranks)
-    rank, worst = max(pairs, key=lambda pair: (LEVELS[pair[1].severity].value, _size(pair[1]), pair[0] is seen_first))
+    undated = [pair for pair in pairs if not pair[1].values.get("since")]
+    rank, worst = max(
+        undated or pairs, key=lambda pair: (LEVELS[pair[1].severity].value, _size(pair[1]), pair[0] is seen_first)
+    )
     affected = [rank] if worst.kind == "between" else [rank for rank, _ in pairs]
     named = _named(affected)
     is_everywhere = len(affected) == (sum(rank.up for rank in ranks) or len(ranks))
     values: dict[str, Any] = {"who": text.capital(named), "count": len(affected), "where": "" if is_everywhere else named}
     every: list[dict[str, Any]] = [dict(one.values) for _, one in pairs]
-    if since := [one["since"] for one in every if one.get("since")]:
+    if since := [one["since"] for one in every if one.get("since") and not undated]:
         values["since"] = min(since)
     if "workers" in worst.values:
         values["workers"] = sum(one["workers"] for one in every)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import exp, isfinite, isnan
+from math import exp, isfinite, isnan, nan
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -106,7 +106,12 @@ def _nonfinite_loss(report: RankView) -> Finding:
     step = steps[lost]
     name = "NaN" if step.loss is None or isnan(step.loss) else "infinite"
     if _is_older(steps, [step.loss for step in steps[:lost]]):
-        return finding("nonfinite_loss_before", step=step.step, name=name)
+        first = _first(report, "nonfinite_loss")
+        if first is None or first.step is None or report.counted.get("nonfinite_loss") != report.done - first.step + 1:
+            return finding("nonfinite_loss_before", step=step.step, name=name)
+        # as many as there were steps since the first: none was finite in between
+        wasted = report.done - first.step or None
+        return finding("nonfinite_loss", step=first.step, since=first.step, name=name, wasted=wasted)
     rate = _rate(steps, lost)
     return finding(
         "nonfinite_loss",
@@ -248,7 +253,8 @@ def _nonfinite_gradients(report: RankView) -> Iterator[Finding]:
     judged = _judged(report, kind, explained=True)
     if scaled:
         judged["severity"] = Severity.INFO
-    norms = [step.grad_norm for step in report.steps]
+    # where no norm was measured, a loss that is not finite shows it
+    norms = [step.grad_norm if step.grad_norm is not None or isfinite(step.loss or 0.0) else nan for step in report.steps]
     begun = onset(norms) if judged["now"] else None
     if begun is not None and not _is_older(report.steps, norms[:begun]):
         values["since"] = report.steps[begun].step

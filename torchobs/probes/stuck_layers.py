@@ -254,7 +254,7 @@ class StuckLayersWatch:
 
 
 def _values(cause: str, layers: Sequence[str], total: int, at: str) -> dict[str, object]:
-    return {"layers": list(layers[:_NAMED]), "layers_affected": len(layers), "layers_total": total, "cause": cause, "at": at}
+    return {"layers": list(layers[:_NAMED]), "layers_affected": len(layers), "layers_total": max(total, len(layers)), "cause": cause, "at": at}
 
 
 def _part(layer: Any, key: int, group: int | None, layers: Layers) -> _Part:

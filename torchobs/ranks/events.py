@@ -11,7 +11,7 @@ from math import isfinite
 from typing import NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.spikes import LastAnomaly
+from torchobs.detect.spikes import HEALTHY, LastAnomaly
 from torchobs.flight.events import Event, Late, Span
 from torchobs.support import text as text_format
 
@@ -70,7 +70,9 @@ class Events:
             if kind in catalog.ANOMALY_KINDS and event.step is not None:
                 before = last.get(kind)
                 reported = (before.reported if before else 0) + 1 + event.count("left_out")
-                last[kind] = LastAnomaly(max(event.step, before.step if before else 0), event.number("baseline"), reported)
+                # of anomalies with too few steps between them to recover, the first alone has a baseline that none has raised
+                usual = before.usual if before and event.step - before.step < HEALTHY else event.number("baseline")
+                last[kind] = LastAnomaly(max(event.step, before.step if before else 0), usual, reported)
         return last
 
     @cached_property
