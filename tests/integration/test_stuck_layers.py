@@ -276,6 +276,19 @@ def test_an_optimizer_that_gets_no_gradient(run: Recording, compute: Step, healt
     assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] == 2.0
 
 
+def test_parameters_of_no_model_are_no_more_than_there_are(run: Recording) -> None:
+    """The model was replaced after the optimizer was made: its parameters alone are left."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    model = copy.deepcopy(model)
+    for _ in range(APART + 10):
+        sound(model, optimizer)
+        optimizer.step()
+    assert without(run) == [(1, [f"parameter{number}" for number in range(4)])]
+    (said,) = run.frames(catalog.EVENT_UNMOVED_LAYERS.name)
+    assert said["attrs"]["layers_affected"] == said["attrs"]["layers_total"] == 4
+
+
 def test_gradients_that_come_again_take_it_back(run: Recording) -> None:
     """After a pause that nothing announced, by an event of the same cause about no layer."""
     model = net()

@@ -254,7 +254,9 @@ class StuckLayersWatch:
 
 
 def _values(cause: str, layers: Sequence[str], total: int, at: str) -> dict[str, object]:
-    return {"layers": list(layers[:_NAMED]), "layers_affected": len(layers), "layers_total": max(total, len(layers)), "cause": cause, "at": at}
+    affected = len(layers)
+    total = max(total, affected)  # parameters of no model are no layer's
+    return {"layers": list(layers[:_NAMED]), "layers_affected": affected, "layers_total": total, "cause": cause, "at": at}
 
 
 def _part(layer: Any, key: int, group: int | None, layers: Layers) -> _Part:
