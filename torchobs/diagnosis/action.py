@@ -40,7 +40,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(ranks: Sequence[RankView], principal: int, before: RankView | End | None = None) -> Verdict:
-    """Return it; ``principal``: index of the first to fail, ``before``: how that rank ended in the attempt before."""
+    """Return the verdict; ``principal``: index of the first to fail, ``before``: how that rank ended in the attempt before."""
     ends = [end_of(report) for report in ranks]
     world = max(labels.number(report.header.resource, "world_size") or 0 for report in ranks)
     earlier = end_of(before) if isinstance(before, RankView) else before
@@ -72,8 +72,7 @@ def end_of(report: RankView) -> End:
 
 
 def _errors(raised: Event) -> list[tuple[str, str]]:
-    of = [(raised.text("exception.type"), raised.text("exception.message"))]
-    return [*of, (raised.text("cause.type"), raised.text("cause.message"))]
+    return [(raised.text(f"{error}.type"), raised.text(f"{error}.message")) for error in ("exception", "cause")]
 
 
 def _late(report: RankView, event: catalog.Event) -> list[Event]:
@@ -82,7 +81,7 @@ def _late(report: RankView, event: catalog.Event) -> list[Event]:
 
 
 def _proof(report: RankView, cause: str) -> Proof:
-    """Return how a rank ended in words; for hardware also what the driver said."""
-    how, *more = endings.ending(report)
-    said = [one.long for one in more if cause == "hardware" and one.kind in {"gpu_xid", "gpu_lost"}]
-    return Proof(report.rank, report.described("host"), " ".join([how.long, *said]))
+    """Return in words how a rank ended; for hardware with the driver's errors."""
+    end, *others = endings.ending(report)
+    errors = [finding.long for finding in others if cause == "hardware" and finding.kind in {"gpu_xid", "gpu_lost"}]
+    return Proof(report.rank, report.described("host"), " ".join([end.long, *errors]))

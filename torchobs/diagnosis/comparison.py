@@ -18,7 +18,7 @@ _MOST_NAMED = 4
 
 
 def beside_each_other(ranks: Sequence[RankView], expected: int) -> Iterator[Finding]:
-    """Yield what ranks show that are compared with each other, and how many are missing of so many on this machine."""
+    """Yield the differences between ranks, and how many are missing of the ``expected`` ones on this machine."""
     for team in labels.teams(ranks):
         yield from _disagreeing(team)
         yield from _weights_apart(team)
@@ -33,9 +33,9 @@ def _disagreeing(ranks: Sequence[RankView]) -> Iterator[Finding]:
     norms = {rank.rank: rank.alike_norms for rank in ranks}
     odd = differing(norms) if all(norms.values()) else ()
     if odd:
-        step = max(set.intersection(*(set(own) for own in norms.values())))
+        step = max(set.intersection(*(set(by_step) for by_step in norms.values())))
         values = [f"{name}: {text.number(norms[name][step])}" for name in odd]
-        usual = next((own[step] for name, own in norms.items() if name not in odd), None)
+        usual = next((by_step[step] for name, by_step in norms.items() if name not in odd), None)
         named = f"rank {text.joined(values, 2 * _MOST_NAMED)}"
         yield finding("ranks_disagree", step=step, odd=text.ranks(odd, _MOST_NAMED), norms=named, usual=usual)
 
@@ -50,7 +50,7 @@ def _weights_apart(ranks: Sequence[RankView]) -> Iterator[Finding]:
 
 
 def _batches_alike(ranks: Sequence[RankView]) -> Iterator[Finding]:
-    """Yield that all ranks are given the same data."""
+    """Yield that all ranks get the same data."""
     since = same_batches({rank.rank: rank.batches for rank in ranks})
     if since is not None and same_losses(rank.losses for rank in ranks):
         yield finding("same_batches", step=since)
@@ -69,9 +69,9 @@ def _slowest(ranks: Sequence[RankView]) -> Iterator[Finding]:
 
 
 def _apart(ranks: Sequence[RankView]) -> Iterator[Finding]:
-    """Yield that ranks wait for each other, where steps take as long on each but their phases do not.
+    """Yield that ranks wait for each other: their steps take equally long, but their phases do not.
 
-    Which one is slow is not certain then: what one spends in forward, another may wait for in backward, or the reverse.
+    It is not certain then which rank is slow: the time that one spends in forward another may wait in backward, or the reverse.
     """
     paces = {rank.rank: rank.pace for rank in ranks if rank.pace and rank.pace.steps >= LEAST_STEPS}
     if len(paces) < max(2, len(ranks)):

@@ -25,14 +25,14 @@ class RunDiagnosis(NamedTuple):
     by_rank: list[list[Finding]]
     """:func:`diagnose` of each rank"""
     principal: int
-    """index of the rank to show in full: the one that the others of a hung run wait for, else the one that failed first, else
-    one that hangs, else the one from which the others had a NaN, else one that is slow, else the first"""
+    """index of the rank to show in full: the others of a hung run wait for it; else it failed first; else it hangs; else the
+    others had a NaN from it; else it is slow; else it is the first"""
 
     @property
     def verdict(self) -> Finding:
         """The health's headline, with the worst severity of all findings."""
-        found = (LEVELS[one.severity] for one in chain(self.together, *self.by_rank))
-        level = max(self.health.level, *found, key=lambda level: level.value)
+        levels = (LEVELS[item.severity] for item in chain(self.together, *self.by_rank))
+        level = max(self.health.level, *levels, key=lambda level: level.value)
         badge = self.health.badge if level is self.health.level else BADGES[level]
         return finding("verdict", severity=level, badge=badge, headline=self.health.headline)
 

@@ -1,4 +1,4 @@
-"""How ranks ended, which failed first, and whom a run waited for that a collective's timeout ended. Pure."""
+"""How ranks ended, which failed first, and which rank the others waited for until a collective timed out. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from torchobs.support import text
 
 _MOST_NAMED = 8
 _IN_BACKWARD = "_engine_run_backward"
-"""Where what a collective raises in backward comes out, after which the phase is another"""
+"""The function of torch out of which a collective's error in backward comes; the phase is another afterwards"""
 _NO_FAILURE = frozenset({"finished", "interrupted", "terminated"})
 SHORTLY_S = 60.0
 """Errors of machine, device or workers within this time before the end are reported with it."""
@@ -56,7 +56,7 @@ _COLLECTIVE = (
 
 # --- how a rank ended ---------------------------------------------------------------------------------------------------------
 def ending(report: RankView) -> Iterator[Finding]:
-    """Yield how it ended, or that it has not."""
+    """Yield how a rank ended, or that it has not."""
     if report.up:
         yield _living(report)
         yield from stalled(report)
@@ -78,8 +78,8 @@ def ending(report: RankView) -> Iterator[Finding]:
 def launcher_ending(report: RankView) -> Iterator[Finding]:
     """Yield how a process that only started the ranks ended, if that was a failure."""
     if report.state not in {"alive", "finished"}:
-        found = next(ending(report))
-        yield found._replace(values={**found.values, "who": "The process that started the ranks", "where": None})
+        end = next(ending(report))
+        yield end._replace(values={**end.values, "who": "The process that started the ranks", "where": None})
 
 
 def _living(report: RankView) -> Finding:
@@ -97,7 +97,7 @@ def _where(report: RankView) -> str:
 
 
 def how_ended(report: RankView) -> Finding:
-    """Return how a rank ended that has."""
+    """Return how a rank that is over ended."""
     values: dict[str, Any] = {"where": _where(report), "phase": report.phase if report.last_step else None}
     reason = report.reason
     if reason == "exception":
@@ -106,10 +106,11 @@ def how_ended(report: RankView) -> Finding:
         values |= {"code": report.exit_code, "signal": _signal(report)}
     elif reason in {"interrupted", "terminated"}:
         number = 0 if report.exit_code == _INTERRUPTED else report.exit_code - 128  # a handler of SIGTERM may raise Ctrl-C's
-        values |= {"signal": _name_of(number, "SIGTERM"), **_made_of_signal(report)}
+        values |= {"signal": _name_of(number, "SIGTERM"), **_signal_result(report)}
     elif reason == "crashed":
-        own, name = without_launcher(report.crash), _name_of(report.exit_code - 128, "a fatal signal")
-        values |= {"place": place(own) if own else None, "signal": name, "meaning": FATAL_SIGNALS.get(name, "a fatal signal")}
+        crash, name = without_launcher(report.crash), _name_of(report.exit_code - 128, "a fatal signal")
+        meaning = FATAL_SIGNALS.get(name, "a fatal signal")
+        values |= {"place": place(crash) if crash else None, "signal": name, "meaning": meaning}
     elif reason == "out_of_memory":
         values |= _memory(report)
     elif reason == "lost":
@@ -170,22 +171,22 @@ def is_ended_by_a_save(report: RankView) -> bool:
     return is_alike and 0 <= ended[-1].time_s - failed[-1].time_s <= _RAISED_WITHIN_S
 
 
-def _raised(fact: Event, of: str = "") -> str:
-    """Return an exception in words; ``of``: ``cause.`` for that at its root."""
+def _raised(fact: Event, prefix: str = "") -> str:
+    """Return an exception in words; ``prefix``: ``cause.`` for the one at its root."""
     names = ("message", "location", "caller", "origin", "reraised")
-    values = {name: fact.text(f"{of or 'exception.' * (name == 'message')}{name}") for name in names}
-    kind = fact.text(f"{of or 'exception.'}type").removeprefix("builtins.") or "an exception"
+    values = {name: fact.text(f"{prefix or 'exception.' * (name == 'message')}{name}") for name in names}
+    kind = fact.text(f"{prefix or 'exception.'}type").removeprefix("builtins.") or "an exception"
     return sentence(RAISED, {"type": kind, **values})
 
 
 def _signal(report: RankView) -> str:
-    """Return the signal that its own handler ended the rank on; empty if none did."""
+    """Return the signal whose handler, of the script, ended the rank; empty if none did."""
     ended = report.events_named(catalog.EVENT_RUN_END)
     return ended[-1].text("signal") if ended else ""
 
 
-def _made_of_signal(report: RankView) -> dict[str, Any]:
-    """Return what the signal's handler made of it, if that is more than to end."""
+def _signal_result(report: RankView) -> dict[str, Any]:
+    """Return the exception or exit code that the script's handler of the signal ended with, if it is not the usual one."""
     raised = [fact for fact in report.main_exceptions if fact.text("signal")]
     if raised and raised[-1].text("exception.type") != "builtins.KeyboardInterrupt":
         return {"handled": _raised(raised[-1])}
@@ -205,10 +206,7 @@ def _memory(report: RankView) -> dict[str, Any]:
 
 
 def _threads(report: RankView) -> Iterator[Finding]:
-    """Yield the last thread that ended by an exception: threads that wait for its results fail later, or hang.
-
-    However long before the end it was: the main thread may have waited for hours.
-    """
+    """Yield the last thread that ended by an exception, however early: whoever waits for it may fail hours later, or hang."""
     ended = [fact for fact in report.events_named(catalog.EVENT_EXCEPTION) if fact.text("thread")]
     if not ended or report.reason in _NO_FAILURE:
         return
@@ -219,11 +217,11 @@ def _threads(report: RankView) -> Iterator[Finding]:
 
 
 def last_words(report: RankView) -> dict[str, Event]:
-    """Return the errors of machine, device or workers shortly before an abnormal end, by kind: the last of each."""
+    """Return the last error of each kind, of machine, device or workers, shortly before an abnormal end."""
     if report.up or report.reason in _NO_FAILURE:
         return {}
     late = [fact for fact in report.events if report.last_s - fact.time_s <= SHORTLY_S]
-    return {kind: of[-1] for kind in LAST_WORDS if (of := [fact for fact in late if _makes(kind, fact)])}
+    return {kind: facts[-1] for kind in LAST_WORDS if (facts := [fact for fact in late if _makes(kind, fact)])}
 
 
 def _makes(kind: str, fact: Event) -> bool:
@@ -248,9 +246,9 @@ def compare(ranks: Sequence[RankView]) -> list[Finding]:
 
 
 def _in_team(ranks: Sequence[RankView], *, only_one_failed: bool) -> Iterator[Finding]:
-    """Yield for whom a replica group that a timeout ended waited, else which rank failed first; and whom it waits for.
+    """Yield whom a replica group waited for until a timeout ended it, else which rank failed first; and whom it waits for now.
 
-    Of a group whose only rank failed nothing is said, if others failed as well.
+    A failed rank that is alone in its group is left out if ranks of other groups failed as well.
     """
     gave_up = _gave_up(ranks)
     if gave_up:
@@ -258,59 +256,59 @@ def _in_team(ranks: Sequence[RankView], *, only_one_failed: bool) -> Iterator[Fi
         what, timeout_s = TIMED_OUT.get(first.text("timeout"), TIMED_OUT["collective"]), first.number("timeout_s")
         names, waiting = text.ranks(list(gave_up), _MOST_NAMED), _waiting(ranks, gave_up)
         yield finding("collective_timeout", what=what, timeout=timeout_s, gave_up=names, waiting=waiting)
-    elif (found := first_failed(ranks)[1]) is not None and (only_one_failed or len(_failed(ranks)) > 1):
-        yield found
-    yield from (one for one in hangs.waited_for(stalled_together(ranks)) if not gave_up or one.kind != "waited_for")
+    elif (failure := first_failed(ranks)[1]) is not None and (only_one_failed or len(_failed(ranks)) > 1):
+        yield failure
+    yield from (item for item in hangs.waited_for(stalled_together(ranks)) if not gave_up or item.kind != "waited_for")
 
 
 def awaited_at_timeout(ranks: Sequence[RankView]) -> dict[str, Blamed]:
-    """Return the ranks that the others of their replica group waited for, by name, where a timeout ended it.
+    """Return by name the ranks that the others of their replica group waited for until a timeout ended it.
 
-    Empty if none did, if a rank had failed before otherwise, and if nothing distinguishes the ranks.
+    Empty without a timeout, if a rank had failed earlier for another reason, and if nothing distinguishes the ranks.
     """
-    return {name: one for team in labels.teams(ranks) for name, one in _blamed(team, _statuses(team)).items()}
+    return {name: blame for team in labels.teams(ranks) for name, blame in _blamed(team, _statuses(team)).items()}
 
 
 def _waiting(ranks: Sequence[RankView], gave_up: Mapping[str, Event]) -> str:
-    """Return whom ranks waited for that a timeout ended, or where they were; empty if that is not known."""
+    """Return whom the ranks ended by a timeout waited for, or where they were; empty if that is unknown."""
     whole, facts = _statuses(ranks), list(gave_up.values())
-    found = _blamed(ranks, whole)
+    blames = _blamed(ranks, whole)
     absent = [rank for rank in _absentees(facts) if rank not in {report.rank for report in ranks}]
-    counted = [] if absent else list(hangs.surplus(whole, ranks))
-    said = []
-    if counted and not _absentees(facts) and _are_alike(whole, found):
-        said = counted
-    elif found:
-        said = [hangs.sentences(whole, found, with_calls=False), *counted]
+    surplus = [] if absent else list(hangs.surplus(whole, ranks))
+    sentences = []
+    if surplus and not _absentees(facts) and _are_alike(whole, blames):
+        sentences = surplus
+    elif blames:
+        sentences = [hangs.sentences(whole, blames, with_calls=False), *surplus]
     elif len(gave_up) == len(ranks) and not absent:
-        said = [_places(whole)]
+        sentences = [_places(whole)]
     if absent:
         who = text.capital(text.ranks(absent, _MOST_NAMED))
-        said.append(sentence(NOT_HERE, {"who": who, "count": len(absent)}))
-    return " ".join(said)
+        sentences.append(sentence(NOT_HERE, {"who": who, "count": len(absent)}))
+    return " ".join(sentences)
 
 
 def _statuses(ranks: Sequence[RankView]) -> list[RankView]:
-    """Return where the ranks were when the timeout came: those that had not ended by then hung, and were ended by it."""
+    """Return the ranks as they were when the timeout came: those that had not ended by then hung, and were ended by it."""
     gave_up = _gave_up(ranks)
     begun_s = min((fact.time_s for fact in gave_up.values()), default=0.0)
-    found = []
+    statuses = []
     for report in ranks:
         before = report.rank not in gave_up and not report.up and report.last_s < begun_s - state.BEAT_S
         here = before or (report.state == "finished" and report.rank not in gave_up)
         raised = gave_up.get(report.rank)
         phase = "backward" if raised is not None and _IN_BACKWARD in raised.text("location") else report.phase
-        found.append(report if here else replace(report, state="hung", phase=phase))
-    return found
+        statuses.append(report if here else replace(report, state="hung", phase=phase))
+    return statuses
 
 
 def _gave_up(ranks: Sequence[RankView]) -> dict[str, Event]:
-    """Return the exceptions of the ranks that a timeout ended; none if another one had failed before for reasons of its own."""
+    """Return the exceptions of the ranks that a timeout ended; none if another rank had failed before for another reason."""
     ended = {report.rank: report.main_exceptions[-1:] for report in ranks if report.reason == "exception"}
-    found = {rank: fact for rank, raised in ended.items() for fact in raised if fact.text("timeout")}
-    begun_s = min((fact.time_s for fact in found.values()), default=0.0)
-    others = (report for report in ranks if report.rank not in found and report.state in {"failed", "lost"})
-    return {} if any(report.last_s < begun_s - state.BEAT_S for report in others) else found
+    timeouts = {rank: fact for rank, raised in ended.items() for fact in raised if fact.text("timeout")}
+    begun_s = min((fact.time_s for fact in timeouts.values()), default=0.0)
+    others = (report for report in ranks if report.rank not in timeouts and report.state in {"failed", "lost"})
+    return {} if any(report.last_s < begun_s - state.BEAT_S for report in others) else timeouts
 
 
 def _blamed(ranks: Sequence[RankView], whole: Sequence[RankView]) -> dict[str, Blamed]:
@@ -321,9 +319,9 @@ def _blamed(ranks: Sequence[RankView], whole: Sequence[RankView]) -> dict[str, B
     named = _absentees(list(gave_up.values()))
     if named:
         return {rank: detect_hang.alone(at[rank]) for rank in named if rank in at}
-    found = {rank: one for rank, one in hangs.blamed(whole).items() if rank not in gave_up}
-    if found:
-        return found
+    blames = {rank: blame for rank, blame in hangs.blamed(whole).items() if rank not in gave_up}
+    if blames:
+        return blames
     others = [rank for rank in at if rank not in gave_up]
     if len(others) != 1:
         return {}
@@ -332,14 +330,14 @@ def _blamed(ranks: Sequence[RankView], whole: Sequence[RankView]) -> dict[str, B
     return alone if others[0] in called_least or not _are_alike(whole, alone) else {}
 
 
-def _are_alike(whole: Sequence[RankView], found: Mapping[str, Blamed]) -> bool:
-    """Return whether nothing but that they did not give up distinguishes those ``found`` from a rank that waits."""
-    waiting = {hangs.where(hangs.position(status)) for status in whole if status.rank not in found}
-    return all(one.why == detect_hang.ELSEWHERE and hangs.where(one.position) in waiting for one in found.values())
+def _are_alike(whole: Sequence[RankView], blames: Mapping[str, Blamed]) -> bool:
+    """Return whether the ranks in ``blames`` differ from those that wait only in that they did not give up."""
+    waiting = {hangs.where(hangs.position(status)) for status in whole if status.rank not in blames}
+    return all(blame.why == detect_hang.ELSEWHERE and hangs.where(blame.position) in waiting for blame in blames.values())
 
 
 def _places(whole: Sequence[RankView]) -> str:
-    """Return where the ranks waited that all gave up."""
+    """Return where the ranks waited, all of which gave up."""
     places: dict[str, list[str]] = {}
     for status in whole:
         places.setdefault(hangs.where(hangs.position(status)), []).append(status.rank)
@@ -354,26 +352,26 @@ def _absentees(facts: Sequence[Event]) -> list[str]:
 
 
 def _absent(fact: Event) -> list[str]:
-    found = fact.attributes.get("absent_ranks")
-    return [str(one) for one in found if type(one) is int] if isinstance(found, list) else []
+    absent = fact.attributes.get("absent_ranks")
+    return [str(rank) for rank in absent if type(rank) is int] if isinstance(absent, list) else []
 
 
 def stalled_together(ranks: Sequence[RankView]) -> list[RankView]:
-    """Return the status of a replica group at its end; ranks that hung and were killed together are hung still.
+    """Return the ranks of a replica group at its end; those that hung and were killed together still count as hung.
 
     A launcher kills the ranks of a hung run, or a collective's timeout raises in them, so that at the end none lives. Their
     last phases show where they were. It need not have been so long that the exporter would call them hung.
     """
-    found = [stall(report) for report in ranks]
-    if any(report.up or report.state == "finished" for report in ranks) or not any(map(_stood_still, found)):
+    stops = [stall(report) for report in ranks]
+    if any(report.up or report.state == "finished" for report in ranks) or not any(map(_stood_still, stops)):
         return list(ranks)
     if max(report.last_s for report in ranks) - min(report.last_s for report in ranks) > _KILLED_WITHIN_S:
         return list(ranks)
-    return [replace(report, state="hung" if _stood_still(one) else "alive") for one, report in zip(found, ranks, strict=True)]
+    return [replace(report, state="hung" if _stood_still(stop) else "alive") for stop, report in zip(stops, ranks, strict=True)]
 
 
-def _stood_still(found: Stall | None) -> bool:
-    return found is not None and (found.hung or (found.long and found.phase not in PATIENT_PHASES))
+def _stood_still(stop: Stall | None) -> bool:
+    return stop is not None and (stop.hung or (stop.long and stop.phase not in PATIENT_PHASES))
 
 
 def typical_phases(report: RankView) -> dict[str, float]:
@@ -404,11 +402,11 @@ def first_failed(ranks: Sequence[RankView]) -> tuple[RankView | None, Finding | 
 
 
 def _first_of(together: Sequence[RankView]) -> tuple[RankView, Finding | None]:
-    """Return which of some ranks failed first, if how they ended shows it: their ends are too close for the clocks to order."""
+    """Return the rank that failed first by how the ranks ended: their ends are too close for the clocks to order."""
     raised = [report for report in together if report.reason == "exception"]
     by_itself = [report for report in raised if not in_collective(report)]
     # an abort may be a collective's own, which a peer's end has caused
-    silent = [one for one in together if one.state == "lost" or (one.reason == "crashed" and one.exit_code != _ABORTED)]
+    silent = [rank for rank in together if rank.state == "lost" or (rank.reason == "crashed" and rank.exit_code != _ABORTED)]
     if len(by_itself) == 1:
         return by_itself[0], finding("failed_by_itself", rank=by_itself[0].rank, within=state.BEAT_S)
     if len(silent) == 1 and not by_itself:
@@ -419,7 +417,7 @@ def _first_of(together: Sequence[RankView]) -> tuple[RankView, Finding | None]:
 
 
 def in_collective(report: RankView) -> bool:
-    """Return True if a peer's end may have caused the exception: raised by torch.distributed, or by DDP."""
+    """Return whether a peer's end may have caused the exception: torch.distributed or DDP raised it."""
     for fact in report.main_exceptions[-1:]:
         place = fact.text("location")
         if any(sign in f"{place} {fact.text('exception.type')}" for sign in _COLLECTIVE):

@@ -1,4 +1,4 @@
-"""Findings that an event makes: one loop over the table of kinds. Pure."""
+"""Findings from events: one loop over the table of kinds. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchobs.ranks.rank_view import RankView
 
 SPOILED = "nonfinite_parameters"
 UNTIL_A_STEP = "never_stepped"
-"""Of a run without a step: a first one may come after hundreds of micro-batches"""
+"""Shown only of a run without a step: its first one may come after hundreds of micro-batches"""
 LAST_WORDS = (
     "device_out_of_memory",
     "host_out_of_memory",
@@ -24,18 +24,18 @@ LAST_WORDS = (
     "worker_died",
     "shared_memory_full",
 )
-"""Errors of machine, device or workers: findings only of a rank that ended soon after"""
+"""Errors of machine, device or workers: findings only if the rank ended soon after"""
 GATED = frozenset({*catalog.ANOMALY_KINDS, *LAST_WORDS, ORIGIN, SPOILED, "save_raised", "memory_growth", "amp_scale_collapsed"})
-"""Kinds about which more than their event decides"""
+"""Kinds that take more than their event"""
 KIND_OF = {kind.name: (kind.source.name, kind.key) for kind in KINDS.values() if kind.source is not None}
 """Name of the event or metric that makes a kind, and its key"""
 _BY_EVENT: dict[str, list[Kind]] = {}
 for _kind in KINDS.values():
     if isinstance(_kind.source, catalog.Event) and not _kind.name.startswith((ORIGIN, SPOILED)):
         _BY_EVENT.setdefault(_kind.source.name, []).append(_kind)
-_ATTRIBUTES = {event.name: [one.name for one in event.attributes] for event in catalog.EVENTS}
+_ATTRIBUTES = {event.name: [attribute.name for attribute in event.attributes] for event in catalog.EVENTS}
 _SELECTING = ("kind", "cause")
-"""Attributes that say which of its kinds an event makes"""
+"""Attributes that select the kind of an event's finding"""
 _IN_PARAMETERS = frozenset({"parameter", "overflow"})
 """Origins of NaN and infinity that are in parameters"""
 
@@ -45,51 +45,51 @@ V = TypeVar("V")
 
 def remembered(function: Callable[[K], V]) -> Callable[[K], V]:
     """Return the function with a memory of what it returned, as long as the argument lives: the page asks each second."""
-    known: WeakKeyDictionary[K, V] = WeakKeyDictionary()
+    results: WeakKeyDictionary[K, V] = WeakKeyDictionary()
 
     @wraps(function)
     def remembering(argument: K) -> V:
-        if argument not in known:
-            known[argument] = function(argument)
-        return known[argument]
+        if argument not in results:
+            results[argument] = function(argument)
+        return results[argument]
 
     return remembering
 
 
 @remembered
 def from_events(events: Events) -> Mapping[str, Finding]:
-    """Return the findings that events make, by kind.
+    """Return the findings from events, by kind.
 
-    The newest event counts, and one about no parameter or layer takes its kind back. Of origins of NaN and infinity the first
-    counts, until the values come from elsewhere than from weights that have them.
+    The newest event counts; one about no parameter or layer takes its kind back. Of origins of NaN and infinity the first
+    counts, until one comes that does not lie in weights that already have such values.
     """
-    found: dict[str, Finding] = {}
+    findings: dict[str, Finding] = {}
     for event in events:
         for kind in _BY_EVENT.get(event.name, ()):
             if not kind.key or kind.key in map(event.attributes.get, _SELECTING):
-                _add(found, kind, event)
+                _add(findings, kind, event)
         if event.name == catalog.EVENT_NONFINITE_ORIGIN.name:
-            _add_origin(found, event)
+            _add_origin(findings, event)
         elif event.name == catalog.EVENT_NONFINITE_REST.name:
-            found.pop(SPOILED, None)
+            findings.pop(SPOILED, None)
             if event.count("parameters_affected"):
-                found[SPOILED] = Finding(SPOILED, "", event.step, {"parameter": as_subject(event.text("parameter", 120))})
-    return found
+                findings[SPOILED] = Finding(SPOILED, "", event.step, {"parameter": as_subject(event.text("parameter", 120))})
+    return findings
 
 
-def _add(found: dict[str, Finding], kind: Kind, event: Event) -> None:
+def _add(findings: dict[str, Finding], kind: Kind, event: Event) -> None:
     if event.name == catalog.EVENT_UNMOVED_LAYERS.name and kind.key not in {"unused", "no_gradient"}:
-        for name in [name for name, one in found.items() if name.startswith("unmoved_layers_") and one.step != event.step]:
-            if not name.endswith("no_gradient"):
-                del found[name]  # the causes of one step are written together
-    before = found.pop(kind.name, None)
+        for name, earlier in list(findings.items()):
+            if name.startswith("unmoved_layers_") and earlier.step != event.step and not name.endswith("no_gradient"):
+                del findings[name]  # the causes of one step are written together
+    before = findings.pop(kind.name, None)
     if 0 in (event.attributes.get("parameters_affected"), event.attributes.get("layers_affected")):
         return
     values = values_of(event)
     if before is not None:
         values["more"] = before.values.get("more", 0) + 1  # type: ignore[operator]  # it was set here
     if _suffice(kind, values):
-        found[kind.name] = Finding(kind.name, "", event.step, values)
+        findings[kind.name] = Finding(kind.name, "", event.step, values)
 
 
 def _suffice(kind: Kind, values: Mapping[str, object]) -> bool:
@@ -98,7 +98,7 @@ def _suffice(kind: Kind, values: Mapping[str, object]) -> bool:
 
 
 def values_of(event: Event) -> dict[str, object]:
-    """Return what the words of an event's finding are filled in with."""
+    """Return the values for the placeholders in the texts of an event's finding."""
     values: dict[str, object] = {name: event.attributes.get(name) for name in _ATTRIBUTES.get(event.name, ())}
     values["exception.type"] = event.text("exception.type").removeprefix("builtins.") or None
     if "kind" in values:
@@ -120,22 +120,22 @@ def values_of(event: Event) -> dict[str, object]:
     return values
 
 
-def _add_origin(found: dict[str, Finding], event: Event) -> None:
+def _add_origin(findings: dict[str, Finding], event: Event) -> None:
     origin, operator = event.text("origin"), event.text("operator", 80)
     is_consequence = origin in _IN_PARAMETERS or (origin == "unknown" and not operator)
     if is_consequence or (origin == "backward" and not operator):
-        found[SPOILED] = Finding(SPOILED, "", event.step, {"parameter": as_subject(event.text("parameter", 120))})
-    if ORIGIN not in found or not is_consequence:
+        findings[SPOILED] = Finding(SPOILED, "", event.step, {"parameter": as_subject(event.text("parameter", 120))})
+    if ORIGIN not in findings or not is_consequence:
         born = origin_of(event.attributes, event.step)
         if _suffice(KINDS[born.kind], born.values):
-            found[ORIGIN] = born
+            findings[ORIGIN] = born
 
 
 def source(ranks: Sequence[RankView]) -> RankView | None:
-    """Return the rank that saw first where a NaN or infinity was born: averaged gradients bring it to all of them.
+    """Return the rank that saw a NaN or infinity arise first: averaged gradients bring it to all ranks.
 
-    A rank that found it in its parameters, or nowhere, has not seen it.
+    Ranks that only have it in their parameters, or do not know its origin, are left out.
     """
     first = [(facts[0], report) for report in ranks if (facts := report.events_named(catalog.EVENT_NONFINITE_ORIGIN))]
-    seen = [(fact.step or 0, report) for fact, report in first if fact.text("origin") not in {"unknown", "parameter"}]
-    return min(seen, key=lambda pair: pair[0])[1] if seen else None
+    origins = [(fact.step or 0, report) for fact, report in first if fact.text("origin") not in {"unknown", "parameter"}]
+    return min(origins, key=lambda pair: pair[0])[1] if origins else None

@@ -1,4 +1,4 @@
-"""Where a run stands still and for whom: stalls of a rank, whom the others wait for, and what torch's flight recorder knows.
+"""Where a run stands still: stalls of a rank, the ranks that the others wait for, and the calls in torch's flight recorder.
 
 Pure. The ranks that a function is given are those of one replica group: each has a default group of its own, of the same name.
 """
@@ -44,9 +44,9 @@ _RECENT_STEPS = 200
 
 
 def place(frames: Sequence[str]) -> str:
-    """Return the innermost frame, and the innermost of the user's own code if that is another; ``frames``: one or more."""
-    own = next((frame for frame in frames if not _LIBRARIES.search(frame)), frames[0])
-    called = f", called at {shown(own)}" if own != frames[0] else ""
+    """Return the innermost frame, and the innermost one of the user's code if that is another; ``frames``: one or more."""
+    user_frame = next((frame for frame in frames if not _LIBRARIES.search(frame)), frames[0])
+    called = f", called at {shown(user_frame)}" if user_frame != frames[0] else ""
     return f"{shown(frames[0])}{called}"
 
 
@@ -86,13 +86,13 @@ class Stall(NamedTuple):
 
 
 def stall(report: RankView) -> Stall | None:
-    """Return the time without a step at the end; ``None`` if it was no longer than 20 usual steps and 10 s.
+    """Return the time without a step at the end; ``None`` if it is shorter than 20 usual steps, or than 10 s.
 
-    Of a living rank the exporter's rule decides (``detect.hangs``), and of none that evaluates, saves or compiles.
+    For a living rank the exporter's rule decides (``detect.hangs``), unless the rank evaluates, saves or compiles.
 
     The factor is the exporter's, which calls no rank hung before a minute, as that may page a person. If the GIL was held, the
-    known stall is short, because the heartbeat stopped with it. One that ended the run, and of which the rank has written its
-    stacks, is returned however short it was.
+    stall looks short, because the heartbeat stopped with it. A stall that ended the run is returned however short it was, if
+    the rank has written its stacks.
     """
     if not report.newest_is_here or not report.end_known:
         return None
@@ -101,10 +101,10 @@ def stall(report: RankView) -> Stall | None:
     quiet_s, timeout_s = max(0.0, report.last_s - report.progress_s), _timeout_s(report)
     least_s = timeout_s if usual_s is None else max(LEAST_S, USUAL_FACTOR * usual_s)
     unheard = report.reason in {"", "lost", "out_of_memory"}
-    held = unheard and any(left.kind == STUCK and not left.number for left in report.left)
+    lock_held = unheard and any(left.kind == STUCK and not left.number for left in report.left)
     patient = report.phase in PATIENT_PHASES
     long = quiet_s >= least_s and (patient or not report.up or usual_s is None)
-    long = long or held or report.state == "hung" or report.standstill is not None
+    long = long or lock_held or report.state == "hung" or report.standstill is not None
     if report.reason == "finished" or not (long or _written_early(report)):
         return None
     begun_s = report.phase_begun_s
@@ -114,7 +114,7 @@ def stall(report: RankView) -> Stall | None:
         phase=report.phase,
         phase_seconds=None if begun_s is None else min(quiet_s, max(0.0, report.last_s - begun_s)),
         hung=report.state == "hung" or (not report.up and quiet_s > timeout_s and not patient),
-        lock_held=held,
+        lock_held=lock_held,
         stacks=_stacks(report),
         frames=report.frames,
         long=long,
@@ -123,30 +123,30 @@ def stall(report: RankView) -> Stall | None:
 
 def stalled(report: RankView) -> Iterator[Finding]:
     """Yield the stall, if there was one."""
-    found = stall(report)
-    if found is None:
+    stop = stall(report)
+    if stop is None:
         return
-    patient = found.phase in PATIENT_PHASES
+    patient = stop.phase in PATIENT_PHASES
     habitual = report.standstill is not None and report.standstill.habitual
-    severity = Severity.ERROR if found.hung else Severity.INFO if patient or habitual or not found.long else Severity.WARNING
-    kind = "lock_held" if found.lock_held else "left_loop" if found.phase == "idle" else "stalled"
+    severity = Severity.ERROR if stop.hung else Severity.INFO if patient or habitual or not stop.long else Severity.WARNING
+    kind = "lock_held" if stop.lock_held else "left_loop" if stop.phase == "idle" else "stalled"
     yield finding(
         kind,
         rank=report.rank,
         severity=severity if kind == "stalled" else None,
-        quiet=found.seconds,
-        usual=found.usual_step,
-        phase=found.phase,
-        phase_s=found.phase_seconds,
-        place=place(found.frames) if found.frames else None,
-        stacks=found.stacks,
-        worker=_awaited(report) if found.phase == "data" else None,
-        command="`torchobs stacks`" if report.up and not found.stacks else None,
+        quiet=stop.seconds,
+        usual=stop.usual_step,
+        phase=stop.phase,
+        phase_s=stop.phase_seconds,
+        place=place(stop.frames) if stop.frames else None,
+        stacks=stop.stacks,
+        worker=_awaited(report) if stop.phase == "data" else None,
+        command="`torchobs stacks`" if report.up and not stop.stacks else None,
     )
 
 
 def _awaited(report: RankView) -> str | None:
-    """Return the worker of a data loader that the next batch is expected of, and where it is, if that is known."""
+    """Return the worker of a data loader that the next batch must come from, and where it is, if that is known."""
     dumps = [fact for fact in _dumps(report) if fact.text("awaited")]
     if not dumps:
         return None
@@ -157,17 +157,14 @@ def _awaited(report: RankView) -> str | None:
 
 def _stacks(report: RankView) -> tuple[str, ...]:
     files = [left for left in report.left if left.kind != PROFILE]
-    late = [
-        left.name for left in files if not left.number or left.number / 1e3 >= report.progress_s - 1
-    ]  # 1 s for clock adjustments
-    known = {"", *(left.id for left in files)}
-    return tuple(
-        sorted(late) or [f"evidence {name}" for fact in _dumps(report) if (name := fact.text("evidence")) not in known]
-    )
+    # 1 s for clock adjustments
+    late = [left.name for left in files if not left.number or left.number / 1e3 >= report.progress_s - 1]
+    ids = {"", *(left.id for left in files)}
+    return tuple(sorted(late) or [f"evidence {name}" for fact in _dumps(report) if (name := fact.text("evidence")) not in ids])
 
 
 def _written_early(report: RankView) -> bool:
-    """Return True if the rank wrote its stacks by itself after its last step, and ended before the next."""
+    """Return whether the rank wrote its stacks by itself after its last step, and ended before the next."""
     return not report.up and any(fact.text("cause") == "stalled" for fact in _dumps(report))
 
 
@@ -181,14 +178,14 @@ def _timeout_s(report: RankView) -> float:
 
 
 def _absences(ranks: Sequence[RankView], named: Collection[str]) -> Iterator[str]:
-    """Yield for ranks that the others wait for, and that did not come to a collective, to which they did not come."""
+    """Yield the collectives to which the ``named`` ranks, for which the others wait, did not come."""
     by_absence: dict[Absence, list[str]] = {}
-    for rank, one in hangs.absent({rank.rank: rank.collectives for rank in ranks}).items():
+    for rank, absence in hangs.absent({rank.rank: rank.collectives for rank in ranks}).items():
         if rank in named:
-            by_absence.setdefault(one, []).append(rank)
-    for one, names in by_absence.items():
-        operation = "a collective" if one.operation == "none" else one.operation
-        yield sentence(ABSENT, {**one._asdict(), "operation": operation, **_who(names)})
+            by_absence.setdefault(absence, []).append(rank)
+    for absence, names in by_absence.items():
+        operation = "a collective" if absence.operation == "none" else absence.operation
+        yield sentence(ABSENT, {**absence._asdict(), "operation": operation, **_who(names)})
 
 
 def _who(names: Sequence[str]) -> dict[str, object]:
@@ -201,44 +198,44 @@ def surpluses(ranks: Sequence[RankView]) -> list[Surplus]:
 
 
 def surplus(ranks: Sequence[RankView], reports: Sequence[RankView] = ()) -> Iterator[str]:
-    """Yield which ranks called more collectives of a group than others, and with reports which, if their calls show that."""
+    """Yield which ranks called more collectives of a group than others; with ``reports`` also which collectives, if known."""
     calls = {report.rank: recent_calls(report) for report in reports}
-    for found in surpluses(ranks):
-        if len(found.ranks) > 2:  # noqa: PLR2004  # two are compared in words
-            numbers = [f"{number:,} on {text.ranks(names, _MOST_NAMED)}" for number, names in found.ranks.items()]
-            yield sentence(CALLED_DIFFERENTLY, {"group": found.group, "numbers": text.joined(numbers)})
+    for excess in surpluses(ranks):
+        if len(excess.ranks) > 2:  # noqa: PLR2004  # two are compared in words
+            numbers = [f"{number:,} on {text.ranks(names, _MOST_NAMED)}" for number, names in excess.ranks.items()]
+            yield sentence(CALLED_DIFFERENTLY, {"group": excess.group, "numbers": text.joined(numbers)})
             continue
-        (most, ahead), (least, behind) = found.ranks.items()
-        extra = hangs.inserted(*(calls.get(names[0], {}).get(found.group, {}) for names in (ahead, behind)))
+        (most, ahead), (least, behind) = excess.ranks.items()
+        extra = hangs.inserted(*(calls.get(names[0], {}).get(excess.group, {}) for names in (ahead, behind)))
         calls_more = text.joined([shown(call) for call in extra], _MOST_NAMED)
-        counts = {"more": most - least, "most": most, "least": least, "group": found.group, "calls": calls_more}
+        counts = {"more": most - least, "most": most, "least": least, "group": excess.group, "calls": calls_more}
         yield sentence(SURPLUS, {**_who(ahead), **counts, "others": text.ranks(behind, _MOST_NAMED)})
 
 
 def recent_calls(report: RankView) -> dict[str, dict[int, str]]:
-    """Return a rank's last collectives by group and number, as it wrote them down when it stood still, or was timed out."""
+    """Return a rank's last collectives by group and number, as it recorded them when it stood still or timed out."""
     facts = [fact for fact in report.events if fact.time_s >= report.progress_s and "collectives" in fact.attributes]
-    found: dict[str, dict[int, str]] = {}
+    calls: dict[str, dict[int, str]] = {}
     for words in facts[-1].texts("collectives") if facts else ():
         if (parsed := _RECENT.fullmatch(words)) is not None:
-            found.setdefault(parsed[1], {})[int(parsed[2])] = parsed[3]
-    return found
+            calls.setdefault(parsed[1], {})[int(parsed[2])] = parsed[3]
+    return calls
 
 
 def mismatches(ranks: Sequence[RankView]) -> Iterator[Finding]:
-    """Yield what differs where ranks of a group wait in different collectives."""
-    for one in hangs.mismatched({rank.rank: rank.collectives for rank in ranks}):
-        sizes = {kind: "" if kind[1] is None else f" of {text.size(kind[1])}" for kind in one.kinds}
-        kinds = [f"{kind[0]}{sizes[kind]} on {text.ranks(names, _MOST_NAMED)}" for kind, names in one.kinds.items()]
+    """Yield the different collectives in which ranks of one group wait."""
+    for mismatch in hangs.mismatched({rank.rank: rank.collectives for rank in ranks}):
+        sizes = {kind: "" if kind[1] is None else f" of {text.size(kind[1])}" for kind in mismatch.kinds}
+        kinds = [f"{kind[0]}{sizes[kind]} on {text.ranks(names, _MOST_NAMED)}" for kind, names in mismatch.kinds.items()]
         operations = text.joined(kinds, _MOST_NAMED)
-        yield finding("collectives_differ", number=one.number, group=one.group, operations=operations)
+        yield finding("collectives_differ", number=mismatch.number, group=mismatch.group, operations=operations)
 
 
 def waited_for(ranks: Sequence[RankView]) -> Iterator[Finding]:
-    """Yield the ranks that the others of a hung replica group wait for, and who called another collective than the others."""
+    """Yield the ranks that the others of a hung replica group wait for, and the collectives in which ranks differ."""
     for team in labels.teams(ranks):
-        if found := blamed(team):
-            yield finding("waited_for", waiting=sentences(team, found))
+        if blames := blamed(team):
+            yield finding("waited_for", waiting=sentences(team, blames))
         yield from mismatches(team)
 
 
@@ -247,23 +244,23 @@ def blamed(ranks: Sequence[RankView]) -> dict[str, Blamed]:
     return hangs.blamed({rank.rank: position(rank) for rank in ranks})
 
 
-def sentences(ranks: Sequence[RankView], found: Mapping[str, Blamed], *, with_calls: bool = True) -> str:
-    """Return who waits for whom, without figures that change; ``found``: as of :func:`blamed`, not empty.
+def sentences(ranks: Sequence[RankView], blames: Mapping[str, Blamed], *, with_calls: bool = True) -> str:
+    """Return who waits for whom, without figures that change; ``blames``: from :func:`blamed`, not empty.
 
     ``with_calls``: also who called more collectives than others.
     """
-    others = Counter(where(position(rank)) for rank in ranks if rank.rank not in found)
+    others = Counter(where(position(rank)) for rank in ranks if rank.rank not in blames)
     (there, number), *more = others.most_common()
-    kinds = groupby(sorted(found, key=lambda name: _instead(found[name])), key=lambda name: _instead(found[name]))
+    kinds = groupby(sorted(blames, key=lambda name: _instead(blames[name])), key=lambda name: _instead(blames[name]))
     culprits = text.joined([f"{text.ranks(list(names), _MOST_NAMED)} {what}" for what, names in kinds], _MOST_GROUPS)
     values = {"waiting": number, "others": number if number > 1 else None, "most": bool(more), "place": there}
     waiting = sentence(WAITING, {"culprits": text.capital(culprits), **values})
-    return " ".join([waiting, *(list(_absences(ranks, found)) or (surplus(ranks) if with_calls else ()))])
+    return " ".join([waiting, *(list(_absences(ranks, blames)) or (surplus(ranks) if with_calls else ()))])
 
 
-def _instead(one: Blamed) -> str:
-    """Return what a rank does instead of what the others wait for."""
-    why, at = one.why, one.position
+def _instead(blame: Blamed) -> str:
+    """Return the activity of a rank that the others wait for."""
+    why, at = blame.why, blame.position
     if why == hangs.NOT_ARRIVED:
         why = hangs.alone(at).why
         why = hangs.ELSEWHERE if why == hangs.ENDED else why
@@ -280,7 +277,7 @@ def _instead(one: Blamed) -> str:
 
 
 def where(position: Position) -> str:
-    """Return in which phase of which step a rank is."""
+    """Return the step and the phase that a rank is in."""
     phase = position.phase
     if phase == "idle":
         return sentence(PLACE, {"idle": True})

@@ -1,4 +1,4 @@
-"""What is found on each rank of a run, and the run's health: a sentence or two that are made of it. Pure.
+"""The findings on each rank of a run, and the run's health in a sentence or two. Pure.
 
 The live page, ``torchobs top``, ``torchobs inspect``, the report and the summary of ``torchobs run`` all use these texts.
 """
@@ -41,11 +41,11 @@ _MOST_NAMED = 4
 _NOW_S = 1.5
 """Page and terminal are updated every second"""
 _UNSAID = frozenset({"stalled", "left_loop", "lock_held", "thread_exception"})
-"""Left out of the sentence: where a rank stands still is its beginning, and what came before an end is in the report"""
+"""Left out of the sentence: it begins with a standstill, and errors before an end are in the report"""
 _SAID_ANYWAY = frozenset({"between", "checkpoint_failed_once", "workers_died"})
-"""Said though they are for information alone"""
+"""In the sentence though their severity is info"""
 _OF_THE_LIVING = frozenset({"data", "slowdown"})
-"""Not said of ranks that have ended while others go on"""
+"""Left out for ranks that have ended while others go on"""
 
 
 class Health(NamedTuple):
@@ -64,19 +64,19 @@ class Health(NamedTuple):
 
 @remembered
 def diagnose(rank: RankView) -> list[Finding]:
-    """Return the findings on a rank: first how it ended, then the others, the worst first."""
-    first, *rest = (found._replace(rank=rank.rank) for rule in _RULES for found in rule(rank))
-    return [first, *sorted(rest, key=lambda found: -LEVELS[found.severity].value)]
+    """Return the findings on a rank: how it ended, then the others, the worst first."""
+    first, *rest = (item._replace(rank=rank.rank) for rule in _RULES for item in rule(rank))
+    return [first, *sorted(rest, key=lambda item: -LEVELS[item.severity].value)]
 
 
 @remembered
 def health(run: RunView) -> Health:
-    """Return the health of a run. It is all well only if all of its ranks train, or have finished."""
+    """Return the health of a run: all is well only if each rank trains or has finished."""
     head = headline(run)
-    said = sorted(_said(run), key=lambda one: -LEVELS[one.severity].value)
-    level = max((LEVELS[one.severity] for one in (head, *said)), key=lambda level: level.value)
+    said = sorted(_said(run), key=lambda item: -LEVELS[item.severity].value)
+    level = max((LEVELS[item.severity] for item in (head, *said)), key=lambda level: level.value)
     badge = str(head.values["badge"]) if level is Severity.INFO else BADGES[level]
-    long, gist = (" ".join([first, *(one.short for one in said)]) for first in (head.long, head.short))
+    long, gist = (" ".join([first, *(item.short for item in said)]) for first in (head.long, head.short))
     return Health(level, long, gist, badge, head.long, ((head,) if head.severity != INFO else ()) + tuple(said))
 
 
@@ -91,7 +91,7 @@ def headline(run: RunView) -> Finding:
     if values["hanging"]:
         values["quiet"] = max(rank.progress_age_s or 0.0 for rank in alive)
     elif still:
-        longest = max((rank.standstill for rank in still if rank.standstill), key=lambda found: found.seconds)
+        longest = max((rank.standstill for rank in still if rank.standstill), key=lambda standstill: standstill.seconds)
         values |= {"quiet": longest.seconds, "usual": longest.usual_step, "habitual": longest.habitual}
         values["activity"] = sentence(NO_STEP, {"who": None if len(still) == len(alive) else _named(still)})
     speeds = [rank.speed.per_s for rank in alive if rank.speed and rank.speed.per_s]
@@ -127,13 +127,13 @@ def _over(run: RunView, loss: float | None) -> Finding:
 
 
 def _request(ranks: Iterable[RankView]) -> str:
-    """Return by which request the whole run ended: ``interrupted`` by a person, ``terminated``; empty if it did otherwise."""
+    """Return the request that ended the whole run: ``interrupted`` by a person, ``terminated``; empty if it ended otherwise."""
     reasons = {"up" if rank.up else rank.reason for rank in ranks} - {"finished"}
     return min(reasons) if reasons and reasons <= {"interrupted", "terminated"} else ""
 
 
 def standing_still(run: RunView) -> list[RankView]:
-    """Return the ranks that stand still; none of a replica group in which one does what the others may wait for."""
+    """Return the ranks that stand still; none of a replica group with a rank that evaluates, saves or compiles."""
     teams = labels.teams(run.ranks)
     patient = [team for team in teams if not any(rank.up and rank.phase in PATIENT_PHASES for rank in team)]
     return [rank for team in patient for rank in team if rank.standstill]
@@ -162,7 +162,7 @@ def _activity(run: RunView, alive: Sequence[RankView]) -> str:
 
 
 def _said(run: RunView) -> Iterator[Finding]:
-    """Yield the findings that the sentence names: those of one kind once, and what is over as numbers."""
+    """Yield the findings for the sentence: one for each kind, and anomalies that are over as numbers."""
     ranks, over, request = run.ranks, list[Finding](), _request(run.ranks)
     ends: dict[object, list[tuple[RankView, Finding]]] = {}
     alike: dict[str, list[tuple[RankView, Finding]]] = {}
@@ -171,12 +171,12 @@ def _said(run: RunView) -> Iterator[Finding]:
         first, *rest = diagnose(rank)
         if (end := _end(rank, first, request)) is not None:
             ends.setdefault((end.kind, end.values.get("exception")), []).append((rank, end))
-        for one in rest:
-            if one.values.get("now") is False:
-                over.append(one)
-            elif _is_worth_saying(one) and (rank.up or not any_up or one.kind not in _OF_THE_LIVING):
-                kind = ORIGIN if one.kind.startswith(ORIGIN) else one.kind.removesuffix("_before")
-                alike.setdefault(kind, []).append((rank, one))
+        for item in rest:
+            if item.values.get("now") is False:
+                over.append(item)
+            elif _is_worth_saying(item) and (rank.up or not any_up or item.kind not in _OF_THE_LIVING):
+                kind = ORIGIN if item.kind.startswith(ORIGIN) else item.kind.removesuffix("_before")
+                alike.setdefault(kind, []).append((rank, item))
     yield from (_together(pairs, ranks) for pairs in ends.values())
     if any(rank.state == "hung" for rank in ranks):
         yield from waited_for(ranks)
@@ -185,20 +185,20 @@ def _said(run: RunView) -> Iterator[Finding]:
     yield from _past(over, is_ended=not any_up)
 
 
-def _is_worth_saying(one: Finding) -> bool:
-    return one.kind not in _UNSAID and (one.severity != INFO or one.kind in _SAID_ANYWAY)
+def _is_worth_saying(item: Finding) -> bool:
+    return item.kind not in _UNSAID and (item.severity != INFO or item.kind in _SAID_ANYWAY)
 
 
-def _end(rank: RankView, found: Finding, request: str) -> Finding | None:
-    """Return how a rank ended, or that it hangs, as serious as that is for the run; ``None`` if it is as it should be."""
+def _end(rank: RankView, end: Finding, request: str) -> Finding | None:
+    """Return how a rank ended, or that it hangs, with the severity for the run; ``None`` if all is well."""
     if rank.state not in {"lost", "failed"} or not rank.end_known:
-        return found if found.severity != INFO else None
+        return end if end.severity != INFO else None
     severity = Severity.WARNING if request else Severity.ERROR
-    return None if request == "interrupted" else found._replace(values={**found.values, "severity": severity})
+    return None if request == "interrupted" else end._replace(values={**end.values, "severity": severity})
 
 
 def _together(pairs: Sequence[tuple[RankView, Finding]], ranks: Sequence[RankView]) -> Finding:
-    """Return one finding for those of one kind: the worst of them, with the ranks that it is about."""
+    """Return one finding for all of one kind: the worst, with the names of all affected ranks."""
     seen_first = source(ranks)
     undated = [pair for pair in pairs if not pair[1].values.get("since")]
     rank, worst = max(
@@ -208,13 +208,13 @@ def _together(pairs: Sequence[tuple[RankView, Finding]], ranks: Sequence[RankVie
     named = _named(affected)
     is_everywhere = len(affected) == (sum(rank.up for rank in ranks) or len(ranks))
     values: dict[str, Any] = {"who": text.capital(named), "count": len(affected), "where": "" if is_everywhere else named}
-    every: list[dict[str, Any]] = [dict(one.values) for _, one in pairs]
-    if since := [one["since"] for one in every if one.get("since") and not undated]:
+    rows: list[dict[str, Any]] = [dict(item.values) for _, item in pairs]
+    if since := [row["since"] for row in rows if row.get("since") and not undated]:
         values["since"] = min(since)
     if "workers" in worst.values:
-        values["workers"] = sum(one["workers"] for one in every)
+        values["workers"] = sum(row["workers"] for row in rows)
     if "gpus" in worst.values:
-        names = sorted({name for one in every for name in one["names"]})
+        names = sorted({name for row in rows for name in row["names"]})
         values |= {"names": names, "gpus": len(names)}
     return worst._replace(rank="", values={**worst.values, **values})
 
@@ -223,34 +223,35 @@ def _named(ranks: Sequence[RankView]) -> str:
     return text.ranks([rank.rank for rank in ranks], _MOST_NAMED)
 
 
-def _size(found: Finding) -> float:
-    """Return what says which of several findings of a kind is the worst."""
-    value = found.values.get("share") or found.values.get("saves")
+def _size(item: Finding) -> float:
+    """Return the number by which findings of one kind are compared."""
+    value = item.values.get("share") or item.values.get("saves")
     return value if isinstance(value, (int, float)) else 0.0
 
 
 def _past(over: Sequence[Finding], *, is_ended: bool) -> Iterator[Finding]:
-    """Yield anomalies that are over, as numbers: first those from which it is not certain that the training has recovered."""
+    """Yield the numbers of anomalies that are over; first those from which the training may not have recovered."""
     by_kind: dict[str, list[Finding]] = {}
-    for one in over:
-        if not one.values.get("scaled"):  # part of normal loss scaling
-            by_kind.setdefault(str(one.values["anomaly"]), []).append(one)
+    for item in over:
+        if not item.values.get("scaled"):  # part of normal loss scaling
+            by_kind.setdefault(str(item.values["anomaly"]), []).append(item)
     kinds = [kind for kind in PAST if kind in by_kind]
-    recent = [kind for kind in kinds if not all(one.values.get("healthy") for one in by_kind[kind])]
+    recent = [kind for kind in kinds if not all(item.values.get("healthy") for item in by_kind[kind])]
     if recent:
-        notable = any(one.severity != INFO for kind in recent for one in by_kind[kind])
+        notable = any(item.severity != INFO for kind in recent for item in by_kind[kind])
         number, what = _counted({kind: by_kind[kind] for kind in recent})
         word = f"There {'has' if number == 1 else 'have'} been" if is_ended else "Lately:" if notable else "Earlier:"
         yield finding("past_anomalies", severity=Severity.WARNING if notable else Severity.INFO, word=word, what=what)
     if past := {kind: by_kind[kind] for kind in kinds if kind not in recent}:
-        calm = min(healthy for found in past.values() for one in found if isinstance(healthy := one.values["healthy"], int))
+        calm = min(healthy for items in past.values() for item in items if isinstance(healthy := item.values["healthy"], int))
         yield finding("past_anomalies", word="Past:", what=_counted(past)[1], calm=calm)
 
 
 def _counted(by_kind: Mapping[str, Sequence[Finding]]) -> tuple[int, str]:
     """Return how many anomalies there were in all, and the number of each kind in words, on the rank with the most."""
     numbers = {
-        kind: max(number for one in found if isinstance(number := one.values["number"], int)) for kind, found in by_kind.items()
+        kind: max(number for item in items if isinstance(number := item.values["number"], int))
+        for kind, items in by_kind.items()
     }
     words = [f"{number:,} {PAST[kind][number > 1]}" for kind, number in numbers.items()]
     return sum(numbers.values()), text.joined(words)

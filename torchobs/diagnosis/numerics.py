@@ -30,7 +30,7 @@ from torchobs.ranks.rank_view import RankView, Step, model_begins
 LEAST_NOTABLE = {"gradient_explosion": LEAST_EXPLOSIONS, "loss_spike": LEAST_LOSS_SPIKES}
 """Least number of past anomalies that is reported, as for the alert; one for the other kinds."""
 _AT_THE_END = frozenset({"nonfinite_loss", "diverged"})
-"""How a training was when it ended; of the other kinds single steps are meant"""
+"""States that last until the end of a training; the other kinds are about single steps"""
 _BEFORE = RATE_MEMORY
 """Steps before a bad loss that are searched for its cause."""
 _BASELINE = 200
@@ -48,7 +48,7 @@ class Rise(NamedTuple):
 
 
 def numerics(report: RankView) -> Iterator[Finding]:
-    """Yield numerical problems, the loss first; then what events alone make."""
+    """Yield numerical problems, those of the loss first; then the findings that come from events alone."""
     events = from_events(report.events)
     is_lost = report.loss is not None and not isfinite(report.loss)
     if is_lost:
@@ -65,18 +65,18 @@ def numerics(report: RankView) -> Iterator[Finding]:
     yield from _nonfinite_gradients(report)
     yield from _vanished(report)
     yield from _skips(report, events.get("amp_scale_collapsed"))
-    for kind, found in events.items():
+    for kind, item in events.items():
         if kind not in GATED and not (kind == UNTIL_A_STEP and report.done):
-            yield found
+            yield item
     unmoved = report.count(catalog.GRAD_UNMOVED_LAYERS)
     if unmoved and not any(kind.startswith("unmoved_layers") for kind in events):
         yield finding("unmoved_layers", unmoved=unmoved)
 
 
 def _judged(report: RankView, kind: str, *, explained: bool = False) -> dict[str, Any]:
-    """Return how serious an anomaly is: if it is so now, by its kind; else by how many there were lately, or in all.
+    """Return the severity of an anomaly: by its kind if it lasts, else by how many there were lately, or in all.
 
-    ``explained``: even a single one is worth a look. From one that is past the training has recovered for certain.
+    ``explained``: even a single one is worth a look. From a past one the training has recovered for certain.
     """
     is_now = kind in report.anomalies and (report.up or kind in _AT_THE_END)
     number = report.counted.get(kind, 0)
@@ -87,18 +87,18 @@ def _judged(report: RankView, kind: str, *, explained: bool = False) -> dict[str
 
 
 def onset(values: Sequence[float | None]) -> int | None:
-    """Return the index from which on all known values are non-finite; ``None`` if the last one is finite."""
-    found = None
+    """Return the index from which all known values are non-finite; ``None`` if the last known value is finite."""
+    first = None
     for index in range(len(values) - 1, -1, -1):
         value = values[index]
         if value is not None and isfinite(value):
             break
-        found = index if value is not None else found
-    return found
+        first = index if value is not None else first
+    return first
 
 
 def _nonfinite_loss(report: RankView) -> Finding:
-    """Return since when the loss is not finite. Its events do not say: only the first of many in a row have one each."""
+    """Return since when the loss is not finite. Events do not show that: in a row of many only the first ones write one."""
     steps, lost = report.steps, onset([step.loss for step in report.steps])
     newest = from_events(report.events).get("nonfinite_loss")
     if lost is None:
@@ -142,8 +142,8 @@ def _cause(steps: Sequence[Step], lost: int) -> dict[str, Any]:
     if rise is None:
         return {}
     later = step.step - rise.step
-    found = {"rise": rise.value / rise.usual, "rise_usual": rise.usual, "rise_value": rise.value}
-    return {**found, "rise_ago": later} if later else {**found, "rise_with": True}
+    cause = {"rise": rise.value / rise.usual, "rise_usual": rise.usual, "rise_value": rise.value}
+    return {**cause, "rise_ago": later} if later else {**cause, "rise_with": True}
 
 
 def norm_rise(steps: Sequence[Step], end: int) -> Rise | None:
@@ -168,15 +168,15 @@ def norm_rise(steps: Sequence[Step], end: int) -> Rise | None:
 
 def rate_rise(steps: Sequence[Step], end: int) -> Rise | None:
     """Return the step among the last 50 up to ``end`` in which the learning rate jumped to a new maximum."""
-    highest, found, begin = 0.0, None, model_begins(steps, end)
+    highest, rise, begin = 0.0, None, model_begins(steps, end)
     for index, step in enumerate(steps[begin : end + 1], begin):
         rate = step.learning_rate
         if rate is None or not isfinite(rate):
             continue
         if index >= max(begin + _LEAST_BASELINE, end - _BEFORE) and highest > 0 and rate >= RATE_ROSE * highest:
-            found = Rise(step.step, highest, rate)
+            rise = Rise(step.step, highest, rate)
         highest = max(highest, rate)
-    return found
+    return rise
 
 
 def _rate(steps: Sequence[Step], end: int) -> dict[str, Any]:
@@ -202,8 +202,8 @@ def _spikes(report: RankView) -> Iterator[Finding]:
         values["again"] = judged["number"] - 1 or None if first is not None else None
         yield _newest(report, kind, **judged, **values, **rate)
     if report.counted.get("nonfinite_loss"):
-        seen = [step for step in report.steps if step.loss is not None]
-        recovered = bool(seen) and (not report.partial or seen[-1].step >= report.last_step)
+        measured = [step for step in report.steps if step.loss is not None]
+        recovered = bool(measured) and (not report.partial or measured[-1].step >= report.last_step)
         judged = _judged(report, "nonfinite_loss")
         yield finding("nonfinite_loss_passed", losses=judged["number"], recovered=recovered, **judged)
 
@@ -224,9 +224,9 @@ def _index(steps: Sequence[Step], number: int) -> int:
 
 
 def _origin(origin: Finding, report: RankView, *, spoiled: bool, is_lost: bool) -> Finding:
-    """Return the origin of a NaN, as serious as what has become of it.
+    """Return the origin of a NaN with the severity of its consequences.
 
-    While loss and gradients are finite again it is a warning; past once the training has recovered from all of its kinds.
+    A warning while loss and gradients are finite again; past once the training has recovered from all of its kinds.
     """
     kinds = {kind for kind in ("nonfinite_loss", "nonfinite_gradient") if report.counted.get(kind)}
     if _is_scaled(report):
@@ -293,16 +293,16 @@ def _skips(report: RankView, collapsed: Finding | None) -> Iterator[Finding]:
         yield finding("amp_many_skips", skipped=skipped, steps=steps)
 
 
-def zero_learning_rate(found: ZeroRate) -> Finding:
-    """Return that the learning rate of all parameter groups is zero, or next to it, since some step."""
-    kind, everything = "tiny_learning_rate" if found.highest else "zero_learning_rate", found.first == 1
-    rates: dict[str, Any] = {"rate": NEGLIGIBLE * found.highest, "highest": found.highest}
-    since, before = None if everything else found.first, found.is_begun_before
-    return finding(kind, all=everything, since=since, before=before, steps=found.steps, **rates)
+def zero_learning_rate(zero_rate: ZeroRate) -> Finding:
+    """Return the finding on a learning rate that is zero, or almost, in all parameter groups."""
+    kind, everything = "tiny_learning_rate" if zero_rate.highest else "zero_learning_rate", zero_rate.first == 1
+    rates: dict[str, Any] = {"rate": NEGLIGIBLE * zero_rate.highest, "highest": zero_rate.highest}
+    since, before = None if everything else zero_rate.first, zero_rate.is_begun_before
+    return finding(kind, all=everything, since=since, before=before, steps=zero_rate.steps, **rates)
 
 
 def _diverged(report: RankView) -> Iterator[Finding]:
-    """Yield that the loss has left its start for good (``detect.spikes``), or had, and has come back."""
+    """Yield that the loss has left its start for good (``detect.spikes``), or had left it and has come back."""
     kind = "diverged"
     judged = _judged(report, kind)
     if not judged["now"] and not judged["number"]:

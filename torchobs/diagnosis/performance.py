@@ -85,7 +85,7 @@ def _held_up(report: RankView) -> Iterator[Finding]:
 
 
 def _span_s(report: RankView) -> float:
-    """Return the time that is known step by step; the first step, which is no measure, not included."""
+    """Return the time that the steps at hand cover; without the first, which is no measure."""
     return report.steps[-1].end_s - report.steps[0].end_s if report.steps else 0.0
 
 
@@ -102,12 +102,12 @@ def _slowed(report: RankView) -> Iterator[Finding]:
     usual_s, now_s = (fmean(map(_took_s, steps)) for steps in (earlier, late))
     phase, excess_s = _grown_phase(*([step.divided_s(report.share) for step in steps] for steps in (earlier, late)))
     took, share = sum(map(_took_s, late)), min(1.0, excess_s / (now_s - usual_s))
-    one = len(late) == 1
-    yield finding("slowdown", steps=len(late), one=one, took=took, now=now_s, usual=usual_s, share=share, phase=phase)
+    values = {"now": now_s, "usual": usual_s, "share": share, "phase": phase}
+    yield finding("slowdown", steps=len(late), one=len(late) == 1, took=took, **dict[str, Any](values))
 
 
 def _took_s(step: Step) -> float:
-    """Return how long a step took, with what was compiled in it: who recompiles in every step is slow."""
+    """Return how long a step took, compilation included: a training that recompiles in every step is slow."""
     compiled_s = step.phases[_COMPILE]
     return (step.duration_s or 0.0) + (compiled_s if isfinite(compiled_s) else 0.0)
 
@@ -122,7 +122,7 @@ def _grown_phase(earlier: Sequence[Mapping[str, float]], late: Sequence[Mapping[
 
 
 def _waited(report: RankView) -> Iterator[Finding]:
-    """Yield that training waits for data, or did, with the workers' queue, or the one wait that was most of it."""
+    """Yield that training waits for data, or did; with the single wait that was most of it, else whether a batch is ready."""
     share = report.waiting
     if share is None:
         return
@@ -136,14 +136,14 @@ def _waited(report: RankView) -> Iterator[Finding]:
 
 
 def between(report: RankView) -> Iterator[Finding]:
-    """Yield where the time between the phases of a step goes, if that is much."""
+    """Yield the line on which the time between the phases of a step goes, if that is much."""
     function, location = report.events.between
     if report.between and function:
         yield finding("between", share=report.between, function=function, location=location)
 
 
 def _failed_saves(report: RankView) -> Iterator[Finding]:
-    """Yield that checkpoints could not be saved, an error if none was since; a script that catches the exception goes on."""
+    """Yield that checkpoints could not be saved; a warning if one was since. A script that catches the exception goes on."""
     saves = failed_saves(report)
     if saves and not is_ended_by_a_save(report):
         is_over = report.value(catalog.CHECKPOINT_FAILURE_STREAK) == 0
@@ -151,7 +151,7 @@ def _failed_saves(report: RankView) -> Iterator[Finding]:
 
 
 def _growing(report: RankView) -> Iterator[Finding]:
-    """Yield that memory is soon full; of a rank that was killed, that it was growing, whenever that was."""
+    """Yield that memory is soon full; of a rank that was killed, that it was ever growing."""
     event = from_events(report.events).get("memory_growth")
     if not report.up and report.reason != "finished":
         if event is not None:
@@ -165,10 +165,7 @@ def _growing(report: RankView) -> Iterator[Finding]:
 
 
 def _broken(report: RankView) -> Iterator[Finding]:
-    """Yield that GPUs have failed, and that workers of data loaders have died, even if the script goes on with new ones.
-
-    Once it has gone on for some time, or has finished, that is information.
-    """
+    """Yield that GPUs have failed, and that workers of data loaders have died; info once the script has gone on for long."""
     status = report.of(catalog.HW_STATUS).items() if report.up else ()
     if gpus := sorted({gpu for (gpu, _, state), is_so in status if state == "failed" and is_so}):
         yield finding("gpu_failed", gpus=len(gpus), names=gpus)
