@@ -27,30 +27,30 @@ COLLECTIVE_METRICS = (
     catalog.COLLECTIVE_ENQUEUED, catalog.COLLECTIVE_COMPLETED, catalog.COLLECTIVE_PENDING_AGE,
     catalog.COLLECTIVE_PENDING_SIZE,
 )  # fmt: skip
-"""What :func:`group_progress` asks for"""
+"""The metrics that :func:`group_progress` reads"""
 
 
-def collectives_called(of: Callable[[Metric], Mapping[tuple[str, ...], float]]) -> dict[str, int]:
-    """Return how many collectives a rank has called in each process group, as far as that is known; ``of``: as below."""
-    counts = of(catalog.COLLECTIVE_ENQUEUED).items()
+def collectives_called(values_of: Callable[[Metric], Mapping[tuple[str, ...], float]]) -> dict[str, int]:
+    """Return how many collectives a rank has called in each process group that is known; ``values_of``: as below."""
+    counts = values_of(catalog.COLLECTIVE_ENQUEUED).items()
     return {f"{key[1]} ({key[0]})": int(number) for key, number in counts if len(key) == 2 and isfinite(number)}  # noqa: PLR2004  # attributes
 
 
-def group_progress(of: Callable[[Metric], Mapping[tuple[str, ...], float]]) -> dict[str, GroupProgress]:
-    """Return a rank's progress in each process group while it makes no step; empty while it does, and if that is unknown.
+def group_progress(values_of: Callable[[Metric], Mapping[tuple[str, ...], float]]) -> dict[str, GroupProgress]:
+    """Return a rank's progress in each process group while it makes no step; empty while it makes steps, and if unknown.
 
-    ``of``: looks up a metric's values by those of its attributes, which are sorted by name.
+    ``values_of``: looks up a metric's values by those of its attributes, which are sorted by name.
     """
-    last = of(catalog.COLLECTIVE_ENQUEUED), of(catalog.COLLECTIVE_COMPLETED)
-    sizes = of(catalog.COLLECTIVE_PENDING_SIZE)
-    found = {}
-    for key, age_s in of(catalog.COLLECTIVE_PENDING_AGE).items():
-        numbers = [number for one in last if (number := one.get(key[:2])) is not None]
-        if len(key) == 3 and len(numbers) == len(last) and all(map(isfinite, (*numbers, age_s))):  # noqa: PLR2004  # attributes
+    counters = values_of(catalog.COLLECTIVE_ENQUEUED), values_of(catalog.COLLECTIVE_COMPLETED)
+    sizes = values_of(catalog.COLLECTIVE_PENDING_SIZE)
+    progress = {}
+    for key, age_s in values_of(catalog.COLLECTIVE_PENDING_AGE).items():
+        numbers = [number for counter in counters if (number := counter.get(key[:2])) is not None]
+        if len(key) == 3 and len(numbers) == len(counters) and all(map(isfinite, (*numbers, age_s))):  # noqa: PLR2004  # attributes
             backend, group, operation = key
             enqueued, completed = map(int, numbers)
-            found[f"{group} ({backend})"] = GroupProgress(enqueued, completed, age_s, operation, sizes.get(key))
-    return found
+            progress[f"{group} ({backend})"] = GroupProgress(enqueued, completed, age_s, operation, sizes.get(key))
+    return progress
 
 
 LEAST_STEPS = 16
@@ -69,7 +69,7 @@ class RankComparator:
         self._reader = Reader(_METRICS)
         self._histories: dict[str, _History] = {}
 
-    def of(self, ranks: Sequence[Rank], now_ns: int) -> tuple[dict[str, RankStanding], tuple[RunSummary, ...]]:
+    def compare(self, ranks: Sequence[Rank], now_ns: int) -> tuple[dict[str, RankStanding], tuple[RunSummary, ...]]:
         """Return the standing of every living rank by incarnation, and a summary of every run; ``ranks`` are sorted by run."""
         self._reader.keep(ranks)
         histories = {rank.incarnation: self._histories.get(rank.incarnation) or _History() for rank in ranks}
@@ -124,7 +124,7 @@ class _History:
 
 
 def _is_counted(rank: Rank) -> bool:
-    """Return True if all steps of the rank were recorded, i.e. recording was never off."""
+    """Return whether all steps of the rank were recorded, i.e. recording was never off."""
     return rank.view.live.steps_since_ns == 0
 
 
@@ -157,16 +157,16 @@ def _summarise(read: Sequence[tuple[Rank, Readings]], step_spread: int) -> RunSu
     ranks = [rank for rank, _ in read]
     here = sum(rank.up for rank, _ in read)
     resources = [rank.view.header.resource for rank in ranks]
-    started: dict[int | None, int] = {}  # by replica group, each of which has ranks of its own
+    started: dict[int | None, int] = {}  # by replica group: each has ranks of its own
     for resource in resources:
         group, size = labels.number(resource, "replica_group"), labels.number(resource, "local_world_size") or 0
         started[group] = max(started.get(group, 0), size)
-    known = Counter(labels.number(resource, "replica_group") for resource in resources)
+    served = Counter(labels.number(resource, "replica_group") for resource in resources)
     return RunSummary(
         job_name=ranks[0].job_name,
         run_id=ranks[0].run_id,
         here=here,
-        missing=sum(max(0, size - known[group]) for group, size in started.items()) if any(started.values()) else None,
+        missing=sum(max(0, size - served[group]) for group, size in started.items()) if any(started.values()) else None,
         step_spread=step_spread,
         grad_norm=whole_norm(
             [(readings.get(catalog.GRAD_NORM), readings.get(catalog.GRAD_NORM_RANKS)) for _, readings in read],

@@ -22,9 +22,11 @@ MOST_POINTS = 512
 LATELY_S = 600.0
 """Window of recent anomalies, equal to that of the alerts on them"""
 WORKER_DIED = catalog.EVENT_WORKER_DIED.name
-_OF = {one.name: one.attributes for one in catalog.EVENTS} | {one.name: one.attributes for one in catalog.SPANS}
-_UNITS = {(name, one.name): one.unit for name, attributes in _OF.items() for one in attributes if one.unit}
-_UNITS |= {(catalog.SPAN_CHECKPOINT.name, one.name): one.unit for one in catalog.EVENT_CHECKPOINT_FAILED.attributes if one.unit}
+_ATTRIBUTES = {item.name: item.attributes for item in catalog.EVENTS} | {item.name: item.attributes for item in catalog.SPANS}
+_UNITS = {(name, item.name): item.unit for name, items in _ATTRIBUTES.items() for item in items if item.unit}
+_UNITS |= {
+    (catalog.SPAN_CHECKPOINT.name, item.name): item.unit for item in catalog.EVENT_CHECKPOINT_FAILED.attributes if item.unit
+}
 _MOST = 1e18
 """A flight file may hold anything"""
 _FORMATS = {"By": text_format.size, "s": text_format.duration}
@@ -39,7 +41,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Events:
-    """What a rank's event ring holds, oldest first."""
+    """The contents of a rank's event ring, oldest first."""
 
     facts: tuple[Event, ...] = ()
     """without logged scalars"""
@@ -52,7 +54,7 @@ class Events:
         """Return an iterator over the events."""
         return iter(self.facts)
 
-    def of(self, event: catalog.Event) -> list[Event]:
+    def select(self, event: catalog.Event) -> list[Event]:
         """Return the events of that name."""
         return [fact for fact in self.facts if fact.name == event.name]
 
@@ -65,7 +67,7 @@ class Events:
     def anomalies(self) -> Mapping[str, LastAnomaly]:
         """The last anomaly of each kind."""
         last: dict[str, LastAnomaly] = {}
-        for event in self.of(catalog.EVENT_ANOMALY):
+        for event in self.select(catalog.EVENT_ANOMALY):
             kind = event.text("kind")
             if kind in catalog.ANOMALY_KINDS and event.step is not None:
                 before = last.get(kind)
@@ -78,7 +80,7 @@ class Events:
     @cached_property
     def between(self) -> tuple[str, str]:
         """Function and line of the script at which the training thread most often is between the phases of a step."""
-        lines = self.of(catalog.EVENT_STEP_BETWEEN)
+        lines = self.select(catalog.EVENT_STEP_BETWEEN)
         return (lines[-1].text("function", 60), lines[-1].text("location").rpartition("/")[2]) if lines else ("", "")
 
     def lately(self, now_s: float) -> Mapping[str, int]:
@@ -95,21 +97,21 @@ class Events:
         return counts
 
     def replicas(self, event: catalog.Event) -> Mapping[int, tuple[float, ...]]:
-        """Return what a rank has written down by step, in events of that name, to be compared with others."""
-        values = {fact.step: tuple(map(float, fact.attributes.get("values", ()))) for fact in self.of(event)}
-        return {step: own for step, own in values.items() if own and step is not None and all(map(isfinite, own))}
+        """Return the values to compare with other ranks, from events of that name, by step."""
+        values = {fact.step: tuple(map(float, fact.attributes.get("values", ()))) for fact in self.select(event)}
+        return {step: row for step, row in values.items() if row and step is not None and all(map(isfinite, row))}
 
 
 NO_EVENTS = Events()
 
 
 def events_of(ring: Iterable[Event | Span | Late]) -> Events:
-    """Return what a ring holds, oldest first."""
+    """Return the contents of a ring, oldest first."""
     return extended(NO_EVENTS, ring, 0)
 
 
 def extended(before: Events, fresh: Iterable[Event | Span | Late], oldest: int) -> Events:
-    """Return the events known before and the fresh ones, as far as they are in the ring, that is from ``oldest`` on."""
+    """Return the earlier events and the fresh ones, as far as they are still in the ring: from position ``oldest`` on."""
     facts = [event for event in before.facts if event.position >= oldest]
     spans = [span for span in before.spans if span.position >= oldest]
     logged = [event for event in before.logged if event.position >= oldest]
@@ -123,16 +125,15 @@ def extended(before: Events, fresh: Iterable[Event | Span | Late], oldest: int) 
 
 def curves(ring: Iterable[Event | Span | Late]) -> dict[str, tuple[Point, ...]]:
     """Return the curves of logged scalars by name, from an event ring, oldest first."""
-    found: dict[str, list[Point]] = {}
+    by_name: dict[str, list[Point]] = {}
     for event in ring:
         if isinstance(event, Event) and event.name == catalog.EVENT_SCALARS.name:
             with suppress(KeyError, TypeError, ValueError):  # the application may give an event of its own this name
-                given = event.attributes
-                columns = [*zip(given["names"], given["steps"], map(float, given["values"]), strict=False)]  # also "NaN"
-                for name, step, value in columns:
-                    if name in found or len(found) < MOST_NAMES:
-                        found.setdefault(name, []).append(Point(step, value))
-    return {name: tuple(points[-MOST_POINTS:]) for name, points in found.items()}
+                names, steps, values = (event.attributes[key] for key in ("names", "steps", "values"))
+                for name, step, value in [*zip(names, steps, map(float, values), strict=False)]:  # also "NaN"
+                    if name in by_name or len(by_name) < MOST_NAMES:
+                        by_name.setdefault(name, []).append(Point(step, value))
+    return {name: tuple(points[-MOST_POINTS:]) for name, points in by_name.items()}
 
 
 def with_unit(event: str, attribute: str, value: object) -> str | None:

@@ -76,19 +76,19 @@ def identity(resource: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def team(rank: str) -> str:
-    """Return what stands behind a rank's number: its replica group, or what distinguishes a second process that claims it."""
+    """Return the part after a rank's number: its replica group, or the digits of a second process that claims the rank."""
     return rank.partition("-")[2]
 
 
 def teams(ranks: Iterable[Ranked]) -> list[list[Ranked]]:
-    """Return the ranks by those that train one model and step together, by what stands behind their numbers.
+    """Return the ranks in groups that train one model and step together, by the part after their numbers.
 
-    That are the ranks of a replica group; a second process that claims a rank is of another training, and by itself here.
+    These are the replica groups; a second process that claims a rank belongs to another training, and is a group by itself.
     """
-    made: dict[str, list[Ranked]] = {}
-    for one in ranks:
-        made.setdefault(team(one.rank), []).append(one)
-    return [*made.values()]
+    groups: dict[str, list[Ranked]] = {}
+    for rank in ranks:
+        groups.setdefault(team(rank.rank), []).append(rank)
+    return [*groups.values()]
 
 
 def of_attributes(attributes: Iterable[tuple[str, Any]], taken: Collection[str] = RESERVED) -> dict[str, str]:
@@ -106,7 +106,7 @@ def of_attributes(attributes: Iterable[tuple[str, Any]], taken: Collection[str] 
 def pushed_name(name: str) -> str:
     """Return the name under which an attribute is pushed over OTLP: its own, unless Prometheus would refuse or drop that.
 
-    Then it is the label that the attribute has on the metrics page: ``key____`` for a name of four letters that are not ASCII.
+    Else it is the label that the attribute has on the metrics page: ``key____`` for a name of four letters that are not ASCII.
     """
     label = _label(name, RESERVED)
     is_same = label in {prometheus_label(name), name} and label != "key__name__"
@@ -128,8 +128,8 @@ def of_catalog(attributes: Mapping[str, str]) -> dict[str, str]:
 def of_info(resource: Mapping[str, Any]) -> dict[str, str]:
     """Return a rank's descriptive labels: facts of its process, Kubernetes names, and the user's resource attributes."""
     facts = of_attributes((name, value) for name, value in resource.items() if name in _FACTS)
-    given = [(name, value) for name, value in resource.items() if name not in _FACTS and name not in _NOT_LABELS]
-    return {**of_attributes(given, RESERVED | facts.keys()), **facts}
+    described = [(name, value) for name, value in resource.items() if name not in _FACTS and name not in _NOT_LABELS]
+    return {**of_attributes(described, RESERVED | facts.keys()), **facts}
 
 
 _HISTOGRAMS = {"duration_s": catalog.STEP_DURATION, "grad_norm": catalog.GRAD_NORM_DISTRIBUTION}
@@ -164,8 +164,8 @@ class Exemplars:
     """Collects the exemplars of one rank, for each bucket of a histogram the newest step that has a span.
 
     Only steps with a span in the rank's event ring qualify, for a link must lead to a span that the tracing backend receives:
-    about one step in ten seconds, and some slow and anomalous ones, which are the interesting ones. The trace is the step's
-    own, in which those of the other ranks are, too. Like its bucket, an exemplar stays after the ring has been overwritten.
+    about one step in ten seconds, and some slow and anomalous ones, which are the interesting ones. The step's trace holds the
+    spans of the other ranks, too. Like its bucket, an exemplar stays after the ring has been overwritten.
     ``shown`` is valid at any time.
     """
 
@@ -175,18 +175,18 @@ class Exemplars:
         self._ends: OrderedDict[int, int] = OrderedDict()
 
     def add(self, fresh: Sequence[Event | Span | Late]) -> None:
-        """Process what is new in the ring, oldest first."""
-        found = [one for item in fresh for one in self._observations(item)]
-        if found:
+        """Process the new contents of the ring, oldest first."""
+        observations = [observation for item in fresh for observation in self._observations(item)]
+        if observations:
             shown = {name: dict(buckets) for name, buckets in self.shown.items()}
-            for metric, step, value, at_ns in reversed(found):  # newest first: only a few of a whole ring are needed
+            for metric, step, value, at_ns in reversed(observations):  # newest first: only a few of a whole ring are needed
                 buckets, index = shown.setdefault(metric.name, {}), bisect_left(metric.bounds, value)
                 if index not in buckets or buckets[index].at_ns < at_ns:  # Prometheus also rejects one older than the last
                     buckets[index] = Exemplar(*self._ids.step(step), step, value, at_ns)
             self.shown = shown
 
     def _observations(self, item: Event | Span | Late) -> list[tuple[catalog.Metric, int, float, int]]:
-        """Return a step's histogram values, of its span or of what came late: metric, step, value, its end in Unix ns."""
+        """Return a step's histogram values, of its span or late ones: metric, step, value, the step's end in Unix ns."""
         values: Mapping[str, Any] = item._asdict() if isinstance(item, Late) else {}
         if isinstance(item, Span) and item.ended_ns is not None:
             values = self._step(item, item.ended_ns)
@@ -198,7 +198,7 @@ class Exemplars:
         return [(metric, step, float(value), self._ends[step]) for metric, value in numbers]
 
     def _step(self, span: Span, ended_ns: int) -> Mapping[str, Any]:
-        """Return the attributes of a step's span, and record its end; none for another span, or one that is not sampled."""
+        """Record the end of a step's span, and return its attributes; empty for another span, or one that is not sampled."""
         values, fields = span.attributes, span.fields
         step = values.get("step")
         is_sampled = bool(fields.get("flags", 0) & _SAMPLED)
@@ -211,7 +211,7 @@ class Exemplars:
 
 
 def exemplars_of(series: Series, shown: Shown) -> Mapping[int, Exemplar]:
-    """Return a histogram's exemplars by bucket, if it is the fold's own with the known bounds."""
+    """Return a histogram's exemplars by bucket; empty unless the fold made it, with the known bounds."""
     metric = _BY_NAME.get(series.name)
     ours = metric is not None and series.block == 0 and series.scope is None and series.bounds == metric.bounds
     return shown.get(series.name, {}) if ours else {}

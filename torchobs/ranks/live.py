@@ -1,4 +1,4 @@
-"""Views of the ranks of a scanner's snapshot, as the live page and ``top`` show them, with what their files hold beyond it."""
+"""Views of the ranks of a scanner's snapshot, as the live page and ``top`` show them, with the contents of their rings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECORDS = 16_384
 """Records kept over all ranks, at least 64 of each; a new one takes 10 µs, an old one 2. Beyond 64 ranks, the throughput of
 ranks that are not focused is over fewer steps."""
 EVENTS_S = 0.2
-"""Time limit per update for event rings, each of which takes up to 5 ms at first; the next update reads the remaining ones."""
+"""Time limit per update for event rings, which take up to 5 ms each at first; the next update reads the remaining ones."""
 MOST_FOCUSED = 16
 MOST_RUNS = 50
 KEPT = 4096
@@ -41,8 +41,8 @@ LAYERS = {
     "spread": (catalog.ACTIVATION_LAYER_STD, "its deviation"),
     "zero": (catalog.ACTIVATION_LAYER_ZERO, "its zeros"),
 }
-"""Columns of the layers' table: the metric, and its heading. The last three at level extreme: the mean absolute value of what
-a layer puts out, its standard deviation, and the share that is exactly zero."""
+"""Columns of the layers' table: the metric, and its heading. The last three at level extreme: the mean absolute value of a
+layer's output, its standard deviation, and the share that is exactly zero."""
 METRICS = (
     catalog.STEPS, catalog.LOSS, catalog.LEARNING_RATE, catalog.STEPS_PLANNED, catalog.GRAD_NORM,
     catalog.GRAD_CLIPPED_STEPS, catalog.GRAD_NONFINITE_STEPS, catalog.ANOMALIES, catalog.ANOMALY_ACTIVE,
@@ -65,18 +65,18 @@ _UNREAD = object()
 
 
 class FileSource(Protocol):
-    """A scanner, or what lends one's files."""
+    """A scanner, or another lender of its files."""
 
     def flight_file(self, incarnation: str) -> AbstractContextManager[FlightFile]:
         """Lend a rank's file. Raises one of ``READ_ERRORS``."""
 
 
 Details = Mapping[str, Recorded]
-"""What the ranks' rings hold, by incarnation"""
+"""Contents of the ranks' rings, by incarnation"""
 
 
 class _RingReader:
-    """Reads what is new in one rank's rings."""
+    """Reads the new contents of one rank's rings."""
 
     def __init__(self, rank: Rank) -> None:
         header = rank.view.header
@@ -111,13 +111,13 @@ class _RingReader:
 
 
 class DetailsReader:
-    """Reads what the ranks' rings hold, and keeps it per incarnation. To be used in one thread."""
+    """Reads the ranks' rings, and keeps their contents per incarnation. To be used in one thread."""
 
     def __init__(self) -> None:
         self._readers: dict[str, _RingReader] = {}
 
     def gather(self, files: FileSource, snapshot: Snapshot, focused: Iterable[str]) -> Details:
-        """Return it for all ranks of a snapshot, with all steps of the incarnations in ``focused``."""
+        """Return the details of all ranks of a snapshot, with all steps of the incarnations in ``focused``."""
         chosen = list(dict.fromkeys(focused))[:MOST_FOCUSED]
         limit = min(LATEST, max(LEAST_RECORDS, RECORDS // max(1, len(snapshot.ranks))))
         self._readers = {rank.incarnation: self._readers.get(rank.incarnation) or _RingReader(rank) for rank in snapshot.ranks}
@@ -140,14 +140,14 @@ class RunsReader:
     def runs(self, snapshot: Snapshot, details: Details, asked: Collection[str] = ()) -> tuple[RunView, ...]:
         """Return the runs in order: the first ones, and those with a key in ``asked``."""
         self._reader.keep(snapshot.ranks)
-        made = []
+        runs = []
         for index, ranks in enumerate(grouped(snapshot.ranks)):
             if index < MOST_RUNS or key_of(ranks) in asked:
                 views = [view_of(rank, self._reader.read(rank), details.get(rank.incarnation, NOT_READ)) for rank in ranks]
                 sizes = ("world_size", "local_world_size")
                 world, here = (max(labels.number(rank.view.header.resource, name) or 0 for rank in ranks) for name in sizes)
-                made.append(run_of(views, here or world, world))
-        return tuple(made)
+                runs.append(run_of(views, here or world, world))
+        return tuple(runs)
 
 
 def key_of(ranks: Iterable[Rank]) -> str:

@@ -1,12 +1,12 @@
 """A flight file that the scanner follows, from its discovery to the rank's end, and which incarnation of a rank is served.
 
 Incarnations are never summed or merged. Of two processes that live at the same time and claim one rank (two scripts started
-with one run id) the older keeps the rank, and the younger gets the first digits of its incarnation behind it for all its life:
-``rank="0-3f9a12bc"``. After its restart it has other digits, so that no series goes back. One that has taken no step is no
-rank beside another that trains: a helper that only imports torch. So which of two trainings is the plain rank may change once,
-when the first of them takes a step; an exporter that restarts takes the older of those that have trained, for it knows the
-files alone. A process that starts while its predecessor still dies is served once that is over, at once where the launcher
-counted a restart.
+with one run id) the older keeps the rank, and the younger gets a suffix for all its life, the first digits of its incarnation:
+``rank="0-3f9a12bc"``. After its restart it has other digits, so that no series goes back. A process without a step, a helper
+that only imports torch, is no rank beside one that trains. So the plain rank may pass from one training to the other once,
+when the first of them takes a step; an exporter that restarts gives it to the older of those that have trained, for it has
+only the files. A process that starts while its predecessor still dies is served once that is over, at once where the
+launcher counted a restart.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DIGITS = 8
 
 
 NOW_NS = (1 << 63) - 1
-"""A time after the birth of every file, also of one that is made during the scan."""
+"""A time after the birth of every file, also of one created during the scan."""
 
 
 class RankCandidate(NamedTuple):
@@ -62,7 +62,7 @@ class RankCandidate(NamedTuple):
     restart: int
     heartbeat_ns: int
     launch: str = ""
-    """what the processes that one launcher started have in common (``identity.launchers``); empty: unknown"""
+    """id shared by the processes of one launcher (``config.launchers``); empty: unknown"""
     launched_by: str = ""
     """incarnation of the process that started this one by ``multiprocessing``; it is no rank then"""
     alive_ns: int = 0
@@ -74,16 +74,16 @@ class RankCandidate(NamedTuple):
 
 
 def resolve(candidates: Iterable[RankCandidate]) -> Mapping[str, str]:
-    """Return the incarnations to serve, each with the suffix of its rank: "" for one of each rank."""
+    """Return the incarnations to serve with the suffixes of their ranks: one of each rank has none."""
     rivals: dict[tuple[str, str, str], list[RankCandidate]] = defaultdict(list)
     for candidate in candidates:
         rivals[candidate.rank].append(candidate)
     served: dict[str, str] = {}
     for group in rivals.values():
-        holders = _holders(sorted(group, key=lambda one: (one.same_boot, one.born_ns, one.incarnation)))
-        holders = [one for one in holders if one.trains] or holders[:1]
+        holders = _holders(sorted(group, key=lambda holder: (holder.same_boot, holder.born_ns, holder.incarnation)))
+        holders = [holder for holder in holders if holder.trains] or holders[:1]
         served |= {candidate.incarnation: f"-{candidate.incarnation[:DIGITS]}" for candidate in holders}
-        served |= {candidate.incarnation: "" for candidate in [one for one in holders if not one.displaced][:1]}
+        served |= {candidate.incarnation: "" for candidate in [holder for holder in holders if not holder.displaced][:1]}
     return served
 
 
@@ -104,7 +104,7 @@ def _holders(group: Iterable[RankCandidate]) -> list[RankCandidate]:
 
 
 def _is_successor(older: RankCandidate, younger: RankCandidate) -> bool:
-    """Return True if the younger one is in the older one's place by the account of whoever started them."""
+    """Return whether the launcher started the younger one in place of the older one."""
     if not (older.same_boot and younger.same_boot) or younger.launched_by == older.incarnation:
         return True
     is_same_launch = not (older.launch and younger.launch) or older.launch == younger.launch
@@ -112,7 +112,7 @@ def _is_successor(older: RankCandidate, younger: RankCandidate) -> bool:
 
 
 _EVENTS = (catalog.SPAN_STEP.name, "late", catalog.EVENT_EXCEPTION.name)
-"""What a rank's state and its exemplars are made of"""
+"""Records of the event ring that a rank's state and its exemplars come from"""
 READ_ERRORS = (
     *(OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError),
     struct.error,
@@ -133,7 +133,7 @@ _NEVER_NS = -(1 << 62)
 
 
 def is_passing(problem: BaseException) -> bool:
-    """Return True if the error is not the file's fault: out of descriptors or memory, or temporarily unreadable.
+    """Return whether the error is not the file's fault: out of descriptors or memory, or temporarily unreadable.
 
     The rank's known state is kept then, instead of counting the rank as gone.
     """
@@ -174,7 +174,7 @@ class RankFile:
         self.fading = False
         self._closed = False
         self.suffix: str | None = None
-        """what was appended to its rank when it was last served; ``None``: never served"""
+        """appended to its rank when it was last served; ``None``: never served"""
         self.displaced = False
         """it was served with a suffix, or until a younger one took its place"""
         self._superseded_ns: int | None = None
@@ -190,9 +190,9 @@ class RankFile:
         """Return this incarnation as a candidate for serving."""
         beats = self.up and self.state != "unresponsive" and self.view.live.exit_reason is None
         alive_ns = NOW_NS if self.lock_held else self.view.live.heartbeat_ns or 0
-        made = candidate_of(self.header, self.view.live, same_boot=self.same_boot)
+        claim = candidate_of(self.header, self.view.live, same_boot=self.same_boot)
         trains = self.view.last_step_ns is not None
-        return made._replace(alive_ns=alive_ns * beats, displaced=self.displaced, trains=trains)
+        return claim._replace(alive_ns=alive_ns * beats, displaced=self.displaced, trains=trains)
 
     @property
     def exemplars(self) -> labels.Shown:
@@ -230,8 +230,8 @@ class RankFile:
         finally:  # an unreadable file counts as one without a heartbeat
             self._looked_ns = now.monotonic_ns
             learned_s = inf if self._may_never_train() else self._learned_s
-            seen = self._observation(now, learned_s if hang_timeout_s is None else hang_timeout_s)
-            self.state, self.fading = state.judge(seen), state.fading(seen)
+            observation = self._observation(now, learned_s if hang_timeout_s is None else hang_timeout_s)
+            self.state, self.fading = state.judge(observation), state.fading(observation)
         if was_up and not self.up and not self.lock_held:
             self._read(now)
 
@@ -248,7 +248,7 @@ class RankFile:
         return None if self._ended_by is None else now.wall_ns / 1e9 - self._ended_by[1]
 
     def standstill(self, now: Now) -> Standstill | None:
-        """Return that the rank stands still, if it does (``detect.hangs``)."""
+        """Return the time without a step of a rank that stands still (``detect.hangs``), else ``None``."""
         age_s, quiet_s = self.progress_age_s(now), self._quiet_s(now)
         steps = self.state in {"alive", "hung"} and self.view.last_step_ns is not None
         if not steps or age_s is None or quiet_s is None or quiet_s < hangs.LEAST_S:
@@ -266,7 +266,7 @@ class RankFile:
         return self._usual[1]
 
     def _may_never_train(self) -> bool:
-        """Return True before the first batch and backward pass of a lone rank: it may serve, evaluate, or be a notebook."""
+        """Return whether a lone rank had no batch or backward pass yet: it may serve, evaluate, or be a notebook."""
         alone = (labels.number(self.header.resource, "world_size") or 1) == 1
         return alone and self.view.last_step_ns is None and self.view.live.phase == "other"
 
@@ -278,7 +278,7 @@ class RankFile:
         return min(age_s, max(0.0, (now.monotonic_ns - begun_ns) / 1e9))
 
     def served(self, suffix: str, now: Now) -> Rank:
-        """Return the rank as it is now; ``suffix``: what is appended to its label."""
+        """Return the rank as it is now; ``suffix`` is appended to its label."""
         job_name, run_id, rank = self.rank
         return Rank(
             job_name=job_name,
@@ -305,15 +305,15 @@ class RankFile:
         return (now.monotonic_ns - self._beat_ns) / 1e9
 
     def certainly_dead(self, now: Now) -> bool:
-        """Return True if the rank is surely dead: a living process can lose its lock, and its heartbeat can pause."""
+        """Return whether the rank is surely dead: a living process can lose its lock, and its heartbeat can pause."""
         return not self.up and (not self.same_boot or self.beat_age_s(now) > SURELY_DEAD_S)
 
     def final_suffix(self, now: Now) -> str | None:
         """Return the suffix of a superseded rank while its final counts are still to be reported; else ``None``.
 
-        A program that repeats ``init()``, training and ``shutdown()`` has a new incarnation each time, and possibly none of
-        them was seen dead while it was the newest. Not reported are ranks that still run, and those never served and long
-        dead, which ended before this exporter started.
+        A program that repeats ``init()``, training and ``shutdown()`` has a new incarnation each time, and possibly no scan
+        saw one dead while it was the newest. Ignored are ranks that still run, and those never served and long dead, which
+        ended before this exporter started.
         """
         is_old = self.suffix is None and self.certainly_dead(now)
         if is_old or (self.up and not self.fading):
@@ -355,7 +355,7 @@ class RankFile:
         self.exception = state.newest_exception(fresh) or self.exception
 
     def _with_mark(self, view: View, beat_age_s: float) -> View:
-        """Return the view, with the signal that ended the rank as its exit, unless it said something else itself."""
+        """Return the view, with the signal that ended the rank as its exit, unless the rank recorded its exit itself."""
         live = view.live
         if self._fatal is not None and live.exit_reason is None:
             return replace(view, live=replace(live, exit_reason=Exit.CRASHED, exit_code=128 + self._fatal))
@@ -405,7 +405,7 @@ def candidate_of(header: Header, live: LiveWords, *, same_boot: bool) -> RankCan
 
 
 def beat_ns(header: Header, live: LiveWords, now: Now) -> int:
-    """Return the time of the last heartbeat on our CLOCK_MONOTONIC, as far as known from the file."""
+    """Return the time of the last heartbeat on our CLOCK_MONOTONIC, as far as the file shows it."""
     last_ns = live.heartbeat_ns or header.monotonic_ns
     if header.boot_id == now.boot_id:
         return min(now.monotonic_ns, last_ns)
@@ -413,8 +413,8 @@ def beat_ns(header: Header, live: LiveWords, now: Now) -> int:
     return now.monotonic_ns - max(0, ago_ns)
 
 
-def look_at(file: FlightFile, directory_fd: int, name: str, now: Now) -> RankCandidate:
-    """Return what an open file claims, by its header, live words and lock, without its values."""
+def read_claim(file: FlightFile, directory_fd: int, name: str, now: Now) -> RankCandidate:
+    """Return the claim of an open file by its header, live words and lock, without its values."""
     header, same_boot = file.header, file.header.boot_id == now.boot_id
     locked = same_boot and is_held(directory_fd, lock_name(name))
     live = file.live()  # after the lock: if that is free, these are the final ones
@@ -436,7 +436,7 @@ def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now) -> R
 
 def _check_name(file: FlightFile, name: str) -> None:
     if name != file_name(file.header):
-        raise BadFlightFileError("a copy: its name is not the one that its header gives")
+        raise BadFlightFileError("a copy: its header gives another name")
 
 
 def is_held(directory_fd: int, name: str, *, before: bool = False) -> bool:

@@ -1,7 +1,7 @@
-"""One rank, alive or dead, and its run: what page, ``top``, ``inspect``, report and API see of it. No file, no clock.
+"""One rank, alive or dead, and its run, as page, ``top``, ``inspect``, report and API show them. No file, no clock.
 
-A view is made of a rank of a snapshot (:func:`view_of`) or of its file alone (``ranks.runs``). What follows from its numbers is
-a property of it, and computed once.
+A view comes from a rank of a snapshot (:func:`view_of`), or from its file alone (``ranks.runs``). Conclusions from its numbers
+are properties, computed once.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from torchobs.support import text
 MOST_COMPARED = 256
 """Living ranks of a run up to which they are compared by their last steps: with more that takes as long as all else"""
 WHOLES = {"cgroup": "container", "machine": "machine"}
-"""What a limit on the host's memory is the limit of"""
+"""Names for people of the limits on the host's memory"""
 SORTS = ("worst", "rank", "step", "time", "loss", "norm", "memory")
 _CLOCKS_DIFFER_S = 0.001
 """Tolerance: one time stamp is in microseconds, and both are converted between clocks."""
 _SETTLED_S = 2.0
-"""Time without a step after which what is published once a second is no more of a step"""
+"""Time without a step after which counts that are published once a second are complete"""
 _ENDED_BY_ITSELF = frozenset({"finished", "exception", "exit_code"})
 
 
@@ -81,7 +81,7 @@ def _named(phases: Sequence[float], names: Sequence[str] = PHASE_NAMES) -> dict[
 
 
 class Recorded(NamedTuple):
-    """What a rank's rings hold, beyond the metrics of a snapshot."""
+    """Contents of a rank's rings, beyond the metrics of a snapshot."""
 
     steps: tuple[Step, ...] = ()
     """the newest ones, oldest first"""
@@ -103,7 +103,7 @@ class RankView:
     job_name: str
     run_id: str
     rank: str
-    """these three as on the metrics page, whatever they hold"""
+    """these three as on the metrics page, not sanitised"""
     state: str
     """one of ``catalog.RANK_STATES``"""
     reason: str
@@ -121,7 +121,7 @@ class RankView:
     recorded: bool = True
     """False if the rank lives and recording of steps was switched off"""
     standstill: Standstill | None = None
-    """that the living rank makes no step"""
+    """the time that a living rank has made no step"""
     slowness: Slowness | None = None
     """beside the other ranks of its replica group"""
     raised: Mapping[str, str] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class RankView:
     end_known: bool = True
     """True if the exit word is readable"""
     unwritten: bool = False
-    """it ended without a word, and not in memory: what it did in its last moments, 100 ms by intent, is missing"""
+    """it ended without an exit record, its file on a disk: its last moments, 100 ms by intent, are missing"""
 
     # -- who it is -----------------------------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class RankView:
 
     def events_named(self, event: catalog.Event) -> list[Event]:
         """Return the events of that name, oldest first."""
-        return self.events.of(event)
+        return self.events.select(event)
 
     # -- how long, how far ---------------------------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class RankView:
 
     @property
     def begun_s(self) -> float:
-        """The moment since which all times of a report are: when the process began, else when recording did."""
+        """The moment from which a report counts time: when the process began, else when recording did."""
         return self.header.begun_s
 
     @property
@@ -230,7 +230,7 @@ class RankView:
 
     @property
     def lifetime(self) -> str:
-        """How long it has lived, and since when, in words: to its last sign of life, or its times, which go on to its end."""
+        """How long it has lived, and since when, in words: to its last sign of life, or by goodput, which covers its end."""
         lived_s = max(self.last_s - self.begun_s, sum(self.by_attribute(catalog.GOODPUT_TIME).values()))
         return f"{text.duration(lived_s)} since {self.since}"
 
@@ -243,19 +243,19 @@ class RankView:
     def last_step(self) -> int:
         """The number of the newest step; 0 before the first, and if unknown.
 
-        In a partial file only the counter may know it.
+        In a partial file only the counter may have it.
         """
         newest = self.steps[-1].step if self.steps else 0
         return max(newest, self.count(catalog.STEPS)) if self.partial else newest
 
     @property
     def done(self) -> int:
-        """Number of steps that it has done."""
+        """Number of steps that it has made."""
         return self.count(catalog.STEPS) or self.last_step
 
     @property
     def newest_is_here(self) -> bool:
-        """True if ``steps`` includes the rank's last step."""
+        """Whether ``steps`` includes the rank's last step."""
         counted = self.value(catalog.STEPS) is not None
         return not self.partial or (counted and bool(self.steps) and self.steps[-1].step >= self.count(catalog.STEPS))
 
@@ -276,16 +276,16 @@ class RankView:
     @cached_property
     def losses(self) -> Mapping[int, float]:
         """The last losses by step."""
-        return {one.step: one.loss for one in self.steps if one.loss is not None}
+        return {step.step: step.loss for step in self.steps if step.loss is not None}
 
     @cached_property
     def norms(self) -> Mapping[int, float]:
         """The last gradient norms by step."""
-        return {one.step: one.grad_norm for one in self.steps if one.grad_norm is not None}
+        return {step.step: step.grad_norm for step in self.steps if step.grad_norm is not None}
 
     @property
     def loss(self) -> float | None:
-        """The last one, finite or not: NaN while that is an anomaly, as the metric holds the last finite one."""
+        """The last loss, finite or not. NaN in such an anomaly without a record of it: the metric has the last finite loss."""
         return self._last(catalog.LOSS, "nonfinite_loss", (step.loss for step in reversed(self.steps)))
 
     @property
@@ -294,9 +294,8 @@ class RankView:
         return self._last(catalog.GRAD_NORM, "nonfinite_gradient", (step.grad_norm for step in reversed(self.steps)))
 
     def _last(self, metric: Metric, anomaly: str, latest: Iterator[float | None]) -> float | None:
-        newest = next(
-            (value for value in latest if value is not None), None
-        )  # from the records: it distinguishes NaN from infinity
+        # from the records: they distinguish NaN from infinity
+        newest = next((value for value in latest if value is not None), None)
         if newest is not None and not isfinite(newest):
             return newest
         return nan if newest is None and anomaly in self.anomalies else self.value(metric)
@@ -334,7 +333,7 @@ class RankView:
 
     @cached_property
     def zero_rate(self) -> ZeroRate | None:
-        """Since when all learning rates are zero, or next to it."""
+        """Since when all learning rates are zero, or almost."""
         began = next((step.step for step in reversed(self.steps) if step.new_model), 0)
         zero = zero_rate([(step.step, step.learning_rate) for step in self.steps], began)
         if zero is None:
@@ -362,12 +361,12 @@ class RankView:
 
     @cached_property
     def weights(self) -> Mapping[int, tuple[float, ...]]:
-        """What it has written down of its weights, by step."""
+        """Values of its weights that it recorded to be compared, by step."""
         return self.events.replicas(catalog.EVENT_REPLICA_WEIGHTS)
 
     @cached_property
     def batches(self) -> Mapping[int, tuple[float, ...]]:
-        """What it has written down of its batches, by step."""
+        """Values of its batches that it recorded to be compared, by step."""
         return self.events.replicas(catalog.EVENT_REPLICA_BATCHES)
 
     @cached_property
@@ -377,7 +376,7 @@ class RankView:
 
     @cached_property
     def called(self) -> Mapping[str, int]:
-        """Collectives that a rank has called which stands still, or ended by an exception, by process group."""
+        """Collectives that it called in each process group, if it stands still or ended by itself."""
         # the counts are published once a second and at its end
         settled = self.reason in _ENDED_BY_ITSELF or (self.progress_age_s or 0.0) - self.beat_age_s >= _SETTLED_S
         return collectives_called(self.of) if settled else {}
@@ -394,8 +393,8 @@ class RankView:
     def waiting(self) -> float | None:
         """Share of step time spent waiting for data; ``None`` if it is acceptable.
 
-        Of a living rank by its own verdict on the last minute (``detect.speed``), once there is one; before that, and of an
-        ended rank, by the totals.
+        A living rank judges the last minute itself (``detect.speed``); before its first verdict, and after its end, the totals
+        decide.
         """
         phases = self.phase_times
         trained_s = sum(phases.values())
@@ -413,7 +412,7 @@ class RankView:
 
     @property
     def memory(self) -> float | None:
-        """Bytes that the rank has on its devices; where there are none, those of its process."""
+        """Bytes that the rank has on its devices; without devices those of its process."""
         reserved = self.of(catalog.MEMORY_DEVICE_RESERVED)
         return sum(reserved.values()) if reserved else self.value(catalog.MEMORY_HOST_RSS)
 
@@ -440,7 +439,7 @@ class RankView:
     @property
     def main_exceptions(self) -> list[Event]:
         """The exceptions that can have ended the rank: those of its main thread."""
-        return [fact for fact in self.events.of(catalog.EVENT_EXCEPTION) if not fact.text("thread")]
+        return [fact for fact in self.events.select(catalog.EVENT_EXCEPTION) if not fact.text("thread")]
 
     @property
     def exception(self) -> str:
@@ -500,7 +499,7 @@ class RunView:
 
 
 def view_of(rank: Rank, readings: Readings, recorded: Recorded = NOT_READ) -> RankView:
-    """Return a rank of a snapshot, with what its rings hold as far as it has been read."""
+    """Return the view of a snapshot's rank, with the contents of its rings as far as they have been read."""
     header, live, up = rank.view.header, rank.view.live, rank.up
     begun_s = None if live.phase_begun_ns is None else header.wall_s(live.phase_begun_ns)
     last_step_s = recorded.steps[-1].end_s if recorded.steps else None
@@ -612,10 +611,10 @@ def _merged(parts: Sequence[StepRecord]) -> StepRecord:
     )  # fmt: skip
 
 
-def steps_of(records: Sequence[StepRecord], header: Header, known: Sequence[Step] = ()) -> tuple[Step, ...]:
-    """Merge late records into their steps; oldest first. ``known``: steps made earlier of some of the same records."""
+def steps_of(records: Sequence[StepRecord], header: Header, earlier: Sequence[Step] = ()) -> tuple[Step, ...]:
+    """Merge late records into their steps; oldest first. ``earlier``: steps from an earlier call with some of these records."""
     late = {record.step for record in records if record.kind == RecordKind.LATE}
-    before = {step.step: step for step in known if step.step not in late}
+    before = {step.step: step for step in earlier if step.step not in late}
     return tuple([before.get(record.step) or _step(record, header) for record in whole_steps(records)])
 
 
@@ -641,8 +640,8 @@ def _step(record: StepRecord, header: Header) -> Step:
 def missing_records(records: Sequence[StepRecord], room: int, readings: Readings) -> int:
     """Return how many step records of a dead rank are missing from a ring with ``room`` for so many.
 
-    Numbers are consecutive, except those counted as lost by the fold; the newest step is known from the counter. The oldest
-    record may just have been overwritten.
+    Numbers are consecutive, except those that the fold counted as lost; the counter has the newest step. The oldest record may
+    just have been overwritten.
     """
     first, newest = (records[0].seq, records[-1].seq) if records else (1, 0)
     oldest = max(1, newest - room + 1)
@@ -650,8 +649,8 @@ def missing_records(records: Sequence[StepRecord], room: int, readings: Readings
         oldest = first
     gaps = newest - oldest + 1 - len(records) - int(readings.get(catalog.FLIGHT_DROPPED, "record") or 0)
     last = max((record.step for record in records if record.kind == RecordKind.STEP), default=0)
-    untold = int(readings.get(catalog.STEPS) or 0) - last
-    return min(max(0, gaps) + max(0, untold), room)
+    uncounted = int(readings.get(catalog.STEPS) or 0) - last
+    return min(max(0, gaps) + max(0, uncounted), room)
 
 
 def model_begins(steps: Sequence[Step], end: int) -> int:

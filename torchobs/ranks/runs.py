@@ -27,7 +27,7 @@ from torchobs.flight.step_record import StepRecord
 from torchobs.flight.throughput import pace
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.events import events_of
-from torchobs.ranks.rank_file import NOW_NS, READ_ERRORS, Now, RankCandidate, RankFile, look_at, open_tracked, resolve
+from torchobs.ranks.rank_file import NOW_NS, READ_ERRORS, Now, RankCandidate, RankFile, open_tracked, read_claim, resolve
 from torchobs.ranks.rank_view import RankView, Recorded, missing_records, steps_of, view_of
 from torchobs.ranks.scanner import system_clock
 from torchobs.ranks.snapshot import Readings, readings_of
@@ -37,7 +37,7 @@ _FEW = 16
 _STEPS_OF_MANY = 1024
 _SIZE_AT = slice(16, 24)
 _SILENT = frozenset({"lost", "out_of_memory", "crashed", "terminated"})
-"""Ends before which a rank may have written nothing any more"""
+"""Ends before which a rank may have had no time to write"""
 _MOST_LISTED = 12
 
 
@@ -69,11 +69,11 @@ class RunFiles(NamedTuple):
 
     @property
     def lives(self) -> bool:
-        """Whether a process of it does."""
+        """Whether one of its processes lives."""
         return any(file.claim.alive_ns == NOW_NS for file in self.files)
 
     def newest(self, apart: Collection[str] = ()) -> tuple[dict[Path, str], list[Path]]:
-        """Return each rank's newest incarnation by rank, with what is appended to the rank, and the earlier ones, oldest first.
+        """Return the newest incarnations in order of rank, with their ranks' suffixes, and the earlier ones, oldest first.
 
         ``apart``: incarnations to leave out.
         """
@@ -86,7 +86,7 @@ class RunFiles(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """Contents of a directory: its runs, the latest first, the unreadable files with reasons, how many more are not read."""
+    """Contents of a directory: its runs, the latest first, the unreadable files with reasons, and how many are left out."""
 
     runs: list[RunFiles]
     bad: list[tuple[str, str]]
@@ -111,7 +111,7 @@ def listing(directory: Path) -> Listing:
         for name in names:
             try:
                 with closing(reader.open_file(fd, name)) as file:
-                    header, claim = file.header, look_at(file, fd, name, now)
+                    header, claim = file.header, read_claim(file, fd, name, now)
             except READ_ERRORS as problem:
                 bad.append((name, reason(problem)))
                 continue
@@ -129,23 +129,23 @@ def load(
     Returns the ranks, and the unreadable files with reasons. Ranks that may just have died are read again together, half a
     second later, when their death is certain.
     """
-    found = {path: _look(path, limit) for path in paths}
-    fading = [path for path, look in found.items() if look[1] is True]
+    looks = {path: _inspect(path, limit) for path in paths}
+    fading = [path for path, look in looks.items() if look[1] is True]
     if fading:
         time.sleep(rank_state.FADED_AFTER_S)
-        found |= {path: _look(path, limit) for path in fading}
-    views = {path: view for path, (view, _) in found.items() if view is not None}
+        looks |= {path: _inspect(path, limit) for path in fading}
+    views = {path: view for path, (view, _) in looks.items() if view is not None}
     if evidence:
         left = {directory: _left(directory) for directory in {path.parent for path in views}}
-        views = {path: _with(view, path.parent, left[path.parent]) for path, view in views.items()}
-    bad = [(path.name, why) for path, (_, why) in found.items() if isinstance(why, str)]
+        views = {path: _with_artifacts(view, path.parent, left[path.parent]) for path, view in views.items()}
+    bad = [(path.name, why) for path, (_, why) in looks.items() if isinstance(why, str)]
     return rank_state.with_patience([*views.values()], lambda view: view.phase), bad
 
 
-def _look(path: Path, limit: int | None) -> tuple[RankView | None, bool | str]:
+def _inspect(path: Path, limit: int | None) -> tuple[RankView | None, bool | str]:
     """Return the view of a file, and whether its rank is probably dead, to be confirmed by another read; or why there is none.
 
-    A copy, a truncated file or one behind a link is read as far as possible, and ``problems`` lists what is missing.
+    A copy, a truncated file or one behind a link is read as far as possible; ``problems`` lists the missing parts.
     """
     now = system_clock()
     try:
@@ -165,7 +165,7 @@ def _look(path: Path, limit: int | None) -> tuple[RankView | None, bool | str]:
 
 
 def reason(problem: BaseException) -> str:
-    """Return what is wrong with a file, for people."""
+    """Return the problem of a file, for people."""
     if isinstance(problem, OSError):
         return text_format.clean(problem.strerror or problem)
     return text_format.clean(problem) or type(problem).__name__
@@ -173,10 +173,10 @@ def reason(problem: BaseException) -> str:
 
 def _salvage(path: Path, limit: int | None, now: Now) -> RankView:
     """Read a private copy, padded with zeros to the size in its header."""
-    with path.open("rb") as given:
-        raw, there = given.read(HEADER_SIZE), os.fstat(given.fileno()).st_size
+    with path.open("rb") as original:
+        raw, there = original.read(HEADER_SIZE), os.fstat(original.fileno()).st_size
         header = decode_header(raw, int.from_bytes(raw[_SIZE_AT], "little"))
-        raw += given.read(header.file_size - HEADER_SIZE)
+        raw += original.read(header.file_size - HEADER_SIZE)
     problems = []
     if cut := there != header.file_size:
         problems.append(f"{there:,} of {header.file_size:,} bytes are there")
@@ -231,7 +231,7 @@ def _view(tracked: RankFile, source: str, limit: int | None, now: Now) -> RankVi
 
 
 def _damage(view: View, readings: Readings, records: Sequence[StepRecord], limit: int | None) -> tuple[str, ...]:
-    """Return what a dead rank wrote and is missing or damaged. A rank writes the first two at its start."""
+    """Return the parts of a dead rank's file that are missing or damaged. A rank writes the first two at its start."""
     problems = []
     if view.live.heartbeat_ns is None:
         problems.append("its last signs of life are damaged or missing")
@@ -249,29 +249,29 @@ def _left(directory: Path) -> dict[str, list[ArtifactName]]:
     """Return the non-empty artifacts in a directory by flight file."""
     left: dict[str, list[ArtifactName]] = {}
     with suppress(OSError), opened(directory, link=True) as fd:  # artifacts are optional
-        for one in artifacts.names(fd):
+        for artifact in artifacts.names(fd):
             with suppress(OSError):
-                artifacts.look(fd, one, None)
-                left.setdefault(one.flight, []).append(one)
+                artifacts.look(fd, artifact, None)
+                left.setdefault(artifact.flight, []).append(artifact)
     return left
 
 
-def _with(report: RankView, directory: Path, left: Mapping[str, Sequence[ArtifactName]]) -> RankView:
-    own = sorted(left.get(file_name(report.header), ()), key=lambda one: (one.kind, one.number))
-    dump = _stacks(directory, own, report)
+def _with_artifacts(report: RankView, directory: Path, left: Mapping[str, Sequence[ArtifactName]]) -> RankView:
+    names = sorted(left.get(file_name(report.header), ()), key=lambda name: (name.kind, name.number))
+    dump = _stacks(directory, names, report)
     silent = report.reason in _SILENT and not report.events_named(catalog.EVENT_RUN_END)
     # where the file lies now, perhaps as a copy, counts only if its header does not say where it was
     unwritten = silent and not (in_memory(directory) if report.header.in_memory is None else report.header.in_memory)
-    return replace(report, left=tuple(own), frames=main_frames(dump), unwritten=unwritten)
+    return replace(report, left=tuple(names), frames=main_frames(dump), unwritten=unwritten)
 
 
 def _stacks(directory: Path, left: Sequence[ArtifactName], report: RankView) -> str:
     """Return the latest stacks written after the rank's last step; empty if there are none."""
     since_ms = 1e3 * report.progress_s
-    dumps = [one for one in left if one.kind != PROFILE and (not one.number or one.number >= since_ms)]
+    dumps = [name for name in left if name.kind != PROFILE and (not name.number or name.number >= since_ms)]
     with suppress(OSError):  # artifacts are optional
         if dumps:
-            newest = max(dumps, key=lambda one: one.number or inf)
+            newest = max(dumps, key=lambda name: name.number or inf)
             with opened(directory, link=True) as directory_fd:
                 fd, size = artifacts.open_checked(directory_fd, newest, None)
             with os.fdopen(fd, "rb") as file:
@@ -280,7 +280,7 @@ def _stacks(directory: Path, left: Sequence[ArtifactName], report: RankView) -> 
 
 
 class NoRunError(ValueError):
-    """There is no such run; the message says what there is."""
+    """There is no such run; the message lists the others."""
 
 
 class Chosen(NamedTuple):
@@ -310,8 +310,8 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
         if path.is_dir():
             listed = listing(path)
             bad += listed.bad
-            wanted = listed.runs[at] if (at := named([one[:2] for one in listed.runs], run)) is not None else None
-            others = [one for one in listed.runs if one is not wanted]
+            wanted = listed.runs[at] if (at := named([item[:2] for item in listed.runs], run)) is not None else None
+            others = [item for item in listed.runs if item is not wanted]
             if wanted is not None:
                 more = _read(wanted)
                 before |= more.before
@@ -330,11 +330,11 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
 
 
 def _read(run: RunFiles) -> Chosen:
-    """Read the newest attempt of a run's ranks, and the processes that started ranks and made no step themselves."""
+    """Read the newest attempt of a run's ranks, and the processes that only started ranks."""
     starters = {file.header.resource.get(LAUNCHED_BY) for file in run.files}
     read, _ = load(file.path for file in run.files if file.claim.incarnation in starters)
-    launchers = [one for one in read if not one.last_step and not one.partial]
-    suffixes, earlier = run.newest({one.incarnation for one in launchers})
+    launchers = [view for view in read if not view.last_step and not view.partial]
+    suffixes, earlier = run.newest({view.incarnation for view in launchers})
     ranks, bad = load(suffixes, _STEPS_OF_MANY if len(suffixes) > _FEW else None)
     by_name = {path.name: suffix for path, suffix in suffixes.items()}
     ranks = [replace(view, rank=view.rank + by_name.get(view.source, "")) for view in ranks]
@@ -348,9 +348,9 @@ def _read(run: RunFiles) -> Chosen:
 
 
 def named(names: Sequence[tuple[str, str]], wanted: str | None) -> int | None:
-    """Return which of these runs, as job's name and run_id, the latest first, a person means; ``None``: none of them.
+    """Return the index of the ``wanted`` run; ``names``: each run's job and run_id, the latest first. ``None``: there is none.
 
-    The first of that run_id, or else of a job of that name, or else with a run_id that begins so.
+    The first with that run_id, else of a job of that name, else with a run_id that begins so.
     """
     if wanted is None:
         return 0 if names else None
@@ -359,7 +359,7 @@ def named(names: Sequence[tuple[str, str]], wanted: str | None) -> int | None:
         [at for at, (job_name, _) in enumerate(names) if job_name == wanted],
         [at for at, (_, run_id) in enumerate(names) if run_id.startswith(wanted)],
     )
-    return next((found[0] for found in tests if found), None)
+    return next((indices[0] for indices in tests if indices), None)
 
 
 def default_directory() -> Path:
@@ -389,9 +389,9 @@ def _nothing(paths: Sequence[Path], bad: Sequence[tuple[str, str]], wanted: str 
 def main_frames(dump: str) -> tuple[str, ...]:
     """Return the main thread's frames as ``file:line in function``, the innermost first; at most 64.
 
-    Without the header, as in stacks of a rank that held the GIL, the main thread is the one that ``faulthandler`` writes last.
+    Without the header, as in stacks of a rank that held the GIL, the main thread is the last: ``faulthandler`` ends with it.
     """
-    threads = [(int(found[1], 16), found[2]) for found in _THREAD.finditer(dump)]
+    threads = [(int(match[1], 16), match[2]) for match in _THREAD.finditer(dump)]
     if not threads:
         return ()
     named = _MAIN.search(dump)

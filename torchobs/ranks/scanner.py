@@ -42,10 +42,10 @@ class ForeignDirectoryError(OSError):
 
 
 def accepted_owner(config: ExporterConfig, path: str, uid: int) -> int | None:
-    """Return the only uid whose files are read, or ``None`` for any.
+    """Return the uid that owns all files that are read, or ``None`` for any.
 
-    A pod's volume holds files of whatever uid the trainer has. Elsewhere root reads its own files only, and so does a node's
-    exporter; another user may read what the file system lets it read.
+    A pod's volume holds files of any uid that the trainer has. Elsewhere root reads its own files only, and so does a node's
+    exporter; for another user the file system's permissions decide.
     """
     if config.allow_foreign_owner or path == KUBERNETES_MOUNT:
         return None
@@ -81,7 +81,7 @@ class Directory:
             os.close(fd)
 
     def open(self) -> None:
-        """Open the directory, another one if its path leads to another by now. Raises ``OSError``."""
+        """Open the directory, again if its path leads to another one by now. Raises ``OSError``."""
         path = find_existing(self._config.flight_dir, self._config.runtime_dir)
         if path is None:
             self.close()
@@ -146,14 +146,14 @@ class Scanner:
         self._number += 1
         names, problems = self._names()
         if names is not None:
-            self._note_left_out(self._directory.left_out)
+            self._warn_left_out(self._directory.left_out)
             self._forget(names)
             self._open_new(names, now)
         for tracked in self._tracked.values():
             self._observe(tracked, now)
         ranks, left, files = self._select(now)
         self._by_incarnation = {tracked.incarnation: tracked for tracked in self._tracked.values()}
-        standings, runs = self._comparator.of(ranks, now.monotonic_ns)
+        standings, runs = self._comparator.compare(ranks, now.monotonic_ns)
         return Snapshot(
             number=self._number,
             taken_ns=now.monotonic_ns,
@@ -186,7 +186,7 @@ class Scanner:
         self._directory.close()
 
     def _names(self) -> tuple[list[str] | None, tuple[str, ...]]:
-        """Return the names and the problems; ``None``: not listable at present, known ranks are kept."""
+        """Return the names and the problems; ``None``: the directory cannot be listed now, and known ranks are kept."""
         try:
             return self._directory.names(), self._config.problems
         except (OSError, MemoryError) as problem:
@@ -218,7 +218,7 @@ class Scanner:
             if time.thread_time() > until_s:
                 break
 
-    def _note_left_out(self, left_out: int) -> None:
+    def _warn_left_out(self, left_out: int) -> None:
         if left_out and not self._left_out:
             _log.warning(
                 "flight directory: %d flight files are left out: %d are read, those of living ranks first, then the newest",

@@ -38,8 +38,8 @@ PUSHED_SERIES_BYTES = 3_650
 """Bytes per series with OTLP push, which needs as much again as the files."""
 
 SERIES_IN_FILES = 1.5
-"""Series allowed in the files per series on the page: the page drops single series, the files only whole ranks, when they
-are opened: a rank whose series grow afterwards is served on."""
+"""Series allowed in the files per series on the page. The page drops single series, the files only whole ranks, and only when
+they are opened: a rank that grows afterwards is still served."""
 
 MOST_SERIES = 1_000_000
 
@@ -140,13 +140,13 @@ class Rank:
     crash: tuple[str, ...] = ()
     """frames of the thread that crashed, the innermost first; empty: none did, or it ran no Python code"""
     standstill: Standstill | None = None
-    """that it makes no step; None: it does, or has ended, or does something else that may take long"""
+    """its time without a step; None: it makes steps, has ended, or does something else that may take long"""
     terminated_age_s: float | None = None
-    """since it got a SIGTERM that it has no handler for; None: none is known of"""
+    """since a SIGTERM that it has no handler for; None: none is known"""
 
     @property
     def trains(self) -> bool:
-        """True while it makes steps, so that it has a speed."""
+        """Whether it makes steps, so that it has a speed."""
         live = self.view.live
         return trains(self.state, live.phase, self.standstill, recorded=live.steps_since_ns is not None)
 
@@ -215,7 +215,7 @@ _Place = tuple[int, str, Key, bool]
 
 
 class Readings:
-    """A rank's values by metric and attribute values. For a dead rank the same as stay on the metrics page."""
+    """A rank's values by metric and attribute values. For a dead rank those that stay on the metrics page."""
 
     __slots__ = ("_distributions", "_values")
 
@@ -237,7 +237,7 @@ class Readings:
 
 
 def readings_of(rank: Rank) -> Readings:
-    """Return a rank's values as in its file: of a dead rank all, and not only those that stay on the metrics page."""
+    """Return all values in a rank's file; for a dead rank also those that do not stay on the metrics page."""
     values: dict[str, dict[Key, float]] = {}
     distributions: dict[str, Distribution] = {}
     for series, value in rank.view.points:
@@ -258,12 +258,12 @@ class Reader:
 
     def read(self, rank: Rank) -> Readings:
         """Return the rank's values of these metrics."""
-        known = self._places.setdefault(rank.opened, {})
+        places = self._places.setdefault(rank.opened, {})
         values: dict[str, dict[Key, float]] = {}
         for number, block in enumerate(rank.view.blocks):
-            if number not in known or known[number][0] is not block.series:
-                known[number] = block.series, list(self._find(block))
-            for index, name, key, survives in known[number][1]:
+            if number not in places or places[number][0] is not block.series:
+                places[number] = block.series, list(self._find(block))
+            for index, name, key, survives in places[number][1]:
                 value = block.values[index]
                 if value is not None and (rank.up or survives) and not isinstance(value, Distribution):
                     values.setdefault(name, {})[key] = value

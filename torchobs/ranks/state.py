@@ -60,7 +60,7 @@ kernel kills one process, the launcher or the container runtime the others."""
 
 
 TERMINATED_CODES = frozenset({143, -15})
-"""Exit codes by which a program says that it ended itself on SIGTERM: the shell's, and multiprocessing's."""
+"""Exit codes of a program that ended itself on SIGTERM: the shell's, and multiprocessing's."""
 
 
 _FAILED = {
@@ -95,16 +95,16 @@ class Observation(NamedTuple):
     """True for the first process of a container after a SIGTERM, which it survives until the grace is over"""
 
 
-def judge(seen: Observation) -> str:
+def judge(observed: Observation) -> str:
     """Return one of ``catalog.RANK_STATES``."""
-    if _gone(seen):
-        return ending(seen.exit_reason, seen.exit_code)[0]
-    if seen.ends:
-        return ending(seen.exit_reason, seen.exit_code)[0]
-    if seen.lock_held and seen.beat_age_s > UNRESPONSIVE_AFTER_S:
+    if _gone(observed):
+        return ending(observed.exit_reason, observed.exit_code)[0]
+    if observed.ends:
+        return ending(observed.exit_reason, observed.exit_code)[0]
+    if observed.lock_held and observed.beat_age_s > UNRESPONSIVE_AFTER_S:
         # exit recorded and lock still held: it is tearing down
-        return "unresponsive" if seen.exit_reason is None else ending(seen.exit_reason, seen.exit_code)[0]
-    if seen.quiet_s is not None and seen.quiet_s > seen.hang_timeout_s and seen.phase not in PATIENT_PHASES:
+        return "unresponsive" if observed.exit_reason is None else ending(observed.exit_reason, observed.exit_code)[0]
+    if observed.quiet_s is not None and observed.quiet_s > observed.hang_timeout_s and observed.phase not in PATIENT_PHASES:
         return "hung"
     return "alive"
 
@@ -145,9 +145,9 @@ def _team(rank: _HasState) -> tuple[str, str, str]:
     return rank.job_name, rank.run_id, labels.team(rank.rank)
 
 
-def fading(seen: Observation) -> bool:
-    """Return True if the rank is probably dead, to be confirmed after ``FADED_AFTER_S``."""
-    return seen.same_boot and not seen.lock_held and not _gone(seen)
+def fading(observed: Observation) -> bool:
+    """Return whether the rank is probably dead, to be confirmed after ``FADED_AFTER_S``."""
+    return observed.same_boot and not observed.lock_held and not _gone(observed)
 
 
 def ending(exit_reason: int | None, exit_code: int, memory: MemoryUse | None = None) -> tuple[str, str]:
@@ -165,7 +165,7 @@ def ending(exit_reason: int | None, exit_code: int, memory: MemoryUse | None = N
 
 
 def ran_out(memory: MemoryUse) -> bool:
-    """Return True if the rank was likely OOM-killed: near the cgroup's or the machine's limit, or after another OOM kill."""
+    """Return whether the rank was likely OOM-killed: near the cgroup's or the machine's limit, or after another OOM kill."""
     if memory.kill_age_s is not None and memory.kill_age_s <= OOM_KILL_LATELY_S:
         return True
     return memory.cgroup >= FULL_CGROUP or memory.machine >= FULL_MACHINE
@@ -186,10 +186,10 @@ def last_memory(view: View) -> MemoryUse:
 
 
 def hang_timeout_s(durations: Distribution | None, bounds: Sequence[float]) -> float:
-    """Return how long a rank may be without a step: 20 times its step time's 99th percentile, at least 60 s.
+    """Return how long a rank may be without a step, in seconds.
 
-    And at least twice the second longest step (``detect.hangs``).
-    ``durations``: histogram of step times, in seconds, over ``bounds``; evaluation and checkpoints are not in it.
+    20 times the 99th percentile of its step times, at least 60, and at least twice the second longest step (``detect.hangs``).
+    ``durations``: histogram of step times over ``bounds``, without evaluation and checkpoints.
     """
     if not durations or not sum(durations.counts):
         return FIRST_STEP_S
@@ -197,10 +197,10 @@ def hang_timeout_s(durations: Distribution | None, bounds: Sequence[float]) -> f
     return max(LEAST_HANG_S, HANG_FACTOR * usual_s, hangs.LONG_FACTOR * long_s)
 
 
-def _gone(seen: Observation) -> bool:
-    if not seen.same_boot:
+def _gone(observed: Observation) -> bool:
+    if not observed.same_boot:
         return True
-    return not seen.lock_held and (seen.beat_age_s > FADED_AFTER_S or seen.exit_reason is not None)
+    return not observed.lock_held and (observed.beat_age_s > FADED_AFTER_S or observed.exit_reason is not None)
 
 
 _BARE = re.compile(r"\A(?:builtins|__main__)\.")
@@ -212,16 +212,16 @@ _MAX_TEXT = 256
 """Characters of a class' name, and of a place"""
 
 
-def newest_exception(found: Sequence[Event | Span | Late]) -> Mapping[str, str]:
+def newest_exception(events: Sequence[Event | Span | Late]) -> Mapping[str, str]:
     """Return the newest exception of the main thread as attributes of ``catalog.RANK_EXCEPTION``; empty if there is none."""
-    for event in reversed(found):
+    for event in reversed(events):
         if isinstance(event, Event) and event.name == catalog.EVENT_EXCEPTION.name and not event.attributes.get("thread"):
             return exception_attributes(event.attributes)
     return {}
 
 
 def exception_in_words(exception: Mapping[str, str]) -> str:
-    """Return class and line, ``ValueError at train.py:12``; ``exception``: as of :func:`exception_attributes`."""
+    """Return class and line, ``ValueError at train.py:12``; ``exception``: from :func:`exception_attributes`."""
     kind, place = exception.get("exception.type", ""), _LINE.search(exception.get("location", ""))
     return f"{kind} at {place[0]}" if kind and place else kind
 
