@@ -1,4 +1,4 @@
-"""``explain_compile``: where ``torch.compile`` breaks a model's graph, which calls compile it anew, and why, by ``explain``."""
+"""``explain_compile``: where ``torch.compile`` breaks a model's graph, and which calls compile it anew, and why."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Recompile(Result):
     call: str
     """What was different about the call"""
     function: str
-    """The one that is compiled anew; the model's class for the whole of its call"""
+    """The function that is compiled anew; the model's class for the whole of its call"""
     guard: str
     """Kind of the guard that failed: shape, tensor, global_state, type, value or other"""
     expression: str
@@ -50,7 +50,7 @@ class Recompile(Result):
 
     @property
     def is_of_evaluation(self) -> bool:
-        """It has graphs of its own, since it needs none for a backward pass: no problem."""
+        """Whether it is only that evaluation has graphs of its own, which keep nothing for a backward pass: no problem."""
         return self.call == _EVALUATION and self.guard == "global_state"
 
 
@@ -67,7 +67,7 @@ class CompileCheck(Checked):
     breaks: tuple[GraphBreak, ...]
     recompiles: tuple[Recompile, ...]
     guards: dict[str, int]
-    """Conditions that the first call's graphs hold for, by what they check"""
+    """Conditions under which the first call's graphs are valid, counted by what they check"""
     error: str | None
     problems: tuple[Problem, ...]
 
@@ -81,7 +81,7 @@ def explain_compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ())
     random state are put back, and gradients are not computed.
 
     Args:
-        model: the module, not yet compiled (of a compiled one, the module in it is taken).
+        model: the module; if it is compiled already, the module in it is traced.
         batch: as for :func:`torchobs.debug.forward_pass`.
         more_batches: others that training has, such as a longer sequence.
 
@@ -121,7 +121,7 @@ def explain_compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ())
 
 @contextmanager
 def _on_trial() -> Iterator[None]:
-    """Keep our compilations out of what a session counts of the training."""
+    """Keep our compilations out of the session's counts."""
     session = current()
     hooks = [session.context.hooks.compiles_on_trial] if session is not None and session.context is not None else []
     for hook in hooks:
@@ -134,13 +134,13 @@ def _on_trial() -> Iterator[None]:
 
 
 def _recompiles(model: Any, batch: Any, more_batches: Sequence[Any]) -> tuple[list[Recompile], str | None]:
-    """Return what each variant of the call compiles anew, and what the compiler raised."""
+    """Return what each variant of the call compiles anew, and the first error of the compiler."""
     from torch._dynamo.utils import get_compilation_metrics
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def call_model(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    compiled: Any = torch.compile(called, backend="eager")
+    compiled: Any = torch.compile(call_model, backend="eager")
     rows, first_error = list[Recompile](), None
     before = {id(record) for record in get_compilation_metrics()}
     for what, other, grad, ours in _variants(batch, more_batches):
@@ -165,7 +165,7 @@ def _recompiles(model: Any, batch: Any, more_batches: Sequence[Any]) -> tuple[li
 
 
 def _variants(batch: Any, more: Sequence[Any]) -> Iterator[tuple[str, Any, bool, bool]]:
-    """Yield calls in words, each with its batch, whether it has gradients, and whether it is an idea of ours."""
+    """Yield calls: in words, the batch, whether gradients are on, and whether the call is our idea."""
     from torchobs.debug.memory_use import resized
 
     yield "the first batch", batch, True, False

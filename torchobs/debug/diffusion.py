@@ -50,7 +50,7 @@ class DiffusionCheck(Checked):
     total_parameters: int
     trainable_parameters: int
     size_bytes: int
-    """In all; what components share counts once"""
+    """Of all components; memory that several share counts once"""
     dtypes: tuple[str, ...]
     devices: tuple[str, ...]
     components: tuple[Component, ...]
@@ -106,7 +106,7 @@ def _component(name: str, part: Any, *, is_module: bool) -> Component:
 
 
 def _sorted(groups: Any) -> tuple[str, ...]:
-    return tuple(sorted({one for group in groups for one in group}))
+    return tuple(sorted({value for group in groups for value in group}))
 
 
 def _mismatches(rows: list[Component]) -> Iterator[tuple[str, str, str]]:
@@ -141,7 +141,7 @@ class DenoisingStep(Result):
     nan_count: int
     inf_count: int
     drift: float | None
-    """Norm of the change by this step, by the norm before it; ``None`` for the first"""
+    """Norm of this step's change, divided by the norm before it; ``None`` for the first"""
     time_s: float | None
     """Since the step before; ``None`` for the first"""
 
@@ -168,13 +168,13 @@ class DiffusionMonitor:
 
     def clear(self) -> None:
         """Begin anew, for another image."""
-        self._rows, self._seen = Rows(), list[tuple[int, Any, int, float | None]]()
-        """Of each step its number, timestep, place of its drift in what is read, and seconds since the one before"""
+        self._rows, self._steps = Rows(), list[tuple[int, Any, int, float | None]]()
+        """Each step's number, timestep, index of its drift among the numbers read, and seconds since the step before"""
         self._before: Any = None
         self._at: float | None = None
 
     def __call__(self, pipeline: Any, step: int, timestep: Any, callback_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Take a step as diffusers' ``callback_on_step_end``; return its tensors unchanged.
+        """Record a step, as diffusers' ``callback_on_step_end``; return its tensors unchanged.
 
         Raises:
             ValueError: ``latents`` are not among the tensors.
@@ -186,9 +186,9 @@ class DiffusionMonitor:
         return callback_kwargs
 
     def step(self, latents: Any, timestep: Any = None, step: int | None = None) -> None:
-        """Take the latents after one step, in a loop of one's own. Steps beyond 10,000 are left out."""
+        """Record the latents after one step, in a loop of one's own. Steps beyond 10,000 are left out."""
         require(latents, "Tensor", "diffusion_monitor")
-        if len(self._seen) >= MOST_STEPS:
+        if len(self._steps) >= MOST_STEPS:
             return
         monitors.add(self)
         now = time.perf_counter()
@@ -199,7 +199,7 @@ class DiffusionMonitor:
             norm, norm_before = (torch.linalg.vector_norm(x.float()) for x in (current, before))
             drift = torch.linalg.vector_norm(current.float() - before.float()) / norm_before
             at = self._rows.numbers.add(drift.double().reshape(1))
-        self._seen.append((len(self._seen) if step is None else int(step), timestep, at, self._at and now - self._at))
+        self._steps.append((len(self._steps) if step is None else int(step), timestep, at, self._at and now - self._at))
         record_series({"diffusion.latent_norm": norm})
         self._before, self._at = current, now
 
@@ -234,7 +234,7 @@ class DiffusionMonitor:
     def result(self) -> DenoisingCheck:
         """Return all steps so far, after one transfer from each device."""
         read, rows = self._rows.numbers.read(), list[DenoisingStep]()
-        for (step, timestep, at, time_s), row in zip(self._seen, self._rows.described(read), strict=True):
+        for (step, timestep, at, time_s), row in zip(self._steps, self._rows.described(read), strict=True):
             drift, number = read[at][0] if rows else None, None if timestep is None else float(timestep)
             numbers = row.norm, row.mean, row.std, row.nan_count, row.inf_count
             rows.append(DenoisingStep(step, number, *numbers, drift, time_s))

@@ -1,4 +1,4 @@
-"""Where findings go: the logger ``torchobs.debug``, the flight file's events, and what debugging has seen so far here."""
+"""Where findings go: the logger ``torchobs.debug``, events of the flight file, and the summaries of this process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def record_finding(kind: str, message: str, *, function: str, name: str = "", **
         kind: one word for what is wrong, such as ``nonfinite_gradient``.
         message: one sentence for people.
         function: public function that found it.
-        name: what it was found in (a tensor's, a parameter's, an operation's name).
+        name: of the tensor, parameter or operation that has it.
         fields: numbers and texts that go with it.
     """
     now = time.monotonic()
@@ -70,12 +70,12 @@ def record_finding(kind: str, message: str, *, function: str, name: str = "", **
 
 
 def record_findings(function: str, findings: Iterable[tuple[str, str, str]]) -> tuple[Problem, ...]:
-    """Log and record findings (kind, what it was found in, sentence), of each kind the first eight; return all."""
+    """Log and record findings (kind, name, sentence), the first eight of each kind; return all."""
     problems = tuple(Problem(*finding) for finding in findings)
-    seen = Counter[str]()
+    counts = Counter[str]()
     for problem in problems:
-        seen[problem.kind] += 1
-        if seen[problem.kind] <= FLOOD:
+        counts[problem.kind] += 1
+        if counts[problem.kind] <= FLOOD:
             record_finding(problem.kind, problem.text, function=function, name=problem.where)
     return problems
 
@@ -86,18 +86,18 @@ def record_series(values: dict[str, Any]) -> None:
 
 
 class LoggingBridge(logging.Handler, AbstractContextManager["LoggingBridge"]):
-    """Hands findings on to another logger until it is closed. A context manager, too."""
+    """A handler, and a context manager, that passes findings to another logger until it is closed."""
 
     def __init__(self, target: logging.Logger) -> None:
         super().__init__()
         self._target = target
-        first = next((each for each in logger.handlers if isinstance(each, LoggingBridge)), None)
+        first = next((handler for handler in logger.handlers if isinstance(handler, LoggingBridge)), None)
         self._propagated: bool = logger.propagate if first is None else first._propagated
         logger.addHandler(self)
         logger.propagate = False  # the target's own handlers would print it a second time
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hand on a record if the target's level lets it pass."""
+        """Pass a record on if the target's level allows it."""
         if self._target.isEnabledFor(record.levelno):
             self._target.handle(record)
 
@@ -105,7 +105,7 @@ class LoggingBridge(logging.Handler, AbstractContextManager["LoggingBridge"]):
         """Let findings go where they went before, if no other bridge is open. Idempotent."""
         if self in logger.handlers:
             logger.removeHandler(self)
-            if not any(isinstance(each, LoggingBridge) for each in logger.handlers):
+            if not any(isinstance(handler, LoggingBridge) for handler in logger.handlers):
                 logger.propagate = self._propagated
         super().close()
 
@@ -115,10 +115,10 @@ class LoggingBridge(logging.Handler, AbstractContextManager["LoggingBridge"]):
 
 
 def logging_bridge(to: logging.Logger) -> LoggingBridge:
-    """Send findings to a training's own logger, with its handlers and level, in place of ``torchobs.debug``'s parents.
+    """Send findings to a training's own logger instead of the parents of ``torchobs.debug``.
 
-    Each record has structured fields: ``torchobs_kind``, ``torchobs_function``, ``torchobs_subject``, ``torchobs_left_out`` and
-    what the kind adds; with a session ``torchobs_rank`` and ``torchobs_step``. ``close()``, or leaving a ``with``, ends it.
+    Each record has the fields ``torchobs_kind``, ``torchobs_function``, ``torchobs_subject``, ``torchobs_left_out`` and
+    those of its kind; with a session ``torchobs_rank`` and ``torchobs_step``. ``close()``, or leaving a ``with``, ends it.
 
     Raises:
         TypeError: ``to`` is not a ``logging.Logger``.
@@ -159,11 +159,11 @@ class OperationSummary(Result):
 
 @dataclass(frozen=True, slots=True)
 class DebugSummary(Checked):
-    """All operations since the start or the last ``clear()``; what is not known without one is ``None``."""
+    """All operations since the start or the last ``clear()``; times and memory are ``None`` where there was none."""
 
     total_operations: int
     with_problems: int
-    """Operations with one"""
+    """Operations that had a problem"""
     errors: int
     """Operations that an exception ended"""
     mean_s: float | None
@@ -173,9 +173,9 @@ class DebugSummary(Checked):
     gpu_memory_peak_bytes: int | None
     operations: tuple[OperationSummary, ...]
     denoising: tuple[Result, ...]
-    """What each diffusion monitor that still lives has seen, a ``DenoisingCheck`` each"""
+    """The ``DenoisingCheck`` of each diffusion monitor that still exists"""
     problems: tuple[Problem, ...]
-    """The last hundred findings of all functions, each kind of one thing once, the newest last"""
+    """The last hundred findings of all functions, the newest last; one for each kind and name"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,23 +192,23 @@ class TrainingSummary(Result):
     gradient_vanishing: int
     loss_anomalies: int
     anomaly_rate: float | None
-    """that of the anomalous steps, or of a kind of them if that is greater"""
+    """Rate of anomalous steps, or of one kind of anomaly if that is greater"""
     gradient_explosion_rate: float | None
     gradient_vanishing_rate: float | None
     loss_anomaly_rate: float | None
     source: str
-    """``monitored``: steps given to ``monitor_step`` or ``training_step``; ``recorded``: where none was given, all steps of the
-    session (``anomaly_steps`` is a lower bound then: the greatest of the counts by kind)"""
+    """``monitored``: steps given to ``monitor_step`` or ``training_step``; ``recorded``: without any, all steps of the session
+    (``anomaly_steps`` is then a lower bound: the greatest count of one kind)"""
 
 
 _operations: dict[str, OperationSummary] = {}
 _steps, _recorded_before = Counter[str](), Counter[str]()
-"""Steps that were checked: by kind of anomaly, all, and those with any; the session's counts at the last ``clear()``"""
+"""Steps that were checked: all, those with an anomaly, and by kind; the session's counts at the last ``clear()``"""
 _problems: dict[tuple[str, str], Problem] = {}
 monitors = WeakSet[Any]()
-"""Diffusion monitors that have seen a step, whose results the summary has"""
+"""Diffusion monitors that have recorded a step: the summary has their results"""
 collecting: list[dict[tuple[str, str], Problem]] = []
-"""Where else findings are kept, for as long as each is in this list"""
+"""Further dictionaries that get each finding, as long as they are in this list"""
 
 
 def record_operation(
@@ -239,7 +239,7 @@ def _greatest(values: Iterable[int | None]) -> int | None:
 
 
 def record_step(kinds: Collection[str], *, anomalous: bool) -> None:
-    """Count a step that was checked, with the kinds of ``catalog.STEP_ANOMALIES`` that it has."""
+    """Count a step that was checked, and its kinds of ``catalog.STEP_ANOMALIES``."""
     with _lock:
         _steps.update([_ALL, *[_ANOMALOUS] * anomalous, *kinds])
     api.count(catalog.DEBUG_STEPS, 1)
@@ -249,7 +249,7 @@ def record_step(kinds: Collection[str], *, anomalous: bool) -> None:
 
 
 def summary() -> DebugSummary:
-    """Return the operations that contexts enclosed so far, how long they took and how much memory, and all problems."""
+    """Return time, memory and problems of all operations so far."""
     denoising = tuple(monitor.result() for monitor in list(monitors))
     with _lock:
         rows, problems = tuple(_operations.values()), tuple(_problems.values())
@@ -265,7 +265,7 @@ def summary() -> DebugSummary:
 
 
 def training_summary() -> TrainingSummary:
-    """Return steps and anomalies: of the steps given to ``monitor_step`` and ``training_step``, or else the session's."""
+    """Count steps and anomalies: those given to ``monitor_step`` and ``training_step``, or else the session's."""
     return training_since(Counter())
 
 
@@ -276,17 +276,17 @@ def steps_so_far() -> Counter[str]:
 
 
 def training_since(before: Counter[str]) -> TrainingSummary:
-    """Return what :func:`training_summary` does, without the steps counted ``before``."""
-    found, source = steps_so_far() - before, "monitored"
-    measured = found[_ALL]
-    explosions, vanishing, loss = (found[kind] for kind in catalog.STEP_ANOMALIES)
-    if not found[_ALL] and current() is not None:
-        found, source = _recorded(), "recorded"
-        found.subtract(_recorded_before)
-        explosions, vanishing = (found[kind] for kind in catalog.STEP_ANOMALIES[:2])
-        loss, measured = sum(found[kind] for kind in LOSS_KINDS), found[_MEASURED] or found[_ALL]
-        found[_ANOMALOUS] = max(found[kind] for kind in catalog.ANOMALY_KINDS)
-    steps, anomalous = found[_ALL], found[_ANOMALOUS]
+    """Return the :func:`training_summary` without the steps counted ``before``."""
+    counts, source = steps_so_far() - before, "monitored"
+    measured = counts[_ALL]
+    explosions, vanishing, loss = (counts[kind] for kind in catalog.STEP_ANOMALIES)
+    if not counts[_ALL] and current() is not None:
+        counts, source = _recorded(), "recorded"
+        counts.subtract(_recorded_before)
+        explosions, vanishing = (counts[kind] for kind in catalog.STEP_ANOMALIES[:2])
+        loss, measured = sum(counts[kind] for kind in LOSS_KINDS), counts[_MEASURED] or counts[_ALL]
+        counts[_ANOMALOUS] = max(counts[kind] for kind in catalog.ANOMALY_KINDS)
+    steps, anomalous = counts[_ALL], counts[_ANOMALOUS]
     if not steps:
         return TrainingSummary(0, anomalous, explosions, vanishing, loss, None, None, None, None, source)
     exploded, vanished = explosions / measured, vanishing / measured
@@ -295,7 +295,7 @@ def training_since(before: Counter[str]) -> TrainingSummary:
 
 
 def _recorded() -> Counter[str]:
-    """Return the session's steps, those with a gradient norm, and its anomalies by kind, as its sampler has counted them."""
+    """Return the counts of the session's sampler: steps, those with a gradient norm, anomalies by kind."""
     session = current()
     if session is None or session.context is None:
         return Counter()

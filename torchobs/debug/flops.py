@@ -26,7 +26,7 @@ _PRODUCTS = re.compile(
     r"(?:^|_)[a-z]*m[mv](?:_|$)|conv(?!ert)|matmul|attention|rnn_layer|_rnn$|_rnn_backward|lstm$|gru$|mkldnn_linear|_trilinear"
     r"|transformer_encoder|_fft_|[cp]dist|linalg_(?!vector_norm|check_errors)|cholesky|_solve$|matrix_exp|ormqr|householder"
 )
-"""Names of torch's operators that compute products: of matrices, convolutions, transforms, decompositions"""
+"""Names of torch's operators that multiply: products of matrices, convolutions, transforms, decompositions"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class FlopCount(Result):
     operators: tuple[tuple[str, int], ...]
     """Operators of both passes with their operations, the greatest first"""
     unknown: tuple[str, ...]
-    """Operators of torch that multiply, and are not counted, since torch's counter has no formula of them"""
+    """Operators that multiply but are not counted, since torch's counter has no formula for them"""
 
     @property
     def flops(self) -> int:
@@ -59,11 +59,10 @@ class _AllTogether(AbstractContextManager[None]):
 def count_flops(model: Any, batch: Any, loss_fn: Callable[..., Any] | None = None) -> FlopCount:
     """Count the operations of the matrix products, convolutions and attention in a forward and a backward pass of a batch.
 
-    By ``torch.utils.flop_counter.FlopCounterMode``; nothing else counts (no normalisation, no activation). Products that it has
-    no formula of (recurrent layers, fused attention on the CPU) are in ``unknown``. Recomputation by activation checkpointing
-    counts. Nothing of the model is changed: gradients are computed beside ``.grad``, and buffers and the random state are put
-    back. It is two passes: call it once, and give the result to ``torchobs.log(flops=...)``, multiplied by the number of
-    batches of a step.
+    ``torch.utils.flop_counter.FlopCounterMode`` counts; normalisation and activations are left out. Operators without a formula
+    (recurrent layers, fused attention on the CPU) are in ``unknown``. Recomputation by activation checkpointing counts. The
+    model is not changed: gradients are computed beside ``.grad``, and buffers and the random state are put back. It is two
+    passes: call it once, and give the result, times the batches of a step, to ``torchobs.log(flops=...)``.
 
     Args:
         model: the module, not compiled; in train mode, as it is trained.
@@ -78,11 +77,11 @@ def count_flops(model: Any, batch: Any, loss_fn: Callable[..., Any] | None = Non
     from torch.utils.flop_counter import FlopCounterMode
 
     counter: Any = FlopCounterMode(display=False)
-    counter.mod_tracker = _AllTogether()  # torch's own has hooks that no model takes which differentiates in its forward pass
+    counter.mod_tracker = _AllTogether()  # torch's has hooks that fail in models that differentiate in their forward pass
     unknown = set[str]()
 
     class UnknownProducts(TorchDispatchMode):
-        """Collects what multiplies without a formula. It is entered before the counter, which decomposes."""
+        """Collects operators that multiply and have no formula. It is entered before the counter, which decomposes them."""
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             packet = getattr(func, "_overloadpacket", None)  # the name by which the counter's formulas are known

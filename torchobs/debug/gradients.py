@@ -1,4 +1,4 @@
-"""``check_gradients`` and ``nan_guard``: what is wrong with gradients, steps held back for it; the asyncio variants."""
+"""``check_gradients``: what is wrong with gradients; ``nan_guard``: no step with NaN; the asyncio variants."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 EXPLODING = 10.0
 """Norm of one parameter's gradient above which it is called exploding; trainings clip the total norm to 1 or so"""
 VANISHING = 1e-6
-"""Norm below which it is called vanishing: a step at a learning rate of 0.1 is lost in float32 beside weights of 1"""
+"""Norm below which it is called vanishing: at a learning rate of 0.1, float32 weights of 1 do not change by it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,12 @@ class GradientCheck(Checked):
     problems: tuple[Problem, ...]
     """Not finite, exploding; vanishing for weights alone: a bias before a normalisation has no gradient by construction"""
     remarks: tuple[str, ...]
-    """What is no anomaly by itself: gradients that are exactly zero while a parameter that begins with zeros gets one"""
+    """No anomalies: gradients that are exactly zero, while a parameter that begins with zeros has one"""
     parameters: tuple[TensorRow, ...]
-    """The gradient of each parameter that has one; of a sparse one its stored elements"""
+    """The gradient of each parameter that has one; of a sparse gradient its stored elements"""
 
     def exploding(self, threshold: float = EXPLODING) -> tuple[str, ...]:
-        """Return the names of parameters whose gradient has a norm above ``threshold``, or is not finite.
+        """Return the names of parameters that have a gradient with a norm above ``threshold``, or one that is not finite.
 
         Raises:
             ValueError: the threshold is not above 0.
@@ -75,7 +75,7 @@ class GradientCheck(Checked):
         return tuple(row.name for row in self.parameters if row.defect or (row.norm or 0.0) > threshold)
 
     def vanishing(self, threshold: float = VANISHING) -> tuple[str, ...]:
-        """Return the names of parameters whose gradient has a norm below ``threshold``, zero included.
+        """Return the names of parameters that have a gradient with a norm below ``threshold``, zero included.
 
         Raises:
             ValueError: the threshold is not above 0.
@@ -89,16 +89,16 @@ def check_gradients(
 ) -> GradientCheck:
     """Check the gradients that a backward pass has left in a model, after one transfer from each device.
 
-    Call it between ``backward()`` and ``zero_grad()``. Gradients that a loss scaler has scaled are divided by its scale: the
-    scale is that of ``scaler``, or of the scaler that a session has seen. Without a session, gradients count as scaled until
-    ``scaler.unscale_()`` or ``scaler.step()``, and again after ``scaler.update()``: so call it before that.
+    Call it between ``backward()`` and ``zero_grad()``. Gradients are divided by the loss scale: that of ``scaler``, or of the
+    scaler that a session knows. Without a session, gradients count as scaled until ``scaler.unscale_()`` or
+    ``scaler.step()``, and again after ``scaler.update()``: so call it before that.
 
     Args:
         model: the module; shared parameters count once. Of a DTensor the local shard is checked, without a collective.
-        loss: the loss as a tensor with one element or a number, to be reported and checked as well.
+        loss: a number, or a tensor with one element, that is reported and checked as well.
         scaler: a ``torch.amp.GradScaler``.
-        exploding: norm of one parameter's gradient above which it explodes. The default is for a loss that is a mean: one that
-            is a sum over the batch has a norm larger by its size.
+        exploding: norm of one parameter's gradient above which it explodes. The default is for a loss that is a mean; a sum
+            over the batch has a norm larger by the batch size.
         vanishing: norm of a weight's gradient below which it vanishes.
 
     Raises:
@@ -111,7 +111,7 @@ def check_gradients(
 def gradients_of(
     model: Any, loss: Any, scaler: Any, function: str, exploding: float = EXPLODING, vanishing: float = VANISHING
 ) -> GradientCheck:
-    """Return what :func:`check_gradients` does, for a function of that name."""
+    """Do what :func:`check_gradients` does, in the name of that function."""
     require_positive(exploding)
     require_positive(vanishing)
     tensors.require_model(model, function)
@@ -152,36 +152,36 @@ def _add_scalar(numbers: Numbers, value: Any, function: str) -> int | None:
 
 
 def scale_in_use(scaler: Any) -> Any:
-    """Return the scale that the gradients still have, as a tensor on its device; ``None`` if they have none."""
+    """Return the loss scale that the gradients still have, as a tensor on its device; ``None`` if they have none."""
     session = current()
-    seen = session.loss_scaling if session is not None else None
-    own = getattr(scaler, "_scale", None)  # a disabled scaler has none, and get_scale() would wait
-    if seen is not None and seen.losses and (scaler is None or seen.scale is own):
-        return seen.scale if seen.waits_for_unscale else None
-    stages = [] if own is None else [state["stage"].name for state in scaler._per_optimizer_states.values()]
-    return own if all(stage == "READY" for stage in stages) else None
+    scaling = session.loss_scaling if session is not None else None
+    scale = getattr(scaler, "_scale", None)  # a disabled scaler has none, and get_scale() would wait
+    if scaling is not None and scaling.losses and (scaler is None or scaling.scale is scale):
+        return scaling.scale if scaling.waits_for_unscale else None
+    stages = [] if scale is None else [state["stage"].name for state in scaler._per_optimizer_states.values()]
+    return scale if all(stage == "READY" for stage in stages) else None
 
 
 def _is_weight(row: TensorRow) -> bool:
-    """Return True for a parameter of two dimensions or more.
+    """Return whether a parameter has two dimensions or more.
 
-    Only of weights a small gradient is an anomaly: that of a bias before a normalisation, or of attention's keys, is zero but
-    for rounding, and nothing is wrong with it.
+    A small gradient is an anomaly for weights alone: that of a bias before a normalisation, or of attention's keys, is zero but
+    for rounding.
     """
     return len(row.shape) > 1
 
 
 def _is_zero(parameter: Any, name: str) -> bool:
-    """Return True for a parameter of zeros: LoRA's B (Hu et al. 2021), a zero-initialised head, gate or scale.
+    """Return whether a parameter is all zeros: LoRA's B (Hu et al. 2021), a zero-initialised head, gate or scale.
 
-    What is multiplied by it has a gradient of exactly zero before its first step. A bias of zeros has no such effect.
+    Until its first step, whatever it is multiplied by has a gradient of exactly zero. A bias of zeros has no such effect.
     """
     values, _ = values_of(parameter)
     return "bias" not in name.rpartition(".")[2] and values is not None and not bool(values.any())
 
 
 def _findings(check: GradientCheck, excused: set[str], exploding: float, vanishing: float) -> Iterator[tuple[str, str, str]]:
-    """Yield kind, name and text of each; a gradient of zero of those that are excused is none."""
+    """Yield kind, name and text of each finding; the ``excused`` parameters may have a gradient of zero."""
     if check.loss is not None and not isfinite(check.loss):
         yield "nonfinite_loss", "loss", f"the loss is {check.loss}"
     if not check.parameters and check.missing:
@@ -205,7 +205,7 @@ def require_positive(threshold: Any) -> None:
 
 
 def before_steps(function: Callable[[Any], None]) -> Callable[[], None]:
-    """Call a function with the optimizer before each step of any, in whichever thread; return what ends that."""
+    """Call a function with the optimizer before each step, of any optimizer in any thread; return a function that ends it."""
 
     def before_step(optimizer: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -215,17 +215,17 @@ def before_steps(function: Callable[[Any], None]) -> Callable[[], None]:
 
 
 def norm_of(parameters: Iterable[Any], scale: Any) -> Any:
-    """Return the L2 norm of gradients, divided by the scale, as a tensor; ``None`` without any. Of a DTensor the shard's."""
+    """Return the L2 norm of gradients (of a DTensor the local shard), divided by the scale; ``None`` without any."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     by_device: dict[Any, list[Any]] = {}
     with torch.no_grad():
         for gradient in local([0] * len(gradients), gradients).tensors if gradients else ():
             by_device.setdefault(gradient.device, []).append(gradient)
-        totals = [torch.linalg.vector_norm(device_norms(group)[0]) for group in by_device.values()]
-        if not totals:
+        norms = [torch.linalg.vector_norm(device_norms(group)[0]) for group in by_device.values()]
+        if not norms:
             return None
-        # of several devices the first one: a model that is spread over some is rare, and this copies one number each
-        total = torch.linalg.vector_norm(torch.stack([one.to(totals[0].device, non_blocking=True) for one in totals]))
+        # on the first of several devices: models on several are rare, and this copies one number from each
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms]))
         return total if scale is None else total / scale.to(total.device, non_blocking=True)
 
 
@@ -253,7 +253,7 @@ class NanGuard(AbstractContextManager["NanGuard"]):
         self._give_back()
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Take the gradients away if one is not finite: an optimizer leaves parameters without a gradient as they are."""
+        """Take all gradients away if one is not finite: an optimizer does not change parameters without a gradient."""
         if not self._handles:
             return  # removed, but not by torch yet
         if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
@@ -280,43 +280,43 @@ class NanGuard(AbstractContextManager["NanGuard"]):
         self._give_back()
 
     def _give_back(self) -> None:
-        """Give the gradients back, but to parameters that have others by now."""
+        """Give the gradients back, except to parameters that have new ones."""
         for parameter, gradient in self._gradients:
             if parameter.grad is None:
                 parameter.grad = gradient
         self._gradients = []
 
 
-def _record(context: ProbeContext, optimizer: Any, parameters: int, held: int) -> None:
-    if parameters:  # else they are another rank's
-        context.hooks.nonfinite_gradient.notify(optimizer, frozenset())  # which traces them, unless it has
-    context.event(catalog.EVENT_STEP_HELD, {"parameters": parameters, "held": held})
+def _record(context: ProbeContext, optimizer: Any, parameters: int, steps_held: int) -> None:
+    if parameters:  # else they are on another rank
+        context.hooks.nonfinite_gradient.notify(optimizer, frozenset())  # traces them, unless they are traced already
+    context.event(catalog.EVENT_STEP_HELD, {"parameters": parameters, "held": steps_held})
 
 
 def nan_guard(optimizer: torch.optim.Optimizer, *, agree: bool = False) -> NanGuard:
     """Hold ``optimizer.step()`` back whenever a gradient is not finite, so that no weight becomes NaN.
 
-    The parameters and the optimizer's state stay as they are in such a step; the gradients stay for the script to look at. All
-    gradients are examined in every step: one pass over them on the CPU, one transfer that waits for the device on a GPU.
-    Each rank looks at its own gradients. Under DDP all have the same; where parameters are in shards (FSDP, tensor parallel)
-    ranks would decide differently, and ``agree=True`` lets all of them hold the step back together. Every step held back is an
-    event in the flight file, and the next backward is watched for where the values are born.
+    Parameters and optimizer state do not change in such a step; the gradients stay for the script to look at. Every step
+    examines all gradients: one pass over them on the CPU, one transfer that waits for the device on a GPU. Each rank examines
+    its own. Under DDP they are the same on all ranks; with shards (FSDP, tensor parallel) ranks would decide differently, and
+    ``agree=True`` makes them hold the step back together. Every step held back is an event in the flight file, and the next
+    backward pass is watched for the origin of the values.
 
     Args:
         optimizer: any optimizer of ``torch.optim``; its step must not be given a closure (LBFGS).
-        agree: hold a step back on all ranks if one has such a gradient, by one all-reduce of a number in each step. All ranks
-            have to step such an optimizer equally often.
+        agree: hold a step back on all ranks if one has such a gradient, by an all-reduce of one number in each step. All ranks
+            have to step this optimizer equally often.
 
     Raises:
         TypeError: it is not an optimizer.
-        ValueError: in the step, if that is given a closure.
+        ValueError: in ``step()``, if it is given a closure.
     """
     tensors.require(optimizer, "optim.Optimizer", "nan_guard")
     return NanGuard(optimizer, agree=agree)
 
 
 def _in_thread(function: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Return a function for ``asyncio`` that computes in a thread, on the CUDA stream that its caller computes on."""
+    """Return a coroutine function that computes in a thread, on the caller's CUDA stream."""
 
     @functools.wraps(function)
     async def wait_for(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -334,4 +334,4 @@ def _in_thread(function: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
 
 ainspect_tensor = _in_thread(tensors.inspect_tensor)
 acheck_gradients = _in_thread(check_gradients)
-"""The same in a thread, for ``asyncio``; neither tensor nor gradients may be changed meanwhile"""
+"""The same in a thread, for ``asyncio``; tensor and gradients must not change meanwhile"""

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 LEAST_WAIT_S = 0.01
-"""A worker is slow whose batches are waited for at least this long, while the others are idle"""
+"""A worker is slow if its batches are waited for at least this long while the others are idle"""
 LEAST_ALONE = 0.9
-"""Share of a slow worker's batches at which the others are idle; of equal workers one may be ahead by a batch for ever"""
+"""Least share of a slow worker's batches with all others idle; one of equal workers may be a batch ahead for ever"""
 LEAST_BATCHES = 3
-"""of each that is judged, after the first batch"""
+"""Least batches of a worker to judge it, after the first batch"""
 IMBALANCE = 10.0
-"""Ratio of the most to the least frequent class from which it is reported"""
+"""Ratio of the most to the least frequent class at which it is reported"""
 LEAST_OF_CLASS = 10
-"""Labels seen of the least frequent class: of fewer, the ratio may be an accident of the batches taken"""
+"""Least labels of the rarest class: with fewer, the ratio may be an accident of the batches taken"""
 LEAST_LABELS = 100
-"""Labels seen before a single class is reported"""
+"""Labels after which a single class is reported"""
 _LABELS = ("labels", "label", "target", "targets", "y")
 
 
@@ -55,33 +55,33 @@ class BatchPart(Result):
     name: str
     dtype: str
     shapes: tuple[str, ...]
-    """Different ones that were seen, the first eight"""
+    """The first eight different ones"""
     pinned: bool
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderCheck(Checked):
-    """A data loader, by its first batches; ``None`` is what too few of them do not say."""
+    """A data loader, by its first batches; fields are ``None`` if these were too few."""
 
     dataset: str
     dataset_size: int | None
     batch_size: int | None
     workers: int
     batches: int
-    """That were taken"""
+    """Batches taken"""
     samples: int
     first_batch_s: float | None
     """Time to the first batch, the start of workers included"""
     median_batch_s: float | None
     longest_batch_s: float | None
     samples_per_s: float | None
-    """After the first batch, with nothing between batches"""
+    """After the first batch, with no work between batches"""
     worker_loads: tuple[WorkerLoad, ...]
     parts: tuple[BatchPart, ...]
     classes: dict[str, int]
     """Labels by class, where batches have integer labels"""
     imbalance: float | None
-    """The most frequent class to the least frequent one of those seen"""
+    """Ratio of the most to the least frequent class that occurred"""
     problems: tuple[Problem, ...]
 
 
@@ -90,14 +90,14 @@ class _Fetch(NamedTuple):
     worker: int | None
     batch: Any
     alone: bool | None = None
-    """the other workers were idle when it came; None where nothing had been asked of them"""
+    """Whether the other workers were idle when it came; ``None`` if they had nothing to do"""
 
 
 def check_dataloader(loader: Any, *, batches: int = 20) -> LoaderCheck:
-    """Take some batches of a loader and report on them. Its workers are ended and random states put back afterwards.
+    """Take some batches of a loader and report on them. Afterwards its workers end and random states are put back.
 
-    A ``torch.utils.data.DataLoader`` gets an iterator of its own, so that an epoch in progress goes on undisturbed. Of any
-    other iterable the first batches are consumed if it is its own iterator.
+    A ``torch.utils.data.DataLoader`` gets an iterator of its own, so that an epoch in progress goes on undisturbed. Another
+    iterable that is its own iterator loses its first batches.
 
     Args:
         loader: a DataLoader, or any iterable of batches.
@@ -105,7 +105,7 @@ def check_dataloader(loader: Any, *, batches: int = 20) -> LoaderCheck:
 
     Raises:
         TypeError: ``loader`` is not iterable, or a batch.
-        ValueError: ``batches`` is below 1.
+        ValueError: ``batches`` is not a whole number above 0.
     """
     if not hasattr(loader, "__iter__") or is_batch(loader):
         raise TypeError(f"check_dataloader() takes a DataLoader or an iterable of batches, not {type(loader).__name__}")
@@ -113,7 +113,7 @@ def check_dataloader(loader: Any, *, batches: int = 20) -> LoaderCheck:
         raise ValueError(f"check_dataloader() takes at least one batch, not {batches!r}")
     dataset = getattr(loader, "dataset", loader)
     summary, fetches = _Batches(), list[_Fetch]()
-    for fetch in _taken(loader, batches):
+    for fetch in _fetch(loader, batches):
         summary.add(fetch)
         fetches.append(fetch._replace(batch=None))
     seconds = [fetch.seconds for fetch in fetches]
@@ -135,13 +135,13 @@ def check_dataloader(loader: Any, *, batches: int = 20) -> LoaderCheck:
     )  # fmt: skip
 
 
-def _taken(loader: Any, batches: int) -> Iterator[_Fetch]:
+def _fetch(loader: Any, batches: int) -> Iterator[_Fetch]:
     with random_states_kept(generators(loader)):
         begun = time.perf_counter()
         iterator = loader._get_iterator() if isinstance(loader, torch.utils.data.DataLoader) else iter(loader)
         try:
             for _ in range(batches):
-                tasks = getattr(iterator, "_task_info", {})  # each is its worker, and once it has come its data
+                tasks = getattr(iterator, "_task_info", {})  # a task is its worker and, once that is done, the data
                 next_task = tasks.get(getattr(iterator, "_rcvd_idx", None))  # torch hands batches out in order
                 worker = next_task[0] if next_task else None
                 try:
@@ -171,10 +171,10 @@ class _Batches:
         self.first_samples = self.first_samples or size
         self.samples += size
         for name, x in named:
-            self._note(name, x)
+            self._add_tensor(name, x)
         self._count(fetch.batch, size)
 
-    def _note(self, name: str, x: Any) -> None:
+    def _add_tensor(self, name: str, x: Any) -> None:
         dtype = str(x.dtype).removeprefix("torch.")
         _, shapes, _ = self._shapes.setdefault(name, (dtype, {}, x.device.type == "cpu" and x.is_pinned()))
         shapes["x".join(map(str, x.shape)) or "scalar"] = None
@@ -204,7 +204,7 @@ class _Batches:
 
 
 def _labels(batch: Any) -> Any:
-    """Return the labels of a batch: by a usual name, or the last part; ``None`` if that is no tensor."""
+    """Return the labels of a batch: the part with a usual name, or the last one; ``None`` if it is no tensor."""
     if hasattr(batch, "keys"):
         labels = next((batch[name] for name in _LABELS if name in batch), None)
     else:
@@ -215,7 +215,7 @@ def _labels(batch: Any) -> Any:
 def _loads(fetches: Iterable[_Fetch]) -> tuple[WorkerLoad, ...]:
     waits: dict[int, list[float]] = {}
     for index, fetch in enumerate(fetches):
-        if fetch.worker is not None and index:  # the first has the start of all workers in it
+        if fetch.worker is not None and index:  # the first includes the start of all workers
             waits.setdefault(fetch.worker, []).append(fetch.seconds)
     return tuple(WorkerLoad(worker, len(all_), sum(all_), median(all_), max(all_)) for worker, all_ in sorted(waits.items()))
 
@@ -223,7 +223,7 @@ def _loads(fetches: Iterable[_Fetch]) -> tuple[WorkerLoad, ...]:
 def _slow_workers(loads: tuple[WorkerLoad, ...], fetches: Sequence[_Fetch]) -> Iterator[tuple[str, str, str]]:
     """Yield the workers that the loader waits for while the others are idle.
 
-    The wait alone is no proof: of two equal workers the one that began a moment later has all of it.
+    The wait alone is no proof: of two equal workers, the one that began a moment later has all the waits.
     """
     judged = {load.worker: load.typical_s for load in loads if load.batches >= LEAST_BATCHES}
     for worker, wait in judged.items():

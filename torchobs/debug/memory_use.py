@@ -1,4 +1,4 @@
-"""``memory``, ``memory_growth`` and ``memory_by_module``: at a point, of a block by line, of a model by its parts."""
+"""Memory at a point (``memory``), by lines of a block (``memory_growth``), by parts of a model (``memory_by_module``)."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModuleMemory(Result):
-    """What one module has itself, without the modules in it. What is shared counts once."""
+    """One module's own memory, without the modules in it; shared tensors count once."""
 
     name: str
     kind: str
     parameters_bytes: int
     buffers_bytes: int
     activations_bytes: int | None
-    """What it keeps for the backward pass, at the given batch size; ``None`` without a batch"""
+    """Kept for the backward pass, at the given batch size; ``None`` without a batch"""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryByModule(Result):
-    """A model's memory; what only a batch says is ``None`` without one."""
+    """A model's memory; fields that need a batch are ``None`` without one."""
 
     model: str
     batch_size: int | None
     total_bytes: int
-    """All of the following but the peak"""
+    """Sum of the following, without the peak"""
     parameters_bytes: int
     buffers_bytes: int
     gradients_bytes: int | None
-    """Of the trainable parameters, whether they are there already or not"""
+    """Gradients of all trainable parameters, computed already or not"""
     optimizer_state_bytes: int | None
-    """Where the optimizer has not stepped yet, what its first step will make; ``None`` without one, or if that is unknown"""
+    """Before the optimizer's first step: what that will allocate; ``None`` without an optimizer, or if unknown"""
     inputs_bytes: int | None
     activations_bytes: int | None
-    """What the forward pass keeps for the backward pass beside parameters, buffers and inputs; shared memory once"""
+    """Kept for the backward pass, beside parameters, buffers and inputs; shared memory counts once"""
     peak_bytes: int | None
-    """Most memory that forward and backward allocated at one time, gradients included, at this batch size"""
+    """Most memory allocated at one time by forward and backward, gradients included, at this batch size"""
     modules: tuple[ModuleMemory, ...]
     """The largest first"""
 
@@ -71,8 +71,8 @@ def memory_by_module(
 ) -> MemoryByModule:
     """Measure a model's memory by component and by module, with a batch by a forward and a backward pass.
 
-    Nothing of the model is changed: gradients are computed beside ``.grad`` (without hooks of DDP), and buffers and the
-    random state are put back. What kernels allocate inside themselves is not seen, nor the allocator's fragmentation.
+    The model is not changed: gradients are computed beside ``.grad`` (without hooks of DDP), and buffers and the random state
+    are put back. Workspaces of kernels do not count, nor does the allocator's fragmentation.
 
     Args:
         model: the module; in train mode, as it is trained.
@@ -82,7 +82,7 @@ def memory_by_module(
 
     Raises:
         TypeError: ``model`` is no module, or the batch has no tensor. What the model raises goes on.
-        ValueError: the model is on the device meta, or the optimizer is of other parameters.
+        ValueError: the model is on the device meta, or the optimizer has other parameters.
     """
     require_model(model, "memory_by_module")
     if optimizer is not None:
@@ -91,7 +91,7 @@ def memory_by_module(
     if size == 0:
         what = f"{type(batch).__name__}{' of none' if _tensors_in(batch) else ''}"
         raise TypeError(f"memory_by_module() takes a batch with a tensor of at least one sample, not {what}")
-    peak, kept = (None, {}) if batch is None else _measured(model, batch, loss_fn)
+    peak, kept = (None, {}) if batch is None else _measure(model, batch, loss_fn)
     parameters, buffers, state = _unique(model.parameters()), _unique(model.buffers()), _optimizer_state(optimizer)
     gradients, inputs, activations = None, None, None
     if batch is not None:
@@ -105,16 +105,16 @@ def memory_by_module(
 
 
 def _modules(model: Any, kept: dict[tuple[str, str], int], *, has_batch: bool) -> tuple[ModuleMemory, ...]:
-    rows, seen = list[ModuleMemory](), set[int]()
+    rows, counted = list[ModuleMemory](), set[int]()
 
     def fresh(tensors: Iterable[Any]) -> int:
-        new = [x for x in tensors if id(x) not in seen]
-        seen.update(map(id, new))
+        new = [x for x in tensors if id(x) not in counted]
+        counted.update(map(id, new))
         return _unique(new)
 
-    own = {(name, type(module).__name__): module for name, module in model.named_modules()}
-    for key in {**own, **kept}:  # what a model keeps that runs no module of its own is in none of its modules
-        module = own.get(key)
+    modules = {(name, type(module).__name__): module for name, module in model.named_modules()}
+    for key in {**modules, **kept}:  # activations may be kept under a name that is no module of the model
+        module = modules.get(key)
         sizes = (0, 0) if module is None else (fresh(module.parameters(recurse=False)), fresh(module.buffers(recurse=False)))
         activations = kept.get(key, 0)
         if any(sizes) or activations:
@@ -122,7 +122,7 @@ def _modules(model: Any, kept: dict[tuple[str, str], int], *, has_batch: bool) -
     return tuple(sorted(rows, key=lambda row: -row.parameters_bytes - row.buffers_bytes - (row.activations_bytes or 0)))
 
 
-def _measured(model: Any, batch: Any, loss_fn: Callable[..., Any] | None) -> tuple[int, dict[tuple[str, str], int]]:
+def _measure(model: Any, batch: Any, loss_fn: Callable[..., Any] | None) -> tuple[int, dict[tuple[str, str], int]]:
     """Return the most memory at one time, and what each module keeps, by its path and class."""
     from torchobs.debug.operator_watch import AllocationWatch
 
@@ -132,10 +132,10 @@ def _measured(model: Any, batch: Any, loss_fn: Callable[..., Any] | None) -> tup
         modules, watch = Counter[tuple[str, str]](), AllocationWatch()
         with state_kept(model), torch.inference_mode(mode=False), torch.enable_grad(), running_modules(model) as names, watch:
 
-            def note(storage: Any) -> None:
+            def add_storage(storage: Any) -> None:
                 modules[names[-1] if names else ("", type(model).__name__)] += storage.nbytes()
 
-            with kept_memory(there, note):
+            with kept_memory(there, add_storage):
                 loss = compute_loss(model, batch, loss_fn)
             backward(loss)
             del loss
@@ -149,7 +149,7 @@ def _tensors_in(values: Any) -> list[Any]:
 
 
 def resized(values: Any, size: int, other: int) -> Any:
-    """Return the batch with another number of samples, the first ones or all of them again; what cannot be cut, as it is."""
+    """Return the batch with another number of samples, the first ones or repeated ones; other values as they are."""
     from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
     if isinstance(values, torch.Tensor):
@@ -164,7 +164,7 @@ def resized(values: Any, size: int, other: int) -> Any:
 
 
 def _unique(tensors: Iterable[Any]) -> int:
-    """Return the bytes of tensors; of those that lie in the same memory no more than that memory has."""
+    """Return the bytes of tensors; those in the same memory count at most the size of that memory."""
     memory: dict[int, tuple[int, int]] = {}
     for x in tensors:
         parts = list(storages(x))
@@ -174,9 +174,9 @@ def _unique(tensors: Iterable[Any]) -> int:
 
 
 def _optimizer_state(optimizer: Any) -> int | None:
-    """Return the bytes of an optimizer's state when all parameters have one.
+    """Return the bytes of an optimizer's state once all parameters have one.
 
-    Before its first step, one of the same class steps on the device meta, where nothing is allocated or computed.
+    Before its first step, another optimizer of its class steps on the device meta, where nothing is allocated or computed.
     """
     if optimizer is None:
         return None
@@ -193,7 +193,7 @@ def _optimizer_state(optimizer: Any) -> int | None:
     try:
         tried = type(optimizer)(groups)
         getattr(type(tried).step, "__wrapped__", type(tried).step)(tried)  # without hooks
-    except FAILURES:  # it takes other arguments than its groups have, or refuses tensors without data
+    except FAILURES:  # its constructor takes other arguments, or it refuses tensors without data
         if tried is None or not tried.state:
             return None
     return sum(int(x.nbytes) for x in _tensors_in([dict(state) for state in tried.state.values()]))
@@ -215,7 +215,7 @@ class DeviceMemory(Result):
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup(Result):
-    """Live tensors of one shape, type and device; memory that several share counts once."""
+    """Live tensors of one shape, type and device; shared memory counts once."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -235,21 +235,21 @@ class MemoryPoint(Result):
     """The most so far"""
     devices: tuple[DeviceMemory, ...]
     tensors: int
-    """Live tensors that Python knows; those of a graph alone are not among them"""
+    """Live tensors with a Python object; tensors that only a graph keeps have none"""
     tensor_bytes: int
     largest: tuple[TensorGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Growth(Result):
-    """A line of the program, or a class of objects, that has more memory than at the beginning."""
+    """A line of the program, or a class of objects, with more memory than at the beginning."""
 
     name: str
     """``file:line``, or module and class"""
     size_bytes: int | None
-    """``None`` for objects, whose size is not known"""
+    """``None`` for objects: their size is unknown"""
     count: int
-    """Blocks, tensors or objects more"""
+    """Additional blocks, tensors or objects"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class MemoryGrowth(Result):
     host: MemoryUse | None = None
     gpu_memory: MemoryUse | None = None
     tensor_bytes: int = 0
-    """Tensors that were made in between and are live"""
+    """Live tensors that were made in between"""
     tensor_peak_bytes: int = 0
     """The most of them at one time"""
     tensor_lines: tuple[Growth, ...] = ()
@@ -292,9 +292,9 @@ def memory(label: str = "") -> MemoryPoint:
 def memory_growth(label: str = "") -> Iterator[MemoryGrowth]:
     """Find what grows in a ``with`` block; it yields a :class:`MemoryGrowth` that the end fills.
 
-    Tensors that this thread makes in it are found by their line with a dispatch mode, which slows small operators several
-    times; Python's own memory with ``tracemalloc``, which is begun if it is off, and ended then. Garbage is collected first
-    and last. An exception goes on, and the result is filled all the same.
+    A dispatch mode finds the lines that make tensors in this thread; it slows small operators several times. ``tracemalloc``
+    finds the lines of Python's own memory; it is started, and stopped at the end, if it is off. Garbage is collected before
+    and after. An exception goes on, and the result is filled all the same.
     """
     from torchobs.debug.operator_watch import AllocationWatch  # torch is optional until training begins
 
@@ -322,19 +322,18 @@ def memory_growth(label: str = "") -> Iterator[MemoryGrowth]:
 
 def _by_line(live: Iterable[Live]) -> tuple[Growth, ...]:
     sizes, counts = Counter[str](), Counter[str]()
-    for one in live:
-        sizes[one.location] += one.size
-        counts[one.location] += 1
+    for storage in live:
+        sizes[storage.location] += storage.size
+        counts[storage.location] += 1
     return tuple(Growth(location, size, counts[location]) for location, size in sizes.most_common(MOST_ROWS))
 
 
 def _python_lines(snapshots: list[tracemalloc.Snapshot]) -> tuple[Growth, ...]:
-    """Return the lines that grew between two snapshots; none where the tracing has ended before: in a child that was forked."""
+    """Return the lines that grew between two snapshots; a forked child has one alone, and no lines."""
     compared = snapshots[1].compare_to(snapshots[0], "lineno") if len(snapshots) > 1 else []
-    grown = (one for one in compared if one.size_diff > 0)
     rows = [
-        Growth(f"{one.traceback[0].filename}:{one.traceback[0].lineno}", one.size_diff, one.count_diff)
-        for one in grown
-        if is_users_file(one.traceback[0].filename)
+        Growth(f"{line.traceback[0].filename}:{line.traceback[0].lineno}", line.size_diff, line.count_diff)
+        for line in compared
+        if line.size_diff > 0 and is_users_file(line.traceback[0].filename)
     ]
     return tuple(sorted(rows, key=lambda row: -(row.size_bytes or 0))[:MOST_ROWS])

@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse(Result):
-    """Memory before, after, and at most meanwhile."""
+    """Memory before and after, and the most in between."""
 
     before_bytes: int
     after_bytes: int
     peak_bytes: int
-    """Exact if the greatest value of the process so far was passed meanwhile; else the greater of both, a lower bound"""
+    """Exact if the process reached a new maximum meanwhile; else the greater of both, a lower bound"""
 
     @property
     def growth_bytes(self) -> int:
-        """What is more after than before."""
+        """Bytes more after than before."""
         return self.after_bytes - self.before_bytes
 
 
 class Reading(NamedTuple):
-    """Bytes in use now and at most so far. Nobody's peaks are reset."""
+    """Bytes in use, and the most so far; no peak is reset."""
 
     host: int
     host_peak: int
@@ -58,24 +58,24 @@ class Reading(NamedTuple):
 
 
 def read() -> Reading:
-    """Read the process's resident memory, and what torch's allocators have given to tensors on all devices."""
-    used = used_devices(torch)
-    device = sum(each.allocated for each in used) if used else None
+    """Read the process's resident memory, and the memory of tensors on all devices, by torch's allocators."""
+    devices = used_devices(torch)
+    allocated = sum(device.allocated for device in devices) if devices else None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Reading(ProcessStats().resident().all, peak, device, sum(each.peak or each.allocated for each in used))
+    return Reading(ProcessStats().resident().all, peak, allocated, sum(device.peak or device.allocated for device in devices))
 
 
 def wait_for_devices() -> None:
-    """Wait for the CUDA devices that this process uses, which need not be the current one."""
+    """Wait for all CUDA devices that this process uses."""
     cuda: Any = torch.cuda
     c: Any = torch._C
     for index in range(cuda.device_count()) if cuda.is_initialized() else ():
-        if c._cuda_hasPrimaryContext(index):  # to wait for another one would make a context there
+        if c._cuda_hasPrimaryContext(index):  # waiting for an unused one would make a context there
             cuda.synchronize(index)
 
 
 def use(before: Reading, after: Reading) -> tuple[MemoryUse, MemoryUse | None]:
-    """Return what was used on the host and, where there is one, on CUDA devices."""
+    """Return the memory used on the host, and on CUDA devices; ``None`` without these."""
     host = MemoryUse(before.host, after.host, _peak(before.host, after.host, before.host_peak, after.host_peak))
     if after.device is None:
         return host, None
@@ -91,20 +91,20 @@ def _peak(before: int, after: int, peak_before: int, peak_after: int) -> int:
 _lock = Lock()
 renew_in_child(sys.modules[__name__], _lock=Lock)
 _raising: list[tuple[bool, bool]] = []
-"""Torch's anomaly mode as it was before each context with ``raise``, one element; it is one for the process"""
+"""Torch's anomaly mode, which is the process's, as it was before the first context with ``raise``; one element"""
 _count = 0
 
 
 @contextmanager
-def entered(anomaly: str, found: Callable[[Birth], object]) -> Iterator[None]:
-    """Look for anomalies that way during the block."""
+def anomaly_mode(anomaly: str, on_birth: Callable[[Birth], object]) -> Iterator[None]:
+    """Look for anomalies in that way (``off``, ``warn``, ``raise``) during the block."""
     if anomaly == "raise":
         with _torch_raises():
             yield
     elif anomaly == "warn":
         from torchobs.debug.operator_watch import operators_watched
 
-        with operators_watched(found):
+        with operators_watched(on_birth):
             yield
     else:
         yield
@@ -112,7 +112,7 @@ def entered(anomaly: str, found: Callable[[Birth], object]) -> Iterator[None]:
 
 @contextmanager
 def _torch_raises() -> Iterator[None]:
-    """Torch's anomaly mode, from the first context that wants it to the last."""
+    """Switch on torch's anomaly mode, from the first context that wants it to the end of the last."""
     global _count  # noqa: PLW0603  # of the process, as the mode is
     with _lock:
         _count += 1
@@ -131,30 +131,30 @@ def _torch_raises() -> Iterator[None]:
 Anomaly = Literal["off", "warn", "raise"]
 ANOMALY = ("off", "warn", "raise")
 MOST_PROBLEMS = 32
-"""Problems of one operation that are kept, each once for an operator and a line"""
+"""Most problems kept of one operation, one for each operator and line"""
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class DebugInfo(Checked):
-    """One operation. What is only known at its end is ``None`` or empty before it."""
+    """One operation; measured fields are ``None`` or empty before its end."""
 
     operation: str
     model_name: str | None = None
     epoch: int | None = None
     batch: int | None = None
     mode: str = "off"
-    """How values that are not finite are looked for: ``off``, ``warn`` or ``raise``"""
+    """How values that are not finite are found: ``off``, ``warn`` or ``raise``"""
     level: str = "off"
-    """Debug level of the session that runs; ``off`` without one"""
+    """Level of the session; ``off`` without one"""
     parent: str | None = None
-    """The operation that encloses this one, of the same task"""
+    """The enclosing operation of the same task"""
     timestamp_s: float | None = None
     """When it began, in seconds since 1970"""
     time_s: float | None = None
     cpu_time_s: float | None = None
-    """That this process's threads computed: if it is far less than ``time_s``, they waited"""
+    """Time that this process's threads computed: if it is far less than ``time_s``, they waited"""
     samples: int | None = None
     sample_time_s: float | None = None
     samples_per_s: float | None = None
@@ -163,7 +163,7 @@ class DebugInfo(Checked):
     gpu_memory: MemoryUse | None = None
     """Memory that tensors have on all devices; ``None`` where none is used"""
     gradient_norm: float | None = None
-    """L2 norm, unscaled, of the gradients of the last optimizer step inside, or of ``model`` at the end; else ``None``"""
+    """L2 norm, unscaled, of the gradients of the last optimizer step inside, or of ``model`` at the end"""
     problems: tuple[Problem, ...] = ()
     error: str | None = None
     """Class of the exception that ended it"""
@@ -179,25 +179,25 @@ class _Open:
 
     def enclosing(self) -> Iterator[_Open]:
         """Yield this operation and those around it."""
-        one: _Open | None = self
-        while one is not None:
-            yield one
-            one = one.parent
+        opened: _Open | None = self
+        while opened is not None:
+            yield opened
+            opened = opened.parent
 
-    def note_step(self, optimizer: Any) -> None:
-        """Keep the norm that a step begins with, if that is in this operation of this task."""
+    def keep_norm(self, optimizer: Any) -> None:
+        """Keep the gradient norm of a step that begins, if it is within this operation of this task."""
         innermost = _current.get()
         if innermost is not None and self in innermost.enclosing():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            norm = norm_of(parameters, getattr(optimizer, "grad_scale", None))  # a fused one unscales in its kernel
+            norm = norm_of(parameters, getattr(optimizer, "grad_scale", None))  # a fused optimizer unscales in its kernel
             self.norm = self.norm if norm is None else norm
 
-    def note(self, kind: str, text: str, where: str = "") -> None:
+    def add_problem(self, kind: str, text: str, where: str = "") -> None:
         """Keep a problem for this operation and those around it."""
         problem = Problem(kind, where or self.info.operation, text)
-        for one in self.enclosing():
-            if len(one.problems) < MOST_PROBLEMS:
-                one.problems[problem] = None
+        for opened in self.enclosing():
+            if len(opened.problems) < MOST_PROBLEMS:
+                opened.problems[problem] = None
 
 
 _current: ContextVar[_Open | None] = ContextVar("torchobs_debug_operation", default=None)
@@ -209,21 +209,21 @@ def context(  # noqa: PLR0913  # what is recorded of a part
 ) -> AbstractContextManager[DebugInfo]:  # fmt: skip
     """Measure a ``with`` block: time, memory, gradient norm, problems. It yields a :class:`DebugInfo` that the end fills.
 
-    Blocks nest, within tasks of an event loop and threads apart from each other; an exception is noted and goes on. Each block
+    Blocks nest, separately in each thread and task of an event loop; an exception is recorded and goes on. Each block
     counts in ``debug.summary()`` and, where a session runs, in the flight file.
 
     Args:
-        operation: name to count it by; a few names, not one for each step.
-        model_name: recorded as it is; ``model``'s class without it.
-        epoch: recorded as it is, as is ``batch``.
-        batch: its number.
-        anomaly: ``raise``: torch's anomaly mode, which raises at a backward function that returns NaN. ``warn``: finds the
-            operator, forward or backward, whose results are not finite though its inputs are, and lets training go on; it sees
-            every operator of this thread, and compiled functions run eagerly in it. The mode that was set before is restored.
-        model: module whose gradients are measured at the end, where no optimizer steps inside.
-        samples: that it processes, for the time by sample. With it, or with ``slow_s``, CUDA devices are waited for at both
-            ends.
-        slow_s: seconds above which it is too slow, which is a problem.
+        operation: name under which it counts; a few names, not one for each step.
+        model_name: recorded as it is; by default ``model``'s class.
+        epoch: recorded as it is.
+        batch: its number, recorded as it is.
+        anomaly: ``raise``: torch's anomaly mode, which raises at a backward function that returns NaN. ``warn``: find the
+            operator, forward or backward, that makes NaN or infinity from finite inputs, and let training go on; it sees every
+            operator of this thread, and compiled functions run eagerly in it. The mode that was set before is restored.
+        model: module that has its gradients measured at the end, if no optimizer steps inside.
+        samples: samples that it processes, for the time by sample. With it, or with ``slow_s``, the block waits for CUDA
+            devices at both ends.
+        slow_s: seconds above which it is too slow: a problem.
 
     Raises:
         TypeError: the operation is no text, or ``model`` no module.
@@ -256,8 +256,8 @@ def _measured(template: DebugInfo, model: Any, slow_s: float | None) -> Iterator
     waits = slow_s is not None or template.samples is not None
     with ExitStack() as undo:
         undo.callback(_current.set, parent)
-        undo.enter_context(entered(template.mode, note_birth))
-        undo.callback(before_steps(opened.note_step))
+        undo.enter_context(anomaly_mode(template.mode, record_birth))
+        undo.callback(before_steps(opened.keep_norm))
         _current.set(opened)
         if waits:
             wait_for_devices()
@@ -269,13 +269,13 @@ def _measured(template: DebugInfo, model: Any, slow_s: float | None) -> Iterator
         except BaseException as error:
             fill(opened.info, error=type(error).__name__)
             if isinstance(error, RuntimeError) and "returned nan values in its" in str(error):  # torch's anomaly mode
-                opened.note("nonfinite_backward", str(error).splitlines()[0])
+                opened.add_problem("nonfinite_backward", str(error).splitlines()[0])
             raise
         finally:
             elapsed, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_begun
             undo.close()
             if slow_s is not None and elapsed > slow_s:
-                opened.note("slow", f"it took {elapsed:.3g} s, more than {slow_s:g} s")
+                opened.add_problem("slow", f"it took {elapsed:.3g} s, more than {slow_s:g} s")
             if template.samples:
                 fill(opened.info, sample_time_s=elapsed / template.samples, samples_per_s=template.samples / elapsed)
             fill(opened.info, time_s=elapsed, cpu_time_s=cpu_s)
@@ -287,7 +287,7 @@ def _finish(opened: _Open, elapsed: float, before: Reading, model: Any) -> None:
     on_device = opened.norm if opened.norm is not None or model is None else norm_of(model.parameters(), scale_in_use(None))
     norm = None if on_device is None else float(on_device.item())
     if norm is not None and not isfinite(norm):
-        opened.note("nonfinite_gradient", f"the gradient norm is {norm}")
+        opened.add_problem("nonfinite_gradient", f"the gradient norm is {norm}")
     problems = tuple(opened.problems)
     fill(info, memory=host, gpu_memory=device, gradient_norm=norm, problems=problems)
     record_operation(
@@ -297,16 +297,16 @@ def _finish(opened: _Open, elapsed: float, before: Reading, model: Any) -> None:
     about = {"operation": info.operation, "epoch": info.epoch, "batch": info.batch, "model": info.model_name}
     fields = {name: value for name, value in about.items() if value is not None}
     for problem in problems:
-        if opened.parent is None or problem not in opened.parent.problems:  # else the outermost says it
+        if opened.parent is None or problem not in opened.parent.problems:  # else the outermost reports it
             record_finding(problem.kind, problem.text, function="context", name=problem.where, **fields)
 
 
-def note_birth(birth: Birth) -> bool:
-    """Keep it for the innermost operation of this task that wants to know; return False if there is none."""
-    opened = _current.get()
-    for one in opened.enclosing() if opened is not None else ():
-        if one.info.mode == "warn":
-            one.note("nonfinite_result", birth.text, birth.location)
+def record_birth(birth: Birth) -> bool:
+    """Add it to this task's innermost operation with ``warn``; return whether there is one."""
+    current_operation = _current.get()
+    for opened in current_operation.enclosing() if current_operation is not None else ():
+        if opened.info.mode == "warn":
+            opened.add_problem("nonfinite_result", birth.text, birth.location)
             return True
     return False
 
@@ -315,17 +315,17 @@ def operation(
     name: str | None = None, model_name: str | None = None, *, anomaly: Anomaly = "off", samples: int | None = None,
     slow_s: float | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:  # fmt: skip
-    """Decorate a function, or a coroutine function, whose calls are measured as :func:`context` does, by the same arguments.
+    """Decorate a function, or a coroutine function: :func:`context` measures its calls, with the same arguments.
 
     Args:
-        name: the operation's name; the function's own without it.
+        name: the operation's name; by default the function's.
         model_name: recorded as it is.
-        anomaly: how values that are not finite are looked for.
-        samples: that each call processes.
+        anomaly: how values that are not finite are found.
+        samples: samples that each call processes.
         slow_s: seconds above which a call is too slow.
 
     Raises:
-        TypeError: it decorates a generator, whose body does not run when it is called, or the name is no text.
+        TypeError: it decorates a generator, which does not run when it is called, or the name is no text.
         ValueError: as for :func:`context`.
     """
     if name is not None and not isinstance(name, str):

@@ -1,9 +1,7 @@
-"""Find the operators whose results are not finite, while the program goes on: ``anomaly="warn"``.
+"""Dispatch modes over all operators of a thread: values that are not finite (``anomaly="warn"``), allocations, transfers.
 
-A dispatch mode sees every operator of the forward and the backward pass. An operator is to blame if its results are not finite
-although its inputs were. It waits for a device at each operator.
-
-``-inf`` as a constant (attention masks) is no finding, nor is memory that nobody has written to yet.
+An operator is to blame for NaN or infinity if its inputs were finite. The first of the modes waits for a device at each
+operator. ``-inf`` as a constant (attention masks) is no finding, nor is memory that was never written.
 """
 
 # mypy: disable-error-code="no-untyped-call, unreachable"
@@ -18,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch._dynamo  # torch imports it at a mode's first operator: five seconds and 80 MB of what is measured within
+import torch._dynamo  # torch imports it at a mode's first operator: five seconds and 80 MB, which would be measured
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from torchobs.probes.nonfinite.locate import is_users
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 
 
 MOST_FORWARD = 100_000
-"""Forward operators whose place in the user's code is remembered for their backward"""
+"""Most forward operators that have their place in the user's code kept for their backward"""
 _CONSTANTS = frozenset({
     "full", "full_like", "new_full", "fill", "fill_", "scalar_tensor", "where", "masked_fill", "masked_fill_", "masked_scatter",
     "index_fill", "index_fill_", "index_put", "index_put_", "constant_pad_nd", "copy_", "set_", "resize_", "lift_fresh",
@@ -42,19 +40,19 @@ _CONSTANTS = frozenset({
 UNWRITTEN = frozenset({
     "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted",
 })  # fmt: skip
-"""Operators whose result holds what was in that memory before"""
+"""Operators that return memory as it was left there"""
 
 
 class Birth(NamedTuple):
-    """An operator whose results are not finite although its inputs are."""
+    """An operator that made NaN or infinity from finite inputs."""
 
     operator: str
     node: str
-    """Autograd node in the backward pass, or empty"""
+    """Autograd node; empty in the forward pass"""
     nans: int
     infinities: int
     location: str
-    """file:line of the user's code that called it; in the backward pass, that called the forward operator"""
+    """file:line of the user's code that called it, or in the backward pass, its forward operator"""
 
     @property
     def text(self) -> str:
@@ -65,18 +63,18 @@ class Birth(NamedTuple):
 
 
 class OperatorWatch(TorchDispatchMode):
-    """Calls ``found`` with each :class:`Birth`. One for each thread; see :func:`operators_watched`."""
+    """Calls ``on_birth`` with each :class:`Birth`. One for each thread; see :func:`operators_watched`."""
 
-    def __init__(self, found: Callable[[Birth], object]) -> None:
+    def __init__(self, on_birth: Callable[[Birth], object]) -> None:
         super().__init__()
-        self._found = found
+        self._on_birth = on_birth
         self._places: OrderedDict[int, tuple[CodeType, int]] = OrderedDict()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and look at what it returns."""
-        if own_work.on:  # of `forward_pass()` within the block, whose statistics have NaN for what there is nothing of
+        """Run an operator, and check its results."""
+        if own_work.on:  # statistics of `forward_pass()` within the block: NaN where there is no element
             return func(*args, **(kwargs or {}))
-        was_odd = func._schema.is_mutable and any(_is_odd(x) for _, x in walk(args[:1]))  # what it is to change
+        was_odd = func._schema.is_mutable and any(_is_odd(x) for _, x in walk(args[:1]))  # which it will overwrite
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name in UNWRITTEN or func.is_view or was_odd:
@@ -84,30 +82,30 @@ class OperatorWatch(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is None:
             self._remember()
-        # the other results of attention are for its derivative alone
+        # the other results of attention serve its derivative alone
         for _, tensor in walk(result[:1] if name.startswith("_scaled_dot_product") else result):
-            self._look(name, node, tensor, [args, kwargs])
+            self._check_result(name, node, tensor, [args, kwargs])
         return result
 
     def _remember(self) -> None:
-        """Remember the user's line by the number of the autograd node that this operator belongs to, the last one made."""
+        """Keep the user's line by the number of this operator's autograd node, which is the newest one."""
         frame = _user_frame()
         if frame is not None:
             self._places[torch._C._autograd._get_sequence_nr() - 1] = frame
             if len(self._places) > MOST_FORWARD:
                 self._places.popitem(last=False)
 
-    def _look(self, name: str, node: Any, tensor: Any, given: Any) -> None:
+    def _check_result(self, name: str, node: Any, tensor: Any, arguments: Any) -> None:
         values = plain(tensor)
         if values is None or not _is_odd(tensor):
             return
         nans = int(values.isnan().sum())
         infinities = 0 if name in _CONSTANTS else int(values.isinf().sum())
-        inputs = (x for _, x in walk(given) if x is not tensor)  # but for what it has overwritten
+        inputs = (x for _, x in walk(arguments) if x is not tensor)  # not the one it has overwritten
         if (nans or infinities) and not any(map(_is_odd, inputs)):
             place = self._places.get(node._sequence_nr()) if node is not None else _user_frame()
             location = f"{place[0].co_filename}:{place[1]}" if place is not None else ""
-            self._found(Birth(name, node.name() if node is not None else "", nans, infinities, location))
+            self._on_birth(Birth(name, node.name() if node is not None else "", nans, infinities, location))
 
 
 def _user_frame() -> tuple[CodeType, int] | None:
@@ -132,7 +130,7 @@ def _is_odd(x: Any) -> bool:
 
 
 class _Watches(threading.local):
-    """The mode of this thread and how many contexts want it."""
+    """The mode of this thread, and how many contexts want it."""
 
     watch: OperatorWatch | None = None
     wanted: int = 0
@@ -142,11 +140,11 @@ _watches = _Watches()
 
 
 @contextmanager
-def operators_watched(found: Callable[[Birth], object]) -> Iterator[None]:
-    """Watch this thread's operators during the block; with the last one the mode goes, wherever in the stack of modes it is."""
+def operators_watched(on_birth: Callable[[Birth], object]) -> Iterator[None]:
+    """Watch this thread's operators during the block. The last one to end removes the mode, from anywhere in torch's stack."""
     watch = _watches.watch
     if watch is None:
-        watch = _watches.watch = OperatorWatch(found)
+        watch = _watches.watch = OperatorWatch(on_birth)
         watch.__enter__()
     _watches.wanted += 1
     try:
@@ -169,7 +167,7 @@ def _leave(watch: OperatorWatch) -> None:
 
 
 class Live(NamedTuple):
-    """A tensor's storage that was allocated while the watch was on, and is not freed yet."""
+    """A storage that was allocated under the watch and is not freed."""
 
     size: int
     location: str
@@ -178,19 +176,19 @@ class Live(NamedTuple):
 class AllocationWatch(TorchDispatchMode):
     """Counts bytes of storages that operators of this thread return: dense tensors, on any device, views once.
 
-    What operators allocate and free inside themselves is not seen (workspaces of kernels).
+    Workspaces that operators allocate and free themselves do not count.
     """
 
     def __init__(self, *, lines: bool = False) -> None:
-        """``lines``: remember the user's line of each allocation."""
+        """``lines``: keep the user's line of each allocation."""
         super().__init__()
         self._lines = lines
         self._live: dict[int, tuple[Any, Live]] = {}
         self.current = self.peak = 0
-        """Bytes allocated under this watch that are live, and the most so far"""
+        """Bytes allocated under this watch that are live, and the most at one time"""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator and account for what it returns."""
+        """Run an operator and count what it returns."""
         result = func(*args, **(kwargs or {}))
         for _, x in walk(result) if not func.is_view else ():
             if x.layout is torch.strided and not any(x is argument for argument in args):
@@ -201,7 +199,7 @@ class AllocationWatch(TorchDispatchMode):
         key, size = id(storage), storage.nbytes()
         if key in self._live or not size or storage.device.type == "meta":
             return
-        # Torch keeps a storage's Python object for as long as the memory, so that the reference tells when it is freed.
+        # Torch keeps a storage's Python object for as long as the memory: the reference dies when that is freed.
         reference = weakref.ref(storage, lambda _: self._remove(key))
         self._live[key] = reference, Live(size, user_line() if self._lines else "")
         self.current += size
@@ -212,7 +210,7 @@ class AllocationWatch(TorchDispatchMode):
         self.current -= live.size
 
     def live(self) -> list[Live]:
-        """Return what is not freed yet."""
+        """Return the storages that are not freed."""
         return [live for _, live in list(self._live.values())]
 
 
@@ -221,11 +219,11 @@ class TransferWatch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[tuple[str, str, str, bool, str], tuple[int, int]] = {}
+        self.counts: dict[tuple[str, str, str, bool, str], tuple[int, int]] = {}
         """Calls and bytes by operator, source, target, whether the host waits, and line"""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and note it if its result is on another device than what it was given."""
+        """Run an operator, and count it if its result is on another device than its input."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         result = func(*args, **kwargs)
@@ -240,12 +238,12 @@ class TransferWatch(TorchDispatchMode):
 
     def _add(self, name: str, source: Any, target: str, *, waits: bool) -> None:
         key = name, str(source.device), target, waits, user_line()
-        count, size = self.seen.get(key, (0, 0))
-        self.seen[key] = count + 1, size + source.numel() * source.element_size()
+        count, size = self.counts.get(key, (0, 0))
+        self.counts[key] = count + 1, size + source.numel() * source.element_size()
 
 
 def _waits(source: Any, target: Any, non_blocking: bool) -> bool:  # noqa: FBT001  # as torch hands it over
-    """Return True if the host waits for a device: not between devices, nor from and to pinned memory with ``non_blocking``."""
+    """Return whether the host waits: not between devices, nor with ``non_blocking`` to the host or from pinned memory."""
     if "meta" in {source.device.type, target.device.type} or "cpu" not in {source.device.type, target.device.type}:
         return False
     host = source if source.device.type == "cpu" else target

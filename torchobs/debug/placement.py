@@ -1,4 +1,4 @@
-"""``check_devices``: what a model and its batch are on, what is on the wrong device, and what a forward pass copies unasked."""
+"""``check_devices``: tensors on the wrong device, and copies between devices that a forward pass makes unasked."""
 
 # mypy: disable-error-code="no-untyped-call, unreachable"
 # torch has no types for its dispatch modes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse(Result):
-    """What is on one device."""
+    """Tensors on one device."""
 
     device: str
     parameters: int
@@ -48,7 +48,7 @@ class Misplaced(Result):
 
 @dataclass(frozen=True, slots=True)
 class SilentCopy(Result):
-    """A transfer between devices that the forward pass made, by the line that caused it."""
+    """Transfers between devices that one line of the forward pass caused."""
 
     operator: str
     source: str
@@ -67,32 +67,32 @@ class DeviceCheck(Checked):
 
     model: str
     device: str
-    """That of most bytes of the parameters; where the batch should be"""
+    """The device of most bytes of the parameters; the batch should be there"""
     spread: bool
-    """The model is placed on several devices on purpose (``hf_device_map``, pipeline): its parameters are not judged"""
+    """The model is on several devices on purpose (``hf_device_map``, pipeline): its parameters are not judged"""
     devices: tuple[DeviceUse, ...]
     misplaced: tuple[Misplaced, ...]
     copies: tuple[SilentCopy, ...]
     error: str | None
-    """What the forward pass raised"""
+    """Error of the forward pass"""
     problems: tuple[Problem, ...]
 
 
 def check_devices(model: Any, batch: Any = None, optimizer: Any = None) -> DeviceCheck:
     """Find tensors on the wrong device, and transfers between devices that the forward pass makes.
 
-    With a batch the model is called once, without gradients, and again with them if it differentiates; buffers and the random
-    state are put back. Transfers are seen by a dispatch mode, for operators of this thread; a compiled function runs eagerly
-    in it.
+    With a batch the model is called without gradients, and again with them if its forward pass differentiates; buffers and the
+    random state are put back. A dispatch mode finds the transfers, for operators of this thread; a compiled function runs
+    eagerly in it.
 
     Args:
         model: the module.
         batch: as for :func:`torchobs.debug.forward_pass`; without it nothing is run.
-        optimizer: its state is checked against its parameters.
+        optimizer: its state should be where its parameters are.
 
     Raises:
-        TypeError: ``model`` is no module, or ``optimizer`` none. What the forward pass raises is in ``error``.
-        ValueError: the optimizer is of other parameters.
+        TypeError: ``model`` is no module, or ``optimizer`` no optimizer. An error of the forward pass is in ``error``.
+        ValueError: the optimizer has other parameters.
     """
     require(model, "nn.Module", "check_devices")
     if optimizer is not None:
@@ -110,12 +110,12 @@ def check_devices(model: Any, batch: Any = None, optimizer: Any = None) -> Devic
     if not spread:
         misplaced = [*_elsewhere("parameter", parameters, home), *_elsewhere("buffer", buffers, home), *misplaced]
     misplaced += _states(optimizer, {id(x): name for name, x in parameters})
-    copies, error = ((), None) if batch is None else _watched(model, batch)
+    copies, error = ((), None) if batch is None else _watch_copies(model, batch)
     rows = _uses({"parameters": parameters, "buffers": buffers, "inputs": inputs})
     findings = []
-    for one in misplaced:
-        text = f"the {one.kind} is on {one.device}, not on {one.expected}"
-        findings.append((f"misplaced_{one.kind.replace(' ', '_')}", one.name, text))
+    for tensor in misplaced:
+        text = f"the {tensor.kind} is on {tensor.device}, not on {tensor.expected}"
+        findings.append((f"misplaced_{tensor.kind.replace(' ', '_')}", tensor.name, text))
     for row in copies:
         text = f"it copies {size(row.size_bytes)} from {row.source} to {row.target} in {row.count} calls"
         text += ", and the host waits for it" * row.waits + (f" at {row.location}" if row.location else "")
@@ -137,7 +137,7 @@ def _elsewhere(kind: str, named: Iterable[tuple[str, Any]], home: str) -> list[M
 
 
 def _states(optimizer: Any, names: dict[int, str]) -> list[Misplaced]:
-    """Return state that is not with its parameter; a step count, which has no dimension, belongs on the CPU."""
+    """Return state that is not where its parameter is; a step count, which has no dimension, belongs on the CPU."""
     rows = []
     for parameter, state in optimizer.state.items() if optimizer is not None else ():
         for key, x in state.items():
@@ -156,15 +156,15 @@ def _uses(groups: dict[str, list[tuple[str, Any]]]) -> tuple[DeviceUse, ...]:
     return tuple(DeviceUse(name, r["parameters"], r["buffers"], r["inputs"], r["size"]) for name, r in counts.items())
 
 
-def _watched(model: Any, batch: Any) -> tuple[tuple[SilentCopy, ...], str | None]:
+def _watch_copies(model: Any, batch: Any) -> tuple[tuple[SilentCopy, ...], str | None]:
     from torchobs.debug.operator_watch import TransferWatch
 
     watch, error = TransferWatch(), None
     for needs_grad in (False, True):  # a forward pass may take derivatives: of a physics-informed network, of an energy
-        watch.seen.clear()
+        watch.counts.clear()
         with state_kept(model), torch.set_grad_enabled(needs_grad), watch:
             error = raised_by(model, batch)
         if error is None or not wants_gradients(error):
             break
-    rows = [SilentCopy(*key[:3], count, copied, *key[3:]) for key, (count, copied) in watch.seen.items()]
+    rows = [SilentCopy(*key[:3], count, copied, *key[3:]) for key, (count, copied) in watch.counts.items()]
     return tuple(sorted(rows, key=lambda row: -row.size_bytes)), error

@@ -1,4 +1,4 @@
-"""``profile``: where the time of steps, of a loop or of a block goes, by ``torch.profiler``: its table, and trace files."""
+"""``profile``: where the time of steps, a loop or a block goes, by ``torch.profiler``; its table, and trace files."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _ROWS, _STACK = 15, 5
-"""Rows of the table; lines of the stack by which operators are grouped, where stacks are recorded"""
+"""Rows of the table; lines of recorded stacks by which operators are grouped"""
 INTERRUPTED = "nothing is kept: the program's own profiler began before this one ended, and torch allows one"
 
 
 @dataclass(frozen=True, slots=True)
 class Profile(Checked):
-    """Recorded steps; empty before they are."""
+    """Recorded steps; fields are empty before the recording ends."""
 
     name: str
     steps: int | None = None
     time_s: float | None = None
-    """Of all recorded steps, by the clock, with the profiler's own cost"""
+    """Wall time of all recorded steps, with the profiler's own cost"""
     step_time_s: float | None = None
     batch_size: int | None = None
     sample_time_s: float | None = None
     cpu_time_s: float | None = None
-    """Of operators and what they call, on the host; without Python code around them (``record_function``)"""
+    """Time of operators and what they call, on the host, without the Python code around them"""
     device_time_s: float | None = None
-    """Of kernels and copies; ``None`` where no device computed"""
+    """Time of kernels and copies; ``None`` if no device computed"""
     flops: int | None = None
-    """Estimated by torch, of matrix products and convolutions"""
+    """Torch's estimate, for matrix products and convolutions"""
     top_operator: str | None = None
-    """That which took the most time itself, on the device where one computes"""
+    """The operator with the most time of its own, on the device if one computes"""
     trace: str | None = None
     tensorboard: str | None = None
     problems: tuple[Problem, ...] = ()
     table: str = ""
-    """Torch's own, ``key_averages().table()``: by input shape, and by stack where stacks are recorded"""
+    """Torch's ``key_averages().table()``: by input shape, and by stack if stacks are recorded"""
 
 
 class _Options(TypedDict, total=False):
@@ -88,29 +88,29 @@ def profile(  # noqa: PLR0913  # a schedule, and what to write
 
     Args:
         what: a function of no arguments that takes one step: it is called ``wait + warmup + active`` times, and a
-            :class:`Profile` returned. Or an iterable of batches: what is returned is iterated instead, and its ``result`` is
-            the profile when the steps are recorded; iteration goes on to the end without the profiler. Or a name: what is
-            returned is a context manager, whose block counts as one step; the profile that it yields is filled at the end,
-            also when the block raises.
+            :class:`Profile` returned. Or an iterable of batches: iterate over the returned loop instead; its ``result`` is the
+            profile once the steps are recorded, and the other batches follow without the profiler. Or a name: the block of the
+            returned context manager counts as one step; the profile that it yields is filled at the end, also when the block
+            raises.
         wait: steps that are skipped.
         warmup: steps with the profiler running but discarded (its start makes the first ones slow).
         active: steps that are recorded.
         batch_size: samples of a step, for the time by sample.
-        stacks: record Python stacks; the table has a row for each. It makes small operators several times slower.
-        trace: write a Chrome trace there (``.json`` or ``.json.gz``), for Perfetto or ``chrome://tracing``.
-        tensorboard: write a trace into this directory for TensorBoard's profiler plugin.
+        stacks: record Python stacks; the table has a row for each. Small operators become several times slower.
+        trace: file for a Chrome trace (``.json`` or ``.json.gz``), for Perfetto or ``chrome://tracing``.
+        tensorboard: directory for a trace that TensorBoard's profiler plugin reads.
 
     Raises:
-        TypeError: the first argument is none of these; a batch is no loader.
+        TypeError: the first argument is none of these, or a batch instead of a loader.
         ValueError: a number of steps is out of range, or the directory of ``trace`` does not exist.
-        RuntimeError: another profiler is running, in whichever thread; torch allows one.
+        RuntimeError: another profiler is running, in any thread; torch allows one.
     """
     if not all(map(is_whole, (wait, warmup, active))) or wait < 0 or warmup < 0 or active < 1:
-        found = ", ".join(map(repr, (wait, warmup, active)))
-        raise ValueError(f"profile() needs wait and warmup >= 0, active >= 1, whole numbers, not {found}")
+        numbers = ", ".join(map(repr, (wait, warmup, active)))
+        raise ValueError(f"profile() needs wait and warmup >= 0, active >= 1, whole numbers, not {numbers}")
     name = what if isinstance(what, str) else "profile"
     result = Profile(name, batch_size=batch_size)
-    begin = partial(Recorder, result, stacks=stacks, trace=_existing(trace), tensorboard=tensorboard)
+    begin = partial(Recorder, result, stacks=stacks, trace=_trace_path(trace), tensorboard=tensorboard)
     if isinstance(what, str):
         return _block(begin)
     if hasattr(what, "__iter__") and not is_batch(what):
@@ -133,7 +133,7 @@ def _block(begin: Callable[[], Recorder]) -> Iterator[Profile]:
         recorder.finish(1)
 
 
-def _existing(trace: str | Path | None) -> Path | None:
+def _trace_path(trace: str | Path | None) -> Path | None:
     path = None if trace is None else Path(trace)
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"there is no directory {path.parent} for the trace: create it, or name another file")
@@ -145,7 +145,7 @@ def _existing(trace: str | Path | None) -> Path | None:
 class Recorder(Recording):
     """A recording that fills a :class:`Profile`.
 
-    ``light``: without shapes, memory and FLOPs, and of all threads, so that it can be ended in any.
+    ``light``: without shapes, memory and FLOPs, and over all threads, so that any thread can end it.
     """
 
     def __init__(
@@ -160,13 +160,13 @@ class Recorder(Recording):
         self._begun = 0.0
 
     def start(self) -> None:
-        """Keep what runs from now on."""
+        """Record from now on."""
         super().start()
         operations.wait_for_devices()
         self._begun = time.perf_counter()
 
     def finish(self, steps: int) -> None:
-        """End it, and fill the result from what was recorded in that many steps; where it was not started, only stop."""
+        """Stop, and if it was started, fill the result from what was recorded in that many steps."""
         operations.wait_for_devices()
         elapsed = time.perf_counter() - self._begun
         if not self.stop():
@@ -211,8 +211,7 @@ class Recorder(Recording):
 def device_and_host_time(rows: Iterable[Any]) -> tuple[float, float]:
     """Return the seconds of kernels and copies, and those of operators on the host, by rows of ``key_averages()``.
 
-    A block of ``record_function`` has a row on the host, whose time is that of the Python code in it, and one on the device
-    that spans its kernels.
+    Rows of ``record_function`` do not count: that on the host has the time of Python code, that on the device spans kernels.
     """
     rows = list(rows)
     device = (row.self_device_time_total for row in rows if row.device_type.name != "CPU" and not row.is_user_annotation)
@@ -224,7 +223,7 @@ def _on_host(rows: Iterable[Any]) -> list[Any]:
 
 
 class ProfiledLoop(Generic[T]):
-    """The batches of a loop; the profiler is started, stopped and gone as they are taken."""
+    """The batches of a loop; the profiler starts and stops as they are taken."""
 
     def __init__(
         self, batches: Iterable[T], result: Profile, begin: Callable[[], Recorder], schedule: tuple[int, int, int]

@@ -16,7 +16,7 @@ from torchobs.support.result import Checked, Problem, Result
 
 _CHUNK = 1 << 20
 _PERIOD = 8191
-"""A prime: elements of a checksum are weighted by their place modulo it, so that exchanged elements are seen"""
+"""A prime: a checksum weights elements by their place modulo it, so that swapped elements change it"""
 KINDS = ("parameter", "gradient", "buffer")
 
 
@@ -28,27 +28,27 @@ class Disagreement(Result):
     """``parameter``, ``gradient`` or ``buffer``"""
     name: str
     ranks: tuple[int, ...]
-    """Those that differ from most, or, with no majority, from the lowest"""
+    """Ranks that differ from most, or, with no majority, from the lowest rank"""
     norms: tuple[float | None, ...]
     """L2 norm on each rank, in order; ``None`` where it is missing"""
 
 
 @dataclass(frozen=True, slots=True)
 class RankAgreement(Checked):
-    """What ranks of one group have in common."""
+    """What the ranks of one group have in common."""
 
     model: str
     rank: int
     world_size: int
     structure_differs: tuple[int, ...]
-    """Ranks with other parameters' names, shapes, types, or another train mode, than most"""
+    """Ranks with other names, shapes or types of parameters, or another train mode, than most"""
     disagreements: tuple[Disagreement, ...]
     sharded: int
-    """Parameters of which each rank has a part (FSDP, tensor parallel): not compared"""
+    """Parameters in shards (FSDP, tensor parallel): not compared"""
     problems: tuple[Problem, ...]
 
 
-class _Print(NamedTuple):
+class _Fingerprint(NamedTuple):
     checksum: int
     norm: float
 
@@ -57,16 +57,16 @@ class _Side(NamedTuple):
     """What one rank has."""
 
     structure: int
-    prints: dict[tuple[str, str], _Print]
+    prints: dict[tuple[str, str], _Fingerprint]
     sharded: int
 
 
 def compare_ranks(model: Any, *, group: Any = None) -> RankAgreement:
-    """Compare parameters, gradients and buffers of all ranks of a group, all of which must call it.
+    """Compare parameters, gradients and buffers of all ranks of a group. All of them must call it.
 
-    It gathers checksums, two numbers for each tensor, in one collective; every rank returns the same answer. Gradients are
-    compared where all ranks have them: call it after ``backward()`` for that. Buffers that differ are told but are an anomaly
-    only where DDP does not broadcast them at each forward pass. With one rank, or without a process group, all agree.
+    One collective gathers two numbers for each tensor; every rank returns the same answer. To compare gradients, call it after
+    ``backward()``: all ranks must have them. Buffers that differ are reported, and are a problem unless DDP broadcasts them at
+    each forward pass. With one rank, or without a process group, all agree.
 
     Args:
         model: ``DistributedDataParallel`` or the module in it.
@@ -86,7 +86,7 @@ def compare_ranks(model: Any, *, group: Any = None) -> RankAgreement:
     if size > 1:
         dist.all_gather_object(sides, side, group=group)
         let_backend_finish()
-    return _compared(type(model).__name__, rank, sides, broadcast=bool(getattr(model, "broadcast_buffers", False)))
+    return _compare(type(model).__name__, rank, sides, broadcast=bool(getattr(model, "broadcast_buffers", False)))
 
 
 def _side(model: Any) -> _Side:
@@ -107,7 +107,7 @@ def _side(model: Any) -> _Side:
     for rows in sums.values():
         checksums = torch.stack([checksum for _, checksum, _ in rows]).tolist()
         norms = torch.stack([norm for _, _, norm in rows]).tolist()
-        prints.update({key: _Print(c, n) for (key, _, _), c, n in zip(rows, checksums, norms, strict=True)})
+        prints.update({key: _Fingerprint(c, n) for (key, _, _), c, n in zip(rows, checksums, norms, strict=True)})
     shapes = [None if _is_part(x) else tuple(x.shape) for _, x in named]
     described = [(name, shape, str(x.dtype), x.requires_grad) for (name, x), shape in zip(named, shapes, strict=True)]
     modes = [(name, module.training) for name, module in model.named_modules()]
@@ -115,12 +115,12 @@ def _side(model: Any) -> _Side:
 
 
 def _is_part(parameter: Any) -> bool:
-    """Return True if each rank has a part of the parameter: a DTensor, or one of ``FullyShardedDataParallel``."""
+    """Return whether each rank has a part of the parameter: a DTensor, or one of ``FullyShardedDataParallel``."""
     return hasattr(parameter, "placements") or bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 def _checksum(x: Any) -> Any:
-    """Return a checksum of the bits, on the tensor's device: equal tensors have equal ones, others almost never."""
+    """Return a checksum of the bits, on the tensor's device; different tensors almost never have the same."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     flat = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
     flat = flat.contiguous().reshape(-1).view(integers[flat.element_size()])
@@ -131,7 +131,7 @@ def _checksum(x: Any) -> Any:
     return total
 
 
-def _compared(model: str, rank: int, sides: list[_Side], *, broadcast: bool) -> RankAgreement:
+def _compare(model: str, rank: int, sides: list[_Side], *, broadcast: bool) -> RankAgreement:
     structure = _minority([side.structure for side in sides])
     keys = list(dict.fromkeys(key for side in sides for key in side.prints))
     rows = []
@@ -139,8 +139,8 @@ def _compared(model: str, rank: int, sides: list[_Side], *, broadcast: bool) -> 
         prints = [side.prints.get(key) for side in sides]
         if key[0] == "gradient" and None in prints:
             continue  # not all ranks are behind their backward
-        if ranks := _minority([one and one.checksum for one in prints]):
-            norms = tuple(None if one is None else one.norm for one in prints)
+        if ranks := _minority([fingerprint and fingerprint.checksum for fingerprint in prints]):
+            norms = tuple(None if fingerprint is None else fingerprint.norm for fingerprint in prints)
             rows.append(Disagreement(*key, ranks, norms))
     texts = [("rank_structure", model, f"ranks {_listed(structure)} have another structure or train mode")] * bool(structure)
     for row in rows:
@@ -157,6 +157,6 @@ def _listed(ranks: tuple[int, ...]) -> str:
 
 
 def _minority(values: list[Any]) -> tuple[int, ...]:
-    """Return the ranks whose value is not the most common one; of equally common ones, the first."""
+    """Return the ranks that do not have the most common value, or the first of equally common ones."""
     usual = Counter(values).most_common(1)[0][0]
     return tuple(rank for rank, value in enumerate(values) if value != usual)

@@ -49,7 +49,7 @@ def report(path: str | os.PathLike[str] | None = None) -> RunReport | Path:
     """Return the report on this rank's run so far, which a notebook shows as a page; or write it to a file.
 
     Args:
-        path: the file, which is returned then; its ending chooses the format: ``.html``, ``.md`` or ``.json``.
+        path: the file, which is then returned; its ending chooses the format: ``.html``, ``.md`` or ``.json``.
 
     Raises:
         RuntimeError: this process records nothing (no ``torchobs.init()``, or nowhere to write).
@@ -128,7 +128,7 @@ def system(*, training: bool = False) -> SystemCheck:
     It runs in a process of its own, for some seconds.
 
     Args:
-        training: also record a training of five steps there, as the command does, to see which probes work.
+        training: also record a training of five steps, as the command does, to check which probes work.
     """
     command = [sys.executable, "-m", "torchobs", "doctor", "--json", *([] if training else ["--no-training"])]
     printed = subprocess.run(command, capture_output=True, text=True, check=False)  # 1 means that a check failed

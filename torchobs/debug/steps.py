@@ -1,4 +1,4 @@
-"""``training_step``, its parts, and ``monitor_step``: what goes in and comes out, loss, gradients, update, time, memory."""
+"""``training_step``, its parts, and ``monitor_step``: inputs, outputs, loss, gradients, update, time and memory of a step."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class StepCheck(Checked):
     gradient_explosion: bool
     gradient_vanishing: bool
     loss_anomaly: bool
-    """Not finite, far above the losses of this model before, or grown without end since its first"""
+    """Not finite, far above earlier losses of this model, or diverged from its first ones"""
     problems: tuple[Problem, ...]
     gradients: GradientCheck
 
 
 class _Steps:
-    """What is known of one model so far."""
+    """The course of one model's steps so far."""
 
     __slots__ = ("baseline", "divergence", "latest", "norms", "number")
 
@@ -66,18 +66,18 @@ def monitor_step(
 ) -> StepCheck:  # fmt: skip
     """Check loss and gradients of the step in progress, after one transfer from each device, and count it.
 
-    Call it between ``backward()`` and ``zero_grad()``, before ``scaler.update()``. The loss is compared with those of the same
-    model before, by :mod:`torchobs.detect.spikes`: from the 20th on with those before it, and before that with its first
-    ones: one that has been a thousand times as large for 50 steps has diverged, however smoothly it grew.
+    Call it between ``backward()`` and ``zero_grad()``, before ``scaler.update()``. The loss is compared with earlier ones of
+    the same model, by :mod:`torchobs.detect.spikes`: from the 20th step on with the steps before, and always with the first
+    ones: a loss that is a thousand times as large for 50 steps has diverged, however smoothly it grew.
 
     Args:
         model: the module.
         loss: a tensor with one element, or a number; without it the gradients alone are checked.
-        step: its number; without one, calls for this model are counted. With the same one as before it is the same step.
+        step: its number; by default calls for this model are counted. A second call with the same number does not count.
         scaler: as for :func:`torchobs.debug.check_gradients`.
-        exploding: gradient norm, in total or of one parameter, above which it explodes. Without one: 10; from the 20th step of
+        exploding: gradient norm, in total or of one parameter, above which it explodes. By default 10; from the 20th step of
             this model on also far above its own norms (eight times, and 6 standard deviations on the log scale) or a thousand
-            times those of its start, since the norm of a loss that is a sum is as large as the batch.
+            times its first ones, since a loss that is a sum has a norm that grows with the batch size.
         vanishing: gradient norm, in total or of one weight, below which it vanishes.
 
     Raises:
@@ -85,7 +85,7 @@ def monitor_step(
         ValueError: a threshold is not above 0.
     """
     tensors.require_model(model, "monitor_step")
-    exploding = _explodes_above(model) if exploding is None else exploding
+    exploding = _exploding_norm(model) if exploding is None else exploding
     check = gradients_of(model, loss, scaler, "monitor_step", exploding, vanishing)
     kinds, problems = _judge(model, check, "monitor_step", exploding, vanishing)
     steps = _models[model]
@@ -100,8 +100,8 @@ def monitor_step(
     )  # fmt: skip
 
 
-def _explodes_above(model: Any) -> float:
-    """Return the gradient norm above which the model's next step explodes, by those of its steps before."""
+def _exploding_norm(model: Any) -> float:
+    """Return the gradient norm above which the model's next step explodes, by its earlier norms."""
     steps = _models.get(model)
     return EXPLODING if steps is None else max(EXPLODING, steps.norms.limit)
 
@@ -109,9 +109,9 @@ def _explodes_above(model: Any) -> float:
 def _judge(
     model: Any, check: GradientCheck, function: str, exploding: float, vanishing: float
 ) -> tuple[set[str], tuple[Problem, ...]]:
-    """Return the kinds of what is wrong with a step as a whole, and that with what is wrong with its gradients.
+    """Return the kinds of a step's anomalies as a whole, and all its problems, those of single gradients included.
 
-    A loss scaler skips a step whose gradients overflow: that is how it finds its scale, and no anomaly.
+    A step that a loss scaler skips because of an overflow is no anomaly: so the scaler finds its scale.
     """
     loss, norm = 0.0 if check.loss is None else check.loss, nan if check.gradient_norm is None else check.gradient_norm
     texts = dict[str, str]()
@@ -135,22 +135,22 @@ def _judge(
         texts["gradient_vanishing"] = f"the total gradient norm {norm:.3g} is below {vanishing:.3g} (vanishing)"
     name = type(model).__name__
     in_gradients = () if is_skipped and isfinite(loss) else check.problems
-    # of a loss that is not finite the check of the gradients has said it
+    # a loss that is not finite is among the problems of the gradients already
     rest = ((kind, name, text) for kind, text in texts.items() if isfinite(loss) or kind != "loss_anomaly")
     return set(texts), (*in_gradients, *record_findings(function, rest))
 
 
 MOST_TENSORS = 64
-"""Most tensors of a batch, or of an output, that are looked at"""
+"""Most tensors of a batch or an output that are checked"""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass(Checked):
-    """A forward pass. ``output`` is what the model returned."""
+    """A forward pass."""
 
     model: str
     time_s: float
-    """Seconds; on a CUDA device until it had computed"""
+    """Seconds, until a CUDA device had finished"""
     inputs: tuple[TensorRow, ...]
     outputs: tuple[TensorRow, ...]
     activations: tuple[TensorRow, ...]
@@ -187,9 +187,9 @@ class OptimizationStep(Checked):
     parameter_norm: float | None
     """L2 norm of its parameters after the step"""
     update_norm: float | None
-    """L2 norm of what the step changed; 0 where a loss scaler skipped it"""
+    """L2 norm of the change by the step; 0 if a loss scaler skipped it"""
     update_ratio: float | None
-    """Update over parameter norm before it: about 1e-3 in a training that goes well (Karpathy, "makemore" part 3)"""
+    """Update norm by parameter norm before: about 1e-3 in a training that goes well (Karpathy, "makemore" part 3)"""
     skipped: bool
     memory: MemoryUse
     gpu_memory: MemoryUse | None
@@ -205,31 +205,31 @@ class TrainingStep(Checked):
     gradient_norm: float | None
     problems: tuple[Problem, ...]
     forward: ForwardPass | None
-    """The last one; ``None`` if ``loss_fn`` calls another model"""
+    """The last forward pass; ``None`` if ``loss_fn`` calls another model"""
     backward: BackwardPass
     optimization: OptimizationStep
     weights: tensors.ParameterInspection | None
 
 
 def forward_pass(model: Any, batch: Any, *, activations: bool = False) -> ForwardPass:
-    """Call a model with a batch and check what goes in and comes out.
+    """Call a model with a batch and check inputs and outputs.
 
     Args:
-        model: the module, in the mode (train, eval) that it is in; gradients are recorded if they are on.
-        batch: a dict is given by keywords, a tuple or list by position, anything else as the only argument.
+        model: the module; its mode (train, eval) stays, and so does whether gradients are on.
+        batch: a dict is passed by keywords, a tuple or list by position, anything else as the only argument.
         activations: also the output of every module without children, by hooks that are gone afterwards.
 
     Raises:
-        TypeError: ``model`` is no ``torch.nn.Module``. What the model raises goes on.
+        TypeError: ``model`` is no ``torch.nn.Module``. The model's own errors go on.
     """
     tensors.require_model(model, "forward_pass")
-    watched = _Watched(model, "forward_pass", wanted=activations)
+    watched = _WatchedModel(model, "forward_pass", wanted=activations)
     call(watched, batch)
     return watched.passes[0]
 
 
-class _Watched:
-    """In place of a model: its calls are forward passes that are measured and checked, all else is the model's."""
+class _WatchedModel:
+    """Stands in for a model: its calls are measured and checked forward passes, all else is the model's."""
 
     def __init__(self, model: Any, function: str, *, wanted: bool) -> None:
         self._model, self._function, self._wanted = model, function, wanted
@@ -241,21 +241,21 @@ class _Watched:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rows, groups = Rows(), list[str]()
 
-        def take(group: str, name: str, values: Any) -> None:
+        def add_tensors(group: str, name: str, values: Any) -> None:
             for path, tensor in islice(walk(values, name), MOST_TENSORS):
                 rows.add(path, tensor)
                 groups.append(group)
 
-        take("inputs", "input", kwargs or (args[0] if len(args) == 1 else args))
+        add_tensors("inputs", "input", kwargs or (args[0] if len(args) == 1 else args))
         leaves = {name: x for name, x in self._model.named_modules() if self._wanted and not any(True for _ in x.children())}
         with ExitStack() as hooks:
             for name, module in leaves.items():
-                if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks: what passes between them is not seen
-                    hook = partial(take, "activations", name or type(module).__name__)
-                    hooks.enter_context(module.register_forward_hook(lambda _module, _given, output, hook=hook: hook(output)))
+                if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                    hook = partial(add_tensors, "activations", name or type(module).__name__)
+                    hooks.enter_context(module.register_forward_hook(lambda _module, _inputs, output, hook=hook: hook(output)))
             with _measured() as part:
                 output = self._model(*args, **kwargs)
-        take("outputs", "output", output)
+        add_tensors("outputs", "output", output)
         described = list(zip(groups, rows.described(), strict=True))
         inputs, inside, outputs = (
             tuple(row for group, row in described if group == name) for name in ("inputs", "activations", "outputs")
@@ -269,7 +269,7 @@ class _Watched:
 
 
 def backward_pass(model: Any, loss: Any, *, scaler: Any = None) -> BackwardPass:
-    """Call ``loss.backward()``, of the scaled loss where there is a scaler, and check the gradients of ``model``.
+    """Call ``loss.backward()``, with a scaler that of the scaled loss, and check the gradients of ``model``.
 
     Raises:
         TypeError: ``loss`` is no tensor, or ``model`` no module.
@@ -295,7 +295,7 @@ def _backward(model: Any, loss: Any, scaler: Any, exploding: float, vanishing: f
 
 
 def optimization_step(optimizer: Any, *, scaler: Any = None) -> OptimizationStep:
-    """Call ``optimizer.step()``, by the scaler where there is one (and its ``update()``), and measure what it changed.
+    """Call ``optimizer.step()``, or the scaler's ``step()`` and ``update()``, and measure the change.
 
     A copy of the parameters is kept meanwhile. An optimizer that needs a closure (LBFGS) raises.
 
@@ -337,19 +337,19 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
     model: Any, batch: Any, loss_fn: Callable[..., Any] | None, optimizer: Any, *, target: Any = None, scaler: Any = None,
     amp: Any = "off", activations: bool = False, weights: bool = False, exploding: float | None = None,
 ) -> TrainingStep:  # fmt: skip
-    """Do one training step and check it in turn: inputs, outputs, loss, gradients, update.
+    """Do one training step, and check inputs, outputs, loss, gradients and update.
 
-    ``zero_grad()``, the model, the loss, ``backward()`` and ``step()`` are called as in any training loop, and the weights
-    afterwards are the same to the bit. The step counts in ``debug.training_summary()``. It waits for a device a few times.
+    ``zero_grad()``, the model, the loss, ``backward()`` and ``step()`` are called as in any training loop; the weights become
+    the same, to the bit. The step counts in ``debug.training_summary()``. It waits for a device a few times.
 
     Args:
         model: the module, in train mode or not.
-        batch: a tensor, a mapping of keyword arguments, or a tuple of arguments, the last of which ``loss_fn`` may want.
-        loss_fn: ``loss_fn(model, batch)``, which calls the model, or ``loss_fn(output, target)``, or ``loss_fn(output)``; its
-            first parameter's name tells which. ``None``: the output's own ``loss``, or the sum of its tensors.
-        optimizer: of the model's parameters. One that needs a closure (LBFGS) raises.
+        batch: a tensor, a mapping of keyword arguments, or a tuple of arguments; the last may be the target for ``loss_fn``.
+        loss_fn: ``loss_fn(model, batch)``, which calls the model, or ``loss_fn(output, target)``, or ``loss_fn(output)``, by
+            the name of its first parameter. ``None``: the output's own ``loss``, or the sum of its tensors.
+        optimizer: one with the model's parameters. One that needs a closure (LBFGS) raises.
         target: for ``loss_fn(output, target)``; without it, the last item of a batch that is a tuple, else the batch.
-        scaler: a ``torch.amp.GradScaler`` to scale, step and update by.
+        scaler: a ``torch.amp.GradScaler`` that scales, steps and updates.
         amp: autocast of forward and loss: ``"bf16"``, ``"fp16"``, ``"off"``, ``"auto"`` (bf16 where the device has it, else
             fp16), or a dtype.
         activations: also the output of every module without children.
@@ -357,27 +357,27 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
         exploding: as for :func:`torchobs.debug.monitor_step`.
 
     Raises:
-        TypeError: an argument is of the wrong kind. What model, loss and optimizer raise goes on.
+        TypeError: an argument is of the wrong kind. Errors of model, loss and optimizer go on.
         ValueError: the loss has more than one element, or nothing to differentiate; a threshold is not above 0; the optimizer
-            is of other parameters; the model is on the device meta.
+            has other parameters; the model is on the device meta.
     """
     tensors.require_model(model, "training_step")
     tensors.require_optimizer(optimizer, model, "training_step")
     tensors.require_scaler(scaler, "training_step", "scale")
     if loss_fn is not None:
         parameters_of(loss_fn)
-    limit = _explodes_above(model) if exploding is None else exploding
+    limit = _exploding_norm(model) if exploding is None else exploding
     require_positive(limit)
     autocast = _autocast(model, amp)
     begun = time.perf_counter()
     optimizer.zero_grad()
-    watched: Any = _Watched(model, "training_step", wanted=activations)
+    watched: Any = _WatchedModel(model, "training_step", wanted=activations)
     with autocast:
         loss = compute_loss(watched, batch, loss_fn, target=target)
     backward = _backward(model, loss, scaler, limit, VANISHING)
     optimization = optimization_step(optimizer, scaler=scaler)
     kinds, in_gradients = _judge(model, backward.gradients, "training_step", limit, VANISHING)
-    in_passes = [problem for each in watched.passes for problem in each.problems]
+    in_passes = [problem for forward in watched.passes for problem in forward.problems]
     problems = (*in_passes, *in_gradients, *optimization.problems)
     record_step(kinds, anomalous=bool(problems))
     return TrainingStep(
@@ -399,16 +399,16 @@ def _autocast(model: Any, amp: Any) -> Any:
 
 
 def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPass:
-    """Call a model in eval mode, without gradients, and check what goes in and comes out.
+    """Call a model in eval mode, without gradients, and check inputs and outputs.
 
-    Each module is in its own mode again afterwards, also after an exception; a ``train()`` of its own is called for it.
+    Afterwards, also after an exception, each module has its mode again; if it overrides ``train()``, that is called.
 
     Raises:
-        TypeError: ``model`` is no ``torch.nn.Module``. What the model raises goes on.
+        TypeError: ``model`` is no ``torch.nn.Module``. The model's own errors go on.
     """
     tensors.require_model(model, "inference")
-    # tables that a first pass makes would stay in inference mode, and the training that comes after refuses those
-    watched = _Watched(model, "inference", wanted=activations)
+    # no inference mode: tables that a model caches in its first pass would be refused by the training afterwards
+    watched = _WatchedModel(model, "inference", wanted=activations)
     with evaluating(model), torch.no_grad():
         call(watched, batch)
     return watched.passes[0]
@@ -416,7 +416,7 @@ def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPa
 
 @contextmanager
 def _measured() -> Iterator[Any]:
-    """Yield a part whose ``time_s``, ``host`` and ``device`` are there at its end."""
+    """Yield an object that has ``time_s``, ``host`` and ``device`` after the block."""
     part, before = SimpleNamespace(), operations.read()
     operations.wait_for_devices()
     begun = time.perf_counter()

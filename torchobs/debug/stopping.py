@@ -1,4 +1,4 @@
-"""``early_stopping`` and ``validation``: when to stop, and what a validation found, as decisions, events and series."""
+"""``early_stopping``: when to stop; ``validation``: time and mean metrics of a validation; both as events and series."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True, slots=True)
 class StopDecision(Checked):
-    """What a stopper made of one value. ``ok``: training goes on; but ``bool()`` is true where it should stop."""
+    """A stopper's decision about one value: ``bool()`` is true if training should stop, ``ok`` if it goes on."""
 
     monitor: str
     value: float
@@ -35,11 +35,11 @@ class StopDecision(Checked):
     """Number of this check, from 1"""
     improved: bool
     best: float | None
-    """``None`` as long as no value was finite"""
+    """``None`` before the first finite value"""
     best_check: int | None
     patience: int
     patience_left: int
-    """Checks without improvement that it still waits for"""
+    """Checks without improvement until it stops"""
     stop: bool
     reason: str
 
@@ -49,7 +49,7 @@ class StopDecision(Checked):
         return (Problem("early_stop", self.monitor, self.reason),) if self.stop else ()
 
     def __bool__(self) -> bool:
-        """Return True if training should stop."""
+        """Return whether training should stop."""
         return self.stop
 
 
@@ -63,7 +63,7 @@ class EarlyStopper:
         self.last: StopDecision | None = None
 
     def __call__(self, value: Any) -> StopDecision:
-        """Take the monitored value of one more check.
+        """Decide by the value of one more check.
 
         Args:
             value: a number, a tensor with one element, or a mapping that has the monitor's name.
@@ -88,7 +88,7 @@ class EarlyStopper:
             self._best_check or None, self.patience, left, bool(reason), reason,
         )  # fmt: skip
         self.last = decision
-        self._tell(decision)
+        self._record(decision)
         return decision
 
     def _reason(self, number: float, left: int) -> str:
@@ -99,7 +99,7 @@ class EarlyStopper:
             return f"{self.monitor} has not improved in {self._checks - self._best_check} checks since {best}"
         return ""
 
-    def _tell(self, decision: StopDecision) -> None:
+    def _record(self, decision: StopDecision) -> None:
         record_series({f"{self.monitor}.best": decision.best, f"{self.monitor}.patience_left": decision.patience_left})
         about = {
             "monitor": self.monitor, "value": decision.value, "best": decision.best, "patience_left": decision.patience_left,
@@ -111,14 +111,14 @@ class EarlyStopper:
             record_finding("early_stop", decision.reason, function="early_stopping", name=self.monitor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs to go on."""
+        """Return the state for a checkpoint."""
         return {"monitor": self.monitor, "best": self._best, "best_check": self._best_check, "checks": self._checks}
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from a checkpoint.
 
         Raises:
-            ValueError: it is of something else, or of a stopper that goes by another value.
+            ValueError: it is no stopper's state, or that of a stopper with another monitor.
         """
         if not isinstance(state, Mapping) or not {"monitor", "best", "best_check", "checks"} <= state.keys():
             raise ValueError(f"a stopper's state_dict() is needed, not {state!r:.100}")
@@ -128,7 +128,7 @@ class EarlyStopper:
 
 
 def early_stopping(monitor: str, patience: int = 10, *, mode: Mode, min_delta: float = 0.0) -> EarlyStopper:
-    """Return a stopper: call it with each check's value; its decision is true if training should stop.
+    """Return a stopper to call with the value of each check; its decision is true if training should stop.
 
     Each decision is a ``torchobs.debug.early_stopping`` event; ``<monitor>.best`` and ``<monitor>.patience_left`` are series.
 
@@ -136,10 +136,10 @@ def early_stopping(monitor: str, patience: int = 10, *, mode: Mode, min_delta: f
         monitor: name of the value.
         patience: checks without an improvement after which it stops.
         mode: ``min`` if smaller is better, as of a loss, ``max`` if larger is, as of an accuracy.
-        min_delta: least change that is an improvement.
+        min_delta: an improvement is greater than this.
 
     Raises:
-        ValueError: ``patience`` below 1, ``min_delta`` below 0, another mode, or no name.
+        ValueError: ``patience`` below 1, ``min_delta`` below 0, an unknown mode, or no name.
     """
     if not (is_text(monitor) and monitor and is_whole(patience) and patience >= 1 and is_number(min_delta) and min_delta >= 0):
         raise ValueError(f"early_stopping() needs a name, patience >= 1, min_delta >= 0, not {(monitor, patience, min_delta)}")
@@ -150,7 +150,7 @@ def early_stopping(monitor: str, patience: int = 10, *, mode: Mode, min_delta: f
 
 @dataclass(frozen=True, slots=True)
 class Validation(Checked):
-    """One validation; what is known at its end is empty before. ``add`` counts its batches."""
+    """One validation, filled at its end. ``add`` counts its batches."""
 
     name: str
     samples: int = 0
@@ -158,12 +158,12 @@ class Validation(Checked):
     time_s: float | None = None
     samples_per_s: float | None = None
     metrics: dict[str, float] | None = None
-    """Means, each over the samples of the batches that gave it"""
+    """Mean of each metric over the samples of the batches that have it"""
     problems: tuple[Problem, ...] = ()
     error: str | None = None
     """Class of the exception that ended it"""
     _sums: dict[str, tuple[Any, int]] = field(default_factory=dict, repr=False, compare=False)
-    """Of each metric the sum over samples so far, and the number of these"""
+    """Sum of each metric over its samples so far, and their number"""
 
     def add(self, samples: int = 1, **values: Any) -> None:
         """Count one batch with its values (numbers, or tensors with one element, which are read at the end)."""
@@ -174,7 +174,7 @@ class Validation(Checked):
 
 
 def _wide(value: Any) -> Any:
-    """Return a value in a type in which sums are exact enough: a sum in bfloat16 stops growing at 256 times its terms."""
+    """Return a value in a type with exact enough sums: a sum in bfloat16 stops growing at 256 times its terms."""
     if not hasattr(value, "detach"):
         return float(value)
     return value.detach().to(wide_type(value.device))
@@ -182,11 +182,11 @@ def _wide(value: Any) -> Any:
 
 @contextmanager
 def validation(model: Any = None, name: str = "validation", *, stopper: EarlyStopper | None = None) -> Iterator[Validation]:
-    """Enclose a validation: its time is the phase ``evaluation``, what ``add`` was given is averaged and recorded.
+    """Enclose a validation: its time is the phase ``evaluation``; the values given to ``add`` are averaged and recorded.
 
-    With a model it is in eval mode inside, and each module's mode is restored (a module with a ``train()`` of its own has it
-    called); gradients are off. Metrics become series (``<name>.<metric>``), the whole a ``torchobs.debug.validation`` event;
-    the stopper is called with the metrics.
+    Gradients are off inside. A given model is in eval mode, and each module gets its mode back (by its own ``train()`` if it
+    overrides that). Metrics become series (``<name>.<metric>``), the whole a ``torchobs.debug.validation`` event; the stopper
+    is called with the metrics.
 
     Raises:
         TypeError: ``model`` is no module.

@@ -46,40 +46,40 @@ MOST_TRACES = 8
 
 @dataclass
 class Look:
-    """The update of a step begins."""
+    """A step's update that begins, as a switch looks at it."""
 
     model: Any
-    """``None`` as long as it is unknown"""
+    """``None`` while unknown"""
     optimizer: Any
     loss: Any
-    """That from which the last backward pass began, without the loss scale; ``None`` before one"""
+    """Loss of the last backward pass, without the loss scale; ``None`` before one"""
     context: ProbeContext
 
     @cached_property
     def check(self) -> StepCheck | None:
-        """Loss and gradients, which count as those of a step that was checked; ``None`` as long as the model is unknown."""
+        """Loss and gradients, counted as a step that was checked; ``None`` while the model is unknown."""
         return None if self.model is None else monitor_step(self.model, self.loss, self.context.recorder.step)
 
 
 class Options(NamedTuple):
-    """What ``enable`` was given for single switches."""
+    """Arguments of ``enable`` for single switches."""
 
     trace_dir: str
     anomaly: str
 
 
 class SwitchProbe:
-    """A switch that is on: a function of a :class:`Look`, which returns what it sees, or nothing to be called at the next step.
+    """A switch that is on: a function that describes a :class:`Look`; an empty text means again at the next step.
 
-    Some have a class of their own, where a switch is more than a look. An exception turns the switch off.
+    A switch that does more than look has a class of its own. An exception turns the switch off.
     """
 
     last = ""
-    """What it saw last, in words"""
+    """The latest description"""
 
-    def __init__(self, name: str, every: int, options: Options, context: ProbeContext, see: Callable[[Look], str]) -> None:
+    def __init__(self, name: str, every: int, options: Options, context: ProbeContext, describe: Callable[[Look], str]) -> None:
         """``every``: steps between two looks; 0 if it looks at no step."""
-        self.every, self.options, self.context, self._see = every, options, context, see
+        self.every, self.options, self.context, self._describe = every, options, context, describe
         self.on, self.failed = True, False
         self.looks, self.looked_at, self.due = 0, -1, context.recorder.step
         self.breaker = context.breakers[f"debug.{name}"] = CircuitBreaker(f"debug.{name}")
@@ -91,46 +91,46 @@ class SwitchProbe:
         """Put everything back."""
 
     def take_loss(self, loss: Any) -> None:
-        """Take the loss of a backward pass that begins."""
+        """Receive the loss of a backward pass that begins."""
 
     def before_step(self, step: int, look: Look) -> None:
-        """Look if it is time to: at every optimizer of a step."""
-        if self.every and (step >= self.due or step == self.looked_at) and (text := self._see(look)):
-            self.note(step, text)
+        """Look if it is due, at each optimizer of a step."""
+        if self.every and (step >= self.due or step == self.looked_at) and (text := self._describe(look)):
+            self.record_look(step, text)
 
-    def note(self, step: int, text: str) -> None:
-        """Note what was seen at this step."""
+    def record_look(self, step: int, text: str) -> None:
+        """Record the description of this step."""
         self.looks += step != self.looked_at
         self.last, self.looked_at, self.due = text, step, step + self.every
 
     def stop_for_threads(self) -> None:
-        """An optimizer steps in another thread."""
+        """React to an optimizer that steps in another thread."""
 
     def stop(self) -> None:
-        """Put back what it has changed, also if it has failed."""
+        """Put everything back, also after an error."""
         self.failed, self.on = self.breaker.is_open, False
         self.breaker.is_open = False
         call(self.breaker, self.remove)
 
     def row(self, name: str) -> Switch:
-        """Return what is known of it."""
+        """Return its state for :func:`status`."""
         failed = self.failed or (self.on and self.breaker.is_open)
         error = "failed, see the log" if failed else None
         return Switch(name, self.on and error is None, self.every, self.looks, self.last, error)
 
 
 class AnomalyMode(SwitchProbe):
-    """What ``context(anomaly=...)`` does, all the time: torch's anomaly mode, or a look at each operator."""
+    """``context(anomaly=...)`` all the time: torch's anomaly mode, or a check of each operator."""
 
     def install(self) -> None:
         raises = self.options.anomaly == "raise"
         self.last = "torch raises at NaN in a backward function" if raises else "no operator has made NaN or Inf"
         self._mode, self._thread = ExitStack(), get_ident()
-        self._mode.enter_context(operations.entered(self.options.anomaly, self._note))
+        self._mode.enter_context(operations.anomaly_mode(self.options.anomaly, self._record_birth))
 
-    def _note(self, birth: Birth) -> None:
+    def _record_birth(self, birth: Birth) -> None:
         self.last = f"{birth.text} at {birth.location}"
-        if not operations.note_birth(birth):  # else an operation says it
+        if not operations.record_birth(birth):  # else an operation reports it
             record_finding("nonfinite_result", birth.text, function="enable", name=birth.location)
 
     def remove(self) -> None:
@@ -143,8 +143,8 @@ class AnomalyMode(SwitchProbe):
 class StepProfile(SwitchProbe):
     """A profile from one update to the next.
 
-    Torch allows one profiler: this waits for the end of another. A recording does not begin within the update in which one
-    has ended, whose ``record_function`` it would otherwise see the end of.
+    Torch allows one profiler: this waits for the end of another. None begins in the update in which one has ended: it would
+    record the end of a ``record_function`` without its beginning.
     """
 
     writes = False
@@ -169,12 +169,12 @@ class StepProfile(SwitchProbe):
                 return
             recorder.start()
             self._recorder = recorder
-            self.note(step, self.last)
+            self.record_look(step, self.last)
         if self.several_train:  # also where another thread has stepped meanwhile
             self.stop_for_threads()
 
     def stop_for_threads(self) -> None:
-        """Profile no more: an optimizer steps in another thread, beside which torch's profiler crashes."""
+        """Stop profiling for good: torch's profiler crashes beside an optimizer that steps in another thread."""
         StepProfile.several_train = True
         self.last = "no profile: steps come from several threads, beside which torch's profiler crashes"
         self.remove()
@@ -187,27 +187,27 @@ class StepProfile(SwitchProbe):
 
 
 class StepTrace(StepProfile):
-    """The same, written for TensorBoard."""
+    """The same, with a trace for TensorBoard."""
 
     writes = True
 
 
 class ForwardPass(SwitchProbe):
-    """What the layers put out, as the activation probe sees it at level extreme."""
+    """Outputs of the layers, by the probe of activations at level extreme."""
 
     def install(self) -> None:
         if "activations" in self.context.settings.disable_probes:
-            self.last = "nothing: the setting disable_probes has the probe activations, which looks"
-        self.context.hooks.layers.register(self.breaker, self._take)
+            self.last = "nothing: the setting disable_probes has activations, the probe behind this switch"
+        self.context.hooks.layers.register(self.breaker, self._record_outputs)
 
-    def _take(self, step: int, stats: dict[str, ActivationStats]) -> None:
-        """Note a step's outputs. In the sampler thread."""
+    def _record_outputs(self, step: int, stats: dict[str, ActivationStats]) -> None:
+        """Record a step's outputs, in the sampler thread."""
         shares = {name: row.nonfinite for name, row in stats.items() if row.nonfinite}
         shown = ", ".join(f"{name} {list(row.shape)} {row.mean_abs:.3g} ± {row.std:.3g}" for name, row in stats.items())
         logger.debug("forward pass of step %d: %s", step, shown)
         texts = [("nonfinite_activation", name, f"{share:.2%} of its output is not finite") for name, share in shares.items()]
         record_findings("enable", texts)
-        self.note(step, f"{len(stats)} layers, {len(shares)} not finite")
+        self.record_look(step, f"{len(stats)} layers, {len(shares)} not finite")
 
     def before_step(self, step: int, look: Look) -> None:
         self.context.hooks.layers.want(self.every)
@@ -218,7 +218,7 @@ class ForwardPass(SwitchProbe):
 
 
 def memory_usage(look: Look) -> str:
-    """Memory of process and devices."""
+    """Describe the memory of process and devices."""
     del look  # it is of no step
     reading = operations.read()
     on_devices = f", {size(reading.device)} on the devices" if reading.device is not None else ""
@@ -226,7 +226,7 @@ def memory_usage(look: Look) -> str:
 
 
 def gradient_norms(look: Look) -> str:
-    """``monitor_step``."""
+    """Run ``monitor_step``, and describe the gradient norm."""
     if look.check is None:
         return ""
     if look.check.gradient_norm is not None:
@@ -235,7 +235,7 @@ def gradient_norms(look: Look) -> str:
 
 
 def backward_pass(look: Look) -> str:
-    """The same, as soon as there is a loss."""
+    """Run ``monitor_step`` once there is a loss, and describe both."""
     if look.loss is None or look.check is None:
         return ""
     text = f"loss {look.check.loss:.4g}, norm {_shown(look.check.gradient_norm)}"
@@ -248,7 +248,7 @@ def _shown(norm: float | None) -> str:
 
 
 def device_placement(look: Look) -> str:
-    """``check_devices`` of model and optimizer."""
+    """Run ``check_devices`` on model and optimizer."""
     if look.model is None:
         return ""
     check = check_devices(look.model, optimizer=look.optimizer if has_parameters_of(look.optimizer, look.model) else None)
@@ -256,7 +256,7 @@ def device_placement(look: Look) -> str:
 
 
 def mixed_precision(look: Look) -> str:
-    """What autocast computes in, weights in float16, and the loss scale."""
+    """Describe autocast and the loss scale; report float16 weights."""
     named = look.model.named_parameters() if look.model is not None else ()
     half = [name for name, x in named if x.dtype is torch.float16 and x.requires_grad]
     if half:
@@ -268,19 +268,19 @@ def mixed_precision(look: Look) -> str:
 
 
 def time_in(state: str) -> Callable[[Look], str]:
-    """Return a switch for the time that the session counts as in that state of goodput, and its share."""
+    """Return a switch that describes the session's time in that state of goodput."""
 
-    def see(look: Look) -> str:
+    def describe(look: Look) -> str:
         spent = look.context.writer.table.core.totals.floats[Word.GOODPUT :][: len(catalog.GOODPUT_STATES)].tolist()
         time_s = spent[catalog.GOODPUT_STATES.index(state)]
         share = time_s / (sum(spent) or 1.0)
         return f"{time_s:.3g} s, {share:.0%} of the time, in {state}"
 
-    return see
+    return describe
 
 
 class Stopping(SwitchProbe):
-    """The mean training loss between two looks, given to ``early_stopping``: reported, never acted on."""
+    """Early stopping by the mean training loss between two looks: reported, never acted on."""
 
     def install(self) -> None:
         self._stopper, self._sum, self._count = early_stopping("training_loss", mode="min"), 0.0, 0
@@ -293,11 +293,11 @@ class Stopping(SwitchProbe):
             decision = self._stopper(self._sum / self._count)
             self._sum, self._count = 0.0, 0
             best = decision.best or 0
-            self.note(step, f"loss {decision.value:.4g}, best {best:.4g}, patience left {decision.patience_left}")
+            self.record_look(step, f"loss {decision.value:.4g}, best {best:.4g}, patience left {decision.patience_left}")
 
 
 def lr_scheduling(look: Look) -> str:
-    """Learning rates of an optimizer's groups."""
+    """Describe the learning rates of an optimizer's groups."""
     rates = [float(group["lr"]) for group in look.optimizer.param_groups if "lr" in group]
     return "lr " + ", ".join(f"{rate:.3g}" for rate in rates)
 
@@ -317,7 +317,7 @@ SWITCHES: dict[str, tuple[Any, str]] = {
     "early_stopping": (Stopping, "performance"),
     "lr_scheduling": (lr_scheduling, "performance"),
 }
-"""Names, each with its function or class, and what its interval goes by"""
+"""Function or class of each switch, and which interval it has"""
 _BASIC = ("gradient_norms", "lr_scheduling")
 _ADVANCED = (*_BASIC, "memory_usage", "data_loading", "validation", "early_stopping", "forward_pass", "backward_pass")
 PRESETS: dict[str, tuple[str, ...]] = {
@@ -331,7 +331,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
 } | dict.fromkeys(("extreme", "full"), tuple(SWITCHES))
 """Modes and levels"""
 _NAME = "debug"
-"""Of the listener in the session's hook lists"""
+"""Name of the listener in the session's hook lists"""
 _lock = RLock()
 
 
@@ -342,36 +342,36 @@ class Switch(Result):
     name: str
     on: bool
     every: int
-    """Steps between two looks; 0 if it is on all the time"""
+    """Steps between two looks; 0: on all the time"""
     looks: int
-    """How often it has looked, since it was enabled"""
+    """Number of looks since it was enabled"""
     last: str
-    """What it saw last, also after its end"""
+    """Its latest description, also after its end"""
     error: str | None
-    """Said of a switch that an exception has turned off"""
+    """Set if an exception has turned it off"""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary(Checked):
-    """What switches have seen since the first of them was enabled, until the last one was disabled."""
+    """Results of the switches, from the first that was enabled until the last was disabled."""
 
     enabled: tuple[str, ...]
-    """Those that are on"""
+    """Names of switches that are on"""
     steps: int
     model: str | None
-    """Class of the model that is looked at; searched for at the first step where it was not given"""
+    """Class of the model that is checked; if none was given, it is searched for at the first step"""
     switches: tuple[Switch, ...]
-    """Those that are on, or were"""
+    """Switches that are on, or were"""
     training: TrainingSummary
-    """Of the steps that were looked at"""
+    """Of the steps that were checked"""
     problems: tuple[Problem, ...]
-    """Findings of all functions meanwhile, the last hundred, each kind of one thing once"""
+    """The last hundred findings of all functions meanwhile, one for each kind and name"""
 
 
 class Run(AbstractContextManager["Run"]):
-    """What :func:`enable` returns: the switches of this process, and a hook of the optimizer's step as long as any is on.
+    """The switches of this process, as :func:`enable` returns them; a hook of the optimizer's step while any is on.
 
-    As a context manager it switches everything off at the end. What was seen is kept.
+    As a context manager it switches everything off at the end. Results are kept.
     """
 
     def __init__(self, context: ProbeContext | None) -> None:
@@ -395,7 +395,7 @@ class Run(AbstractContextManager["Run"]):
         self._unhook = before_steps(breaker.guard(self._before_step))
 
     def __exit__(self, *_: object) -> None:
-        """Switch off what is on."""
+        """Switch everything off."""
         disable()
 
     def __getattr__(self, name: str) -> Any:
@@ -406,11 +406,11 @@ class Run(AbstractContextManager["Run"]):
 
     @property
     def is_over(self) -> bool:
-        """Whether no switch is on any more."""
+        """Whether all switches are off."""
         return self._last is not None
 
     def summary(self) -> RunSummary:
-        """Return what was seen so far, or until the last switch went off."""
+        """Return the results so far, or those when the last switch went off."""
         with _lock:
             if self._last is not None:
                 return self._last
@@ -423,18 +423,18 @@ class Run(AbstractContextManager["Run"]):
             )  # fmt: skip
 
     def add(self, names: tuple[str, ...], intervals: dict[str, int], options: Options, model: Any) -> None:
-        """Switch on; those that are on get the new interval. ``model``: look at this one."""
+        """Switch on; switches that are on get the new interval. ``model``: the one to check."""
         if model is not None:
             self._model = weakref.ref(model)
         for name in names if self._context is not None else ():
-            see, interval = SWITCHES[name]
+            describe, interval = SWITCHES[name]
             before = self._probes.get(name)
             if before is not None and before.row(name).on:
                 before.every = intervals[interval]
             elif self._context is not None:
-                self.remove([name])  # of one that has failed
-                make = see if isinstance(see, type) else SwitchProbe
-                probe = self._probes[name] = make(name, intervals[interval], options, self._context, see)
+                self.remove([name])  # one that has failed
+                make = describe if isinstance(describe, type) else SwitchProbe
+                probe = self._probes[name] = make(name, intervals[interval], options, self._context, describe)
                 call(probe.breaker, probe.install)
 
     def remove(self, names: Iterable[str]) -> None:
@@ -443,7 +443,7 @@ class Run(AbstractContextManager["Run"]):
             probe.stop()
 
     def end_if_off(self) -> None:
-        """Remove the hooks if no switch is on any more."""
+        """Remove the hooks once all switches are off."""
         context = self._context
         if context is not None and not self.is_over and not any(probe.on for probe in self._probes.values()):
             self._last = self.summary()
@@ -468,7 +468,7 @@ class Run(AbstractContextManager["Run"]):
                 self._model = weakref.ref(model)
         step = context.recorder.step
         look = Look(model, optimizer, self._loss, context)
-        for probe in sorted(self._on(), key=lambda probe: probe.due):  # of two that profile, that which waits longer
+        for probe in sorted(self._on(), key=lambda probe: probe.due):  # of two profilers the one that waits longer
             call(probe.breaker, probe.before_step, step, look)
 
     def _take_loss(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
@@ -490,17 +490,17 @@ def enable(  # noqa: PLR0913  # each switch's own
     switches: Any = "full", *, model: Any = None, anomaly: Anomaly = "raise", gradients_every: int = 100,
     memory_every: int = 50, performance_every: int = 10, profile_every: int = 1000, trace_dir: str | Path = "runs/torchobs",
 ) -> Run:  # fmt: skip
-    """Switch on debugging of the training that this process does, from its next step on, until :func:`disable`.
+    """Switch on debugging of this process's training, from the next step on, until :func:`disable`.
 
-    As a context manager it ends with the block. Where no session runs, :func:`torchobs.init` is called; where that records
-    nothing (``TORCHOBS_ENABLED=0``), nothing is switched on, and a warning says so. Switches end with the session. An error
-    inside a switch turns that switch off.
+    As a context manager it ends with the block. Without a session, :func:`torchobs.init` is called; if that records nothing
+    (``TORCHOBS_ENABLED=0``), nothing is switched on, and a warning says so. Switches end with the session. An error inside a
+    switch turns that switch off.
 
     Args:
         switches: names in a list, or the name of a mode (``anomaly_detection``, ``gradient_checking``, ``memory_profiling``,
             ``performance_profiling``, ``full``) or of a level (``off``, ``basic``, ``advanced``, ``extreme``). ``off`` switches
-            off what is on; other names are added to it.
-        model: the module that trains; without it, it is searched for at the first step by the optimizer's parameters.
+            everything off; other names add to what is on.
+        model: the module that trains; by default it is found at the first step by the optimizer's parameters.
         anomaly: what ``autograd_anomaly`` does: ``raise`` or ``warn``, as for :func:`torchobs.debug.context`.
         gradients_every: steps between two looks at gradients, passes, devices, precision.
         memory_every: at memory.
@@ -515,8 +515,8 @@ def enable(  # noqa: PLR0913  # each switch's own
     global _run  # noqa: PLW0603  # of the process
     names, every = _names_of(switches), (gradients_every, memory_every, performance_every, profile_every)
     if not all(map(is_whole, every)) or min(every) < 1:
-        given = ", ".join(map(repr, every))
-        raise ValueError(f"a switch looks every step or less often: frequencies are whole numbers, 1 or more, not {given}")
+        numbers = ", ".join(map(repr, every))
+        raise ValueError(f"a switch looks every step or less often: frequencies are whole numbers, 1 or more, not {numbers}")
     if anomaly not in {"raise", "warn"}:
         raise ValueError(f"anomaly is 'raise' or 'warn', not {anomaly!r}: without it leave autograd_anomaly out")
     if model is not None:
@@ -539,7 +539,7 @@ def enable(  # noqa: PLR0913  # each switch's own
 
 
 def disable(switches: Any = None) -> RunSummary:
-    """Switch off those, or all, and put back exactly what was there before. The session goes on.
+    """Switch these off, or all, and put back exactly what was there before. The session goes on.
 
     Raises:
         ValueError: a name is unknown.
@@ -551,12 +551,12 @@ def disable(switches: Any = None) -> RunSummary:
 
 
 def status() -> RunSummary:
-    """Return which switches are on, how often they looked, and what they saw last; of the last ones, where none is."""
+    """Return which switches are on, how often they looked, and what they saw last; if none is on, the last ones."""
     return _run.summary()
 
 
 def _names_of(wanted: object) -> tuple[str, ...]:
-    """Return the switches that a preset's name, a switch's name or a sequence of both means.
+    """Return the switches of a preset's name, a switch's name or a sequence of both.
 
     Raises:
         ValueError: a name is unknown.
@@ -579,6 +579,6 @@ def model_of(optimizer: Any) -> Any:
         return set(map(id, module.parameters()))
 
     wanted = {id(x) for group in optimizer.param_groups for x in group["params"]}
-    # each within a breaker of its own: a module of another model may refuse to list its parameters
+    # each in its own breaker: a module of another model may refuse to list its parameters
     whole = (x for x in roots(living(torch.nn.Module)) if wanted <= (call(CircuitBreaker("debug.model"), ids, x) or set()))
     return next(whole, None)

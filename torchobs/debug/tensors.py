@@ -1,6 +1,6 @@
-"""``inspect_tensor`` and ``inspect_parameters``: what is in a tensor, in those of a model; what arguments have to be.
+"""``inspect_tensor`` and ``inspect_parameters``: statistics of a tensor, or of a model's; checks of the toolbox's arguments.
 
-Quantiles are those of the finite elements, and interpolate linearly, as ``torch.quantile`` does.
+Quantiles are of the finite elements, and interpolate linearly as ``torch.quantile`` does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def require(value: Any, kind: str, function: str) -> None:
 
 
 def require_model(model: Any, function: str) -> None:
-    """Raise unless it is a module whose weights are there: on the device meta nothing could be looked at."""
+    """Raise unless it is a module with weights: on the device meta there is nothing to check."""
     require(model, "nn.Module", function)
     if is_without_values(model):
         raise ValueError(f"{function}() needs weights, and the model is on the device meta: load it on a real one")
@@ -41,18 +41,18 @@ def require_optimizer(optimizer: Any, model: Any, function: str) -> None:
 
 
 def is_batch(loader: Any) -> bool:
-    """Return True for what is a batch by itself, though it could be iterated: a tensor, a mapping, a tuple."""
+    """Return whether an iterable is a single batch: a tensor, a mapping, a tuple."""
     return isinstance(loader, (torch.Tensor, tuple)) or is_mapping(loader)
 
 
 def require_scaler(scaler: Any, function: str, *methods: str) -> None:
-    """Raise ``TypeError`` with advice if ``scaler`` is neither None nor a loss scaler that has what the function calls."""
+    """Raise ``TypeError`` unless ``scaler`` is None, or a loss scaler with these methods."""
     if scaler is not None and not all(hasattr(scaler, name) for name in ("get_scale", *methods)):
         raise TypeError(f"{function}() takes a torch.amp.GradScaler as scaler, not {type(scaler).__name__}")
 
 
 SAMPLE = 1 << 18
-"""Most elements that are sorted for quantiles and the histogram: of a larger tensor, evenly spaced ones"""
+"""Most elements sorted for quantiles and histogram; evenly spaced ones of a larger tensor"""
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 BINS = 20
 
@@ -60,7 +60,7 @@ BINS = 20
 def _distribution(x: Any) -> Any:
     """Return :data:`QUANTILES`, then :data:`BINS` counts between least and greatest, of the finite elements of a sample.
 
-    The last number is how many elements the sample has. ``x`` is not empty.
+    The last number is the size of the sample. ``x`` is not empty.
     """
     number = wide_type(x.device)
     sample = evenly_sampled(x.reshape(-1), SAMPLE).to(number)
@@ -77,17 +77,17 @@ def _distribution(x: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TensorStats(TensorRow, Checked):
-    """One tensor. In ``shape``, ``"*"`` is a dimension whose length varies (nested tensors)."""
+    """One tensor. In ``shape``, ``"*"`` is a dimension of varying length (nested tensors)."""
 
     layout: str
     size_bytes: int
     """Bytes of its elements, with the indices of a sparse tensor; of a DTensor, the local shard's"""
     requires_grad: bool
     values: str
-    """What the statistics are of: elements, stored elements of a sparse tensor, magnitudes of complex numbers, dequantised
+    """Kind of the counted values: elements, stored elements of a sparse tensor, magnitudes of complex numbers, dequantised
     elements, the local shard of a DTensor; or why there are none"""
     counted: int
-    """Elements that the statistics are of"""
+    """Number of values in the statistics"""
     has_nan: bool
     has_inf: bool
     quantiles: dict[str, float]
@@ -95,20 +95,20 @@ class TensorStats(TensorRow, Checked):
     histogram: tuple[int, ...]
     """Counts in 20 equal bins between ``min`` and ``max``"""
     sampled: int
-    """Elements that quantiles and histogram are of: evenly spaced ones of a tensor with more than 262,144"""
+    """Number of values in quantiles and histogram: evenly spaced ones of a tensor with more than 262,144"""
     problems: tuple[Problem, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterInspection(Checked):
-    """The parameters of a model, each named once however often it is shared."""
+    """The parameters of a model; shared ones have one name."""
 
     model: str
     numel: int
     trainable: int
     size_bytes: int
     norm: float | None
-    """L2 norm of all parameters on this rank; NaN or infinite if an element is"""
+    """L2 norm of all parameters on this rank; not finite if an element is not"""
     has_nan: bool
     has_inf: bool
     problems: tuple[Problem, ...]
@@ -116,7 +116,7 @@ class ParameterInspection(Checked):
 
 
 def inspect_tensor(x: Any, name: str = "tensor") -> TensorStats:
-    """Return shape, type, device, bytes and statistics of a tensor of any kind, after one transfer from its device.
+    """Return shape, type, device, bytes and statistics of any kind of tensor, after one transfer from its device.
 
     Sparse tensors are analysed by their stored elements (a COO tensor is coalesced, which on a device waits once more), complex
     ones by magnitude, quantised ones dequantised, a DTensor by its local shard without a collective; a meta or fake tensor has
@@ -145,7 +145,7 @@ def inspect_tensor(x: Any, name: str = "tensor") -> TensorStats:
 
 
 def inspect_parameters(model: Any) -> ParameterInspection:
-    """Return the statistics of each parameter of a model and of all of them, after one transfer from each device.
+    """Return statistics of a model's parameters, each and in total, after one transfer from each device.
 
     Raises:
         TypeError: ``model`` is not a ``torch.nn.Module``.
