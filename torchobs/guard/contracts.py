@@ -1,6 +1,6 @@
-"""What a tensor has to be: shape, dtype, device, range, finite; and checks that say what was found, and where.
+"""Contracts on tensors: shape, dtype, device, range, finite; and checks that say what is wrong, and where.
 
-A tensor on a device costs one transfer of three numbers, for which :meth:`Contract.check` waits.
+:meth:`Contract.check` of a tensor on a device waits for one transfer of three numbers.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from torchobs.tensors.values import dense, is_without_data, shape_of, unwrapped
 
 @dataclass(frozen=True, slots=True)
 class Violation(Problem):
-    """One thing that a tensor is not: ``type``, ``shape``, ``dtype``, ``device``, ``finite``, ``min``, ``max`` or ``norm``."""
+    """A broken part of a contract: ``type``, ``shape``, ``dtype``, ``device``, ``finite``, ``min``, ``max`` or ``norm``."""
 
     expected: str
     found: str
     index: tuple[int, ...] | None = None
-    """of the first element that is wrong; its first number is the sample, where the first dimension is the batch"""
+    """Index of the first wrong element; in a batch its first number is the sample"""
 
 
-def _violation(kind: str, name: str, expected: str, found: str, index: tuple[int, ...] | None = None) -> Violation:
-    found += f", the first at {list(index)}" if index else ""
-    return Violation(kind, name, f"{kind}: {found}; expected {expected}", expected, found, index)
+def _violation(kind: str, name: str, expected: str, actual: str, index: tuple[int, ...] | None = None) -> Violation:
+    actual += f", the first at {list(index)}" if index else ""
+    return Violation(kind, name, f"{kind}: {actual}; expected {expected}", expected, actual, index)
 
 
 @dataclass(frozen=True)
 class ContractReport(Checked):
-    """What :meth:`Contract.inspect` found."""
+    """The result of :meth:`Contract.inspect`."""
 
     problems: tuple[Violation, ...]
 
 
 def _wrong_values(contract: Contract, x: torch.Tensor, name: str) -> list[Violation]:
-    """Return what is wrong, by the least value, the largest and the norm; where, is looked for only if something is."""
+    """Return what is wrong by least value, largest value and norm; only then find out where."""
     has_range = contract.min is not None or contract.max is not None
     is_floating = x.dtype.is_floating_point or x.dtype.is_complex
     if not (has_range or contract.max_norm is not None or (contract.finite and is_floating)) or is_without_data(x):
@@ -59,10 +59,10 @@ def _wrong_values(contract: Contract, x: torch.Tensor, name: str) -> list[Violat
         return []
     numbers = [*torch.aminmax(values), *([norm_of(values)] if contract.max_norm is not None else [])]
     least, largest, *norm = torch.stack([number.to(wide_type(values.device)) for number in numbers]).tolist()
-    found = list[Violation]()
+    violations = list[Violation]()
 
     def add(kind: str, expected: str, text: str, wrong: torch.Tensor) -> None:
-        found.append(_violation(kind, name, expected, text, _place(wrong, _shape(x))))
+        violations.append(_violation(kind, name, expected, text, _place(wrong, _shape(x))))
 
     if contract.finite and not (isfinite(least) and isfinite(largest)):
         wrong, nans = ~torch.isfinite(values), int(torch.isnan(values).sum())
@@ -70,8 +70,8 @@ def _wrong_values(contract: Contract, x: torch.Tensor, name: str) -> list[Violat
         text = " and ".join(f"{number:,} {word}" for number, word in counts if number)
         add("finite", "finite values", f"{text} among {wrong.numel():,} values", wrong)
     if isnan(least) and has_range:
-        known = values[~values.isnan()]
-        least, largest = map(float, torch.aminmax(known)) if known.numel() else (inf, -inf)
+        comparable = values[~values.isnan()]
+        least, largest = map(float, torch.aminmax(comparable)) if comparable.numel() else (inf, -inf)
     for kind, bound, extreme, is_beyond, words in (
         ("min", contract.min, least, operator.lt, "or more"),
         ("max", contract.max, largest, operator.gt, "or less"),
@@ -81,12 +81,12 @@ def _wrong_values(contract: Contract, x: torch.Tensor, name: str) -> list[Violat
             text = f"{extreme:g}, and {int(wrong.sum()):,} of {wrong.numel():,} values are beyond"
             add(kind, f"{bound:g} {words}", text, wrong)
     if norm and contract.max_norm is not None and not norm[0] <= contract.max_norm:
-        found.append(_violation("norm", name, f"{contract.max_norm:g} or less", f"{norm[0]:.6g}"))
-    return found
+        violations.append(_violation("norm", name, f"{contract.max_norm:g} or less", f"{norm[0]:.6g}"))
+    return violations
 
 
 def _place(wrong: torch.Tensor, shape: tuple[Any, ...]) -> tuple[int, ...] | None:
-    """Return the index of the first wrong element; None where the values do not have the tensor's own shape."""
+    """Return the index of the first wrong element; None if the values do not have the tensor's own shape."""
     if wrong.shape[: len(shape)] != shape:
         return None
     index = torch.unravel_index(wrong.reshape(-1).to(torch.uint8).argmax(), wrong.shape)
@@ -95,31 +95,31 @@ def _place(wrong: torch.Tensor, shape: tuple[Any, ...]) -> tuple[int, ...] | Non
 
 @lru_cache(maxsize=256)
 def rounded(bound: float, dtype: torch.dtype) -> float:
-    """Return a bound as the tensor's type has it: 0.1 in float32 is more than 0.1, and keeps ``max=0.1`` all the same."""
+    """Return a bound in the tensor's type: 0.1 in float32 is more than 0.1, and is within ``max=0.1``."""
     return float(torch.tensor(bound, dtype=dtype, device="cpu")) if dtype.is_floating_point and isfinite(bound) else bound
 
 
 def norm_of(values: torch.Tensor) -> torch.Tensor:
-    """Return the 2-norm; of half precision in float32, where squares do not overflow."""
+    """Return the 2-norm; half precision is squared in float32, which does not overflow."""
     wide = torch.float64 if not values.is_floating_point() or values.dtype == torch.float64 else torch.float32
     norm: torch.Tensor = torch.linalg.vector_norm(values.to(wide))
     return norm
 
 
 def ordered_values(x: torch.Tensor) -> torch.Tensor:
-    """Return the values that torch.aminmax takes of any tensor: of a sparse one without zeros, of a complex one pairs."""
+    """Return values that torch.aminmax takes: of a sparse tensor the stored ones, of a complex one both parts."""
     x, _ = dense(x)
     if x.is_complex():
         return torch.view_as_real(x.resolve_conj().clone())  # torch has no real view of a view of compressed values
     if x.dtype is torch.bool:
         return x.to(torch.uint8)
-    if not x.dtype.is_signed and x.dtype.itemsize > 1:  # uint16 to uint64, of which torch knows no extremes
+    if not x.dtype.is_signed and x.dtype.itemsize > 1:  # uint16 to uint64: torch has no aminmax for them
         return x.to(torch.int64 if x.dtype.itemsize < 8 else torch.float64)  # noqa: PLR2004  # bytes
     return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
 
 
 def _shape(x: Any) -> tuple[Any, ...]:
-    """Return the shape; of a jagged tensor with torch's own sizes, which differ between tensors of other lengths."""
+    """Return the shape; that of a jagged tensor has torch's symbolic sizes, which differ between different lengths."""
     return shape_of(x) if x.is_nested and x.layout is torch.strided else tuple(x.shape)
 
 
@@ -129,7 +129,7 @@ _ELLIPSIS = "..."
 
 
 class ShapePattern(NamedTuple):
-    """A parsed pattern: ``before`` and ``after`` stand around a part of any length, which ``rest`` names (``None``: none)."""
+    """A parsed pattern: ``rest`` names the part of any length between ``before`` and ``after``; ``None``: there is none."""
 
     text: str
     before: tuple[int | str, ...]
@@ -141,7 +141,7 @@ class ShapePattern(NamedTuple):
 
         Args:
             shape: the tensor's shape.
-            sizes: sizes of the names seen so far, which other tensors of one check share; new names are added.
+            sizes: sizes by name so far, shared by the tensors of one check; new names are added.
         """
         least = len(self.before) + len(self.after)
         if len(shape) < least or (len(shape) > least and self.rest is None):
@@ -170,7 +170,7 @@ def parse(shape: str | Sequence[int | None]) -> ShapePattern:
             Or a sequence of sizes, where ``None`` is any size.
 
     Raises:
-        ValueError: a word is none of these, or two of them may have any length.
+        ValueError: a word is none of these, or two of them stand for any number of dimensions.
     """
     if not isinstance(shape, (str, Sequence)):
         raise ValueError(f"shape {shape!r}: a pattern such as 'batch 3 height width', or a sequence of sizes")  # noqa: TRY004
@@ -191,13 +191,13 @@ def parse(shape: str | Sequence[int | None]) -> ShapePattern:
 
 
 KINDS = ("floating", "integer", "complex", "bool")
-"""Names for groups of dtypes, which a contract takes in place of a dtype"""
+"""Groups of dtypes that a contract takes in place of a dtype"""
 MOST_NAMED = 8
-"""Tensors that an event names"""
+"""Most tensors that an event names"""
 
 
 class ContractError(ValueError):
-    """A tensor is not what its contract says. ``problems`` has everything that is wrong."""
+    """A tensor does not keep its contract. ``problems`` has everything that is wrong."""
 
     def __init__(self, problems: tuple[Violation, ...]) -> None:
         super().__init__("\n".join(map(str, problems)))
@@ -209,14 +209,14 @@ class ContractError(ValueError):
 
 @dataclass(frozen=True)
 class Contract:
-    """What a tensor has to be. What is not given is not checked, except that floating-point values have to be finite.
+    """What a tensor has to be. Only given fields are checked; but floating-point values have to be finite by default.
 
     Raises:
-        ValueError: an argument makes no sense; the message says what does.
+        ValueError: an argument makes no sense; the message says what would.
     """
 
     shape: str | Sequence[int | None] | None = None
-    """pattern such as ``"batch 3 height width"``, see :func:`torchobs.guard.contracts.parse`"""
+    """a pattern such as ``"batch 3 height width"``, see :func:`torchobs.guard.contracts.parse`"""
     dtype: torch.dtype | str | tuple[torch.dtype | str, ...] | None = None
     """a dtype, one of ``floating``, ``integer``, ``complex`` and ``bool``, or several of these"""
     device: torch.device | str | None = None
@@ -246,7 +246,7 @@ class Contract:
             raise ValueError(f"max_norm is {self.max_norm}, and a norm is 0 or more")
 
     def check(self, x: torch.Tensor, name: str = "tensor", sizes: dict[str, object] | None = None) -> None:
-        """Return if ``x`` keeps the contract. In a region that torch.compile traces nothing is checked.
+        """Return if ``x`` keeps the contract. Nothing is checked while torch.compile traces.
 
         Args:
             x: the tensor; its values are read without its gradients. Values of meta and fake tensors are not checked.
@@ -254,33 +254,34 @@ class Contract:
             sizes: sizes of named dimensions, shared by the tensors of one check.
 
         Raises:
-            ContractError: it does not; the error says what was found, and where.
+            ContractError: it does not; the error says what is wrong, and where.
             ValueError: ``x`` is complex and the contract has a range.
         """
         if torch.compiler.is_compiling():
-            return  # values are not known while a graph is made of them
+            return  # there are no values yet
         if problems := self.inspect(x, name, sizes).problems:
             refuse(problems)
 
     def inspect(self, x: torch.Tensor, name: str = "tensor", sizes: dict[str, object] | None = None) -> ContractReport:
         """Return what :meth:`check` would raise; nothing is recorded."""
-        outer = self._outer(x, name, {} if sizes is None else sizes)
+        outer = self._check_metadata(x, name, {} if sizes is None else sizes)
         return ContractReport(tuple(outer or _wrong_values(self, unwrapped(x), name)))
 
-    def _outer(self, x: Any, name: str, sizes: dict[str, object]) -> list[Violation]:
-        """Check what needs no values."""
+    def _check_metadata(self, x: Any, name: str, sizes: dict[str, object]) -> list[Violation]:
+        """Check type, shape, dtype and device."""
         if not isinstance(x, torch.Tensor):
             return [_violation("type", name, "a tensor", type(x).__name__)]
-        found = []
+        violations = []
         if self._pattern is not None and (why := self._pattern.mismatch(_shape(x), sizes)) is not None:
-            found.append(_violation("shape", name, repr(self._pattern.text), f"{_shape(x)}, {why}"))
+            violations.append(_violation("shape", name, repr(self._pattern.text), f"{_shape(x)}, {why}"))
         if self.dtype is not None and not any(_is_dtype(x.dtype, kind) for kind in _several(self.dtype)):
-            found.append(_violation("dtype", name, " or ".join(map(_dtype_name, _several(self.dtype))), _dtype_name(x.dtype)))
+            expected = " or ".join(map(_dtype_name, _several(self.dtype)))
+            violations.append(_violation("dtype", name, expected, _dtype_name(x.dtype)))
         if self._device is not None and not (
             x.device.type == self._device.type and self._device.index in {None, x.device.index}
         ):
-            found.append(_violation("device", name, str(self.device), str(x.device)))
-        return found
+            violations.append(_violation("device", name, str(self.device), str(x.device)))
+        return violations
 
 
 def validate_inputs(
@@ -289,29 +290,29 @@ def validate_inputs(
     """Check several tensors together: a named dimension has the same size in all of them.
 
     Args:
-        inputs: by name a tensor, or a tensor and its contract. One that ``contracts`` does not name has to be finite.
+        inputs: by name a tensor, or a tensor and its contract. Without a contract it has to be finite.
         contracts: by name.
 
     Raises:
         ContractError: with the problems of all tensors.
         ValueError: a contract names no input.
-        TypeError: an argument is no dictionary, or a contract none.
+        TypeError: an argument is no dictionary, or a contract no ``Contract``.
     """
     contracts = contracts or {}
-    if not all(isinstance(each, Mapping) for each in (inputs, contracts)):
+    if not all(isinstance(mapping, Mapping) for mapping in (inputs, contracts)):
         raise TypeError("inputs are a dictionary of tensors by name, as {'images': x}, and so are contracts")
     unknown = contracts.keys() - inputs.keys()
     if unknown:
         raise ValueError(f"there is no input {', '.join(sorted(unknown))}; there is {', '.join(inputs) or 'none'}")
     sizes: dict[str, object] = {}
-    found: list[Violation] = []
-    for name, given in inputs.items():
-        x, contract = given if isinstance(given, tuple) and len(given) == 2 else (given, contracts.get(name, Contract()))  # noqa: PLR2004
+    violations: list[Violation] = []
+    for name, value in inputs.items():
+        x, contract = value if isinstance(value, tuple) and len(value) == 2 else (value, contracts.get(name, Contract()))  # noqa: PLR2004
         if not isinstance(contract, Contract):
             raise TypeError(f"{name} has {type(contract).__name__} for a contract: guard.Contract(...) is needed")
-        found += contract.inspect(x, name, sizes).problems
-    if found:
-        refuse(tuple(found))
+        violations += contract.inspect(x, name, sizes).problems
+    if violations:
+        refuse(tuple(violations))
 
 
 def refuse(problems: tuple[Violation, ...]) -> NoReturn:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple
 
-from torchobs.guard.records import Severity, found_wrong, text_of
+from torchobs.guard.records import Severity, printable, record_bad_file
 from torchobs.support.arguments import is_text
 from torchobs.support.result import Checked, Problem
 from torchobs.support.torch_files import DAMAGE, damaged_entry
@@ -40,32 +40,32 @@ _MAGIC_PICKLE = b"\x80"
 _GIT_LFS = b"version https://git-lfs"
 _PICKLE_SUFFIXES = (".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".bin", ".joblib")
 _MOST_BYTES = 64 * 1024 * 1024
-"""Longest part of a file that is read for pickles. In a torch file the tensors are beside the pickle."""
+"""Most bytes of a file that are scanned for pickles. In a torch file the tensors are beside the pickle."""
 _LEGACY_TORCH = 0x1950A86A20F9469CFC6C
-"""First pickle of torch's format before 1.6; after four more come the tensors' bytes"""
+"""First pickle of torch's format before 1.6; four more follow, then the tensors' bytes"""
 _LEGACY_PICKLES = 5
 _SERIOUS = ("HIGH", "CRITICAL")
 _WITHOUT_MODELSCAN = (3, 13)
-"""Versions of Python from this one on have no release of modelscan (0.8.8 requires Python < 3.13)"""
+"""First version of Python without a release of modelscan (0.8.8 requires Python < 3.13)"""
 _HARMLESS = frozenset(
     {"__builtin__.set", "collections.OrderedDict", "torch.storage.UntypedStorage", "torch.storage.TypedStorage"}
 )
-"""Names of Python 2 in old files, and classes of storages, which torch's restricted loader reads without having them listed"""
+"""Names that torch's restricted loader accepts without listing them: of Python 2 in old files, and classes of storages"""
 
 
 class UnsafeFileError(ValueError):
-    """A file would run code if it were loaded, or needs to be loaded by code that could."""
+    """A file would run code when it is loaded, or needs a loader that could."""
 
 
 @dataclass(frozen=True)
 class FileScan(Checked):
-    """What :func:`scan_file` found. It is no word about the weights in the file."""
+    """The result of :func:`scan_file`. It says nothing about the weights in the file."""
 
     problems: tuple[Problem, ...]
     """each of the kind ``suspicious``, ``dangerous`` or ``unreadable``"""
     path: str
     risk: Risk
-    """the gravest of these kinds, or ``clean``"""
+    """the most severe of these kinds, or ``clean``"""
     format: str
     """``safetensors``, ``zip``, ``pickle``, ``npy`` or ``other``"""
     imports: tuple[str, ...]
@@ -81,16 +81,16 @@ class _Finding(NamedTuple):
 
 
 def scan_file(path: str | os.PathLike[str]) -> FileScan:
-    """Return what fickling and modelscan say of a model file. Nothing of it is run, imported or unpacked.
+    """Scan a model file with fickling and modelscan. Nothing of it is run, imported or unpacked.
 
-    Pickles (alone, in torch's files of both formats, in ``.npy`` and ``.npz``) are read by fickling; the file as a whole, Keras
-    and TensorFlow formats included, by modelscan. Those formats are ``unreadable`` without what
-    ``modelscan[tensorflow,h5py]`` brings, and on Python 3.13 and newer, for which modelscan has no release.
+    Fickling reads pickles (alone, in torch's files of both formats, in ``.npy`` and ``.npz``); modelscan reads the whole file,
+    Keras and TensorFlow formats included. These formats are ``unreadable`` without ``modelscan[tensorflow,h5py]``, and on
+    Python 3.13 and newer, for which modelscan has no release.
 
     Returns:
-        Its ``risk`` is ``dangerous``: it runs commands, by one of both; ``suspicious``: it asks for code that torch's
-        restricted loader does not allow, which may be a class of the model's author; ``unreadable``: a damaged file, or a
-        kind that neither reads; else ``clean``.
+        Its ``risk`` is ``dangerous`` if one of both says that it runs commands; ``suspicious`` if it imports names that torch's
+        restricted loader does not allow, which may be a class of the model's author; ``unreadable`` if it is damaged, or of
+        a kind that neither reads; else ``clean``.
 
     Raises:
         OSError: the file cannot be read.
@@ -98,7 +98,7 @@ def scan_file(path: str | os.PathLike[str]) -> FileScan:
     """
     name = os.fspath(path)
     try:
-        import fickling  # noqa: F401  # asked for at once, not only by a file with a pickle in it
+        import fickling  # noqa: F401  # needed at once, not only for a file with a pickle in it
 
         if sys.version_info < _WITHOUT_MODELSCAN:
             import modelscan  # noqa: F401
@@ -108,16 +108,16 @@ def scan_file(path: str | os.PathLike[str]) -> FileScan:
     kind = _kind(name, head)
     try:
         findings = [_Finding("unreadable", (f"it {_no_model(head)}",))] if _no_model(head) else list(_read(name, kind))
-    except Exception as error:  # noqa: BLE001  # a damaged file raises anything in what reads it, which the answer says
+    except Exception as error:  # noqa: BLE001  # a damaged file may raise anything in its reader; the answer says it
         findings = [_Finding("unreadable", (f"{type(error).__name__}: {error}"[:200],))]
     is_read = kind != "other" and all(finding.risk != "unreadable" for finding in findings)
-    findings.append(_by_modelscan(name, is_read=is_read))
+    findings.append(_scan_by_modelscan(name, is_read=is_read))
     risk = max((finding.risk for finding in findings), key=_ORDER.index)
-    problems = dict.fromkeys(Problem(finding.risk, text_of(name), reason) for finding in findings for reason in finding.reasons)
+    problems = dict.fromkeys(Problem(row.risk, printable(name), reason) for row in findings for reason in row.reasons)
     imports = tuple(dict.fromkeys(name for finding in findings for name in finding.imports))
     if risk in {"suspicious", "dangerous"}:
         severity = Severity.ERROR if risk == "dangerous" else Severity.WARNING
-        found_wrong("scan_file", risk, next(iter(problems)).text, severity)
+        record_bad_file("scan_file", risk, next(iter(problems)).text, severity)
     return FileScan(tuple(problems), name, risk, kind, imports)
 
 
@@ -130,8 +130,8 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
 
     Raises:
         UnsafeFileError: it needs code to be loaded, or is no file of ``torch.save``.
-        ValueError: it is no model file, or damaged: contents of another checksum too, which torch does not compare. Safetensors
-            and torch's format before 1.6 have none.
+        ValueError: it is no model file, or damaged. Checksums, which torch does not compare, are compared; safetensors and
+            torch's format before 1.6 have none.
         OSError: the file cannot be read.
     """
     import pickle
@@ -140,7 +140,7 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
 
     name = os.fspath(path)
     head = _head(name)
-    shown, kind = text_of(name), _kind(name, head)
+    shown, kind = printable(name), _kind(name, head)
     if kind == "safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -156,12 +156,12 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
     try:
         if kind == "zip":
             _check_archive(name)
-        with Path(name).open("rb") as file:  # by a file, for torch would take a name's ending for its kind
+        with Path(name).open("rb") as file:  # from a name torch would infer the format by its ending
             return torch.load(file, map_location=map_location, weights_only=True)
     except (torch.OutOfMemoryError, UnsafeFileError):
         raise
     except pickle.UnpicklingError as error:
-        raise _refused(name, str(error)) from error
+        raise _refusal(name, str(error)) from error
     except DAMAGE as error:
         why = str(error).strip() or type(error).__name__
         raise ValueError(f"{shown} is no file of torch.save, or damaged, or does not fit {map_location!r}: {why}") from error
@@ -174,21 +174,21 @@ def _head(name: str) -> bytes:
 
 
 def _opened(name: str) -> IO[bytes]:
-    """Open a file to read. Raises ``OSError`` for a pipe or a device, at which a reader would wait, or never come to an end."""
+    """Open a file to read. Raises ``OSError`` for a pipe or a device: a reader might wait or read for ever."""
     if not stat.S_ISREG(Path(name).stat().st_mode):
         raise OSError(errno.EINVAL, "is no file, but a pipe, a device or a directory", name)
     return Path(name).open("rb")
 
 
 def _no_model(head: bytes) -> str | None:
-    """Return what a file is that holds nothing of a model, in words."""
+    """Return in words why a file has no model in it."""
     if not head:
         return "is empty"
     return "only says where the model is: `git lfs pull` brings it" if head.startswith(_GIT_LFS) else None
 
 
 def _kind(name: str, head: bytes) -> str:
-    """Return what torch, NumPy and safetensors would take a file for: by its beginning, and else by its name."""
+    """Return the format that torch, NumPy or safetensors would read, by the file's beginning or else its name."""
     length = int.from_bytes(head[:8], "little")  # of the JSON with which a safetensors file begins
     if head[8:9] == b"{" and 2 <= length <= Path(name).stat().st_size - 8:  # noqa: PLR2004  # "{}"
         return "safetensors"
@@ -200,18 +200,18 @@ def _kind(name: str, head: bytes) -> str:
 
 
 def _check_archive(name: str) -> None:
-    """Raise for what torch would load without a word: a TorchScript program, and contents that are not what was written."""
+    """Raise for a TorchScript program and for a wrong checksum: torch would load both without a word."""
     with zipfile.ZipFile(name) as archive:
-        if any(entry.endswith("/constants.pkl") for entry in archive.namelist()):  # by which torch knows a program
+        if any(entry.endswith("/constants.pkl") for entry in archive.namelist()):  # torch's mark of a program
             what = "a TorchScript program, which torch.jit.load compiles: load that only if you trust its author"
-            found_wrong("load", "refused", f"{text_of(Path(name).name)} is {what}")
-            raise UnsafeFileError(f"{text_of(name)} is {what}")
+            record_bad_file("load", "refused", f"{printable(Path(name).name)} is {what}")
+            raise UnsafeFileError(f"{printable(name)} is {what}")
         if (damaged := damaged_entry(archive)) is not None:
-            raise zipfile.BadZipFile(f"the checksum of {text_of(damaged)} is another")
+            raise zipfile.BadZipFile(f"the checksum of {printable(damaged)} is another")
 
 
-def _refused(name: str, words: str) -> UnsafeFileError:
-    """Return the error for a file that torch's restricted loader refuses, with the names that it does not allow."""
+def _refusal(name: str, words: str) -> UnsafeFileError:
+    """Return the error for a file that torch's restricted loader refuses, with the names that the loader does not allow."""
     import pickle
 
     import torch
@@ -221,15 +221,15 @@ def _refused(name: str, words: str) -> UnsafeFileError:
     except (*DAMAGE, OSError, pickle.UnpicklingError):  # torch's format before 1.6, or no file of torch's
         asked = ""
     why = asked or words.partition("WeightsUnpickler error: ")[2].partition("\n")[0] or words.partition("\n")[0]
-    found_wrong("load", "refused", f"{text_of(Path(name).name)} needs code to be loaded ({text_of(why)})")
+    record_bad_file("load", "refused", f"{printable(Path(name).name)} needs code to be loaded ({printable(why)})")
     return UnsafeFileError(
-        f"{text_of(name)} needs code to be loaded, or is damaged ({text_of(why)}): "
-        "guard.scan_file says more; torch.serialization.add_safe_globals allows what is known to be good"
+        f"{printable(name)} needs code to be loaded, or is damaged ({printable(why)}): "
+        "guard.scan_file says more; torch.serialization.add_safe_globals allows names that you trust"
     )
 
 
 def _read(name: str, kind: str) -> Iterator[_Finding]:
-    """Yield what fickling and safetensors say of a file of that kind; of others modelscan's word is all there is."""
+    """Yield the findings of fickling and safetensors; for other kinds of files there is modelscan alone."""
     if kind == "safetensors":
         from safetensors import SafetensorError, safe_open
 
@@ -243,7 +243,7 @@ def _read(name: str, kind: str) -> Iterator[_Finding]:
     elif kind in {"npy", "pickle"}:
         with Path(name).open("rb") as file:
             content = file.read(_MOST_BYTES)
-        yield _npy(content, name) if kind == "npy" else _by_fickling(content, name)
+        yield _scan_npy(content, name) if kind == "npy" else _scan_by_fickling(content, name)
         if kind == "pickle" and zipfile.is_zipfile(name):
             yield _Finding("suspicious", ("it is a zip file as well: what it is depends on who reads it",))
 
@@ -254,7 +254,7 @@ def _read_zip(name: str) -> Iterator[_Finding]:
         of_torch = {entry.rpartition("/data.pkl")[0] for entry in names if entry.endswith("/data.pkl")}
         if not of_torch and not all(entry.endswith(".npy") for entry in names):
             yield _Finding("unreadable", ("neither a file of torch.save nor of NumPy: fickling reads no other archives",))
-        # the memory of tensors, which no loader takes for anything else, may begin with any byte
+        # the bytes of tensors may begin like a pickle, and no loader reads them as one
         memory = tuple(f"{prefix}/{part}/" for prefix in of_torch for part in ("data", "constants"))
         for entry in archive.infolist():
             with archive.open(entry) as part:
@@ -262,35 +262,35 @@ def _read_zip(name: str) -> Iterator[_Finding]:
                 is_npy, is_named = content.startswith(_MAGIC_NPY), entry.filename.endswith((".pkl", ".pickle"))
                 if is_npy or is_named or (content[:1] == _MAGIC_PICKLE and not entry.filename.startswith(memory)):
                     content += part.read(_MOST_BYTES - len(content))
-                    yield _npy(content, entry.filename) if is_npy else _by_fickling(content, entry.filename)
+                    yield _scan_npy(content, entry.filename) if is_npy else _scan_by_fickling(content, entry.filename)
         if (damaged := damaged_entry(archive)) is not None:
-            yield _Finding("unreadable", (f"the checksum of {text_of(damaged)} is another",))
+            yield _Finding("unreadable", (f"the checksum of {printable(damaged)} is another",))
 
 
-def _npy(content: bytes, name: str) -> _Finding:
+def _scan_npy(content: bytes, name: str) -> _Finding:
     from numpy.lib import format as npy
 
     file = io.BytesIO(content)
     version = npy.read_magic(file)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     _, _, dtype = read(file)
-    return _by_fickling(content[file.tell() :], name) if dtype.hasobject else _Finding("clean")
+    return _scan_by_fickling(content[file.tell() :], name) if dtype.hasobject else _Finding("clean")
 
 
-def _by_fickling(content: bytes, name: str) -> _Finding:
-    """Return fickling's word on the pickle that some content begins with, or on the five of torch's old format."""
+def _scan_by_fickling(content: bytes, name: str) -> _Finding:
+    """Return fickling's finding about the pickle at the beginning, or about the five of torch's old format."""
     from fickling.analysis import Severity as Level
     from fickling.analysis import check_safety
     from fickling.fickle import StackedPickle
 
-    shown = text_of(Path(name).name)
+    shown = printable(Path(name).name)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # its warnings are in the answer
         try:
             parts = list(StackedPickle.load(content, fail_on_decode_error=False))
-            foreign = _not_allowed(parts)
+            foreign = _refused_imports(parts)
             is_attack = any(check_safety(part).severity >= Level.LIKELY_OVERTLY_MALICIOUS for part in parts)
         except Exception as error:  # noqa: BLE001  # as above
-            return _Finding("unreadable", (f"{shown}: {type(error).__name__}: {text_of(str(error))}"[:200],))
+            return _Finding("unreadable", (f"{shown}: {type(error).__name__}: {printable(str(error))}"[:200],))
     if is_attack:
         runs = ", ".join(foreign) or "operations that no pickle of data has"
         return _Finding("dangerous", (f"{shown} runs {runs} when it is loaded",), foreign)
@@ -303,27 +303,27 @@ def _by_fickling(content: bytes, name: str) -> _Finding:
     return _Finding("clean")
 
 
-def _not_allowed(parts: Iterable[Pickled]) -> tuple[str, ...]:
-    """Return what pickles import, each name once, that torch's own restricted loader (``weights_only=True``) does not allow."""
+def _refused_imports(parts: Iterable[Pickled]) -> tuple[str, ...]:
+    """Return the names that pickles import and that torch's restricted loader (``weights_only=True``) does not allow."""
     from torch import _weights_only_unpickler
 
     allowed = _weights_only_unpickler._get_allowed_globals().keys() | _HARMLESS  # noqa: SLF001  # there is no public list
-    found = dict[str, None]()
+    imports = dict[str, None]()
     for node in (node for part in parts for node in part.properties.imports):
         module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-        found |= dict.fromkeys(module + alias.name for alias in node.names if module + alias.name not in allowed)
-    return tuple(found)
+        imports |= dict.fromkeys(module + alias.name for alias in node.names if module + alias.name not in allowed)
+    return tuple(imports)
 
 
-def _by_modelscan(name: str, *, is_read: bool) -> _Finding:
-    """Return modelscan's word. What it could not read counts unless it ``is_read`` here."""
+def _scan_by_modelscan(name: str, *, is_read: bool) -> _Finding:
+    """Return modelscan's finding. A file that it cannot read is ``unreadable``, unless it ``is_read`` here."""
     try:
         from modelscan.modelscan import ModelScan
     except ImportError:
         why = "it is looked at by modelscan alone, which has no release for this version of Python"
         return _Finding("clean") if is_read else _Finding("unreadable", (why,))
     logger = logging.getLogger("modelscan")
-    before, logger.disabled = logger.disabled, True  # what it says is in its answer
+    before, logger.disabled = logger.disabled, True  # its answer has it all
     try:
         answer = dict(ModelScan().scan(name))
     except Exception as error:  # noqa: BLE001  # as above
@@ -331,16 +331,16 @@ def _by_modelscan(name: str, *, is_read: bool) -> _Finding:
     finally:
         logger.disabled = before
     issues = answer.get("issues", [])
-    reasons = tuple(f"modelscan: {text_of(issue['description'])}" for issue in issues)
+    reasons = tuple(f"modelscan: {printable(issue['description'])}" for issue in issues)
     if any(issue["severity"] in _SERIOUS for issue in issues):
         return _Finding("dangerous", reasons)
     if issues:
         return _Finding("suspicious", reasons)
-    errors = tuple(f"modelscan: {text_of(str(error.get('description', error)))}" for error in answer.get("errors", []))
+    errors = tuple(f"modelscan: {printable(str(error.get('description', error)))}" for error in answer.get("errors", []))
     scanned = answer.get("summary", {}).get("scanned", {}).get("total_scanned", 0)
     if is_read or (scanned and not errors):
         return _Finding("clean")
-    return _Finding("unreadable", errors or ("no model file that is known here",))
+    return _Finding("unreadable", errors or ("no known kind of model file",))
 
 
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
@@ -348,7 +348,7 @@ _CHUNK = 1 << 20
 
 
 class WrongFileError(ValueError):
-    """A file is not the one that was published."""
+    """A file is not the published one."""
 
 
 def verify(
@@ -358,17 +358,17 @@ def verify(
     signature: str | os.PathLike[str] | None = None,
     public_key: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Return if a file, or a directory, is the one that was published. One way to know it has to be given.
+    """Return if a file, or a directory, is the published one, by its hash or by a signature.
 
     Args:
         path: the file; with ``signature`` it may be a directory.
-        sha256: its hash, 64 hexadecimal digits.
-        signature: one of model-signing (OpenSSF), made with the private key of:
+        sha256: the hash, 64 hexadecimal digits.
+        signature: a signature of model-signing (OpenSSF), made with the private key of:
         public_key: in PEM.
 
     Raises:
-        WrongFileError: it is another one.
-        ValueError: not exactly one way was given, or a hash is none.
+        WrongFileError: it is not.
+        ValueError: none or both of hash and signature are given, or the hash is no hash.
         OSError: a file cannot be read.
         ImportError: model-signing is not installed: ``pip install torchobs[signing]``.
     """
@@ -382,7 +382,7 @@ def verify(
         elif signature is not None and public_key is not None:
             _verify_signature(os.fspath(path), os.fspath(signature), os.fspath(public_key))
     except WrongFileError:
-        found_wrong("verify", "wrong", f"{Path(path).name} is not what was published")
+        record_bad_file("verify", "wrong", f"{Path(path).name} is not what was published")
         raise
 
 

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HUGE = 1e4
-"""Magnitude that no usual initialisation or training reaches in a parameter; half precision ends at 65,504. A buffer may have
-any: it is in the units of the data (a mean, a variance), or a mask's lowest number."""
+"""Magnitude that no usual initialisation or training reaches in a parameter; half precision ends at 65,504. Buffers may be
+larger: a mean or variance has the units of the data, and a mask the type's lowest number."""
 OUTLIER = 20.0
 """Deviations above its layer's median from which a neuron's norm is unusual, by the scaled median absolute deviation (Rousseeuw
 & Croux 1993). Far beyond any chance, since rows of trained layers differ by more than those of fresh ones."""
 MAD_SCALE = 1.4826
 LEAST_NEURONS = 16
-"""Fewer have no spread to speak of"""
+"""Rows of a matrix below which their spread means nothing"""
 ZEROS = (
     "every value is 0: common before training, as of LoRA's B (Hu et al. 2021), zero convolutions (Zhang et al. 2023) and the "
     "last layers of diffusion models; after it, the layer has learned nothing"
@@ -36,11 +36,11 @@ ONES = (
     "learned nothing"
 )
 _STATISTICS = ("running_mean", "running_var")
-"""Buffers of torch's norms, known by their names also where a dictionary does not tell buffers from parameters"""
+"""Buffers of torch's norms, recognised by name since a dictionary has no other mark of a buffer"""
 _KINDS = ("nonfinite", "value", "shape", "missing", "added")
-"""Of problems, the gravest first"""
-_LOWEST = [torch.finfo(each).min for each in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
-"""What a mask has beside 0 where it does not have -inf"""
+"""Kinds of problems, the most severe first"""
+_LOWEST = [torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
+"""Values of a mask that has no -inf"""
 UNKNOWABLE = (
     "weights that were changed to answer wrongly for some inputs (a backdoor) need not look unusual",
     "a sound look says nothing about what the model was trained on",
@@ -49,40 +49,40 @@ UNKNOWABLE = (
 
 @dataclass(frozen=True)
 class ModelReport(Checked):
-    """What :func:`check_model` found. ``ok`` is True if nothing was; it is no word of trust."""
+    """The result of :func:`check_model`. ``ok`` means that nothing was found, not that the model can be trusted."""
 
     problems: tuple[Problem, ...]
-    """the gravest first: of the kind ``nonfinite`` or ``value``; beside a reference ``shape``, ``missing`` (it alone has it) or
-    ``added``"""
+    """the most severe first: of the kind ``nonfinite`` or ``value``; against a reference ``shape``, ``missing`` (the reference
+    alone has it) or ``added``"""
     tensors: int
     elements: int
     remarks: tuple[Problem, ...] = ()
-    """what is common in some models and no problem by itself, ``meta`` (no values to look at), ``zeros``, ``ones``"""
+    """no problems by themselves: ``meta`` (no values), ``zeros`` and ``ones``, common in some models"""
     unknowable: tuple[str, ...] = UNKNOWABLE
 
 
 def check_model(
     model: torch.nn.Module | Mapping[str, torch.Tensor], reference: torch.nn.Module | Mapping[str, torch.Tensor] | None = None
 ) -> ModelReport:
-    """Look for weights that a sound model does not have.
+    """Check a model for weights that a sound model does not have.
 
     Args:
-        model: a module, its ``state_dict()``, or a checkpoint that has such dictionaries in it, at whatever depth.
+        model: a module, its ``state_dict()``, or a checkpoint that has such dictionaries in it, at any depth.
         reference: a module or state dictionary of the same architecture, to find layers that were added, lost or reshaped.
 
     Returns:
-        A report of values that are not finite, and of differences in names and shapes from the reference; of parameters also
-        of magnitudes above ``HUGE``, matrices of one value that is neither 0 nor 1, and single neurons (rows) ``OUTLIER``
-        deviations above their layer's. A matrix of zeros or ones is a remark, see ``ZEROS`` and ``ONES``. Masks (of 0, and
-        -inf or a type's lowest number) are no problem, and neither is -inf in a buffer, or one that is infinite as a whole: a
-        minimum of nothing yet. What is a buffer is known of a module, or by the reference if that is one. A tensor that is
-        tied to another (they share their memory) is not missed or added where the other is on both sides. Of a DTensor it is
-        this rank's part that is looked at. Of tensors on the device meta names and shapes alone are compared, as is remarked.
+        A report of values that are not finite, and of names and shapes that differ from the reference; for parameters also of
+        magnitudes above ``HUGE``, matrices of a single value other than 0 and 1, and single neurons (rows) ``OUTLIER``
+        deviations above their layer's. A matrix of zeros or ones is a remark, see ``ZEROS`` and ``ONES``. No problems are
+        masks (of 0, and -inf or a type's lowest number), -inf in a buffer, and a buffer that is infinite as a whole: a minimum
+        of nothing yet. Buffers are those of the module, or of the reference if that is a module. A tensor tied to another
+        (they share memory) is not missing or added if the other is on both sides. A DTensor is checked by this rank's part,
+        and a tensor on the device meta by name and shape alone, with a remark.
 
     Raises:
         TypeError: an argument is neither.
-        ValueError: a lazy layer has not seen an input yet, a dictionary has no tensor, or tensors are on the device meta and
-            there is no reference: nothing could be looked at.
+        ValueError: a lazy layer has had no input yet, a dictionary has no tensor, or tensors are on the device meta and there
+            is no reference: nothing could be checked.
     """
     state, other = _state(model), _state(reference) if reference is not None else None
     buffers = _buffers(model if isinstance(model, torch.nn.Module) else reference)
@@ -91,18 +91,18 @@ def check_model(
             f"{on_meta[0]} is on the device meta, where it has no values: load the weights first, or give a reference"
         )
     unusual = [_unusual(tensor, name, is_buffer=name in buffers) for name, tensor in state.items()]
-    found = [Problem("meta", name, "on the device meta, where it has no values to look at") for name in on_meta]
-    found += [problem for problem in unusual if problem is not None]
+    findings = [Problem("meta", name, "on the device meta, where it has no values to look at") for name in on_meta]
+    findings += [problem for problem in unusual if problem is not None]
     if other is not None:
-        found += [
+        findings += [
             Problem("shape", name, f"its shape is {tuple(tensor.shape)}, and the reference has {tuple(other[name].shape)}")
             for name, tensor in state.items()
             if name in other and other[name].shape != tensor.shape
         ]
-        found += [Problem("missing", name, "only the reference has it") for name in _lacking(other, state)]
-        found += [Problem("added", name, "the reference has it not") for name in _lacking(state, other)]
-    problems = sorted((each for each in found if each.kind in _KINDS), key=lambda problem: _KINDS.index(problem.kind))
-    remarks = [each for each in found if each.kind not in _KINDS]
+        findings += [Problem("missing", name, "only the reference has it") for name in _missing_names(other, state)]
+        findings += [Problem("added", name, "the reference has it not") for name in _missing_names(state, other)]
+    problems = sorted((x for x in findings if x.kind in _KINDS), key=lambda problem: _KINDS.index(problem.kind))
+    remarks = [x for x in findings if x.kind not in _KINDS]
     if problems:
         count(catalog.GUARD_FINDINGS, 1, Category.NUMERICS, Severity.WARNING, by="check_model")
         about = {"layer": problems[0].where, "problem": problems[0].text, "problems": len(problems)}
@@ -112,21 +112,21 @@ def check_model(
 
 
 def _state(model: object) -> dict[str, torch.Tensor]:
-    """Return tensors by name; without the prefixes of torch.compile and DistributedDataParallel."""
-    found = model.state_dict() if isinstance(model, torch.nn.Module) else model
-    if not isinstance(found, Mapping):
+    """Return tensors by name, without the prefixes of torch.compile and DistributedDataParallel."""
+    state = model.state_dict() if isinstance(model, torch.nn.Module) else model
+    if not isinstance(state, Mapping):
         raise TypeError(f"a module or its state_dict() is needed, not {type(model).__name__}")
-    if lazy := [name for name, tensor in _tensors(found) if is_lazy(tensor)]:
+    if lazy := [name for name, tensor in _tensors(state) if is_lazy(tensor)]:
         raise ValueError(f"{lazy[0]} has no values before the first forward pass of its lazy layer: do one first")
-    tensors = {name.replace("_orig_mod.", ""): each.detach() for name, each in _tensors(found)}
+    tensors = {name.replace("_orig_mod.", ""): tensor.detach() for name, tensor in _tensors(state)}
     if not tensors and not isinstance(model, torch.nn.Module):
-        raise ValueError(f"there is no tensor in it: it has {', '.join(map(str, list(found)[:5])) or 'nothing'}")
+        raise ValueError(f"there is no tensor in it: it has {', '.join(map(str, list(state)[:5])) or 'nothing'}")
     wrapped = bool(tensors) and all(name.startswith("module.") for name in tensors)
-    return {name.removeprefix("module.") if wrapped else name: each for name, each in tensors.items()}
+    return {name.removeprefix("module.") if wrapped else name: tensor for name, tensor in tensors.items()}
 
 
 def _buffers(model: object) -> set[str]:
-    """Return the names of a module's buffers, as ``_state`` gives them; a dictionary does not know them."""
+    """Return the names of a module's buffers, as in ``_state``; none for a dictionary."""
     if not isinstance(model, torch.nn.Module):
         return set()
     wrapped = all(name.startswith("module.") for name in model.state_dict())
@@ -135,14 +135,14 @@ def _buffers(model: object) -> set[str]:
     return {name.removeprefix("module.") for name in plain} if wrapped else plain
 
 
-def _lacking(state: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Return the names of ``state`` that ``other`` has not, neither by themselves nor by a tensor that they are tied to."""
-    there = {_memory(tensor) for name, tensor in state.items() if name in other} - {None}
-    return tuple(name for name, tensor in state.items() if name not in other and _memory(tensor) not in there)
+def _missing_names(state: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """Return the names of ``state`` that ``other`` lacks, unless they are tied to one that it has."""
+    there = {_memory_key(tensor) for name, tensor in state.items() if name in other} - {None}
+    return tuple(name for name, tensor in state.items() if name not in other and _memory_key(tensor) not in there)
 
 
-def _memory(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """Return what is equal for tensors of the same memory; None where torch does not tell."""
+def _memory_key(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Return a key that is equal for tensors of the same memory; None if torch cannot say."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if local.layout is not torch.strided or local.is_nested or not local.numel():
         return None
@@ -151,7 +151,7 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...] | None:
 
 
 def _tensors(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a checkpoint's tensors by name, without the states of optimizers: their values are no weights."""
+    """Yield a checkpoint's tensors by name, without states of optimizers, which are no weights."""
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             yield f"{prefix}{name}", value
@@ -160,7 +160,7 @@ def _tensors(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the values to look at, in float32 or float64; None of integers, of nothing, and where there are none."""
+    """Return the values to check, in float32 or float64; None for integers, empty tensors and the device meta."""
     if tensor.device.type == "meta" or not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized):
         return None
     values = ordered_values(tensor)
@@ -170,7 +170,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _unusual(tensor: torch.Tensor, name: str, *, is_buffer: bool) -> Problem | None:
-    """Return what is unusual about a tensor. Numbers are read from its device at once."""
+    """Return what is unusual about a tensor, by one read from its device."""
     values = _values(tensor)
     if values is None:
         return None
@@ -178,7 +178,7 @@ def _unusual(tensor: torch.Tensor, name: str, *, is_buffer: bool) -> Problem | N
     least, largest = values.aminmax()
     wrong = (~torch.isfinite(values)).sum()
     outlier, index = _furthest_neuron(values)
-    numbers = torch.stack([each.to(values.dtype) for each in (wrong, least, largest, outlier, index)]).tolist()
+    numbers = torch.stack([number.to(values.dtype) for number in (wrong, least, largest, outlier, index)]).tolist()
     if numbers[0]:
         # -inf beside any finite values, as of ALiBi's masks, and one infinity alone, which is a minimum of nothing
         by_mask = bool((torch.isfinite(values) | (values == -inf)).all()) or bool((values == inf).all())
@@ -191,11 +191,11 @@ def _unusual(tensor: torch.Tensor, name: str, *, is_buffer: bool) -> Problem | N
 def _unusual_value(
     name: str, values: torch.Tensor, least: float, largest: float, outlier: float, index: float
 ) -> Problem | None:
-    """Return what is unusual about a parameter whose values are finite."""
+    """Return what is unusual about a parameter with finite values."""
     extreme = max(-least, largest)
     if extreme > HUGE:
         return None if _is_mask(values) else Problem("value", name, f"a magnitude of {extreme:g}")
-    # vectors of one value are how norms, scales of layers and biases begin; of matrices of zeros or ones there is a remark
+    # norms, scales of layers and biases begin as vectors of one value; matrices of zeros or ones get a remark
     if least == largest and sum(size > 1 for size in values.shape) > 1:
         kind, text = {0.0: ("zeros", ZEROS), 1.0: ("ones", ONES)}.get(least, ("value", f"every value is {least:g}"))
         return Problem(kind, name, text)
@@ -205,13 +205,13 @@ def _unusual_value(
 
 
 def _is_mask(values: torch.Tensor) -> bool:
-    """Return True for what is added to scores to hide some: 0, and -inf or a type's lowest number."""
+    """Return whether it is a mask for scores: 0, and -inf or a type's lowest number."""
     lowest = torch.tensor([0.0, -inf, *_LOWEST], device=values.device, dtype=torch.float64).to(values.dtype)
     return bool(torch.isin(values, lowest).all())
 
 
 def _furthest_neuron(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return distance and index of the row whose norm is furthest from the median, in deviations; 0 where there are too few."""
+    """Return the greatest distance of a row's norm above the median, in deviations, and the row; 0 if there are too few."""
     zero = torch.zeros((), device=values.device)
     if values.dim() < 2 or values.shape[0] < LEAST_NEURONS:  # noqa: PLR2004  # a vector has no rows
         return zero, zero

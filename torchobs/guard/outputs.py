@@ -1,4 +1,4 @@
-"""Outputs of a model: refused or replaced where they are not finite, judged as answers; safe_inference."""
+"""Outputs of a model: refuse or replace those that are not finite, check them for useless answers; safe inference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from torchobs import catalog
 from torchobs.guard.contracts import Contract, ordered_values, rounded
-from torchobs.guard.records import Category, Severity, category_of, count, is_transient, record_event, recovered
+from torchobs.guard.records import Category, Severity, category_of, count, is_transient, record_event, record_recovery
 from torchobs.guard.recovery import free_memory
 from torchobs.support.arguments import is_number, is_whole
 from torchobs.support.result import Checked, Problem, Result
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SUM_ERROR = 1e-3
-"""Distance from 1 of probabilities' sum in half precision"""
+"""Most distance from 1 of a sum of probabilities, in half precision"""
 Policy = Literal["refuse", "clamp", "nan_to_num"]
 
 UNIFORM_ENTROPY = 0.999
-"""Mean entropy of class probabilities, as a share of that of equal ones, from which predictions say nothing"""
+"""Mean entropy of class probabilities, as a share of the largest, at which predictions say nothing"""
 CONSTANT_SPREAD = 1e-6
-"""Standard deviation between samples, as a share of the mean size, below which a model gives the same answer to everything;
-where its type tells finer ones apart, ``CONSTANT_UNITS`` of its rounding: times of day in seconds since 1970 differ by less"""
+"""Standard deviation between samples, as a share of the mean size, below which all answers are the same; in a type of finer
+resolution ``CONSTANT_UNITS`` times its ``eps``, since times of day in seconds since 1970 differ by less than 1e-6"""
 CONSTANT_UNITS = 2.0
-"""Rounding of the same answer gives one unit in the last place at most, which is up to the type's ``eps`` of it; and as much
-again in what it was computed of"""
+"""Rounding of the same answer gives at most one unit in the last place, up to the type's ``eps`` of it; rounding of the
+operands as much again"""
 
 
 class NonFiniteOutputError(ValueError):
-    """A model's output has values that are not finite (or, for ``clamp``, are NaN, which no range helps)."""
+    """A model's output has values that are not finite; with ``clamp``, NaN, which is in no range."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class OutputTensor(Result):
 
 @dataclass(frozen=True)
 class OutputReport(Checked):
-    """What :func:`check_outputs` found: ``report["output.logits"]`` has the numbers of a tensor."""
+    """The result of :func:`check_outputs`: ``report["output.logits"]`` has the numbers of a tensor."""
 
     problems: tuple[Problem, ...]
     tensors: tuple[OutputTensor, ...]
@@ -75,14 +75,14 @@ def sanitize_outputs(
     nan: float = 0.0,
     name: str = "output",
 ) -> T:
-    """Return outputs that are finite, or refuse them. What is replaced is counted, as a metric and an event of the run.
+    """Return finite outputs, or refuse them. Replaced values are counted, as a metric and an event of the run.
 
     Args:
         outputs: a tensor, or lists, tuples, dictionaries, dataclasses and ``ModelOutput`` of tensors; other values stay as
             they are.
-        policy: ``refuse`` raises (hiding a NaN is for those who ask for it); ``clamp`` limits values to ``low`` and ``high``
+        policy: ``refuse`` raises (a NaN is hidden only on request); ``clamp`` limits values to ``low`` and ``high``
             (the dtype's range by default), and raises for a NaN; ``nan_to_num`` also replaces NaN by ``nan``.
-        low: least value, in ``clamp`` and ``nan_to_num``; one beyond the dtype's range is the end of that, as the others are.
+        low: least value, in ``clamp`` and ``nan_to_num``; like the others it is limited to the dtype's range.
         high: largest value, likewise.
         nan: what a NaN becomes.
         name: the outputs' name in messages; parts are named after their place, as ``output.logits`` or ``output[0]``.
@@ -102,7 +102,7 @@ def sanitize_outputs(
             raise ValueError(f"{what} is {bound!r}: a number is needed")
     if low is not None and high is not None and not low <= high:
         raise ValueError(f"low is {low} and high is {high}: nothing is between them")
-    changed: T = _mapped(outputs, name, lambda tensor, path: _sanitized(tensor, path, policy, (low, high, nan)))
+    changed: T = _map_tensors(outputs, name, lambda tensor, path: _sanitize(tensor, path, policy, (low, high, nan)))
     return changed
 
 
@@ -112,14 +112,14 @@ def check_outputs(
     """Look for outputs that are not finite, out of range, uniform or constant.
 
     Args:
-        outputs: what :func:`sanitize_outputs` takes; of each floating-point tensor in it the first dimension is the samples.
+        outputs: as for :func:`sanitize_outputs`; samples are the first dimension of each floating-point tensor.
         contract: what each of these tensors has to be.
         classes: dimension of class scores (logits or probabilities), to find predictions that prefer no class.
         name: the outputs' name in messages; parts are named after their place, as ``output.logits`` or ``output[0]``.
 
     Raises:
         TypeError: there is no floating-point tensor in it, or ``contract`` is none.
-        ValueError: ``classes`` is a dimension of none, or a tensor is on the device meta, where it has no values.
+        ValueError: no tensor has the dimension ``classes``, or one is on the device meta, where it has no values.
     """
     tensors = [(path, x) for path, x in walk(outputs, name) if x.is_floating_point() or x.is_complex()]
     if not tensors:
@@ -135,7 +135,7 @@ def check_outputs(
         raise ValueError(f"{on_meta[0]} is on the device meta, where it has no values")
     rows, problems = list[OutputTensor](), list[Problem]()
     for path, x in tensors:
-        row = _measured(path, x, classes if classes is not None and -x.dim() <= classes < x.dim() else None)
+        row = _measure(path, x, classes if classes is not None and -x.dim() <= classes < x.dim() else None)
         rows.append(row)
         problems += _problems(row, x.dtype)
         problems += contract.inspect(x, path).problems if contract is not None else ()
@@ -145,16 +145,16 @@ def check_outputs(
     return OutputReport(tuple(problems), tuple(rows))
 
 
-def _measured(name: str, x: torch.Tensor, classes: int | None) -> OutputTensor:
+def _measure(name: str, x: torch.Tensor, classes: int | None) -> OutputTensor:
     values = ordered_values(x.detach())
     values = values if values.dtype == torch.float64 else values.float()
-    found = Moments(*moments(values.reshape(-1)).tolist())
+    counts = Moments(*moments(values.reshape(-1)).tolist())
     entropy = spread = None
     if (
-        found.finite == values.numel() and values.shape == x.shape and values.numel()
+        counts.finite == values.numel() and values.shape == x.shape and values.numel()
     ):  # else it is sparse, nested, complex or a rank's part
         entropy, spread = _entropy(values, classes), _spread(values)
-    return OutputTensor(name, values.numel(), int(found.nan), int(found.infinite), entropy, spread)
+    return OutputTensor(name, values.numel(), int(counts.nan), int(counts.infinite), entropy, spread)
 
 
 def _problems(row: OutputTensor, dtype: torch.dtype) -> Iterator[Problem]:
@@ -167,7 +167,7 @@ def _problems(row: OutputTensor, dtype: torch.dtype) -> Iterator[Problem]:
         yield Problem("constant", row.name, "the same output for every sample")
 
 
-def _sanitized(x: torch.Tensor, name: str, policy: Policy, limits: tuple[float | None, float | None, float]) -> torch.Tensor:
+def _sanitize(x: torch.Tensor, name: str, policy: Policy, limits: tuple[float | None, float | None, float]) -> torch.Tensor:
     if not (x.dtype.is_floating_point or x.dtype.is_complex) or x.device.type == "meta" or not x.numel():
         return x
     values = ordered_values(x.detach())
@@ -176,13 +176,13 @@ def _sanitized(x: torch.Tensor, name: str, policy: Policy, limits: tuple[float |
     dtype = x.dtype if x.dtype.itemsize == 1 else values.dtype
     range_ = torch.finfo(dtype)
     least, most, nan = (
-        # torch refuses a bound that the type cannot hold; what was replaced by one is within it the next time
-        rounded(max(range_.min, min(range_.max, default if each is None else each)), dtype)
-        for each, default in zip(limits, (range_.min, range_.max, 0.0), strict=True)
+        # torch refuses a bound outside the type; a value that was replaced by a rounded bound is within it the next time
+        rounded(max(range_.min, min(range_.max, default if limit is None else limit)), dtype)
+        for limit, default in zip(limits, (range_.min, range_.max, 0.0), strict=True)
     )
     if policy == "refuse":
         least, most = -inf, inf
-    smallest, largest = (float(each) for each in torch.aminmax(values))  # NaN, if there is one: no comparison holds
+    smallest, largest = (float(value) for value in torch.aminmax(values))  # NaN, if there is one: no comparison holds
     if least <= smallest and largest <= most and isfinite(smallest) and isfinite(largest):
         return x
     nans, infinite = int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
@@ -207,13 +207,13 @@ def _event(name: str, problem: str, policy: str, severity: Severity) -> None:
     record_event(catalog.EVENT_GUARD_OUTPUTS, Category.NUMERICS, severity, output=name, problem=problem, policy=policy)
 
 
-def _mapped(value: Any, name: str, function: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
+def _map_tensors(value: Any, name: str, function: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value, name)
     if (parts := parts_of(value)) is None:
         return value
     place = "{}[{}]" if isinstance(value, SEQUENCES) else "{}.{}"
-    changed = {key: _mapped(item, place.format(name, key), function) for key, item in parts.items()}
+    changed = {key: _map_tensors(item, place.format(name, key), function) for key, item in parts.items()}
     return value if all(item is parts[key] for key, item in changed.items()) else with_parts(value, changed)
 
 
@@ -222,8 +222,8 @@ def _entropy(values: torch.Tensor, classes: int | None) -> float | None:
         return None
     rows = values.movedim(classes, -1)
     sums = rows.sum(-1)
-    given = bool((rows >= 0).all()) and bool(((sums - 1).abs() < _SUM_ERROR).all())
-    probabilities = rows if given else rows.softmax(-1)
+    are_probabilities = bool((rows >= 0).all()) and bool(((sums - 1).abs() < _SUM_ERROR).all())
+    probabilities = rows if are_probabilities else rows.softmax(-1)
     return float(torch.special.entr(probabilities).sum(-1).mean()) / log(rows.shape[-1])
 
 
@@ -231,7 +231,7 @@ def _spread(values: torch.Tensor) -> float | None:
     if values.dim() == 0 or values.shape[0] < 2:  # noqa: PLR2004  # one sample has no spread
         return None
     size = float(values.abs().mean())
-    # around the first sample: sums of values far from 0 have no digits left for what is between them
+    # around the first sample: far from 0, sums have no digits left for the differences
     return float((values - values[:1]).std(0, correction=0).max()) / size if size > 0 else 0.0
 
 
@@ -246,20 +246,20 @@ class InferenceResult(Checked):
     attempts: int
     severity: Severity
     category: Category | None
-    """what the error is about; None if there was none"""
+    """what the error is about; None without one"""
     evaluation_mode: bool
-    """the model was put into evaluation mode for it; False of what has no modes, a function"""
+    """True if the model was put into evaluation mode; False for a function, which has none"""
 
 
 def safe_inference(model: Callable[..., Any], batch: Any, *, max_retries: int = 3, backoff_s: float = 0.1) -> InferenceResult:
-    """Call a model for its output, in evaluation mode and without gradients, and return what became of it instead of raising.
+    """Call a model in evaluation mode and without gradients, and return its output or its error instead of raising.
 
-    What may be better next time is tried again: an out-of-memory error after freeing cached memory, a transient error of input
-    or output. An output that is not finite is a problem, and is not tried again. Each module's own mode is put back.
+    Errors that may be gone the next time are retried: out of memory, after freeing cached memory, and transient errors of input
+    or output. An output that is not finite is a problem, and is not retried. Each module's own mode is put back.
 
     Args:
         model: a module, or a function.
-        batch: what it is called with: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+        batch: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         max_retries: further attempts after the first.
         backoff_s: wait before the first of them in seconds; doubled each time.
 
@@ -280,19 +280,19 @@ def safe_inference(model: Callable[..., Any], batch: Any, *, max_retries: int = 
     while True:
         attempt += 1
         try:
-            # not in inference mode: tables that a first pass makes there would break a training that comes after
+            # no inference mode: tables that a model caches in its first pass would break a later training
             with nullcontext() if module is None else evaluating(module), torch.no_grad():
                 data = call(model, batch)
             sanitize_outputs(data)
-        except Exception as error:  # noqa: BLE001  # returned to the caller, who asked for that
+        except Exception as error:  # noqa: BLE001  # returned to the caller
             category = Category.NUMERICS if isinstance(error, NonFiniteOutputError) else category_of(error)
             if attempt > max_retries or not (category is Category.MEMORY or is_transient(error)):
-                recovered(category, Severity.ERROR, "return", error)
+                record_recovery(category, Severity.ERROR, "return", error)
                 problem = Problem(category.value, "", f"{type(error).__name__}: {error}")
                 return InferenceResult(
                     (problem,), None, error.with_traceback(None), attempt, Severity.ERROR, category, is_module
                 )
-            recovered(category, Severity.INFO, "retry", error)
+            record_recovery(category, Severity.INFO, "retry", error)
         else:
             severity = Severity.INFO if attempt == 1 else Severity.WARNING
             return InferenceResult((), data, None, attempt, severity, None, is_module)

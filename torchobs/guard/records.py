@@ -1,4 +1,4 @@
-"""Records what the guard, or the program itself, found and did, with category and severity; the errors that it knows."""
+"""Records of the guard's findings and actions, with category and severity; its errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Severity(Enum):
     """How bad it is, in OpenTelemetry's words."""
 
     INFO = "info"
-    """nothing was lost: an operation was repeated and worked"""
+    """nothing was lost: a repeated operation worked"""
     WARNING = "warning"
     """something was lost and training went on: a batch, a step"""
     ERROR = "error"
@@ -26,7 +26,7 @@ class Severity(Enum):
 
 
 class Category(Enum):
-    """What an error is about. By the exception's type, never by words of its message."""
+    """What an error is about, by the exception's type, never by its message."""
 
     MEMORY = "memory"
     """a device or the machine ran out of memory"""
@@ -37,7 +37,7 @@ class Category(Enum):
     IO = "io"
     """a file system or network failed, perhaps for a moment"""
     CONTRACT = "contract"
-    """a tensor is not what was agreed"""
+    """a tensor does not keep its contract"""
     RESOURCES = "resources"
     """a limit of processor, memory or disk is near"""
     FILE = "file"
@@ -46,12 +46,12 @@ class Category(Enum):
 
 
 def record(error: BaseException, severity: Severity | str = Severity.WARNING, category: Category | str | None = None) -> None:
-    """Record an error that the program itself has dealt with, as an event and a metric of the run, if one is recorded.
+    """Record an error that the program has handled, as an event and a metric of the run, if one is recorded.
 
     Args:
         error: the exception; nothing of its message is recorded.
         severity: how bad it is: ``"info"``, ``"warning"``, ``"error"``, or a :class:`Severity`.
-        category: what it is about, a :class:`Category` or its word; by default by the exception's type.
+        category: a :class:`Category` or its word; by default by the exception's type.
 
     Raises:
         TypeError: ``error`` is no exception.
@@ -60,14 +60,14 @@ def record(error: BaseException, severity: Severity | str = Severity.WARNING, ca
     if not isinstance(error, BaseException):
         raise TypeError(f"error is an exception, caught or new, not {type(error).__name__}")
     about = category_of(error) if category is None else _member(Category, category)
-    recovered(about, _member(Severity, severity), "record", error)
+    record_recovery(about, _member(Severity, severity), "record", error)
 
 
 def _member(kind: type[E], value: object) -> E:
     try:
         return kind(value)
     except ValueError:
-        words = ", ".join(str(each.value) for each in kind)
+        words = ", ".join(str(member.value) for member in kind)
         raise ValueError(f"unknown {kind.__name__.lower()} {value!r}: use one of {words}") from None
 
 
@@ -81,20 +81,20 @@ def count(metric: Metric, amount: float, category: Category, severity: Severity,
     api.count(metric, amount, category=category.value, severity=severity.value, **labels)
 
 
-def recovered(category: Category, severity: Severity, action: str, error: BaseException) -> None:
-    """Record what was done about an error."""
+def record_recovery(category: Category, severity: Severity, action: str, error: BaseException) -> None:
+    """Record the action that was taken after an error."""
     count(catalog.GUARD_RECOVERIES, 1, category, severity, action=action)
     record_event(catalog.EVENT_GUARD_RECOVERY, category, severity, action=action, error=type(error).__name__)
 
 
-def found_wrong(by: str, verdict: str, reason: str, severity: Severity = Severity.ERROR) -> None:
+def record_bad_file(by: str, verdict: str, reason: str, severity: Severity = Severity.ERROR) -> None:
     """Record that the function ``by`` found a file wrong."""
     count(catalog.GUARD_FINDINGS, 1, Category.FILE, severity, by=by)
     record_event(catalog.EVENT_GUARD_FILE, Category.FILE, severity, verdict=verdict, reason=reason)
 
 
-def text_of(name: str) -> str:
-    """Return a file's name for a message; one that would steer a terminal as Python writes it."""
+def printable(name: str) -> str:
+    """Return a file's name for a message; its ``repr()`` if it could steer a terminal."""
     return name if name.isprintable() else repr(name)
 
 
@@ -111,12 +111,12 @@ class NonFiniteLossError(FloatingPointError):
 
 
 class LossSpikeError(ArithmeticError):
-    """A loss is far above what its recent past makes likely."""
+    """A loss is far above the recent ones."""
 
 
 def category_of(error: BaseException) -> Category:
     """Return what an error is about, by its type."""
-    import torch  # files and resources are looked at without it
+    import torch  # files and resources are checked without it
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return Category.MEMORY
@@ -130,6 +130,6 @@ def category_of(error: BaseException) -> Category:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return True for an error of input or output that may be gone the next time."""
+    """Return whether it is an error of input or output that may be gone the next time."""
     passing = (ConnectionError, TimeoutError, InterruptedError, BlockingIOError)
     return isinstance(error, passing) or (isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS)

@@ -1,7 +1,7 @@
-"""Training steps that go on after errors: out of memory, NaN, loss spikes, unreadable batches, transient input and output.
+"""Training steps that go on after errors: out of memory, NaN, loss spikes, unreadable batches, transient errors.
 
-Errors are told apart by their type, never by the words of a message. Each kind has a budget; once it is spent the original
-error is raised, so that a training that is beyond help ends.
+Errors are distinguished by type, never by message. Each kind has a budget; once it is spent the original
+error is raised, so that a hopeless training ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from torchobs.detect.spikes import UsualValues
-from torchobs.guard.records import Category, LossSpikeError, NonFiniteLossError, Severity, is_transient, recovered
+from torchobs.guard.records import Category, LossSpikeError, NonFiniteLossError, Severity, is_transient, record_recovery
 from torchobs.support.arguments import are_exceptions, is_number, is_whole
 from torchobs.support.process_group import gradient_sync, greatest, is_shared
 from torchobs.support.result import Checked, Problem
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecoveryPolicy:
-    """What may be done about what, how often. A budget of 0 does nothing: the error is raised."""
+    """What may be done about which errors, and how often. With a budget of 0 the error is raised."""
 
     oom: int = 100
-    """times that parts may be halved because they did not fit"""
+    """times that batches may be halved because they did not fit"""
     nonfinite: int = 10
     """batches that may be skipped because their loss or gradient is not finite"""
     spikes: int = 3
@@ -48,16 +48,16 @@ class RecoveryPolicy:
     io: int = 5
     """repetitions in a row of an operation that failed for a moment"""
     data_errors: tuple[type[Exception], ...] = (ValueError, TypeError, KeyError, IndexError, EOFError, UnicodeError)
-    """errors of a data loader that concern one batch. The ``OSError`` of a loader's worker has lost its number on the way: add
+    """errors of a data loader that concern one batch. The ``OSError`` of a loader's worker arrives without its number: add
     ``OSError`` here to skip it, too"""
     snapshot_every: int = 100
     """steps between two snapshots in the host's memory; only taken if ``spikes`` is not 0"""
     least_excess: float = 0.5
-    """distance above the usual loss that a spike has at least; see :func:`torchobs.detect.spikes.judge`"""
+    """least distance of a spike above the usual loss; see :func:`torchobs.detect.spikes.judge`"""
     backoff_s: float = 0.5
     """wait before the first repetition; doubled each time"""
     agree: bool = False
-    """under DDP: one all-reduce of a number in each step, so that all ranks skip together; without it nothing is skipped"""
+    """under DDP: all ranks skip together, by an all-reduce of one number in each step; without it nothing is skipped"""
 
     def __post_init__(self) -> None:
         for name in ("oom", "nonfinite", "spikes", "data", "io", "snapshot_every"):
@@ -74,16 +74,16 @@ class RecoveryPolicy:
             raise ValueError(f"data_errors is {self.data_errors!r}: a tuple of exception classes, as (ValueError, KeyError)")
 
     def around(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Recovery:
-        """Return a :class:`Recovery` by this policy: ``tune.pipeline(recovery=policy)`` makes one of its parts."""
+        """Return a :class:`Recovery` with this policy, as ``tune.pipeline(recovery=policy)`` makes one."""
         return Recovery(model, optimizer, self, **options)
 
 
 @dataclass(frozen=True)
 class StepOutcome(Checked):
-    """What became of one step."""
+    """The outcome of one step."""
 
     problems: tuple[Problem, ...]
-    """of the kind ``nonfinite`` or ``spike``: why the step was skipped, or undone"""
+    """of the kind ``nonfinite`` or ``spike``: why the step was skipped or undone"""
     loss: float
     """mean over the batch"""
     stepped: bool
@@ -91,17 +91,17 @@ class StepOutcome(Checked):
     action: str
     """``none``, ``split``, ``skip`` or ``restore``"""
     parts: int = 1
-    """backward passes of the step: its micro-batches, and the parts that they were split into"""
+    """backward passes of the step: its micro-batches, or the parts that they were split into"""
 
 
 @dataclass(frozen=True)
 class BadBatch:
-    """Evidence: a batch that was skipped."""
+    """A batch that was skipped, kept as evidence."""
 
     step: int
     reason: str
     batch: Any
-    """on the CPU; of a step of several micro-batches the one whose loss is not finite, or the list of all"""
+    """on the CPU; of several micro-batches the one with a loss that is not finite, or else all"""
 
 
 def samples_in(batch: Any) -> int:
@@ -111,9 +111,9 @@ def samples_in(batch: Any) -> int:
 
 
 def split(batch: Any, most: int) -> list[tuple[Any, float]]:
-    """Return parts of at most ``most`` samples, each with its share of them; what is no tensor is in all parts.
+    """Return parts of at most ``most`` samples, each with its share of them; each part has all values that are no tensors.
 
-    They are as equal as can be, so that a batch of one sample more than fit does not leave one alone: batch norm refuses that.
+    Parts are as equal as possible: a part of a single sample would be refused by batch norm.
 
     Raises:
         ValueError: its tensors cannot be cut.
@@ -131,17 +131,17 @@ def split(batch: Any, most: int) -> list[tuple[Any, float]]:
 
 
 def shares_of(batches: Sequence[Any]) -> list[float]:
-    """Return the share of each batch in the samples of all; equal shares where a number of samples is not known."""
+    """Return the share of each batch in all samples; equal shares if a number of samples is unknown."""
     sizes = [samples_in(batch) for batch in batches]
     return [size / sum(sizes) for size in sizes] if all(sizes) else [1 / len(batches)] * len(batches)
 
 
 class Part(NamedTuple):
-    """What goes through the model at once: a micro-batch, or a part of one."""
+    """A micro-batch, or a part of one, that goes through the model at once."""
 
     batch: Any
     share: float
-    """of the step's samples"""
+    """share of the step's samples"""
     micro_batch: int
     """index of the micro-batch that it belongs to"""
 
@@ -155,10 +155,7 @@ def parts_of(micro_batches: Sequence[Any], most: int | None) -> Iterator[Part]:
 
 
 def on_cpu(value: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """Return the same structure with its tensors copied to the CPU; no list or mapping is shared, whatever is in it.
-
-    ``leaf``: what becomes of anything else in it.
-    """
+    """Return the same structure with its tensors copied to the CPU, and new lists and mappings. ``leaf`` copies all else."""
     if isinstance(value, torch.Tensor):
         return value.detach() if value.is_meta else value.detach().to("cpu", copy=True)  # on the device meta is nothing to copy
     parts = rebuilt(value, lambda part: on_cpu(part, leaf), anew=True)
@@ -166,7 +163,7 @@ def on_cpu(value: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
 
 
 def free_memory() -> None:
-    """Collect garbage, and give memory that torch caches back to the device."""
+    """Collect garbage, and return memory that torch caches to the device."""
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
@@ -180,12 +177,12 @@ def _slice(batch: Any, start: int, end: int) -> Any:
 
 _log = logging.getLogger("torchobs.guard")
 EVIDENCE = 8
-"""Bad batches that are kept"""
+"""Most bad batches that are kept"""
 
 
 @dataclass(slots=True)
 class Recovery:
-    """Runs training steps, and goes on after what :class:`RecoveryPolicy` allows.
+    """Runs training steps, and goes on after errors that :class:`RecoveryPolicy` allows.
 
     ::
 
@@ -195,27 +192,27 @@ class Recovery:
 
     ``step`` does what a loop does: it clears gradients, computes the loss, goes backward, clips and steps. The loss function
     gets a batch, or a part of it, and returns the mean loss over its samples. A batch is a tensor, or a structure of tensors
-    that have the samples in their first dimension. A step of several micro-batches is given them all, and is skipped as a
+    that have the samples in their first dimension. A step of several micro-batches gets all of them, and is skipped as a
     whole::
 
         batches = recovery.batches(loader)
         while micro_batches := list(islice(batches, 4)):
             recovery.step(micro_batches, loss_fn, accumulate=True)
 
-    Under DDP nothing is skipped unless ``agree`` is set, since the others would wait for ever; and a batch that does not fit in
-    memory is always an error there: gradients are already being exchanged when it is noticed.
+    Under DDP nothing is skipped unless ``agree`` is set: other ranks would wait for ever. Out of memory is always an error
+    there, since the gradients are already being exchanged.
 
     Args:
-        model: what is trained; its buffers are put back when a step is skipped.
-        optimizer: steps its parameters.
-        policy: what may be done.
-        scaler: the loss scaler, if there is one; its own skipping of steps is left to it.
-        extra: further objects with ``state_dict`` and ``load_state_dict`` that a snapshot holds: a scheduler, EMA weights.
-        max_grad_norm: gradients are clipped to this norm, unscaled, before the optimizer steps. Another kind of clipping goes
-            into ``optimizer.register_step_pre_hook``.
+        model: the module that is trained; its buffers are put back when a step is skipped.
+        optimizer: the optimizer of its parameters.
+        policy: the budgets.
+        scaler: the loss scaler, if there is one; it skips steps by itself.
+        extra: further objects with ``state_dict`` and ``load_state_dict`` for the snapshot: a scheduler, EMA weights.
+        max_grad_norm: gradients are clipped to this norm, unscaled, before the optimizer steps. For another kind of clipping
+            use ``optimizer.register_step_pre_hook``.
 
     Raises:
-        TypeError: an argument is of another type, or the optimizer is one that needs a closure.
+        TypeError: an argument has another type, or the optimizer needs a closure.
         ValueError: ``max_grad_norm`` is no norm, or the optimizer has no parameter of the model.
     """
 
@@ -228,17 +225,17 @@ class Recovery:
     steps: int = field(init=False, default=0)
     """steps begun"""
     counts: Counter[str] = field(init=False, default_factory=Counter)
-    """what was done, by category"""
+    """actions by category"""
     evidence: deque[BadBatch] = field(init=False, default_factory=lambda: deque(maxlen=EVIDENCE))
     """the last batches that were skipped"""
     _baseline: UsualValues = field(init=False, default_factory=UsualValues)
     _snapshot: tuple[int, list[dict[str, Any]]] | None = field(init=False, default=None)
-    """the step before which it was taken, and the states"""
+    """the step before which it was taken, and its states"""
     _most: int | None = field(init=False, default=None)
-    """samples that may go through the model at once; None until something did not fit"""
+    """most samples that fit through the model at once; None until a batch did not fit"""
 
     def __post_init__(self) -> None:
-        _refuse_nonsense(self)
+        _check_arguments(self)
 
     def step(self, batch: Any, loss_fn: Callable[..., torch.Tensor], *, accumulate: bool = False) -> StepOutcome:
         """Do one training step.
@@ -247,17 +244,17 @@ class Recovery:
             batch: the batch; with ``accumulate`` a list of micro-batches.
             loss_fn: ``loss_fn(model, batch)``, or ``loss_fn(output, target)``: returns the mean loss of a micro-batch, or of a
                 part of one, as one number; see :func:`torchobs.tensors.losses.compute_loss`.
-            accumulate: add up the gradients of all micro-batches, each by its share of the samples (equal shares where their
-                numbers are not known), so that they are those of one large batch; then step once, or skip all of it. DDP
-                averages the gradients with the last one.
+            accumulate: add up the gradients of all micro-batches, weighted by their shares of the samples (equal shares if
+                their numbers are unknown), as for one large batch; then step once, or skip all of it. DDP averages the
+                gradients with the last one.
 
         Raises:
             torch.OutOfMemoryError: a single sample does not fit, or the budget is spent; always under DDP.
-            NonFiniteLossError: the budget is spent. The optimizer has not stepped, and its gradients are there to look at.
+            NonFiniteLossError: the budget is spent. The optimizer has not stepped, and the gradients are still there.
             LossSpikeError: likewise.
-            TypeError: ``accumulate`` without a list of micro-batches, or ``loss_fn`` is none, or returns no number.
+            TypeError: ``accumulate`` without a list of micro-batches, or ``loss_fn`` is no function, or returns no number.
         """
-        parameters_of(loss_fn)  # raises for what is none
+        parameters_of(loss_fn)  # raises unless it is a function
         if accumulate and not (isinstance(batch, (list, tuple)) and batch):
             raise TypeError(f"accumulate=True takes a list of micro-batches, at least one, not {type(batch).__name__}")
         micro_batches: Sequence[Any] = batch if accumulate else [batch]
@@ -265,32 +262,30 @@ class Recovery:
         snapshot, buffers = self._snapshot, Buffers(self.model)
         is_due = snapshot is None or self.steps - snapshot[0] >= self.policy.snapshot_every
         if is_due and self._judges_spikes():
-            snapshot = self.steps, [on_cpu(each.state_dict(), deepcopy) for each in self._stateful()]
+            snapshot = self.steps, [on_cpu(stateful.state_dict(), deepcopy) for stateful in self._stateful()]
         parts, losses = self._forward_backward(micro_batches, loss_fn, buffers)
-        loss = sum(each * part.share for each, part in zip(losses, parts, strict=True))
+        loss = sum(part_loss * part.share for part_loss, part in zip(losses, parts, strict=True))
         problem = self._problem(loss)
-        own = _SKIP if isinstance(problem, NonFiniteLossError) else _RESTORE
-        verdict = own if problem is not None else _GO_ON
-        if is_shared() and self.policy.agree:  # the gravest verdict, here or of any rank
+        verdict = _GO_ON if problem is None else _SKIP if isinstance(problem, NonFiniteLossError) else _RESTORE
+        if is_shared() and self.policy.agree:  # the most severe verdict of any rank
             verdict = int(greatest(verdict, next(self.model.parameters()).device))
         if verdict == _GO_ON:
             stepped = self._optimizer_step()
-            self._snapshot = snapshot if stepped else self._snapshot  # its weights have given a usual loss
+            self._snapshot = snapshot if stepped else self._snapshot  # the loss with these weights was usual
             action = "split" if len(parts) > len(micro_batches) else "none"
             return StepOutcome((), loss, stepped=stepped, action=action, parts=len(parts))
         if problem is None or verdict == _RESTORE:
             problem = problem if isinstance(problem, LossSpikeError) else _OTHERS[verdict]("another rank found it")
-        bad = next(
-            (micro_batches[part.micro_batch] for each, part in zip(losses, parts, strict=True) if not isfinite(each)), batch
-        )
+        lost = (part.micro_batch for part_loss, part in zip(losses, parts, strict=True) if not isfinite(part_loss))
+        bad = next((micro_batches[index] for index in lost), batch)
         self.evidence.append(BadBatch(self.steps, str(problem), on_cpu(bad)))
         buffers.put_back()
         action = self._pay_for(problem)
         self.optimizer.zero_grad(set_to_none=True)
         text = str(problem)
         if action == "restore" and self._snapshot is not None:
-            for each, state in zip(self._stateful(), self._snapshot[1], strict=True):
-                each.load_state_dict(on_cpu(state, deepcopy))  # an optimizer keeps what it is given
+            for stateful, state in zip(self._stateful(), self._snapshot[1], strict=True):
+                stateful.load_state_dict(on_cpu(state, deepcopy))  # an optimizer keeps the state it loads
             text = f"{problem}; back to step {self._snapshot[0]}"
         kind = "spike" if isinstance(problem, LossSpikeError) else "nonfinite"
         return StepOutcome((Problem(kind, f"step {self.steps}", text),), loss, stepped=False, action=action, parts=len(parts))
@@ -298,10 +293,10 @@ class Recovery:
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield a loader's batches without those that cannot be read.
 
-        A loader goes on after the error of one batch; a generator does not, and then its error is raised: nobody would notice
-        what is missing. Raises the original error, too, once the budget is spent.
+        A loader goes on after the error of one batch. A generator ends, and its error is raised: else nobody would notice the
+        missing batches. The original error is also raised once the budget is spent.
         """
-        iterator, seen = iter(loader), 0
+        iterator, position = iter(loader), 0
         try:
             expected = len(loader) if isinstance(loader, Sized) else None
         except TypeError:  # a DataLoader over an iterable data set
@@ -313,19 +308,19 @@ class Recovery:
                 batch = next(iterator, _END)
             except survivable as error:
                 if is_shared() or not (isinstance(error, self.policy.data_errors) or is_transient(error)):
-                    raise  # one rank with a batch less would leave the others waiting
+                    raise  # with a batch less, this rank would leave the others waiting
                 self._spend(Category.DATA, self.policy.data, error, "skip")
-                failed, seen = error, seen + 1
+                failed, position = error, position + 1
                 continue
             if batch is _END:
-                if failed is not None and (expected is None or seen < expected):
+                if failed is not None and (expected is None or position < expected):
                     raise failed
                 return
-            failed, seen = None, seen + 1
+            failed, position = None, position + 1
             yield batch
 
     def retry(self, operation: Callable[[], Any]) -> Any:
-        """Call an operation, such as writing a checkpoint; repeat it, with a growing wait, while a transient error stops it.
+        """Call an operation, such as writing a checkpoint; repeat it after transient errors, with a growing wait.
 
         Transient are ``ConnectionError``, ``TimeoutError``, ``InterruptedError``, ``BlockingIOError`` and ``TRANSIENT_ERRNOS``.
         """
@@ -336,37 +331,37 @@ class Recovery:
                 if not is_transient(error) or attempt == self.policy.io:
                     raise
                 self.counts["io.retry"] += 1
-                self._note(Category.IO, Severity.INFO, error, "retry")
+                self._report(Category.IO, Severity.INFO, error, "retry")
                 time.sleep(self.policy.backoff_s * 2**attempt)
         raise AssertionError("unreachable")  # the last attempt returned or raised
 
     def _judges_spikes(self) -> bool:
-        """Return False where a rank could not go back by itself: then a spike is the user's affair, as it is without us."""
+        """Return whether spikes are undone: without ``agree`` a rank cannot go back alone, and spikes are left to the user."""
         return self.policy.spikes > 0 and (self.policy.agree or not is_shared())
 
     def _forward_backward(
         self, micro_batches: Sequence[Any], loss_fn: Callable[..., torch.Tensor], buffers: Buffers
     ) -> tuple[list[Part], list[float]]:
-        """Return what went through the model at once, and the mean loss of each."""
+        """Return the parts that went through the model, and the mean loss of each."""
         while True:
             parts = list(parts_of(micro_batches, self._most))
             largest = max(samples_in(part.batch) for part in parts)
             self.optimizer.zero_grad(set_to_none=True)
             try:
-                losses = [self._one(part, loss_fn, last=part is parts[-1]) for part in parts]
-                return parts, [float(loss) for loss in losses]  # read together: a device is waited for once
+                losses = [self._run_part(part, loss_fn, last=part is parts[-1]) for part in parts]
+                return parts, [float(loss) for loss in losses]  # read together: one wait for the device
             except torch.OutOfMemoryError as error:
                 if is_shared() or largest <= 1:
                     raise
                 too_large = error.with_traceback(None)
-            # outside of the handler, whose traceback keeps the forward's tensors alive
+            # outside the handler: its traceback keeps the forward's tensors alive
             self._spend(Category.MEMORY, self.policy.oom, too_large, "split")
             self._most = -(-largest // 2)
             self.optimizer.zero_grad(set_to_none=True)
             buffers.put_back()
             free_memory()
 
-    def _one(self, part: Part, loss_fn: Callable[..., torch.Tensor], *, last: bool) -> torch.Tensor:
+    def _run_part(self, part: Part, loss_fn: Callable[..., torch.Tensor], *, last: bool) -> torch.Tensor:
         with gradient_sync(self.model, on=last):
             loss = mean_loss(self.model, part.batch, loss_fn)
             scaled = loss * part.share if part.share != 1.0 else loss
@@ -374,7 +369,7 @@ class Recovery:
         return loss.detach()
 
     def _problem(self, loss: float) -> NonFiniteLossError | LossSpikeError | None:
-        """Return what is wrong with this step. A scaler judges the gradients itself."""
+        """Return the error of this step, if any. A scaler judges the gradients itself."""
         if not isfinite(loss):
             return NonFiniteLossError(f"the loss is {loss}")
         if not (self.scaler is not None and self.scaler.is_enabled()) and not self._gradients_are_finite():
@@ -387,11 +382,11 @@ class Recovery:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _gradients_are_finite(self) -> bool:
-        """Return True if all gradients, of a sharded parameter this rank's part, are finite: one number is read."""
-        return isfinite(greatest_magnitude(each.grad for each in self._parameters() if each.grad is not None))
+        """Return whether all gradients (in shards: this rank's) are finite: one number is read."""
+        return isfinite(greatest_magnitude(x.grad for x in self._parameters() if x.grad is not None))
 
     def _optimizer_step(self) -> bool:
-        """Clip and step; return False if the scaler has skipped it: then it lowers its scale."""
+        """Clip and step; return whether it stepped: a scaler that skips a step lowers its scale."""
         if self.max_grad_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -405,9 +400,9 @@ class Recovery:
         return self.scaler.get_scale() >= before
 
     def _pay_for(self, problem: NonFiniteLossError | LossSpikeError) -> str:
-        """Return what to do; raise the problem if its budget is spent, or other ranks would wait for this one."""
+        """Return the action; raise the problem if its budget is spent, or other ranks would wait for this one."""
         if is_shared() and not self.policy.agree:
-            self._note(Category.NUMERICS, Severity.ERROR, problem, "raise")
+            self._report(Category.NUMERICS, Severity.ERROR, problem, "raise")
             raise problem
         if isinstance(problem, LossSpikeError):
             self._spend(Category.NUMERICS, self.policy.spikes, problem, "restore")
@@ -419,30 +414,30 @@ class Recovery:
         return [self.model, self.optimizer, *([self.scaler] if self.scaler is not None else []), *self.extra]
 
     def _spend(self, category: Category, budget: int, error: Exception, action: str) -> None:
-        """Count one use of a budget; raise the error if it was spent."""
+        """Count one use of a budget; raise the error if the budget is spent."""
         key = f"{category.value}.{action}"
         if self.counts[key] >= budget:
-            self._note(category, Severity.ERROR, error, "raise")
+            self._report(category, Severity.ERROR, error, "raise")
             raise error
         self.counts[key] += 1
-        self._note(category, Severity.WARNING, error, action)
+        self._report(category, Severity.WARNING, error, action)
 
-    def _note(self, category: Category, severity: Severity, error: Exception, action: str) -> None:
-        recovered(category, severity, action, error)
+    def _report(self, category: Category, severity: Severity, error: Exception, action: str) -> None:
+        record_recovery(category, severity, action, error)
         _log.warning("step %d: %s: %s (%s)", self.steps, type(error).__name__, error, action)
 
 
 _END = object()
 _GO_ON, _SKIP, _RESTORE = range(3)
-"""Verdicts on a step, the gravest last"""
+"""Verdicts on a step, the most severe last"""
 _OTHERS: dict[int, type[NonFiniteLossError | LossSpikeError]] = {_SKIP: NonFiniteLossError, _RESTORE: LossSpikeError}
 
 
-def _refuse_nonsense(recovery: Recovery) -> None:
+def _check_arguments(recovery: Recovery) -> None:
     if not isinstance(recovery.policy, RecoveryPolicy):
         raise TypeError(f"policy is a guard.RecoveryPolicy, not {type(recovery.policy).__name__}")
     check_trained(recovery.model, optimizer=recovery.optimizer, max_grad_norm=recovery.max_grad_norm)
     if recovery.scaler is not None and not isinstance(recovery.scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler is {type(recovery.scaler).__name__}, and a torch.amp.GradScaler, or None, is needed")
-    if not isinstance(recovery.extra, (list, tuple)) or any(not hasattr(each, "load_state_dict") for each in recovery.extra):
+    if not isinstance(recovery.extra, (list, tuple)) or any(not hasattr(item, "load_state_dict") for item in recovery.extra):
         raise TypeError("extra is a list of objects that have state_dict() and load_state_dict(), as (scheduler, ema)")

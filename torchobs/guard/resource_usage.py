@@ -1,4 +1,4 @@
-"""How much is used of processor, memory, device memory and disk, of what this container may have; a call if it is too much."""
+"""Use of processor, memory, device memory and disk, against the container's limits; a call if it is too high."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 PERCENT, LEAST_BYTES = 100, 2**20
-"""Thresholds up to the one are percentages, from the other on bytes"""
+"""Thresholds up to the first are percentages, from the second on bytes"""
 LEAST_CPU_S = 0.1
-"""Shorter times say nothing of a processor, whose use the kernel counts in ticks of 10 ms"""
+"""Shorter times say nothing: the kernel counts a processor's use in ticks of 10 ms"""
 _log = logging.getLogger("torchobs.guard")
 
 
 @dataclass(frozen=True)
 class Usage(Result):
-    """One resource, in bytes; a processor in cores. What it is not measured in is ``None``."""
+    """One resource: a processor in cores, others in bytes; the fields of the other unit are ``None``."""
 
     resource: str
     where: str
@@ -49,25 +49,25 @@ class Usage(Result):
 
     @property
     def ok(self) -> bool:
-        """Whether it is not above its threshold."""
+        """Whether it is at or below its threshold."""
         return self.percent <= self.threshold
 
 
 @dataclass(frozen=True)
 class ResourceReport(Checked):
-    """All resources at one moment: ``report["memory"]`` is one of them, of several devices the first."""
+    """All resources at one moment: ``report["memory"]`` is one of them; with several devices the first."""
 
     usages: tuple[Usage, ...]
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Those above their threshold."""
-        texts = ((each, f"at {each.percent:.0f} %, above {each.threshold:.0f} %") for each in self.usages if not each.ok)
-        return tuple(Problem(each.resource, each.where, f"{each.resource} is {text}") for each, text in texts)
+        """Resources above their threshold."""
+        texts = ((usage, f"at {usage.percent:.0f} %, above {usage.threshold:.0f} %") for usage in self.usages if not usage.ok)
+        return tuple(Problem(usage.resource, usage.where, f"{usage.resource} is {text}") for usage, text in texts)
 
 
 class ResourceGuard:
-    """Made by :func:`resources`. ``check()`` looks once; as a context manager it looks regularly, in a thread of its own."""
+    """Made by :func:`resources`. ``check()`` looks once; as a context manager it looks regularly, in its own thread."""
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ class ResourceGuard:
         self._breaker = CircuitBreaker("guard.resources")
 
     def check(self) -> ResourceReport:
-        """Look once; the processor's figure is the mean since the last look.
+        """Look once; the processor's use is the mean since the last look.
 
-        The first look waits until ``LEAST_CPU_S`` after the guard was made; one within that time of another repeats its figure.
-        ``on_exceed`` is called with the report if a resource is newly above its threshold, which is recorded as an event. It
-        is called again once the resource has been below.
+        The first look waits until ``LEAST_CPU_S`` after the guard was made; a look sooner than that after another repeats its
+        use of the processor. A resource that is newly above its threshold is recorded as an event, and ``on_exceed`` is called
+        with the report; again only once the resource has been below.
         """
         usages = tuple(self._usage(*reading) for reading in self._readings() if reading[-1] > 0)
         report, before = ResourceReport(usages), self._above
@@ -130,7 +130,7 @@ class ResourceGuard:
             _log.error("resources are watched no more: %s at %s", failure.exception, failure.location)
 
     def _readings(self) -> Iterator[tuple[str, str, float, float]]:
-        """Yield resource, where, used and limit of what has a threshold."""
+        """Yield resource, where, used and limit of the resources with a threshold."""
         if "cpu" in self._thresholds and (cpu := self._cpu_usage()) is not None:
             yield cpu
         if "memory" in self._thresholds:
@@ -166,15 +166,15 @@ def resources(
 ) -> ResourceGuard:
     """Watch resources against thresholds: percent of what this container may have (else the machine), or bytes from 1 MiB on.
 
-    ``with guard.resources(on_exceed=...):`` watches a training; ``guard.resources().check()`` looks once. What is above its
-    threshold is also an event of the run. The alerts on the same limits, without this function, are ``TorchobsCpuSaturated``,
+    ``with guard.resources(on_exceed=...):`` watches a training; ``guard.resources().check()`` looks once. A resource above its
+    threshold is also an event of the run. Without this function, the alerts on the same limits are ``TorchobsCpuSaturated``,
     ``TorchobsOutOfMemoryNear``, ``TorchobsGpuMemoryNearLimit`` and ``TorchobsFilesystemFull``.
 
     Args:
-        cpu: of the cores that it may use, by quota and affinity; None does not look. Likewise:
-        memory: what cannot be reclaimed, of the memory limit.
-        gpu_memory: what torch has reserved, of each device that this process uses (or of the fraction that it is allowed).
-        disk: of the file system that holds ``path``.
+        cpu: threshold for the cores that it may use, by quota and affinity; None does not look. Likewise:
+        memory: memory that cannot be reclaimed, of the memory limit.
+        gpu_memory: memory reserved by torch, of each device that this process uses (or of its allowed fraction).
+        disk: the file system of ``path``.
         on_exceed: called with the report when a resource gets above its threshold; in the watching thread.
         path: where the training writes.
         interval_s: how often to look, in seconds.
@@ -197,7 +197,7 @@ def resources(
         raise ValueError(f"interval_s is {interval_s!r}; it is a time in seconds")
     if on_exceed is not None and not callable(on_exceed):
         raise TypeError(f"on_exceed is {type(on_exceed).__name__}; it is a function that takes the report")
-    psutil.disk_usage(os.fspath(path))  # raises for a path that is not there
+    psutil.disk_usage(os.fspath(path))  # raises if there is no such path
     wanted = {name: threshold for name, threshold in thresholds.items() if threshold is not None}
     return ResourceGuard(wanted, on_exceed, path, interval_s)
 
@@ -211,7 +211,7 @@ class _CpuReading:
 
 
 def _cpu_seconds(root: str = "") -> _CpuReading:
-    """Return the CPU time used so far by the container if it has a quota, else on the processors that are allowed."""
+    """Return the CPU time used so far by a container with a quota, else on the allowed processors."""
     now = time.monotonic()
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     groups = cgroup.of_process("cpu", root) if sys.platform == "linux" else None
@@ -232,9 +232,9 @@ def _busy(times: Any) -> float:
 def _memory(root: str) -> tuple[str, str, float, float]:
     machine = psutil.virtual_memory()
     groups = cgroup.of_process("memory", root) if sys.platform == "linux" else None
-    found = cgroup.tightest(groups, root) if groups is not None else None
-    if found is not None and found[1].limit is not None and found[1].limit < machine.total:
-        return "memory", "container", found[1].pinned, found[1].limit
+    tightest = cgroup.tightest(groups, root) if groups is not None else None
+    if tightest is not None and tightest[1].limit is not None and tightest[1].limit < machine.total:
+        return "memory", "container", tightest[1].pinned, tightest[1].limit
     return "memory", "machine", machine.total - machine.available, machine.total
 
 
