@@ -1,4 +1,4 @@
-"""Trainings of 45 kinds that go well, as people write them: nothing is said of any, however closely it is looked at."""
+"""Trainings of 32 kinds that go well, as people write them: nothing is said of any, however closely it is looked at."""
 
 from __future__ import annotations
 
@@ -94,14 +94,6 @@ def _flow_loss(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
     return (0.5 * x.square().sum(1) + 0.5 * x.shape[1] * math.log(2 * math.pi) - determinant).mean()
 
 
-def coupling_flow(look: Look) -> None:
-    """RealNVP on two moons."""
-    layers = nn.ModuleList(Coupling(2, flipped=bool(number % 2)) for number in range(6))
-    optimizer = torch.optim.Adam(layers.parameters(), lr=2e-3)
-    for _ in range(STEPS):
-        _step(look, optimizer, _flow_loss(layers, _moons(64)[0]))
-
-
 def flow_of_heavy_tails(look: Look) -> None:
     """A flow of returns: most days are quiet, and some are far from that."""
     layers = nn.ModuleList(Coupling(4, flipped=bool(number % 2)) for number in range(4))
@@ -132,26 +124,6 @@ def contrastive(look: Look) -> None:
         z = F.normalize(head(body(views)), dim=1)
         alike = (z @ z.T / 0.2).masked_fill(torch.eye(64, dtype=torch.bool), -1e9)
         _step(look, optimizer, F.cross_entropy(alike, torch.arange(64).roll(32)))
-
-
-def momentum_contrast(look: Look) -> None:
-    """MoCo: a queue of keys of a slow copy of the encoder, which begins empty."""
-    encoder = _mlp(64, 64, 16)
-    slow = copy.deepcopy(encoder).requires_grad_(requires_grad=False)
-    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.03, momentum=0.9, weight_decay=1e-4)
-    queue: deque[torch.Tensor] = deque(maxlen=16)
-    for _ in range(STEPS):
-        x = _digits(32)[0].flatten(1)
-        query = F.normalize(encoder(x + 0.3 * torch.randn_like(x)), dim=1)
-        with torch.no_grad():
-            for mine, other in zip(slow.parameters(), encoder.parameters(), strict=True):
-                mine.lerp_(other, 0.01)
-            key = F.normalize(slow(x), dim=1)
-        negatives = [query @ torch.cat(list(queue)).T] if queue else []
-        logits = torch.cat([(query * key).sum(1, keepdim=True), *negatives], 1) / 0.2
-        _descend(optimizer, F.cross_entropy(logits, torch.zeros(32, dtype=torch.long)))
-        queue.append(key)
-        look.stepped()
 
 
 def distillation(look: Look) -> None:
@@ -293,22 +265,6 @@ def meta_learning(look: Look) -> None:
         _step(look, optimizer, total)
 
 
-def diffusion(look: Look) -> None:
-    """DDPM on moons, with a moving average of the weights."""
-    model = _mlp(3, 48, 48, 2, activation=nn.SiLU)
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99))  # type: ignore[no-untyped-call]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    kept = (1 - torch.linspace(1e-4, 0.05, 100)).cumprod(0)
-    for _ in range(STEPS):
-        x, _ = _moons(64)
-        t, noise = torch.randint(0, 100, (64,)), torch.randn(64, 2)
-        share = kept[t][:, None]
-        noised = share.sqrt() * x + (1 - share).sqrt() * noise
-        _descend(optimizer, F.mse_loss(model(torch.cat([noised, t[:, None] / 100], 1)), noise), clip=1.0)
-        average.update_parameters(model)
-        look.stepped()
-
-
 def variational_autoencoder(look: Look) -> None:
     """The divergence's weight goes from 0 to 1 four times."""
     encoder, decoder = _mlp(64, 48, 8), _mlp(4, 48, 64)
@@ -350,18 +306,6 @@ def large_batches(look: Look) -> None:
             x, y = _digits(16)
             torch.autograd.backward(F.cross_entropy(model(x), y) / 4)
         optimizer.step()
-        schedule.step()
-        look.stepped()
-
-
-def warm_restarts(look: Look) -> None:
-    """The rate falls to zero and begins anew five times."""
-    model = Convolutions()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 100)
-    for _ in range(STEPS):
-        x, y = _digits(32, noise=1.2)
-        _descend(optimizer, F.cross_entropy(model(x), y))
         schedule.step()
         look.stepped()
 
@@ -697,18 +641,6 @@ def physics(look: Look) -> None:
         _step(look, optimizer, inside + 100 * model(edge).square().mean())
 
 
-def mixture_densities(look: Look) -> None:
-    """The likelihood of several answers: a loss of both signs."""
-    model = _mlp(1, 32, 15, activation=nn.Tanh)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(STEPS):
-        y = torch.rand(64, 1) * 2 - 1
-        x = y + 0.4 * (2 * math.pi * y).sin() + 0.05 * torch.randn(64, 1)
-        weights, means, scales = model(x).chunk(3, 1)
-        parts = torch.distributions.Normal(means, F.softplus(scales) + 0.01).log_prob(y)  # type: ignore[no-untyped-call]
-        _step(look, optimizer, -(weights.log_softmax(1) + parts).logsumexp(1).mean())
-
-
 def sharpness_aware(look: Look) -> None:
     """SAM: two backward passes, the second one where the loss is worst nearby."""
     model = Convolutions()
@@ -731,13 +663,11 @@ def sharpness_aware(look: Look) -> None:
 
 
 TRAININGS: tuple[Train, ...] = (
-    coupling_flow, flow_of_heavy_tails, curriculum_of_noise, contrastive, momentum_contrast,
-    distillation, folds, wasserstein_gan, actor_critic, reinforcement, averaged_weights, meta_learning, diffusion,
-    variational_autoencoder, recurrent_language_model, large_batches, warm_restarts,
-    gradual_unfreezing, low_rank_adapters, mean_teacher, self_distillation, sparse_embeddings,
-    sequence_to_sequence, fitted_by_heart, half_precision, line_search,
-    several_tasks, speech, energies, vector_quantisation,
-    differential_equation, continual_learning, early_stopping, deep_q_learning, physics, mixture_densities, sharpness_aware,
+    flow_of_heavy_tails, curriculum_of_noise, contrastive, distillation, folds, wasserstein_gan, actor_critic, reinforcement,
+    averaged_weights, meta_learning, variational_autoencoder, recurrent_language_model, large_batches, gradual_unfreezing,
+    low_rank_adapters, mean_teacher, self_distillation, sparse_embeddings, sequence_to_sequence, fitted_by_heart,
+    half_precision, line_search, several_tasks, speech, energies, vector_quantisation, differential_equation,
+    continual_learning, early_stopping, deep_q_learning, physics, sharpness_aware,
 )  # fmt: skip
 
 
