@@ -1,4 +1,4 @@
-"""Sicknesses beyond NaN, each planted in a random training at a random step and place, and what has to be said of them."""
+"""Sicknesses, each planted in a random training at a random step and place, and what has to be said of them."""
 
 from __future__ import annotations
 
@@ -177,33 +177,29 @@ def recompiles(setup: Setup, chance: random.Random) -> Verdict:
     return Verdict("recompile_storm" in observed.kinds(), right, (told[0].step or 0) - at if told else None, notes(observed))
 
 
-def not_finite(seed: int) -> Verdict:
-    """Plant a NaN or an infinity (``sick_models``) at a random step and place."""
-    chance = random.Random(f"nan {seed}")
-    name = chance.choice(list(TRAININGS))
-    kind = chance.choice(sick_models.kinds(name))
-    optimizer, number, at = chance.choice(("sgd", "adamw")), chance.randrange(1 << 30), chance.randrange(2, 60)
-    training = sick_models.build(name, optimizer, number, autocast=chance.random() < 0.3)
-    planted = list[sick_models.Planted]()
+def not_finite(setup: Setup, chance: random.Random, kind: str = "", last_start: int = 59) -> Verdict:
+    """Plant a NaN or an infinity (``sick_models``) at a random step and place; by default of a random kind."""
+    kind = kind or chance.choice(sick_models.kinds(setup.training))
+    training = sick_models.build(setup.training, setup.optimizer, setup.seed, autocast=setup.precision == "bfloat16")
+    at, planted = chance.randint(2, last_start), list[sick_models.Planted]()
 
-    def train(look: Look) -> None:
-        for number in range(1, at + 3):
-            x = training.make_batch()
-            if number == at:
-                what, x = sick_models.plant(training, kind, chance, x)
-                planted.append(what)
-            training.step(x)
-            look.stepped()
+    def before(number: int) -> torch.Tensor:
+        x = training.make_batch()
+        if number == at:
+            culprit, x = sick_models.plant(training, kind, chance, x)
+            planted.append(culprit)
+        return x
 
-    observed = observe(train)
+    observed = train(training, at + 2, before)
     told = observed.events(catalog.EVENT_NONFINITE_ORIGIN)
     found = bool(told) or bool(observed.events(catalog.EVENT_ANOMALY))
-    (what,) = planted
-    right = bool(told) and what.is_told(told[0].attributes)
-    return Verdict(found, right, (told[0].step or 0) - at if told else None, f"{kind} {what} {told[:1]} {notes(observed)}")
+    right = bool(told) and planted[0].is_told(told[0].attributes)
+    note = f"{kind} {planted[0]} {told[:1]} {notes(observed)}"
+    return Verdict(found, right, (told[0].step or 0) - at if told else None, note)
 
 
 SICKNESSES: dict[str, Sickness] = {
+    "NaN or infinity": Sickness(not_finite, optimizers=("sgd", "adamw"), precisions=("float32", "bfloat16"), compiled=False),
     # of L-BFGS the gradients vary by orders of magnitude from step to step
     "gradient explosion, one step": Sickness(burst, optimizers=("sgd", "adamw", "fused")),
     "gradient explosion": Sickness(explosion, optimizers=("sgd", "adamw", "fused")),

@@ -12,56 +12,56 @@ import sys
 import warnings
 from pathlib import Path
 from statistics import median
-from typing import Any
+
+import torch
+
+from tests.diagnosis.healthy_runs import HEALTHY, run_healthy
+from tests.diagnosis.planting import Verdict
+from tests.diagnosis.sicknesses import SICKNESSES, try_one
 
 SOFT, CULPRIT = 0.95, 0.95
-NAN = "NaN or infinity"
-HARD = frozenset({NAN})
+HARD = frozenset({"NaN or infinity"})
 PAGE = Path(__file__).parents[2] / "docs" / "diagnosis.md"
 BEGIN, END = "<!-- table: python -m tests.diagnosis --write -->\n", "<!-- end of table -->\n"
+Result = tuple[str, Verdict, str]
+"""A sickness, the verdict on one that was planted, and a note"""
 
 
 def _start() -> None:
-    import torch
-
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
 
 
-def sick(name: str, seed: int) -> tuple[str, bool, bool | None, int | None, str]:
-    """Plant one: its name, whether it was found, with the culprit, after how many steps, and a note."""
-    from tests.diagnosis import sicknesses
-
-    setup, verdict = sicknesses.try_one(name, seed)
-    return name, verdict.found, verdict.culprit, verdict.steps, f"{name}, seed {seed}: {setup}: {verdict}"
-
-
-def nan(_name: str, seed: int) -> tuple[str, bool, bool | None, int | None, str]:
-    """Plant a NaN or an infinity."""
-    from tests.diagnosis.sicknesses import not_finite
-
-    verdict = not_finite(seed)
-    return NAN, verdict.found, verdict.culprit, verdict.steps, f"NaN, seed {seed}: {verdict}"
+def sick(name: str, seed: int) -> Result:
+    """Plant one."""
+    setup, verdict = try_one(name, seed)
+    return name, verdict, f"{name}, seed {seed}: {setup}: {verdict}"
 
 
 def healthy(name: str, seed: int) -> tuple[str, int, list[str]]:
     """Train a healthy run: its name, steps, and what was said."""
-    from tests.diagnosis.healthy_runs import run_healthy
-
     observed = run_healthy(name, seed)
     return name, observed.reports[0].last_step, observed.said()
 
 
-def rows(results: list[tuple[str, bool, bool | None, int | None, str]]) -> list[str]:
+def by_name(results: list[Result]) -> dict[str, list[Verdict]]:
+    """The verdicts on each sickness."""
+    verdicts: dict[str, list[Verdict]] = {}
+    for name, verdict, _ in results:
+        verdicts.setdefault(name, []).append(verdict)
+    return verdicts
+
+
+def rows(results: list[Result]) -> list[str]:
     """Lines of the table, one for each sickness."""
     lines = ["| sickness | runs | found | culprit named | steps to the verdict: median, longest |", "|---|---|---|---|---|"]
-    for name in dict.fromkeys(result[0] for result in results):
-        own = [result for result in results if result[0] == name]
-        named = [right for _, found, right, _, _ in own if found and right is not None]
-        steps = sorted(count for _, found, _, count, _ in own if found and count is not None)
+    for name, verdicts in by_name(results).items():
+        named = [verdict.culprit for verdict in verdicts if verdict.found and verdict.culprit is not None]
+        steps = sorted(verdict.steps for verdict in verdicts if verdict.found and verdict.steps is not None)
         culprit = f"{sum(named) / len(named):.2f}" if named else ""
         took = f"{median(steps):.0f}, {steps[-1]}" if steps else "by its end"
-        lines.append(f"| {name} | {len(own)} | {sum(result[1] for result in own) / len(own):.2f} | {culprit} | {took} |")
+        share = sum(verdict.found for verdict in verdicts) / len(verdicts)
+        lines.append(f"| {name} | {len(verdicts)} | {share:.2f} | {culprit} | {took} |")
     return lines
 
 
@@ -76,19 +76,13 @@ def main() -> int:
     given = parser.parse_args()
     if given.write and given.only:
         parser.error("the page has the table of all")
-    from tests.diagnosis.healthy_runs import HEALTHY
-    from tests.diagnosis.sicknesses import SICKNESSES
-
     seeds = range(given.first, given.first + given.seeds)
-    planted: list[tuple[Any, str, int]] = []
-    if given.only.lower() in NAN.lower():
-        planted += [(nan, NAN, seed) for seed in seeds]
-    planted += [(sick, name, seed) for name in SICKNESSES if given.only in name for seed in seeds]
+    planted = [(name, seed) for name in SICKNESSES if given.only.lower() in name.lower() for seed in seeds]
     well = [(name, seed) for name in HEALTHY for seed in seeds[: max(1, given.seeds // 5)]] if given.only in "healthy" else []
     with concurrent.futures.ProcessPoolExecutor(
         given.processes, multiprocessing.get_context("spawn"), initializer=_start
     ) as pool:
-        started = [pool.submit(task, name, seed) for task, name, seed in planted]
+        started = [pool.submit(sick, name, seed) for name, seed in planted]
         trained = [pool.submit(healthy, name, seed) for name, seed in well]
         results, quiet = [each.result() for each in started], [each.result() for each in trained]
     table = rows(results)
@@ -98,8 +92,8 @@ def main() -> int:
         f"{len(quiet)} healthy and odd runs of {len(HEALTHY)} kinds, {steps:,} steps: {len(said)} of which anything was said."
     )
     print("\n".join([*table, "", summary]))  # noqa: T201  # the table
-    for _, found, right, _, note in results:
-        if not found or right is False:
+    for _, verdict, note in results:
+        if not verdict.found or verdict.culprit is False:
             print(f"missed: {note}", file=sys.stderr)  # noqa: T201
     for name, told in said:
         print(f"cried wolf: {name}: {told}", file=sys.stderr)  # noqa: T201
@@ -109,12 +103,11 @@ def main() -> int:
     return int(bool(said) or not enough(results))
 
 
-def enough(results: list[tuple[str, bool, bool | None, int | None, str]]) -> bool:
-    """Return True if of every sickness as many were found and named as promised."""
-    for name in {result[0] for result in results}:
-        own = [result for result in results if result[0] == name]
-        named = [right for _, found, right, _, _ in own if found and right is not None]
-        if sum(result[1] for result in own) < (1.0 if name in HARD else SOFT) * len(own):
+def enough(results: list[Result]) -> bool:
+    """Return whether of every sickness as many were found and named as promised."""
+    for name, verdicts in by_name(results).items():
+        named = [verdict.culprit for verdict in verdicts if verdict.found and verdict.culprit is not None]
+        if sum(verdict.found for verdict in verdicts) < (1.0 if name in HARD else SOFT) * len(verdicts):
             return False
         if named and sum(named) < CULPRIT * len(named):
             return False

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.diagnosis.healthy_runs import HEALTHY, run_healthy
-from tests.diagnosis.sicknesses import SICKNESSES, try_one
+from tests.diagnosis.sicknesses import SICKNESSES
 from tests.diagnosis.synthetic_series import LOSSES, STEPS, false_alarms
-from tests.diagnosis.table import enough
+from tests.diagnosis.table import Result, enough, sick
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,13 +34,12 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("name", SICKNESSES)
 def test_a_sickness_is_found_and_its_culprit_named(name: str, share_of: Callable[[int], int]) -> None:
     """Nineteen of twenty, and of the culprits as many; by default one of each, and where that is missed all twenty."""
-    results: list[tuple[str, bool, bool | None, int | None, str]] = []
+    results: list[Result] = []
     for seed in range(100, 120):
-        setup, verdict = try_one(name, seed)
-        results.append((name, verdict.found, verdict.culprit, verdict.steps, f"{setup} {verdict}"))
+        results.append(sick(name, seed))
         if len(results) >= share_of(20) and enough(results):
             break
-    assert enough(results), [note for _, found, right, _, note in results if not found or right is False]
+    assert enough(results), [note for _, verdict, note in results if not verdict.found or verdict.culprit is False]
 
 
 @pytest.mark.long
