@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,22 +11,11 @@ from torch import nn
 
 from tests.diagnosis.observing import Look, observe
 from torchobs import catalog
-from torchobs.catalog import Severity
-from torchobs.cli.top import Watch, screen
-from torchobs.diagnosis.health import health
-from torchobs.document.text import TerminalStyle
-from torchobs.exporter.config import ExporterConfig
-from torchobs.ranks.live import DetailsReader, RunsReader
-from torchobs.ranks.rank_view import run_at_end
-from torchobs.ranks.runs import load
-from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tests.diagnosis.observing import Observed
-    from tests.training import Recording
 
 AT, WIDTH = 20, 8
 NAN = float("nan")
@@ -68,36 +56,6 @@ def test_a_batch_that_was_skipped_is_past_after_fifty_healthy_steps() -> None:
     assert "It is past" in observed.text("nonfinite_origin")
     (rest,) = observed.events(catalog.EVENT_NONFINITE_REST)
     assert rest.attributes["parameters_affected"] == 0
-
-
-@pytest.mark.parametrize(("steps", "level"), [(AT + 30, Severity.WARNING), (AT + 80, Severity.INFO)])
-def test_page_top_and_inspect_agree_while_it_trains(run: Recording, flight_dir: Path, steps: int, level: Severity) -> None:
-    """By one function, of the same file; it is not past before fifty steps: thirty may be luck."""
-    model = nn.Linear(WIDTH, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for number in range(1, steps + 1):
-        x = torch.randn(16, WIDTH)
-        bad_batch(model, number, x)
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        torch.autograd.backward(loss)
-        if loss.isfinite():
-            optimizer.step()
-    run.look()
-    run.records()
-    with closing(Scanner(ExporterConfig(flight_dir=str(flight_dir)))) as scanner:
-        snapshot = scanner.scan()
-        (shown,) = RunsReader().runs(snapshot, DetailsReader().gather(scanner, snapshot, ()))
-        runs, _ = Watch(scanner).look()
-    reports, _ = load(sorted(flight_dir.glob("*.flight")))
-    inspected = health(run_at_end(reports))
-    lines = "\n".join(screen(runs, TerminalStyle(200), 50).lines)
-    is_past = level is Severity.INFO
-    assert [found.level for found in (health(shown), inspected)] == [level, level]
-    for text in (health(shown).text, inspected.text):
-        assert ("Past: 1 loss that was not finite" in text) == is_past
-        assert ("Lately: 1 loss that was not finite." in text) != is_past
-    assert ("Worth a look" in lines) != is_past
 
 
 def test_a_running_mean_that_took_the_batch_in_stays_trouble() -> None:
@@ -141,16 +99,3 @@ def test_a_weight_that_is_not_finite_stays_trouble_until_it_is(*, restored: bool
     assert observed.diagnosis.verdict.long.startswith("All well." if restored else "Trouble.")
     said = "table.weight holds NaN or infinity, and was not found to be finite since."
     assert (said in observed.diagnosis.health.text) != restored
-
-
-def test_a_training_that_never_recovers_stays_trouble() -> None:
-    """Its parameters are NaN, and so is each loss."""
-    model = nn.Linear(WIDTH, 1)
-
-    def ill(_model: nn.Module, number: int, _x: torch.Tensor) -> None:
-        if number == AT:
-            model.weight.data[0, 1] = NAN
-
-    observed = trained(model, ill, AT + 90)
-    assert observed.diagnosis.verdict.long.startswith("Trouble.")
-    assert "Past:" not in observed.diagnosis.health.text
