@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests import flights, support
+from tests import flights
 from tests.faults.flight_victims import BUCKETS, HISTOGRAMS
 from torchobs import catalog
 from torchobs.flight import reader
 from torchobs.flight.files import lock_name
 from torchobs.flight.layout import SLOT_SIZE, BadFlightFileError, Header, Region
-from torchobs.flight.reader import Distribution, open_path
 from torchobs.flight.step_record import StepRecord, unpack
 from torchobs.flight.storage import Storage
 from torchobs.flight.value_blocks import USER
@@ -234,42 +233,6 @@ def test_no_acknowledged_step_is_lost_in_a_thousand_kills(kill: Kill, share_of: 
             assert flights.value(view, catalog.LOSS) == steps / 64
         appended += acknowledged
     assert appended > kills
-
-
-VICTIM = """
-import os, signal, sys
-from pathlib import Path
-from tests import otel
-from torchobs.otel import FlightMeterProvider, FlightTracerProvider
-
-writer = otel.new_file(Path(sys.argv[1]))
-meter = FlightMeterProvider(lambda: writer).get_meter("m")
-tracer = FlightTracerProvider(lambda: writer).get_tracer("t")
-counter, histogram, gauge = meter.create_counter("c"), meter.create_histogram("h"), meter.create_gauge("g")
-unfinished = tracer.start_span("unfinished")
-for step in range(int(sys.argv[2])):
-    counter.add(1, {"step": "all"})
-    histogram.record(step, {"step": "all"})
-    gauge.set(step)
-    with tracer.start_as_current_span(f"step {step}"):
-        pass
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_every_measurement_and_every_ended_span_survives(flight_dir: Path) -> None:
-    """The last ones included, though no thread of ours ever ran and nothing was flushed; an open span leaves nothing."""
-    command = [sys.executable, "-c", VICTIM, str(flight_dir), "57"]
-    assert subprocess.run(command, cwd=support.ROOT, env=support.clean_environment(), check=False).returncode == -9
-    (path,) = flight_dir.glob("*.flight")
-    file = open_path(str(path))
-    found = {point.series.name: point.value for point in file.read(final=True).points if point.series.scope}
-    assert (found["c"], found["g"]) == (57, 56)
-    assert isinstance(found["h"], Distribution)
-    assert sum(found["h"].counts) == 57
-    spans = [(fields["k"], fields["name"]) for fields in flights.frames(file)]
-    assert spans == [("span", f"step {step}") for step in range(57)]
-    file.close()
 
 
 ROUNDS = 250
