@@ -154,11 +154,13 @@ GONE = rank(1, last_s=START_S + 9.9)
         ([rank(0, last_s=START_S + 10), rank(1, last_s=START_S + 10.3)], "", 0),
         ([rank(n, state="failed", reason="terminated", last_s=START_S + 10 + n) for n in (0, 1)], "", 0),
         ([rank(0, **ALIVE), rank(1, state="failed", reason="terminated")], "only_failed", 1),
+        ([rank(0, **{**ALIVE, "state": "unresponsive"}), rank(1, state="failed", reason="terminated")], "", 1),
         ([rank(0, **ALIVE), rank(1, **FINISHED)], "", None),
     ],
     ids=[
         "by the clock", "alone", "peers raised in a collective", "in backward", "peers were told to end", "raised itself",
-        "raised in its own code", "all raised alike", "too close", "told to end together", "told to end alone", "none failed",
+        "raised in its own code", "all raised alike", "too close", "told to end together", "told to end alone",
+        "told to end beside a stopped one", "none failed",
     ],
 )  # fmt: skip
 def test_the_rank_that_failed_first_is_named_where_that_is_certain(ranks: list[RankView], kind: str, first: int | None) -> None:

@@ -391,7 +391,8 @@ def first_failed(ranks: Sequence[RankView]) -> tuple[RankView | None, Finding | 
     if not ended:
         return None, None
     (first_s, first), *others = ended
-    if all(report.reason in {"terminated", "interrupted"} for report in failed) and (others or len(ranks) == 1):
+    goes_on = any(report.state in {"alive", "finished"} for report in ranks)
+    if all(report.reason in {"terminated", "interrupted"} for report in failed) and (others or not goes_on):
         return first, None  # somebody ended them, and not one among others that go on
     if not others:
         return first, finding("only_failed", rank=first.rank, moment=text.moment(first_s, "%H:%M:%S"))
