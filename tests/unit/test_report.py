@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torchobs.document.kept import side_for
 from torchobs.document.live import figures
 from torchobs.document.run import Options, document, run_document
 from torchobs.document.sections import anomalies
+from torchobs.flight.details import History, HistoryRow
 from torchobs.flight.forward import ForwardShare
 from torchobs.flight.reader import Distribution
 from torchobs.ranks.rank_view import run_of
@@ -166,3 +168,11 @@ def test_a_sum_over_micro_batches_says_so(losses: int, said: str) -> None:
     shown = {figure.name: figure.more for figure in figures(run, run_of([run])).figures}
     assert shown["Loss"] == said
     assert shown["Steps"].startswith("counted from 1, in ")
+
+
+def test_only_layers_that_have_no_series_are_left_out() -> None:
+    """Not where each layer has one."""
+    for names, said in ((("fc1", "fc2"), False), (("fc1", "other"), True)):
+        rows = (HistoryRow(0.0, 1, (1.0, 2.0)),)
+        history = History(tuple(f"{catalog.GRAD_LAYER_NORM.name}{{{name}}}" for name in names), rows)
+        assert ("Only the largest layers" in str(sections.layers(replace(facts(), history=history), ""))) == said
