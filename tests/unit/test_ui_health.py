@@ -280,6 +280,11 @@ def test_what_is_not_finite_now_is_said_to_be_so_since_its_first_step() -> None:
     rarely = tuple(one._replace(grad_norm=one.grad_norm if one.step % 50 == 1 else None) for one in history)
     text = health(run(row(anomalies=kinds, events=events, derived={"steps": rarely}))).text
     assert "Gradients have not been finite since step 60." in text  # a lost loss has no other
+    sqrt = fact(catalog.EVENT_NONFINITE_ORIGIN, 6, 59, origin="backward", operator="sqrt")
+    text = health(run(row(anomalies=kinds, events=[*events, sqrt], derived={"steps": rarely}))).text
+    assert (
+        "Gradients have not been finite since step 59." in text
+    )  # nor has the loss before it, by whose derivative it was lost
 
 
 def test_what_follows_spikes_on_a_higher_level_is_no_recovery() -> None:

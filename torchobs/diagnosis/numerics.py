@@ -253,8 +253,11 @@ def _nonfinite_gradients(report: RankView) -> Iterator[Finding]:
     judged = _judged(report, kind, explained=True)
     if scaled:
         judged["severity"] = Severity.INFO
-    # where no norm was measured, a loss that is not finite shows it
-    norms = [step.grad_norm if step.grad_norm is not None or isfinite(step.loss or 0.0) else nan for step in report.steps]
+    # where no norm was measured, a loss that is not finite shows it, or the derivative that was found
+    origin = from_events(report.events).get(ORIGIN)
+    born = origin.step if origin is not None and origin.kind == "nonfinite_origin_backward" else None
+    lost = [step.step == born or not isfinite(step.loss or 0.0) for step in report.steps]
+    norms = [nan if bad and step.grad_norm is None else step.grad_norm for bad, step in zip(lost, report.steps, strict=True)]
     begun = onset(norms) if judged["now"] else None
     if begun is not None and not _is_older(report.steps, norms[:begun]):
         values["since"] = report.steps[begun].step
