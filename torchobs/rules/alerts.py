@@ -16,7 +16,7 @@ from torchobs.rules.rule_file import THIS_RUN, WINDOW, Alert, Culprits, Group, a
 LEAST_NONFINITE = LEAST_EXPLOSIONS
 """One step that was not finite and skipped, or survived in bfloat16, has happened to many a good run."""
 DIVERGED = "5m"
-"""How long a loss has to be away: whoever tries out a learning rate sees it and ends the run"""
+"""How long a loss has to be away: a person who tries out a learning rate sees it and ends the run"""
 LEAST_NONFINITE_LOSSES = 10
 """So many, and more than half of the steps: the loss stays so."""
 
@@ -85,11 +85,11 @@ _STEPS_OF_KIND = {
     "nonfinite_gradient": "whose gradient is NaN or infinite",
     "nonfinite_loss": "whose loss is NaN or infinite",
 }
-"""What is said of the steps that are an anomaly of a kind; layers are named only where their own gradients grew."""
+"""Words for the anomalous steps of each kind; layers are named only where their own gradients grew."""
 
 
 def _kinds() -> Culprits:
-    """Return how many steps there were of each kind, on the rank with most."""
+    """Return the number of steps of each kind, on the rank with most."""
     of_kind = 'kind=~"{}"'.format("|".join(map(_kind, _STEPS_OF_KIND)))
     words = "{{ else ".join(f'if eq $l.kind "{kind}" }}}}{words}' for kind, words in _STEPS_OF_KIND.items())
     return Culprits(
@@ -103,7 +103,7 @@ def _kinds() -> Culprits:
 def _ranks_disagree() -> Alert:
     """Return the alert on what must be equal on all ranks of a replica group: learning rate, world size, versions of torch.
 
-    And on living ranks of one number that all train: runs of their own, which nothing tells apart.
+    And on living ranks of one number that all train: separate runs without a difference in their labels.
     """
     rates = select(catalog.LEARNING_RATE)
     lowest, highest = (grouped(f"{of}_over_time({rates}[{WINDOW}])") for of in ("min", "max"))
@@ -148,11 +148,11 @@ def _extremes() -> str:
 
 
 def _differing(label: str, ranks: str, what: str, *, of_value: bool = False) -> Culprits:
-    """Return how many ranks of a group there are of each value of a label (or of the series), where there are several."""
+    """Return the number of a group's ranks with each value of a label (or of the series), where there are several values."""
     series = grouped(ranks)
-    each = f'count_values {BY_GROUP} ("{label}", {series})' if of_value else f"count by ({ONE_GROUP}, {label}) ({series})"
+    counts = f'count_values {BY_GROUP} ("{label}", {series})' if of_value else f"count by ({ONE_GROUP}, {label}) ({series})"
     show = f"{amount('rank', 'ranks', '$v')} with {what} {{{{ $l.{label} }}}}"
-    return Culprits(f"{each} unless {ON_GROUP} (count {BY_GROUP} ({each}) == 1)", show, "There are", named=False)
+    return Culprits(f"{counts} unless {ON_GROUP} (count {BY_GROUP} ({counts}) == 1)", show, "There are", named=False)
 
 
 ANOMALIES = Group(

@@ -10,26 +10,26 @@ from torchobs.rules.rule_file import AT, DURATION, EXPORTER, SEEN, SHARE, THIS_R
 _GPU_ERRORS = 'error_type=~"xid_hardware|ecc_uncorrected"'
 _THERMAL = 'reason="thermal"'
 _MACHINE = "cluster, namespace, pod, instance"
-"""Labels of an exporter, of which a machine has one"""
+"""Labels of an exporter; a machine has one"""
 _FILESYSTEM = f"{_MACHINE}, system_filesystem_mountpoint, system_filesystem_type"
 INFINIBAND, UNAME = "node_infiniband_state_id", "node_uname_info"
-"""Of node_exporter, whose collectors `infiniband` and `uname` are on by default; the exporter has no such collector."""
+"""Metrics of node_exporter's collectors `infiniband` and `uname`, on by default; the exporter has no such collector."""
 ACTIVE = 4
 """State of a port that carries data (`/sys/class/infiniband/*/ports/*/state`); below it there are down, init and armed."""
 DOWN = "2m"
-"""A port whose link is trained anew is back within seconds."""
+"""A port that trains its link anew is back within seconds."""
 PAST = "1d"
 _PORT = "cluster, instance, device, port"
 
 
-def _held(*matchers: str) -> str:
-    """Return the share of a rank's device memory that tensors have held all the time."""
+def _tensor_share(*matchers: str) -> str:
+    """Return the share of a rank's device memory that tensors held over the whole window."""
     allocated, limit = select(catalog.MEMORY_DEVICE_ALLOCATED, *matchers), select(catalog.MEMORY_DEVICE_LIMIT, *matchers)
     return f"min_over_time({allocated}[{WINDOW}]) / on ({ONE_RANK}, device) ({limit} > 0)"
 
 
 def _split(*matchers: str) -> str:
-    """Return the share of the allocator's device memory that lies in pieces."""
+    """Return the share of the allocator's device memory that lies in split blocks."""
     split, reserved = select(catalog.MEMORY_DEVICE_INACTIVE_SPLIT, *matchers), select(catalog.MEMORY_DEVICE_RESERVED, *matchers)
     return f"{split} / on ({ONE_RANK}, device) ({reserved} > 0)"
 
@@ -65,7 +65,7 @@ def _filesystem() -> Alert:
 
 def _gpu_fault() -> Alert:
     states = (select(catalog.HW_STATUS, *more, 'hw_state="failed"') for more in ((), (THIS_RUN,)))
-    failed, here = (f"last_over_time({one}[{SEEN}])" for one in states)
+    failed, here = (f"last_over_time({state}[{SEEN}])" for state in states)
     errors, errors_here = name(catalog.HW_ERRORS), select(name(catalog.HW_ERRORS), THIS_RUN)
     return Alert(
         alert="TorchobsGpuFault",
@@ -89,7 +89,7 @@ def _gpu_fault() -> Alert:
 
 
 def _infiniband() -> Alert:
-    """Return the alert on node_exporter's ports, by the name of the node that it and the ranks give.
+    """Return the alert on node_exporter's ports, joined with the ranks by the node's name.
 
     A target that two jobs scrape, or that has just changed its name, must not make the rule fail.
     """
@@ -119,14 +119,14 @@ def _infiniband() -> Alert:
 
 
 def _located(*matchers: str) -> str:
-    """Return the ranks with their node's name: Kubernetes' where it is known, for a pod's host name is its own."""
+    """Return the ranks with their node's name: Kubernetes' where it is known, for a pod has a host name of its own."""
     by_host = f'label_replace({select(catalog.RANK_INFO, *matchers)}, "nodename", "$1", "host", "(.+)")'
     return f'label_replace({by_host}, "nodename", "$1", "k8s_node_name", "(.+)")'
 
 
 def _growing(*counters: str) -> str:
-    """Return the increase of several selections of series, if there is some."""
-    return f"sum by ({_MACHINE}) ({' or '.join(f'increase({one}[{WINDOW}])' for one in counters)}) > 0"
+    """Return the increase of several selections of series, where there is any."""
+    return f"sum by ({_MACHINE}) ({' or '.join(f'increase({counter}[{WINDOW}])' for counter in counters)}) > 0"
 
 
 def _of_exporter(alert: str, expr: str, summary: str, description: str) -> Alert:
@@ -175,11 +175,11 @@ MEMORY = Group(
         ),
         Alert(
             "TorchobsGpuMemoryNearLimit",
-            f"{_held()} > @gpu_memory@",
+            f"{_tensor_share()} > @gpu_memory@",
             "is close to its GPU memory limit.",
             "For 10 minutes tensors have held {{ $value | humanizePercentage }} of the memory that a rank may use on its "
             "device. A longer sequence or a larger batch may fail.",
-            culprits=Culprits(f"max by ({ONE_RANK}) ({_held(THIS_RUN)})", SHARE),
+            culprits=Culprits(f"max by ({ONE_RANK}) ({_tensor_share(THIS_RUN)})", SHARE),
         ),
         Alert(
             "TorchobsMemoryFragmented",

@@ -45,7 +45,7 @@ HUNG_RUN = "5m"
 STUCK = "run:torchobs_rank_state:stuck"
 ABSENT = "10m"
 WATCHED = "3m"
-"""A Prometheus that was down itself has seen nobody alive, until it has scraped and evaluated anew: by default a minute each"""
+"""After its own downtime Prometheus has no living rank until it has scraped and evaluated again: by default a minute each"""
 BY_HAND = "finished|interrupted"
 LOOP = "15m"
 """Kubernetes' back-off gives a pod five restarts in this time, torchrun any number"""
@@ -54,18 +54,18 @@ BURNS = (("6h", "30m", 2.0), ("1d", "2h", 1.0))
 _SLOW_NODE = ' On average a rank of node {{ $l.host }} makes a step {{ printf "%.2f" $v }} times as long.'
 _GIVEN_UP = 'reason="recompile_limit"'
 LEAST_SHARE = 0.05
-"""Shares of the time below it are not worth a word."""
+"""Smaller shares of the time are left out."""
 IDLE_S, IDLE_WITHIN = 60, "15m"
-"""A pause outside of the training loop is in the time of the step that follows it. Less makes the steps of ten minutes a tenth
-longer; and it is looked for beyond those ten minutes, because it was counted before that step ended."""
+"""A pause outside of the training loop counts in the step that follows it. A shorter one makes the steps of ten minutes at most
+a tenth longer. The pause may lie before those ten minutes, because it was counted before that step ended."""
 RETRIED = "5m"
-"""Whoever saves again after an error has done so by then."""
+"""A script that saves again after an error has done so by then."""
 PAST = "1d"
-"""From which a run's own cadence is known: three saves suffice."""
+"""Time over which a run's own cadence is measured: three saves suffice."""
 
 
 def _survivors() -> str:
-    """Return a sentence about the ranks that live while one of their group has failed, and was not started again."""
+    """Return a sentence about the living ranks of a group in which one has failed, and was not started again."""
     up, failed = grouped(select(catalog.RANK_UP, THIS_RUN)), grouped(gone(recorded.FAULTS, THIS_RUN))
     living = f"sum {BY_RUN} ({up} and {ON_GROUP} {failed}) > 0"
     live = amount("other rank lives", "other ranks live", "$v")
@@ -85,9 +85,9 @@ def _lasting_state(state: str, range_: str) -> str:
 def _stuck(hung: str) -> str:
     """Return ranks that hang (``hung``: the selection) or do not answer, by their time without a step.
 
-    Ranks in a phase that may last are not hung, nor ranks that wait for another rank's evaluation, even on another machine,
-    but for one of another replica group.
-    Before its first step a rank may load a model, with Python's lock held, for as long as the exporter allows.
+    Ranks in a phase that may last are not hung, nor ranks that wait for the evaluation of another rank of their replica group,
+    even on another machine. Before its first step a rank may load a model, with Python's lock held, for as long as the exporter
+    allows.
     """
     age, steps = select(catalog.RANK_PROGRESS_AGE), select(catalog.STEPS)
     aside = select(catalog.GOODPUT_TIME, 'state=~"evaluation|checkpoint|compile"')
@@ -114,26 +114,26 @@ def _usual_step() -> str:
 
 
 def _faults(range_: str) -> Culprits:
-    """Return the ranks that failed, by their exception where one ended them, else by the reason of their end."""
+    """Return the ranks that failed, with the exception that ended them, else with the reason of their end."""
     matchers = (f'reason=~"{reasons}"' for reasons in (recorded.FAULTS, "exception"))
-    exits, raised = (f"max_over_time({select(catalog.RANK_EXIT, THIS_RUN, one)}[{range_}])" for one in matchers)
+    exits, raised = (f"max_over_time({select(catalog.RANK_EXIT, THIS_RUN, matcher)}[{range_}])" for matcher in matchers)
     exceptions = f"topk by ({ONE_RANK}) (1, max_over_time({select(catalog.RANK_EXCEPTION, THIS_RUN)}[{range_}]))"
-    known = f"{raised} * on ({ONE_RANK}) group_left (exception_type, message, location) {exceptions}"
+    explained = f"{raised} * on ({ONE_RANK}) group_left (exception_type, message, location) {exceptions}"
     show = (
         "{{ with $l.exception_type }}{{ . }}{{ with $l.message }}: {{ . }}{{ end }}{{ with $l.location }} ({{ . }}){{ end }}"
         "{{ else }}{{ $l.reason }}{{ end }}"
     )
-    return Culprits(f"({known} or on ({ONE_RANK}, reason) {exits})", show, "Among them")
+    return Culprits(f"({explained} or on ({ONE_RANK}, reason) {exits})", show, "Among them")
 
 
 def _ends() -> Culprits:
-    """Return how many ended by what: where one was told to end, a node may have been drained, and the others failed for it."""
+    """Return the number of ends by reason: where one rank was terminated, its node may be drained, which made others fail."""
     ends = f"count by ({ONE_RUN}, reason) (max_over_time({select(catalog.RANK_EXIT, THIS_RUN)}[{recorded.GONE}]) == 1)"
     return Culprits(ends, '{{ printf "%.0f" $v }} {{ $l.reason }}', "All ends", named=False)
 
 
 def _absent() -> str:
-    """Return how many collectives a rank that waits in none has not called (:mod:`torchobs.detect.hangs`)."""
+    """Return how many collectives a rank that waits in none is behind (:mod:`torchobs.detect.hangs`)."""
     called, back = (select(metric, THIS_RUN) for metric in (catalog.COLLECTIVE_ENQUEUED, catalog.COLLECTIVE_COMPLETED))
     group = "backend, group"
     waiting = f"{back} < on ({ONE_RANK}, {group}) {called}"
@@ -143,23 +143,23 @@ def _absent() -> str:
 
 
 def _not_arrived() -> Culprits:
-    """Return the ranks that did not come to a collective in which others wait, where torch's flight recorder tells."""
+    """Return the ranks that did not come to a collective in which others wait, from torch's flight recorder."""
     return Culprits(
         _absent(), '{{ printf "%.0f" $v }} behind in group {{ $l.group }}', "Did not come to a collective in which others wait"
     )
 
 
 def _waited_for() -> Culprits:
-    """Return the ranks of a hung run that are less advanced than the furthest of their group and not where most of them are.
+    """Return the ranks of a hung run that are behind the furthest of their group and not where most of them are.
 
-    None where it is known who did not come to a collective.
+    None where torch's flight recorder shows the ranks that did not come to a collective.
     """
     place = grouped(select(catalog.RANK_STALL_POSITION, THIS_RUN))
     alike = f"count by ({ONE_GROUP}, phase) ({place})"
     most = f"{alike} > {ON_GROUP} group_left () (0.5 * count {BY_GROUP} ({place}))"
     behind = f"(max {BY_GROUP} ({place}) - {ON_GROUP} group_right () {place}) > 0"
-    guessed = f"{behind} unless on ({ONE_GROUP}, phase) ({most}) unless {ON_GROUP} ({_absent()})"
-    return Culprits(guessed, "in {{ $l.phase }}", "The others likely wait for")
+    likely = f"{behind} unless on ({ONE_GROUP}, phase) ({most}) unless {ON_GROUP} ({_absent()})"
+    return Culprits(likely, "in {{ $l.phase }}", "The others likely wait for")
 
 
 def _behind() -> Culprits:
@@ -169,19 +169,17 @@ def _behind() -> Culprits:
 def _lived(within: str = "@lived_within_s@s") -> str:
     """Return the condition that a run lived for some minutes ``within`` a time, by default its last hour.
 
-    What lived for less has no time to lose.
-
-    Whoever tries a script out sees it crash, and a Job with a mistake is tried seven times by default. The window is so much
-    longer than the one for failures that an alert ends with that.
+    A shorter run has lost no time: a person who tries out a script sees it crash, and Kubernetes tries a Job with a mistake
+    seven times by default. The window is longer than that for failures by as much, so that the latter ends the alert.
     """
     return f"60 * sum_over_time(({recorded.ALIVE} > bool 0)[{within}:1m]) >= @lived_s@"
 
 
 def _crash_loop() -> Alert:
-    """Return the alert. A pod that was replaced has another instance and a count of 0: its rank's start is what changes.
+    """Return the alert. A pod that was replaced has another instance and a count of 0, so the start of its rank counts, too.
 
-    A rank that finished, or was stopped by hand, is begun again by a person or by a sweep; and one that starts beside another
-    of its number is a training of its own, such as a replica of a StatefulSet.
+    After a rank that finished, or was stopped by hand, a person or a sweep starts the next one. And a rank that starts beside
+    another of its number is a training of its own, such as a replica of a StatefulSet.
     """
     counted = f"increase({select(catalog.RANK_RESTARTS)}[{LOOP}])"
     ended = select(catalog.RANK_EXIT, f'reason=~"{BY_HAND}"')
@@ -213,7 +211,7 @@ def _crash_loop() -> Alert:
 def _slowdown() -> Alert:
     """Return the alert; the baseline is the run's best ten minutes, which begin anew with another model (the next fold).
 
-    Who pauses a notebook, and goes on, has not become slow.
+    A notebook that was paused has not become slow.
     """
     idle = select(catalog.GOODPUT_TIME, 'state="idle"')
     means = f"avg by ({ONE_RUN}, phase) ({select(recorded.PHASE_MEAN, THIS_RUN)})"
@@ -265,9 +263,9 @@ def _data() -> Alert:
 def _goodput() -> Alert:
     """Return the alert: the budget of lost time is used up faster than allowed over a long and a short window.
 
-    Who never trains (serves a model, or only evaluates one) has no such objective, and a script that failed at once, and was
-    given up, holds no machine. One that fails so again and again does, and may wait for long in between: it is asked how long
-    it lived in the whole day.
+    A run that never trains (it serves a model, or only evaluates one) has no such objective, and a script that failed at once,
+    and was given up, holds no machine. One that fails again and again does, and may wait for long in between: its life in the
+    whole day counts.
     """
     used, states = (
         f"avg_over_time({select(recorded.RUN_GOODPUT_RATE, THIS_RUN, *more)}[{BURNS[0][0]}])"
@@ -304,7 +302,7 @@ def _goodput() -> Alert:
 
 
 def _checkpoints_failed() -> Alert:
-    """Return the alert on saves that raised, and after which none has succeeded: what was saved is looked for as far back.
+    """Return the alert on saves that raised, and after which none has succeeded, in a window as long as that of the failures.
 
     A window of Prometheus 3 lacks its first moment, which is that of the failures.
     """
@@ -336,7 +334,7 @@ def _usual_s(saved: str) -> str:
 RANKS = Group(
     "torchobs.ranks",
     (
-        # without ranks that were told to end, by Ctrl-C or SIGTERM: whoever did it knows
+        # without ranks that Ctrl-C or SIGTERM ended: somebody wanted that
         Alert(
             "TorchobsRankFailed",
             f"""count {BY_RUN} (max_over_time({select(catalog.RANK_EXIT, f'reason=~"{recorded.FAULTS}"')}[{SEEN}]) == 1)""",
@@ -345,7 +343,7 @@ RANKS = Group(
             f"because memory ran out). `torchobs inspect` on their machine has the details.{_survivors()}",
             culprits=_faults(SEEN),
         ),
-        # a run that failed, has not come back, and was not told to end
+        # a run that failed, has not come back, and was not ended by a signal
         Alert(
             "TorchobsRunDown",
             f"""
@@ -398,7 +396,7 @@ RANKS = Group(
 HUNG = Group(
     "torchobs.hung",
     (
-        # recorded, since it is asked for twice; 0 where nobody is, so that there are no gaps to look over
+        # recorded, since two alerts query it; 0 where no rank hangs, so that the series has no gaps
         Recording(
             STUCK, f"count {BY_RUN} ({_stuck(_state('hung') + ' == 1')}\n) or 0 * sum {BY_RUN} ({select(catalog.RANK_UP)})"
         ),
@@ -427,7 +425,7 @@ HUNG = Group(
         ),
     ),
 )
-"""Those that do not move, by themselves: they are the dearest there are"""
+"""Ranks without progress; a group of their own, for these are the most expensive rules"""
 
 SPEED = Group(
     "torchobs.slow",

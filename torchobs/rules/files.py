@@ -12,18 +12,18 @@ _ABOUT_ALERTS = """\
 The alerts. They work in Prometheus 2.42 (the first with `keep_firing_for`) and later, and need what torchobs-recordings.yml
 records."""
 _ABOUT_RECORDINGS = "What alerts and dashboards compare and add up: of ranks, nodes and runs, over all machines."
-_ABOUT_CLASSIC = "Percentiles of classic histograms, which is what Prometheus makes of a scrape unless told otherwise."
+_ABOUT_CLASSIC = "Percentiles of classic histograms, which Prometheus makes of a scrape by default."
 _ABOUT_NATIVE = """\
 Percentiles of native histograms. Load this file instead of rules/torchobs-percentiles.yml where the scrape makes them,
 for example with `convert_classic_histograms_to_nhcb: true`."""
 
 
 def rendered(chosen: Values = DEFAULT) -> dict[str, str]:
-    """Return the text of every file. Raises :class:`ValuesError` where an alert is named that there is not."""
+    """Return the text of every file. Raises :class:`ValuesError` for an unknown alert."""
     groups = alert_groups()
-    known = {rule.alert for group in groups for rule in group.rules if isinstance(rule, Alert)}
-    if unknown := sorted({*chosen.severities, *chosen.disabled} - known):
-        raise ValuesError(f"there is no alert {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    names = {rule.alert for group in groups for rule in group.rules if isinstance(rule, Alert)}
+    if unknown := sorted({*chosen.severities, *chosen.disabled} - names):
+        raise ValuesError(f"there is no alert {', '.join(unknown)}; there are {', '.join(sorted(names))}")
     classic, native = (recordings.percentiles(native=native) for native in (False, True))
     return {
         ALERTS: render(groups, chosen, _ABOUT_ALERTS),
@@ -34,7 +34,7 @@ def rendered(chosen: Values = DEFAULT) -> dict[str, str]:
 
 
 def alert_groups() -> list[Group]:
-    """Return the groups with alerts, each with the recent increases that its alerts ask for."""
+    """Return the groups with alerts, each with the recent increases that its alerts query."""
     return [
         alerts.ANOMALIES,
         alerts.DISAGREEMENT,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torchobs.catalog import Metric
 
 RUN = ("cluster", "namespace", "job_name", "run_id")
-"""Labels of a run. Two clusters, or two namespaces, may have a job of the same name and number; the scrape adds these two, and
-one that no series has costs nothing."""
+"""Labels of a run. Two clusters, or two namespaces, may have a job of the same name and number; the scrape adds these two
+labels, and one that no series has costs nothing."""
 ONE_RUN = ", ".join(RUN)
 ONE_RANK = f"{ONE_RUN}, rank, instance"
-"""Labels of a rank, whose number is unique within one target only."""
+"""Labels of a rank: its number is unique within one target only."""
 BY_RUN = f"by ({ONE_RUN})"
 """Grouping for alerts, which cover all namespaces of a Prometheus server."""
 BY_RANK = f"by ({ONE_RANK})"
@@ -31,9 +31,9 @@ def grouped(ranks: str) -> str:
 
 
 def lasting(selector: str, comparison: str, range_: str, on: str) -> str:
-    """Return the condition that a series has compared so for the whole time; ``on``: labels that identify it.
+    """Return the condition that a comparison has held for the whole time; ``on``: labels that identify the series.
 
-    ``min_over_time`` alone is true for a series that is younger than its range, which one scrape suffices for.
+    ``min_over_time`` alone is also true of a series that is younger than its range, after a single scrape.
     """
     return f"min_over_time({selector}[{range_}]) {comparison} and on ({on}) {selector} offset {range_} {comparison}"
 

@@ -6,7 +6,7 @@ rank's counters begin at 0 with it, so that a young rank's whole count is recent
 ten minutes ago although its rank did. (The usual `x unless x offset 10m` alone takes series for new after an outage of
 Prometheus.)
 
-A run's series outlive its ranks' where they have to: who was alive, and how it ended, is asked for when nobody is there.
+Some series of a run outlive those of its ranks: alerts ask how many ranks lived, and how they ended, when no rank is left.
 
 *Percentiles*: of classic and of native histograms the same series are recorded, which dashboards and alerts query, so that
 these do not depend on how Prometheus stores histograms: with `convert_classic_histograms_to_nhcb` there are no `_bucket`
@@ -46,8 +46,8 @@ def name(metric: Metric) -> str:
 def recent(metric: Metric, *matchers: str, born_later: bool = False) -> Recording:
     """Return the rule; nothing is recorded where nothing was counted.
 
-    ``born_later``: the series may be much younger than their rank; otherwise they begin with it. The last sample of series that
-    have ended since the evaluation before counts, too.
+    ``born_later``: the series may be much younger than their rank; otherwise they begin with it. The last sample counts also of
+    series that have ended since the evaluation before.
     """
     counter, started = select(metric, *matchers), select(catalog.RANK_START_TIME)
     now, before = f"last_over_time({counter}[{SEEN}])", f"offset {WINDOW}"
@@ -65,7 +65,7 @@ def recent(metric: Metric, *matchers: str, born_later: bool = False) -> Recordin
 
 
 ONE_NUMBER = f"{ONE_RUN}, rank"
-"""A rank whatever machine it is on: after a restart elsewhere it has another instance."""
+"""Labels of a rank on any machine: after a restart elsewhere it has another instance."""
 
 STARTED = "rank_number:torchobs_rank_start_time_seconds:max"
 TWINS = "rank_number:torchobs_rank_up:several"
@@ -96,19 +96,19 @@ REPEATING = "run:torchobs_steps:repeating"
 PRODUCTIVE = "run:torchobs_goodput_time_seconds:productive_rate5m"
 
 NO_FAULT = ("finished", "interrupted", "terminated")
-"""Exit reasons that are somebody's wish, and no fault."""
+"""Exit reasons that somebody wanted: no faults."""
 FAULTS = "|".join(reason for reason in catalog.EXIT_REASONS if reason not in NO_FAULT)
 PAST = "7d"
-"""How far back a run's best and its first start are remembered over a gap; a longer run is judged by so much of its end."""
+"""Longest gap over which a run's best and its first start are remembered; of a longer run its last seven days count."""
 _PAST_S = 7 * 86_400
 GONE, GONE_S = "1h", 3600
-"""How long a run without a living rank may be restarted: its wall time counts on, as time lost."""
+"""Time in which a run without a living rank may be restarted: its wall time counts on, as time lost."""
 _STEP_S = 60
 """Resolution of the integral of the goodput"""
 
 
 def runs() -> Group:
-    """Return the rules about who is there: a handful of series for each run."""
+    """Return the rules about living and ended ranks: a handful of series for each run."""
     started, up = select(catalog.RANK_START_TIME), select(catalog.RANK_UP)
     return Group(
         "torchobs.runs",
@@ -134,13 +134,13 @@ def runs() -> Group:
 def ended(reasons: str = "", *matchers: str) -> str:
     """Return how many ranks of each run have ended for one of the reasons (all by default), and were not started again.
 
-    A rule that is evaluated each minute may find the series of a rank gone that said so in a single scrape: it looks back.
+    A rank may show its end in a single scrape, between two evaluations of a rule: the query looks back.
     """
     return f"count {BY_RUN} ({gone(reasons, *matchers)})"
 
 
 def gone(reasons: str = "", *matchers: str) -> str:
-    """Return these ranks."""
+    """Return the ranks that :func:`ended` counts."""
     exits = select(catalog.RANK_EXIT, *matchers, *([f'reason=~"{reasons}"'] if reasons else []))
     again = f"unless on ({ONE_NUMBER}) {select(catalog.RANK_UP, *matchers)} == 1"
     return f"max by ({ONE_NUMBER}) (max_over_time({exits}[{SEEN}])) == 1 {again}"
@@ -158,13 +158,13 @@ def _first_start() -> str:
 
 
 def _position() -> str:
-    """Return the step that a run has come to, by ranks that know where they resumed; an optimizer counts no skipped steps."""
+    """Return the step that a run has reached, by ranks that know where they resumed; an optimizer counts no skipped steps."""
     done = f"{select(catalog.STEPS_RESUMED_FROM)} + {ON_RANK} {select(catalog.STEPS)}"
     return f"max {BY_RUN} ({done} - {ON_RANK} {select(catalog.AMP_STEPS_SKIPPED)} or {done})"
 
 
 def _reached() -> str:
-    """Return the furthest step that a run has come to, remembered over restarts.
+    """Return the furthest step that a run has reached, remembered over restarts.
 
     After a rank that has finished it begins anew: a second training of one job repeats nothing.
     """
@@ -193,7 +193,7 @@ def _tokens() -> str:
 def speed() -> Group:
     """Return the rules about step times: how long each rank's peers wait for it.
 
-    The exporter says so of ranks that it sees together. Those of a run on several machines are compared here, in the same way.
+    An exporter compares the ranks of its machine. The ranks of a run on several machines are compared here, in the same way.
     """
     phases, steps = select(catalog.STEP_PHASE_TIME), select(catalog.STEPS)
     rate = f"(rate({steps}[{WINDOW}]) > 0)"
@@ -206,7 +206,7 @@ def speed() -> Group:
     few = f"{TOGETHER} and {ON_GROUP} 2 * {many} < {ON_GROUP} count {BY_GROUP} ({TOGETHER})"
     late = f"""clamp_min(max {BY_RANK} ({select(ABOVE, 'phase="data"')} or {few}), 0)"""
     wait = f"""sum {BY_RANK} (clamp_min(-1 * {select(ABOVE, 'phase!="data"')}, 0))"""
-    seen = select(catalog.RANK_EXCESS)
+    excess = select(catalog.RANK_EXCESS)
     return Group(
         "torchobs.speed",
         (
@@ -216,7 +216,7 @@ def speed() -> Group:
             Recording(TOGETHER, together),
             Recording(
                 EXCESS,
-                f"{late} < {ON_RANK} {wait} or {wait} or sum {BY_RANK} (quantile_over_time(0.5, {seen}[{WINDOW}])) {grown}",
+                f"{late} < {ON_RANK} {wait} or {wait} or sum {BY_RANK} (quantile_over_time(0.5, {excess}[{WINDOW}])) {grown}",
             ),
             Recording(
                 SLOWDOWN,
@@ -237,7 +237,7 @@ def speed() -> Group:
 def _above_peers() -> str:
     """Return each rank's time per step in each phase above the median of its peers, where no exporter sees the whole run.
 
-    Its peers are the ranks of its replica group. They are not compared while what some call between is forward for others.
+    Its peers are the ranks of its replica group. They are not compared while some record between what others record as forward.
     """
     median = f"quantile by ({ONE_GROUP}, phase) (0.5, {PHASE_MEAN})"
     # the median of two is their mean, half way to the other
@@ -261,9 +261,9 @@ def _best() -> str:
 def goodput() -> Group:
     """Return the rules about the use of the machines' time: productive rank seconds over world size times wall time.
 
-    The time between the crash and the restart, and that of ranks that are missing, is nobody's and so not productive. Neither
-    is the share of the time in which the run repeated steps that it had made before a restart; where ranks do not know from
-    which step they resumed, repeated steps count as productive.
+    No rank has the time between a crash and the restart, or that of missing ranks, so that it is not productive. Neither is the
+    share of the time in which the run repeated steps that it had made before a restart; where ranks do not know from which
+    step they resumed, repeated steps count as productive.
     """
     rate = f'sum {BY_RUN} ({RUN_GOODPUT_RATE}{{state="productive"}})'
     anew = f"{rate} * {ON_RUN} (1 - avg_over_time({REPEATING}[5m]))"

@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RUNBOOKS = f"https://github.com/torchobs/torchobs/blob/v{__version__}/docs/runbooks"
-"""Pages of the version that the rules are of: those of another may be about other rules."""
+"""Pages of the same version as the rules: those of another may be about other rules."""
 Severity = Literal["page", "ticket"]
 SEVERITIES = get_args(Severity)
 _MOST = 1e9
 # With a value outside of these an alert would fire always or never.
 Share = Annotated[float, Meta(gt=0.0, lt=1.0)]
 Ratio = Annotated[float, Meta(gt=1.0, le=_MOST)]
-"""Compares with what is usual, which is 1"""
+"""Relative to the usual, which is 1"""
 Count = Annotated[float, Meta(gt=0.0, le=_MOST)]
 Seconds = Annotated[float, Meta(gt=0.0, le=_MOST)]
 Address = Annotated[str, Meta(pattern="^(https?://.|$)")]
-"""What a browser opens, or nothing"""
+"""An address for a browser, or nothing"""
 
 
 class ValuesError(ValueError):
-    """A values file has an entry that means nothing; the message says which."""
+    """A values file has an invalid entry; the message names it."""
 
 
 class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,8 +58,8 @@ class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Growing memory is extrapolated to at most 60 times its observed length (`torchobs/detect/growth.py`), so that four hours
     were observed for at least four minutes; and four hours suffice to let the run reach a checkpoint."""
     lived_s: Seconds = 600
-    """A run that has lived for less in its last hour wakes nobody up when it fails (`TorchobsRankFailed` tells of it),
-    and one that has in its last day wastes no machine"""
+    """A run that lived for less in its last hour wakes nobody up when it fails (`TorchobsRankFailed` reports it), and one that
+    did so in its last day wastes no machine"""
     restarts: Count = 3
     """Restarts of a rank within fifteen minutes"""
     recompiles: Count = 16
@@ -78,7 +78,7 @@ class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def lived_within_s(self) -> float:
-        """The last hour of a run that is gone, which begins so much earlier."""
+        """A window that still has the last hour of a run that is gone."""
         return 3600 + self.lived_s
 
     @property
@@ -93,7 +93,7 @@ class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Values(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a person may set."""
+    """The values that a person may set."""
 
     thresholds: Thresholds = Thresholds()
     severities: dict[str, Severity] = {}
@@ -101,13 +101,13 @@ class Values(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disabled: tuple[str, ...] = ()
     """Alerts to leave out"""
     grafana_url: Address = ""
-    """Where Grafana is, for links to its dashboards; without it there are none"""
+    """Address of Grafana, for links to its dashboards; empty: no links"""
     runbooks: Address = RUNBOOKS
     """Folder of the runbooks"""
 
     def filled(self, text: str) -> str:
-        """Return a text with the thresholds whose names stand in it as ``@name@``. Raises ``AttributeError``."""
-        return re.sub(r"@(\w+)@", lambda found: f"{getattr(self.thresholds, found[1]):g}", text)
+        """Return a text with ``@name@`` replaced by the threshold of that name. Raises ``AttributeError``."""
+        return re.sub(r"@(\w+)@", lambda match: f"{getattr(self.thresholds, match[1]):g}", text)
 
 
 DEFAULT = Values()
@@ -117,11 +117,11 @@ def load(path: Path) -> Values:
     """Read a values file. Raises :class:`ValuesError`, ``OSError`` or ``yaml.YAMLError``."""
     import yaml  # not needed for a help text with the thresholds
 
-    given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    if isinstance(given, dict):  # an address may end with a slash, and a section without an entry is null
-        given = {name: value.rstrip("/") if isinstance(value, str) else value for name, value in given.items()}
-        given = {name: value for name, value in given.items() if value not in (None, "")}
+    entries = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    if isinstance(entries, dict):  # an address may end with a slash, and a section without an entry is null
+        entries = {name: value.rstrip("/") if isinstance(value, str) else value for name, value in entries.items()}
+        entries = {name: value for name, value in entries.items() if value not in (None, "")}
     try:
-        return msgspec.convert(given, Values)
+        return msgspec.convert(entries, Values)
     except msgspec.ValidationError as problem:
         raise ValuesError(str(problem)) from None
