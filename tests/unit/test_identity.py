@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 PROCESS = ProcessInfo(
-    "node7", 4242, 1_763_680_000_123_456_789, parent="4000-88-0f1e2d3c", argv0="/home/me/train.py", own="4242-99-0f1e2d3c"
+    "node7", 4242, 1_763_680_000_123_456_789, parent="4000-88-0f1e2d3c", argv0="/home/me/train.py", key="4242-99-0f1e2d3c"
 )
 
 
@@ -264,7 +264,7 @@ def test_a_forked_child_is_another_process_of_this_parent() -> None:
     with os.fdopen(read) as lines:
         children = [ProcessInfo(**json.loads(line)) for line in lines]
     assert len({child.pid for child in children} | {os.getpid()}) == 3
-    assert all(a.parent == b.parent == this_process().own != this_process().parent for a, b in pairwise(children))
+    assert all(a.parent == b.parent == this_process().key != this_process().parent for a, b in pairwise(children))
     assert all(child.start_ns >= this_process().start_ns for child in children)
 
 

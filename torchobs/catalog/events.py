@@ -10,7 +10,7 @@ from torchobs.catalog.own import TUNE_ACTION
 # --- events -------------------------------------------------------------------------------------------------------------------
 EVIDENCE = Attribute("evidence", "id of the file in the exporter's API")
 EVENT_RUN_START = info("torchobs.run.start", "torchobs.init() has finished.")
-EXIT_SIGNAL = Attribute("signal", "the signal whose handler raised it or led to it, if one did")
+EXIT_SIGNAL = Attribute("signal", "the signal, if a handler of one raised it or led to it")
 EVENT_RUN_END = info("torchobs.run.end", "The rank ended, by itself or by a signal that it handled.", EXIT_REASON, EXIT_SIGNAL)
 EVENT_TRAINER = info(
     "torchobs.trainer", "A framework's trainer started. Further attributes: its settings.", *named("framework", "version")
@@ -68,7 +68,7 @@ EVENT_ANOMALY = warning(
     ORIGIN,
     *named("module", "operator", "parameter"),
     Attribute("left_out", "number of earlier ones of the kind without an event: of many in a row, one in ten minutes has one"),
-    Attribute("layer", "layer whose gradient has grown most in that step, of an explosion or a spike in a measured step"),
+    Attribute("layer", "layer with the gradient that grew most in that step, of an explosion or a spike in a measured step"),
     Attribute("layer_norm", "norm of its gradient"),
     Attribute("layer_usual", "its usual norm: the median of up to 16 measured steps before"),
 )
@@ -186,10 +186,10 @@ EVENT_MEMORY_LEAK = warning(
     Attribute("grown", "growth of the process", unit="By"),
     Attribute("tensor_bytes", "of it, what tensors known to Python take", unit="By"),
     Attribute(
-        "lines", "file:line whose living allocations grew: how many more, and their size; of a tensor on the host the object"
+        "lines", "file:line with more living allocations: how many more, and their size; of a tensor on the host the object"
     ),
-    Attribute("objects", "types of which there are more objects"),
-    Attribute("tensors", "shapes of which there are more tensors, with the size of their memory"),
+    Attribute("objects", "types with more objects"),
+    Attribute("tensors", "shapes with more tensors, with the size of their memory"),
     EVIDENCE,
 )
 EVENT_OUT_OF_MEMORY = error(
@@ -497,7 +497,7 @@ SPAN_STEP = span(
         "why it was recorded: user means that the application began a span in it",
         ("sampled", "slow", "anomalous", "event", "user"),
     ),
-    Attribute("duration_s", "as in torchobs.step.duration; absent for the first step, whose start is unknown", unit="s"),
+    Attribute("duration_s", "as in torchobs.step.duration; absent for the first step, as its start is unknown", unit="s"),
     *named("loss", "grad_norm", "skipped"),
     Attribute("ended", "false for one that the run's end interrupted"),
 )
@@ -550,7 +550,7 @@ TITLES = {
     EVENT_PROFILE_START.name: "Profile started",
     EVENT_PROFILE_END.name: "Profile written",
 }
-"""Names for people of events whose own says too little"""
+"""Names for people of events with a name that says too little"""
 
 
 def event_title(name: str) -> str:

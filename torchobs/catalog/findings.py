@@ -4,7 +4,7 @@ A sentence is a template: ``{step:,}`` is a value. A part in brackets is left ou
 begins with ``name?`` is shown if that value is, with ``name!`` if it is not. ``{who}`` is the rank, or the ranks, it is about.
 
 Formats are ``,`` (a whole number), ``n`` (a measured number), ``size``, ``s`` (a duration), ``span``, ``about`` (rough ones),
-``%``, ``fold``, ``named`` (a list, of which ``…_affected`` has the length), one of two words by the number
+``%``, ``fold``, ``named`` (a list; ``…_affected`` has its full length), one of two words by the number
 (``{count:is|are}``), or a noun (``{count:step}`` is *1 step* or *3 steps*). Without a format a value is clean text.
 """
 
@@ -28,11 +28,11 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
     "%": text.percent, "fold": text.fold,
 }  # fmt: skip
 ORIGIN = "nonfinite_origin"
-"""The kinds on where a NaN or an infinity was born begin so"""
+"""Prefix of the kinds about the origin of a NaN or an infinity"""
 _UNNAMED, _NAMELESS = "unnamed", "a parameter of no module"
-"""A parameter that neither a module nor a variable holds (``probes.nonfinite.origin.UNNAMED``), and what is said of it"""
+"""A parameter that neither a module nor a variable holds (``probes.nonfinite.origin.UNNAMED``), and the words for it"""
 _MORE = "[ It is past: the last {healthy:,} steps were healthy.][ The same goes for {alike:more rank}.]"
-"""Behind a finding from which the training has recovered, and one that stands for equal ones of other ranks"""
+"""Follows a finding from which the training has recovered, and one that stands for equal ones of other ranks"""
 _CONDITION = re.compile(r"(\w+)([?!])")
 
 
@@ -51,13 +51,13 @@ class Kind(NamedTuple):
     alert: str
     """its alert in Prometheus, or empty"""
     source: Event | Metric | None
-    """what makes it; none: a function of ``diagnosis``"""
+    """the event or metric that it comes from; none: a function of ``diagnosis``"""
     key: str
-    """value of the event's attribute that says which of several kinds it is"""
+    """value of the event's attribute that selects this one of several kinds"""
 
 
 class Finding(NamedTuple):
-    """A statement about a run or one of its ranks, made by :func:`finding`."""
+    """A statement about a run or one of its ranks; see :func:`finding`."""
 
     kind: str
     rank: str = ""
@@ -103,7 +103,7 @@ def sentence(template: str, values: Mapping[str, object]) -> str:
 
 
 def fields(template: str) -> set[str]:
-    """Return the names of the values that a template cannot do without."""
+    """Return the names of the values that a template requires."""
     needed = "".join(re.split(r"\[[^\]]*\]", template))
     return {name for _, name, _, _ in Formatter().parse(needed) if name}
 
@@ -130,7 +130,7 @@ def _filled(part: str, values: Mapping[str, object], *, optional: bool) -> str:
 
 
 def _named(value: object, count: object) -> str:
-    """Return the first names of a list whose length may be more than it has."""
+    """Return the first names of a list, and the number of the others; ``count``: of all, if more than the list has."""
     names = [text.clean(name, 80) for name in value] if isinstance(value, (list, tuple)) else []
     shown = names[:_MOST_NAMED]
     more = (count if isinstance(count, int) else len(names)) - len(shown)
@@ -146,9 +146,9 @@ def _formatted(value: object, spec: str) -> str:
         return text.number(float(value)) if not isinstance(value, int) or abs(value) < _MOST else text.NONE
     if spec in _FORMATS:
         return _FORMATS[spec](value)
-    one, is_choice, more = spec.partition("|")
+    singular, is_choice, plural = spec.partition("|")
     if is_choice:
-        return one if value == 1 else more
+        return singular if value == 1 else plural
     return text.plural(int(value), spec) if spec else text.clean(value)
 
 
@@ -165,7 +165,7 @@ MODEL_MEMORY = (
     "[parameters {parameters:size}][, gradients {gradients:size}][, optimizer state {optimizer_state:size}]"
     "[, buffers {buffers:size}]"
 )
-"""What takes a device's memory"""
+"""The uses of a device's memory"""
 TIMED_OUT = {"collective": "A collective", "monitored_barrier": "A monitored barrier", "rendezvous": "The ranks' rendezvous"}
 ROOM = (
     "[saved_step? {free:size} were left on the file system, and a checkpoint takes {needed:size}.]"
@@ -185,7 +185,7 @@ ASIDE = {
     "compile": "compiles",
     "idle": "has left its training loop",
 }
-"""What a rank does that takes no part in the training"""
+"""Activities of a rank outside of the training"""
 INSTEAD = {
     "ended": "ended[in_order? in order]",
     "silent": "gave no sign of life since it was {place}",
@@ -194,7 +194,7 @@ INSTEAD = {
     "fetching": "fetches data[ of step {step:,}]",
     "elsewhere": "stays {place}",
 }
-"""What a rank does instead of what the others wait for, by the reasons of ``detect.hangs``"""
+"""Activities of a rank that the others wait for, by the reasons of ``detect.hangs``"""
 PLACE = "[idle?after its training loop][between?between two phases][in {phase}][ of step {step:,}]"
 """Where in the training a rank is"""
 WAITING = "{culprits}, and the other[ {others:rank}][others! rank][most? (most of them)] {waiting:waits|wait} {place}."
@@ -224,7 +224,7 @@ AT_WORK = {
     "ended": "Ended",
 }
 INTERRUPTED, NO_STEP = "Interrupted by Ctrl-C", "No step[ on {who}]"
-"""What a run's headline begins with"""
+"""Begins of a run's headline"""
 PAST = {
     "nonfinite_loss": ("loss that was not finite", "losses that were not finite"),
     "nonfinite_gradient": ("gradient that was not finite", "gradients that were not finite"),
@@ -628,7 +628,7 @@ dead_units warning source=torchobs.dead_units
 activations_unread info source=torchobs.activations
     short: The outputs of {compiled:layer} are not measured: torch.compile has compiled {compiled:it|them}.
 """
-"""The kinds by section: name, severity, alert, what makes it; and its words, with continuation lines further in."""
+"""The kinds by section: name, severity, alert, source, key; below each its texts, with continuation lines indented further."""
 
 
 def _read(table: str) -> Iterator[Kind]:
@@ -644,12 +644,12 @@ def _read(table: str) -> Iterator[Kind]:
             rows[-1].append(line.strip())
     for section, head, *words in rows:
         name, severity, *more = head.split()
-        given = dict(one.split("=") for one in more)
-        said = dict(one.split(": ", 1) for one in words)
-        source = given.get("source", "")
+        options = dict(option.split("=") for option in more)
+        texts = dict(line.split(": ", 1) for line in words)
+        source = options.get("source", "")
         yield Kind(
-            name, Severity[severity.upper()], said["short"], said.get("long", ""), section, given.get("alert", ""),
-            EVENT_BY_NAME.get(source) or BY_NAME.get(source), given.get("key", ""),
+            name, Severity[severity.upper()], texts["short"], texts.get("long", ""), section, options.get("alert", ""),
+            EVENT_BY_NAME.get(source) or BY_NAME.get(source), options.get("key", ""),
         )  # fmt: skip
 
 
@@ -657,13 +657,13 @@ KINDS: dict[str, Kind] = {kind.name: kind for kind in _read(_TABLE)}
 
 
 def as_subject(parameter: str) -> str:
-    """Return a parameter's name, or what is said in its place, for the beginning of a sentence."""
+    """Return a parameter's name, or the words in its place, for the beginning of a sentence."""
     return text.capital(_NAMELESS) if parameter == _UNNAMED else parameter
 
 
 def origin_of(attributes: Mapping[str, object], step: int | None = None) -> Finding:
-    """Return the finding on where a NaN or an infinity was born, by the attributes of its event."""
-    values = {one.name: attributes.get(one.name) for one in EVENT_BY_NAME["torchobs.nonfinite.origin"].attributes}
+    """Return the finding on the origin of a NaN or an infinity, by the attributes of its event."""
+    values = {item.name: attributes.get(item.name) for item in EVENT_BY_NAME["torchobs.nonfinite.origin"].attributes}
     origin, operator = str(values["origin"]), str(values["operator"] or "")
     if operator in REGIONS and origin in {"unknown", "backward"}:
         note = values["note"] if origin == "unknown" else None

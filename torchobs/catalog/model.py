@@ -20,7 +20,7 @@ class Kind(Enum):
 
 
 def cumulative(kind: Kind) -> bool:
-    """Return True if a value only grows; such values are still valid after their process has ended."""
+    """Return whether a value only grows; such values are still valid after their process has ended."""
     return kind is Kind.COUNTER or kind is Kind.HISTOGRAM  # faster than a set, for each of 10^6 series
 
 
@@ -180,7 +180,7 @@ def histogram(name: str, unit: str, bounds: tuple[float, ...]) -> Metric:
 
 
 def named(*names: str) -> tuple[Attribute, ...]:
-    """Return attributes whose names say what they are."""
+    """Return attributes that need no description beside their names."""
     return tuple(Attribute(name, "") for name in names)
 
 
@@ -242,7 +242,7 @@ HW_STATE = Attribute("hw.state", "one is 1, the others 0", ("ok", "degraded", "f
 XID_ERRORS = ("xid_application", "xid_driver", "xid_hardware")
 HW_ERROR = Attribute(
     "error.type",
-    "what failed; an XID by whose fault it most likely is, as NVIDIA's catalog has it",
+    "what failed; an XID by its most likely cause in NVIDIA's catalog",
     ("ecc_corrected", "ecc_uncorrected", *XID_ERRORS, "nvlink", "pcie_replay"),
 )
 HW_SENSOR = Attribute("hw.sensor_location", "where it is measured", ("gpu", "memory"))
@@ -262,7 +262,7 @@ COLLECTIVE_OPERATIONS = (
 )  # fmt: skip
 COLLECTIVE_TIMEOUTS = ("collective", "monitored_barrier", "rendezvous")
 PROCESS_GROUP = Attribute("group", "process group, the first eight")
-PROCESS_GROUP_BACKEND = Attribute("backend", "the backend whose recorder counts it", ("gloo", "nccl", "other"))
+PROCESS_GROUP_BACKEND = Attribute("backend", "the backend that records it", ("gloo", "nccl", "other"))
 COLLECTIVE_OPERATION = Attribute("operation", "what waits longest; none: nothing does", COLLECTIVE_OPERATIONS)
 SCHEDULER_MISUSE_KIND = Attribute("kind", "kind of misuse", SCHEDULER_MISUSES)
 SCALER = Attribute("scaler", "index of the GradScaler in use, by its first update", ("0", "1", "2", "3"))

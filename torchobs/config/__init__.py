@@ -1,1 +1,1 @@
-"""Configuration: options, settings, and which rank of which run this process is."""
+"""Configuration: options, settings, and this process's rank and run."""

@@ -1,4 +1,4 @@
-"""Which rank of which run this process is, and the process itself: host, pid, start time.
+"""This process's rank and run, and the process itself: host, pid, start time.
 
 A **run** is one training as a person counts it: all its ranks have the same ``run_id``, and keep it when elastic training,
 Slurm or Kubernetes restarts the run. Sources of the id, best first:
@@ -8,8 +8,8 @@ Slurm or Kubernetes restarts the run. Sources of the id, best first:
 3. torchrun's ``--rdzv-id`` unless it is the default, ``none``; Open MPI's job name;
 4. ranks on several nodes that a launcher other than torchrun gives the same ``MASTER_ADDR``, as the Kubeflow training operator
    and Volcano's pytorch plugin do: that address, its port and the namespace. Reported as weaker: the next run there has it too;
-5. several ranks without any of these: the host and what the ranks of one node share (:func:`_shared`). Nodes differ then,
-   which is reported, because nothing can join the parts of a run that has two ids;
+5. several ranks without any of these: the host and an id that the ranks of one node share (:func:`_shared`). Nodes differ
+   then, which is reported, because nothing can join the parts of a run that has two ids;
 6. one process: host, start time and pid.
 """
 
@@ -38,8 +38,7 @@ _START_TICKS = 19
 class ProcessInfo:
     """Facts of a process. ``start_ns``: its start in Unix time (ns), or the time of the first call without /proc.
 
-    ``parent`` identifies the parent among all processes: its pid, start and boot; ``own`` is what the process's children have
-    as ``parent``. ``None``: unknown.
+    ``key`` identifies the process among all, ``parent`` its parent: by pid, start and boot. ``None``: unknown.
     """
 
     host: str
@@ -47,7 +46,7 @@ class ProcessInfo:
     start_ns: int
     parent: str | None
     argv0: str
-    own: str | None = None
+    key: str | None = None
 
 
 def this_process() -> ProcessInfo:
@@ -168,14 +167,14 @@ class Identity:
     host: str
     resource: tuple[tuple[str, str], ...] = ()
     launch: str | None = None
-    """what the ranks that one launcher started on this node have in common, also after a restart"""
+    """an id that the ranks of one launcher on this node share, also after a restart"""
     replica_group: int | None = None
-    """the replica group, each of which counts its ranks from 0 (torchft)"""
+    """the replica group (torchft), with ranks that are counted from 0"""
 
     def described(self) -> dict[str, str | int]:
         """Return all known values as one flat mapping, at most 3,300 bytes as JSON; fields win over ``resource``."""
-        known = ((name, getattr(self, name)) for name in self.__slots__ if name != "resource")
-        return dict(self.resource) | {name: value for name, value in known if value is not None}
+        values = ((name, getattr(self, name)) for name in self.__slots__ if name != "resource")
+        return dict(self.resource) | {name: value for name, value in values if value is not None}
 
 
 def discover(
@@ -270,7 +269,7 @@ def _run_names(environ: Mapping[str, str], settings: Settings, place: RankPlacem
 
 
 def _address(environ: Mapping[str, str], place: RankPlacement) -> str | None:
-    """Return an id made of the address that all ranks are given; ``None``: there is none, or it is one node's own.
+    """Return an id made of the address that all ranks get; ``None``: there is none, or it is local to a node.
 
     Not under torchrun, which chooses another port at each restart unless it is given one.
     """
@@ -284,7 +283,7 @@ def _address(environ: Mapping[str, str], place: RankPlacement) -> str | None:
 
 
 def _shared(environ: Mapping[str, str], process: ProcessInfo, place: RankPlacement) -> str | None:
-    """Return an id shared by exactly the ranks that one launcher started on this node; ``None``: nothing is shared.
+    """Return an id that exactly the ranks of one launcher on this node share; ``None``: there is none.
 
     Torchrun's directory rather than its pid, because a shell may run between it and the rank, and rather than ``MASTER_PORT``,
     because a static rendezvous has the same port in the next run.
@@ -293,7 +292,7 @@ def _shared(environ: Mapping[str, str], process: ProcessInfo, place: RankPlaceme
         directory = re.fullmatch(_ERROR_FILE, environ.get("TORCHELASTIC_ERROR_FILE", ""))
         return directory[1] if directory else process.parent
     if place.launcher == "lightning" and not place.local_rank:
-        return process.own  # the parent of the others
+        return process.key  # the parent of the others
     return process.parent if place.world_size != 1 else None
 
 

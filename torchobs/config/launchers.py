@@ -17,7 +17,7 @@ LAUNCHED_BY = "launched_by"
 """Resource attribute of a child's flight file: the incarnation of the process that launched it."""
 
 LAUNCH = "launch"
-"""Resource attribute that all processes have in common which one launcher started on a node, also after a restart."""
+"""Resource attribute that all processes of one launcher on a node share, also after a restart."""
 
 # Slurm numbers its own steps (batch script, interactive shell) from here: SLURM_INTERACTIVE_STEP is 0xfffffffa.
 _OWN_STEPS = 0xFFFFFFF0
@@ -96,11 +96,11 @@ def count(names: tuple[str, ...], environ: Mapping[str, str], problems: list[Set
 def tasks_on_node(layout: str, node: int) -> int | None:
     """Return the tasks that ``2(x3),1``, Slurm's notation, puts on a node (counted from 0); ``None``: not specified."""
     for part in layout.split(","):
-        if not (found := re.fullmatch(_TASKS, part.strip())):
+        if not (match := re.fullmatch(_TASKS, part.strip())):
             return None
-        node -= int(found[2] or 1)
+        node -= int(match[2] or 1)
         if node < 0:
-            return int(found[1])
+            return int(match[1])
     return None
 
 

@@ -101,12 +101,12 @@ def either(words: Iterable[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def closest(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return ``, did you mean X?`` if a known word is similar, else nothing; all begin with ``prefix``."""
+def closest(word: str, candidates: Iterable[str], prefix: str = "") -> str:
+    """Return ``, did you mean X?`` if a candidate is similar, else nothing; all begin with ``prefix``."""
     import difflib  # only for a mistake
 
     # Without the prefix, since a common prefix makes all words similar.
-    matches = difflib.get_close_matches(word.removeprefix(prefix), [name.removeprefix(prefix) for name in known], n=1)
+    matches = difflib.get_close_matches(word.removeprefix(prefix), [name.removeprefix(prefix) for name in candidates], n=1)
     return f", did you mean {prefix}{matches[0]}?" if matches else ""
 
 
@@ -135,8 +135,8 @@ def _path(text: str) -> Path:
 
 
 def _matched(pattern: str, text: str) -> re.Match[str]:
-    if found := re.fullmatch(pattern, text, re.ASCII):
-        return found
+    if match := re.fullmatch(pattern, text, re.ASCII):
+        return match
     raise ValueError(text)
 
 
@@ -152,13 +152,13 @@ def _within(value: Number, low: float, high: float) -> Number:
 
 
 def _size(text: str, units: Mapping[str, int]) -> int:
-    found = _matched(_SIZE, text)
-    return int(found[1]) * units[_one_of(units, found[2])]
+    match = _matched(_SIZE, text)
+    return int(match[1]) * units[_one_of(units, match[2])]
 
 
 def _address(text: str) -> Address:
-    found = _matched(_ADDRESS, text)
-    return Address(found["ipv6"] or found["host"], _within(int(found["port"]), 0, _MAX_PORT))
+    match = _matched(_ADDRESS, text)
+    return Address(match["ipv6"] or match["host"], _within(int(match["port"]), 0, _MAX_PORT))
 
 
 def _interval(text: str) -> int | Literal["auto"]:
@@ -189,7 +189,7 @@ def _target(text: str) -> str:
 
 
 def _attributes(text: str) -> Attributes:
-    """Parse ``key=value,…`` as the OpenTelemetry SDK's ``OTELResourceDetector`` does: what has no ``=`` is left out."""
+    """Parse ``key=value,…`` as the OpenTelemetry SDK's ``OTELResourceDetector`` does: items without ``=`` are left out."""
     pairs = [item.partition("=") for item in text.split(",") if item.strip()]
     usable = {key.strip(): unquote(value.strip()) for key, equals, value in pairs if equals and key.strip()}
     if wrong := [key + equals + value for key, equals, value in pairs if not equals or not key.strip()]:
@@ -197,17 +197,19 @@ def _attributes(text: str) -> Attributes:
     return tuple(usable.items())
 
 
-def _names(text: str, known: Collection[str]) -> frozenset[str]:
+def _names(text: str, allowed: Collection[str]) -> frozenset[str]:
     words = frozenset(word.strip() for word in text.split(",")) - {""}
-    if wrong := sorted(words.difference(known)):
-        raise PartlyUsableError(f"{wrong[0][:_MAX_SHOWN]!r} is unknown{closest(wrong[0], known)}", words.intersection(known))
+    if wrong := sorted(words.difference(allowed)):
+        raise PartlyUsableError(
+            f"{wrong[0][:_MAX_SHOWN]!r} is unknown{closest(wrong[0], allowed)}", words.intersection(allowed)
+        )
     return words
 
 
 def one_of(*words: str) -> ValueKind:
     """Return the type of one of these words; case does not matter."""
-    known = {word.lower(): word for word in words}
-    return ValueKind(either(words), lambda text: known[_one_of(known, text.lower())], words)
+    spellings = {word.lower(): word for word in words}
+    return ValueKind(either(words), lambda text: spellings[_one_of(spellings, text.lower())], words)
 
 
 BOOLEAN = ValueKind("1, true, yes, on or 0, false, no, off", _boolean)
@@ -253,9 +255,9 @@ def fraction(minimum: float, maximum: float) -> ValueKind:
     return ValueKind(f"a number from {minimum:g} to {maximum:g}", lambda text: _within(float(text), minimum, maximum))
 
 
-def names(known: Collection[str]) -> ValueKind:
-    """Return the type of comma-separated lists of known names."""
-    return ValueKind(f"a comma-separated list of {', '.join(known)}", lambda text: _names(text, known))
+def names(allowed: Collection[str]) -> ValueKind:
+    """Return the type of comma-separated lists of these names."""
+    return ValueKind(f"a comma-separated list of {', '.join(allowed)}", lambda text: _names(text, allowed))
 
 
 EXPORTER_PREFIX = "TORCHOBS_EXPORTER_"
@@ -316,60 +318,63 @@ class Option(NamedTuple):
 
 def with_exporter_variable(option: Option) -> Option:
     """Return the option with a first variable derived from its flag: ``--web.file-sd`` becomes ``…_WEB_FILE_SD``."""
-    own = EXPORTER_PREFIX + re.sub(r"[.-]+", "_", option.flag.lstrip("-")).upper()
-    return option._replace(variables=(own, *option.variables))
+    variable = EXPORTER_PREFIX + re.sub(r"[.-]+", "_", option.flag.lstrip("-")).upper()
+    return option._replace(variables=(variable, *option.variables))
 
 
 def read(
-    table: Iterable[Option], given: Mapping[str, Iterable[object]], environ: Mapping[str, str], problems: list[SettingsProblem]
+    table: Iterable[Option],
+    arguments: Mapping[str, Iterable[object]],
+    environ: Mapping[str, str],
+    problems: list[SettingsProblem],
 ) -> dict[str, object]:
-    """Return the values of a table's options by name, of those that have one; adds to ``problems`` what is ignored.
+    """Return the values of a table's options by name, of those that have one; adds ignored values to ``problems``.
 
-    ``given``: the values of flags or arguments by name. Of an option that may be given several times it is a tuple.
+    ``arguments``: the values of flags or arguments by name. Of an option that may be given several times it is a tuple.
     """
-    found = [(option, values_of(option, given.get(option.name, ()), environ, problems)) for option in table]
-    return {option.name: tuple(values) if option.several else values[-1] for option, values in found if values}
+    chosen = [(option, values_of(option, arguments.get(option.name, ()), environ, problems)) for option in table]
+    return {option.name: tuple(values) if option.several else values[-1] for option, values in chosen if values}
 
 
 def values_of(
     option: Option,
-    given: Iterable[object],
+    arguments: Iterable[object],
     environ: Mapping[str, str],
     problems: list[SettingsProblem],
     first: tuple[str, ValueKind] | None = None,
 ) -> list[object]:
     """Return the values of the first source that has any; an empty list means the default. Adds to ``problems``.
 
-    Sources are ``first``, a variable that beats even the flag, then ``given``, the flag's or argument's values, then the other
-    variables. An empty variable counts as unset, as in OpenTelemetry.
+    Sources are ``first``, a variable that beats even the flag, then ``arguments``, the values of the flag or argument, then
+    the other variables. An empty variable counts as unset, as in OpenTelemetry.
     """
-    for source, kind, raw in _sources(option, list(given), environ, first):
-        found = [value for item in raw for value in _parsed(option, source, kind, item, problems)]
-        if found:
-            return found
+    for source, kind, raw in _sources(option, list(arguments), environ, first):
+        values = [value for item in raw for value in _parsed(option, source, kind, item, problems)]
+        if values:
+            return values
     return []
 
 
 def unknown_variables(
-    environ: Mapping[str, str], prefix: str, known: Iterable[str], *, what: str, others: Iterable[str] = ()
+    environ: Mapping[str, str], prefix: str, names: Iterable[str], *, what: str, others: Iterable[str] = ()
 ) -> Iterator[SettingsProblem]:
-    """Yield a problem for every variable with this prefix that is neither ``known`` nor one of the ``others``.
+    """Yield a problem for every variable with this prefix that is none of ``names`` and ``others``.
 
     Its value is not shown: a misspelled variable may hold a secret.
     """
-    known = [name for name in known if name.startswith(prefix)]
-    for name in sorted(environ.keys() - {*known, *others}):
+    names = [name for name in names if name.startswith(prefix)]
+    for name in sorted(environ.keys() - {*names, *others}):
         if name.startswith(prefix) and not re.fullmatch(_SERVICE_LINK, name):
-            yield SettingsProblem(name, None, f"is an unknown {what}{closest(name, known, prefix)}")
+            yield SettingsProblem(name, None, f"is an unknown {what}{closest(name, names, prefix)}")
 
 
 def _sources(
-    option: Option, given: list[object], environ: Mapping[str, str], first: tuple[str, ValueKind] | None
+    option: Option, arguments: list[object], environ: Mapping[str, str], first: tuple[str, ValueKind] | None
 ) -> Iterator[tuple[str, ValueKind, list[object]]]:
     variables = [(name, option.kind) for name in option.variables]
     for name, kind in [*([first] if first else []), ("", option.kind), *variables, *option.also]:
-        if not name and given:
-            yield option.flag or f"argument {option.name}", kind, given
+        if not name and arguments:
+            yield option.flag or f"argument {option.name}", kind, arguments
         elif text := environ.get(name, "").strip():
             yield name, kind, list(text.split()) if option.several else [text]
 

@@ -45,9 +45,9 @@ def _root(start: Path) -> Path | None:
 
 
 def _git_directory(root: Path) -> Path:
-    """Return the directory, which a worktree and a submodule have elsewhere."""
-    found = root / ".git"
-    return (root / _text(found).removeprefix("gitdir: ")).resolve() if found.is_file() else found
+    """Return git's directory; that of a worktree or a submodule is elsewhere."""
+    entry = root / ".git"
+    return (root / _text(entry).removeprefix("gitdir: ")).resolve() if entry.is_file() else entry
 
 
 def _reference(git: Path, common: Path, name: str) -> str:
@@ -77,9 +77,9 @@ _ENDINGS = (
 _COUNTED = frozenset({"tokens", "token", "keys"})
 """Names of quantities too (``--max-tokens 512``): a number of at most seven digits is no secret."""
 _NAME = r"(?<![A-Za-z0-9_.\-])([A-Za-z0-9_.\-]+)"
-"""Begun only where a word begins: from every character on it would take time by the square of a long word's length"""
+"""Begins only where a word begins: from every character on it would take time by the square of a long word's length"""
 _MOST_NESTED = 8
-"""Pairs within the value of a pair that are looked at; what is deeper is hidden as a whole"""
+"""Levels of pairs within the value of a pair that are searched; deeper ones are hidden as a whole"""
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+")
 _NUMBER = re.compile(r"[0-9][0-9_,.]{0,8}[kKmMbB]?")
 _PAIR = re.compile(
@@ -88,7 +88,7 @@ _PAIR = re.compile(
 )
 _LIST = re.compile(rf"{_NAME}([\"']?\s*[=:]\s*)(\[[^\]]*\]?)")
 _FLAG = re.compile(r"(?<![^\s=\"'])((?:--?|\+\+?)[A-Za-z][A-Za-z0-9_.\-]*)(\s+)([^\s\-]\S*)")
-"""A flag with its value, within one argument: a command that another program is given"""
+"""A flag with its value, within one argument: a command for another program"""
 _HEADER = re.compile(r"([A-Za-z][A-Za-z0-9\-]*):\s+(.*)", re.DOTALL)
 _CODE = re.compile(r"-[A-Za-z]*c")
 _WHOLE = re.compile(r"-{0,2}([A-Za-z0-9_.\-]+)=(.*)", re.DOTALL)
@@ -114,21 +114,21 @@ def is_secret_name(name: str) -> bool:
 
 def redacted(arguments: Sequence[str]) -> list[str]:
     """Return a command line without its secrets; code given by ``-c`` is left out whole."""
-    found: list[str] = []
+    words: list[str] = []
     flag, before = "", ""  # the last flag, and the argument before, which it may be
     for argument in arguments:
         is_flag = argument.startswith(("--", "++"))
-        if _CODE.fullmatch(before) and len(found) < 8 and not any(one.endswith(".py") for one in found):  # noqa: PLR2004  # Python's own
-            found.append("<code>")
+        if _CODE.fullmatch(before) and len(words) < 8 and not any(word.endswith(".py") for word in words):  # noqa: PLR2004  # Python's own
+            words.append("<code>")
         elif not is_flag and _names_secret(flag) and (flag == before or flag.endswith("s")):  # of several, each
-            found.append(argument if _is_quantity(flag, argument) else HIDDEN)
+            words.append(argument if _is_quantity(flag, argument) else HIDDEN)
         elif (before in {"-u", "--user"} and ":" in argument) or (before == "-b" and "=" in argument):
             # as curl is given a name and a password, or cookies
-            found.append(HIDDEN)
+            words.append(HIDDEN)
         else:
-            found.append(redacted_text(argument))
+            words.append(redacted_text(argument))
         flag, before = (argument if argument.startswith(("-", "+")) else flag), argument
-    return found
+    return words
 
 
 def redacted_value(name: str, value: str) -> str:
@@ -150,10 +150,10 @@ def redacted_text(text: str) -> str:
     return _KNOWN.sub(HIDDEN, text)
 
 
-def _pair(found: re.Match[str], nested: int = _MOST_NESTED) -> str:
-    name, between, value = found.groups()
+def _pair(match: re.Match[str], nested: int = _MOST_NESTED) -> str:
+    name, between, value = match.groups()
     if is_secret_name(name):
-        return found[0] if _is_quantity(name, value) else name + between + HIDDEN
+        return match[0] if _is_quantity(name, value) else name + between + HIDDEN
     # the value may be a pair itself
     return name + between + (_PAIR.sub(partial(_pair, nested=nested - 1), value) if nested else HIDDEN)
 

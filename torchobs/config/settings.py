@@ -170,7 +170,7 @@ OPTIONS = (
     Option("disable_probes", kinds.names(PROBES), "Probes not to install.", "none", ("TORCHOBS_DISABLE_PROBES",)),
     Option(
         "raise_on", kinds.names(("nonfinite",)), "Faults that end the training: `nonfinite` raises `torchobs.NonFiniteError` "
-        "before the optimizer steps. All gradients are then examined in every step, for which a device is waited for.",
+        "before the optimizer steps. All gradients are then examined in every step, which waits for the device.",
         "none", ("TORCHOBS_RAISE_ON",),
     ),
     Option(
@@ -178,8 +178,8 @@ OPTIONS = (
         "the same in Python.", "true", ("TORCHOBS_NATIVE",),
     ),
     Option(
-        "watchdog", kinds.BOOLEAN, "Whether the stacks of a rank that holds the GIL for seconds are written to a file, "
-        "by a timer and a real-time signal, and those of one whose step takes much longer than usual.",
+        "watchdog", kinds.BOOLEAN, "Whether stacks are written to a file: of a rank that holds the GIL for seconds, by a timer "
+        "and a real-time signal, and of a rank with a step that takes much longer than usual.",
         "true", ("TORCHOBS_WATCHDOG",),
     ),
     Option(
@@ -223,18 +223,18 @@ def environment() -> Mapping[str, str]:
 def resolve(
     overrides: Mapping[str, object], environ: Mapping[str, str] | None = None
 ) -> tuple[Settings, tuple[SettingsProblem, ...]]:
-    """Return the effective settings, and the values that were ignored. Raises ``TypeError`` if an override names no setting.
+    """Return the effective settings, and the values that were ignored. Raises ``TypeError`` for an override of no setting.
 
-    ``overrides``: by field name, as values or as text; ``None``: not given. ``environ``: by default the process's own.
+    ``overrides``: by field name, as values or as text; ``None``: unset. ``environ``: by default the process's own.
     """
     if unexpected := overrides.keys() - {option.name for option in OPTIONS}:
         word = min(unexpected)
         raise TypeError(f"{word!r} is an unknown setting{kinds.closest(word, [option.name for option in OPTIONS])}")
     environ = environment() if environ is None else environ
     problems = [*_unknown_variables(environ)]
-    given = {name: [value] for name, value in overrides.items() if value is not None}
-    chosen = kinds.read(OPTIONS, given, environ, problems)
-    kinds.read([NOTIFY], {}, environ, problems)  # the exporter's, which no training's log could complain of
+    arguments = {name: [value] for name, value in overrides.items() if value is not None}
+    chosen = kinds.read(OPTIONS, arguments, environ, problems)
+    kinds.read([NOTIFY], {}, environ, problems)  # of the exporter, but a problem belongs in the training's log
     return Settings(**chosen), tuple(problems)  # type: ignore[arg-type]  # each value is of its own field's kind
 
 
@@ -246,5 +246,5 @@ def named(name: str) -> Option:
 def _unknown_variables(environ: Mapping[str, str]) -> Iterator[SettingsProblem]:
     # The exporter checks variables with its own prefix (`torchobs exporter --help` lists them).
     checked = {name: "" for name in environ if not name.startswith(EXPORTER_PREFIX)}
-    known = [name for option in (*OPTIONS, NOTIFY) for name in option.every_variable]
-    return unknown_variables(checked, _PREFIX, known, what="setting")
+    names = [name for option in (*OPTIONS, NOTIFY) for name in option.every_variable]
+    return unknown_variables(checked, _PREFIX, names, what="setting")
