@@ -20,29 +20,29 @@ _COUNTS = frozenset({"step", "epoch", "batches", "total_steps", "counts_steps", 
 def save(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a state to a file. Whenever the process or the machine dies, the old file or the new one is there, whole.
 
-    The file is as readable as any that this process writes; of a link, what it leads to is replaced. It is written beside its
-    place, under one name, so that what a kill left there is written over by the next save.
+    The file has the permissions of any that this process writes; a link stays, and its target is replaced. The new file is
+    written beside the old one, always under the same name: the next save overwrites the rest that a kill left.
 
     Raises:
-        OSError: the folder is missing, or has no room; an old file is untouched.
+        OSError: the folder is missing, or has no room; the old file is untouched.
     """
     path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
-            with _own_errors():
+            with _disk_errors():
                 torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)  # it is renamed by then, but for an error
+        temporary.unlink(missing_ok=True)  # there only after an error
     _sync_folder(path.parent)
 
 
 @contextmanager
-def _own_errors() -> Iterator[None]:
-    """Raise what writing raised: torch covers that up by a complaint of its archive, which it cannot end then."""
+def _disk_errors() -> Iterator[None]:
+    """Raise the disk's error: torch hides it behind a complaint that its archive cannot be completed."""
     try:
         yield
     except RuntimeError as error:
@@ -52,7 +52,7 @@ def _own_errors() -> Iterator[None]:
 
 
 def check_place(path: str | os.PathLike[str]) -> None:
-    """Raise OSError where a checkpoint cannot be written to, since its folder is missing or it is a folder itself."""
+    """Raise OSError if a checkpoint cannot be written there: its folder is missing, or it is a folder itself."""
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} for the checkpoint {path.name}")
@@ -61,7 +61,7 @@ def check_place(path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], device: torch.device) -> Any:
-    """Read what :func:`save` wrote, without running any code of the file.
+    """Read a file of :func:`save`, without running any code in it.
 
     Raises:
         OSError: the file cannot be read.
@@ -78,8 +78,8 @@ def load(path: str | os.PathLike[str], device: torch.device) -> Any:
 
 
 def _check_sums(file: IO[bytes]) -> None:
-    """Raise BadZipFile where a record is not what was written, by its checksum: torch reads records without comparing it."""
-    if zipfile.is_zipfile(file):  # or else it is of torch's former format, or no file of torch's
+    """Raise BadZipFile for a record with a wrong checksum: torch reads records without comparing it."""
+    if zipfile.is_zipfile(file):  # else it has torch's former format, or is no file of torch
         with zipfile.ZipFile(file) as archive:
             if (record := damaged_entry(archive)) is not None:
                 raise zipfile.BadZipFile(f"the checksum of its record {record} is another")
@@ -87,10 +87,10 @@ def _check_sums(file: IO[bytes]) -> None:
 
 
 def check(state: Any, parts: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Return if a file's content can be loaded into these parts of a pipeline; nothing is loaded yet.
+    """Return if a file's content can be loaded into these parts of a pipeline; load nothing.
 
     Raises:
-        ValueError: it is of something else, of another model, or of a pipeline with other parts or another optimizer.
+        ValueError: it is no checkpoint, or one of another model, other parts or another optimizer.
     """
     if not isinstance(state, Mapping) or "counts" not in state:
         raise ValueError(f"{path} is no checkpoint of tune.pipeline(): of weights alone, load_state_dict() takes them")
@@ -98,8 +98,8 @@ def check(state: Any, parts: Mapping[str, Any], path: str | os.PathLike[str]) ->
     counts = state["counts"]
     if missing or not isinstance(counts, Mapping) or not counts.keys() >= _COUNTS:
         raise ValueError(f"{path} is no whole checkpoint of tune.pipeline(): it lacks {', '.join(missing) or 'counts'}")
-    saved, own = (each["param_groups"] for each in (state["optimizer"], parts["optimizer"].state_dict()))
-    if [set(group) for group in saved] != [set(group) for group in own]:
+    saved, current = (state_dict["param_groups"] for state_dict in (state["optimizer"], parts["optimizer"].state_dict()))
+    if [set(group) for group in saved] != [set(group) for group in current]:
         raise ValueError(f"{path} was saved with another optimizer than {type(parts['optimizer']).__name__}")
     if _shapes(state["model"]) != _shapes(parts["model"].state_dict()):
         raise ValueError(f"{path} is of another model: its parameters have other names or shapes")
@@ -110,7 +110,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable, where the system can (Windows cannot open a folder)."""
+    """Make the rename durable, if the system can (Windows cannot open a folder)."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

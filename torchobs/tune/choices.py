@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torchobs.tune.techniques import Technique
 
     Reply = str | tuple[str, Technique | None]
-    """Why a technique is not used; or what it does, with what carries it out"""
+    """Why a technique is not used; or what it does, with the object that does it, if any"""
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ class Decision(Result):
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan is asked for."""
+    """The request for a plan."""
 
     model: nn.Module
     mode: str
     level: str
     device: torch.device
-    failed: Callable[[str, str], None]
-    """told the technique and the reason when it fails once it is applied"""
+    on_failure: Callable[[str, str], None]
+    """called with technique and reason if it fails after it was applied"""
     amp: str | torch.dtype = "auto"
-    """what autocast computes in, see :func:`amp_dtype`"""
+    """type for autocast, see :func:`amp_dtype`"""
     checkpointing: tuple[type[nn.Module], ...] = ()
     """classes of the modules to checkpoint; empty for repeated blocks"""
     activation_budget: int | None = None
@@ -55,7 +55,7 @@ class Request:
 
 
 def reclass_obstacle(module: nn.Module) -> str | None:
-    """Return why a module cannot be given a subclass of its class, or None."""
+    """Return why a module's class cannot be replaced by a subclass, or None."""
     if isinstance(module, torch.jit.ScriptModule):
         return "a TorchScript module's forward is fixed"
     if "forward" in vars(module):
@@ -69,14 +69,14 @@ _BFLOAT16_INSTRUCTIONS = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
 
 
 def choose(request: Request) -> dict[Decision, Technique | None]:
-    """Decide on each technique, in the order in which they are to be applied; return the decisions with what carries them out.
+    """Decide on each technique, in the order of application; return each decision and its technique.
 
-    Nothing does where one is skipped, or concerns the optimizer or the loader.
+    That is None if the technique is skipped, or concerns the optimizer or the loader.
     """
     asked = {"mode": (request.mode, MODES[request.mode]), "level": (request.level, LEVELS[request.level])}
     choices = dict[Decision, "Technique | None"]()
     for name, decide in _DECIDE.items():
-        other = next((f"{what} {given!r}" for what, (given, known) in asked.items() if name not in known), None)
+        other = next((f"{what} {value!r}" for what, (value, parts) in asked.items() if name not in parts), None)
         reply = decide(request) if other is None else f"not part of {other}"
         reason, technique = (reply, None) if isinstance(reply, str) else reply
         choices[Decision(name, used=not isinstance(reply, str), reason=reason)] = technique
@@ -84,11 +84,11 @@ def choose(request: Request) -> dict[Decision, Technique | None]:
 
 
 def amp_dtype(amp: object, device: torch.device) -> tuple[torch.dtype | None, str]:
-    """Return the type that autocast is to compute in on a device, None for none, and why.
+    """Return the type for autocast on a device, None for no autocast, and why.
 
     Args:
-        amp: ``"bf16"``, ``"fp16"``, ``"off"`` or their types, or ``"auto"``: the type that the device has instructions for.
-        device: where it computes.
+        amp: ``"bf16"``, ``"fp16"``, ``"off"`` or their types, or ``"auto"``: a type with instructions on the device.
+        device: the device that computes.
 
     Raises:
         ValueError: ``amp`` is none of these.
@@ -140,13 +140,13 @@ def _checkpointing(request: Request) -> Reply:
 
 
 def _state(request: Request, blocks: list[nn.Module]) -> tuple[str | None, str]:
-    """Return what of the blocks a forward pass changes, and if that is not known, words that say so."""
-    state = techniques.known_state(blocks)
+    """Return which buffers a block's forward pass changes, or in words why that is unknown."""
+    state = techniques.find_state(blocks)
     if state is not None or request.example is None:
         return state, ""
     try:
-        return techniques.tried_state(request.model, request.example, blocks), ""
-    except FAILURES as error:  # as of a model that takes something else in training
+        return techniques.try_state(request.model, request.example, blocks), ""
+    except FAILURES as error:  # such as a model that takes another input in training
         why = first_line(error)
         return None, f"; whether they have state is not known, a forward pass in training mode failed: {why}"
 
@@ -169,17 +169,17 @@ def _mib(size: int) -> str:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return modules that stand at least twice in one list and have parts: one operation alone keeps its input anyway."""
-    found = []
+    """Return modules of a class that is in one list at least twice, with parts: a single operation keeps its input anyway."""
+    repeated = []
     for container in model.modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)):
             kinds = Counter(map(type, container))
-            found += [block for block in container if kinds[type(block)] > 1 and any(True for _ in block.children())]
-    return found
+            repeated += [block for block in container if kinds[type(block)] > 1 and any(True for _ in block.children())]
+    return repeated
 
 
 def outermost(blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the blocks that are in no other of them, each once."""
+    """Return the blocks that are within no other block, each once."""
     inner = {id(part) for block in blocks for part in block.modules() if part is not block}
     return [block for block in {id(block): block for block in blocks}.values() if id(block) not in inner]
 
@@ -190,7 +190,7 @@ def _channels_last(request: Request) -> Reply:
     if any(type(weight) is not nn.Parameter for weight in request.model.parameters()):
         return "the parameters are of a class of their own (sharded or quantised)"
     if not any(techniques.is_movable(module.weight) for module in request.model.modules() if isinstance(module, nn.Conv2d)):
-        return "the weights share their memory, with other processes or each other, and would no longer"
+        return "the weights share their memory, with other processes or each other, and this would end that"
     return "weights of convolutions are stored with the channels last", techniques.ChannelsLast(request.model)
 
 
@@ -236,10 +236,10 @@ def _compile(request: Request) -> Reply:
     mode = "max-autotune" if request.level == "extreme" and request.device.type == "cuda" else None
     reason = f"torch.compile(mode={mode!r})" if mode else "torch.compile"
 
-    def failed(words: str) -> None:
-        request.failed("compile", words)
+    def report_failure(words: str) -> None:
+        request.on_failure("compile", words)
 
-    technique = techniques.Compilation(request.model, mode, failed)
+    technique = techniques.Compilation(request.model, mode, report_failure)
     return f"{reason}; eager from then on, should it fail", technique
 
 
@@ -261,7 +261,7 @@ def _quantization(request: Request) -> Reply:
 
 def _linear_layers(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
-        # a weight that is computed before each call (weight_norm), or of a class of its own, would not be what is quantised
+        # a weight that is computed before each call (weight_norm), or has a class of its own, cannot be quantised
         if type(module) is nn.Linear and type(module.weight) is nn.Parameter and module.weight.dtype is torch.float32:
             yield module
 
@@ -277,7 +277,7 @@ _DECIDE: dict[str, Callable[[Request], Reply]] = {
     "loader": _loader,
     "compile": _compile,
 }
-"""In the order in which they are applied"""
+"""In the order of application"""
 MODES: dict[str, frozenset[str]] = {
     "none": frozenset(),
     "amp": frozenset({"autocast", "tf32", "fused_optimizer", "loader"}),
@@ -292,4 +292,4 @@ LEVELS: dict[str, frozenset[str]] = {
     "advanced": frozenset(_DECIDE) - {"cudnn_benchmark"},
     "extreme": frozenset(_DECIDE),
 }
-"""``advanced`` adds what changes memory layout and float32 products, ``extreme`` what searches for kernels when it starts."""
+"""``advanced`` adds changes of memory layout and float32 products, ``extreme`` a search for kernels at the start"""

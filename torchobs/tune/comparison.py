@@ -1,4 +1,4 @@
-"""Modes of tune.optimize() timed against each other on one model: which is faster, by how much, at what loss of accuracy."""
+"""``benchmark``: modes of ``optimize`` timed against each other on one model, with their loss of accuracy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Quartiles(Result):
-    """The median of some values, and the quartiles between which the middle half of them lies."""
+    """The median of some values and their quartiles, with the middle half of the values between these."""
 
     median: float
     low: float
@@ -53,10 +53,10 @@ def quartiles(values: Sequence[float]) -> Quartiles:
 
 
 def orders(count: int) -> Iterator[list[int]]:
-    """Yield each round's order of that many things: one by chance, then its reverse, and so on; the same ones in every call.
+    """Yield each round's order of that many things: a random one, then its reverse, and so on; the same in every call.
 
-    A step's place in its round has an effect of its own, 1 % or so. Randomised blocks (Fisher, The Design of Experiments, 1935)
-    have it meet all alike, and so each of two things comes before the other equally often.
+    A step's place in its round has an effect of 1 % or so. Randomised blocks (Fisher, The Design of Experiments, 1935) spread
+    it evenly, and each of two things comes before the other equally often.
     """
     chance = Random(0)  # noqa: S311  # an order is no secret
     while True:
@@ -71,16 +71,16 @@ class ModeResult(Result):
 
     mode: str
     used: tuple[str, ...]
-    """techniques that really ran"""
+    """techniques that were in use"""
     step_s: Quartiles
     speedup_factor: Quartiles
-    """first mode's time by this one's, of the same round"""
+    """the first mode's time divided by this one's, in the same round"""
     first_step_s: float
-    """the first step, compilation included; no other figure has it"""
+    """the first step, compilation included; no other field includes it"""
     peak_bytes: int | None
-    """most bytes allocated during one step, beyond those before it; None but on a GPU"""
+    """most bytes allocated during one step, beyond those before it; None without a GPU"""
     memory_savings: float | None
-    """share of the first mode's peak that this one does without; negative if it needs more"""
+    """share of the first mode's peak that this one saves; negative if it needs more"""
     difference: float | None
     """relative difference of outputs to float32 eager; None if the output has no floating tensor"""
     ok: bool
@@ -106,7 +106,7 @@ class Benchmark(Checked):
     reason: str
     modes: tuple[ModeResult, ...]
     problems: tuple[Problem, ...] = ()
-    """modes that failed, and so were not measured"""
+    """modes that failed and were not measured"""
 
     def plot(self, path: str | os.PathLike[str]) -> str:
         """Draw speed-ups with their quartiles into a ``.png``, ``.svg`` or ``.pdf``; return the file's name.
@@ -122,16 +122,16 @@ class Benchmark(Checked):
             from matplotlib.figure import Figure
         except ModuleNotFoundError as missing:
             raise ImportError(f"{missing.name} is missing: pip install 'torchobs[report]'") from None
-        name, names, factors = Path(path), [each.mode for each in self.modes], [each.speedup_factor for each in self.modes]
+        name, names, factors = Path(path), [row.mode for row in self.modes], [row.speedup_factor for row in self.modes]
         if (form := name.suffix.removeprefix(".").lower()) not in _FORMATS:
-            raise ValueError(f"{name.name!r} ends in none of these: {', '.join(f'.{each}' for each in _FORMATS)}")
+            raise ValueError(f"{name.name!r} ends in none of these: {', '.join(f'.{ending}' for ending in _FORMATS)}")
         with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
             figure = Figure(figsize=(7.2, 1.3 + 0.35 * len(names)), dpi=150, layout="constrained")
             FigureCanvasAgg(figure)
             axes = figure.subplots()
-            around = [[each.median - each.low for each in factors], [each.high - each.median for each in factors]]
-            colours = [_NOISE if each.low <= 1 <= each.high else _GAIN if each.low > 1 else _LOSS for each in factors]
-            axes.barh(names, [each.median for each in factors], color=colours, xerr=around, error_kw={"capsize": 3})
+            around = [[factor.median - factor.low for factor in factors], [factor.high - factor.median for factor in factors]]
+            colours = [_NOISE if factor.low <= 1 <= factor.high else _GAIN if factor.low > 1 else _LOSS for factor in factors]
+            axes.barh(names, [factor.median for factor in factors], color=colours, xerr=around, error_kw={"capsize": 3})
             axes.axvline(1.0, color="black", linewidth=0.8)
             axes.set_xlabel(f"times as fast as {names[0]} (grey: noise)")
             axes.invert_yaxis()
@@ -140,16 +140,16 @@ class Benchmark(Checked):
 
 
 def recommend(modes: Sequence[ModeResult]) -> tuple[str, str]:
-    """Return the mode to use, and why: the fastest of those that gain beyond noise with outputs within the tolerance."""
+    """Return the mode to use, and why: the fastest mode with a gain beyond noise and outputs within the tolerance."""
     base, *others = modes
-    better = [each for each in others if each.ok and each.speedup_factor.low > 1.0]
+    better = [mode for mode in others if mode.ok and mode.speedup_factor.low > 1.0]
     if better:
-        best = max(better, key=lambda each: each.speedup_factor.median)
+        best = max(better, key=lambda mode: mode.speedup_factor.median)
         return best.mode, f"{best.speedup_factor} times as fast as {base.mode}"
-    refused = [each.mode for each in others if not each.ok and each.speedup_factor.low > 1.0]
+    refused = [mode.mode for mode in others if not mode.ok and mode.speedup_factor.low > 1.0]
     if refused:
         return base.mode, f"{', '.join(refused)}: faster, but with outputs too far from float32"
-    noise = [each.mode for each in others if each.is_noise]
+    noise = [mode.mode for mode in others if mode.is_noise]
     if noise:
         return base.mode, f"{', '.join(noise)}: the difference is within the noise"
     return base.mode, "no other mode is faster"
@@ -158,9 +158,9 @@ def recommend(modes: Sequence[ModeResult]) -> tuple[str, str]:
 def copied(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, loss_fn: Callable[..., Any] | None
 ) -> tuple[nn.Module, torch.optim.Optimizer | None, Any]:
-    """Return copies of them that belong together; a plain function is the same.
+    """Return copies that belong together; a plain function is not copied.
 
-    A tensor that a module keeps with its graph, as the weight of ``nn.utils.weight_norm``, is copied without it.
+    A module's tensor with a graph, such as the weight of ``nn.utils.weight_norm``, is copied without it.
     """
     owner: Any = loss_fn
     while isinstance(owner, partial):
@@ -170,14 +170,14 @@ def copied(
     tensors = [value for module in modules for value in vars(module).values() if isinstance(value, torch.Tensor)]
     computed = {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
     buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
-    # deepcopy of torch copies none of these (CSR, nested), and none with a graph
+    # deepcopy fails for these (CSR, nested), as for tensors with a graph
     odd = {id(x): x.detach().clone() for x in buffers if x.layout is not torch.strided or x.is_nested}
     return deepcopy((model, optimizer, loss_fn), {**computed, **odd})
 
 
 @contextmanager
 def _untouched(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Put gradients and buffers of the caller's own back when the block ends: a loss function may refer to the model."""
+    """Put the caller's gradients and buffers back at the end: a loss function may refer to the caller's model."""
     groups = optimizer.param_groups if optimizer is not None else ()
     weights = [*model.parameters(), *(weight for group in groups for weight in group["params"])]
     buffers, gradients = Buffers(model), [(weight, weight.grad) for weight in weights]
@@ -192,7 +192,7 @@ def _untouched(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ite
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done all that it was given. A CPU has."""
+    """Wait until the device has finished; a CPU has."""
     kind = device.partition(":")[0]
     if kind in {"cuda", "xpu"}:
         getattr(torch, kind).synchronize(device)  # which need not be the current one
@@ -201,9 +201,9 @@ def synchronize(device: str) -> None:
 
 
 def peak_bytes(function: Callable[[], None], device: str) -> int | None:
-    """Return the most bytes that tensors on a GPU had during a call beyond those before it; None on other devices.
+    """Return the most bytes of tensors on a GPU during a call, beyond those before; None on other devices.
 
-    By the allocator's own count, whose peak is reset.
+    It resets the allocator's peak.
     """
     kind = device.partition(":")[0]
     if kind not in {"cuda", "xpu"}:
@@ -217,7 +217,7 @@ def peak_bytes(function: Callable[[], None], device: str) -> int | None:
 
 
 _LEAST_ROUNDS = 6
-"""Of fewer a quartile is hardly more than the second largest value"""
+"""With fewer, a quartile is hardly more than the second largest value"""
 
 
 def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked for
@@ -233,36 +233,36 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
     progress: bool | None = None,
     **options: Any,
 ) -> Benchmark:
-    """Time steps of a model in each mode, in rounds of all modes, so that a change of the machine's speed meets all alike.
+    """Time steps of a model in each mode, in rounds of all modes, so that a change of the machine's speed affects all alike.
 
-    Model, optimizer, gradients and random state are as before afterwards: the steps are done by copies, which need room beside
-    them. A loss function is copied if it is a module or a method of one. Steps with an optimizer are recorded as training
-    steps, if a session runs. On a GPU torch's peak of allocated memory is reset.
+    Copies do the steps, and need memory beside the originals: model, optimizer, gradients and random state do not change. A
+    loss function is copied if it is a module or a method of one. If a session runs, it records steps with an optimizer as
+    training steps. On a GPU torch's peak of allocated memory is reset.
 
     Args:
         model: the model, on its device.
         batch: a tensor, a tuple of arguments (with a loss function the last may be the target), or a mapping of keyword
-            arguments; or a DataLoader, of which the first batch is taken.
-        loss_fn: ``loss_fn(model, batch)``, or ``loss_fn(output, target)``; its result starts a backward pass. Without it only
-            forward passes are timed, in evaluation mode and without gradients (with them if the forward pass differentiates).
-        optimizer: an optimizer over the model's parameters, if steps are to have one.
-        modes: modes of :func:`optimize`; the first is what the others are compared with.
+            arguments; or a DataLoader, for its first batch.
+        loss_fn: ``loss_fn(model, batch)``, or ``loss_fn(output, target)``, for a backward pass. Without it only forward passes
+            are timed, in evaluation mode and without gradients (with them if the forward pass differentiates).
+        optimizer: an optimizer over the model's parameters, for steps with an update.
+        modes: modes of :func:`optimize`; the others are compared with the first.
         level: level of all plans.
         rounds: timed steps of each mode, at least 6.
-        warmup: steps of each mode before them.
-        progress: say on stderr how far it is; by default if that is a terminal.
-        options: what else :func:`optimize` takes.
+        warmup: steps of each mode before the timed ones.
+        progress: print the progress on stderr; by default if that is a terminal.
+        options: further arguments of :func:`optimize`.
 
     Raises:
-        TypeError: ``model`` is no ``torch.nn.Module``, or ``optimizer`` or ``loss_fn`` none.
-        ValueError: modes are unknown, doubled or fewer than one; too few rounds; an optimizer without a loss function, or of
-            another model; a model on the device meta; a loader without a batch.
+        TypeError: ``model`` is no ``torch.nn.Module``, ``optimizer`` no optimizer, or ``loss_fn`` no function.
+        ValueError: modes are unknown, doubled or none; too few rounds; an optimizer without a loss function, or one of another
+            model; a model on the device meta; a loader without a batch.
     """
     if isinstance(modes, str):
         raise ValueError(f"modes are a tuple of names, such as ('none', {modes!r})")  # noqa: TRY004  # as of every other
     _check_arguments(modes, rounds, warmup)
-    given = {"loss_fn": loss_fn, "optimizer": optimizer}
-    check_trained(model, **{name: value for name, value in given.items() if value is not None})
+    arguments = {"loss_fn": loss_fn, "optimizer": optimizer}
+    check_trained(model, **{name: value for name, value in arguments.items() if value is not None})
     if optimizer is not None and loss_fn is None:
         raise ValueError("an optimizer needs gradients: pass loss_fn, and what it needs as batch")
     batch = _first_batch(batch)
@@ -289,16 +289,16 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
         for index, plan in enumerate(plans)
     )
     result = Benchmark(plans[0].device, len(times[0]), *recommend(results), results, tuple(problems))
-    for each in results:
-        api.set_gauge(catalog.TUNE_SPEEDUP, each.speedup_factor.median, mode=each.mode)
+    for row in results:
+        api.set_gauge(catalog.TUNE_SPEEDUP, row.speedup_factor.median, mode=row.mode)
     about = {"recommended": result.recommended, "reason": result.reason, "rounds": result.rounds}
-    speedups = "; ".join(f"{each.mode} {each.speedup_factor}" for each in results)
+    speedups = "; ".join(f"{row.mode} {row.speedup_factor}" for row in results)
     api.record_event(catalog.EVENT_TUNE_BENCHMARK, {**about, "speedups": speedups})
     return result
 
 
 def _first_batch(batch: Any) -> Any:
-    """Return a DataLoader's first batch, and any other value as it is; random states are as before."""
+    """Return a DataLoader's first batch, any other value as it is; random states do not change."""
     if not isinstance(batch, torch.utils.data.DataLoader):
         return batch
     with random_states_kept(generators(batch)):
@@ -308,7 +308,7 @@ def _first_batch(batch: Any) -> Any:
 
 
 def _input_of(model: nn.Module, batch: Any, loss_fn: LossFunction) -> Any:
-    """Return what a loss function calls the model with, as a batch."""
+    """Return the arguments with which a loss function calls the model, as a batch."""
     calls: list[tuple[Any, Any]] = []
     handle = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     try:
@@ -323,7 +323,7 @@ def _input_of(model: nn.Module, batch: Any, loss_fn: LossFunction) -> Any:
 
 
 class _Step:
-    """One step as the caller's training does it: forward, and backward and optimizer where given."""
+    """A step like the caller's: forward, and backward and optimizer if given."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, loss_fn: LossFunction | None, batch: Any
@@ -340,7 +340,7 @@ class _Step:
             _, self._gradients = outputs(model, self.input)
 
     def clear(self) -> None:
-        """Free the gradients of the step before, which are no memory that a step finds."""
+        """Free the gradients of the step before, so that the next step's memory is without them."""
         for weight in self._weights:
             weight.grad = None
 
@@ -356,7 +356,7 @@ class _Step:
 
 
 def _first_steps(step: _Step, plans: Sequence[Plan]) -> tuple[list[Plan], list[Problem], list[float]]:
-    """Do the first step of each plan, with all of its compilation; return those that work, those that fail, and the times."""
+    """Do each plan's first step, which compiles; return the plans that work, problems of the others, and the times."""
     kept, problems, first_s = list[Plan](), list[Problem](), list[float]()
     for plan in plans:
         try:
@@ -364,7 +364,7 @@ def _first_steps(step: _Step, plans: Sequence[Plan]) -> tuple[list[Plan], list[P
                 spent_s = _timed(step, plan.device)
         except FAILURES as error:
             if not kept:
-                raise  # of the first plan it is the caller's
+                raise  # the first plan's error is the caller's
             problems.append(Problem("failed", plan.mode, first_line(error)))
             continue
         kept.append(plan)
@@ -375,7 +375,7 @@ def _first_steps(step: _Step, plans: Sequence[Plan]) -> tuple[list[Plan], list[P
 def _measure(
     step: _Step, plans: Sequence[Plan], rounds: int, warmup: int, *, shows: bool
 ) -> tuple[list[list[float]], list[int | None]]:
-    """Return times of all rounds, and peak memory, of each plan."""
+    """Return each plan's times of all rounds and peak memory."""
     peaks = []
     for plan in plans:
         with plan:
@@ -387,7 +387,7 @@ def _measure(
     for done, order in enumerate(islice(orders(len(plans)), rounds), start=1):
         for index in order:
             with plans[index]:
-                step()  # brings caches and the allocator's blocks back, which the other modes have used since
+                step()  # refills caches and the allocator's blocks, which other modes have used since
                 times[index].append(_timed(step, plans[index].device))
         if shows:
             names, end = ", ".join(plan.mode for plan in plans), "\n" if done == rounds else ""

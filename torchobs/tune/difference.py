@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 ROUNDINGS = 8
-"""Roundings of the type that an output may be off: rounding errors of a chain of layers add up about with the root of its
-length (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 2.8), so this allows for 64 layers."""
+"""Accepted difference in roundings of the type: rounding errors of a chain of layers grow with the root of its length (Higham,
+Accuracy and Stability of Numerical Algorithms, 2nd ed., section 2.8), so this allows for 64 layers."""
 LEAST_TOLERANCE = 1e-4
-"""Where the type stays float32 and only the order of sums changes."""
+"""For float32, where only the order of sums changes"""
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class Difference(Checked):
     """Difference of outputs to those of float32 eager execution, over all floating tensors of the outputs together."""
 
     relative: float
-    """Euclidean norm of the difference by that of the reference"""
+    """Euclidean norm of the difference, divided by that of the reference"""
     largest: float
     """largest absolute difference of an element"""
     finite: bool
-    """all elements are finite, or those of the reference are not, either"""
+    """True if all elements are finite, or the reference has some that are not"""
     tolerance: float
     """relative difference that is accepted"""
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """That it is not finite, or beyond the tolerance."""
+        """Why it is refused: not finite, or beyond the tolerance."""
         if not self.finite:
             return (Problem("nonfinite", "", "the outputs are not finite"),)
         text = f"the outputs differ by {self.relative:.3g} (relative), and {self.tolerance:.3g} is accepted"
@@ -52,21 +52,21 @@ class NumericalDifferenceError(RuntimeError):
 
     def __init__(self, difference: Difference) -> None:
         self.difference = difference
-        found = "; ".join(map(str, difference.problems))
-        super().__init__(f"{found}. The plan is undone. Use a smaller level or mode, or pass a larger tolerance.")
+        text = "; ".join(map(str, difference.problems))
+        super().__init__(f"{text}. The plan is undone. Use a smaller level or mode, or pass a larger tolerance.")
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Return the relative difference that computing in ``dtype`` is allowed: :data:`ROUNDINGS` of its roundings."""
+    """Return the accepted relative difference for ``dtype``: :data:`ROUNDINGS` of its roundings."""
     return max(LEAST_TOLERANCE, ROUNDINGS * torch.finfo(dtype).eps)
 
 
 def outputs(model: nn.Module, batch: Any, *, gradients: bool | None = None) -> tuple[list[Tensor], bool]:
     """Return the floating tensors of the model's output for a batch, in evaluation mode, and whether gradients were on.
 
-    They are, where not said otherwise, if the forward pass needs them, for derivatives of its own (physics-informed networks,
-    forces of an energy). Each call draws the same random numbers, as of models that sample in evaluation mode; the caller's
-    generators and the model's buffers are as before.
+    By default they are on only if the forward pass takes derivatives (physics-informed networks, forces of an energy). Each
+    call draws the same random numbers, for models that sample in evaluation mode; the caller's generators and the model's
+    buffers do not change.
 
     Raises:
         ValueError: the model is on the device meta.
@@ -79,14 +79,14 @@ def outputs(model: nn.Module, batch: Any, *, gradients: bool | None = None) -> t
             except RuntimeError as error:
                 if not wants_gradients(str(error)):
                     raise
-            gradients = True  # tried when the error, whose frames hold the first pass's tensors, is gone
+            gradients = True  # tried outside the handler: the error's frames keep the first pass's tensors
         return _outputs(model, batch, gradients=gradients), gradients
 
 
 def _outputs(model: nn.Module, batch: Any, *, gradients: bool) -> list[Tensor]:
     with undisturbed(model), torch.set_grad_enabled(gradients):
-        found = [tensor.detach() for _, tensor in walk(call(model, batch)) if tensor.is_floating_point()]
-        return [tensor.to(torch.float64, copy=True) for tensor in found]  # one may be a buffer, which is put back
+        tensors = [tensor.detach() for _, tensor in walk(call(model, batch)) if tensor.is_floating_point()]
+        return [tensor.to(torch.float64, copy=True) for tensor in tensors]  # one may be a buffer, which is put back
 
 
 def compare(got: list[Tensor], reference: list[Tensor], tolerance: float) -> Difference:

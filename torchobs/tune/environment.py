@@ -21,14 +21,14 @@ from torchobs.support.import_hooks import imported
 from torchobs.support.result import Checked, Measured, Problem
 
 ACCELERATORS = ("cuda", "xpu", "mps")
-"""In the order in which ``auto`` takes them"""
+"""In the order of ``auto``"""
 MOST_SEED = 2**32 - 1
-"""What NumPy takes"""
+"""NumPy's limit"""
 
 
 @dataclass(frozen=True)
 class MemoryStats(Measured):
-    """Memory in bytes; None is what the device does not say."""
+    """Memory in bytes; fields that the device does not report are None."""
 
     device: str
     allocated_bytes: int
@@ -36,9 +36,9 @@ class MemoryStats(Measured):
     reserved_bytes: int | None
     """held by torch's allocator, tensors included"""
     peak_bytes: int | None
-    """most that was allocated at a time"""
+    """most bytes allocated at one time"""
     free_bytes: int | None
-    """on the device, for all processes; on the CPU what this container may still have without swapping"""
+    """free on the device, for all processes; on the CPU still available to this container without swapping"""
     total_bytes: int | None
 
 
@@ -51,18 +51,18 @@ class Devices(Measured):
 
 @dataclass(frozen=True)
 class Freed(Measured):
-    """What :func:`clear_cache` gave back."""
+    """The result of :func:`clear_cache`."""
 
     device: str
     freed_bytes: int
-    """to the device, or on the CPU to the system"""
+    """returned to the device, or on the CPU to the system"""
     objects: int
-    """that Python's garbage collector found unreachable"""
+    """objects that Python's garbage collector freed"""
 
 
 @dataclass(frozen=True)
 class MemoryLimit(Checked):
-    """What :func:`memory_fraction` set; its problem is why nothing could be."""
+    """The result of :func:`memory_fraction`; its problem says why no limit could be set."""
 
     device: str
     fraction: float
@@ -72,7 +72,7 @@ class MemoryLimit(Checked):
 
 @dataclass(frozen=True)
 class Seeded(Measured):
-    """What :func:`seed` set, and what it cannot set in a process that runs."""
+    """The result of :func:`seed`; notes say what cannot be set in a running process."""
 
     seed: int
     deterministic: bool
@@ -81,10 +81,10 @@ class Seeded(Measured):
 
 
 def device(name: str | torch.device = "auto") -> torch.device:
-    """Return a device that is there: ``auto`` takes CUDA (under torchrun the local rank's), XPU, MPS or the CPU, in this order.
+    """Return a device; ``auto`` prefers CUDA (under torchrun the local rank's), XPU, MPS and the CPU, in this order.
 
     Raises:
-        ValueError: the name is none of a device, or the device is not there; the message says which are.
+        ValueError: it is no name of a device, or the device is not there; the message names those that are.
     """
     if name == "auto":
         kind = next((kind for kind in ACCELERATORS if _count(kind)), "cpu")
@@ -94,13 +94,13 @@ def device(name: str | torch.device = "auto") -> torch.device:
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"{name!r} is no device: use 'auto', 'cpu', 'cuda', 'cuda:1', 'mps' or 'xpu'") from error
     if chosen.type in ACCELERATORS and (chosen.index or 0) >= _count(chosen.type):
-        found = [f"{_count(kind)} × {kind}" for kind in ACCELERATORS if _count(kind)]
-        raise ValueError(f"device {name!r} is not there: this process sees {', '.join(['cpu', *found])}")
+        present = [f"{_count(kind)} × {kind}" for kind in ACCELERATORS if _count(kind)]
+        raise ValueError(f"device {name!r} is not there: this process sees {', '.join(['cpu', *present])}")
     return chosen
 
 
 def devices() -> Devices:
-    """Return the memory of the CPU and of each accelerator that this process sees; CUDA makes a context on each of them."""
+    """Return the memory of the CPU and of each accelerator that this process sees; CUDA makes a context on each."""
     names = ["cpu"]
     for kind in ACCELERATORS:
         names += [kind] if kind == "mps" and _count(kind) else [f"{kind}:{number}" for number in range(_count(kind))]
@@ -124,16 +124,16 @@ def memory_stats(on: str | torch.device = "auto") -> MemoryStats:
 
 
 def clear_cache(on: str | torch.device = "auto") -> Freed:
-    """Collect garbage and give memory that holds no tensor back: torch's caches on an accelerator, the C heap on Linux."""
+    """Collect garbage and return unused memory: torch's caches on an accelerator, the C heap on Linux."""
     chosen = device(on)
-    before = _held(chosen)
+    before = _reserved_bytes(chosen)
     objects = gc.collect()
     if chosen.type in ACCELERATORS:
         getattr(torch, chosen.type).empty_cache()
     elif sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library than GNU's has no malloc_trim
             ctypes.CDLL(None).malloc_trim(0)
-    return Freed(str(chosen), max(0, before - _held(chosen)), objects)
+    return Freed(str(chosen), max(0, before - _reserved_bytes(chosen)), objects)
 
 
 def memory_fraction(fraction: float, on: str | torch.device = "auto") -> MemoryLimit:
@@ -158,9 +158,9 @@ def seed(value: SupportsIndex, *, deterministic: bool | None = None) -> Seeded:
     """Seed Python, NumPy (where it is imported) and torch on all devices.
 
     Args:
-        value: from 0 to 2**32 - 1; NumPy's integers are taken, too.
-        deterministic: True makes torch use algorithms that compute the same each time, and raise where it has none; False
-            lifts that; None leaves it.
+        value: from 0 to 2**32 - 1; it may be an integer of NumPy.
+        deterministic: True makes torch use deterministic algorithms, and raise where it has none; False allows others; None
+            changes nothing.
 
     Raises:
         ValueError: the seed is out of its range.
@@ -198,16 +198,16 @@ def _local_index(kind: str) -> int:
 
 
 def _host_memory() -> tuple[int, int]:
-    """Return free and total bytes: the machine's, or those of this container, if it may have less."""
+    """Return free and total bytes: the machine's, or this container's if it has a lower limit."""
     memory = psutil.virtual_memory()
     groups = cgroup.of_process("memory")
-    found = cgroup.tightest(groups) if groups is not None else None
-    limit, left = (None, None) if found is None else (found[1].limit, found[1].left)
+    tightest = cgroup.tightest(groups) if groups is not None else None
+    limit, left = (None, None) if tightest is None else (tightest[1].limit, tightest[1].left)
     if limit is None or left is None or limit >= memory.total:
         return memory.available, memory.total
     return min(memory.available, left), limit
 
 
-def _held(chosen: torch.device) -> int:
+def _reserved_bytes(chosen: torch.device) -> int:
     stats = memory_stats(chosen)
     return stats.allocated_bytes if stats.reserved_bytes is None else stats.reserved_bytes

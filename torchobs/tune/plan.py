@@ -1,4 +1,4 @@
-"""A plan of what would make a model faster or smaller on its device: applied and undone as a whole, checked against float32."""
+"""``optimize``: a plan of techniques that make a model faster or smaller, applied and undone as a whole."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ F = TypeVar("F", bound="Callable[..., Any]")
 
 
 class _State:
-    """What changes about a plan: whether it is applied, and what failed."""
+    """The mutable part of a plan: whether it is applied, and what failed."""
 
     def __init__(self) -> None:
         self.applied = False
         self.failures: dict[str, str] = {}
 
-    def failed(self, technique: str, reason: str) -> None:
+    def record_failure(self, technique: str, reason: str) -> None:
         self.failures[technique] = reason
         api.count(catalog.TUNE_PLANS, 1, action="compile_failed")
         api.event(catalog.EVENT_TUNE_PLAN.name, action="compile_failed", reason=reason)
@@ -41,16 +41,16 @@ class _State:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Checked, ContextDecorator):
-    """What :func:`optimize` would do to a model. Printing it shows each technique with its reason.
+    """The techniques that :func:`optimize` chose for a model. Printed, it shows each with its reason.
 
-    It is applied within a ``with`` block, and while a function runs that it decorates.
+    It is applied within a ``with`` block, and while a function that it decorates runs.
     """
 
     mode: str
     level: str
     device: str
     dtype: str
-    """type that the forward pass computes in"""
+    """type in which the forward pass computes"""
     decisions: tuple[Decision, ...]
     _model: nn.Module
     _choices: dict[Decision, Technique | None]
@@ -59,36 +59,36 @@ class Plan(Checked, ContextDecorator):
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Names of the techniques that are used, without a compilation that failed."""
+        """Names of the techniques in use, without a compilation that failed."""
         failed = self._state.failures
-        return tuple(each.technique for each in self.decisions if each.used and each.technique not in failed)
+        return tuple(decision.technique for decision in self.decisions if decision.used and decision.technique not in failed)
 
     @property
     def applied(self) -> bool:
-        """Return True between :meth:`apply` and :meth:`undo`."""
+        """Return whether :meth:`apply` was called, and :meth:`undo` not yet."""
         return self._state.applied
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """What failed once it was applied: a compilation, so that the model runs eagerly."""
+        """Failures after it was applied: a compilation, so that the model runs eagerly."""
         return tuple(Problem("failed", technique, why) for technique, why in self._state.failures.items())
 
     def apply(self) -> Plan:
         """Change the model and torch's flags as planned. A second call does nothing."""
         if not self._state.applied:
             self._switch(on=True)
-            self._tell("applied")
+            self._record("applied")
         return self
 
     def undo(self) -> Plan:
-        """Leave model and flags as they were before :meth:`apply`; values that were trained since stay. May be called twice.
+        """Put model and flags back as before :meth:`apply`; trained values stay. A second call does nothing.
 
         Raises:
-            RuntimeError: another plan that was applied since to the same modules is to be undone first.
+            RuntimeError: another plan was applied since to the same modules, and has to be undone first.
         """
         if self._state.applied:
             self._switch(on=False)
-            self._tell("undone")
+            self._record("undone")
         return self
 
     def check(self, batch: Any = None, tolerance: float | None = None) -> Difference:
@@ -100,18 +100,18 @@ class Plan(Checked, ContextDecorator):
             tolerance: largest relative difference; by default 8 roundings of the type computed in, at least 1e-4.
 
         Raises:
-            NumericalDifferenceError: the difference is larger, or outputs are not finite; the plan is undone then.
+            NumericalDifferenceError: the difference is larger, or outputs are not finite; the plan is then undone.
             ValueError: there is no batch, the output has no floating tensor, or the model is on the device meta.
         """
         difference = self.inspect(batch, tolerance)
         if not difference:
             self.undo()
-            self._tell("refused", difference=difference.relative)
+            self._record("refused", difference=difference.relative)
             raise NumericalDifferenceError(difference)
         return difference
 
     def inspect(self, batch: Any = None, tolerance: float | None = None) -> Difference:
-        """Measure as :meth:`check` does, and refuse nothing; afterwards the plan is applied or not as before."""
+        """Measure as :meth:`check` does, but refuse nothing; afterwards the plan is applied or not, as before."""
         batch = self._example if batch is None else batch
         if batch is None:
             raise ValueError("there is nothing to compute: pass a batch here, or example= to tune.optimize()")
@@ -127,9 +127,9 @@ class Plan(Checked, ContextDecorator):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Coarsest type in which products are computed; TF32 rounds as float16 does."""
+        """Coarsest type in which products are computed; TF32 rounds like float16."""
         if "quantization" in self.used:
-            return torch.bfloat16  # 8-bit integers round to 1 of 127, about as it does
+            return torch.bfloat16  # 8-bit integers round to 1 of 127, about the same
         dtype: torch.dtype = getattr(torch, self.dtype)
         return torch.float16 if dtype == torch.float32 and "tf32" in self.used else dtype
 
@@ -138,7 +138,7 @@ class Plan(Checked, ContextDecorator):
         return torch.amp.GradScaler(self.device.partition(":")[0], enabled=self.dtype == "float16" and "autocast" in self.used)
 
     def optimizer_options(self, optimizer: type[torch.optim.Optimizer]) -> dict[str, Any]:
-        """Return keyword arguments for an optimizer of that class: ``fused=True`` where the plan and the class have it.
+        """Return keyword arguments for an optimizer of that class: ``fused=True`` if plan and class have it.
 
         Raises:
             TypeError: it is no class.
@@ -164,10 +164,10 @@ class Plan(Checked, ContextDecorator):
     def __str__(self) -> str:
         failures, state = self._state.failures, "applied" if self.applied else "not applied"
         lines = [f"Plan: mode {self.mode}, level {self.level}, on {self.device} in {self.dtype} ({state})"]
-        for each in self.decisions:
-            failure = failures.get(each.technique)
-            reason = each.reason if failure is None else f"failed, runs eagerly: {failure}"
-            lines.append(f"  {'+' if each.technique in self.used else '-'} {each.technique:<16}{reason}")
+        for decision in self.decisions:
+            failure = failures.get(decision.technique)
+            reason = decision.reason if failure is None else f"failed, runs eagerly: {failure}"
+            lines.append(f"  {'+' if decision.technique in self.used else '-'} {decision.technique:<16}{reason}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -180,7 +180,7 @@ class Plan(Checked, ContextDecorator):
             technique.apply() if on else technique.undo()
         self._state.applied = on
 
-    def _tell(self, action: str, **more: float) -> None:
+    def _record(self, action: str, **more: float) -> None:
         api.count(catalog.TUNE_PLANS, 1, action=action)
         about = {"action": action, "mode": self.mode, "level": self.level, "techniques": ", ".join(self.used)}
         api.event(catalog.EVENT_TUNE_PLAN.name, **about, **more)
@@ -203,10 +203,10 @@ def optimize(  # type: ignore[misc]  # noqa: PLR0913  # the keywords are those b
     activation_budget: int | None = None,
     quantize: str | None = None,
 ) -> Any:
-    """Plan what makes a model's training faster or smaller on the device that it is on. Nothing changes until ``apply()``.
+    """Plan how to make a model's training faster or smaller on its device. Nothing changes until ``apply()``.
 
-    Of a function it returns one that computes as planned, on ``tune.device()``, and has the plan, applied, as ``plan``. Without
-    a model or a function it is a decorator: ``@tune.optimize(amp="bf16")``.
+    Given a function, return one that computes as planned, on ``tune.device()``; its attribute ``plan`` is the applied plan.
+    Without a model or a function it is a decorator: ``@tune.optimize(amp="bf16")``.
 
     Args:
         model: the model, already on its device, before DDP or FSDP wraps it; or a function.
@@ -214,25 +214,25 @@ def optimize(  # type: ignore[misc]  # noqa: PLR0913  # the keywords are those b
             activations), ``full``, or ``inference`` (forward passes without gradients).
         level: ``off``, ``basic``, ``advanced`` (memory layout, TF32) or ``extreme`` (search for the fastest kernels, too).
         example: a batch for ``Plan.check``: a tensor, a tuple of arguments, or a mapping of keyword arguments.
-        amp: what autocast computes in: ``bf16``, ``fp16``, ``off``, a dtype, or ``auto``: what the device has instructions for.
-        checkpointing: class or classes of the modules whose activations are recomputed; by default repeated blocks.
-        activation_budget: bytes that activations may need for the backward pass of ``example``. What each block keeps is
-            measured by a forward pass, and no more blocks are recomputed than needed, the largest first.
+        amp: type for autocast: ``bf16``, ``fp16``, ``off``, a dtype, or ``auto``: a type with instructions on the device.
+        checkpointing: class or classes of modules that recompute their activations; by default repeated blocks.
+        activation_budget: bytes that activations may need for the backward pass of ``example``. A forward pass measures each
+            block's activations; the largest blocks are recomputed, no more of them than needed.
         quantize: for mode ``inference``: ``dynamic`` (linear layers in 8-bit integers by torch.ao, on a CPU).
 
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module`` or function, or ``checkpointing`` no class of modules.
         ValueError: a name is unknown, the budget is not above 0, or the model's parameters are on several devices.
     """
-    one_of("mode", mode, MODES)
-    one_of("level", level, LEVELS)
+    check_name("mode", mode, MODES)
+    check_name("level", level, LEVELS)
     amp_dtype(amp, torch.device("cpu"))
     if quantize is not None:
-        one_of("quantize", quantize, ("dynamic",))
+        check_name("quantize", quantize, ("dynamic",))
     if activation_budget is not None and not (is_number(activation_budget) and activation_budget > 0):
         raise ValueError(f"activation_budget is a number of bytes above 0, not {activation_budget!r}")
     classes: tuple[Any, ...] = tuple(checkpointing) if isinstance(checkpointing, (tuple, list)) else (checkpointing,)
-    if not all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
+    if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
         raise TypeError(f"checkpointing is a class of modules, or several of them, not {checkpointing!r}")
     asked: dict[str, Any] = {"mode": mode, "level": level, "amp": amp, "checkpointing": classes, "quantize": quantize}
     asked |= {"activation_budget": activation_budget, "example": example}
@@ -245,13 +245,13 @@ def optimize(  # type: ignore[misc]  # noqa: PLR0913  # the keywords are those b
 
 def _plan(model: nn.Module, device: torch.device, asked: dict[str, Any]) -> Plan:
     state = _State()
-    choices = choose(Request(model=model, device=device, failed=state.failed, **asked))
+    choices = choose(Request(model=model, device=device, on_failure=state.record_failure, **asked))
     about = asked["mode"], asked["level"], str(device), _dtype(model, choices)
     return Plan(*about, tuple(choices), model, choices, asked["example"], state)
 
 
 class _Function(nn.Module):
-    """A function as a module, which is what a plan changes."""
+    """A function as a module, since a plan changes modules."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -275,15 +275,15 @@ def _optimized(asked: dict[str, Any], function: Any) -> Any:
     return optimized
 
 
-def one_of(what: str, name: object, known: Iterable[str]) -> None:
-    """Raise ValueError for a name that is unknown, with those that are known."""
-    if not isinstance(name, str) or name not in known:
-        given = repr(name) if isinstance(name, str) else f"of type {type(name).__name__}"
-        raise ValueError(f"unknown {what} {given}: use one of {', '.join(known)}")
+def check_name(what: str, name: object, allowed: Iterable[str]) -> None:
+    """Raise ValueError for an unknown name, with the allowed ones."""
+    if not isinstance(name, str) or name not in allowed:
+        value = repr(name) if isinstance(name, str) else f"of type {type(name).__name__}"
+        raise ValueError(f"unknown {what} {value}: use one of {', '.join(allowed)}")
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """Return the device that all parameters and buffers are on; the CPU if there are none."""
+    """Return the device of all parameters and buffers; the CPU if there are none."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1:
         raise ValueError(f"the model is on several devices ({', '.join(sorted(map(str, devices)))}): move it to one first")

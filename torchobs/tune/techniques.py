@@ -1,7 +1,7 @@
-"""What a plan does to a model or to torch's global flags: each technique can be applied and undone, over and over.
+"""The techniques of a plan: changes of a model or of torch's global flags that can be applied and undone, over and over.
 
-Behaviour is added by giving a module another class, as FSDP does, rather than by hooks or a ``forward`` of its own: the module
-stays itself (names, state dict, hooks, identity), and a copy of it or its pickle is of the class it had before.
+Behaviour is added by giving a module another class, as FSDP does, not by hooks or a ``forward`` in the instance: names, state
+dict, hooks and identity of the module stay, and copies and pickles of it have the class it had before.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ class Technique(Protocol):
 
 
 class Reclassed:
-    """Gives modules a subclass of their class. The subclasses are kept, so that applying again needs no new compilation.
+    """Gives modules a subclass of their class, the same each time, so that applying again needs no new compilation.
 
-    Their forward pass runs within a context manager that ``within`` returns, unless a subclass of this says otherwise.
+    The forward pass runs within the context manager of ``within``, unless a subclass of this does something else.
     """
 
     def __init__(self, modules: Sequence[nn.Module], within: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self._modules, self._within = list(modules), within
         self._before: list[type[nn.Module]] = []
-        self._made: dict[type[nn.Module], type[nn.Module]] = {}
+        self._subclasses: dict[type[nn.Module], type[nn.Module]] = {}
 
     def apply(self) -> None:
         self._before = [type(module) for module in self._modules]
         for module, kind in zip(self._modules, self._before, strict=True):
-            if kind not in self._made:
-                self._made[kind] = _subclass(kind, self.forward_of(kind))
-            module.__class__ = self._made[kind]
+            if kind not in self._subclasses:
+                self._subclasses[kind] = _subclass(kind, self.forward_of(kind))
+            module.__class__ = self._subclasses[kind]
 
     def undo(self) -> None:
         """Give each module its class back.
 
         Raises:
-            RuntimeError: it has been given another one since; nothing is changed then.
+            RuntimeError: a module has been given another class since; then nothing is changed.
         """
         both = list(zip(self._modules, self._before, strict=True))
-        if other := next((module for module, kind in both if type(module) not in {self._made[kind], kind}), None):
+        if other := next((module for module, kind in both if type(module) not in {self._subclasses[kind], kind}), None):
             raise RuntimeError(
                 f"{type(other).__name__} was given another class after this plan, by another plan or by FSDP: undo that first"
             )
@@ -86,7 +86,7 @@ class Reclassed:
 
 def _subclass(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        """Pickle and copy as the class before: the subclass has no name that a file could refer to."""
+        """Pickle and copy as the former class: a file could not refer to the subclass by a name."""
         state = nn.Module.__reduce_ex__(self, protocol)[2:]
         return (copyreg._reconstructor, (kind, object, None), *state)  # type: ignore[attr-defined]
 
@@ -109,16 +109,16 @@ class Checkpointing(Reclassed):
 
 
 def is_movable(weight: torch.Tensor) -> bool:
-    """Return True if memory is a weight's own, so that it can have other memory: not shared with processes, no part of more."""
+    """Return whether a weight can get other memory: its memory is not shared with processes, and no part of another's."""
     if weight.device.type == "cpu" and weight.is_shared():  # type: ignore[no-untyped-call]
         return False
     return weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
 
 
 class ChannelsLast:
-    """Stores 4-dimensional parameters with the channels last, which convolutions of most devices read faster.
+    """Stores 4-dimensional parameters with the channels last: convolutions of most devices read them faster.
 
-    Those that share their memory, with another process or another parameter, stay as they are.
+    Parameters that share memory, with another process or another parameter, stay as they are.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -157,13 +157,13 @@ class Flag:
 
 
 class Compilation:
-    """Compiles a model's calls; what torch cannot compile runs eagerly from then on, and ``failed`` is told why.
+    """Compiles a model's calls; if torch fails, they run eagerly from then on, and ``on_failure`` is called with the reason.
 
-    The compiled function is kept when the plan is undone: applying again compiles nothing that was compiled before.
+    The compiled function stays when the plan is undone: applying again does not compile again.
     """
 
-    def __init__(self, model: nn.Module, mode: str | None, failed: Callable[[str], None]) -> None:
-        self._model, self._mode, self._failed = model, mode, failed
+    def __init__(self, model: nn.Module, mode: str | None, on_failure: Callable[[str], None]) -> None:
+        self._model, self._mode, self._on_failure = model, mode, on_failure
         self._call: Callable[..., Any] | None = None
 
     def apply(self) -> None:
@@ -181,9 +181,9 @@ class Compilation:
         def eager(*args: Any, **kwargs: Any) -> Any:
             return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-        # torch counts recompilations by code object: with a common one, the third model or so would run eagerly in silence
+        # torch counts recompilations by code object: with a shared one, the third model or so would silently run eagerly
         eager.__code__ = eager.__code__.replace()
-        # a function of ours: torch compiles none of its own files, and so `nn.Sequential.compile()` each of its parts alone
+        # torch does not compile functions of its own files: `nn.Sequential.compile()` would compile each part alone
         compiled = torch.compile(eager, mode=self._mode)
         failure: list[str] = []
 
@@ -193,16 +193,16 @@ class Compilation:
                     return compiled(*args, **kwargs)
                 except TorchDynamoException as error:
                     failure.append(first_line(error))
-                    self._failed(failure[0])
+                    self._on_failure(failure[0])
             return eager(*args, **kwargs)
 
         return call
 
 
 class Kept:
-    """Bytes of activations that one forward pass keeps for the backward pass; parameters and buffers are none.
+    """Bytes of activations that a forward pass keeps for the backward pass, without parameters and buffers.
 
-    ``by_block`` has for each of the blocks what recomputing it would save: all that is kept within it but its inputs.
+    ``by_block`` has for each block what recomputing it would save: all that is kept within it except its inputs.
     """
 
     def __init__(self, model: nn.Module, example: Any, blocks: Sequence[nn.Module]) -> None:
@@ -212,29 +212,29 @@ class Kept:
         with ExitStack() as stack:
             stack.enter_context(undisturbed(model))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(kept_memory([*model.parameters(), *model.buffers()], self._note))
+            stack.enter_context(kept_memory([*model.parameters(), *model.buffers()], self._add_storage))
             for index, block in enumerate(blocks):
                 stack.callback(block.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True).remove)
                 stack.callback(block.register_forward_hook(self._leave, always_call=True).remove)
             call(model, example)
 
     def _enter(self, index: int, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-        self._within.append((index, {storage.data_ptr() for each in tensors for storage in storages(each)}))
+        tensors = [tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, torch.Tensor)]
+        self._within.append((index, {storage.data_ptr() for tensor in tensors for storage in storages(tensor)}))
 
     def _leave(self, *_: object) -> None:
         self._within.pop()
 
-    def _note(self, storage: Any) -> None:
+    def _add_storage(self, storage: Any) -> None:
         self.total += storage.nbytes()
         if self._within and storage.data_ptr() not in self._within[-1][1]:
             self.by_block[self._within[-1][0]] += storage.nbytes()
 
 
 def recomputed(kept: Kept, budget: int) -> tuple[list[int], int]:
-    """Return the indices of the blocks to recompute, the largest first and no more than needed, and what is kept at most then.
+    """Choose the largest blocks to recompute, no more than needed; return their indices and the most bytes then kept.
 
-    While one of them is recomputed, its own activations are there again: the largest of them counts.
+    A block that is being recomputed has its activations again: the largest of them counts.
     """
     chosen: list[int] = []
     most = kept.total
@@ -242,35 +242,35 @@ def recomputed(kept: Kept, budget: int) -> tuple[list[int], int]:
         if most <= budget or not kept.by_block[index]:
             break
         chosen.append(index)
-        saved = [kept.by_block[each] for each in chosen]
+        saved = [kept.by_block[block] for block in chosen]
         most = kept.total - sum(saved) + max(saved)
     return sorted(chosen), most
 
 
-def known_state(blocks: Iterable[nn.Module]) -> str | None:
-    """Return what torch has in these blocks that a forward pass changes in training, by class; None if there is nothing."""
+def find_state(blocks: Iterable[nn.Module]) -> str | None:
+    """Return, by class, a layer of torch in these blocks that a forward pass in training changes; None without one."""
     observers = imported("torch.ao.quantization.observer")
     for module in (module for block in blocks for module in block.modules()):
         if isinstance(module, _BatchNorm):
-            return "batch normalisation, whose statistics a second forward pass would update twice"
+            return "batch normalisation with statistics that a second forward pass would update twice"
         if isinstance(module, _NormBase) and module.track_running_stats:
             return f"{type(module).__name__} with running statistics, which a second forward pass would update twice"
         hooks = module._forward_pre_hooks.values()
         if isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks):
-            return "spectral normalisation, of which a second forward pass would have another weight"
+            return "spectral normalisation, which would have another weight in a second forward pass"
         if observers is not None and isinstance(module, observers.ObserverBase):
             return "observers of quantisation, which a second forward pass would update twice"
     return None
 
 
-def tried_state(model: nn.Module, example: Any, blocks: Sequence[nn.Module]) -> str | None:
-    """Return which block's buffers a forward pass in training mode changes, by trial; None if none does.
+def try_state(model: nn.Module, example: Any, blocks: Sequence[nn.Module]) -> str | None:
+    """Return a buffer that a forward pass in training mode changes, by trial; None if there is none.
 
-    What the first pass alone fills (tables, first statistics) is the same after a second: two are done, without gradients, and
-    buffers, random states and modes are put back. State that is in no buffer is not seen.
+    Two passes are done, without gradients, since the first one may fill tables for good; buffers, random states and modes are
+    put back. State outside buffers is not found.
 
     Raises:
-        ValueError: parameters are not initialised yet, which a pass would do.
+        ValueError: parameters are not initialised yet: a pass would do that.
     """
     if any(map(is_lazy, model.parameters())):
         raise ValueError("parameters are not initialised yet")
@@ -286,7 +286,7 @@ def tried_state(model: nn.Module, example: Any, blocks: Sequence[nn.Module]) -> 
 
 
 def _is_equal(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Return whether two buffers hold the same, NaN in the same places: nothing has been written to such a one yet."""
+    """Return whether two buffers are equal; NaN equals NaN, since memory never written may have it."""
     if (before.shape, before.dtype, before.layout) != (after.shape, after.dtype, after.layout):
         return False
     return all(
@@ -298,7 +298,7 @@ def _is_equal(before: torch.Tensor, after: torch.Tensor) -> bool:
 class DynamicQuantization(Reclassed):
     """Computes linear layers in 8-bit integers by torch.ao; inputs are quantised anew at each call.
 
-    The float32 weights stay where they are, for ``undo`` and the state dict: it saves time, and no memory.
+    The float32 weights stay, for ``undo`` and the state dict: it saves time, but no memory.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -306,27 +306,27 @@ class DynamicQuantization(Reclassed):
         self._quantized: dict[int, tuple[tuple[tuple[int, int], ...], Any]] = {}
 
     def apply(self) -> None:
-        """Quantise weights that changed since the last time, and take over the forward pass."""
+        """Quantise weights that changed since the last time, and replace the forward pass."""
         for module in self._modules:
-            self._current(module)
+            self._quantized_layer(module)
         super().apply()
 
-    def _current(self, module: nn.Module) -> Any:
-        """Return the layer in integers, made anew if its weight or bias is another than the last time."""
-        made_of = tuple((id(each), each._version) for each in (module.weight, module.bias) if isinstance(each, torch.Tensor))
-        known = self._quantized.get(id(module))
-        if known is None or known[0] != made_of:
-            known = self._quantized[id(module)] = (made_of, _quantized_linear(module))
-        return known[1]
+    def _quantized_layer(self, module: nn.Module) -> Any:
+        """Return the layer in integers, made anew if its weight or bias has changed."""
+        versions = tuple((id(x), x._version) for x in (module.weight, module.bias) if isinstance(x, torch.Tensor))
+        cached = self._quantized.get(id(module))
+        if cached is None or cached[0] != versions:
+            cached = self._quantized[id(module)] = (versions, _quantized_linear(module))
+        return cached[1]
 
     def forward_of(self, kind: type[nn.Module]) -> Callable[..., Any]:
-        """Return a forward pass that is quantised where nothing asks for gradients."""
-        current = self._current
+        """Return a forward pass that is quantised where gradients are off."""
+        quantized_layer = self._quantized_layer
 
         def forward(self: nn.Module, input: torch.Tensor) -> Any:  # noqa: A002  # nn.Linear's name for it
             if torch.is_grad_enabled() or input.dtype is not torch.float32:
                 return kind.forward(self, input)
-            return current(self)(input)  # a state dict may have been loaded, or a step been taken, since
+            return quantized_layer(self)(input)  # made anew after a step, or after a state dict was loaded
 
         return forward
 
@@ -339,5 +339,5 @@ def _quantized_linear(module: nn.Module) -> Any:
         twin = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)  # type: ignore[arg-type]
         twin.load_state_dict({name: tensor.detach() for name, tensor in module.state_dict().items()})
         twin.qconfig = default_dynamic_qconfig  # type: ignore[assignment]
-        warnings.simplefilter("ignore")  # that torch will give this up is said in the plan's reason
+        warnings.simplefilter("ignore")  # the plan's reason says that torch will drop this
         return Linear.from_float(twin)  # type: ignore[no-untyped-call]

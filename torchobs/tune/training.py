@@ -26,7 +26,7 @@ from torchobs.tensors.running import Buffers, length, samplers
 from torchobs.tensors.values import greatest_magnitude, is_finite
 from torchobs.tune import checkpoint_file
 from torchobs.tune.choices import amp_dtype
-from torchobs.tune.plan import model_device, one_of, optimize
+from torchobs.tune.plan import check_name, model_device, optimize
 
 if TYPE_CHECKING:
     import os
@@ -47,42 +47,42 @@ SCHEDULERS = ("constant", "cosine", "linear")
 
 @dataclass(frozen=True)
 class FitResult(Checked):
-    """What :meth:`Pipeline.fit` did; its problem is what stopped it before the last epoch."""
+    """The result of :meth:`Pipeline.fit`; its problem is what stopped it before the last epoch."""
 
     problems: tuple[Problem, ...]
     losses: tuple[float | None, ...]
-    """mean of each epoch that was completed, over the batches that were not skipped"""
+    """mean loss of each complete epoch, over the batches that were not skipped"""
     steps: int
     """of the optimizer"""
     skipped_steps: int
-    """that the loss scaler or the recovery skipped"""
+    """skipped by the loss scaler or the recovery"""
     nonfinite_at: str | None
     """epoch and batch of the first loss or gradient that was not finite"""
     duration_s: float
     samples_per_s: float | None
-    """None where a batch's samples cannot be counted"""
+    """None if a batch's samples cannot be counted"""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What the scheduler of a pipeline does, by its name and the steps over which the rate first rises."""
+    """The schedule of a pipeline's learning rate: its name, and the steps over which the rate first rises."""
 
     name: str
     warmup_steps: int
 
     @property
     def ends(self) -> bool:
-        """True if the rate depends on the number of steps in all."""
+        """Whether the rate depends on the total number of steps."""
         return self.name in {"cosine", "linear"}
 
     def scheduler(self, optimizer: Optimizer, total_steps: Callable[[], int | None], step: int = 0) -> LRScheduler:
-        """Return torch's scheduler of an optimizer, at that step."""
+        """Return torch's scheduler for an optimizer, at that step."""
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         return LambdaLR(optimizer, lambda step: self.factor(total_steps(), step), last_epoch=step - 1)
 
     def factor(self, total_steps: int | None, step: int) -> float:
-        """Return the factor of the learning rate at a step, from 0."""
+        """Return the factor of the learning rate at a step, counted from 0."""
         if step < self.warmup_steps or step == 0 or not self.ends:
             return min(1.0, (step + 1) / (self.warmup_steps + 1))
         if total_steps is None:
@@ -92,7 +92,7 @@ class Schedule:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on the device, in whatever lists, tuples, mappings and dataclasses they are."""
+    """Return a batch with its tensors on the device, in any lists, tuples, mappings and dataclasses."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, PackedSequence):
@@ -102,14 +102,14 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def distribute(model: nn.Module, *, ddp: str | bool) -> nn.Module:
-    """Return the model as the ranks train it: in DDP, or as it is where there is one rank or FSDP has sharded it."""
+    """Return the model in DDP, or as it is with one rank or after FSDP has sharded it."""
     launched = distributed.is_available() and (distributed.is_initialized() or distributed.is_torchelastic_launched())
     if is_sharded(model) or not (launched if ddp == "auto" else ddp):
         return model
     if not distributed.is_initialized():
         try:
             distributed.init_process_group()
-        except ValueError as error:  # torch's own names the variable that is missing
+        except ValueError as error:  # torch's error names the missing variable
             words = "ranks are started by torchrun, or call torch.distributed.init_process_group() first"
             raise ValueError(f"ddp=True needs a process group: {words} ({error})") from error
     if distributed.get_world_size() == 1:
@@ -119,20 +119,20 @@ def distribute(model: nn.Module, *, ddp: str | bool) -> nn.Module:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return True if ``fully_shard`` was given the model."""
-    fsdp = imported("torch.distributed.fsdp")  # its import takes long, and who has not imported it has sharded nothing
+    """Return whether ``fully_shard`` was called with the model."""
+    fsdp = imported("torch.distributed.fsdp")  # its import takes long, and without it nothing is sharded
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
 
 def check_whole(model: nn.Module) -> None:
-    """Raise RuntimeError for a model of which each rank has shards: a checkpoint is one process's file."""
+    """Raise RuntimeError for a model in shards: a checkpoint is one process's file."""
     if is_sharded(model):
         raise RuntimeError("the model is sharded by FSDP: torch.distributed.checkpoint saves and loads it")
 
 
 @dataclass(repr=False, eq=False)
 class Pipeline:
-    """Model, optimizer, scheduler and scaler of a training, and its loop. Made by :func:`pipeline`; every part may be replaced.
+    """Model, optimizer, scheduler and scaler of a training, and its loop, as :func:`pipeline` makes it. Parts may be replaced.
 
     ``step`` counts the optimizer's steps, ``epoch`` the complete epochs.
     """
@@ -148,14 +148,14 @@ class Pipeline:
     max_grad_norm: float | None
     _policy: Any
     recovery: Any = field(init=False, default=None)
-    """of the last ``fit``: its evidence and counts"""
+    """recovery of the last ``fit``, with its evidence and counts"""
     step: int = field(init=False, default=0)
     epoch: int = field(init=False, default=0)
     _micro_steps: int = field(init=False, default=0)
     _batches_done: int = field(init=False, default=0)
     _loss_sum: float = field(init=False, default=0.0)
     _loss_count: int = field(init=False, default=0)
-    """of the epoch's batches so far, without those that were skipped"""
+    """batches of the epoch so far, without skipped ones"""
 
     def __post_init__(self) -> None:
         self.device = model_device(self.model)
@@ -166,7 +166,7 @@ class Pipeline:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer. Another one goes on with the schedule where the last one was, by its own learning rates."""
+        """The optimizer. A new one continues the schedule at the same step, with its own learning rates."""
         return self._optimizer
 
     @optimizer.setter
@@ -179,15 +179,15 @@ class Pipeline:
             self.scheduler = self._own_scheduler
 
     def train_step(self, batch: Any) -> torch.Tensor:
-        """Train on one micro-batch; every ``accumulate``-th call steps the optimizer. What is not finite is not looked at.
+        """Train on one micro-batch; every ``accumulate``-th call steps the optimizer. Values that are not finite are ignored.
 
-        Gradients that are there before the first of them are dropped: of a look at them, say.
+        Gradients from before the first micro-batch are dropped.
 
         Returns:
             The micro-batch's loss, detached and not divided, on the device.
 
         Raises:
-            ValueError: the schedule has no end, or there is a recovery, which works in ``fit``: nothing is trained then.
+            ValueError: the schedule has no end, or there is a recovery, which works in ``fit``; then nothing is trained.
         """
         if self._policy is not None:
             raise ValueError("recovery works in fit(): a loop of your own uses guard.Recovery(model, optimizer, policy).step()")
@@ -203,7 +203,7 @@ class Pipeline:
         return loss
 
     def _check_schedule(self) -> None:
-        """Raise ValueError if the rate is not known, or another optimizer's, before the model has changed."""
+        """Raise ValueError if the rate is unknown or another optimizer's, before the model changes."""
         if getattr(self.scheduler, "optimizer", self._optimizer) is not self._optimizer:
             raise ValueError("the scheduler is of another optimizer: make it of run.optimizer, once that is replaced")
         if self.scheduler is self._own_scheduler and self._schedule.ends and self.total_steps is None:
@@ -212,28 +212,28 @@ class Pipeline:
     def fit(self, loader: Any, epochs: int, *, checkpoint: str | os.PathLike[str] | None = None, every: int = 0) -> FitResult:
         """Train until ``epochs`` epochs are complete, those before a resume included.
 
-        A loss or gradient that is not finite stops it before the optimizer steps, unless a recovery skips the step: model and
-        optimizer are those of the last step then. For that the device is waited for once in a step.
+        A loss or gradient that is not finite stops it before the optimizer steps, with model and optimizer of the last step,
+        unless a recovery skips the step. This waits for the device once in a step.
 
         Args:
-            loader: a DataLoader, or a list of batches, sized unless ``total_steps`` was given. An epoch's last group of
-                batches may be smaller than ``accumulate``: its gradient is the mean over the batches that it has. On several
-                ranks it has a ``DistributedSampler``, or else each rank trains on all of the data.
-            epochs: epochs in all. Unless ``total_steps`` was given, the schedule ends with the last of them: with more epochs
-                than at the time of a checkpoint it is longer.
-            checkpoint: file that is replaced after every epoch, and after each ``every`` optimizer steps.
+            loader: a DataLoader, or a list of batches, sized unless ``total_steps`` was given. An epoch's last group may have
+                fewer than ``accumulate`` batches: its gradient is the mean over them. On several ranks use a
+                ``DistributedSampler``: without one each rank trains on all of the data.
+            epochs: epochs in all. Unless ``total_steps`` was given, the schedule ends with the last of them; more epochs after
+                a resume make it longer.
+            checkpoint: file that is replaced after every epoch, and after every ``every`` optimizer steps.
             every: optimizer steps between checkpoints within an epoch; 0 for none.
 
         Raises:
             TypeError: the loader is a batch, or no iterable.
-            ValueError: ``epochs`` or ``every`` is no number of them, there is no batch, or their number is not known.
-            OSError: there is no folder for the checkpoint, which is found before training, or a file cannot be written.
-            RuntimeError: a checkpoint under FSDP, see :meth:`save`; before training, too.
+            ValueError: ``epochs`` or ``every`` is no whole number, there is no batch, or the number of batches is unknown.
+            OSError: there is no folder for the checkpoint (raised before training), or a file cannot be written.
+            RuntimeError: a checkpoint under FSDP, see :meth:`save` (raised before training).
         """
         if not (is_whole(epochs) and is_whole(every) and every >= 0):
             raise ValueError(f"epochs and every are whole numbers, every 0 or more, not {epochs!r} and {every!r}")
         _check_loader(loader)
-        self._check_place(checkpoint)  # now, and not after an epoch
+        self._check_place(checkpoint)  # now, not after an epoch
         self._plan_steps(epochs, length(loader))
         self._check_schedule()
         self.model.train()
@@ -245,13 +245,14 @@ class Pipeline:
         started, first_step = perf_counter(), self.step
         while self.epoch < epochs and not problems:
             for group in self._groups(loader):
-                problem, stepped, of_batches = self._trained(group) if self.recovery is None else self._recovered(group)
+                train = self._train_group if self.recovery is None else self._recover_group
+                problem, stepped, batch_losses = train(group)
                 nonfinite_at = nonfinite_at or (None if problem is None else problem.where)
                 if problem is not None and self.recovery is None:
                     problems.append(problem)
                     _log.error("fit() stopped: %s", problem)
                     break
-                self._loss_sum, self._loss_count = self._loss_sum + sum(of_batches), self._loss_count + len(of_batches)
+                self._loss_sum, self._loss_count = self._loss_sum + sum(batch_losses), self._loss_count + len(batch_losses)
                 self._batches_done += len(group)
                 skipped += not stepped
                 samples += sum(batch_sizes(batch).samples for batch in group)
@@ -271,28 +272,28 @@ class Pipeline:
         return FitResult(tuple(problems), tuple(losses), self.step - first_step, skipped, nonfinite_at, spent_s, speed)
 
     def _plan_steps(self, epochs: int, batches: int | None) -> None:
-        """Let the schedule end with the last epoch, unless the caller has said where."""
+        """Let the schedule end with the last epoch, unless the caller gave ``total_steps``."""
         if not self._counts_steps:
             return
-        ends = self._schedule.ends and self.scheduler is self._own_scheduler  # or else the rates are those of the caller's
+        ends = self._schedule.ends and self.scheduler is self._own_scheduler  # else the caller's scheduler sets the rates
         if batches is None:
             if ends:
                 raise ValueError("the loader has no length: pass total_steps to tune.pipeline(), the optimizer's steps in all")
             return
         before, self.total_steps = self.total_steps, epochs * math.ceil(batches / self.accumulate)
-        if ends and before not in {None, self.total_steps}:  # further epochs: the next step is the new schedule's
+        if ends and before not in {None, self.total_steps}:  # more epochs: the next step is on the new schedule
             factor = self._schedule.factor(self.total_steps, self.scheduler.last_epoch)
             for group, rate in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
                 group["lr"] = rate * factor
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint that is complete or not there; of several ranks, rank 0 does. Gradients are not in it.
+        """Write a checkpoint, complete or not at all; of several ranks rank 0 writes. It has no gradients.
 
         So call it after a step of the optimizer, not between micro-batches.
 
         Raises:
             OSError: the file cannot be written.
-            RuntimeError: the model is sharded by FSDP: ``torch.distributed.checkpoint`` saves what each rank has.
+            RuntimeError: the model is sharded by FSDP: use ``torch.distributed.checkpoint``.
         """
         check_whole(self.model)
         if _rank():
@@ -309,11 +310,11 @@ class Pipeline:
                 checkpoint_file.check_place(checkpoint)
 
     def resume(self, path: str | os.PathLike[str]) -> Pipeline:
-        """Continue from a checkpoint, between its batches; random numbers, and so the order of a shuffled epoch, are new ones.
+        """Continue from a checkpoint, between its batches; random numbers, and so the order of a shuffled epoch, are new.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is no checkpoint of a pipeline, damaged, of another model, or of one with another optimizer.
+            ValueError: it is no checkpoint of a pipeline, damaged, or one of another model or optimizer.
             RuntimeError: the model is sharded by FSDP.
         """
         check_whole(self.model)
@@ -328,7 +329,7 @@ class Pipeline:
             self.total_steps, self._counts_steps = counts["total_steps"], counts["counts_steps"]
         self._micro_steps, self._batches_done = 0, counts["batches"]
         self._loss_sum, self._loss_count = counts["losses"]
-        self.optimizer.zero_grad()  # of micro-batches before
+        self.optimizer.zero_grad()  # of earlier micro-batches
         return self
 
     def _parts(self) -> dict[str, Any]:
@@ -336,7 +337,7 @@ class Pipeline:
         return {"model": inner, "optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
 
     def _loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        # FSDP has a policy of mixed precision in autocast's place
+        # FSDP has its own mixed precision in place of autocast
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None and not is_sharded(self.model)):
             return mean_loss(model, moved(batch, self.device), self.loss_fn)
 
@@ -347,7 +348,7 @@ class Pipeline:
         return loss.detach()
 
     def _clip(self) -> Any:
-        """Clip the gradients, unscaled; return their norm, or where they are not clipped their greatest magnitude."""
+        """Unscale and clip the gradients; return their norm, or without clipping their greatest magnitude."""
         self.scaler.unscale_(self.optimizer)
         if self.max_grad_norm is None:
             return greatest_magnitude(weight.grad for weight in self.model.parameters() if weight.grad is not None)
@@ -355,7 +356,7 @@ class Pipeline:
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of all shards
 
     def _update(self) -> bool:
-        """Step; return False if gradients overflowed, so that the scaler has skipped the step."""
+        """Step; return whether the optimizer stepped: the scaler skips a step if gradients overflow."""
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -369,12 +370,12 @@ class Pipeline:
         self.step += 1
         self.scheduler.step()
 
-    def _trained(self, group: list[Any]) -> tuple[Problem | None, bool, list[float]]:
-        """Do a step; return what was not finite, before which the model is as it was, whether it stepped, and the losses."""
+    def _train_group(self, group: list[Any]) -> tuple[Problem | None, bool, list[float]]:
+        """Do a step; return its problem, whether it stepped, and the losses. A problem leaves the model as it was."""
         buffers, size = Buffers(self.model), len(group)
         tensors = [self._micro_step(batch, size, last=number == size) for number, batch in enumerate(group, 1)]
         norm = self._clip()
-        *losses, size_of_gradients = torch.stack([each.to(self.device).double() for each in (*tensors, norm)]).tolist()
+        *losses, size_of_gradients = torch.stack([value.to(self.device).double() for value in (*tensors, norm)]).tolist()
         bad = next((number for number, loss in enumerate(losses) if not math.isfinite(loss)), None)
         if bad is None and (math.isfinite(size_of_gradients) or self.scaler.is_enabled()):  # else it skips the step
             return None, self._update(), losses
@@ -386,20 +387,21 @@ class Pipeline:
         buffers.put_back()
         return Problem("nonfinite", self._place(bad or 0), text), False, losses
 
-    def _recovered(self, group: list[Any]) -> tuple[Problem | None, bool, list[float]]:
+    def _recover_group(self, group: list[Any]) -> tuple[Problem | None, bool, list[float]]:
         outcome = self.recovery.step(group, self._loss, accumulate=True)
         if outcome.stepped:
             self._count_step()
-        bad = [Problem(each.kind, self._place(0), each.text) for each in outcome.problems if each.kind == "nonfinite"]
-        return next(iter(bad), None), outcome.stepped, [outcome.loss] * len(group) if outcome.stepped else []
+        texts = [problem.text for problem in outcome.problems if problem.kind == "nonfinite"]
+        problem = Problem("nonfinite", self._place(0), texts[0]) if texts else None
+        return problem, outcome.stepped, [outcome.loss] * len(group) if outcome.stepped else []
 
     def _place(self, index: int) -> str:
         return f"epoch {self.epoch + 1}, batch {self._batches_done + index + 1}"
 
     def _groups(self, loader: Any) -> Iterator[list[Any]]:
-        """Yield the micro-batches of each step of the epoch that is not done yet, in its order if the loader keeps one."""
+        """Yield the micro-batches of each remaining step of the epoch: as many batches as are done are skipped."""
         for sampler in samplers(loader):
-            if callable(shuffle := getattr(sampler, "set_epoch", None)):  # by the number of the epoch: a DistributedSampler
+            if callable(shuffle := getattr(sampler, "set_epoch", None)):  # a DistributedSampler
                 shuffle(self.epoch)
         batches: Iterator[Any] = iter(loader if self.recovery is None else self.recovery.batches(loader))
         for _ in islice(batches, self._batches_done):
@@ -416,8 +418,8 @@ class Pipeline:
 
 
 def _check_loader(loader: Any) -> None:
-    """Raise TypeError for what is no loader, and for a batch, over whose samples or parts a loop would go."""
-    is_batch = isinstance(loader, (list, tuple)) and loader and all(isinstance(each, torch.Tensor) for each in loader)
+    """Raise TypeError unless it is a loader: a loop over a batch would take its samples or parts for batches."""
+    is_batch = isinstance(loader, (list, tuple)) and loader and all(isinstance(part, torch.Tensor) for part in loader)
     if is_batch or isinstance(loader, (torch.Tensor, dict, str)) or not hasattr(loader, "__iter__"):
         what = "a batch" if is_batch or isinstance(loader, (torch.Tensor, dict)) else type(loader).__name__
         raise TypeError(f"loader is a DataLoader, or a list of batches as [(input, target)], not {what}")
@@ -445,8 +447,8 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
 
     Args:
         model: the model.
-        loss_fn: ``loss_fn(model, batch)``, which calls the model itself, or ``loss_fn(output, target)``, for batches whose last
-            part is the target; see :func:`torchobs.tensors.losses.compute_loss`.
+        loss_fn: ``loss_fn(model, batch)``, which calls the model itself, or ``loss_fn(output, target)`` for batches that end in
+            the target; see :func:`torchobs.tensors.losses.compute_loss`.
         optimizer: ``adamw``, ``adam``, ``sgd`` or ``rmsprop``, or an optimizer over the model's parameters.
         lr: initial learning rate of an optimizer by name, 1e-3 by default.
         scheduler: ``cosine`` (Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts) or ``linear`` to 0 at
@@ -455,22 +457,22 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
         total_steps: the optimizer's steps in all; ``fit`` counts them itself.
         accumulate: micro-batches for each of the optimizer's steps.
         max_grad_norm: norm to which gradients are clipped; None for none.
-        amp: what autocast computes in: ``bf16``, ``fp16``, ``off``, a dtype, or ``auto``: what the device has instructions for.
+        amp: type for autocast: ``bf16``, ``fp16``, ``off``, a dtype, or ``auto``: a type with instructions on the device.
         compile: compile the model; it runs eagerly if that fails.
         checkpointing: recompute activations of repeated blocks in the backward pass, or of modules of these classes.
-        recovery: a ``guard.RecoveryPolicy``: what ``fit`` may do about a step that fails, instead of stopping.
+        recovery: a ``guard.RecoveryPolicy``, for ``fit`` to recover from failed steps instead of stopping.
         ddp: ``auto`` (if launched by torchrun, or a process group of several ranks exists), True or False.
-        optimizer_options: what else an optimizer by name takes.
+        optimizer_options: further arguments of an optimizer by name.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: an unknown name, a number out of its range, a model on the device meta, an optimizer of another model's
-            parameters, or blocks that cannot be recomputed.
+        TypeError: an argument has another type.
+        ValueError: an unknown name, a number out of its range, a model on the device meta, an optimizer of another model, or
+            blocks that cannot be recomputed.
     """
     check_trained(model, loss_fn=loss_fn, max_grad_norm=max_grad_norm)
-    one_of("scheduler", scheduler, SCHEDULERS)
+    check_name("scheduler", scheduler, SCHEDULERS)
     if isinstance(optimizer, str):
-        one_of("optimizer", optimizer, OPTIMIZERS)
+        check_name("optimizer", optimizer, OPTIMIZERS)
     else:
         check_trained(model, optimizer=optimizer)
         if lr is not None or optimizer_options:
@@ -485,7 +487,7 @@ def pipeline(  # noqa: PLR0913  # one keyword for each thing that can be asked f
         classes: Any = () if checkpointing is True else checkpointing
         plan = optimize(model, mode="memory_efficient", amp="off", checkpointing=classes)
         if "checkpointing" not in plan.used:
-            raise ValueError(next(each.reason for each in plan.decisions if each.technique == "checkpointing"))
+            raise ValueError(next(decision.reason for decision in plan.decisions if decision.technique == "checkpointing"))
         plan.apply()
     if compile:
         optimize(model, mode="compile").apply()
