@@ -20,21 +20,12 @@ from torchobs.exporter import config
 from torchobs.flight.layout import Exit
 
 PROGRAM = (sys.executable, "-m", "torchobs")
-CALLS = {
-    "help": ["--help"],
-    "doctor": ["doctor", "--no-training"],
-    "inspect": ["inspect", "--dir"],
-    "top": ["top", "--once", "--dir"],
-}
-"""Whatever ends in `--dir` is given the directory of a rank: `inspect` takes it without the option."""
+CALLS = {"doctor": ["doctor", "--no-training"], "inspect": ["inspect"]}
 
 
 def command(name: str, directory: Path) -> list[str]:
-    """The program and its arguments."""
-    *given, last = CALLS[name]
-    if last != "--dir":
-        return [*PROGRAM, *given, last]
-    return [*PROGRAM, *given, *([] if given[0] == "inspect" else [last]), str(directory)]
+    """The program and its arguments: all commands write by the same function, and one of them reads a directory."""
+    return [*PROGRAM, *CALLS[name], *([str(directory)] if name == "inspect" else [])]
 
 
 @pytest.fixture
@@ -59,7 +50,7 @@ def run(line: list[str], **given: Any) -> subprocess.CompletedProcess[str]:
 
 
 EACH = "<&- >&- 2>&-"
-BUFFERS = [("help", ""), ("doctor", "1"), ("inspect", ""), ("inspect", "1"), ("top", "")]
+BUFFERS = [("doctor", "1"), ("inspect", "")]
 """Commands, and whether their output is unbuffered"""
 
 
@@ -83,10 +74,10 @@ def test_a_full_disk_is_told_in_one_line(name: str, unbuffered: str, rank: Path)
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(("name", "closed"), [("help", ">&-"), ("inspect", "<&-"), ("inspect", "2>&-"), ("inspect", EACH)])
-def test_a_stream_that_is_closed_is_none(name: str, closed: str, rank: Path) -> None:
+@pytest.mark.parametrize("closed", [">&-", EACH])
+def test_a_stream_that_is_closed_is_none(closed: str, rank: Path) -> None:
     """`torchobs inspect >&-` for its exit status: that of a rank that has finished, whose output nobody reads."""
-    done = run(["bash", "-c", f'exec "$@" {closed}', "bash", *command(name, rank)])
+    done = run(["bash", "-c", f'exec "$@" {closed}', "bash", *command("inspect", rank)])
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)
 
 
@@ -118,10 +109,10 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(("name", "module"), [("inspect", "arguments"), ("inspect", "inspect"), ("top", "top")])
-def test_an_interrupt_while_it_imports_shows_nothing(name: str, module: str) -> None:
+@pytest.mark.parametrize("module", ["arguments", "inspect"])
+def test_an_interrupt_while_it_imports_shows_nothing(module: str) -> None:
     """Ctrl-C at once, when the wrong command was typed."""
-    done = run([sys.executable, "-c", SLOW.format(module=f"torchobs.cli.{module}"), name])
+    done = run([sys.executable, "-c", SLOW.format(module=f"torchobs.cli.{module}"), "inspect"])
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
@@ -172,7 +163,7 @@ def test_a_mistake_is_answered_with_what_is_allowed(torchobs: Callable[..., Show
 
 
 def test_the_plain_install_has_all_but_the_exporter(tmp_path: Path) -> None:
-    """A training image has no extra: help, inspect, top and doctor do without."""
+    """A training image has no extra: help, inspect, top and doctor do without; the exporter says how to get it."""
     without = (
         "import sys; sys.modules['msgspec'] = sys.modules['prometheus_client'] = None; from torchobs.cli.__main__ import main; "
     )
@@ -181,9 +172,8 @@ def test_the_plain_install_has_all_but_the_exporter(tmp_path: Path) -> None:
     code = f"{without}print({calls})"
     shown = run([sys.executable, "-c", code])
     assert shown.stdout.splitlines()[-1] == "[0, 0, 0, 2, 1, 1]"
-
-
-WITHOUT = "import sys; sys.modules[{module!r}] = None; from torchobs.cli.__main__ import main; sys.exit(main({arguments!r}))"
+    said = shown.stderr.splitlines()[-1]
+    assert re.fullmatch(r"torchobs exporter: \w+ is not installed: pip install 'torchobs\[exporter\]'", said)
 
 
 def test_the_exporter_s_help_has_every_option_its_variable_and_examples(torchobs: Callable[..., Shown]) -> None:
@@ -224,12 +214,3 @@ def test_what_is_wrong_ends_it_with_one_line_and_nothing_starts(torchobs: Callab
         assert error.startswith("torchobs exporter: ")
         assert said in error
         assert error.endswith("`torchobs exporter --help` has all options and variables\n")
-
-
-@pytest.mark.parametrize("module", ["uvicorn", "prometheus_client"])
-def test_a_missing_extra_is_one_line_that_names_the_command(module: str) -> None:
-    """A plain install has no exporter, and says how to get it."""
-    code = WITHOUT.format(module=module, arguments=["exporter", "--flight-dir", "/nowhere"])
-    said = run([sys.executable, "-c", code])
-    assert said.returncode == 1
-    assert said.stderr == f"torchobs exporter: {module} is not installed: pip install 'torchobs[exporter]'\n"
