@@ -23,7 +23,6 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchobs
@@ -420,14 +419,8 @@ def trained_model() -> tuple[nn.Sequential, torch.optim.SGD]:
     return model, optimizer
 
 
-def mode() -> Function:
-    """``train()`` before the forward."""
-    model = mlp()
-    return lambda inputs: model.train()(inputs)  # noqa: PLW0108  # in what is compiled, not before
-
-
 def evaluation() -> Function:
-    """Both, around a forward, in a function decorated with ``no_grad``."""
+    """``eval()`` and ``train()`` around a forward, in a function decorated with ``no_grad``."""
     model = mlp()
 
     @torch.no_grad()
@@ -461,12 +454,6 @@ def containers() -> Function:
         return listed[0](inputs)
 
     return function
-
-
-def checkpointed() -> Function:
-    """``train()`` in a checkpointed part."""
-    inner = mode()
-    return lambda inputs: checkpoint(inner, inputs, use_reentrant=False)
 
 
 def clipped() -> Function:
@@ -534,11 +521,9 @@ def described(inputs: torch.Tensor) -> torch.Tensor:
 
 
 CASES: dict[str, Callable[[], Function]] = {
-    "train": mode,
-    "no_grad": evaluation,
+    "train": evaluation,
     "register_parameter": registered,
     "containers": containers,
-    "checkpoint": checkpointed,
     "clip_grad_norm_": clipped,
     "scaled step": whole_step,
     "StepLR": scheduled,
