@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from torchobs.flight.writer import FlightWriter
+    from torchobs.probes.context import ProbeContext
+
 
 @dataclass
 class Recording:
@@ -33,9 +36,22 @@ class Recording:
 
     session: torchobs.Session
 
+    @property
+    def context(self) -> ProbeContext:
+        """What the session's probes share."""
+        context = self.session.context
+        assert context is not None
+        return context
+
+    @property
+    def writer(self) -> FlightWriter:
+        """The writer of its file."""
+        writer = self.session.writer
+        assert writer is not None
+        return writer
+
     def file(self) -> closing[reader.FlightFile]:
-        assert self.session.writer is not None
-        return closing(reader.open_path(self.session.writer.path))
+        return closing(reader.open_path(self.writer.path))
 
     def view(self) -> reader.View:
         with self.file() as file:
@@ -43,9 +59,7 @@ class Recording:
 
     def records(self) -> list[StepRecord]:
         """All records, the pending end of the first cycle included (as shutdown would write it)."""
-        context = self.session.context
-        assert context is not None
-        context.recorder.flush()
+        self.context.recorder.flush()
         with self.file() as file:
             return file.steps()
 
@@ -84,11 +98,8 @@ class Recording:
         return [frame["attrs"] for frame in self.frames(name)]
 
     def errors(self) -> list[str]:
-        context = self.session.context
-        assert context is not None
-        return [
-            f"{breaker.probe}: {breaker.failures} {breaker.errors}" for breaker in context.breakers.values() if breaker.errors
-        ]
+        breakers = self.context.breakers.values()
+        return [f"{breaker.probe}: {breaker.failures} {breaker.errors}" for breaker in breakers if breaker.errors]
 
 
 def recording(flight_dir: Path, **overrides: object) -> Iterator[Recording]:

@@ -96,9 +96,8 @@ def test_the_loss_of_a_tensor_subclass_is_read_without_its_code(run: Recording, 
     model, (inputs, targets) = mlp(), batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
-    context, expected, calls = run.session.context, [], []
-    assert context is not None
-    listeners = context.hooks.takes_loss.listeners
+    expected, calls = [], []
+    listeners = run.context.hooks.takes_loss.listeners
     take = list(listeners)
     for watched in (True, True, False, True):
         listeners[:] = take if watched else []
@@ -119,13 +118,11 @@ def test_the_loss_of_a_tensor_subclass_is_read_without_its_code(run: Recording, 
 
 def test_a_tensor_without_numbers_is_not_looked_at(run: Recording) -> None:
     """A wrapper with a dispatch of its own: a DTensor's value would need a collective, a fake tensor has none."""
-    context = run.session.context
-    assert context is not None
-    take, *_ = context.hooks.takes_loss.listeners  # the loss probe's; another one looks at the first losses
+    take, *_ = run.context.hooks.takes_loss.listeners  # the loss probe's; another one looks at the first losses
     made = torch.Tensor._make_wrapper_subclass(Empty, (), requires_grad=True)
     take(made, None, True)  # noqa: FBT003  # as the hook calls it
     take((made, torch.ones(())), None, True)  # noqa: FBT003
-    assert context.recorder.values.losses == 0
+    assert run.context.recorder.values.losses == 0
 
 
 def test_a_pipeline_stage_has_no_loss(run: Recording) -> None:

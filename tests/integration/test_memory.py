@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from torchobs.probes.context import ProbeContext
-
 
 MIB = 1024**2
 
@@ -46,41 +44,20 @@ class Watched:
 
     def __init__(self, run: Recording, shared: str = "/dev/shm") -> None:
         self.run, self.seconds = run, 0.0
-        assert run.session.context is not None
         self.suspicion = Suspicion()
         self.probe = MemoryProbe(shared=shared, clock=lambda: self.seconds, suspicion=self.suspicion)
-        self.probe.install(run.session.context)
+        self.probe.install(run.context)
 
     def limit(self, left: float, total: float = 64 * 1024**3) -> None:
         """From now on this machine has so many bytes left, and no cgroup."""
-        context, machine = self.run.session.context, Machine(int(total), int(left), 0, 0)
-        assert context is not None
-        self.probe._limits = MemoryLimits(context.writer, lambda: machine, root="/nowhere")
+        machine = Machine(int(total), int(left), 0, 0)
+        self.probe._limits = MemoryLimits(self.run.writer, lambda: machine, root="/nowhere")
 
     def value(self, metric: catalog.Metric, *attributes: str) -> float | None:
         """What the file holds."""
-        writer = self.run.session.writer
-        assert writer is not None
-        writer.publish()
+        self.run.writer.publish()
         value = self.run.values().get((metric.name, *attributes))
         return None if value is None else float(value)
-
-
-def test_the_proportional_set_is_for_the_advanced_level(watched: Watched) -> None:
-    """It takes milliseconds; and it goes when the level does."""
-    context = watched.run.session.context
-    assert context is not None
-    watched.probe.observe()
-    assert watched.value(catalog.MEMORY_HOST_PSS) is None
-    context.hooks.level.value = 2
-    watched.probe.observe()
-    share, all_of_it = watched.value(catalog.MEMORY_HOST_PSS), watched.value(catalog.MEMORY_HOST_RSS)
-    assert share is not None
-    assert all_of_it is not None
-    assert 0 < share <= all_of_it * 1.02
-    context.hooks.level.value = 1
-    watched.probe.observe()
-    assert watched.value(catalog.MEMORY_HOST_PSS) is None
 
 
 def test_shared_memory_that_is_nearly_full_is_an_event(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,8 +151,7 @@ class Leaking:
         run_without_leaks.look()  # whatever the sampler's thread imports is there, and the thread is gone
         self.run, self.seconds, self.suspicion = run_without_leaks, 0.0, Suspicion()
         self.probe = LeakProbe(self.suspicion, lambda: self.seconds)
-        assert run_without_leaks.session.context is not None
-        self.probe.install(run_without_leaks.session.context)
+        self.probe.install(run_without_leaks.context)
         self.model = mlp()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
@@ -217,7 +193,7 @@ def test_a_leak_is_told_with_its_line_its_types_and_its_tensors(run_without_leak
     assert any(row.endswith(f" {__name__}.Marked") for row in told["objects"])
     assert any(" tensors float32[7, 333] on cpu, " in row for row in told["tensors"])
     assert told["tensor_bytes"] >= told["steps"] * 7 * 333 * 4
-    place = run_without_leaks.session.context.writer.place if run_without_leaks.session.context is not None else None
+    place = run_without_leaks.writer.place
     assert place is not None
     (written,) = (one for one in artifacts.names(place.fd) if one.kind == artifacts.LEAK)
     assert written.id == told["evidence"]
@@ -324,12 +300,6 @@ def test_counting_keeps_nothing_alive_and_takes_no_notice_of_strange_tensors() -
 TOO_MUCH = 1 << 50
 
 
-def context_of(run: Recording) -> ProbeContext:
-    """The session's."""
-    assert run.session.context is not None
-    return run.session.context
-
-
 @pytest.mark.parametrize(("make", "asked"), [(torch.empty, TOO_MUCH), (np.empty, None)])
 def test_the_host_s_memory_is_told_by_component(run: Recording, make: Callable[..., object], asked: int | None) -> None:
     """An exception that ends the script: an event beside its own. Torch has no class for it, and numpy's is a MemoryError."""
@@ -352,7 +322,7 @@ def test_the_host_s_memory_is_told_by_component(run: Recording, make: Callable[.
     assert attributes["buffers"] >= sum(buffer.nbytes for buffer in model.buffers())
     assert len(run.frames(catalog.EVENT_EXCEPTION.name)) == 1
     for error in (RuntimeError("shapes do not match"), ValueError("DefaultCPUAllocator: can't allocate memory"), OSError(12)):
-        assert host_shortage(context_of(run), error) is None, "it is one only by the allocator's words"
+        assert host_shortage(run.context, error) is None, "it is one only by the allocator's words"
 
 
 def test_modules_are_named_by_what_they_take_on_a_device(run: Recording) -> None:
@@ -361,6 +331,6 @@ def test_modules_are_named_by_what_they_take_on_a_device(run: Recording) -> None
     large = model["large"]
     assert isinstance(large, torch.nn.Linear)
     size = large.weight.nbytes + large.bias.nbytes
-    found = components(context_of(run), "cpu")
+    found = components(run.context, "cpu")
     assert f"large, {text.size(size)}" in found.modules
-    assert components(context_of(run), "cuda:0").sizes["parameters"] == 0
+    assert components(run.context, "cuda:0").sizes["parameters"] == 0

@@ -130,19 +130,6 @@ def test_short_epochs_share_a_segment_of_a_minute_at_least() -> None:
     assert quick < slow
 
 
-def test_what_began_in_a_segment_is_beneath_it() -> None:
-    """Also if it ended in the next one; what is older than all that is known, beneath the oldest."""
-    rank = Rank()
-    rank.look(10.0, 1, [rank.epoch(1, 5.0, 0)], first=9.0)
-    rank.look(100.0, 8, [rank.epoch(2, 90.0, 7)])
-    assert rank.roots.at(rank.ns(1.0)).ids == rank.ids.run
-    assert rank.roots.at(rank.ns(89.0)).ids == rank.ids.segment(1, 0)
-    assert rank.roots.at(rank.ns(95.0)).ids == rank.ids.segment(2, 0) == rank.roots.current.ids
-    for number in range(3, 40):
-        rank.look(number * 100.0, number, [rank.epoch(number, number * 100.0, number)])
-    assert rank.roots.at(rank.ns(1.0)).ids == rank.ids.segment(32, 0)
-
-
 def test_the_open_root_is_always_in_the_ring() -> None:
     """However much is written to it: an exporter that starts late can complete it."""
     rank = Rank()
@@ -198,8 +185,7 @@ def test_sampled_steps_link_to_run_and_segment(run: Recording) -> None:
     train(8)
     steps = awaited(run, "sampled", 3)
     assert [step["attrs"]["step"] for step in steps] == [2, 4, 8]
-    assert run.session.writer is not None
-    ids, losses = SpanIds(run.session.writer.header), [record.loss for record in run.steps()]
+    ids, losses = SpanIds(run.writer.header), [record.loss for record in run.steps()]
     for step in steps:
         number = step["attrs"]["step"]
         assert step["attrs"]["loss"] == pytest.approx(losses[number - 1])
@@ -247,8 +233,7 @@ def test_an_anomalous_step_is_there(run: Recording) -> None:
 
 def test_a_step_with_an_event_is_there(run: Recording) -> None:
     """So that the log record of the event leads to a span; not for points of curves, nor for more than the ring has room."""
-    assert run.session.context is not None
-    writer = run.session.context.writer
+    writer = run.writer
     train(40, lambda _: time.sleep(0.001))
     run.look()
     for step in (11, 13, 11, 99, *range(20, 40)):
@@ -293,8 +278,7 @@ def test_the_launcher_s_decision_to_sample_holds(flight_dir: Path, *, sampled: b
         run.look()
         found = run.frames("torchobs.step")
         assert bool(found) == sampled
-        assert run.session.writer is not None
-        ids = SpanIds(run.session.writer.header)
+        ids = SpanIds(run.writer.header)
         assert ids.run.trace == PARENT.split("-")[1]
         assert all((span["trace_id"], span["span_id"]) == ids.step(span["attrs"]["step"]) for span in found)
         assert all(links(span)["run"] == ids.run for span in found)

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from torchobs.probes.context import ProbeContext
-
 
 FEATURES, VOCABULARY, LENGTH = 8, 11, 6
 
@@ -252,33 +250,12 @@ def test_the_utilization_is_the_share_of_the_device_s_peak(
         assert values[MFU] == pytest.approx(6 * OWN * BATCH * SENTENCE / mean_s / peak, rel=1e-6)
 
 
-def test_what_cannot_be_is_not_shown(run: Recording) -> None:
-    """More than the peak: the share ends, as it does when training has ended."""
-    train(6)
-    probe = estimated(run, "NVIDIA H200")
-    assert run.values()[MFU] > 0
-    torchobs.log(flops=1e30)
-    train(3)
-    context = given(run)
-    context.recorder.flush()
-    context.writer.fold()
-    probe.observe()
-    context.writer.publish()
-    assert MFU not in run.values()
-
-
 def estimated(run: Recording, device: str | None = None) -> FlopsProbe:
     """Another probe, which has estimated the operations so far, perhaps for a device."""
-    context = given(run)
+    context = run.context
     probe = FlopsProbe() if device is None else FlopsProbe(lambda _: device)
     probe.install(context)
     run.look()
     probe.observe()
     context.writer.publish()
     return probe
-
-
-def given(run: Recording) -> ProbeContext:
-    """The session's context."""
-    assert run.session.context is not None
-    return run.session.context

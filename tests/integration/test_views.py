@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import torchobs
-from tests import flights
 from tests.diagnosis_files import shorten_seconds
 from tests.exporters import Caller, Service
 from tests.rank_files import PHASES_S, live_rank, live_span, train
@@ -28,7 +27,6 @@ from torchobs.flight.step_record import RecordKind, StepFlag
 from torchobs.flight.value_blocks import CORE
 from torchobs.probes.scalars import EVERY_S, POINTS, Scalars
 from torchobs.ranks import state
-from torchobs.ranks.events import curves
 from torchobs.ranks.live import DetailsReader
 from torchobs.ranks.scanner import Scanner
 from torchobs.support import text as text_format
@@ -98,23 +96,14 @@ def test_what_is_read_bit_by_bit_is_what_is_read_at_once(flight_dir: Path) -> No
     writer.close()
 
 
-def test_an_event_of_the_same_name_is_no_curve() -> None:
-    """Promise: what an application records under a name of ours breaks no view."""
-    frames = [
-        {"k": "event", "name": "torchobs.scalars", "t": 1, "attrs": attributes} for attributes in ({"text": "x"}, {"names": 1})
-    ]
-    assert curves(flights.decoded(*frames)) == {}
-
-
 def test_what_a_script_logs_is_a_curve_everywhere(
     flight_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On the page, in the API, in `top`, and from the file alone in `inspect`; none of it is in the list of events."""
     shorten_seconds(monkeypatch)
     for run in recording(flight_dir):
-        sampler, host = run.session._sampler, run.session.context
+        sampler = run.session._sampler
         assert sampler is not None
-        assert host is not None
         sampler.stop()
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -123,7 +112,7 @@ def test_what_a_script_logs_is_a_curve_everywhere(
             loss_of(model).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             torchobs.log(val_loss=2.0 - step, acc=math.nan)
-            host.scalars._written.clear()  # so that no second need pass
+            run.context.scalars._written.clear()  # so that no second need pass
             sampler.round()
         with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as exporter:
             wait_until(lambda: "val_loss" in exporter.page("/"))
