@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import sys
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.rank_files import BOOT, BORN_WALL_NS, File
-from tests.support import ROOT, clean_environment
 from torchobs import catalog
 from torchobs.cli import __main__ as dispatch
 from torchobs.flight.artifacts import named
 from torchobs.flight.layout import DEFAULT_SIZE, SLOT_SIZE, Exit, Live, Region, plan
 from torchobs.ranks import runs as load
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable
 
 GOLDEN = Path(__file__).parent / "golden" / "inspect.json"
 HOSTILE = "h.3\x1b]0;owned\x07\x1b[2J\r\n\u202eevil"
@@ -40,33 +33,6 @@ def document(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict
     _, out = inspected(capsys, *arguments, "--json")
     made: dict[str, Any] = json.loads(out)
     return made
-
-
-def dying(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, how: str, **options: object) -> subprocess.Popen[str]:
-    """Start the training that dies."""
-    environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return start(sys.executable, ROOT / "tests" / "scripts" / "dying.py", how, torch=True, env=environ, **options)
-
-
-def test_a_run_that_diverged_and_raised(
-    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The exception with its line, when the loss went and after what, the layers, the rate, the last steps."""
-    assert dying(start, flight_dir, "raise").wait(timeout=120) == 1
-    status, out = inspected(capsys, flight_dir)
-    text = " ".join(out.split())
-    assert status == 1
-    assert re.search(r'Rank 0 ended by RuntimeError "[^"]+" at ', text)
-    assert "dying.py:24 in <module>, after step 60." in text
-    assert "The loss turned infinite in step 48, 1 step after the gradient norm rose" in text
-    assert "The learning rate had risen 1e6-fold (from 0.01 to 10,000) in step 46." in text
-    assert "Gradients were NaN in step 48" in text
-    found = document(capsys, flight_dir, "--steps", "60")
-    (rank,) = found["ranks"]
-    assert (rank["state"], rank["exit"]) == ("failed", {"reason": "exception", "code": 1})
-    assert [step["step"] for step in rank["steps"]] == list(range(1, 61))
-    assert rank["steps"][-1]["loss"] == "NaN"
-    assert rank["goodput"]["productive"] > 0
 
 
 @pytest.mark.parametrize("known", [True, False])

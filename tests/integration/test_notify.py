@@ -31,7 +31,6 @@ from torchobs.config.options import TARGET
 from torchobs.exporter import notify
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.notify import Message, deliver
-from torchobs.exporter.outcomes import Outcomes
 from torchobs.flight.layout import Exit
 from torchobs.ranks import state
 from torchobs.ranks.rank_view import run_of
@@ -212,21 +211,6 @@ def test_a_server_that_never_answers_keeps_nobody_waiting(flight_dir: Path, monk
             assert "torchobs_rank_exit" in service.page()
             assert time.monotonic() - began_s < 1
             assert receiver.taken == []
-
-
-def test_what_cannot_be_looked_at_keeps_no_exporter(
-    flight_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A fault of our own costs the messages, is in the log, and neither the page nor the exporter's end."""
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(Outcomes, "read", broken)
-    ended(flight_dir)
-    with Service(ExporterConfig(flight_dir=str(flight_dir), notify="cat")) as service:
-        wait_until(lambda: "a look at the runs failed" in caplog.text)
-        assert service.state() == "failed"
 
 
 def test_what_cannot_be_a_target_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

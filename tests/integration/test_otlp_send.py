@@ -62,21 +62,6 @@ def test_what_the_statuses_of_http_mean() -> None:
     assert tuple(status for status, outcome in outcomes.items() if outcome.of_address) == OF_ADDRESS
 
 
-def test_what_is_refused_is_dropped_and_counted(flight_dir: Path, file: File, caplog: pytest.LogCaptureFixture) -> None:
-    """Any other error would be the same the next time; what the receiver says of it is on the log once, as one line."""
-    file.save()
-    answer = Answer(301, {"Location": "http://example.org"}, b"no\nsuch tenant")
-    with Receiver(lambda _: answer) as receiver, Pushing(flight_dir, only_metrics(receiver)) as pushing:
-        pushing.look(1.0)
-        counts = pushing.push.counts["metrics"]
-    assert len(receiver.requests) == 2, "the rank's and the exporter's own"
-    assert counts.dropped["refused"] == recorded(counts) > 20
-    assert counts.queued == 0
-    wait_until(lambda: "no such tenant" in caplog.text)  # said after the books
-    assert caplog.text.count("the receiver refuses") == 1
-    assert "301" in caplog.text
-
-
 def test_a_rank_that_is_refused_costs_the_others_nothing(
     flight_dir: Path, file: File, caplog: pytest.LogCaptureFixture
 ) -> None:

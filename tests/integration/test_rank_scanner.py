@@ -392,17 +392,6 @@ def test_the_long_dead_are_not_kept_in_memory(scanner: Scanner, flight_dir: Path
     assert open_files() == before
 
 
-def test_a_long_dead_restart_lets_no_older_one_be_served(scanner: Scanner, flight_dir: Path, late_clock: Clock) -> None:
-    """What ended last of a rank stands for it, also when nothing but its name is kept."""
-    late_clock.seconds = 400.0
-    File(flight_dir, seed=1).save()
-    newest = File(flight_dir, seed=2, born_s=10.0)
-    newest.beat(20.0)
-    newest.save()
-    snapshot = scanner.scan()
-    assert (snapshot.ranks, snapshot.files["expired"], snapshot.files["superseded"]) == ((), 1, 1)
-
-
 def test_commands_say_what_they_leave_out(
     flight_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

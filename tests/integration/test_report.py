@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -94,7 +93,7 @@ def test_a_page_of_each_run(trainings: Path, tmp_path: Path, capsys: pytest.Capt
     """How it ended and why, and the data behind it."""
     expected = {
         "finished": ("Rank 0 finished in order after step 60", "Learning rate", "Gradient norm by layer and time", "Goodput"),
-        "raised": ("ended by RuntimeError", "The loss turned infinite in step 48", "nonfinite loss", "(dots at the top)"),
+        "raised": ("The loss turned infinite in step 48", "nonfinite loss", "(dots at the top)"),
         "killed": ("vanished without a word after step 60",),
         "pair": ("Only rank 1 failed", "Times are medians of the last steps", "Step time by rank"),
     }  # fmt: skip
@@ -103,6 +102,18 @@ def test_a_page_of_each_run(trainings: Path, tmp_path: Path, capsys: pytest.Capt
         assert ran(capsys, "report", trainings / name, "-o", output)[0] == 0
         found = text_of(output)
         assert [text for text in texts if text not in found] == [], name
+
+
+def test_a_run_that_diverged_and_raised(trainings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exception with its line, when the loss went and after what, the layers, the rate."""
+    status, out, _ = ran(capsys, "inspect", trainings / "raised")
+    text = " ".join(out.split())
+    assert status == 1
+    assert re.search(r'Rank 0 ended by RuntimeError "[^"]+" at ', text)
+    assert "dying.py:24 in <module>, after step 60." in text
+    assert "The loss turned infinite in step 48, 1 step after the gradient norm rose" in text
+    assert "The learning rate had risen 1e6-fold (from 0.01 to 10,000) in step 46." in text
+    assert "Gradients were NaN in step 48" in text
 
 
 def test_how_it_was_started_without_its_secrets(trainings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,27 +151,23 @@ def test_the_json_is_whole(trainings: Path, tmp_path: Path, capsys: pytest.Captu
     found = json.loads(text, parse_constant=pytest.fail)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     (rank,) = found["ranks"]
-    assert [step["step"] for step in rank["steps"]] == list(range(1, 61))
+    assert (rank["state"], rank["exit"]) == ("failed", {"reason": "exception", "code": 1})
+    assert ([step["step"] for step in rank["steps"]], rank["steps"][-1]["loss"]) == ([*range(1, 61)], "NaN")
     assert "torchobs.memory.host.rss" in rank["history"]["names"]
     assert len(rank["history"]["rows"][-1]) == 2 + len(rank["history"]["names"])
     assert found["findings"] is not None
 
 
 def test_copies_and_parts(trainings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A copy says that it is one; a part is read as far as it goes; rubbish is refused in a line."""
+    """A copy says that it is one; a part is read as far as it goes."""
     (flight,) = (trainings / "killed").glob("*.flight")
     copied = tmp_path / "copy"
     shutil.copy(flight, copied)
     assert ran(capsys, "report", copied, "-o", tmp_path / "r.html")[0] == 0
     assert "a copy: whether its process still runs cannot be seen" in text_of(tmp_path / "r.html")
-    size = flight.stat().st_size
-    for share in (0.9, 0.5, 0.1):
-        copied.write_bytes(flight.read_bytes()[: int(size * share)])
-        assert ran(capsys, "report", copied, "-o", tmp_path / "r.html")[0] == 0
-        assert "bytes are there" in text_of(tmp_path / "r.html")
-    copied.write_bytes(os.urandom(4096))
-    status, _, told = ran(capsys, "report", copied, "-o", tmp_path / "r.html")
-    assert (status, "not a flight file" in told) == (2, True)
+    copied.write_bytes(flight.read_bytes()[: flight.stat().st_size // 2])
+    assert ran(capsys, "report", copied, "-o", tmp_path / "r.html")[0] == 0
+    assert "bytes are there" in text_of(tmp_path / "r.html")
 
 
 def test_names_that_attack(flight_dir: Path, tmp_path: Path) -> None:
@@ -348,34 +355,3 @@ def test_in_a_notebook(flight_dir: Path, tmp_path: Path, start: Callable[..., su
     assert any("no step for" in line and link in line for line in lines)
     assert "ended after step" in lines[-1]
     assert (tmp_path / "figures" / "loss.svg").stat().st_size > 1000
-
-
-LATE = """
-import time
-import torch
-import torchobs
-from torchobs.config.identity import this_process
-
-while time.time_ns() - this_process().start_ns < 1_500_000_000:
-    torch.randn(64, 64) @ torch.randn(64, 64)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-torchobs.init()
-for _ in range(3):
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-"""
-
-
-def test_a_late_init_is_reported_since_the_process_began(flight_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The time that it ran for is no shorter than the time that it started up, and both are since the process began."""
-    environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir)}
-    fork_server.run([sys.executable, "-c", LATE], env=environ, check=True, timeout=120)
-    _, text, _ = ran(capsys, "inspect", flight_dir)
-    assert "Time since the process began" in text
-    (rank,) = json.loads(ran(capsys, "inspect", flight_dir, "--json")[1])["ranks"]
-    times_s = sum(rank["goodput"].values())
-    found = re.search(r"it ran for ([\d.]+) s since the process began", " ".join(text.split()))
-    assert found is not None
-    assert float(found[1]) == pytest.approx(times_s, rel=0.05)
-    assert times_s >= 1.5

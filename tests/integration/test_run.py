@@ -6,7 +6,6 @@ import contextlib
 import os
 import pty
 import re
-import signal
 import subprocess
 import sys
 import zipfile
@@ -19,12 +18,11 @@ import pytest
 from tests import flights, fork_server
 from tests.exporters import Client, value_on
 from tests.fork_server import Python
+from tests.integration.test_node import announced, exporters
 from tests.support import ROOT, clean_environment, free_port, wait_until
 from torchobs import catalog
 from torchobs.flight import reader
-from torchobs.flight.directory import opened
 from torchobs.flight.layout import Exit
-from torchobs.node import election
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,9 +42,7 @@ SCRIPTS = {
     "chdir": "import os, sys\nos.chdir('/')\nprint(__file__, sys.path[0], os.path.exists(__file__))",
     "stdin": "import sys\nprint(sys.stdin.read().upper(), sys.stdin.isatty(), sys.stdout.isatty())",
     # how it ends
-    "exit_status": "import sys\nsys.exit(3)",
     "os_exit": "import os\nprint('x', flush=True)\nos._exit(7)",
-    "interrupt": "raise KeyboardInterrupt",
     "sigint": "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)",
     "sigterm": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
     "own_sigterm": """
@@ -61,7 +57,6 @@ SCRIPTS = {
     """,
     # how it fails
     "error": "def f():\n    1 / 0\nf()",
-    "chained": "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('x') from error",
     "clipping": """
         import torch
         model = torch.nn.Linear(2, 1)
@@ -100,7 +95,7 @@ SCRIPTS = {
                 child.join()
                 print(child.exitcode)
         """
-        for method in ("spawn", "forkserver", "fork")
+        for method in ("spawn", "fork")
     },
     "fork_exit": """
         import os, sys, warnings
@@ -155,7 +150,7 @@ def test_a_script_cannot_tell(name: str, folder: Path, flight_dir: Path) -> None
     same(f"my_{name}.py", "--flag", "-m", "--", cwd=folder, flight_dir=flight_dir, torch="import torch\n" in SCRIPTS[name])
 
 
-@pytest.mark.parametrize("name", ["names", "error", "processes_spawn"])
+@pytest.mark.parametrize("name", ["names", "processes_spawn"])
 def test_a_module_cannot_tell(name: str, folder: Path, flight_dir: Path) -> None:
     """`torchobs run -m x …` is `python -m x …`."""
     same("-m", f"my_{name}", "--flag", cwd=folder, flight_dir=flight_dir)
@@ -176,33 +171,21 @@ def test_a_path_is_what_was_typed(path: str, folder: Path, flight_dir: Path) -> 
     assert "sys.path" not in same(path, cwd=folder, flight_dir=flight_dir)[1]
 
 
-@pytest.mark.parametrize("package", ["folder", "app.zip"])
-def test_a_directory_or_zip_with_a_main_module(package: str, tmp_path: Path, flight_dir: Path) -> None:
+def test_a_zip_with_a_main_module(tmp_path: Path, flight_dir: Path) -> None:
     """`python app.zip`, which is how whole projects are shipped to a cluster."""
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "__main__.py").write_text(dedent(SCRIPTS["names"]) + "import part\n")
-    (tmp_path / "folder" / "part.py").write_text("print(__file__)\n")
     with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
-        for part in ("__main__.py", "part.py"):
-            archive.write(tmp_path / "folder" / part, part)
-    assert same(package, "--flag", cwd=tmp_path, flight_dir=flight_dir)[0] == 0
+        archive.writestr("__main__.py", dedent(SCRIPTS["names"]) + "import part\n")
+        archive.writestr("part.py", "print(__file__)\n")
+    assert same("app.zip", "--flag", cwd=tmp_path, flight_dir=flight_dir)[0] == 0
 
 
-@pytest.mark.parametrize("command", [("-m", "no_such_module"), ("-m", "empty"), ("empty",)])
+@pytest.mark.parametrize("command", [("-m", "no_such_module"), ("empty",)])
 def test_what_cannot_be_run_is_refused_in_python_s_words(command: tuple[str, ...], tmp_path: Path, flight_dir: Path) -> None:
-    """A module that is not there, a package or directory without `__main__`."""
+    """A module that is not there, a directory without `__main__`."""
     (tmp_path / "empty").mkdir()
     status, _, err = same(*command, cwd=tmp_path, flight_dir=flight_dir)
     assert status == 1
     assert "no_such_module" in err or "__main__" in err
-
-
-def test_compiled_scripts_run(tmp_path: Path, flight_dir: Path) -> None:
-    """`python x.pyc`."""
-    (tmp_path / "x.py").write_text("print(__file__, type(__loader__))\n")
-    compile_it = "import py_compile; py_compile.compile('x.py', 'x.pyc')"
-    subprocess.run([sys.executable, "-c", compile_it], cwd=tmp_path, check=True)
-    assert same("x.pyc", cwd=tmp_path, flight_dir=flight_dir)[0] == 0
 
 
 def test_a_terminal_stays_a_terminal(tmp_path: Path, flight_dir: Path) -> None:
@@ -260,15 +243,9 @@ sys.exit(int(sys.argv[2 + int(rank)]))
 def environ(flight_dir: Path) -> Iterator[dict[str, str]]:
     """The environment of a run whose flight files and exporter are the test's own; the exporter ends with the test."""
     yield clean_environment() | {"TORCHOBS_DIR": str(flight_dir), "TORCHOBS_EXPORTER_ADDRESS": f"127.0.0.1:{free_port()}"}
-    if found := announced(flight_dir):
-        with contextlib.suppress(ProcessLookupError):  # it has left just now
-            os.kill(found.pid, signal.SIGKILL)
-
-
-def announced(flight_dir: Path) -> election.Announcement | None:
-    """What the directory's exporter announces."""
-    with opened(flight_dir) as directory_fd:
-        return election.read(directory_fd)
+    for process in exporters(flight_dir):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has left just now
+            process.kill()
 
 
 def files(flight_dir: Path) -> list[reader.View]:
@@ -289,8 +266,7 @@ def test_an_untouched_script_is_served_from_its_first_step(
     child = start(*PROGRAM, "train.py", "7", "3", torch=True, cwd=tmp_path, env=environ, **pipes)
     assert child.stdout is not None
     assert child.stdout.readline() == "trained\n"
-    found = wait_until(lambda: announced(flight_dir), 20)
-    assert found is not None
+    found = announced(flight_dir)
     exporter = Client(environ["TORCHOBS_EXPORTER_ADDRESS"])
     # a look at the files serves whoever asks within a tenth of a second, and this one may be from before the steps
     wait_until(lambda: exporter.value("torchobs_steps_total", rank="0") == 7)
@@ -321,38 +297,7 @@ def test_torchrun_starts_it_on_every_rank(environ: dict[str, str], flight_dir: P
     assert sorted(view.header.resource["rank"] for view in views) == [0, 1]
     assert len({view.header.resource["run_id"] for view in views}) == 1
     assert {view.live.exit_code for view in views if view.header.resource["rank"] == 1} == {4}
-    wait_until(lambda: announced(flight_dir), 20)
-
-
-def test_options_reach_init(environ: dict[str, str], flight_dir: Path, tmp_path: Path) -> None:
-    """`--dir` beats `TORCHOBS_DIR`, and with `--level off` there is a rank with nothing to say."""
-    (tmp_path / "train.py").write_text("print('trained')")
-    options = ("--no-exporter", "--dir", str(tmp_path / "elsewhere"))
-    for number, more in enumerate(((), ("--level", "off")), start=1):
-        argv = [*PROGRAM, *options, *more, "train.py"]
-        done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True, timeout=60)
-        assert (done.stdout, done.stderr) == ("trained\n", "")
-        assert len(files(tmp_path / "elsewhere")) == number
-    assert list(flight_dir.iterdir()) == []
-
-
-SICK = """
-import sys, time
-import torch
-
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(12):
-    loss = model(torch.ones(2, 4)).pow(2).mean()
-    if step >= 8:
-        loss = loss * float("nan")
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-print("trained")
-sys.stderr.write("mine\\n")
-raise ValueError("at its end")
-"""
+    assert announced(flight_dir)
 
 
 class Said(NamedTuple):
@@ -364,11 +309,10 @@ class Said(NamedTuple):
 
 
 def run(tmp_path: Path, flight_dir: Path, *options: str, **environ: str) -> Said:
-    """Run a script whose standard error is a terminal."""
-    (tmp_path / "train.py").write_text(SICK)
+    """Run a script that diverges and raises, whose standard error is a terminal."""
     ours, theirs = pty.openpty()
     child = Python(
-        [*PROGRAM, *options, "train.py"], cwd=tmp_path, text=True,
+        [*PROGRAM, *options, str(ROOT / "tests" / "scripts" / "dying.py"), "raise"], cwd=tmp_path, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs,
         env=clean_environment()
         | {"TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), "TORCHOBS_LOG_LEVEL": "ERROR", **environ},
@@ -386,14 +330,14 @@ def run(tmp_path: Path, flight_dir: Path, *options: str, **environ: str) -> Said
 def test_the_end_says_what_inspect_would_say_first(tmp_path: Path, flight_dir: Path) -> None:
     """After the traceback: how it ended, what was worst, where the time went, the command for more; nothing of the script's."""
     said = run(tmp_path, flight_dir, "--no-exporter")
-    assert (said.status, said.output) == (1, "trained\n")
-    script, _, summary = said.terminal.partition("ValueError: at its end\n")
-    assert script.startswith("mine\nTraceback")
+    assert (said.status, said.output) == (1, "")
+    script, _, summary = said.terminal.partition("RuntimeError: the loss is gone\n")
+    assert script.startswith("Traceback")
     assert "torchobs:" not in script
     lines = summary.splitlines()
-    assert lines[0] == "torchobs: Trouble. Ended: 1 rank, 12 steps, last loss NaN."
-    assert lines[1].startswith('torchobs: Rank 0 ended by ValueError "at its end" at ')
-    assert lines[2].startswith("torchobs: The loss turned NaN in step 9")
+    assert lines[0] == "torchobs: Trouble. Ended: 1 rank, 60 steps, last loss NaN."
+    assert lines[1].startswith('torchobs: Rank 0 ended by RuntimeError "the loss is gone" at ')
+    assert lines[2].startswith("torchobs: The loss turned infinite in step 48")
     assert "torchobs: action: do_not_restart. The program itself raised an exception: it would do so again." in lines
     assert lines[-2].startswith("torchobs: time since the process began: ")
     assert lines[-1].startswith(f"torchobs: more: torchobs inspect {flight_dir} --run ")
@@ -408,7 +352,7 @@ def test_who_wants_it_quiet_has_it_quiet(
 ) -> None:
     """By an option or a variable; other ranks than the first one never say anything."""
     said = run(tmp_path, flight_dir, "--no-exporter", *options, **environ)
-    assert (said.status, said.output) == (1, "trained\n")
+    assert (said.status, said.output) == (1, "")
     assert ("torchobs:" in said.terminal) == ("off" in options)
 
 

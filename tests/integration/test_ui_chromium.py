@@ -124,8 +124,6 @@ def test_the_page_lives_and_complains_of_nothing(browser: Browser, exporter: Ser
     assert not tab.run("document.querySelectorAll('img, main script').length")
     assert tab.complaints == []
     assert all(url.startswith((f"http://{exporter.address}/", "data:,")) for url in tab.requests)
-    exact = tab.run("[...document.querySelectorAll('#curves data, #figures data')].map((one) => Number(one.value))")
-    assert {exporter.value("torchobs_loss", rank="0"), exporter.value("torchobs_steps_total", rank="0")} <= {*exact}
     tab.run("document.getElementById('pause').click()")
     assert text_of(tab, "#link") == "Paused"
     for writer in ranks:

@@ -17,7 +17,6 @@ from tests.diagnosis_files import Parsed, Stream, shorten_seconds
 from tests.exporters import Service
 from tests.rank_files import Clock, File, live_rank, train
 from tests.support import clean_environment, free_port, wait_until
-from torchobs import catalog
 from torchobs.document import live
 from torchobs.document.live import Choice, Model, model, page_document
 from torchobs.exporter import access, page
@@ -26,7 +25,6 @@ from torchobs.exporter.page import PARTS, focused, rendered
 from torchobs.flight import artifacts
 from torchobs.flight.directory import open_directory
 from torchobs.flight.layout import Exit
-from torchobs.flight.value_blocks import CORE
 from torchobs.node import election
 from torchobs.ranks.live import KEPT, RunsReader
 
@@ -38,27 +36,11 @@ if TYPE_CHECKING:
     from torchobs.ranks.scanner import Scanner
     from torchobs.ranks.snapshot import Snapshot
 
-HOSTILE = "</bdi><script>alert(1)</script>"
-
 
 @pytest.fixture(autouse=True)
 def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a test need not wait for whole ones; and files have all the time that they take on a machine that is busy."""
     shorten_seconds(monkeypatch)
-
-
-@pytest.fixture
-def writer(flight_dir: Path) -> Iterator[FlightWriter]:
-    """A living rank that has taken three steps and has layers with names that somebody made up."""
-    made = live_rank(flight_dir, run_id=HOSTILE)
-    for layer, norm in (("blocks.0", 0.123456789), (HOSTILE, 4.5)):
-        cell = made.table.open(catalog.GRAD_LAYER_NORM, {"layer": layer}, CORE)
-        assert cell is not None
-        cell.set(norm)
-    made.event(HOSTILE, {"message": HOSTILE}, 2)
-    train(made, [1, 2, 3])
-    yield made
-    made.close()
 
 
 def test_numbers_are_those_of_the_metrics(writer: FlightWriter, exporter: Service) -> None:
@@ -69,7 +51,6 @@ def test_numbers_are_those_of_the_metrics(writer: FlightWriter, exporter: Servic
         ("torchobs_loss", {}),
         ("torchobs_grad_norm", {}),
         ("torchobs_learning_rate", {"group": "0"}),
-        ("torchobs_grad_layer_norm", {"layer": "blocks.0"}),
         ("torchobs_goodput_time_seconds_total", {"state": "productive"}),
     ):
         assert exporter.value(name, **labels) in page.values, name
@@ -86,17 +67,6 @@ def test_a_loss_that_is_not_finite_any_more_is_not_shown_as_if_it_were(writer: F
     assert "LossNaNNo finite value lately." in page
     assert "0.333" not in page
     assert "The loss is not finite" in page
-
-
-def test_hostile_names_are_text(writer: FlightWriter, exporter: Service) -> None:
-    """Of a run, a layer, an event, and in its attributes; on the page and in the stream."""
-    page = Parsed(exporter.page("/"))
-    assert page.text.count(HOSTILE) >= 4
-    assert page.tags.count("script") == 1  # ours
-    with Stream(exporter) as stream:
-        parts = stream.until("parts")
-    assert not [part for name, part in parts.items() if name != "title" and "<script" in str(part)]
-    assert writer.name
 
 
 HERE = (("127.0.0.1", 1), ("127.8.8.8", 1), ("::1", 1), ("::ffff:127.0.0.1", 1), ("/run/torchobs.sock", None), None)
@@ -117,20 +87,11 @@ def test_elsewhere_the_page_is_refused(exporter: Service, monkeypatch: pytest.Mo
     assert (exporter.get("/metrics").status, exporter.get("/-/healthy").status) == (200, 200)
 
 
-def test_a_page_of_another_site_learns_nothing(flight_dir: Path, tmp_path: Path) -> None:
-    """Not by a name of its own that it resolves to this machine (DNS rebinding), and not by asking from there.
-
-    A token, right or wrong, that is sent with every request changes nothing of it.
-    """
-    (tmp_path / "token").write_text("a-token-of-some-length")
-    config = ExporterConfig(flight_dir=str(flight_dir), mode="node", api_token_file=str(tmp_path / "token"))
-    right, wrong = {"Torchobs-Token": "a-token-of-some-length"}, {"Authorization": "Bearer another"}
-    with Service(config) as exporter:
-        for sent in ({}, right, wrong):
-            assert exporter.get("/", **sent).status == 200
-            for path in ("/", "/live/stream"):
-                assert exporter.get(path, **sent, Origin="https://evil.example").status == 403
-                assert exporter.get(path, **sent, Host="evil.example:10960").status == 421
+def test_a_page_of_another_site_learns_nothing(exporter: Service) -> None:
+    """Not by a name of its own that it resolves to this machine (DNS rebinding), and not by asking from there."""
+    for path in ("/", "/live/stream"):
+        assert exporter.get(path, Origin="https://evil.example").status == 403
+        assert exporter.get(path, Host="evil.example:10960").status == 421
 
 
 def test_the_stream_brings_everything_and_then_what_has_changed(writer: FlightWriter, exporter: Service) -> None:
@@ -261,26 +222,6 @@ def test_a_run_that_is_not_there_is_never_another(started: Callable[..., File], 
     assert shown(scanner.scan(), choice).run is None
 
 
-def has(exporter: Service, path: str, words: str) -> str:
-    """The page, once it has these words."""
-    page = exporter.page(path)
-    return page if words in page else ""
-
-
-def test_each_run_in_the_list_begins_with_how_it_is(served: Callable[..., FlightWriter], exporter: Service) -> None:
-    """Who has thirty of them looks for the sick ones; in words, too, for who does not see the sign."""
-    served("a")
-    failed = served("b", 5)
-    failed.exit(Exit.EXIT_CODE, 1)
-    failed.close()
-
-    def signs() -> dict[str, str]:
-        listed = exporter.page("/").partition(">Runs</h2>")[2].partition("</ul>")[0]
-        return dict(re.findall(r'<li class="\w+"><span role="img" aria-label="([^"]*):" class="symbol">(.)</span>', listed))
-
-    wait_until(lambda: signs() == {"Worth a look": "▲", "Trouble": "✕"})  # a rank of it has not appeared
-
-
 def left_by(exporter: Service, run: str) -> list[tuple[str, ...]]:
     """The rank and the link of what is listed as left by that run's ranks."""
     page = exporter.page(f"/?run={run}").partition('<section id="evidence"')[2].partition("</section>")[0]
@@ -297,7 +238,7 @@ def test_what_ranks_have_left_is_on_the_page_of_their_run(
     first.close()
     again = leave_stacks(flight_dir, served("a", 5, restart=1), 2)
     others = [leave_stacks(flight_dir, other, number) for number in range(3, 3 + 8)]
-    wait_until(lambda: has(exporter, "/?run=jobs/a", "step 5"))
+    wait_until(lambda: "step 5" in exporter.page("/?run=jobs/a"))
     renamed = f"0-{first.header.incarnation.hex()[:8]}"
     assert sorted(left_by(exporter, "jobs/a")) == [("0", again), (renamed, before)]
     assert sorted(left_by(exporter, "jobs/b")) == sorted(("0", link) for link in others)
