@@ -1,16 +1,13 @@
 """The rules of the house that no other tool checks."""
 
 import ast
-import os
 import re
-import sys
 from collections.abc import Iterator
 from importlib.metadata import metadata, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from tests import fork_server
 from torchobs import _version
 
 PACKAGE = Path(_version.__file__).parent
@@ -100,19 +97,6 @@ def test_the_readme_s_commands_exist(checkout: Path) -> None:
         named = set(re.findall(r"(?:\$ |`)make ([a-z-]+)", (checkout / page).read_text()))
         assert named <= targets
     assert {"demo", "test"} <= targets
-
-
-def test_make_names_every_file_with_a_test_of_a_cluster(checkout: Path) -> None:
-    """`make kube-test` gives pytest files by name, since collecting all takes long: none is left out by how it is marked."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "MAKE"))}
-
-    def output(*command: str) -> str:
-        return str(fork_server.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=True).stdout)
-
-    collected = output(sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "kubernetes", "tests/e2e")
-    files = {line.partition("::")[0] for line in collected.splitlines() if "::" in line}
-    assert len(files) > 5
-    assert files == set(re.findall(r"tests/e2e/\S+\.py", output("make", "-n", "kube-test-alone")))
 
 
 def test_links_between_pages_lead_somewhere(checkout: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-import subprocess
-import sys
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -15,49 +13,13 @@ import grimp
 import pytest
 import torch
 
-from torchobs import catalog, debug, guard, tune
-from torchobs.catalog import Event, Metric, Span, prometheus_label
+from torchobs import debug, guard, tune
 from torchobs.cli.__main__ import COMMANDS
 from torchobs.config.options import BOOLEAN
 from torchobs.config.settings import OPTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
-
-
-def test_the_page_is_up_to_date(checkout: Path) -> None:
-    """A metric that is added, renamed or described anew is on the page, or CI fails."""
-    argv = [sys.executable, str(checkout / "docs" / "generate.py"), "--check"]
-    checked = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
-
-
-def test_every_entry_has_its_row(checkout: Path) -> None:
-    """Each metric, event and span, with its attributes; the OpenTelemetry name is there, or follows by the page's rule."""
-    page = (checkout / "docs" / "metrics.md").read_text()
-    metrics, rest = page.split("## Events\n")
-    events, spans = rest.split("## Spans\n")
-    tables: dict[str, Sequence[Metric | Event | Span]]
-    tables = {metrics: catalog.METRICS, events: catalog.EVENTS, spans: catalog.SPANS}
-    for section, entry in ((section, entry) for section, entries in tables.items() for entry in entries):
-        names = [prometheus_label(one.name) if isinstance(entry, Metric) else one.name for one in entry.attributes]
-        name = entry.prometheus if isinstance(entry, Metric) else entry.name
-        called = f"`{name}{{{','.join(names)}}}`" if names else f"`{name}`"
-        (row,) = (line for line in section.splitlines() if line.startswith((f"- {called}: ", f"- {called} `{entry.name}`: ")))
-        assert entry.brief in row
-        if isinstance(entry, Metric) and f" `{entry.name}`: " not in row:
-            dotted = name.removesuffix("_total").replace("_", ".")
-            assert re.sub(r"\.(seconds|bytes|ratio|watts|joules|celsius|hertz)$", "", dotted) == entry.name
-
-
-def test_the_page_says_what_a_dead_rank_still_shows(checkout: Path) -> None:
-    """The last loss and exits stay for the grace; ages and other states of a living process end at once."""
-    rows = (checkout / "docs" / "metrics.md").read_text().splitlines()
-    stays = {re.split("[`{]", row)[1] for row in rows if re.search(r"\*[^*]*stays\.\*$", row, re.IGNORECASE)}
-    assert {catalog.LOSS.prometheus, catalog.RANK_EXIT.prometheus} <= stays
-    of_the_living = (catalog.RANK_PROGRESS_AGE, catalog.ANOMALY_ACTIVE, catalog.EXPORTER_FILES)
-    assert not stays & {metric.prometheus for metric in of_the_living}
 
 
 def test_the_pages_stay_short(checkout: Path) -> None:
@@ -136,15 +98,6 @@ def test_the_figures_of_overhead_are_those_that_were_measured(checkout: Path) ->
             ((longer, share),) = re.findall(r"([\d.]+ µs)(?:, ([\d.]+ %))?", words)  # of no difference, the interval's end
             row = rf"^\| {step} \| torchobs, {way} \|.*\b{re.escape(longer)} \|.*{re.escape(share)} \|$"
             assert re.search(row, measured, re.MULTILINE), (step, way)
-
-
-def test_the_label_for_kubernetes_is_the_one_that_the_policy_matches(checkout: Path) -> None:
-    """What the README shows is what the chart's policy, which is tested on a cluster, goes by."""
-    shown = section(checkout, "In Kubernetes")
-    policy = (checkout / "deploy" / "kubernetes" / "injection-policy.yaml").read_text()
-    assert "torchobs.io/inject:" in shown
-    assert "torchobs.io/inject" in policy
-    assert "helm upgrade --install torchobs helm/torchobs" in shown
 
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
