@@ -50,6 +50,8 @@ def test_nothing_given_is_the_default_and_every_option_sets_its_field() -> None:
     expected = ExporterConfig(**values, runtime_dir="/run/user/1")
     assert config.parse(given, {"XDG_RUNTIME_DIR": "/run/user/1"}) == expected
     assert config.parse({"hang_timeout_s": ["auto"]}, {}).hang_timeout_s is None
+    several = config.parse({}, {"TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS": ":1 x [::1]:2"})
+    assert (several.addresses, len(several.problems)) == ((Address("", 1), Address("::1", 2)), 1)
 
 
 SET: dict[str, tuple[list[str], object]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +12,9 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.resources import OTELResourceDetector
 
 from tests.support import for_each
-from torchobs.cli import exporter, run
+from torchobs.cli import run
 from torchobs.config import settings
-from torchobs.config.options import Address, Option, SettingsProblem, integer, values_of
+from torchobs.config.options import Address, Option
 from torchobs.config.settings import OPTIONS, Settings, resolve
 from torchobs.exporter import config
 
@@ -163,12 +162,6 @@ def test_unknown_variables_are_reported_with_a_suggestion_and_without_their_valu
     ]
 
 
-def test_a_kubernetes_service_called_torchobs_is_no_misspelled_setting() -> None:
-    """Kubernetes sets these in every container of the namespace."""
-    of_services = ("TORCHOBS_SERVICE_HOST", "TORCHOBS_EXPORTER_SERVICE_PORT_METRICS", "TORCHOBS_EXPORTER_PORT_10960_TCP")
-    assert resolve({}, dict.fromkeys(of_services, "tcp://10.0.0.1:10960")) == (Settings(), ())
-
-
 def test_known_items_of_a_list_count_although_another_is_wrong() -> None:
     """One misspelled probe does not switch the others on again, one broken attribute does not hide the others."""
     found, problems = resolve({}, {"TORCHOBS_DISABLE_PROBES": "loss,gradient", "OTEL_RESOURCE_ATTRIBUTES": "a=1,b,=c"})
@@ -197,38 +190,6 @@ def test_no_environment_makes_it_raise(environ: dict[str, str]) -> None:
     assert "\n".join(map(str, problems)).encode() is not None
 
 
-PORT = Option("port", integer(0), "A port.", "0", ("A", "B"), flag="--port")
-
-
-def asked(option: Option, given: tuple[str, ...] = (), **environ: str) -> tuple[list[object], list[str]]:
-    """The values, and the problems as a person reads them."""
-    problems: list[SettingsProblem] = []
-    return values_of(option, given, environ, problems), [str(problem) for problem in problems]
-
-
-def test_a_flag_beats_the_variables_in_their_order_and_a_bad_value_the_next_decides() -> None:
-    """Each problem names the source that had it; a flag is written as it was typed, a variable as a shell sets it."""
-    assert asked(PORT, ("1",), A="2", B="3") == ([1], [])
-    assert asked(PORT, A="2", B="3") == ([2], [])
-    assert asked(PORT, A=" ", B="3") == ([3], [])
-    bad = ["--port 'x': expected an integer, at least 0", "A='-2': expected an integer, at least 0"]
-    assert asked(PORT, ("x",), A="-2", B="3") == ([3], bad)
-    assert asked(PORT, ("x",), A="-2") == ([], bad)
-
-
-def test_a_variable_holds_several_values_separated_by_blanks() -> None:
-    """As `--port 1 --port 2` does; what is wrong among them is left out."""
-    option = PORT._replace(several=True)
-    assert asked(option, ("1", "2"), A="3 4") == ([1, 2], [])
-    assert asked(option, A=" 3  x 4") == ([3, 4], ["A='x': expected an integer, at least 0"])
-
-
-def test_what_may_be_a_secret_is_not_repeated() -> None:
-    """The log is read by others."""
-    _, (problem,) = asked(PORT._replace(hidden_if="@"), ("u:s3cret@h",))
-    assert problem == "--port is not repeated here; expected an integer, at least 0"
-
-
 @pytest.mark.parametrize(
     ("options", "defaults"),
     [(settings.OPTIONS, Settings()), (config.OPTIONS, config.ExporterConfig())],
@@ -247,21 +208,6 @@ def test_every_field_has_an_option_whose_words_about_the_default_are_true(
             assert option.kind.parse(option.default) == default, option.name
             parsed += 1
     assert parsed >= 8
-
-
-@pytest.mark.parametrize("word", ["--help=x", "-hang-timeout", "--version=1"])
-def test_no_mistake_on_the_command_line_ends_a_sidecar(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It serves with the rest of its options, and its configuration names the mistake."""
-    served: list[config.ExporterConfig] = []
-    monkeypatch.setattr("torchobs.exporter.daemon.serve", served.append)
-    monkeypatch.setattr("torchobs.exporter.daemon.configure_log", lambda _: None)
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
-    exporter.main([word, "--web.config.file", "web.yml", "--grace"])
-    (chosen,) = served
-    assert chosen.web_config_file == "web.yml"
-    assert chosen.grace_s == 300.0
-    assert len(chosen.problems) == 2
-    assert chosen.problems[1] == "--grace '': expected a duration such as 90s, 5m or 1h30m"
 
 
 SCRIPT = ["train.py", "--level", "off", "-m", "--", "--help"]
@@ -283,11 +229,8 @@ def test_what_follows_the_script_s_name_is_the_script_s() -> None:
     ("arguments", "said"),
     [
         (["--lr", "3", "train.py"], ["unknown option '--lr'", "the script's own come after its name", "--no-exporter, ", "-m"]),
-        (["--no-export", "train.py"], ["unknown option '--no-export'"]),
         (["python3.11", "train.py"], ["leave out 'python3.11'"]),
-        ([sys.executable, "train.py"], [f"leave out {sys.executable!r}"]),
         ([], ["a script or `-m module` is missing"]),
-        (["-m"], ["a script or `-m module` is missing"]),
         (["--no-exporter", "--"], ["a script or `-m module` is missing"]),
         (["--level", "loud", "train.py"], ["--level", "loud", "off, basic, advanced or extreme"]),
         (["--address", "h:99999", "train.py"], ["--address", "h:99999", "host:port"]),
