@@ -87,21 +87,6 @@ def test_what_was_handed_out_before_records_too(script: Callable[[str], None]) -
     )
 
 
-def test_a_provider_that_the_application_has_set_is_not_replaced(script: Callable[[str], None]) -> None:
-    """Nothing of the application's is taken away from its own telemetry."""
-    script(
-        """
-        the_application_sets_its_own()
-        install(lambda: writer)
-        metrics.get_meter("m").create_counter("c").add(1)
-        trace.get_tracer("t").start_span("s").end()
-        assert theirs()["c"].value == 1
-        assert their_spans() == ["s"]
-        assert (ours(), our_spans()) == ({}, [])
-        """
-    )
-
-
 def test_an_application_that_sets_its_own_later_gets_all(script: Callable[[str], None]) -> None:
     """Not refused, no warning, and what was handed out before goes over to it: under `torchobs run` that is any application."""
     script(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from opentelemetry import context as context_api
-from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, Tracer, TraceState, set_span_in_context
 
 from tests import otel
@@ -40,16 +39,6 @@ def provider(writer: FlightWriter) -> FlightTracerProvider:
 def tracer(provider: FlightTracerProvider) -> Tracer:
     """A tracer of that provider."""
     return provider.get_tracer("tests", "1.0")
-
-
-def test_a_span_is_in_the_file_when_it_has_ended(writer: FlightWriter, tracer: Tracer) -> None:
-    """Not before, and no thread of ours has to run for it."""
-    span = tracer.start_span("work", attributes={"n": 1}, start_time=1_000)
-    assert otel.frames(writer) == []
-    span.end(2_000)
-    (frame,) = otel.frames(writer)
-    assert frame["span_id"] == trace.format_span_id(span.get_span_context().span_id)
-    assert (frame["t0"], frame["t1"], frame["attrs"], frame["scope"]) == (1_000, 2_000, {"n": 1}, ["tests", "1.0", "", {}])
 
 
 def test_roots_are_children_of_the_run_s_span(writer: FlightWriter) -> None:
