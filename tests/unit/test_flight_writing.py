@@ -21,7 +21,7 @@ from torchobs import catalog
 from torchobs.catalog import Kind
 from torchobs.flight import files, reader, storage, writer
 from torchobs.flight.files import CreatedFile, create_flight_file, lock_name
-from torchobs.flight.layout import BLOCK_WORDS, MIN_SIZE, Exit, Region
+from torchobs.flight.layout import MIN_SIZE, Exit, Region
 from torchobs.flight.reader import Distribution
 from torchobs.flight.storage import DeferredStorage
 from torchobs.flight.value_blocks import LAYERS, USER, Cell
@@ -410,25 +410,6 @@ def test_a_histogram_s_value_on_a_bound_is_within_it_and_no_infinity_is_observed
         made.observe(value)
     made.publish()
     assert shown(image) == Distribution((1, 2, 1), 7.0, 1.0, 2.5)
-
-
-def test_a_full_file_counts_what_did_not_fit_and_goes_on(image: flights.Image) -> None:
-    """Series that are there stay; one that does not fit is none, and is counted once."""
-    writer, _ = flights.written(image)
-    first = cell(writer, Kind.COUNTER, integer=True)
-    many = [catalog.Metric(f"n{index}", Kind.COUNTER, "", "") for index in range(5000)]
-    for one in many:
-        writer.table.cell(one, {}, LAYERS)
-    dropped = writer.table.dropped
-    assert dropped > 1000
-    assert writer.table.cell(many[-1], {}, LAYERS) is None
-    assert writer.table.dropped == dropped
-    wide = catalog.Metric("h", Kind.HISTOGRAM, "", "", bounds=tuple(map(float, range(BLOCK_WORDS))))
-    assert writer.table.cell(wide, {}, LAYERS) is None
-    first.add(3)
-    first.publish()
-    assert shown(image) == 3
-    assert len(view(image).points) == len(writer.table) - 4  # gauges without a value
 
 
 RING = 1024

@@ -13,7 +13,7 @@ from tests.flights import RecordingMemory, recorded
 from torchobs.flight.layout import RECORD_SIZE
 from torchobs.flight.step_record import RecordKind, StepRecord, unpack
 from torchobs.probes.step_recorder import StepRecorder
-from torchobs.probes.timeline import BACKWARD_BEGINS, BACKWARD_ENDS, FETCH, FETCHED, FETCHED_NO_GRAD, STEP_BEGINS
+from torchobs.probes.timeline import BACKWARD_BEGINS, BACKWARD_ENDS, FETCH, FETCHED, STEP_BEGINS
 
 if TYPE_CHECKING:
     from torchobs.flight.writer import FlightWriter
@@ -115,13 +115,3 @@ def test_a_round_of_optimizers_is_a_step(order: list[str], players: int, passes:
             recorder.optimizer_ends(optimizers[name], at := at + 1)
     recorder.flush()
     assert [record.step for record in _records(writer, memory)] == list(range(1, rounds + 1))
-
-
-def test_evaluation_without_end_keeps_the_trace_short() -> None:
-    """Fetches without end and no step: the trace is worked off on the way."""
-    recorder = StepRecorder(recorded()[0])
-    for index in range(5_000):
-        recorder.mark(FETCH, 10**12 + 2 * index, 1)
-        recorder.mark(FETCHED_NO_GRAD, 10**12 + 2 * index + 1)
-    assert len(recorder.trace) <= 4097
-    assert len(recorder.arguments) <= 4097
