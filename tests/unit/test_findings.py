@@ -9,7 +9,7 @@ from string import Formatter
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.catalog.findings import KINDS, RECOMPILE_REMEDIES, ROOM, Finding, Kind, as_subject, fields, origin_of, sentence
+from torchobs.catalog.findings import KINDS, RECOMPILE_REMEDIES, Finding, Kind, as_subject, fields, origin_of, sentence
 
 if TYPE_CHECKING:
     import pytest
@@ -131,12 +131,7 @@ def test_values_from_a_file_cannot_break_a_sentence_and_a_nameless_parameter_is_
     assert Finding("left_out", "", None, odd).long
     several = {"origin": "unknown", "parameter": "unnamed", "note": "and 1 more"}
     assert origin_of(several).short == "A parameter of no module and 1 more hold NaN or infinity."
-    assert origin_of({"origin": "parameter", "parameter": "unnamed"}).short == "A parameter of no module holds NaN or infinity."
-    assert origin_of(several | {"parameter": "fc.weight"}).short == "The parameters fc.weight and 1 more hold NaN or infinity."
     assert as_subject("unnamed") == "A parameter of no module"
-    overflow = origin_of(several | {"origin": "overflow"})
-    assert "float16, in a parameter of no module: scale" in overflow.short
-    assert "float16, in a parameter of no module and 1 more: the" in overflow.long
 
 
 def test_a_part_is_left_out_where_a_value_is_absent() -> None:
@@ -144,20 +139,5 @@ def test_a_part_is_left_out_where_a_value_is_absent() -> None:
     assert sentence("It rose[ to {value:n}][ in step {step:,}].", {"value": 2.0}) == "It rose to 2."
     assert sentence("[up?waits][up!waited]", {"up": True}) + sentence("[up?waits][up!waited]", {}) == "waitswaited"
     assert [sentence("{n:layer} {n:learns|learn}", {"n": n}) for n in (1, 2000)] == ["1 layer learns", "2,000 layers learn"]
-    one: list[tuple[str, dict[str, object], str]] = [
-        ("nonfinite_origin_region", {"region": "compiled region"}, "appeared inside a compiled region. Run"),
-        ("unmoved_layers_no_gradient", {"layers_affected": 1, "layers_total": 2}, "no gradient for it."),
-        ("slowdown", {"steps": 1, "one": True, "now": 3.0, "usual": 0.1}, "The last step took 3 s, usual was 100 ms;"),
-        ("never_stepped", {"backward_passes": 1}, "1 backward pass, and no step"),
-        ("dead_units", {"units_dead": 1, "units": 4, "layer": "fc", "steps": 9}, "1 of 4 units of fc gives zero"),
-        (
-            "checkpoint_failed",
-            {"saves": 1, "room": sentence(ROOM, {"free": 0, "needed": 1024})},
-            "and none was since. 0 B were left on the file system, and the parameters alone take 1 KiB.",
-        ),
-        ("gpu_lost", {"hw.id": "0", "reason": "was it 'a?.b'"}, "'a?.b'."),
-    ]
-    for kind, values, said in one:
-        assert said in Finding(kind, "", None, values).long
     # it goes on after "To avoid it,"
     assert {remedy.split()[0] for remedy in RECOMPILE_REMEDIES.values()} == {"mark", "give", "call", "pass", "see"}

@@ -11,7 +11,6 @@ import pytest
 from tests.diagnosis_files import START_S, fact, facts, step, steps
 from torchobs import catalog
 from torchobs.catalog import Severity
-from torchobs.catalog.findings import KINDS
 from torchobs.document import sections
 from torchobs.document.blocks import Items, StripChart, Table
 from torchobs.document.compare import compare, comparison_document
@@ -28,12 +27,6 @@ from torchobs.ranks.rank_view import run_of
 from torchobs.ranks.runs import Chosen
 
 GB = 1 << 30
-
-
-def test_every_kind_of_finding_has_a_section_of_the_report() -> None:
-    """A finding leads to the data behind it."""
-    sections = {"training", "layers", "time", "memory", "compile", "ranks", "events"}
-    assert {kind.section for kind in KINDS.values()} == sections
 
 
 def test_a_slowdown_leads_to_where_the_time_went() -> None:

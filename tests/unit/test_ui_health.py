@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.diagnosis_files import Values, fact, facts, row, run, step
+from tests.diagnosis_files import Values, fact, row, run, step
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.cli.top import screen
@@ -339,14 +339,6 @@ def test_page_and_report_judge_a_rank_alike(rank: RankView, level: Severity, bad
     assert (known.health.level, known.health.badge) == (level, badge)
     assert (known.verdict.severity, known.verdict.values["badge"]) == (level.name.lower(), badge)
     assert all(one.severity == "info" for one in known.by_rank[0]) == (level is INFO)
-
-
-def test_a_rate_of_zero_is_none_where_another_group_has_one() -> None:
-    """Of all groups: another one may train."""
-    history = tuple(step(number, learning_rate=0.0) for number in range(1, 101))
-    assert row().zero_rate is None
-    assert facts(history).zero_rate is not None
-    assert facts(history, values={(catalog.LEARNING_RATE, "1"): 1e-3}).zero_rate is None
 
 
 def test_the_page_reads_all_that_a_status_is_made_of() -> None:
