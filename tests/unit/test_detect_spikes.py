@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from math import exp, inf, isfinite, log, nan, sqrt
+from math import exp, inf, isfinite, nan, sqrt
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchobs.detect import spikes
-from torchobs.detect.spikes import CALM, HEALTHY, SETTLED, WARM_UP, BlownLayer, LastAnomaly, blown_layer, healthy_steps, judge
+from torchobs.detect.spikes import (
+    CALM,
+    HEALTHY,
+    SETTLED,
+    WARM_UP,
+    BlownLayer,
+    LastAnomaly,
+    UsualValues,
+    blown_layer,
+    healthy_steps,
+)
 from torchobs.flight.fold import fold
 from torchobs.flight.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.totals import SIZE, Anomaly, Totals
@@ -21,21 +31,11 @@ from torchobs.flight.totals import SIZE, Anomaly, Totals
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-Baseline = tuple[float, float, int]
-FRESH: Baseline = (0.0, 0.0, 0)
 
-
-def feed(
-    values: list[float], baseline: Baseline = FRESH, least_excess: float = 0.25, *, skewed: bool = False
-) -> tuple[list[bool], Baseline]:
-    """Judge the values in turn."""
-    verdicts = []
-    for value in values:
-        is_spike, mean, variance, seen = judge(value, *baseline, least_excess)
-        is_spike = is_spike and (not skewed or value - baseline[0] > spikes.skewed_reach(baseline[0], baseline[1]))
-        baseline = (mean, variance, seen)
-        verdicts.append(is_spike)
-    return verdicts, baseline
+def spikes_in(values: list[float], *, learns: bool = True) -> list[int]:
+    """Return which losses are spikes for who cannot wait for the losses after them."""
+    usual = UsualValues()
+    return [place for place, value in enumerate(values) if usual.judge(value, learns=learns)]
 
 
 def student(chance: random.Random, freedom: float) -> float:
@@ -55,33 +55,31 @@ TAIL = [0.1 * exp(CHANCE.gauss(0.0, 1.0)) for _ in range(500)]
 
 
 @pytest.mark.parametrize(
-    ("before", "last", "skewed"),
+    ("before", "last"),
     [
-        ([2.0] * (WARM_UP - 1), {1e9: False}, False),  # no past
-        (USUAL, {50.0: True, 2.0: False, 49.9: True}, False),
-        (USUAL, {-50.0: False}, False),  # good news
-        ([2.0] * 100, {2.2: False}, False),  # certain, and small
-        ([2.0] * 100, {2.3: True}, False),
-        ([1e200, -1e200, *USUAL], {20.0: True}, False),  # after squares that overflow
-        (TAIL, {1000.0: True, 1000.1: True, 1000.2: True, 1000.3: True, 1000.4: True}, True),
-        ([policy_gradient(CHANCE) for _ in range(300)], {10_000.0: True}, True),
+        ([2.0] * (WARM_UP - 1), {1e9: False}),  # no past
+        (USUAL, {50.0: True, 2.0: False, 49.9: True}),
+        (USUAL, {-50.0: False}),  # good news
+        ([2.0] * 100, {2.2: False}),  # certain, and small
+        ([2.0] * 100, {2.6: True}),
+        ([1e200, -1e200, *USUAL], {20.0: True}),  # after squares that overflow
+        (TAIL, {1000.0: True, 1000.1: True, 1000.2: True, 1000.3: True, 1000.4: True}),
+        ([policy_gradient(CHANCE) for _ in range(300)], {10_000.0: True}),
     ],
 )
-def test_what_is_a_spike_of_the_last_values(before: list[float], last: dict[float, bool], skewed: bool) -> None:  # noqa: FBT001  # parametrized
+def test_what_is_a_spike_of_the_last_values(before: list[float], last: dict[float, bool]) -> None:
     """Promise: six deviations above twenty values or more, and an excess that matters; a spike does not hide the next one."""
-    verdicts, _ = feed([*before, *last], skewed=skewed)
-    assert verdicts[len(before) :] == [*last.values()]
-    assert not any(verdicts[: len(before)])
+    assert spikes_in([*before, *last]) == [place for place, is_spike in enumerate(last.values(), len(before)) if is_spike]
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=60))
 def test_no_finite_values_spoil_the_baseline(values: list[float]) -> None:
     """However large: an infinite variance would find no spike ever again, so the baseline begins anew."""
-    _, (mean, variance, seen) = feed(values)
-    assert isfinite(mean)
-    assert isfinite(variance)
-    assert variance >= 0.0
-    assert 1 <= seen <= len(values)
+    usual = UsualValues()
+    for value in values:
+        usual.judge(value)
+    assert isfinite(usual.mean)
+    assert 0.0 <= usual.variance < inf
 
 
 HEAVY: dict[str, Callable[[random.Random], float]] = {
@@ -98,20 +96,7 @@ HEAVY: dict[str, Callable[[random.Random], float]] = {
 def test_a_loss_that_is_heavy_tailed_by_nature_has_hardly_a_spike(name: str) -> None:
     """Ten runs of 2,000 steps each, 120,000 values in all; the normal limit alone finds dozens in most."""
     chance = random.Random(11)
-    runs = [[HEAVY[name](chance) for _ in range(2000)] for _ in range(10)]
-    assert sum(sum(feed(run, skewed=True)[0]) for run in runs) <= 1
-    if name not in {"Laplace", "normal"}:
-        assert sum(sum(feed(run)[0]) for run in runs) > 20
-
-
-def early(values: list[float]) -> list[bool]:
-    """Which of a run's first values are orders of magnitude above how it began, as the fold asks."""
-    start, verdicts = 0.0, []
-    for seen, value in enumerate(values):
-        verdicts.append(spikes.leaves_start(value, start, seen))
-        if seen < spikes.START and not verdicts[-1]:
-            start = max(start, abs(value))
-    return verdicts
+    assert sum(len(spikes_in([HEAVY[name](chance) for _ in range(2000)])) for _ in range(10)) <= 1
 
 
 STARTS: dict[str, list[float]] = {
@@ -127,27 +112,7 @@ STARTS: dict[str, list[float]] = {
 
 def test_a_healthy_start_is_none() -> None:
     """Losses fall from large values, grow from nothing, cross zero, and differ a thousandfold in reinforcement learning."""
-    assert [name for name, values in STARTS.items() if any(early(values))] == []
-
-
-LEAST_NORM = log(8.0)
-
-
-def losses_told(values: list[float], *, learns: bool = True) -> list[int]:
-    """Which of them are spikes."""
-    baseline = spikes.UsualValues()
-    return [index for index, value in enumerate(values) if baseline.judge(value, learns=learns)]
-
-
-def norms_told(values: list[float]) -> list[int]:
-    """The same of gradient norms."""
-    mean, variance, seen, bursts, told = 0.0, 0.0, 0, spikes.Bursts(), list[int]()
-    for index, value in enumerate(values):
-        likely = bursts.peak + log(2.0)
-        spike, mean, variance, seen = judge(log(value), mean, variance, seen, LEAST_NORM)
-        if bursts.judge(log(value), likely, is_spike=spike):
-            told.append(index)
-    return told
+    assert [name for name, values in STARTS.items() if anomalies(values)] == []
 
 
 def episodic(seed: int, steps: int = 3000) -> list[float]:
@@ -167,9 +132,9 @@ def episodic(seed: int, steps: int = 3000) -> list[float]:
 def test_what_an_actor_critic_does_when_episodes_end(seed: int) -> None:
     """Some hundred bursts of a healthy run; fewer are told than are a finding."""
     values = episodic(seed)
-    assert len(losses_told(values)) < spikes.LEAST_LOSS_SPIKES
-    assert len(losses_told(values, learns=False)) < spikes.LEAST_LOSS_SPIKES  # as guard.Recovery, which undoes spikes
-    assert len(norms_told(values)) < spikes.LEAST_EXPLOSIONS
+    assert len(spikes_in(values)) < spikes.LEAST_LOSS_SPIKES
+    assert len(spikes_in(values, learns=False)) < spikes.LEAST_LOSS_SPIKES  # as guard.Recovery, which undoes spikes
+    assert len(anomalies([1.0] * len(values), values)) < spikes.LEAST_EXPLOSIONS
 
 
 def test_single_bad_batches_far_apart_are_each_told_and_one_far_beyond_the_usual_bursts() -> None:
@@ -177,10 +142,10 @@ def test_single_bad_batches_far_apart_are_each_told_and_one_far_beyond_the_usual
     chance = random.Random(1)
     values = [2.0 * chance.lognormvariate(0.0, 0.1) for _ in range(4000)]
     values[100::400] = [60.0] * 10
-    assert losses_told(values) == norms_told(values) == list(range(100, 4000, 400))
+    assert spikes_in(values) == list(range(100, 4000, 400))
     values[100:1000:30] = [60.0] * 30
     values[700] = 6000.0
-    assert losses_told(values[:1000])[-1] == norms_told(values[:1000])[-1] == 700
+    assert spikes_in(values[:1000])[-1] == 700
 
 
 USUAL_NORMS = [{"a": 1.0, "b": 0.1, "c": 3.0, "big": 10.0}] * 4
