@@ -32,7 +32,7 @@ def drained() -> dict[str, Any]:
 
 
 JOBS: dict[str, Callable[[], dict[str, Any]]] = {
-    "explodes": lambda: job("explodes", "explode", script="sick_pod.py"),
+    "explodes": lambda: job("explodes", script="sick_pod.py"),
     "healthy": lambda: job("healthy", "100000"),
     "drained": drained,
 }
