@@ -81,30 +81,3 @@ def certify(openssl: str, directory: Path, name: str) -> Path:
         check=True, capture_output=True,
     )  # fmt: skip
     return made
-
-
-def outdate(openssl: str, directory: Path, name: str) -> Path:
-    """Make a certificate that was valid for a day of 2020, and its key, as :func:`certify`."""
-    made, request, key = (directory / f"{name}.{ending}" for ending in ("pem", "csr", "key"))
-    (directory / "index").touch()
-    (directory / "ca.cnf").write_text(_AUTHORITY.format(directory=directory))
-    ask = (openssl, "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", f"/CN={name}")
-    sign = (openssl, "ca", "-batch", "-selfsign", "-notext", "-config", directory / "ca.cnf", "-create_serial")
-    day = ("-startdate", "20200101000000Z", "-enddate", "20200102000000Z")
-    subprocess.run([*ask, "-keyout", key, "-out", request], check=True, capture_output=True)
-    subprocess.run([*sign, "-keyfile", key, "-in", request, "-out", made, *day], check=True, capture_output=True)
-    return made
-
-
-_AUTHORITY = """
-[ca]
-default_ca = own
-[own]
-database = {directory}/index
-new_certs_dir = {directory}
-serial = {directory}/serial
-default_md = sha256
-policy = any
-[any]
-commonName = supplied
-"""
