@@ -99,15 +99,15 @@ def step(writer: FlightWriter, number: int, **given: float) -> int:
     return writer.append(**fields(writer.header, number, **given))
 
 
-def plain_step(writer: FlightWriter, number: int, *, loader: bool = True) -> None:
+def plain_step(writer: FlightWriter, number: int, loss: float = 2.0) -> None:
     """Append step ``number`` as nearly every step is written: by its boundaries, each 50 ms after the last."""
     begun_ns = writer.header.monotonic_ns + (number - 1) * 250_000_000
     stamps = [begun_ns + part * 50_000_000 << 4 | code for part, code in enumerate(PLAIN_CODES)]
     steps = plain_steps(writer)
     steps.clean, steps.timed, steps.expected, steps.step, steps.begun_ns = True, True, [], number - 1, begun_ns
-    steps.flags, steps.losses, steps.loss_sum, steps.norm_squared, steps.learning_rate = ALL_VALUES, 1, 2.0, 1.0, 0.5
+    steps.flags, steps.losses, steps.loss_sum, steps.norm_squared, steps.learning_rate = ALL_VALUES, 1, loss, 1.0, 0.5
     steps.tokens, steps.samples = 16, 2
-    steps.trace[:] = stamps if loader else stamps[2:]
+    steps.trace[:] = stamps
     assert steps.append(begun_ns + 250_000_000)
 
 

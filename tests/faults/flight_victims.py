@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import count
 
+from tests import flights
 from torchobs.catalog import Kind, Metric
 from torchobs.flight.directory import FlightDirectory, open_place
 from torchobs.flight.layout import MIN_SIZE
-from torchobs.flight.step_record import PLAIN_CODES, StepFlag
 from torchobs.flight.value_blocks import USER
 from torchobs.flight.writer import FlightWriter, open_writer
-from torchobs.probes.hot_path import plain_steps
 
 BUCKETS = 150
 HISTOGRAMS = [Metric(f"test.{name}", Kind.HISTOGRAM, "", "", bounds=tuple(map(float, range(BUCKETS - 1)))) for name in "ab"]
@@ -40,19 +39,12 @@ def publish(writer: FlightWriter) -> Iterator[int]:
 def rank(writer: FlightWriter) -> Iterator[int]:
     """Step as a rank does, while a sampler folds a hundred times as often."""
     threading.Thread(target=_sample, args=[writer], daemon=True).start()
-    phases = (0.0625, 0.0625, 0.125, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     yield 0
-    steps = plain_steps(writer)
-    steps.clean, steps.timed, steps.expected = True, True, []
     for number in count(1):
-        now_ns = time.monotonic_ns()
         if number % 2:
-            writer.append(number, now_ns, 1, StepFlag.LOSS, 1, 0.25, number / 64, 0.0, 0.0, phases, 16, 2, 1.0)
+            flights.step(writer, number, loss=number / 64)
         else:
-            steps.trace[:] = [now_ns << 4 | code for code in PLAIN_CODES]
-            steps.step, steps.begun_ns, steps.flags, steps.losses = number - 1, now_ns, StepFlag.LOSS, 1
-            steps.loss_sum, steps.tokens, steps.samples = number / 64, 16, 2
-            steps.append(now_ns)
+            flights.plain_step(writer, number, loss=number / 64)
         yield number
 
 
