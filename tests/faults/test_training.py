@@ -171,8 +171,8 @@ def test_a_rank_that_falls_with_a_worker_that_was_killed_ran_out_of_memory(
     assert [(run["action"], run["cause"]) for run in ended] == [("restart", "killed_beside")]
 
 
-STEPS_GROWTH = 15_000
-WARM = 5_000
+STEPS_GROWTH = 10_000
+WARM = 4_000
 """Until rings are full, and the allocator has what it wants."""
 MEMORY = 2 * 1024**2
 """Bytes that are allowed: what the arenas of an allocator come to."""
