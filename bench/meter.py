@@ -37,18 +37,16 @@ _MEASURED = (
     (UpdateWatch, "_copy"), (UpdateWatch, "_compare"),
 )  # fmt: skip
 """What is done now and then, paced by what it costs"""
-_HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+_NORMS = {"_measure", "_use_clipping_norm"}
+HOOKS: tuple[dict[int, Any], ...] = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
 class Step(NamedTuple):
-    """Our part of one."""
+    """Our part of a step, in ns: the bookkeeping, and what is measured now and then, with its functions' names."""
 
     measured: frozenset[str]
-    """what of that which is done now and then"""
     ours: int
-    """ns, without that"""
     norms: int
-    """ns, of that"""
 
 
 class Meter:
@@ -57,8 +55,7 @@ class Meter:
     At the end :meth:`remove_outer`, remove what was measured, :meth:`remove`: who is not on top can't be taken away.
     """
 
-    def __init__(self, clock: Callable[[], int] = perf_counter_ns) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.steps: list[Step] = []
         self._sum = self._norm = self._depth = 0
         self._measured: set[str] = set()
@@ -73,7 +70,7 @@ class Meter:
     def outer(self) -> None:
         """Wrap what stands there now."""
         self._outer += [Patch(owner, name, lambda original: self._timed(original, 1)) for owner, name in _SITES]
-        for hooks in _HOOKS:
+        for hooks in HOOKS:
             for key, hook in hooks.items():
                 hooks[key] = self._timed(hook, 1)
 
@@ -103,6 +100,11 @@ class Meter:
         """Mean of what is measured now and then."""
         return self._mean_us(lambda step: step.norms)
 
+    @property
+    def interval(self) -> float:
+        """Steps from one whose norm is measured to the next."""
+        return len(self.steps) / max(1, sum(not step.measured.isdisjoint(_NORMS) for step in self.steps))
+
     def _mean_us(self, of: Callable[[Step], int]) -> float:
         """Of the medians of the steps in which the same was measured, so that a preemption is not ours."""
         kinds = Counter(step.measured for step in self.steps)
@@ -110,29 +112,25 @@ class Meter:
         return sum(medians[kind] * count for kind, count in kinds.items()) / len(self.steps) / 1000
 
     def _timed(self, function: Callable[..., Any], sign: int) -> Callable[..., Any]:
-        clock = self._clock
-
         def timed(*args: Any, **kwargs: Any) -> Any:
-            begun = clock()
+            begun = perf_counter_ns()
             try:
                 return function(*args, **kwargs)
             finally:
-                self._sum += sign * (clock() - begun)
+                self._sum += sign * (perf_counter_ns() - begun)
 
         return timed
 
     def _timed_measuring(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        clock = self._clock
-
         def timed(*args: Any, **kwargs: Any) -> Any:
-            begun = clock()
+            begun = perf_counter_ns()
             self._depth += 1
             try:
                 return function(*args, **kwargs)
             finally:
                 self._depth -= 1
                 if not self._depth:  # one may call another
-                    self._norm += clock() - begun
+                    self._norm += perf_counter_ns() - begun
                     self._measured.add(function.__name__)
 
         return timed

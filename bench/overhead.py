@@ -1,10 +1,9 @@
 """How long torchobs's own code runs in a training step: ``python -m bench.overhead``.
 
-Between real steps, where caches are cold; the mean of medians, so that a preemption is not ours. It is given beside the
-*floor* of the same run, which is empty hooks at the same places and one bare record per step: their ratio hardly depends on
-the machine. What is measured now and then, norms and (at level advanced) weights, is given by itself, as a mean over all
-steps. What the meter itself takes is timed in the same run and taken out of both. How much longer a step is for it is
-``bench.wall``'s.
+Between real steps, where caches are cold; the mean of medians, so that no preemption counts. Beside it stands the *floor*
+of the same run, empty hooks at the same places and one bare record a step: the ratio of both hardly depends on the machine.
+What is measured now and then, norms and (at level advanced) weights, stands by itself, as a mean over all steps. What the meter
+takes is timed in the same run and taken out. How much longer a step is for all this is ``bench.wall``'s.
 
 ``--gate`` fails on what our code executes in a step, counted (``tests.gate.operations``), on the ratio to the floor, and on
 our share of a long step. It measures on one thread: two that wait for each other on a busy machine make a step of 2 ms one of
@@ -27,9 +26,7 @@ from bench.meter import EmptyHooks, Floor, Meter
 from bench.processes import flight_directory
 from bench.workloads import WORKLOADS
 from tests.gate.operations import ROOM, count, over_ceiling
-from torchobs.flight import reader
 from torchobs.flight.native import compiled
-from torchobs.flight.step_record import StepFlag, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -103,9 +100,9 @@ def measure(name: str, training: Iterator[None], directory: Path, level: str) ->
     for _ in range(number):
         nothing_us = meter_alone(training, steps).ours_us
         floor_us = meter_alone(training, steps, Floor()).ours_us - nothing_us
-        meter, interval, step_ms = in_situ(training, steps, directory, level, warm_up_s)
+        meter, step_ms = in_situ(training, steps, directory, level, warm_up_s)
         ours_us = meter.ours_us - nothing_us
-        rounds.append((step_ms, floor_us, ours_us, meter.norms_us, interval, ours_us / floor_us))
+        rounds.append((step_ms, floor_us, ours_us, meter.norms_us, meter.interval, ours_us / floor_us))
     step_ms, floor_us, ours_us, norms_us, interval, ratio = map(statistics.median, zip(*rounds, strict=True))
     return Result(name, step_ms, floor_us, ours_us, norms_us, interval, ratio)
 
@@ -125,32 +122,21 @@ def meter_alone(training: Iterator[None], steps: int, hooks: EmptyHooks | None =
     return meter
 
 
-def in_situ(training: Iterator[None], steps: int, directory: Path, level: str, warm_up_s: float) -> tuple[Meter, float, float]:
-    """Time our own code between real steps; return it with the norms' interval and the median step."""
+def in_situ(training: Iterator[None], steps: int, directory: Path, level: str, warm_up_s: float) -> tuple[Meter, float]:
+    """Time our own code between real steps; return the meter and the median step in ms."""
     meter = Meter()
     meter.inner()
-    session = torchobs.init(flight_dir=directory, level=level)
+    torchobs.init(flight_dir=directory, level=level)
     meter.outer()
     warm_at = perf_counter_ns() + warm_up_s * 1e9
     while perf_counter_ns() < warm_at:
         run(training, 4, meter.step)
     meter.steps.clear()
-    before = session.context.recorder.step if session.context is not None else 0
     step_ms = run(training, steps, meter.step)
-    measured = {record.step for record in _steps(session) if record.step > before and record.flags & StepFlag.GRAD_NORM}
     meter.remove_outer()
     torchobs.shutdown()
     meter.remove()
-    return meter, steps / max(1, len(measured)), step_ms
-
-
-def _steps(session: torchobs.Session) -> list[StepRecord]:
-    assert session.writer is not None
-    file = reader.open_path(session.writer.path)
-    try:
-        return file.steps()  # what a device delivers comes in records of its own
-    finally:
-        file.close()
+    return meter, step_ms
 
 
 def table(results: list[Result]) -> str:
@@ -183,12 +169,8 @@ def over_budget(results: list[Result]) -> list[str]:
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "workloads",
-        nargs="*",
-        default=["mlp", "cnn", "gpt"],
-        help=f"which ones: {', '.join(WORKLOADS)} (default: mlp, cnn, gpt)",
-    )
+    names = f"of {', '.join(WORKLOADS)} (default: mlp, cnn, gpt)"
+    parser.add_argument("workloads", nargs="*", default=["mlp", "cnn", "gpt"], help=names)
     parser.add_argument("--level", default="basic", help="debug level (default: basic)")
     parser.add_argument("--gate", action="store_true", help="exit 1 when something is over its budget")
     options = parser.parse_args()

@@ -1,10 +1,9 @@
 """What torchobs and its peers cost a whole training: ``python -m bench.peers``.
 
-Every measurement is a process of its own, plain and observed in turn, so that the peers, which cannot be taken out of a process
-again, are started as their users start them. Given is the median step with an observer over the median step without, as the
-median of the pairs with the interval that holds it in 95 of 100 such measurements, and the same of the 99th percentile. Whose
-interval holds zero is not told apart from nothing. ``pip install -e .[bench]`` has the peers; one that is missing is
-left out and named.
+Every measurement is a process of its own, plain and observed in turn, and an observer is started as its users start it. The
+table has the median step with an observer over the median step without, as the median of the pairs with its interval of 95 %,
+and the same of the 99th percentile. An interval that holds zero shows no difference. ``pip install -e .[bench]`` has the peers;
+one that is missing is left out and named.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter_ns
@@ -25,18 +25,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bench.workloads import NOBODY, WORKLOADS, Nobody
+from bench.processes import flight_directory
+from bench.workloads import NOBODY, WORKLOADS, Observer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from bench.workloads import Observer
-
 NEEDS = {"wandb": "wandb", "tensorboard": "tensorboard", "traceml": "traceml_ai"}
 """Observer → the module without which it is left out."""
 SECONDS = 5.0
-CERTAINTY = 0.95
 
 
 def work(workload: str, observer: str, seconds: float, out: Path) -> None:
@@ -59,20 +57,19 @@ def work(workload: str, observer: str, seconds: float, out: Path) -> None:
 
 def measure(workload: str, observer: str, seconds: float) -> dict[str, float]:
     """Run one process; return what it wrote. Ends the program with that one's output if it wrote nothing."""
-    with tempfile.TemporaryDirectory() as directory:
-        out = Path(directory, "result.json")
+    with flight_directory() as directory:
+        out = directory / "result.json"
         arguments = ["--worker", workload, observer, str(seconds), str(out)]
         command = [sys.executable, "-m", "bench.peers", *arguments]
-        if observer in LAUNCHED:
-            program, *options = LAUNCHED[observer]
-            launcher = [str(Path(sys.executable).with_name(program)), *options, uuid.uuid4().hex, "--logs-dir", directory]
-            command = [*launcher, str(Path(__file__)), "--args", *arguments]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}  # noqa: PTH109  # text
+        if observer == "traceml":  # which needs its own launcher
+            launcher = [str(Path(sys.executable).with_name("traceml")), "run", "--run-name", uuid.uuid4().hex]
+            command = [*launcher, "--logs-dir", str(directory), str(Path(__file__)), "--args", *arguments]
+        path = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(directory)}
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120 + 10 * seconds, env=environment)
         if not out.exists():
             sys.exit(f"{observer} did not come through {workload}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        found: dict[str, float] = json.loads(out.read_text())
-        return found
+        return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
 def compare(workload: str, observers: list[str], rounds: int, seconds: float) -> list[str]:
@@ -89,69 +86,57 @@ def compare(workload: str, observers: list[str], rounds: int, seconds: float) ->
     rows = [f"| {workload} | nothing | {statistics.median(plain_ms):.2f} ms | | |"]
     for name in observers:
         medians = sorted(pair[0] for pair in ratios[name])
-        least, most, certainty = interval_of_median(medians)
-        spread = f"{least - 1:+.1%} to {most - 1:+.1%}" + ("" if certainty >= CERTAINTY else f" ({certainty:.0%})")
+        least, most = interval_of_median(medians)
+        spread = f"{least - 1:+.1%} to {most - 1:+.1%}"
         p99 = statistics.median(pair[1] for pair in ratios[name])
         rows.append(f"| | {OBSERVERS[name][0]} | {statistics.median(medians) - 1:+.1%} | {spread} | {p99 - 1:+.0%} |")
     return rows
 
 
-def interval_of_median(ordered: list[float]) -> tuple[float, float, float]:
-    """Return the narrowest interval between two of the values that holds the true median, and how certainly (0 to 1).
+def interval_of_median(ordered: list[float]) -> tuple[float, float]:
+    """Return the two values between which the true median is in 95 of 100 measurements; of fewer than six, the outer ones.
 
-    The order statistics of a sign test: no distribution is assumed. ``CERTAINTY`` takes six values; with fewer it is less.
+    The order statistics of a sign test, by its normal approximation: nothing is assumed of the values' distribution.
     """
-    count, certainty, inner = len(ordered), 1.0, 0
-    for index in range((count + 1) // 2):
-        outside = 2 * sum(math.comb(count, k) for k in range(index + 1)) / 2**count
-        if index and 1 - outside < CERTAINTY:
-            break
-        certainty, inner = max(1 - outside, 0.0), index
-    return ordered[inner], ordered[-1 - inner], certainty
+    inner = max(0, int((len(ordered) - 1 - 1.96 * math.sqrt(len(ordered))) / 2))
+    return ordered[inner], ordered[-1 - inner]
 
 
-def torchobs_at(level: str) -> Callable[[], Observer]:
+def start_torchobs(level: str) -> Observer:
     """``torchobs.init()`` at that level, and nothing else."""
+    import torchobs
 
-    def start() -> Observer:
-        import torchobs
-
-        torchobs.init(flight_dir=_directory("torchobs"), level=level)
-        return NOBODY
-
-    return start
+    torchobs.init(flight_dir=tempfile.mkdtemp(), level=level)
+    return NOBODY
 
 
-class WandB(Nobody):
+class WandB(Observer):
     """Weights & Biases, offline: ``watch`` (gradient histograms every 1,000 steps by default) and the loss of every step."""
 
-    def __init__(self, log_freq: int = 1000) -> None:
+    def __init__(self) -> None:
         import wandb
 
         os.environ["WANDB_SILENT"] = "true"
-        self._run = wandb.init(mode="offline", dir=_directory("wandb"))
-        self._log_freq = log_freq
+        self._run = wandb.init(mode="offline", dir=tempfile.mkdtemp())
         self._watched = False
 
     def after(self, model: torch.nn.Module, loss: torch.Tensor) -> None:
-        """See :class:`Observer`."""
         if not self._watched:
             self._watched = True
-            self._run.watch(model, log_freq=self._log_freq)
+            self._run.watch(model)
         self._run.log({"loss": loss.item()})
 
 
-class TensorBoard(Nobody):
+class TensorBoard(Observer):
     """TensorBoard: the loss of every step and a histogram of every gradient in one of ten."""
 
     def __init__(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(_directory("tensorboard"))
+        self._writer = SummaryWriter(tempfile.mkdtemp())
         self._step = 0
 
     def after(self, model: torch.nn.Module, loss: torch.Tensor) -> None:
-        """See :class:`Observer`."""
         self._step += 1
         self._writer.add_scalar("loss", loss.item(), self._step)
         if self._step % 10 == 0:
@@ -159,17 +144,16 @@ class TensorBoard(Nobody):
                 self._writer.add_histogram(name, parameter.grad, self._step)
 
 
-class LayerNorms(Nobody):
+class LayerNorms(Observer):
     """What Lightning's ``grad_norm`` utility does in ``on_before_optimizer_step``: a norm of each gradient, read at once."""
 
     def after(self, model: torch.nn.Module, loss: torch.Tensor) -> None:
-        """See :class:`Observer`."""
         norms = {name: p.grad.data.norm(2.0) for name, p in model.named_parameters() if p.grad is not None}
         total = torch.tensor(list(norms.values())).norm(2.0)
         self.logged = {name: norm.item() for name, norm in norms.items()} | {"total": total.item(), "loss": loss.item()}
 
 
-class OpenTelemetrySdk(Nobody):
+class OpenTelemetrySdk(Observer):
     """The OpenTelemetry SDK in the trainer: a span and three instruments per step, exported to nobody."""
 
     def __init__(self) -> None:
@@ -187,13 +171,11 @@ class OpenTelemetrySdk(Nobody):
         self._steps = meter.create_counter("steps")
         self._loss, self._norm = meter.create_histogram("loss"), meter.create_histogram("norm")
 
-    def step(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """See :class:`Observer`."""
+    def step(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         del model
-        return self._tracer.start_as_current_span("step")  # type: ignore[return-value]  # it yields the span
+        return self._tracer.start_as_current_span("step")
 
     def after(self, model: torch.nn.Module, loss: torch.Tensor) -> None:
-        """See :class:`Observer`."""
         self._steps.add(1, {"rank": 0})
         self._loss.record(loss.item(), {"rank": 0})
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
@@ -201,7 +183,7 @@ class OpenTelemetrySdk(Nobody):
         self._kept.clear()
 
 
-class TraceML(Nobody):
+class TraceML(Observer):
     """TraceML, started by its launcher: automatic instrumentation, and its context manager around each step."""
 
     def __init__(self) -> None:
@@ -209,21 +191,15 @@ class TraceML(Nobody):
 
         self._trace_step = traceml_ai.trace_step
 
-    def step(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """See :class:`Observer`."""
-        step: AbstractContextManager[None] = self._trace_step(model)
-        return step
-
-
-def _directory(name: str) -> str:
-    return tempfile.mkdtemp(prefix=f"bench-{name}-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+    def step(self, model: torch.nn.Module) -> AbstractContextManager[object]:
+        return self._trace_step(model)  # type: ignore[no-any-return]
 
 
 OBSERVERS: dict[str, tuple[str, Callable[[], Observer]]] = {
-    "none": ("nothing", Nobody),
-    "basic": ("torchobs, basic (the default)", torchobs_at("basic")),
-    "advanced": ("torchobs, advanced", torchobs_at("advanced")),
-    "extreme": ("torchobs, extreme", torchobs_at("extreme")),
+    "none": ("nothing", Observer),
+    "basic": ("torchobs, basic (the default)", partial(start_torchobs, "basic")),
+    "advanced": ("torchobs, advanced", partial(start_torchobs, "advanced")),
+    "extreme": ("torchobs, extreme", partial(start_torchobs, "extreme")),
     "wandb": ("W&B offline, watch()", WandB),
     "tensorboard": ("TensorBoard, histograms every 10", TensorBoard),
     "norms": ("a norm per layer, .item() each", LayerNorms),
@@ -231,9 +207,6 @@ OBSERVERS: dict[str, tuple[str, Callable[[], Observer]]] = {
     "traceml": ("TraceML", TraceML),
 }
 """Name → (what the table says, how it is started)."""
-
-LAUNCHED = {"traceml": ("traceml", "run", "--run-name")}
-"""Those that need a launcher of their own; a name for the run, the script, ``--args`` and its arguments follow."""
 
 
 def main() -> None:
@@ -245,7 +218,7 @@ def main() -> None:
     names = [name for name in OBSERVERS if name != "none"]
     parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=list(WORKLOADS), help="default: all")
     parser.add_argument("--observers", nargs="*", choices=names, default=names, help="default: all")
-    parser.add_argument("--rounds", type=int, default=10, help="pairs of processes for each (default: 10)")
+    parser.add_argument("--rounds", type=int, default=10, help="pairs of processes for each, at least 6 (default: 10)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"that each one trains (default: {SECONDS:g})")
     options = parser.parse_args()
     missing = [name for name in options.observers if name in NEEDS and find_spec(NEEDS[name]) is None]

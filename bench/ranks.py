@@ -10,29 +10,26 @@ from __future__ import annotations
 import contextlib
 import resource
 import select
+import subprocess
 import sys
 import time
-from functools import cache
 from pathlib import Path
-from types import TracebackType
+from subprocess import PIPE
 from typing import TYPE_CHECKING
 
-from bench.processes import Answering, flight_directory
 from tests.rank_files import RESOURCE, train
+from tests.support import clean_environment
 from torchobs import catalog
-from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.exporter_metrics import ScrapeInput
-from torchobs.exporter.exposition import Exposition
-from torchobs.exporter.text_format import TEXT
 from torchobs.flight.directory import open_place
 from torchobs.flight.layout import DEFAULT_SIZE, MAX_SIZE
-from torchobs.flight.value_blocks import LAYERS, Cell
+from torchobs.flight.value_blocks import LAYERS
 from torchobs.flight.writer import open_writer
-from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from collections.abc import Callable, Iterator
 
+LINES_WITHOUT_LAYERS = 76
+"""What the page has of such a rank. The tables count the lines of the page itself."""
 HEARTBEAT_S = 0.4
 """A heartbeat is due every 0.5 s."""
 MAX_USUAL_LAYERS = 900
@@ -48,7 +45,14 @@ class Rank:
         identity = {"rank": number, "local_rank": number, "world_size": world, "local_world_size": world}
         size = DEFAULT_SIZE if gauges < MAX_USUAL_LAYERS else MAX_SIZE
         self._writer = open_writer(open_place(str(directory), None), {**RESOURCE, **identity}, size)
-        self._cells = [self._cell(index) for index in range(gauges)]
+        self._cells = []
+        for index in range(gauges):
+            layer, metric = divmod(index, len(_METRICS))
+            name = f"transformer.h.{layer // len(_PARTS)}.{_PARTS[layer % len(_PARTS)]}.weight"
+            cell = self._writer.table.cell(_METRICS[metric], {"layer": name}, LAYERS)
+            if cell is None:
+                sys.exit(f"a flight file has no room for {index + 1} series of layers")
+            self._cells.append(cell)
         self._step = self._changes = 0
         self.change()
 
@@ -68,68 +72,34 @@ class Rank:
             cell.set(1.0 / (index + 1.7 * self._changes))
         self.step()
 
-    def close(self) -> None:
-        """Leave the file as a killed process does."""
-        self._writer.close()
 
-    def _cell(self, index: int) -> Cell:
-        layer, metric = divmod(index, len(_METRICS))
-        name = f"transformer.h.{layer // len(_PARTS)}.{_PARTS[layer % len(_PARTS)]}.weight"
-        cell = self._writer.table.cell(_METRICS[metric], {"layer": name}, LAYERS)
-        if cell is None:
-            sys.exit(f"a flight file has no room for {index + 1} series of layers")
-        return cell
+@contextlib.contextmanager
+def fleet(directory: Path, ranks: int, series: int, *, processes: int = 1, step_s: float = 0.5) -> Iterator[Callable[[], None]]:
+    """Keep ranks alive, each with ``series`` lines on the page of Prometheus; give what changes all of these."""
+    share = -(-ranks // processes)
+    with contextlib.ExitStack() as stack:
+        children = []
+        for first in range(0, ranks, share):
+            options = (directory, first, min(share, ranks - first), series, step_s, ranks)
+            argv = [sys.executable, "-m", "bench.ranks", *map(str, options)]
+            child = subprocess.Popen(argv, stdin=PIPE, stdout=PIPE, text=True, env=clean_environment())
+            children.append(stack.enter_context(child))  # which ends with its input
 
+        def expect(word: str) -> None:
+            for child in children:
+                assert child.stdout is not None
+                if (answer := child.stdout.readline().strip()) != word:
+                    sys.exit(f"the ranks' process said {answer!r} instead of {word!r}")
 
-@cache
-def lines_without_layers() -> int:
-    """Return the number of lines on the page of a rank that has no series of layers."""
-    with flight_directory() as path:
-        rank = Rank(path, 0, 0, 1)
-        scanner = Scanner(ExporterConfig(flight_dir=str(path)))
-        families = Exposition().families(ScrapeInput(scanner.scan()), TEXT)
-        lines = "".join(families).splitlines()
-        scanner.close()
-        rank.close()
-    return sum('rank="0"' in line for line in lines)
+        def change() -> None:
+            for child in children:
+                assert child.stdin is not None
+                child.stdin.write("change\n")
+                child.stdin.flush()
+            expect("changed")
 
-
-class Fleet:
-    """The ranks of a directory, alive within a ``with`` block, each of ``series`` lines on the page of Prometheus."""
-
-    def __init__(self, directory: Path, ranks: int, series: int, *, processes: int = 1, step_s: float = 0.5) -> None:
-        share = -(-ranks // processes)
-        self._commands = [
-            [str(directory), *map(str, (first, min(share, ranks - first), series, step_s, ranks))]
-            for first in range(0, ranks, share)
-        ]
-        self._children: list[Answering] = []
-
-    def __enter__(self) -> Self:
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._end)
-            self._children = [Answering("bench.ranks", *arguments) for arguments in self._commands]
-            self._wait("ready")
-            undo.pop_all()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._end()
-
-    def change(self) -> None:
-        """Have every series change; return when the files say so."""
-        for child in self._children:
-            child.tell("change")
-        self._wait("changed")
-
-    def _wait(self, word: str) -> None:
-        for child in self._children:
-            if (answer := child.answer()) != word:
-                sys.exit(f"the ranks' process said {answer!r} instead of {word!r}")
-
-    def _end(self) -> None:
-        for child in self._children:
-            child.end()
+        expect("ready")
+        yield change
 
 
 def _keep_alive(ranks: list[Rank], step_s: float) -> None:
@@ -160,7 +130,7 @@ def main() -> None:
     directory, first, count, series, step_s, world = sys.argv[1:]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))
-    gauges = max(0, int(series) - lines_without_layers())
+    gauges = max(0, int(series) - LINES_WITHOUT_LAYERS)
     ranks: list[Rank] = []
     for index in range(int(count)):
         ranks.append(Rank(Path(directory), int(first) + index, gauges, int(world)))

@@ -1,10 +1,8 @@
 """How much longer a step is with torchobs's hooks, and with the floor's: ``python -m bench.wall``.
 
-Blocks of steps with the hooks and without, in turn, in one process: the machine is the same for both, and a hundred pairs of
-blocks tell microseconds apart where pairs of processes do not tell per cents. The session goes on meanwhile, so that its
-sampler thread is in both. It is more than what the hooks take themselves (``bench.overhead``): code that has run in
-between has driven the training's own out of the processor's caches. The floor (empty hooks and one record a step) shows how
-much of that any such tool costs.
+Blocks of steps with the hooks and without, in turn, in one process: the machine is the same for both, so that a hundred pairs
+of blocks resolve microseconds. The session, and its sampler thread, goes on in both. A step is longer by more than the hooks
+take (``bench.overhead``): they displace the training's code and data from the processor's caches, and so does the floor.
 """
 
 from __future__ import annotations
@@ -13,13 +11,12 @@ import argparse
 import statistics
 from contextlib import contextmanager
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.optim import optimizer as torch_optimizer
 
 import torchobs
-from bench.meter import Floor
+from bench.meter import HOOKS, Floor
 from bench.peers import interval_of_median
 from bench.processes import flight_directory
 from bench.workloads import WORKLOADS
@@ -31,20 +28,19 @@ if TYPE_CHECKING:
 
 LEFT_OUT = 5
 """What part of a block's steps comes first and does not count: the processor and Python's interpreter get used to the change"""
-_HOOKS: tuple[dict[int, Any], ...] = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
 class Switch:
     """Takes patches and optimizer hooks away, and puts them back."""
 
     def __init__(self, patches: list[patch.Patch]) -> None:
-        self._patches, self._hooks = patches, [dict(hooks) for hooks in _HOOKS]
+        self._patches, self._hooks = patches, [dict(hooks) for hooks in HOOKS]
 
     def turn(self, *, on: bool) -> None:
         """Have the training call them, or not."""
         for replaced in self._patches:
             setattr(replaced.owner, replaced.attribute, replaced.replacement if on else replaced.original)
-        for hooks, kept in zip(_HOOKS, self._hooks, strict=True):
+        for hooks, kept in zip(HOOKS, self._hooks, strict=True):
             hooks.clear()
             if on:
                 hooks.update(kept)
@@ -104,7 +100,7 @@ def rows(name: str, directory: Path, level: str, pairs: int | None) -> Iterator[
             for _ in range(steps * 4):  # the session learns the cycle
                 next(training)
             plain_us, differences = longer_us(training, switch, steps, pairs or pairs_by_default)
-        median, (least, most, _) = statistics.median(differences), interval_of_median(differences)
+        median, (least, most) = statistics.median(differences), interval_of_median(differences)
         longer = f"{median:.1f} µs | {least:.1f} to {most:.1f} µs | {median / plain_us:.2%}"
         yield f"| {name} | {kind} | {plain_us / 1000:.2f} ms | {longer} |"
 

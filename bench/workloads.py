@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -16,29 +16,19 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 
-class Observer(Protocol):
-    """What watches a training, where it has to be called at all."""
+class Observer:
+    """What watches a training; this one does nothing, or needs no call."""
 
-    def step(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Enclose what one step does after its batch has come."""
-
-    def after(self, model: torch.nn.Module, loss: torch.Tensor) -> None:
-        """The step has ended; gradients are still there."""
-
-
-class Nobody:
-    """No observer, or one that needs no call."""
-
-    def step(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """See :class:`Observer`."""
+    def step(self, model: torch.nn.Module) -> AbstractContextManager[object]:
+        """Enclose what a step does after its batch has come."""
         del model
         return nullcontext()
 
     def after(self, model: torch.nn.Module, loss: torch.Tensor) -> None:
-        """See :class:`Observer`."""
+        """End the step, whose gradients are still there."""
 
 
-NOBODY = Nobody()
+NOBODY = Observer()
 
 
 def mlp(observer: Observer = NOBODY, *, compiled: bool = False, device: str = "cpu", batch: int = 64) -> Iterator[None]:
@@ -49,21 +39,21 @@ def mlp(observer: Observer = NOBODY, *, compiled: bool = False, device: str = "c
     ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     data = TensorDataset(torch.randn(50, batch, 128, device=device), torch.randint(0, 10, (50, batch), device=device))
-    called = torch.compile(model) if compiled else model
+    return _classify(model, optimizer, DataLoader(data, batch_size=None), observer, torch.compile(model) if compiled else model)
+
+
+def _classify(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], observer: Observer, forward: Any
+) -> Iterator[None]:
     while True:
-        for inputs, labels in DataLoader(data, batch_size=None):
+        for inputs, labels in loader:
             with observer.step(model):
-                loss = cross_entropy(called(inputs), labels)
+                loss = cross_entropy(forward(inputs), labels)
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             observer.after(model, loss)
             yield
-
-
-def compiled(observer: Observer = NOBODY, *, device: str = "cpu") -> Iterator[None]:
-    """The same, its model compiled by inductor (which needs a C++ compiler)."""
-    return mlp(observer, compiled=True, device=device)
 
 
 def cnn(observer: Observer = NOBODY, *, device: str = "cpu") -> Iterator[None]:
@@ -71,27 +61,16 @@ def cnn(observer: Observer = NOBODY, *, device: str = "cpu") -> Iterator[None]:
     torch.manual_seed(0)
     layers: list[torch.nn.Module] = []
     for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
-        layers += [torch.nn.Conv2d(inputs, outputs, 3, padding=1), torch.nn.BatchNorm2d(outputs), torch.nn.ReLU()]
-        layers += [torch.nn.MaxPool2d(2)]
+        convolution = torch.nn.Conv2d(inputs, outputs, 3, padding=1)
+        layers += [convolution, torch.nn.BatchNorm2d(outputs), torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
     model = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(128 * 16, 10)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
     data = TensorDataset(torch.randn(768, 3, 32, 32, device=device), torch.randint(0, 10, (768,), device=device))
-    while True:
-        for images, labels in DataLoader(data, batch_size=48, shuffle=True):
-            with observer.step(model):
-                loss = cross_entropy(model(images), labels)
-                optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-            observer.after(model, loss)
-            yield
+    return _classify(model, optimizer, DataLoader(data, batch_size=48, shuffle=True), observer, model)
 
 
 def gpt(observer: Observer = NOBODY, *, device: str = "cpu", large: bool = False) -> Iterator[None]:
-    """The example's GPT with gradient clipping, about 80 ms a step on two cores.
-
-    ``large``: of the size of GPT-2 (85 million weights), in bfloat16, on 8 sequences of 1,024: what a GPU has to work at.
-    """
+    """The example's GPT with clipping, about 80 ms a step on two cores; ``large``: GPT-2's 85 million weights, in bfloat16."""
     from examples import char_gpt
 
     options = char_gpt.Options(layers=12, heads=12, width=768, block_size=1024, batch_size=8) if large else char_gpt.Options()
@@ -117,8 +96,7 @@ def gpt(observer: Observer = NOBODY, *, device: str = "cpu", large: bool = False
 def pinn(observer: Observer = NOBODY, *, device: str = "cpu") -> Iterator[None]:
     """A physics-informed network, in steps of some ms: Burgers' equation at 1,000 points, whose terms are derivatives.
 
-    Four calls of ``torch.autograd.grad`` come before each backward pass, and no loader. The layers and points are those that
-    tutorials of DeepXDE have for it.
+    Four calls of ``torch.autograd.grad`` come before each backward pass, and no loader. Layers and points are DeepXDE's.
     """
     torch.manual_seed(0)
     widths = (2, 20, 20, 20, 20)
@@ -149,7 +127,7 @@ WORKLOADS: dict[str, tuple[Callable[..., Iterator[None]], int, int]] = {
     "mlp": (mlp, 40, 200),
     "mlp-10ms": (partial(mlp, batch=1_200), 20, 100),
     "mlp-50ms": (partial(mlp, batch=5_500), 10, 40),
-    "compiled": (compiled, 40, 200),
+    "compiled": (partial(mlp, compiled=True), 40, 200),  # by inductor, which needs a C++ compiler
     "cnn": (cnn, 15, 20),
     "gpt": (gpt, 12, 20),
     "pinn": (pinn, 40, 60),

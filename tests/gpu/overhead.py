@@ -23,7 +23,7 @@ import torch
 import torchobs
 from bench.overhead import in_situ, meter_alone
 from bench.processes import flight_directory
-from bench.workloads import cnn, compiled, gpt, mlp
+from bench.workloads import cnn, gpt, mlp
 from tests.gpu import no_waiting
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ WORKLOADS: dict[str, tuple[Callable[..., Iterator[None]], int]] = {
     "cnn": (cnn, 300),
     "gpt": (gpt, 100),
     "gpt-85m": (functools.partial(gpt, large=True), 30),
-    "compiled": (compiled, 1000),
+    "compiled": (functools.partial(mlp, compiled=True), 1000),
 }
 """Name → (training, steps per block)."""
 LEVELS = ("basic", "advanced", "extreme")
@@ -110,8 +110,8 @@ def measure(training: Iterator[None], steps: int, blocks: int, level: str, direc
             torchobs.shutdown()
         if failed:
             sys.exit(f"switched off: {', '.join(failed)}")
-    alone, (meter, interval, _) = meter_alone(training, steps), in_situ(training, steps, directory, level, WARM_UP_S)
-    return Result(plain, observed, meter.ours_us - alone.ours_us, meter.norms_us, interval)
+    alone, (meter, _) = meter_alone(training, steps), in_situ(training, steps, directory, level, WARM_UP_S)
+    return Result(plain, observed, meter.ours_us - alone.ours_us, meter.norms_us, meter.interval)
 
 
 def main() -> None:
