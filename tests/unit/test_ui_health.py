@@ -287,6 +287,13 @@ def test_what_is_not_finite_now_is_said_to_be_so_since_its_first_step() -> None:
     )  # nor has the loss before it, by whose derivative it was lost
 
 
+def test_gradients_of_a_step_that_did_not_end_are_one() -> None:
+    """They have an event, and no step to be counted with."""
+    seen = fact(catalog.EVENT_NONFINITE_GRADIENT, 9, 12_401, kinds=["inf"], layers=["out"], layers_affected=1, measured=False)
+    ended = row(0, "failed", reason="exception", events=[seen])
+    assert health(run(ended)).text.endswith(" There has been 1 gradient that was not finite.")
+
+
 def test_what_follows_spikes_on_a_higher_level_is_no_recovery() -> None:
     """Each spike has raised the baseline that the next one is compared with."""
     events = [fact(catalog.EVENT_ANOMALY, 5, 50 + at, kind="loss_spike", baseline=1.0 + at) for at in range(0, 40, 5)]

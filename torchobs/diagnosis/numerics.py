@@ -251,6 +251,7 @@ def _nonfinite_gradients(report: RankView) -> Iterator[Finding]:
     if not events and (scaled or (not report.counted.get(kind) and kind not in report.anomalies)):
         return
     judged = _judged(report, kind, explained=True)
+    judged["number"] = max(judged["number"], 1)  # those of a step that did not end are not counted
     if scaled:
         judged["severity"] = Severity.INFO
     # where no norm was measured, a loss that is not finite shows it, or the derivative that was found
