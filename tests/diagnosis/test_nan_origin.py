@@ -194,6 +194,20 @@ def test_a_guarded_fault_is_seen_in_the_next_backward_with_its_values(run: Recor
     assert any(origin.inputs for origin in run.session.context.origins.values())
 
 
+@pytest.mark.filterwarnings("ignore:std")
+def test_advantages_of_an_episode_of_one_step_are_named_and_not_their_sum(run: Recording) -> None:
+    """A policy gradient: the product's other factor is not computed again, and the deviation of one return is NaN."""
+    policy, returns = nn.Linear(4, 2), torch.tensor([1.0])
+    optimizer = torch.optim.SGD(policy.parameters(), 0.1)
+    chosen = torch.log_softmax(policy(torch.ones(4)), -1).gather(-1, torch.tensor([1])).squeeze(-1)
+    advantages = (returns - returns.mean()) / returns.std()
+    (-(torch.stack([chosen]) * advantages).sum()).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    run.look()
+    (origin,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
+    assert (origin["attrs"]["origin"], origin["attrs"]["parameter"]) == ("input", "advantages")
+
+
 def test_the_anomaly_and_the_callback_name_the_culprit(run: Recording) -> None:
     """``torchobs.anomaly`` has module and operator; ``on_anomaly`` gets the whole origin; one that raises is called once."""
     told: list[torchobs.AnomalyReport] = []

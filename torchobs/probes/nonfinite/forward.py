@@ -242,14 +242,13 @@ class ForwardTrace:
         strong = node.builtin in STRONG
         return [
             (producer, False) for producer, _ in unknown
-            if producer.operator in OPAQUE or self._may_begin(producer, only_bad=strong, of_python=node.is_python)
+            if producer.operator in OPAQUE or self._may_begin(producer, only_bad=strong)
         ]  # fmt: skip
 
-    def _may_begin(self, node: GraphNode, *, only_bad: bool, of_python: bool) -> bool:
+    def _may_begin(self, node: GraphNode, *, only_bad: bool) -> bool:
         """Return whether the fault may lie in the nodes before it that have unknown results.
 
-        There is a non-finite value, or (unless ``only_bad``) an operator that makes NaN of finite values. ``of_python``: the
-        results go into a function written in Python, which may only pass them on, as FSDP's do.
+        There is a non-finite value, or (unless ``only_bad``) an operator that makes NaN of finite values.
         """
         waiting, visited = [node], {node}
         while waiting:
@@ -260,7 +259,7 @@ class ForwardTrace:
             odd = {Condition.BAD} if current.builtin in MASKABLE else {Condition.BAD, Condition.MASKED}
             if any(edge[0] is not None and self.of(edge) in odd for edge in current.inputs):  # type: ignore[arg-type]  # checked
                 return True
-            if of_python and any(True for _ in self._bad_constants(current)):
+            if any(True for _ in self._bad_constants(current)):
                 return True
             for producer, index in current.inputs:
                 if producer is not None and producer not in visited and self.of((producer, index)) is Condition.UNKNOWN:
