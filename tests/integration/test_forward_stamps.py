@@ -44,7 +44,7 @@ class Training:
 
     def ask(self) -> None:
         """Have the next optimizer step set the hook, and make that step."""
-        self.stamps._seen, self.stamps._due_ns = self.context.recorder.step, 0
+        self.stamps._sampled_step, self.stamps._due_ns = self.context.recorder.step, 0
         self.stamps.sample()
         self.step()
         assert self.is_set()

@@ -78,7 +78,7 @@ def test_the_runtime_directory_comes_first_if_it_is_mine(parent: Path, monkeypat
     monkeypatch.setattr(directory, "KUBERNETES_MOUNT", str(mount))
     assert candidates(None, None) == [find_existing(None, None)] == [str(mount)]
     made = open_place(None, None)
-    assert (made.path, made.shared, made.given) == (str(mount), True, True)
+    assert (made.path, made.shared, made.configured) == (str(mount), True, True)
     os.close(made.fd)
 
 
@@ -103,7 +103,7 @@ def test_the_directory_is_made_private(parent: Path) -> None:
     assert not os.get_inheritable(first.fd)
     second = open_place(None, None)
     assert os.path.samestat(os.fstat(first.fd), os.fstat(second.fd))
-    assert (second.shared, second.given) == (False, False)
+    assert (second.shared, second.configured) == (False, False)
     os.close(first.fd)
     os.close(second.fd)
 
@@ -128,7 +128,7 @@ def test_a_given_directory_is_made_with_its_parents_and_taken_as_it_is(flight_di
     """Whoever it belongs to; files are shared by group where it is another user's or gives its group to them. No link is."""
     given = flight_dir / "a" / "b"
     made = open_place(str(given), None)
-    assert (made.given, made.shared) == (True, False)
+    assert (made.configured, made.shared) == (True, False)
     assert stat.S_IMODE(given.stat().st_mode) == 0o700
     os.close(made.fd)
     for mode, shared in ((0o755, False), (0o770, False), (0o2770, True), (0o3777, True)):
@@ -317,7 +317,7 @@ def test_only_a_regular_file_of_the_right_owner_and_size_is_opened(flight_dir: P
 
     def refused(owner: int | None = None) -> bool:
         try:
-            artifacts.look(directory_fd, one, owner)
+            artifacts.read_status(directory_fd, one, owner)
         except OSError:
             with pytest.raises(OSError):  # noqa: PT011  # ELOOP, ENOENT, or no evidence: none is opened
                 artifacts.open_checked(directory_fd, one, owner)

@@ -194,7 +194,7 @@ class Ring:
             self.bytes += length
             return ring[at : at + length]
 
-        return numbers(tail.take(self.ring._position, read))
+        return numbers(tail.read_new(self.ring._position, read))
 
 
 def test_the_newest_events_are_there_in_order_however_often_the_ring_wrapped() -> None:

@@ -82,7 +82,7 @@ class ArtifactStore:
         """Return whether that artifact exists."""
         try:
             directory_fd, owner = self._open()
-            artifacts.look(directory_fd, artifact, owner)
+            artifacts.read_status(directory_fd, artifact, owner)
         except OSError:
             return False
         return True
@@ -114,7 +114,7 @@ class ArtifactStore:
         self._hidden &= {artifact.name for artifact in present}
         for artifact in present:
             with contextlib.suppress(OSError):
-                status = artifacts.look(directory_fd, artifact, owner)
+                status = artifacts.read_status(directory_fd, artifact, owner)
                 if artifact.name not in self._hidden:
                     yield (status.st_mtime_ns, artifact.name, artifact), _description(artifact, status, self._run_of(artifact))
 

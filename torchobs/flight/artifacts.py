@@ -84,7 +84,7 @@ def names(directory_fd: int) -> list[ArtifactName]:
     return list(islice(filter(None, parsed), _MAX_FOUND))
 
 
-def look(directory_fd: int, evidence: ArtifactName, owner: int | None) -> os.stat_result:
+def read_status(directory_fd: int, evidence: ArtifactName, owner: int | None) -> os.stat_result:
     """Return the file's status. ``owner``: the only uid to accept. Raises ``OSError`` when it may not be served."""
     status = os.stat(evidence.name, dir_fd=directory_fd, follow_symlinks=False)
     _check(status, evidence, owner)
@@ -92,7 +92,7 @@ def look(directory_fd: int, evidence: ArtifactName, owner: int | None) -> os.sta
 
 
 def open_checked(directory_fd: int, evidence: ArtifactName, owner: int | None) -> tuple[int, int]:
-    """Open the file for reading; return its descriptor and its size. Raises as :func:`look`."""
+    """Open the file for reading; return its descriptor and its size. Raises as :func:`read_status`."""
     fd = os.open(evidence.name, files.READ, dir_fd=directory_fd)
     try:
         status = os.fstat(fd)

@@ -45,7 +45,7 @@ renew_in_child(sys.modules[__name__], _mutex=Lock)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command to a rank, and the record of all so far. As an argument of :func:`write_command`, ``None`` keeps what is."""
+    """A command to a rank, and the record of all so far. As an argument of :func:`write_command`, ``None`` changes nothing."""
 
     level: int | None = None
     """index into ``LEVELS``; ``None``: not set by a command"""

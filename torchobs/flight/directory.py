@@ -35,7 +35,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class NoPlaceError(OSError):
-    """No directory for the flight file is usable; the message says what to do.
+    """No directory for the flight file is usable; the message has a remedy.
 
     ``of_one_rank``: the other ranks of this node may still have one.
     """
@@ -62,7 +62,7 @@ class FlightDirectory:
     directory: Descriptor
     in_memory: bool
     shared: bool
-    given: bool = False
+    configured: bool = False
     """set by the user or by Kubernetes: accepted whatever its owner and mode"""
 
     @property
@@ -103,7 +103,7 @@ def open_place(flight_dir: str | None, runtime_dir: str | None) -> FlightDirecto
     problems = []
     for path in candidates(flight_dir, runtime_dir):
         try:
-            return _open(path, given=_is_given(path, flight_dir))
+            return _open(path, configured=_is_configured(path, flight_dir))
         except OSError as problem:
             problems.append(f"{path}: {problem.strerror or problem}")
     msg = f"no directory for the flight file: {'; '.join(problems)}. Set TORCHOBS_DIR to a local directory of your own"
@@ -112,13 +112,13 @@ def open_place(flight_dir: str | None, runtime_dir: str | None) -> FlightDirecto
 
 def renew(place: FlightDirectory) -> None:
     """Recreate a deleted directory and open it in place of the deleted one. Raises ``OSError``."""
-    place.directory.replace(_open(place.path, given=place.given).directory)
+    place.directory.replace(_open(place.path, configured=place.configured).directory)
 
 
 def find_existing(flight_dir: str | None, runtime_dir: str | None) -> str | None:
     """Return the existing directory that trainers of this user would choose, for readers; ``None`` if there is none."""
     for path in candidates(flight_dir, runtime_dir):
-        if _is_given(path, flight_dir):
+        if _is_configured(path, flight_dir):
             return path if Path(path).is_dir() else None
         if _is_private(path):
             return path
@@ -163,7 +163,7 @@ def mount_of(path: str, mounts: str | None = None) -> tuple[str, str]:
 
 
 def in_memory(path: str | Path) -> bool:
-    """Return whether files there are memory, so that what a process stores in a mapped one survives its end."""
+    """Return whether files there are in memory, so that stores into a mapped one survive the process's end."""
     return mount_of(os.path.realpath(path))[1] in _MEMORY
 
 
@@ -174,24 +174,24 @@ def _temporary() -> str:
         return "/tmp"  # noqa: S108  # no usable temporary directory (read-only root): opening this one raises an error with a known path
 
 
-def _is_given(path: str, flight_dir: str | None) -> bool:
+def _is_configured(path: str, flight_dir: str | None) -> bool:
     return bool(flight_dir) or path == KUBERNETES_MOUNT
 
 
-def _open(path: str, *, given: bool) -> FlightDirectory:
+def _open(path: str, *, configured: bool) -> FlightDirectory:
     if path != KUBERNETES_MOUNT:
-        _make(path, parents=given)
+        _make(path, parents=configured)
     lasting = str(Path(path).absolute())  # the script may go to another directory
     directory = Descriptor("flight directory", lasting, _DIRECTORY)
     try:
         status = os.fstat(directory.number())
-        kind = _check(path, status, given=given)
+        kind = _check(path, status, configured=configured)
     except OSError:
         directory.close()
         raise
     # A directory that was set is accepted as it is (a pod's volume belongs to root with mode 3777); a default one is 0700.
     shared = path == KUBERNETES_MOUNT or status.st_uid != os.getuid() or bool(status.st_mode & stat.S_ISGID)
-    return FlightDirectory(lasting, directory, kind in _MEMORY, shared, given)
+    return FlightDirectory(lasting, directory, kind in _MEMORY, shared, configured)
 
 
 def _make(path: str, *, parents: bool) -> None:
@@ -202,9 +202,9 @@ def _make(path: str, *, parents: bool) -> None:
         os.mkdir(path, 0o700)
 
 
-def _check(path: str, status: os.stat_result, *, given: bool) -> str:
+def _check(path: str, status: os.stat_result, *, configured: bool) -> str:
     """Return the type of the file system. Raises :class:`NoPlaceError` for a directory that must not be used."""
-    if not given and not _is_ours_alone(status):
+    if not configured and not _is_ours_alone(status):
         raise NoPlaceError("belongs to another user, or others may use it")
     kind = mount_of(os.path.realpath(path))[1]
     if kind.partition(".")[0] in NETWORK:

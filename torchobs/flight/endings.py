@@ -51,7 +51,7 @@ class LockFile:
 
 
 def kernel_handlers() -> int | None:
-    """Return the signals that are caught or ignored, signal 1 in bit 0; ``None`` where the kernel does not say (macOS)."""
+    """Return the signals that are caught or ignored, signal 1 in bit 0; ``None`` where the kernel has no such list (macOS)."""
     lines = cgroup.read("/proc/self/status").splitlines()
     if not lines:
         return None
@@ -144,7 +144,7 @@ def mark_exits(lock_fd: int) -> None:
     """Have these signals leave their mark in the lock file; again with another file, it replaces the first."""
     global _stack_file  # noqa: PLW0603  # as signal handlers are, one for the process
     if (native := compiled()) is not None:
-        # by the others the first process of a container is not asked to end
+        # other signals do not ask the first process of a container to end
         numbers = EXIT_SIGNALS if os.getpid() != 1 else (signal.SIGTERM,)
         native.mark_signals(lock_fd, {int(number): b"Ended by signal %02d\n" % number for number in numbers})
         return
@@ -165,7 +165,7 @@ def unmark_exits() -> None:
 
 
 def _handler_of_sigterm() -> bool | None:
-    """Return whether C code has one; ``None`` where Python code has one, or the kernel does not say."""
+    """Return whether C code handles the signal; ``None`` if Python code does, or if that is unknown."""
     handlers = kernel_handlers() if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else None
     return None if handlers is None else bool(handlers >> (signal.SIGTERM - 1) & 1)
 

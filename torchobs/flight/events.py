@@ -188,7 +188,7 @@ class Span(NamedTuple):
     attributes: Mapping[str, Any]
     position: int
     is_ours: bool
-    """made by torchobs, not by the application, so that the catalog describes its attributes"""
+    """written by torchobs, not by the application, so that the catalog describes its attributes"""
     fields: Mapping[str, Any]
     """its frame, for the push, which sends all there is"""
 
@@ -206,7 +206,7 @@ class Late(NamedTuple):
 
 
 def decode(position: int, payload: bytes, header: Header) -> Event | Span | Late | None:
-    """Return the entry in a frame; ``None`` for what torchobs does not write: an application may give a span any times."""
+    """Return the entry in a frame; ``None`` for an impossible one: an application may give a span any times."""
     fields = fields_of(payload) or {}
     match fields.get("k"), fields.get("name"), fields.get("attrs"):
         case "event", str(name), dict(values):
@@ -262,7 +262,7 @@ def fields_of(payload: bytes) -> dict[str, Any] | None:
 
 
 class Tail:
-    """Incremental reader of a ring: returns each frame once, and reads only what was written since the last call."""
+    """Incremental reader of a ring: returns each frame once, and reads only the part written since the last call."""
 
     __slots__ = ("_head", "_next", "_seed", "_size", "missed")
 
@@ -272,7 +272,7 @@ class Tail:
         """bytes before the frames of the last call that were overwritten before it"""
         self._head = self._next = 0
 
-    def take(self, head: int, read: Callable[[int, int], bytes]) -> list[tuple[int, bytes]]:
+    def read_new(self, head: int, read: Callable[[int, int], bytes]) -> list[tuple[int, bytes]]:
         """Return position and payload of the new frames, oldest first; none before ``head`` has changed.
 
         ``head``: the end of the newest frame as the writer published it; ``read(at, length)`` reads the ring.
@@ -361,6 +361,6 @@ def trace_id(header: Header) -> str:
 
 
 def derived(parent: str, what: str, size: int = 8) -> str:
-    """Return the identifier, of ``size`` bytes, of what is called so within the parent: of a phase within its step's span."""
+    """Return the identifier, of ``size`` bytes, of a part of the parent by its name: of a phase within its step's span."""
     digits = blake2b(f"{parent}/{what}".encode(errors="replace"), digest_size=size).hexdigest()
     return digits if digits.strip("0") else f"{digits[:-1]}1"

@@ -64,7 +64,7 @@ _mutex = RLock()
 
 
 class NoRoomError(OSError):
-    """The file system or the memory cgroup lacks space for a flight file; the message says which."""
+    """The file system or the memory cgroup lacks space for a flight file; the message names it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def lock_name(name: str) -> str:
 
 
 def create_flight_file(place: FlightDirectory, header: Header, content: bytes | None = None) -> CreatedFile:
-    """Create and publish the file; ``content``: what a deleted file of the same incarnation held.
+    """Create and publish the file; ``content``: that of a deleted file of the same incarnation.
 
     Raises :class:`NoRoomError`, ``OSError``, or ``ValueError`` for a resource that is too long. Nothing is left behind then,
     nor after an interrupt.

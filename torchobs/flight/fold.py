@@ -489,7 +489,7 @@ def credit(totals: Totals, after_step: int, seconds: Sequence[float], whole_s: f
 
 
 def clear_credit(totals: Totals) -> None:
-    """Reset the credit and keep the goodput: the step it was given for will have no record."""
+    """Reset the credit and keep the goodput: the credited step will have no record."""
     for index in range(_STATE_COUNT):
         totals.floats[Word.CREDITED + index] = 0.0
 

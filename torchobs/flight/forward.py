@@ -63,7 +63,7 @@ class ForwardShare:
 
 
 def undivided(phase_s: tuple[float, ...], gap_s: Gap | None) -> tuple[float, ...]:
-    """Return the phases of a single step: what only the means of many divide is ``between``."""
+    """Return the phases of a single step: time that only means over many steps can divide is ``between``."""
     if gap_s is None:
         return phase_s
     before_s, after_s, _ = gap_s

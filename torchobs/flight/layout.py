@@ -72,7 +72,7 @@ _MICROSECONDS = (1 << 56) - 1
 
 
 class BadFlightFileError(ValueError):
-    """The bytes are not a flight file that this version reads; the message says why."""
+    """The bytes are not a flight file that this version reads; the message has the reason."""
 
 
 class Region(IntEnum):
@@ -130,7 +130,7 @@ class Exit:
     EXIT_CODE = 3
     INTERRUPTED = 4
     TERMINATED = 5
-    """by a handler of the script's for SIGTERM; without one it is never written, and the mark of a SIGTERM says it"""
+    """by a handler of the script's for SIGTERM; without one it is never written, but SIGTERM leaves its mark"""
     CRASHED = 6
     """by a fatal signal; never written, the mark of it says it"""
 
@@ -140,7 +140,7 @@ NO_STEPS = (1 << 64) - 1
 
 
 PROCESS_BEGUN = "process_begun_ms"
-"""Field of the resource: when the process began, in Unix time; absent where only the recording's begin says something"""
+"""Field of the resource: when the process began, in Unix time; absent where only the begin of the recording is meaningful"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Header:
     resource: Mapping[str, str | int]
     minor: int = MINOR
     in_memory: bool | None = None
-    """where it was created, so that what a process stored in the mapped file survived its end; ``None``: unknown"""
+    """whether it was created in memory, so that stores into the mapped file survived the process's end; ``None``: unknown"""
 
     @property
     def begun_s(self) -> float:

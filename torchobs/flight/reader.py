@@ -133,7 +133,7 @@ class DecodedBlock(NamedTuple):
     series: tuple[Series, ...] = ()
     values: Sequence[Value | None] = ()
     whole: bool = False
-    """True if it is known that no value is absent"""
+    """True if certainly no value is absent"""
 
     def points(self) -> Iterator[SeriesValue]:
         """Yield the series that have a value."""
@@ -367,7 +367,7 @@ class FlightFile:
 
     def fresh_events(self, tail: Tail, head: int, *names: str) -> list[Event | Span | Late]:
         """Return the new events (:meth:`Tail.take`) of these ``names``; ``head``: the event head in the live words."""
-        return events.read(tail.take(head, self._events_at), self.header, *names)
+        return events.read(tail.read_new(head, self._events_at), self.header, *names)
 
     def _events_at(self, at: int, length: int) -> bytes:
         return self._read_at(self.header.regions[Region.EVENTS].offset + at, length)

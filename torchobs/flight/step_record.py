@@ -61,7 +61,7 @@ class RecordKind:
 
 
 class StepFlag:
-    """What a record holds and what happened in its step."""
+    """Values that a record has, and events of its step."""
 
     LOSS = 1
     GRAD_NORM = 2

@@ -19,13 +19,13 @@ ABSENT_BITS = 0x7FF8_0000_0000_0002
 
 
 STATES = ("data", "evaluation", "checkpoint", "compile", "idle")
-"""States known before a step's end; whether training was productive is known only then."""
+"""States before a step's end; only then it is clear whether training was productive."""
 _HISTOGRAM = 4
 """Words of a histogram besides one for each of its bounds: the last bucket, sum, least and greatest value"""
 BURST_WORDS = len(Bursts.__slots__)
 _BASELINE = ("mean", "variance", "number")
 _EXCURSION = 4 + (SETTLED - 1) * len(Candidate._fields)
-"""At ``SETTLED`` candidates it is decided what they are"""
+"""At ``SETTLED`` candidates their kind is decided: one fewer is kept"""
 
 
 class _Words:
@@ -168,7 +168,7 @@ class Anomaly(NamedTuple):
 
 
 class Totals:
-    """The fold's state: one buffer of 64-bit words, seen as unsigned integers and as floats."""
+    """The fold's state: one buffer of 64-bit words, with views as unsigned integers and as floats."""
 
     __slots__ = ("buffer", "floats", "ints")
 

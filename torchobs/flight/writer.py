@@ -275,7 +275,7 @@ class FlightWriter:
         return True
 
     def restore(self) -> bool:
-        """Open again what the program has closed of the file, its lock and its directory, before anything else is done.
+        """Open the file, its lock and its directory again where the program has closed them, before anything else.
 
         Returns False if one of them cannot be opened by its name (:meth:`check_name`).
         """

@@ -1,8 +1,8 @@
-"""Copy torchobs and what it requires onto a volume: ``python -m torchobs.injection.copy_site DIR``, in an init container.
+"""Copy torchobs and its requirements onto a volume: ``python -m torchobs.injection.copy_site DIR``, in an init container.
 
 ``DIR/user`` is for ``PYTHONUSERBASE`` and ``DIR/start`` for ``PYTHONPATH``. Both have nothing but
 :mod:`torchobs.injection.sitecustomize`, so that no module of the image is hidden; ``DIR/packages`` has the packages,
-``DIR/fit.json`` says what they need of the image's Python and libc, and ``DIR/torchobs`` is the command. Whatever goes wrong is
+``DIR/fit.json`` has their requirements on the image's Python and libc, and ``DIR/torchobs`` is the command. Problems are
 printed, and the exit status is 0: an init container that fails keeps the training from starting.
 """
 
@@ -30,18 +30,18 @@ from torchobs.cli.__main__ import main
 sys.exit(main())
 """
 _MINORS = range(10, 20)
-"""Minor versions of Python that find the module: those that there are, and those of the next years"""
+"""Minor versions of Python that find the module: the present ones, and those of the next years"""
 
 
 def copy_site(target: Path) -> None:
     """Copy everything into the directory ``target``, which exists. Raises OSError where it cannot be written."""
-    found = _required("torchobs", {})
-    for one in found.values():
-        _copy(one, target / "packages")
+    distributions = _required("torchobs", {})
+    for installed in distributions.values():
+        _copy(installed, target / "packages")
     package = target / "packages" / "torchobs"
     if not (package / "__init__.py").is_file():  # an editable install has no files of its own
         shutil.copytree(Path(__file__).parent.parent, package, dirs_exist_ok=True)
-    wheels = [text for one in found.values() if (text := one.read_text("WHEEL"))]
+    wheels = [text for installed in distributions.values() if (text := installed.read_text("WHEEL"))]
     (target / "fit.json").write_text(json.dumps(fit_of(wheels)))
     # Last: without it nothing begins.
     module = Path(__file__).with_name("sitecustomize.py")
@@ -57,7 +57,7 @@ def copy_site(target: Path) -> None:
 
 
 def fit_of(wheels: Iterable[str]) -> dict[str, object]:
-    """Return what compiled wheels need, from the texts of their ``WHEEL`` files (PEP 427, PEP 600).
+    """Return the requirements of compiled wheels, from the texts of their ``WHEEL`` files (PEP 427, PEP 600).
 
     ``python``: the least version, or the only one if ``exact``; ``glibc``: the least version; ``machine``: of ``os.uname()``.
     ``None``: anything.
@@ -74,22 +74,22 @@ def fit_of(wheels: Iterable[str]) -> dict[str, object]:
     return fit
 
 
-def _required(name: str, seen: dict[str, Distribution]) -> dict[str, Distribution]:
-    """Return ``seen`` with the distribution of that name and those that it requires without an extra."""
-    if name not in seen:
-        seen[name] = distribution(name)
-        for requirement in seen[name].requires or ():
+def _required(name: str, distributions: dict[str, Distribution]) -> dict[str, Distribution]:
+    """Return ``distributions`` with that of this name, and those that it requires without an extra."""
+    if name not in distributions:
+        distributions[name] = distribution(name)
+        for requirement in distributions[name].requires or ():
             if "extra ==" not in requirement and (match := _NAME.match(requirement)):
                 try:
-                    _required(match[0], seen)
+                    _required(match[0], distributions)
                 except PackageNotFoundError:
                     continue  # for another system or Python
-    return seen
+    return distributions
 
 
-def _copy(found: Distribution, target: Path) -> None:
-    """Copy a distribution's files with their times, by which Python believes their compiled forms."""
-    for path in found.files or ():
+def _copy(installed: Distribution, target: Path) -> None:
+    """Copy a distribution's files with their times, by which Python accepts their compiled forms."""
+    for path in installed.files or ():
         if ".." not in path.parts and path.suffix != ".pth" and (source := Path(str(path.locate()))).is_file():
             to = target / path
             to.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def _copy(found: Distribution, target: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Copy into the directory that is given; always 0."""
+    """Copy into the directory of the first argument; always 0."""
     breaker = CircuitBreaker("injection")
     problem = call(breaker, lambda: _problem(Path(arguments[0])))
     for reason in [problem] if problem else [f"{failure.exception} at {failure.location}" for failure in breaker.failures]:

@@ -6,7 +6,7 @@ a virtual environment has no user's site-packages.
 
 Copied to directories of its own (:mod:`torchobs.injection.copy_site`), so it uses the standard library only, and every Python
 program of the container runs it: it costs one entry of ``sys.meta_path``. A ``sitecustomize`` that the image has runs as well.
-Nothing here may raise; what does not fit is said on one line of standard error, and the training goes on.
+Nothing here may raise; a misfit is reported on one line of standard error, and the training goes on.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def _libc_misfit(needed: tuple[int, ...]) -> str | None:
         library = number = ""  # musl has no such name
     if library != "glibc":
         return "this C library is not glibc"
-    found = tuple(int(part) for part in number.split(".")[:2])
-    return f"this is glibc {number}, and {'.'.join(map(str, needed))} is needed" if found < needed else None
+    version = tuple(int(part) for part in number.split(".")[:2])
+    return f"this is glibc {number}, and {'.'.join(map(str, needed))} is needed" if version < needed else None
 
 
 def begin() -> None:
@@ -75,7 +75,7 @@ def begin() -> None:
 
 
 def _report(reason: str) -> None:
-    """Say it once for all processes of the pod: whoever makes the file says it."""
+    """Print the reason once for all processes of the pod: by the process that creates the file."""
     try:
         open(_REPORTED, "x").close()  # noqa: PTH123  # as above
     except FileExistsError:
@@ -105,7 +105,7 @@ class _Loader:
 
 
 class _Finder:
-    """Finds torch as the others would, as often as somebody asks, until it is imported."""
+    """Finds torch as the other finders would, however often, until it is imported."""
 
     def __init__(self) -> None:
         self._searching = False
@@ -125,7 +125,7 @@ class _Finder:
 
 
 def remove_unresolved() -> None:
-    """Take from the path what Kubernetes leaves of a reference to a variable that there is not.
+    """Remove from the path what Kubernetes leaves of a reference to a variable that does not exist.
 
     The policy cannot see what a ConfigMap or Secret sets, so it puts a reference to it behind its own directory.
     """

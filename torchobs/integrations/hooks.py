@@ -1,4 +1,4 @@
-"""What the frameworks' callbacks share."""
+"""Shared parts of the frameworks' callbacks."""
 
 from __future__ import annotations
 

@@ -45,10 +45,10 @@ class TorchobsCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         """Start recording, now that the process group exists."""
         torchobs.init(**self._settings)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Record the model, the settings and the planned steps."""
         self.on_init_end(args, state, control)  # for a callback that was added later
-        self._hooks.call(self._record_start, args, state, given.get("model"))
+        self._hooks.call(self._record_start, args, state, more.get("model"))
 
     def _record_start(self, args: Any, state: Any, model: Any) -> None:
         self._tokens, self._passes = state.num_input_tokens_seen, 0

@@ -26,12 +26,12 @@ _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 
 
 def is_decided(directory_fd: int) -> bool:
-    """Return True if the directory has an exporter. Raises ``OSError`` if its lock belongs to another user."""
+    """Return whether the directory has an exporter. Raises ``OSError`` if its lock belongs to another user."""
     return files.is_locked(directory_fd, LOCK)
 
 
 def anyone_alive(directory_fd: int) -> bool:
-    """Return True if a rank with a flight file in the directory is alive. Raises ``OSError`` if the directory is gone."""
+    """Return whether a rank with a flight file in the directory is alive. Raises ``OSError`` if the directory is gone."""
     from torchobs.flight import reader
     from torchobs.flight.files import lock_name  # none is needed by a process that loses the election
     from torchobs.flight.layout import BadFlightFileError
@@ -71,7 +71,7 @@ class Election:
         return True
 
     def holds(self) -> bool:
-        """Return True if this process is still the exporter: the directory or the lock's name may have been removed."""
+        """Return whether this process is still the exporter: the directory or the lock's name may have been removed."""
         if self._file is None or not self._file.is_intact():
             return False
         try:
@@ -119,8 +119,8 @@ def read(directory_fd: int) -> Announcement | None:
     try:
         fd = os.open(NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
         with open(fd, encoding="utf-8") as file:
-            found = Announcement(**json.loads(file.read(_MAX_SIZE)))
-        return found if is_decided(directory_fd) else None
+            announcement = Announcement(**json.loads(file.read(_MAX_SIZE)))
+        return announcement if is_decided(directory_fd) else None
     except (OSError, TypeError, ValueError):
         return None
 

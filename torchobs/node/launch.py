@@ -151,7 +151,7 @@ def _warn_once(log: logging.Logger, message: str) -> None:
 
 
 def _is_free(address: str, directory_fd: int, log: logging.Logger) -> bool:
-    """Return True if an exporter can listen there; else warn, here rather than only in the exporter's log."""
+    """Return whether an exporter can listen there; if not, warn here rather than only in the exporter's log."""
     problem = _bind_error(address) if address else None
     if problem is None or is_decided(directory_fd):  # taken by the exporter that another rank has just started
         return problem is None

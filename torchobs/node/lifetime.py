@@ -57,7 +57,7 @@ class OncePerMinute(logging.Filter):
         self._good_news: Counter[str] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return True if the record is to be written; the number of suppressed ones is appended to it."""
+        """Return whether the record is to be written; the number of suppressed ones is appended to it."""
         if getattr(record, "good_news", False):
             self._good_news[record.name] += 1
             return True
@@ -111,7 +111,7 @@ class Departure:
         self._alone_since: float | None = None
 
     def __call__(self, status: ServiceStatus) -> bool:
-        """Return True if the exporter should leave now."""
+        """Return whether the exporter should leave now."""
         self.decided = self._decide(status)
         return self.decided
 

@@ -47,12 +47,12 @@ def clean(value: object, depth: int = _MAX_DEPTH) -> Plain:  # noqa: PLR0911  # 
 
 def cleaned(attributes: object) -> dict[str, Plain]:
     """Convert a mapping of attributes to JSON types; an empty one if it is no mapping."""
-    found: dict[str, Plain] = {}
+    plain: dict[str, Plain] = {}
     if isinstance(attributes, Mapping):
         for key, value in attributes.items():
             if name := clean_key(key):
-                found[name] = value if type(value) is str and value.isascii() else clean(value)
-    return found
+                plain[name] = value if type(value) is str and value.isascii() else clean(value)
+    return plain
 
 
 def flat(attributes: object) -> dict[str, Plain]:

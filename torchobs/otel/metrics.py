@@ -119,10 +119,10 @@ class MetricStream:
         if self._destination.source() is not writer:
             writer, cells = self._rebind()
         try:
-            found = cells.get(tuple(attributes.items()) if attributes else ())
+            cell = cells.get(tuple(attributes.items()) if attributes else ())
         except (TypeError, AttributeError):  # an unhashable value; not a mapping
-            found = None
-        return self._find(writer, cells, attributes) if found is None else found
+            cell = None
+        return self._find(writer, cells, attributes) if cell is None else cell
 
     def record(self, change: Change, amount: float, attributes: Attributes) -> None:
         """Change the value of that attribute set and publish it: later if another thread is creating the series."""
@@ -149,12 +149,12 @@ class MetricStream:
         if writer is None:
             return None
         form = _form(attributes) if attributes else ()
-        found = cells.get(form)
-        if found is None or form is None:
-            found = self._open(writer.table, cells, attributes)
-            if found is not None and form is not None and len(cells) < _MAX_FORMS:
-                cells[form] = found
-        return found
+        cell = cells.get(form)
+        if cell is None or form is None:
+            cell = self._open(writer.table, cells, attributes)
+            if cell is not None and form is not None and len(cells) < _MAX_FORMS:
+                cells[form] = cell
+        return cell
 
     def _open(self, table: Table, cells: Cells, attributes: Attributes) -> Cell | None:
         try:
@@ -195,7 +195,7 @@ DEFAULT_BOUNDS = (0.0, 5.0, 10.0, 25.0, 50.0, 75.0, 100.0, 250.0, 500.0, 750.0, 
 
 
 class SynchronousInstrument:
-    """What the synchronous instruments have in common: their stream, and the application's own instrument once there is one."""
+    """Base of the synchronous instruments: has their stream, and the application's own instrument once there is one."""
 
     kind: ClassVar[Kind]
     factory: ClassVar[str]
@@ -213,10 +213,10 @@ class SynchronousInstrument:
         self._delegate = getattr(meter, self.factory)(*self.stream.identity)
 
     def _measure(self, change: Change, amount: float, attributes: Attributes, context: Context | None) -> None:
-        """Record an amount, or delegate it. One below ``least`` or not finite is ignored; a gauge becomes absent by it."""
+        """Record an amount, or delegate it. One that is below ``least`` or not finite is ignored, or makes a gauge absent."""
         if self._delegate is not None:
-            given = {} if context is None else {"context": context}  # SDKs before 1.28 do not have it
-            getattr(self._delegate, self.method)(amount, attributes, **given)
+            options = {} if context is None else {"context": context}  # SDKs before 1.28 do not have it
+            getattr(self._delegate, self.method)(amount, attributes, **options)
             return
         if type(amount) not in _NUMBERS:
             amount = number(amount)
@@ -275,7 +275,7 @@ class FlightGauge(SynchronousInstrument, _Gauge):
 
 
 class AsynchronousInstrument:
-    """What the observable instruments have in common: callbacks, which run every ten seconds and at the end.
+    """Base of the observable instruments: has their callbacks, which run every ten seconds and at the end.
 
     An observed counter must not decrease, in a file or in Prometheus. When the total that a callback returns decreases (its
     source was reset), the series continues with its last value plus the new total. The SDK exports the lower total, which
@@ -294,15 +294,15 @@ class AsynchronousInstrument:
 
     def observe(self, timeout_s: float) -> int:
         """Call the callbacks and set the series to their results; return how many raised, losing the rest of their values."""
-        found: dict[Cell, float] = {}
+        values: dict[Cell, float] = {}
         errors = 0
         for callback in self.callbacks:
             breaker = CircuitBreaker("callback")
-            call(breaker, self._read, callback, CallbackOptions(timeout_s * 1000), found)
+            call(breaker, self._read, callback, CallbackOptions(timeout_s * 1000), values)
             for failure in breaker.failures:
                 errors += 1
                 self.stream.warn_once("a callback failed with %s at %s", failure.exception, failure.location)
-        self._show(found)
+        self._show(values)
         return errors
 
     def delegate_to(self, meter: Meter) -> None:
@@ -310,7 +310,7 @@ class AsynchronousInstrument:
         name, unit, description = self.stream.identity
         getattr(meter, self.factory)(name, self.callbacks, unit, description)
 
-    def _read(self, callback: CallbackT, options: CallbackOptions, found: dict[Cell, float]) -> None:
+    def _read(self, callback: CallbackT, options: CallbackOptions, values: dict[Cell, float]) -> None:
         for observation in _observations(callback, options):
             value = number(observation.value)
             if not isfinite(value) or (self.kind is Kind.COUNTER and value < 0):
@@ -318,17 +318,17 @@ class AsynchronousInstrument:
                 continue
             cell = self.stream.cell(observation.attributes)
             if cell is not None:
-                found[cell] = value if self.kind is Kind.GAUGE else found.get(cell, 0) + value
+                values[cell] = value if self.kind is Kind.GAUGE else values.get(cell, 0) + value
 
-    def _show(self, found: dict[Cell, float]) -> None:
+    def _show(self, values: dict[Cell, float]) -> None:
         if self.stream.writer is not self._writer:
             self._writer, self._shown, self._totals = self.stream.writer, set(), {}
         if self.kind is Kind.COUNTER:
-            found = {cell: self._total(cell, value) for cell, value in found.items()}
+            values = {cell: self._total(cell, value) for cell, value in values.items()}
         else:  # a gauge that a callback does not return becomes absent; a counter keeps its value
-            found.update(dict.fromkeys(self._shown - found.keys(), nan))
-        self._shown = {cell for cell, value in found.items() if isfinite(value)}
-        for cell, value in found.items():
+            values.update(dict.fromkeys(self._shown - values.keys(), nan))
+        self._shown = {cell for cell, value in values.items() if isfinite(value)}
+        for cell, value in values.items():
             cell.set(value)
             cell.publish()
 
@@ -457,8 +457,8 @@ class FlightMeter(Meter):
     ) -> InstrumentT:
         """Return the instrument of that identity; from the application's own meter if there is one, as the API's type then."""
         if self._delegate is not None:
-            own = getattr(self._delegate, cls.factory)(name, unit=unit or "", description=description or "", **more)
-            return cast("InstrumentT", own)
+            delegated = getattr(self._delegate, cls.factory)(name, unit=unit or "", description=description or "", **more)
+            return cast("InstrumentT", delegated)
         if not _NAME.fullmatch(name) or not _UNIT.fullmatch(unit or ""):
             logger.warning("torchobs: no valid name and unit of an instrument: %.300r, %.100r; it records nothing", name, unit)
             return cast("InstrumentT", getattr(api.NoOpMeter(""), cls.factory)(name))

@@ -138,7 +138,7 @@ class Origin:
 
 
 class Reactions(NamedTuple):
-    """What to do with a span when an exception leaves its ``with`` block."""
+    """Changes to a span when an exception leaves its ``with`` block."""
 
     record: bool
     set_status: bool
@@ -157,13 +157,13 @@ class Bounded:
 
     def update(self, attributes: Attributes) -> None:
         """Add all of them."""
-        found = cleaned(attributes)
+        plain = cleaned(attributes)
         if isinstance(attributes, Mapping):
-            self.dropped += len(attributes) - len(found)
-        if not self.values and len(found) <= LIMIT:
-            self.values = found
+            self.dropped += len(attributes) - len(plain)
+        if not self.values and len(plain) <= LIMIT:
+            self.values = plain
             return
-        for name, value in found.items():
+        for name, value in plain.items():
             self._put(name, value)
 
     def set(self, key: object, value: object) -> None:
@@ -205,11 +205,11 @@ class FlightSpan(Span):
         self._unended = [None]  # popped by the first end(): later calls do nothing
 
     def get_span_context(self) -> SpanContext:
-        """Return what identifies the span."""
+        """Return the ids and flags of the span."""
         return self._context
 
     def is_recording(self) -> bool:
-        """Return True if it has not ended."""
+        """Return whether the span has not ended yet."""
         return bool(self._unended)
 
     def set_attributes(self, attributes: Mapping[str, AttributeValue]) -> None:
@@ -225,16 +225,16 @@ class FlightSpan(Span):
     def add_event(self, name: str, attributes: Attributes = None, timestamp: int | None = None) -> None:
         """Add a dated fact; ``timestamp`` in Unix ns, now by default."""
         if self._may_change():
-            found = Bounded(attributes)
+            bounded = Bounded(attributes)
             at_ns = self._origin.now_ns() if timestamp is None else timestamp
-            self._events.append([clean(at_ns), clean(name), found.values, found.dropped])
+            self._events.append([clean(at_ns), clean(name), bounded.values, bounded.dropped])
             self._events_seen += 1
 
     def add_link(self, context: SpanContext, attributes: Attributes = None) -> None:
         """Add a link to another span; one without a valid context, attributes or trace state is ignored."""
         if (context.is_valid or attributes or context.trace_state) and self._may_change():
-            found = Bounded(attributes)
-            self._links.append([*_identity(context), found.values, found.dropped])
+            bounded = Bounded(attributes)
+            self._links.append([*_identity(context), bounded.values, bounded.dropped])
             self._links_seen += 1
 
     def begin_with(self, attributes: Attributes, links: Sequence[Link]) -> None:
@@ -395,18 +395,18 @@ class FlightTracer(Tracer):
         """See :class:`opentelemetry.trace.Tracer`. Where nothing is recorded the span propagates its parent's context."""
         delegate = self._delegated_tracer()
         if delegate is not None:
-            given = (name, context, kind, attributes, links, start_time, record_exception, set_status_on_exception)
-            return delegate.start_span(*given)
+            arguments = (name, context, kind, attributes, links, start_time, record_exception, set_status_on_exception)
+            return delegate.start_span(*arguments)
         current, origin = get_current_span(context).get_span_context(), self._current_origin()
         if origin is None:
             return NonRecordingSpan(current)
         parent = current if current.is_valid else self._provider.parent() if context is None else None
-        own = _context_below(parent)
-        if not own.trace_flags.sampled:
-            return NonRecordingSpan(own)
+        child = _context_below(parent)
+        if not child.trace_flags.sampled:
+            return NonRecordingSpan(child)
         begin_ns = origin.now_ns() if start_time is None else start_time
         reactions = Reactions(record_exception, set_status_on_exception)
-        span = FlightSpan(origin, name, own, parent, kind, begin_ns, reactions)
+        span = FlightSpan(origin, name, child, parent, kind, begin_ns, reactions)
         span.begin_with(attributes, links or ())
         return span
 
@@ -424,8 +424,8 @@ class FlightTracer(Tracer):
         end_on_exit: bool = True,
     ) -> Iterator[Span]:
         """See :class:`opentelemetry.trace.Tracer`."""
-        given = (name, context, kind, attributes, links, start_time, record_exception, set_status_on_exception)
-        with use_span(self.start_span(*given), end_on_exit, record_exception, set_status_on_exception) as span:
+        arguments = (name, context, kind, attributes, links, start_time, record_exception, set_status_on_exception)
+        with use_span(self.start_span(*arguments), end_on_exit, record_exception, set_status_on_exception) as span:
             yield span
 
     def _delegated_tracer(self) -> Tracer | None:

@@ -1,4 +1,4 @@
-"""What every probe is given: where to record, services, circuit breakers, hook lists, the state of the training thread."""
+"""The context of every probe: where to record, services, circuit breakers, hook lists, the state of the training thread."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ class SpanWriter(Protocol):
 class LimitedWarning(Protocol):
     """Logs a warning, at most one a minute for each cause; for the sampler thread."""
 
-    def __call__(self, cause: str, message: str, *, own: bool = False) -> None:
-        """Log it. ``own``: it concerns this rank alone, not all ranks of a node."""
+    def __call__(self, cause: str, message: str, *, rank_only: bool = False) -> None:
+        """Log it. ``rank_only``: it concerns this rank alone, not all ranks of a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeContext:
-    """Made by the session, passed to every probe. What probes need of each other: see ``probes``."""
+    """Made by the session, passed to every probe. Objects that probes share: see ``probes``."""
 
     settings: Settings
     writer: FlightWriter
@@ -84,7 +84,7 @@ class ProbeContext:
     training: TrainingState
     hooks: Hooks
     scalars: Scalars
-    """Values given to ``torchobs.log``"""
+    """Values of ``torchobs.log``"""
     write_span: SpanWriter
     warn_limited: LimitedWarning
     yield_gil: Callable[[], None]
@@ -101,7 +101,7 @@ class ProbeContext:
     modules: list[Callable[[], list[Any]]] = field(default_factory=list)
     """Functions that return the outermost modules known, for the sampler thread. None, or the gradient probe's"""
     watched: list[ref[Any]] = field(default_factory=list)
-    """Models given to ``torchobs.watch``"""
+    """Models of ``torchobs.watch``"""
     breakers: dict[str, CircuitBreaker] = field(default_factory=dict)
 
     def breaker(self, probe: str) -> CircuitBreaker:
@@ -113,7 +113,7 @@ class ProbeContext:
         return list(parameters_of(*self.recorder.optimizers()))
 
     def models(self) -> list[Any]:
-        """Return the models given to ``torchobs.watch`` that are alive."""
+        """Return the living models of ``torchobs.watch``."""
         return [model for reference in list(self.watched) if (model := reference()) is not None]
 
     def report(self, kind: str, step: int | None = None, **values: object) -> None:
@@ -201,7 +201,7 @@ class HookList(Generic[P]):
 
 
 class BeforeStep(HookList[[Any, bool]]):
-    """Called before an outermost optimizer step, with the optimizer and whether it was given a closure.
+    """Called before an outermost optimizer step, with the optimizer and whether it has a closure.
 
     Most steps are of no interest to the listeners, which therefore say when they want to be called next: all set ``due_at``
     (0 for the next step) and the gradient probe, or without it the optimizer probe, ``last``. The step probe reads both.
@@ -231,7 +231,7 @@ class BeforeStep(HookList[[Any, bool]]):
 
 
 class DebugLevel(HookList[[int]]):
-    """The debug level in force, and what to call in the sampler thread when it has changed. Set by the command handler."""
+    """The debug level in force, and callbacks in the sampler thread for its changes. Set by the command handler."""
 
     __slots__ = ("value",)
 
@@ -251,17 +251,17 @@ class LayerOutputs(HookList[[int, dict[str, Any]]]):
         self.every = 0
         """Steps between two looks, whatever the level; 0: at level extreme, as often as the overhead budget allows"""
         self.changed: Callable[[], object] = int
-        """What the probe has called when that has changed, in whichever thread"""
+        """Called after a change of ``every``, in any thread"""
 
     def want(self, every: int) -> None:
-        """Set how often the layers are looked at."""
+        """Set how often the layers are measured."""
         if every != self.every:
             self.every = every
             self.changed()
 
 
 class Hooks:
-    """All hook lists of a session; beside each: who calls it, when, and with what, mostly in the training thread."""
+    """All hook lists of a session; beside each: its caller, when, and with which arguments, mostly in the training thread."""
 
     def __init__(self, spent_ns: dict[str, int], plain: PlainSteps | None = None) -> None:
         self.level = DebugLevel(spent_ns)
@@ -272,9 +272,9 @@ class Hooks:
         self.after_closure_backward: HookList[[]] = HookList(spent_ns)
         """Step probe: the outermost backward inside an optimizer's closure has returned"""
         self.compiles_on_trial: HookList[[bool]] = HookList(spent_ns)
-        """``debug.explain_compile``: what is compiled from now on is a trial beside the training (``True``), or is not"""
+        """``debug.explain_compile``: whether compilations from now on are a trial beside the training"""
         self.takes_loss: HookList[[Any, Any, bool]] = HookList(spent_ns)
-        """Step probe: a backward pass begins, with its tensors, the given gradients, and whether it accumulates gradients"""
+        """Step probe: a backward pass begins, with its tensors, their gradients, and whether it accumulates gradients"""
         self.nonfinite_loss: HookList[[Any]] = HookList(spent_ns)
         """Loss probe: a backward pass begins from these tensors, with a loss that is not finite"""
         self.nonfinite_gradient: HookList[[Any, frozenset[int]]] = HookList(spent_ns)
@@ -285,11 +285,11 @@ class Hooks:
         self.ends_by_error: HookList[[BaseException | None]] = HookList(spent_ns)
         """Exit probe: this exception is about to end the program, or ``sys.exit(n)`` does (``None``)"""
         self.explain_error: HookList[[BaseException]] = HookList(spent_ns)
-        """Exit probe, in any thread: asks for more attributes of the event of this exception"""
+        """Exit probe, in any thread: collects more attributes of the event of this exception"""
         self.recent_collectives: HookList[[]] = HookList(spent_ns)
-        """Sampler thread: asks for the last collectives of a rank that stands still, as attributes of an event"""
+        """Sampler thread: collects the last collectives of a rank that stands still, as attributes of an event"""
         self.loader_workers: HookList[[]] = HookList(spent_ns)
-        """Sampler thread: asks for the worker processes of the loaders in use (lists of ``LoaderWorker``)"""
+        """Sampler thread: collects the worker processes of the loaders in use (lists of ``LoaderWorker``)"""
         self.ends: HookList[[]] = HookList(spent_ns)
         """Session: it is about to end, with whatever is there still"""
         self.steps_within: HookList[[int, Any]] = HookList(spent_ns)
@@ -301,7 +301,7 @@ class Hooks:
         self.iterated: HookList[[Any, Any]] = HookList(spent_ns)
         """Loader probe: this data loader has returned this iterator"""
         self.watched: HookList[[Any]] = HookList(spent_ns)
-        """``torchobs.watch``: was given this module"""
+        """``torchobs.watch``: got this module"""
 
     def unregister(self, probe: str) -> None:
         """Remove the listeners of that probe from every list."""
@@ -352,7 +352,7 @@ class SamplingInterval:
         self._spent_ns += ns
 
     def spend_later(self, ns: int) -> None:
-        """Set the device time that measuring took, which is known afterwards."""
+        """Set the device time of the measurement, which is known afterwards."""
         self._later_ns = max(self._later_ns, ns)
 
     def _set_interval(self, step: int) -> None:
@@ -406,7 +406,7 @@ class Captures:
         """Threads of ours with a round in progress, and since when"""
 
     def begin(self, graph: int) -> None:
-        """Note that this graph, by id, is about to be captured, and wait for rounds in progress, but not for long."""
+        """Record that this graph, by id, is about to be captured, and wait for rounds in progress, but not for long."""
         now = self._begun_s[graph] = time.monotonic()
         while time.monotonic() - now < _PATIENCE_S and any(
             time.monotonic() - begun_s < _PATIENCE_S for begun_s in tuple(self._rounds.values())
@@ -414,11 +414,11 @@ class Captures:
             time.sleep(_REST_S)
 
     def end(self, graph: int) -> None:
-        """Note that the capture has ended or did not begin."""
+        """Record that the capture has ended or did not begin."""
         self._begun_s.pop(graph, None)
 
     def begin_round(self, thread: str) -> bool:
-        """Note that a thread of ours begins a round; return False if it has to rest. :meth:`end_round` follows either way.
+        """Record that a thread of ours begins a round; return False if it has to rest. :meth:`end_round` follows either way.
 
         It is noted first and asked then: a capture that begins in between waits.
         """
@@ -426,7 +426,7 @@ class Captures:
         return not self.in_progress()
 
     def end_round(self, thread: str) -> None:
-        """Note that the thread's round has ended."""
+        """Record that the thread's round has ended."""
         self._rounds.pop(thread, None)
 
     def in_progress(self) -> bool:
@@ -515,7 +515,7 @@ class OtherThreads:
         self._lock, self._threads = Lock(), set[int]()
 
     def add_thread(self, thread: int) -> None:
-        """Note that a backward pass is about to begin in that thread; what is being read is read to its end before."""
+        """Record that a backward pass is about to begin in that thread; reads in progress are finished before."""
         if thread not in self._threads:
             with self._lock:
                 self._threads.add(thread)
@@ -532,7 +532,7 @@ class OtherThreads:
 
 
 class TrainingState:
-    """State of the training thread. The step probe owns it: others read, but for what is named here.
+    """State of the training thread. The step probe owns it: others only read it, except as marked here.
 
     ``thread`` is first set by the session, ``loop`` noted by ``torchobs.step`` as well, and ``idle`` and
     ``evaluating_since_ns`` belong to the phase probe, which finds them in the sampler thread. The epoch probe sets ``epoch``
@@ -546,7 +546,7 @@ class TrainingState:
     def __init__(self, plain: PlainSteps | None = None) -> None:
         self._plain = plain or PlainSteps()
         self.autocast: dict[str, str] = {}
-        """The data type of autocast in training, by type of device, as last seen"""
+        """The last data type of autocast in training, by type of device"""
         self.left: LeftPhase | None = None
         """The phase that an exception has left which may end the training"""
         self.captures = Captures()
@@ -566,7 +566,7 @@ class TrainingState:
 
     @property
     def thread(self) -> int:
-        """The training thread: the one that steps optimizers."""
+        """The training thread: it steps the optimizers."""
         return self._plain.thread
 
     @property

@@ -36,7 +36,7 @@ MOST_REFUSED = 64
 _LOOKED_AT = 64
 """Parameters of a module that are searched for a trained one: a metric has none, and is no forward pass"""
 _COMPILERS = {"torch._dynamo.eval_frame": "__init__", "torch.export._trace": "_export"}
-"""What begins to compile or export: by module, of its class ``OptimizeContext`` or its own function"""
+"""Functions that begin to compile or export: by module, of its class ``OptimizeContext`` or its own function"""
 
 
 class ForwardStamps:
@@ -53,7 +53,7 @@ class ForwardStamps:
         self._hook, self._modes = no_hook_in_graphs(breaker.guard(self._called)), dispatch_modes()
         self._chance, self._due_ns, self._refused = random.Random(), 0, 0  # noqa: S311  # nothing secret, and not the script's
         self._wanted, self._closed = False, False
-        self._seen = self._asked_at = self._due_before = 0
+        self._sampled_step = self._asked_at = self._due_before = 0
         context.hooks.before_step.register(breaker, self._before_step, guarded=True)  # it calls nothing that raises
         self._patches: list[Patch] = []
         self._imports = [after_import(name, breaker.guard(partial(self._watch, name))) for name in _COMPILERS]
@@ -64,12 +64,12 @@ class ForwardStamps:
             self.close()
             return
         now_ns = monotonic_ns()
-        done, self._seen = self._recorder.step - self._seen, self._recorder.step
+        done, self._sampled_step = self._recorder.step - self._sampled_step, self._recorder.step
         if now_ns < self._due_ns or self._key in self._hooks:
             return
         self._due_ns = now_ns + self._chance.randint(LEAST_NS, MOST_NS)
         # not the very next step, in which this thread's round still takes the GIL now and then
-        hook, self._asked_at = self._context.hooks.before_step, self._seen + self._chance.randint(0, max(0, done))
+        hook, self._asked_at = self._context.hooks.before_step, self._sampled_step + self._chance.randint(0, max(0, done))
         if hook.due_at > self._asked_at:
             self._due_before, hook.due_at = hook.due_at, self._asked_at
         self._wanted = True
@@ -142,6 +142,6 @@ class ForwardStamps:
 
 
 def has_compiled() -> bool:
-    """Return whether something was given to ``torch.compile``, or exported, in this process."""
+    """Return whether ``torch.compile`` or an export was used in this process."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return any(backend is not None for backend in list(getattr(frames, "cached_backends", {}).values()))

@@ -1,4 +1,4 @@
-"""Memory growth per step, and the time until the limit, by the trend of what stays (:mod:`torchobs.detect.growth`)."""
+"""Memory growth per step, and the time until the limit, by the trend of memory that stays (:mod:`torchobs.detect.growth`)."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ class GrowthGauges:
             attributes = {**self._attributes, "per_step": per_step, "time_to_limit": seconds}
             self._context.event(catalog.EVENT_MEMORY_GROWTH, attributes)
             grown = finding("memory_growth", memory=self._attributes["space"].capitalize(), per_step=per_step, left=seconds)
-            self._context.warn_limited("memory growth", grown.short, own=True)
+            self._context.warn_limited("memory growth", grown.short, rank_only=True)
         return fresh

@@ -251,7 +251,7 @@ def _left(directory: Path) -> dict[str, list[ArtifactName]]:
     with suppress(OSError), opened(directory, link=True) as fd:  # artifacts are optional
         for artifact in artifacts.names(fd):
             with suppress(OSError):
-                artifacts.look(fd, artifact, None)
+                artifacts.read_status(fd, artifact, None)
                 left.setdefault(artifact.flight, []).append(artifact)
     return left
 

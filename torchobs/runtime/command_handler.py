@@ -76,7 +76,7 @@ class CommandHandler:
         call(breaker, write_stacks, self._context, number)
         if breaker.failures:
             reason = f"{breaker.failures[0].exception} at {breaker.failures[0].location}"
-            self._context.warn_limited("stacks", f"stacks could not be written: {reason}", own=True)
+            self._context.warn_limited("stacks", f"stacks could not be written: {reason}", rank_only=True)
 
     def close(self) -> None:
         """Release the directory, the timer and the signal. Idempotent, from any thread."""

@@ -43,11 +43,11 @@ _MOST_ARGUMENTS = 200
 _LEFT_OUT = frozenset({"traceparent", "tracestate", "resource_attributes", "run_details"})
 _VARIABLES = ("PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE")
 _GIVEN_UP = ("arguments", "command", "settings", "environment")
-"""What is left out, in this order, where all of it does not fit"""
+"""Details to leave out, in this order, where all of them do not fit"""
 
 
 class RunDetails:
-    """Writes the details at the start, and again when more is known: git soon after, torch's state when it is there."""
+    """Writes the details at the start, and again with more: git's soon after, torch's state once it is imported."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
@@ -56,7 +56,7 @@ class RunDetails:
         self._reader = threading.Thread(target=call, args=(context.breaker("details"), self._add_git), daemon=True)
 
     def begin(self) -> None:
-        """Write what costs nothing to know."""
+        """Write the details that cost nothing."""
         self._details = {
             "command": _shortened(redacted(sys.orig_argv[:_MOST_ARGUMENTS])),
             "arguments": _shortened(redacted(sys.argv[: _MOST_ARGUMENTS + 1])[1:]),
@@ -68,7 +68,7 @@ class RunDetails:
         self._reader.start()  # a file system may hang: not in the sampler thread
 
     def sample(self) -> None:
-        """Add what is known by now. In the sampler thread, every ten seconds and at the end."""
+        """Add details that are known by now. In the sampler thread, every ten seconds and at the end."""
         self._reader.join(_GIT_WAIT_S)  # a run of a second is at its end
         torch = imported("torch")
         if torch is not None:
@@ -113,7 +113,7 @@ def _settings(chosen: Settings) -> dict[str, str]:
 
 
 def _torch(torch: Any) -> dict[str, Any]:
-    """Return versions, devices, and what decides whether a run can be repeated. Nothing of it initializes a device."""
+    """Return versions, devices, and the settings that a repeatable run depends on. Initializes no device."""
     facts: dict[str, Any] = {}
     readers: dict[str, Callable[[], Any]] = {
         "version": lambda: str(torch.__version__),

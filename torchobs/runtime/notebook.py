@@ -29,7 +29,7 @@ _logger = logging.getLogger("torchobs")
 
 
 class PageAddress:
-    """Waits for the exporter of the flight file's directory, and says where its page is; for the sampler thread."""
+    """Waits for the exporter of the flight file's directory, and shows the address of its page; for the sampler thread."""
 
     silent: ClassVar[bool] = False
     """Set where ``torchobs run`` is not to print anything"""
@@ -61,7 +61,7 @@ class PageAddress:
 
 INTERVAL_S = 1.0
 _QUIET_S = 10.0
-"""Time without a step after which the line says that instead of the speed"""
+"""Time without a step after which the line shows that time instead of the speed"""
 _STYLE = "font:13px/1.5 system-ui,sans-serif;border:1px solid #8886;border-radius:6px;padding:.35em .8em;display:inline-block"
 
 
@@ -99,7 +99,7 @@ class NotebookStatus:
         self.update(f"ended after step {self._context.recorder.step:,}")
 
     def update(self, words: str) -> None:
-        """Replace what the line says."""
+        """Replace the text of the line."""
         if self._page is not None and self._page.url:
             words += f' · <a href="{escape(self._page.url)}" target="_blank" rel="noopener">live page</a>'
         if self._handle is not None and words != self._shown:

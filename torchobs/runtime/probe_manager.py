@@ -33,7 +33,7 @@ class ProbeManager:
         self, context: ProbeContext, find: Callable[[], ProbeFactories], safe_point: SafePoint, samples: Callbacks,
         slow: Callbacks,
     ) -> None:  # fmt: skip
-        """``find``: what makes each probe that needs torch; called once that is imported."""
+        """``find``: returns the factory of each probe that needs torch; called once that is imported."""
         self._context, self._find, self._safe_point = context, find, safe_point
         self._factories: ProbeFactories = {}
         self._callbacks = (("sample", samples), ("observe", slow))
@@ -62,7 +62,7 @@ class ProbeManager:
         self._apply_changes()
 
     def switch_off(self, names: Collection[str]) -> None:
-        """Disable these probes and enable all others; what needs no torch (the exit probe) stays on. In the sampler thread."""
+        """Disable these probes and enable all others; the exit probe, which needs no torch, stays on. In the sampler thread."""
         context, before = self._context, self._off
         self._off = frozenset(names)
         for name in (self._off - before) & self._probes.keys() & self._factories.keys():
@@ -101,7 +101,7 @@ class ProbeManager:
 
     def _remove(self, name: str) -> None:
         call(CircuitBreaker(name), self._probes[name].remove)
-        del self._probes[name]  # only now: what a signal's handler raises leaves it to be removed the next time
+        del self._probes[name]  # only now: if a signal's handler raises before, the next call removes it
         self._context.hooks.unregister(name)
 
     def check_patches(self) -> None:

@@ -122,7 +122,7 @@ class Recording:
 
 
 class _Guard:
-    """The recording of this process, and what is known of the script's profilers."""
+    """The recording of this process, and the state of the script's profilers."""
 
     def __init__(self) -> None:
         self.recording: Recording | None = None
@@ -241,7 +241,7 @@ _CHUNK = 1 << 20
 
 
 class _Request(NamedTuple):
-    """A profile that is asked for."""
+    """A requested profile."""
 
     steps: int
     wanted: ArtifactName
@@ -321,7 +321,7 @@ class Profiles:
                 self._context.at_backward(self._at_backward)
 
     def _attempt(self, wanted: ArtifactName, function: Callable[[], object]) -> None:
-        """Call a function; if it raises, or a signal's handler within it, the profile ends without a trace, and says so."""
+        """Call a function; if it raises, or a signal's handler within it, the profile ends without a trace, with an event."""
         breaker, done = CircuitBreaker("profile"), False
         try:
             call(breaker, function)
@@ -403,7 +403,7 @@ class Profiles:
 
 
 def _export(profile: Any, place: FlightDirectory, wanted: ArtifactName) -> int | dict[str, str]:
-    """Write the trace; return its size in bytes, or the attributes of the event that says why not. Raises what torch raises."""
+    """Write the trace; return its size in bytes, or the attributes of the event of its failure. Raises torch's exceptions."""
     try:
         with tempfile.TemporaryDirectory(prefix="torchobs-", ignore_cleanup_errors=True) as directory:
             plain = Path(directory) / "trace.json"  # on disk: uncompressed it is twenty times the size

@@ -21,7 +21,7 @@ from torchobs.support import anomaly_callbacks
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.descriptors import take_lost
 from torchobs.support.error_guard import CircuitBreaker, call
-from torchobs.support.rank_log import OWN
+from torchobs.support.rank_log import THIS_RANK
 from torchobs.support.rate_limit import RateLimiter, anomaly_limiter
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ INTERVAL_S = 0.1
 _BLOWN_UP = frozenset({"gradient_explosion", "loss_spike"})
 OVERHEAD_INTERVAL_S = 1.0
 _LEAST_NS = 1_000_000
-"""Time of a probe from which on it has a series: what has been asked once and is never used has none"""
+"""Time of a probe from which on it has a series: a probe that was called once and is never used has none"""
 NAME_CHECK_INTERVAL_S = 5.0
 OBSERVE_INTERVAL_S = 10.0
 FIRST_OBSERVE_S = 1.0
@@ -69,10 +69,10 @@ class LimitedLog:
     def __init__(self) -> None:
         self._limiter = RateLimiter(WARNING_INTERVAL_S)
 
-    def warn(self, cause: str, message: str, *, own: bool = False) -> None:
-        """Log a warning. ``own``: it concerns this rank alone, not all ranks of a node."""
+    def warn(self, cause: str, message: str, *, rank_only: bool = False) -> None:
+        """Log a warning. ``rank_only``: it concerns this rank alone, not all ranks of a node."""
         if self._limiter.take(time.monotonic(), cause):
-            logger.warning("torchobs: %s", message, extra=OWN if own else None)
+            logger.warning("torchobs: %s", message, extra=THIS_RANK if rank_only else None)
 
 
 class Sampler:
@@ -178,7 +178,7 @@ class Sampler:
         self._report_lost_files()
 
     def _receive(self, *, last: bool) -> None:
-        """Deliver what has arrived from devices; what was not sent yet is, in the thread that ends the session."""
+        """Deliver the values that have arrived from devices; in the thread that ends the session send the others first."""
         context = self._context
         if last and not context.training.captures.in_progress():
             call(context.breaker("device"), context.device.send_rest)
@@ -209,7 +209,7 @@ class Sampler:
         for kind, first in firsts.items():
             words = finding(kind, step=first.step, value=first.value, baseline=first.baseline).short
             # each rank has its own batches; the gradients are reduced
-            self._context.warn_limited(f"anomaly {kind}", words, own="loss" in kind)
+            self._context.warn_limited(f"anomaly {kind}", words, rank_only="loss" in kind)
 
     def _origin(self, anomaly: Anomaly) -> dict[str, str]:
         """Return the origin of the anomaly as attributes, if it is a value that was traced."""
@@ -268,15 +268,15 @@ class Sampler:
         if fresh:
             names = ", ".join(f"{name} ({problem})" if problem else name for name, problem in fresh)
             what = "the program has closed descriptors that it had not opened, files of torchobs among them"
-            self._context.warn_limited("descriptors", f"{what}: {names}; what can be opened again is open", own=True)
+            self._context.warn_limited("descriptors", f"{what}: {names}; what can be opened again is open", rank_only=True)
 
     def _check_name(self) -> None:
         try:
             if self._context.writer.check_name():
                 self._context.warn_limited(
-                    "name", "the flight file was deleted; it has been made anew with all it held", own=True
+                    "name", "the flight file was deleted; it has been made anew with all it held", rank_only=True
                 )
         except OSError as error:
             why = f"{error.strerror or error}; {remedy(error)}"
             what = f"the flight file was deleted and cannot be made anew at {self._context.writer.path}"
-            self._context.warn_limited("name", f"{what}: {why}", own=True)
+            self._context.warn_limited("name", f"{what}: {why}", rank_only=True)

@@ -44,7 +44,7 @@ from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call, settle
 from torchobs.support.import_hooks import after_import, cancel, imported
 from torchobs.support.process_group import rank_and_size
-from torchobs.support.rank_log import OWN, name_rank, remove_rank, set_level
+from torchobs.support.rank_log import THIS_RANK, name_rank, remove_rank, set_level
 from torchobs.taps.taps import SafePoint
 from torchobs.tensors.device_reads import DeviceValues
 from torchobs.tensors.references import let_tensors_be_swapped
@@ -79,7 +79,7 @@ class Session:
         self.context: ProbeContext | None = None
         self.pid = os.getpid()
         self.loss_scaling = LossScaling()
-        """What loss scalers are doing, as the AMP probe sees it"""
+        """State of the loss scalers, from the AMP probe"""
         self._probe_manager: ProbeManager | None = None
         self._exits = ExitProbe()
         self._dynamo = DynamoRules()
@@ -93,7 +93,7 @@ class Session:
         self._commands: CommandHandler | None = None
         self._children: SpawnedRanks | None = None
         self._last: list[tuple[str, Callable[[], None]]] = []
-        """What is called after the sampler's last round"""
+        """Called after the sampler's last round"""
         self._page: PageAddress | None = None
         self.recorded_in = ""
         """Path of the flight file, also after the end; empty if there is none"""
@@ -124,7 +124,7 @@ class Session:
 
     @property
     def active(self) -> bool:
-        """True if this process is recording."""
+        """Whether this process is recording."""
         return self.context is not None and self.pid == os.getpid()
 
     @property
@@ -228,7 +228,7 @@ class Session:
         call(CircuitBreaker("references"), let_tensors_be_swapped)
 
     def note_exit(self, code: int, leaving: SystemExit | None = None) -> None:
-        """Record the exit code that the process is about to end with, and why (known to ``torchobs run``)."""
+        """Record the exit code that the process is about to end with, and the reason, which ``torchobs run`` has."""
         if self._exit is None:
             self._exit = self._exits.leaving(code, leaving)
 
@@ -331,7 +331,7 @@ def init(**overrides: object) -> Session:
 
 
 def _warn_ignored(session: Session, overrides: Mapping[str, object], chosen: Settings) -> None:
-    """Warn of the arguments of a second ``init()`` that are other than what is in force."""
+    """Warn of the arguments of a second ``init()`` that differ from those in force."""
     names = sorted(name for name, value in overrides.items() if value is not None)
     other = [name for name in names if getattr(chosen, name) != getattr(session.settings, name)]
     if other:
@@ -359,7 +359,7 @@ def _begin(session: Session, chosen: Settings, problems: list[settings.SettingsP
     try:
         session.open(chosen, rank_identity)
     except NoPlaceError as error:
-        logger.warning("torchobs: off, %s; training is not affected", error, extra=OWN if error.of_one_rank else None)
+        logger.warning("torchobs: off, %s; training is not affected", error, extra=THIS_RANK if error.of_one_rank else None)
         remove_rank(logger)
 
 
@@ -398,7 +398,7 @@ def _versions() -> dict[str, str | int]:
 
 
 def _begun() -> dict[str, int]:
-    """Return when the process began, for its first recording: of a second one, the time before it was the first's."""
+    """Return when the process began, for its first recording; empty for a second one: the time before was the first's."""
     begun_ms = None if _pids_recorded == [os.getpid()] else identity.begun_ms()
     _pids_recorded[:] = [os.getpid()]
     return {} if begun_ms is None else {PROCESS_BEGUN: begun_ms}

@@ -59,7 +59,7 @@ Status = Literal["unset", "ok", "error"]
 
 
 def link(to: SpanId, flags: int, relation: str) -> Link:
-    """Return a link as a frame has it; ``relation`` says what the other span is: run, segment or previous."""
+    """Return a link as a frame has it; ``relation``: of the other span: run, segment or previous."""
     return [to.trace, to.span, flags, "", {"torchobs.link.relation": relation}, 0]
 
 
@@ -93,7 +93,7 @@ class RootSpans:
         return self._roots[-1]
 
     def at(self, ns: int) -> Root:
-        """Return the root of what began at this moment; the oldest known for what began before it."""
+        """Return the root that had begun at this moment; for an earlier moment the oldest that is kept."""
         roots = list(self._roots)  # other threads ask, too
         return next((root for root in reversed(roots) if root.begun_ns <= ns), roots[0])
 

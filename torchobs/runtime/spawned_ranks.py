@@ -53,7 +53,7 @@ _USAGE = 2
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Return whether the program cannot begin, by its exception: its module is not there, or it was only asked for help."""
+    """Return whether the program cannot begin, by its exception: its module is missing, or it only printed its help."""
     if not isinstance(error, SystemExit):
         return isinstance(error, (ImportError, SyntaxError))
     return error.code == _USAGE or (not error.code and not _HELP.isdisjoint(sys.argv[1:]))
@@ -113,7 +113,7 @@ class SpawnedRanks:
             del _configuration()[_KEY]
 
     def _patch_groups(self) -> None:
-        """Patch what ``init_process_group`` calls last: scripts may have imported ``init_process_group`` itself by name."""
+        """Patch the last function that ``init_process_group`` calls: scripts may have imported the latter by name."""
         self._patch = Patch(sys.modules[GROUPS], "_update_default_pg", self._wrap)  # torch has no hook for it
 
     def _wrap(self, original: Any) -> Any:

@@ -87,7 +87,7 @@ def write_stacks(
         return
     context.event(catalog.EVENT_STACKS_FAILED, {"cause": cause, **refused, "evidence": evidence.id})
     if cause == "asked":
-        context.warn_limited("stacks", f"stacks could not be written to {place.path}: {refused['detail']}", own=True)
+        context.warn_limited("stacks", f"stacks could not be written to {place.path}: {refused['detail']}", rank_only=True)
 
 
 def _header(context: ProbeContext, states: Sequence[str]) -> str:
@@ -106,7 +106,7 @@ IDLE = LIVE_PHASES.index("idle")
 _EVALUATION_PHASES = frozenset({DATA, FORWARD, OTHER})
 """Phases that the last boundary may indicate while a model is evaluated"""
 _PATIENT = frozenset({EVALUATION, CHECKPOINT, COMPILE, IDLE})
-"""They take what they take."""
+"""Phases of any length"""
 
 
 def live_phase(context: ProbeContext) -> tuple[int, int]:
@@ -303,7 +303,7 @@ class Watchdog:
         self._writer.event(catalog.EVENT_STACKS_FAILED.name, {"cause": "stuck", **refused, "evidence": wanted.id})
 
     def _create_file(self) -> bool:
-        """Create an empty file for the next stacks; return True on success. Without one no timer is set; an event says why."""
+        """Create an empty file for the next stacks; return whether it exists. Without it an event is written, no timer set."""
         place, before = self._writer.place, self._file
         if place is None:
             return False

@@ -120,11 +120,11 @@ def tightest(groups: Hierarchy, root: str = "") -> tuple[str, Memory] | None:
 
     v1's root group without a limit is the machine, which does not count; v2's has no figures.
     """
-    found = [(level, memory) for level in groups.levels if (memory := memory_of(level, v2=groups.v2, root=root)) is not None]
-    limited = [entry for entry in found if entry[1].limit is not None]
+    entries = [(level, memory) for level in groups.levels if (memory := memory_of(level, v2=groups.v2, root=root)) is not None]
+    limited = [entry for entry in entries if entry[1].limit is not None]
     if limited:
         return min(limited, key=lambda entry: entry[1].left or 0)
-    inner = [entry for entry in found if groups.v2 or entry[0] != groups.levels[-1]]
+    inner = [entry for entry in entries if groups.v2 or entry[0] != groups.levels[-1]]
     return inner[0] if inner else None
 
 
@@ -145,13 +145,13 @@ def cpu_of(groups: Hierarchy, root: str = "") -> Cpu | None:
 
 def pressure(text: str) -> dict[str, float]:
     """Return the seconds in which ``some`` and ``full`` of the tasks stalled, from a PSI file (Linux, accounting/psi)."""
-    found = {}
+    stalled = {}
     for line in text.splitlines():
         share, *fields = line.split()
         total = next((number(field[6:]) for field in fields if field.startswith("total=")), None)
         if total is not None:
-            found[share] = total / 1e6
-    return found
+            stalled[share] = total / 1e6
+    return stalled
 
 
 def read(path: str) -> str:

@@ -64,7 +64,7 @@ class Descriptor:
         return self._fd
 
     def restore(self) -> bool:
-        """Open the file again if its number was lost; return True if so.
+        """Open the file again if its number was lost; return whether it was.
 
         Raises:
             OSError: its path has another file, or it was closed by :meth:`close`.

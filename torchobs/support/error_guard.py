@@ -1,4 +1,4 @@
-"""Circuit breakers that keep torchobs' own exceptions out of the training: here alone it is decided what becomes of one.
+"""Circuit breakers that keep torchobs' own exceptions out of the training; no other module catches them.
 
 The hooks of every step do without the frame of :meth:`CircuitBreaker.guard`: they look at ``is_open`` themselves, and have an
 ``except Exception`` that asks :meth:`CircuitBreaker.takes` and raises again if it does not.
@@ -36,12 +36,12 @@ _CALL = "__call__"
 
 
 def raising(error: BaseException) -> int | None:
-    """Return the signal whose handler, or a function it called, raised the error; ``None`` for any other error."""
+    """Return the signal if a handler of it, or a function below one, raised the error; ``None`` for any other error."""
     return _handled(frame for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def running(frame: FrameType) -> int | None:
-    """Return the signal whose handler runs in that frame or called it; ``None`` if none does."""
+    """Return the signal if a handler of it runs in that frame or called it; ``None`` if none does."""
     return _handled(outer for outer, _ in traceback.walk_stack(frame))
 
 
@@ -60,17 +60,17 @@ def _handled(frames: Iterable[FrameType]) -> int | None:
             handlers.setdefault(code, []).append(int(number))
     for frame in frames if handlers else ():
         if numbers := handlers.get(frame.f_code):
-            return _given(frame, numbers)
+            return _called_for(frame, numbers)
     return None
 
 
-def _given(frame: FrameType, numbers: list[int]) -> int:
-    """Return which of the signals that have this handler it was called for: it is an argument."""
+def _called_for(frame: FrameType, numbers: list[int]) -> int:
+    """Return the signal that a handler of several was called for: it is one of the arguments."""
     if len(numbers) == 1:
         return numbers[0]
-    found = inspect.getargvalues(frame)
-    values = [found.locals.get(argument) for argument in found.args]
-    values += found.locals.get(found.varargs, ()) if found.varargs else ()
+    arguments = inspect.getargvalues(frame)
+    values = [arguments.locals.get(argument) for argument in arguments.args]
+    values += arguments.locals.get(arguments.varargs, ()) if arguments.varargs else ()
     return next((int(value) for value in values if isinstance(value, int) and value in numbers), numbers[0])
 
 
@@ -131,7 +131,7 @@ class CircuitBreaker:
         self.failures.append(ProbeFailure(self.probe, type(error).__name__, location))
 
     def takes(self, error: Exception) -> bool:
-        """Record the error and disable the probe; return False for one that is the user's and has to be raised again."""
+        """Record the error and disable the probe; return whether it is ours: the user's has to be raised again."""
         if raising(error) is not None:
             return False
         if is_of_device(error):
@@ -143,7 +143,7 @@ class CircuitBreaker:
     def guard(self, function: Callable[..., R]) -> Callable[..., R | None]:
         """Return ``function`` for use in a hook: it lets none of our exceptions out, and returns ``None`` once tripped.
 
-        A ``TorchFunctionMode`` of the user's (``torch.set_default_device`` is one) does not see what it does with tensors.
+        A ``TorchFunctionMode`` of the user's (``torch.set_default_device`` is one) does not see its operations on tensors.
         """
 
         def guarded(*args: Any) -> Any:
@@ -180,10 +180,10 @@ def settle(breaker: CircuitBreaker, function: Callable[P, R], /, *args: P.args, 
     At the end workers die, each with a signal and a handler that raises; that must not prevent recording the end. Nor must a
     Ctrl-C or a handler that leaves by ``SystemExit``, which are raised again when that is done.
     """
-    found, leaving = None, list[BaseException]()
+    result, leaving = None, list[BaseException]()
     for _ in range(_SETTLE_TRIES):
         try:
-            found = call(breaker, function, *args, **kwargs)
+            result = call(breaker, function, *args, **kwargs)
             break
         except Exception:  # noqa: BLE001, S112  # a signal's handler raised it, and the process ends
             continue
@@ -191,7 +191,7 @@ def settle(breaker: CircuitBreaker, function: Callable[P, R], /, *args: P.args, 
             leaving.append(interrupt)
     if leaving:
         raise leaving[0]
-    return found
+    return result
 
 
 _SETTLE_TRIES = 5
@@ -202,10 +202,10 @@ _FAILURES = (
     "the launch timed out", "operation not supported on global/shared address space", "uncorrectable NVLink error",
     "invalid configuration argument", "too many resources requested for launch",
 )  # fmt: skip
-"""Parts of CUDA's texts (``cudaGetErrorString``) for what work on a device did, or its launch, and no call of ours can do"""
+"""Parts of CUDA's texts (``cudaGetErrorString``) for failures of a device's work or its launch, which no call of ours causes"""
 
 
 def is_of_device(error: BaseException) -> bool:
     """Return whether the error is a failure of the user's own work on a device (``torch.AcceleratorError``)."""
-    found = _OF_DEVICE.match(str(error)) if isinstance(error, RuntimeError) else None
-    return found is not None and any(text in found[1] for text in _FAILURES)
+    match = _OF_DEVICE.match(str(error)) if isinstance(error, RuntimeError) else None
+    return match is not None and any(text in match[1] for text in _FAILURES)

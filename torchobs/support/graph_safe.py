@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 is_compiling: Callable[[], bool] = bool
-"""Return True while a region is being compiled; before torch is imported always False."""
+"""Returns whether a region is being compiled; before torch is imported always False."""
 
 
 def use_torch() -> None:
@@ -76,7 +76,7 @@ class OutputHook:
 
 
 def transformed() -> Callable[[], bool]:
-    """Return a function that returns True inside of ``torch.func``'s transformations, whose tensors must not be kept."""
+    """Return a function that checks whether it runs inside ``torch.func``'s transformations: their tensors must not be kept."""
     import torch  # torch is optional until training begins
 
     level = getattr(getattr(torch._C, "_functorch", None), "maybe_current_level", lambda: None)  # noqa: SLF001  # as below

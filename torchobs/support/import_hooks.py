@@ -1,4 +1,4 @@
-"""Modules that the program may import, and nothing of ours before it; packages whose functions are imported when asked for.
+"""Modules that the program may import, and nothing of ours before it; packages that import their functions on first use.
 
 ``init()`` may come before ``import torch`` (under ``torchobs run`` it does), and ``torch._dynamo`` takes a second to import, so
 nothing of ours may be the first to import it.
@@ -60,7 +60,7 @@ class _Finder(MetaPathFinder):
 
 
 def imported(name: str) -> Any:
-    """Return a module that the program has imported, ``None`` if it has not, or is at it.
+    """Return a module that the program has imported, ``None`` if it has not, or has not finished.
 
     ``sys.modules`` has a module from the beginning of its import on: another thread sees it there without most of its names,
     for minutes where ``import torch`` reads from a slow file system.

@@ -1,7 +1,7 @@
 """The level of torchobs' log, and its lines: with the rank, once per node where they are common to all ranks.
 
 Eight ranks read the same settings and see the same gradients: local rank 0 warns and the others log at DEBUG; events and
-counters are recorded by every rank. A warning about one rank alone (its file, its memory, its loss) has ``extra=OWN``.
+counters are recorded by every rank. A warning about one rank alone (its file, its memory, its loss) has ``extra=THIS_RANK``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def set_level(logger: logging.Logger, level: str) -> None:
         _ours = logger.level
 
 
-OWN = {"of_this_rank": True}
+THIS_RANK = {"of_this_rank": True}
 """``extra=`` of a warning that concerns this rank alone"""
 _PREFIX = "torchobs: "
 
@@ -51,5 +51,5 @@ def name_rank(logger: logging.Logger, rank: int, local_rank: int, world_size: in
 
 def remove_rank(logger: logging.Logger) -> None:
     """Remove the prefix. Idempotent."""
-    for known in [known for known in logger.filters if isinstance(known, RankFilter)]:
-        logger.removeFilter(known)
+    for rank_filter in [item for item in logger.filters if isinstance(item, RankFilter)]:
+        logger.removeFilter(rank_filter)

@@ -12,16 +12,16 @@ class _State(NamedTuple):
     full: float
     """time at which the whole burst is available again"""
     latest: float
-    held: int
+    denied: int
     """refusals since the last success"""
-    held_before: int
+    denied_before: int
 
 
 class RateLimiter:
     """Token bucket per key, as the generic cell rate algorithm (ITU-T I.371): ``burst`` at once, then one per ``every``.
 
-    The time is an argument, in the unit of ``every``; time that goes back earns no tokens. Not locked: two threads that take at
-    once may both get the last token.
+    The time is an argument, in the unit of ``every``; time that goes back earns no tokens. Not locked: two threads may both get
+    the last token.
     """
 
     __slots__ = ("_burst", "_every", "_most_keys", "_states")
@@ -32,7 +32,7 @@ class RateLimiter:
         self._states: dict[Hashable, _State] = {}
 
     def take(self, now: float, key: Hashable = None) -> bool:
-        """Take a token; return True if there was one."""
+        """Take a token; return whether there was one."""
         state = self._states.get(key)
         if state is None:
             if len(self._states) >= self._most_keys:
@@ -41,12 +41,12 @@ class RateLimiter:
         now = max(now, state.latest)
         full = max(state.full, now) + self._every
         taken = full <= now + self._burst * self._every
-        self._states[key] = _State(full, now, 0, state.held) if taken else state._replace(latest=now, held=state.held + 1)
+        self._states[key] = _State(full, now, 0, state.denied) if taken else state._replace(latest=now, denied=state.denied + 1)
         return taken
 
     def held_back(self, key: Hashable = None) -> int:
         """Return the number of refusals between the last two successes."""
-        return self._states[key].held_before if key in self._states else 0
+        return self._states[key].denied_before if key in self._states else 0
 
 
 BURST = 32

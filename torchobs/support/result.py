@@ -1,4 +1,4 @@
-"""What the toolboxes' functions return: frozen data that prints well in a terminal and in a notebook and becomes JSON."""
+"""Results of the toolboxes' functions: frozen data that prints well in a terminal and in a notebook and becomes JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchobs.support.text import duration, size
 
 @dataclass(frozen=True)
 class Result:
-    """Base of the toolboxes' results: a frozen, slotted dataclass whose fields are numbers, texts, results or tuples of these.
+    """Base of the toolboxes' results: a frozen, slotted dataclass with numbers, texts, results or tuples of these as fields.
 
     ``repr()`` stays the dataclass's own unless a subclass says ``repr=False``; ``str()`` is a table for people.
     ``result["0.weight"]`` is its row with that ``name``, or with that first field.
@@ -57,7 +57,7 @@ class Problem(Result):
 
 @dataclass(frozen=True)
 class Checked(Result):
-    """Base of results that say whether something is as it should be; each has a field ``problems``, which is empty then."""
+    """Base of results of checks: each has a field ``problems``, which is empty if all is well."""
 
     __slots__ = ()
     if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Checked(Result):
 
 @dataclass(frozen=True)
 class Measured(Checked):
-    """Base of results that say what is, in which nothing can be wrong."""
+    """Base of results that describe something, without a verdict."""
 
     __slots__ = ()
 
@@ -92,7 +92,7 @@ class Measured(Checked):
 
 
 def fill(result: Result, **values: Any) -> None:
-    """Set fields of a frozen result after its block has ended: until then it was not complete."""
+    """Set fields of a frozen result that are complete only after its block has ended."""
     for name, value in values.items():
         object.__setattr__(result, name, value)
 
@@ -116,7 +116,7 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any, name: str = "") -> str:  # noqa: PLR0911  # one for each kind
-    """Return a field's value for people: numbers of ``*_bytes`` and ``*_s`` with the unit that is read best."""
+    """Return a field's value for people: numbers of ``*_bytes`` and ``*_s`` with a readable unit."""
     if value is None:
         return "-"
     if name.endswith(("_bytes", "_s")) and isinstance(value, (int, float)):

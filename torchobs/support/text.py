@@ -157,9 +157,9 @@ def moment(unix_s: float, pattern: str = "%Y-%m-%d %H:%M:%S") -> str:
         return "?"
 
 
-def plural(count: int, one: str, more: str = "") -> str:
+def plural(count: int, singular: str, many: str = "") -> str:
     """Return ``1 step``, ``12,034 steps``."""
-    return f"{count:,} {one if count == 1 else more or f'{one}s'}"
+    return f"{count:,} {singular if count == 1 else many or f'{singular}s'}"
 
 
 def joined(items: Sequence[object], most: int | None = None) -> str:
