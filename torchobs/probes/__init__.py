@@ -1,4 +1,4 @@
-"""What watches training: one signal per file, one class each with ``install`` and ``remove`` (``context.Probe``).
+"""Observers of the training: one signal per file, one class each with ``install`` and ``remove`` (``context.Probe``).
 
 Probes talk to each other through hook lists (``context``) while training runs; what one needs of another is
 an object that :func:`factories` gives to both.

@@ -1,4 +1,4 @@
-"""Look at what every layer puts out on some steps, at level extreme, or where ``debug.enable`` asks for it.
+"""Measure the outputs of every layer on some steps, at level extreme, or where ``debug.enable`` requests it.
 
 Such a step is one window: it opens when a backward pass begins, with forward hooks on the chosen modules, and closes when the
 next one begins, so that what checkpointing computes again during a backward pass is not seen. Of a step that accumulates
@@ -49,30 +49,30 @@ MOST_LAYERS = 64
 _BUDGETS = 3
 """Share of the time that this may take, as a multiple of the overhead budget, which is that of level basic"""
 _FIRST_STEP = 3
-"""Ended steps before modules are looked for: a compiled training compiles most of what it does in its first two"""
+"""Ended steps before modules are collected: a compiled training compiles most of its code in its first two"""
 _SILENT = 2
 """Windows without a call of a module, after which it gets no further hook"""
 _MOST_CALLS = 4
-"""Calls of a module that are looked at in one step"""
+"""Calls of a module that are measured in one step"""
 _LONGEST = 8
 """Backward passes after which a window closes in which nothing was called"""
 _SHOW_S = 1.0
 _MOST_SCANS = 4
 _TRAINING, _FROZEN, _WITHOUT_GRAD = 3, 2, 1
-"""What a call is worth: the best ones of a window count. In training with grad; in evaluation mode with grad, as frozen layers
+"""Rank of a call: the best ones of a window count. In training with grad; in evaluation mode with grad, as frozen layers
 run; in training mode without grad, as reentrant checkpointing runs the forward pass"""
 
 
 class _Call(NamedTuple):
-    """What a vector of numbers is of."""
+    """Kind of a vector of numbers."""
 
     length: int
     """of the vector"""
     elements: int
-    """looked at"""
+    """examined"""
     shape: tuple[int, ...]
     since: Since | None
-    """of a rectifier: what the number of its silent units, the vector's last element, rests on"""
+    """of a rectifier: the basis for the number of its silent units, the vector's last element"""
 
 
 class _Slot:
@@ -128,7 +128,7 @@ class ActivationProbe:
         context.hooks.layers.changed = self._breaker.guard(self._change_pace)
 
     def _change_pace(self) -> None:
-        """Apply the interval that is asked for from now on, or stop."""
+        """Apply the requested interval from now on, or stop."""
         every = self._context.hooks.layers.every
         self._pace.fixed = every or None
         self._pace.begin(self._context.recorder.step)
@@ -143,7 +143,7 @@ class ActivationProbe:
     # -- in the sampler thread ---------------------------------------------------------------------------------------------
 
     def sample(self) -> None:
-        """Follow the level and the model, and take in what has arrived."""
+        """Follow the level and the model, and process numbers that have arrived."""
         self._receive(now=False)
         if not self._removed:
             self._follow()
@@ -166,7 +166,7 @@ class ActivationProbe:
             context.at_backward(self._breaker.guard(self._begin if self._listening else self._end))
 
     def observe(self) -> None:
-        """Publish the last step, and say what is looked at."""
+        """Publish the last step, and which layers are measured."""
         self._receive(now=True)
         self._report_choice()
 
@@ -182,7 +182,7 @@ class ActivationProbe:
             self._slots = [(_Slot(name, module), ref(module)) for name, module in modules]
 
     def _receive(self, *, now: bool) -> None:
-        """Take in the numbers of steps that have ended; once a second, or ``now``, set the series by the last one."""
+        """Process the numbers of steps that have ended; once a second, or ``now``, set the series by the last one."""
         last = self._context.recorder.step
         while self._sent and self._sent[0].step <= last:
             sent = self._sent[0]
@@ -280,7 +280,7 @@ class ActivationProbe:
         spent[self.name] = spent.get(self.name, 0) + ns
 
     def _open_window(self) -> None:
-        """Put a hook on every module, but those known to be silent."""
+        """Put a hook on every module, except those known to be silent."""
         self._window = self._slots
         for slot, module_ref in self._window:
             module = module_ref()
@@ -324,7 +324,7 @@ class ActivationProbe:
         self._spend(monotonic_ns() - begun_ns)
 
     def _send(self, step: int) -> None:
-        """Begin to copy what was taken: one copy for each device, which is one."""
+        """Begin to copy the measured numbers: one copy for each device, which is one."""
         by_device: dict[Any, list[tuple[str, list[tuple[Any, _Call]]]]] = {}
         for slot, _ in self._window:
             slot.silent = 0 if slot.calls else slot.silent + 1
@@ -352,7 +352,7 @@ def _trains(model: Any, trained: set[int]) -> bool:
 
 
 _WHOLE = frozenset({"MultiheadAttention", "TransformerEncoder"})
-"""Modules that compute with the parameters of their children, which are never called, and the one of above"""
+"""Modules that compute with the parameters of their children and never call these, and their parent"""
 _COMPILED, _CLOSED = "OptimizedModule", frozenset({"TransformerEncoderLayer", "ScriptModule"})
 _PASSING = frozenset(
     {
@@ -360,11 +360,11 @@ _PASSING = frozenset(
         *("Identity", "Flatten", "Unflatten", "ParameterList", "ParameterDict", "ModuleList", "ModuleDict", "_Loss"),
     }
 )
-"""What computes nothing, or is never called"""
+"""Modules that compute nothing, or are never called"""
 
 
 class Chosen(NamedTuple):
-    """How many modules of a model are looked at, and how many others there are."""
+    """Return how many modules of a model are measured, and how many others there are."""
 
     layers: int
     left_out: int
@@ -417,7 +417,7 @@ _MOST_REPORTED = 16
 
 
 class Since(NamedTuple):
-    """What a count of units that have not fired rests on; ``enough``: whether that is long enough for a verdict."""
+    """Basis for a count of units that have not fired; ``enough``: whether that is long enough for a verdict."""
 
     units: int
     steps: int

@@ -39,7 +39,7 @@ COLLAPSED = 1.0
 
 @dataclass(slots=True)
 class LossScaling:
-    """What loss scalers are doing. Written by the AMP probe; read by clipping, in the training thread."""
+    """State of the loss scalers. Written by the AMP probe; read by clipping, in the training thread."""
 
     losses: int = 0
     """Number of losses that were scaled"""
@@ -75,7 +75,7 @@ class LossScales:
         self._scalers = ObjectIndex(len(catalog.SCALER.values), _Scaler)
 
     def updated(self, scaler: Any) -> None:
-        """Note that an enabled scaler was updated; copy its values if they are due."""
+        """Record the update of an enabled scaler; copy its values if they are due."""
         self.used = True
         state = self._scalers.of(scaler)
         if state is None or not state.due:
@@ -132,7 +132,7 @@ class _PendingFlag:
     step: int
     optimizer: _Optimizer
     marked: bool
-    """True if another optimizer already marked the step as skipped"""
+    """Whether another optimizer already marked the step as skipped"""
     arrived: list[float] = field(default_factory=list)
 
 
@@ -156,7 +156,7 @@ class Overflows:
         return _Optimizer(index)
 
     def count_step(self, optimizer: object, *, overflow: bool) -> None:
-        """Note whether the optimizer has left the step out; if so, mark the step in progress."""
+        """Record whether the optimizer has left the step out; if so, mark the step in progress."""
         if overflow:
             recorder = self._context.recorder
             recorder.flag(StepFlag.SKIPPED)
@@ -167,7 +167,7 @@ class Overflows:
             state.count_step(overflow=overflow)
 
     def fused(self, optimizer: object, found_inf: Any) -> None:
-        """Note a fused step with ``found_inf`` (one element, nonzero for an overflow) on the CPU or on a device."""
+        """Record a fused step with ``found_inf`` (one element, nonzero for an overflow) on the CPU or on a device."""
         if found_inf.device.type == "cpu":
             self.count_step(optimizer, overflow=bool(found_inf.item()))
             return
@@ -259,7 +259,7 @@ class AutocastWatch:
             self._patch = None  # only now, since the sampler thread may wrap it again
 
     def observe(self, *, scaled: bool) -> None:
-        """Publish the data types seen and wrap autocast again. ``scaled``: a loss scaler was used. For the sampler thread."""
+        """Publish the data types of autocast and wrap it again. ``scaled``: a loss scaler was used. For the sampler thread."""
         context, dtypes = self._context, self._dtypes.copy()
         for device, dtype in sorted(dtypes.keys() - self._shown)[: MAX_SHOWN - len(self._shown)]:
             self._shown.add((device, dtype))
@@ -381,7 +381,7 @@ class AmpProbe:
             self._note_called_safely(optimizer)
 
     def _note_called(self, optimizer: Any) -> None:
-        """Note that the scaler calls the optimizer: it steps, unless it is fused and finds ``found_inf`` set."""
+        """Record that the scaler calls the optimizer: it steps, unless it is fused and finds ``found_inf`` set."""
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is None:
             self._overflows.count_step(optimizer, overflow=False)

@@ -49,7 +49,7 @@ _MAX_OBJECTS = 20_000
 
 
 def holds_state(saved: Any, parameters: Iterable[Any]) -> bool:
-    """Return whether an object, or what it contains, is the state of a model or an optimizer.
+    """Return whether an object is, or contains, the state of a model or an optimizer.
 
     State is recognized by content, since names are the user's: modules, optimizers and their ``state_dict``, tensors that share
     memory with a trained parameter, and mappings of arrays where half have shapes of parameters (copies on another device,
@@ -283,7 +283,7 @@ class CheckpointProbe:
             )
 
     def _room(self, saving: _Saving) -> dict[str, object]:
-        """Return the last good checkpoint's step, and the room for another, as attributes: torch's writer says neither."""
+        """Return the last good checkpoint's step, and the room for another, as attributes: torch's writer has neither."""
         # nbytes raises of a sparse one
         needed = self._bytes or sum(parameter.numel() * parameter.element_size() for parameter in self._context.trained())
         attributes: dict[str, object] = {"saved_step": max(self._step, 0), "needed": needed}

@@ -47,7 +47,7 @@ _SUSPICIOUS = 1e-15
 
 
 class CapturedResults(TorchFunctionMode):
-    """Records the calls of a torch function in a ``with`` block, in this thread: results, and ids of what they are made of."""
+    """Records the calls of a torch function in a ``with`` block, in this thread: results, and ids of their operands."""
 
     def __init__(self, function: Callable[..., Any], *, keep: bool = False) -> None:
         """``keep``: keep the first arguments themselves, too."""
@@ -153,7 +153,7 @@ class ClipWatch:
                 self.mark_scaled(clipping, scale)
 
     def mark_scaled(self, clipping: Clipping, scale: Any) -> None:
-        """Note that clipped gradients were scaled: the limit applies to the scaled norm, the record gets the unscaled."""
+        """Record that clipped gradients were scaled: the limit applies to the scaled norm, the record gets the unscaled."""
         limit, clipping.limit = clipping.limit, inf
         if limit < inf:
             self.decide(clipping.total, lambda value: limit < value < inf)

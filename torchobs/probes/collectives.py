@@ -1,4 +1,4 @@
-"""Collectives by process group, from torch's own flight recorder: what was called, what came back, what waits.
+"""Collectives by process group, from torch's own flight recorder: those called, completed and pending.
 
 The format of its dumps is that of ``FlightRecorder.hpp`` and ``FlightRecorderDetail.hpp`` in ``torch/csrc/distributed/c10d``: a
 new field raises its minor version, a changed one its major. 2.4 is torch 2.5's, 2.10 is torch 2.13's. They are pickled: in JSON
@@ -98,11 +98,11 @@ class Operation(NamedTuple):
     number: int | None
     """in its group, the same on all its ranks; ``None``: point to point"""
     frames: tuple[tuple[str, int, str], ...]
-    """file, line and function that called it, the innermost first; empty: not asked for"""
+    """file, line and function that called it, the innermost first; empty: not requested"""
 
 
 class Dump(NamedTuple):
-    """What a recorder knows."""
+    """The contents of a recorder."""
 
     groups: Mapping[int, GroupStatus]
     operations: tuple[Operation, ...]
@@ -167,7 +167,7 @@ _UNDESCRIBED = "undefined"
 _NAME_LENGTH, _DESCRIPTION_LENGTH = 12, 40
 """A group's name is a number, or a hash of 40 digits."""
 _TINY_S = 1e-3
-"""Shortest age of what waits: 0 means that nothing does."""
+"""Shortest age of a pending collective: 0 means that nothing waits."""
 
 _Id = tuple[str, int]
 """A recorder, and the number of a group in it"""
@@ -211,7 +211,7 @@ class CollectivesProbe:
         self._installed = False
 
     def sample(self) -> None:
-        """Publish what the training thread has read, and once a second how many collectives were called."""
+        """Publish the numbers that the training thread has read, and once a second how many collectives were called."""
         self._rounds += 1
         if self._installed and not self._rounds % _ROUNDS:
             self._publish_counts()
@@ -282,7 +282,7 @@ class CollectivesProbe:
         return read
 
     def _learn(self, read: dict[str, Dump]) -> dict[str, Dump]:
-        """Note the groups by number, and return what was read. A group without an operation in the recorder stays nameless."""
+        """Record the groups by number, and return the entries. A group without an operation in the recorder stays nameless."""
         for recorder, dump in read.items():
             named = {call.group_id: call.group for call in dump.operations}
             for number in dump.groups:
@@ -318,7 +318,7 @@ class CollectivesProbe:
     # -- publishing, in the sampler thread ---------------------------------------------------------------------------------
 
     def _publish_counts(self) -> None:
-        """Publish what the process groups count themselves, which takes no recorder."""
+        """Publish the process groups' own counts, which take no recorder."""
         living: set[str] = set()
         for group in groups():
             try:
@@ -411,7 +411,7 @@ class CollectivesProbe:
             return 0
 
     def _say(self, reason: str) -> None:
-        """Record once why nothing is known."""
+        """Record once why nothing can be read."""
         if reason != self._reported:
             self._reported = reason
             self._context.event(catalog.EVENT_COLLECTIVES_UNKNOWN, {"reason": reason})

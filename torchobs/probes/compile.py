@@ -127,7 +127,7 @@ _KINDS = (
     ("shape", re.compile(r"\.(size|stride|storage_offset|ndim|numel)\b|\bs\d+\b")),
     ("value", re.compile(r"[=<>]|\bis\b|\bin\b|\bnot\b|\blen\(")),
 )
-"""Of all other guards, by the first that is found"""
+"""Of all other guards, by the first that matches"""
 _LITERAL = re.compile(
     r"""(?P<name>\[\s*(?:'[A-Za-z_][\w.]{0,63}'|"[A-Za-z_][\w.]{0,63}"|\d{1,6})\s*\])"""
     r"""|'(?:[^'\\]|\\.)*'?|"(?:[^"\\]|\\.)*"?|(?<![\w.])-?\d[\w.]*(?:(?<=e)-\d+)?"""
@@ -482,7 +482,7 @@ class CompileProbe:
             self._context.recorder.compile_ends(monotonic_ns())
 
     def _try(self, begins: bool) -> None:  # noqa: FBT001  # a hook's only argument
-        """Collect what the training has compiled before a trial, and let go of what was compiled on trial."""
+        """Collect the graphs that the training compiled before a trial, and release those that were compiled on trial."""
         with self._gather_lock:  # a collection in progress is of before
             self._collect()
             self._on_trial = begins

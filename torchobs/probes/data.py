@@ -122,7 +122,7 @@ class StarvationWatch:
 
 
 class _Pool(NamedTuple):
-    """The workers of one iterator, kept longer than it, so that the cause of its end is found."""
+    """The workers of one iterator, kept longer than it, to learn the cause of its end."""
 
     iterator: weakref.ref[Any]
     workers: list[Any]
@@ -310,7 +310,7 @@ class LoaderProbe:
         return self._infers and len(self._context.recorder.logged) < 2  # noqa: PLR2004  # tokens, samples
 
     def _examine(self, iterator: Any, batch: Any) -> None:
-        """Note what distinguishes a batch from others, and infer its sizes. In the thread that fetches it."""
+        """Record the features that distinguish a batch from others, and infer its sizes. In the thread that fetches it."""
         if self._replica_batches.observe_batch(iterator, batch) and self._batches is not None:
             self._batches.arm(iterator)
         if self._infers_now():

@@ -1,4 +1,4 @@
-"""Memory of torch's device allocators, and out-of-memory errors with what took the memory.
+"""Memory of torch's device allocators, and out-of-memory errors with the uses of the memory.
 
 ``memory_stats`` reads the allocator's own counters under its lock, without synchronizing, and creates no context on an
 unused device. Only devices with memory that is, or was, reserved are listed, and only their limit is asked for: with
@@ -79,7 +79,7 @@ def of_stats(device: str, stats: Mapping[str, Any], limit: int | None) -> Device
 
 
 def has_statistics(torch: Any) -> bool:
-    """Return whether the CUDA allocator in use is torch's: one of the user's raises when it is asked."""
+    """Return whether the CUDA allocator in use is torch's: one of the user's raises when its statistics are read."""
     backend = getattr(torch.cuda, "get_allocator_backend", None)
     return backend is None or backend() in {"native", "cudaMallocAsync"}
 
@@ -127,7 +127,7 @@ class Components(NamedTuple):
 
 
 def components(context: ProbeContext, device: str) -> Components:
-    """Count what is on that device (``cpu``, ``cuda:0``)."""
+    """Count the tensors on that device (``cpu``, ``cuda:0``)."""
     from torchobs.tensors.values import stored  # which imports torch: there is a model by now
 
     optimizers, models = context.recorder.optimizers(), roots(all_modules(_dont_wait))
@@ -163,7 +163,7 @@ def components(context: ProbeContext, device: str) -> Components:
 
 
 def _dont_wait() -> None:
-    """There is nothing to yield to: the thread that failed is the one that asks."""
+    """There is nothing to yield to: this is the thread that failed."""
 
 
 _ASKED = re.compile(r"DefaultCPUAllocator: (?:can't allocate|not enough) memory(?:: you tried to allocate (\d{1,18}) bytes)?")
@@ -246,7 +246,7 @@ def _count(stats: Mapping[str, Any], what: str) -> int:
 
 
 def memory_use(context: ProbeContext, device: str) -> dict[str, Any]:
-    """Return the sizes of what takes the memory of that device, as attributes of the event; empty if that is unknown."""
+    """Return the sizes of the uses of that device's memory, as attributes of the event; empty if that is unknown."""
     breakdown = call(context.breaker("oom"), components, context, device)
     if breakdown is None or not any(breakdown.sizes.values()):
         return {}

@@ -63,7 +63,7 @@ class Mark(NamedTuple):
 
 
 def phase_times(marks: Sequence[Mark]) -> dict[str, float]:
-    """Return the device time of each phase in s. What leads to a backward pass without a fetch is between (``timeline``)."""
+    """Return the device time of each phase in s. Work that leads to a backward without a fetch is between (``timeline``)."""
     spent = dict.fromkeys(_PHASES.values(), 0.0)
     for (phase, begun), (following, ended) in pairwise(marks):
         what = BETWEEN if following == BACKWARD and phase == OTHER else phase
@@ -90,9 +90,9 @@ class DeviceTimeProbe:
         self._stream: Any = None
         """The stream of the marks"""
         self._subscriptions: list[Callable[[], None]] = []
-        """What ends each"""
+        """Each ends one"""
         self._state = ""
-        """"": no step is being timed; "asked" for at the next safe point; "waits" for the end of the step before; "timed";
+        """"": no step is being timed; "asked": at the next safe point; "waits" for the end of the step before; "timed";
         "done": all its events are recorded"""
         self._since_s = float("-inf")
         self._step = self._depth = 0
@@ -112,7 +112,7 @@ class DeviceTimeProbe:
         self._drop()
 
     def sample(self) -> None:
-        """Publish what was timed; ask for a step once a second, and for the hooks' removal after it."""
+        """Publish the times; request a step once a second, and the removal of the hooks after it."""
         while self._timings:
             for phase, seconds in self._timings.popleft().items():
                 self._context.set_gauge(catalog.STEP_DEVICE_TIME, seconds, {"phase": phase})
@@ -125,7 +125,7 @@ class DeviceTimeProbe:
     # -- in the training thread --------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """Begin to wait for a step, or take what was timed. A backward begins."""
+        """Begin to wait for a step, or take its times. A backward begins."""
         begun_ns, spent = time.monotonic_ns(), self._context.spent_ns
         if self._context.device.cuda.capturing():
             self._state = "" if self._state == "asked" else self._state

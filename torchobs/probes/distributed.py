@@ -47,7 +47,7 @@ def _raising(error: BaseException) -> Any:
 
 
 def _parameters(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what ``DistributedDataParallel._build_params_for_reducer`` collects, with names."""
+    """Yield the parameters that ``DistributedDataParallel._build_params_for_reducer`` collects, with names."""
     yielded = set[int]()
     for prefix, module in model.module.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -60,7 +60,7 @@ def _parameters(model: Any) -> Iterator[tuple[str, Any]]:
 AXES = ("dp", "tp", "pp", "cp", "ep")
 """Data, tensor, pipeline, context and expert parallel"""
 SAME_BATCH = ("tp", "pp", "cp")
-"""Axes along which all ranks are given the same batch. Context parallelism splits each sample after it was loaded."""
+"""Axes along which all ranks get the same batch. Context parallelism splits each sample after it was loaded."""
 
 _NAMES = {
     "dp": ("dp", "data", "data_parallel", "batch"),
@@ -106,7 +106,7 @@ def root_dimensions(mesh: Any) -> dict[str, Place]:
 
 
 def of_process_groups() -> dict[str, Place]:
-    """Return this rank's place in each process group that was made for a named mesh dimension.
+    """Return this rank's place in each process group of a named mesh dimension.
 
     Each is described as ``mesh_NAME`` (``DeviceMesh``); so are meshes found that no parameter belongs to, as a pipeline's.
     """
@@ -179,7 +179,7 @@ class Parallelism(NamedTuple):
     kinds: tuple[str, ...] = ()
     mesh: tuple[tuple[str, int], ...] = ()
     copies: int = 1
-    """ranks that are given the same batch: the product of the sizes of the axes in ``coordinates.SAME_BATCH``"""
+    """ranks that get the same batch: the product of the sizes of the axes in ``coordinates.SAME_BATCH``"""
     coordinates: tuple[tuple[str, int], ...] = ()
     """the rank's index along each known axis, in the order of ``coordinates.AXES``"""
 
@@ -228,7 +228,7 @@ def recognise(optimizers: Iterable[Any], *, ddp: bool) -> Parallelism:
 
 
 def _axes(named: Mapping[str, Place], sharded: Mapping[str, Place], split: Mapping[str, Place]) -> dict[str, Place]:
-    """Return the rank's place on each axis: as a framework says, by the dimensions' names, else by what is done along them."""
+    """Return the rank's place on each axis: by the framework, by the dimensions' names, else by the use of each dimension."""
     axes = by_axis(named) | of_frameworks()
     for axis, used in (("dp", sharded), ("tp", split)):
         if axis not in axes and len(used) == 1 and not by_axis(used):

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE = 100
 _MAX_READ = 4096
-"""Characters of a message that are looked at; patterns of secrets take their time"""
+"""Characters of a message that are searched; patterns of secrets take their time"""
 _COLOUR = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 """A terminal's control sequence (ECMA-48): its first character alone is no printable one"""
 _PLAIN = (str, int, float, bool, type(None))
@@ -334,7 +334,7 @@ class ExitProbe:
         return exit
 
     def _watched_print(self, before: Any) -> Any:
-        """Watch what ``multiprocessing`` prints of a child's exception: since Python 3.14 it finalizes only afterwards."""
+        """Watch how ``multiprocessing`` prints a child's exception: since Python 3.14 it finalizes only afterwards."""
         breaker = self._breaker
 
         def print_exc(*args: Any, **kwargs: Any) -> None:
@@ -392,7 +392,7 @@ class ExitProbe:
             context.writer.exit(self._fatal.reason, code)
 
     def note_sys_exit(self, status: object, handled: BaseException | None, caught: BaseException | None = None) -> None:
-        """Note a call of ``sys.exit``; the exception that is being handled is the reason, or a signal with a running handler.
+        """Record a call of ``sys.exit``; the exception that is being handled is the reason, or a signal with a running handler.
 
         It counts as the end if no step follows: the ``SystemExit`` may be caught. ``caught``: if it was already.
         """

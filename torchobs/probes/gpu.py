@@ -106,7 +106,7 @@ class GpuMonitor:
         visible_devices: str | None,
         find_used: Callable[[], list[Used] | None] = used,
     ) -> None:
-        """``visible_devices``: ``CUDA_VISIBLE_DEVICES``, which counts as long as torch does not say what it uses."""
+        """``visible_devices``: ``CUDA_VISIBLE_DEVICES``, which counts until torch shows which devices it uses."""
         self._context, self._find_used = context, find_used
         self._local_rank, self._visible_devices = local_rank, visible_devices
         self._library: Library | None = None
@@ -114,7 +114,7 @@ class GpuMonitor:
         self._began = time.monotonic()
         self._logged: set[str] = set()
         self.absent = False
-        """True if no later attempt could find NVML"""
+        """Whether no later attempt could load NVML"""
 
     def round(self) -> None:
         """Sample every GPU once."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class NvmlFault(Enum):
-    """What to do about an NVML error."""
+    """The reaction to an NVML error."""
 
     UNSUPPORTED = "never ask this device for it again"
     LOST = "the device is gone; look whether it comes back"
@@ -57,7 +57,7 @@ RESET_REQUIRED = 16
 
 
 def fault_of(error: Any) -> NvmlFault:
-    """Return what to do about an ``NVMLError``."""
+    """Return the reaction to an ``NVMLError``."""
     return _FAULTS.get(error.value, NvmlFault.PASSING)
 
 
@@ -179,7 +179,7 @@ class Used(NamedTuple):
     device: str
     uuid: str
     in_use: bool
-    """True if torch's allocator holds memory on it; where that cannot be asked, if the process has a context there"""
+    """Whether torch's allocator holds memory on it; where that is unknown, whether the process has a context there"""
 
 
 def used() -> list[Used] | None:
@@ -260,7 +260,7 @@ _APPLICATION = frozenset(
 
 
 def kind(number: int) -> str:
-    """Return the XID's ``error.type``: who has to act on it, by what NVIDIA recommends.
+    """Return the XID's ``error.type``: by who has to act on it, as NVIDIA recommends.
 
     *application*: to restart or check the program (a kernel's wild pointer, and the cleanup after it); *hardware*: to reset,
     restart or examine the hardware (its memory, NVLink, the bus; a contained memory error, too); *driver*: firmware, driver,

@@ -38,13 +38,13 @@ _DEVICE_LARGE = 1 << 24
 partial sum for each 65,536 elements of the largest one (``kChunkSize``)"""
 _L2 = 2.0
 _EPSILON = 1e-6
-"""What ``clip_grads_with_norm_`` adds to the norm before it divides by it"""
+"""The number that ``clip_grads_with_norm_`` adds to the norm before it divides by it"""
 TINY = 1e-15
 """A smaller float32 norm may have lost squares to underflow (they leave the normal range at 1e-38)."""
 
 
 def is_l2(norm_type: Any) -> bool:
-    """Return whether it is the L2 norm. What is no number is for torch to refuse; a number on a device is unknown."""
+    """Return whether it is the L2 norm. torch refuses what is no number; a number on a device is unknown."""
     if type(norm_type) is float:  # in nearly every call
         return norm_type == _L2
     try:
@@ -168,7 +168,7 @@ def _in_parts(plain: Any) -> Any:
 
 
 def count_nonfinite(tensor: Any) -> Any:
-    """Return the number of non-finite elements as a zero-dimensional tensor where the given one is. Never waits.
+    """Return the number of non-finite elements as a zero-dimensional tensor on the same device. Never waits.
 
     ``isfinite`` copies the whole tensor (its absolute values); a comparison takes a byte for each element.
     """
@@ -265,7 +265,7 @@ class Arriving(NamedTuple):
 
 @dataclass(slots=True)
 class Measurement:
-    """The norms of some gradients. ``keys``: ids of the parameters, or of the gradients as long as only those are known."""
+    """The norms of some gradients. ``keys``: ids of the parameters, or of the gradients until those are known."""
 
     keys: list[int]
     weights: list[float] | None

@@ -122,7 +122,7 @@ class GradientProbe:
             self._context.report("clipped_scaled", limit=limit, scale=scale)
 
     def observe(self) -> None:
-        """Publish all that is known so far, and look for missing names."""
+        """Publish all arrived measurements, and search for missing names."""
         self._publish(now=True)
         self._updates.show()
         self._look_at_loop(last=True)

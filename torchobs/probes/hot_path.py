@@ -1,4 +1,4 @@
-"""What every step runs: the boundaries of a plain step, its loss and its record; compiled, where that can be imported.
+"""The code of every step: the boundaries of a plain step, its loss and its record; compiled, where that can be imported.
 
 A *plain step* is that of one optimizer alone: one fetch or none, one backward pass from a loss on the CPU, one optimizer step.
 :class:`PlainSteps` has all the state that this takes, and five methods for it. Whatever is not plain it hands, with nothing
@@ -38,7 +38,7 @@ _pack, _pack_crc = PLAIN.pack, CRC.pack
 
 
 _unset: Any = None
-"""Of what the probes set before there are hooks"""
+"""Placeholder for the functions that the probes set"""
 
 
 class PlainSteps:
@@ -69,7 +69,7 @@ class PlainSteps:
         self.loss_sum = self.norm_squared = self.norm_base = self.learning_rate = 0.0
         self.norm_scale = 1.0
         self.pending: Any = None
-        """What waits for the number of this part's step, if it has earlier parts"""
+        """Values that wait for the number of this part's step, if it has earlier parts"""
         self.evaluated = False
         """Whether a closure has evaluated its loss"""
         self.sole = self.rated = 0
@@ -82,7 +82,7 @@ class PlainSteps:
         self.log_wins = False
         """Whether the script logs the loss, so that no other counts"""
         self.scaled: Any = None
-        """Refers to the loss that a loss scaler has scaled, which is not the one to record"""
+        """Refers to the loss that a loss scaler has scaled, which is not to be recorded"""
         self.expected: list[int] | None = None
         """The arguments of the last plain step: most often its loader's alone, which has batches of these sizes"""
         self.batch_tokens = self.batch_samples = 0

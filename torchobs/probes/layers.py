@@ -93,7 +93,7 @@ class Layers:
         self._zero = table.cell(catalog.GRAD_ZERO, {})
 
     def find(self, measurement: Measurement, *, now: bool = False) -> list[TrackedLayer] | None:
-        """Return the layer of each gradient measured; ``None`` while names are still being looked for."""
+        """Return the layer of each gradient measured; ``None`` until the names have been collected."""
         keys = tuple(measurement.keys)
         plan = self._plans.get(keys)
         if plan is not None:
@@ -114,7 +114,7 @@ class Layers:
         return plan
 
     def norms(self, measurements: Sequence[Measurement], *, now: bool = False) -> dict[str, float] | None:
-        """Return one step's norm of each layer, in the model's order; ``None`` while names are still being looked for.
+        """Return one step's norm of each layer, in the model's order; ``None`` until the names have been collected.
 
         ``now``: something is wrong in that step, and names are worth a scan that would come later.
         """
@@ -375,7 +375,7 @@ class GrownLayers:
         self._context.set_gauge(catalog.GRAD_LAYER_GROWTH, growth, {"layer": blown.layer})
 
     def forget(self, now: float) -> None:
-        """Take back what was published ten minutes ago."""
+        """Take back values published ten minutes ago."""
         for layer in [layer for layer, until in self._until.items() if until <= now]:
             del self._until[layer]
             self._context.set_gauge(catalog.GRAD_LAYER_GROWTH, nan, {"layer": layer})

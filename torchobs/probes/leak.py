@@ -1,4 +1,4 @@
-"""Names what grows when memory grows without end: lines of the program, types of objects, shapes of tensors.
+"""Find the growing part when memory grows without end: lines of the program, types of objects, shapes of tensors.
 
 Nothing is done until the growth detector has reported a leak (:mod:`torchobs.probes.memory_growth`). Then two counts of the
 living objects enclose two snapshots of ``tracemalloc``, and the differences are reported. Python is two to three times slower
@@ -49,7 +49,7 @@ T = TypeVar("T")
 GRAPH_STEPS, LOOKED_GRAPHS, MOST_NODES = 20, 128, 64
 """Steps for which graphs are watched, tensors examined (a graph keeps what lies within it alive, too), and nodes of each"""
 MOST_TENSORS = 20_000
-"""Tensors asked for their size, of more the last in the collector's order; each takes 4 µs."""
+"""Tensors with their size read, of more the last in the collector's order; each takes 4 µs."""
 _OWN = ("torchobs.", "tracemalloc.", "weakref.", "torch.storage.UntypedStorage")
 """Types that a count makes more of itself"""
 
@@ -64,7 +64,7 @@ class Amount(NamedTuple):
 
 
 class TensorKind(NamedTuple):
-    """What tensors are counted by."""
+    """Keys by which tensors are counted."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -229,7 +229,7 @@ class LeakProbe:
             self._running = None
 
     def _trace(self) -> Iterator[None]:
-        """Count, trace between two snapshots, count again, and report what grew; yield while there is something to wait for."""
+        """Count, trace between two snapshots, count again, report the growth; yield while there is something to wait for."""
         clock, recorder, counts = self._clock, self._context.recorder, list[LiveObjects]()
         self._left, self._traces_leak = self._left - 1, True
         yield from self._count_at_backward(counts, count_objects)

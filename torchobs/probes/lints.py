@@ -1,4 +1,4 @@
-"""Mistakes of a training loop, found while it runs: each kind is a small class.
+"""Mistakes of a training loop, detected while it runs: each kind is a small class.
 
 An optimizer's lints look at it in measured steps alone, those of the loop at some of its backward passes. A look is sound or
 suspect: :class:`Lint` counts them, and :class:`Lints` reports each kind once, by an event and a line in the log.
@@ -36,11 +36,11 @@ MAX_OPTIMIZERS = 16
 MAX_SCANS, SCAN_S = 30, 1.0
 """Looks for the models of optimizers, and the time between two"""
 _APART = LASTING_STEPS // LASTING_SAMPLES
-"""Steps between two looks that the sampler thread asks for"""
+"""Steps between two looks that the sampler thread requests"""
 
 
 class Verdict(Enum):
-    """What one look says."""
+    """The result of one look."""
 
     SOUND = 0
     SUSPECT = 1
@@ -68,7 +68,7 @@ class Lint:
         self._since = self._suspect = self._sound = 0
 
     def observe(self, measured: Measured) -> Verdict | None:
-        """Judge an optimizer that is about to step; ``None``: this look says nothing. In the training thread."""
+        """Judge an optimizer that is about to step; ``None``: this look has no result. In the training thread."""
         del measured
         return None
 
@@ -80,7 +80,7 @@ class Lint:
         """Ask for the next look, or judge the ones before. In the sampler thread."""
 
     def release(self) -> None:
-        """Remove what has been hooked."""
+        """Remove the hooks."""
 
     def count(self, verdict: Verdict | None, step: int) -> None:
         """Count a look; report the mistake once it is certain."""
@@ -118,7 +118,7 @@ class Lints:
         self._not_in_optimizer = NotInOptimizer(context)
         self._scans, self._due_s, self._next_step = 0, 0.0, 0
         self.due = False
-        """Whether the next step is to be looked at, be it measured or not; set by the sampler thread"""
+        """Whether the next step is to be examined, be it measured or not; set by the sampler thread"""
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -143,7 +143,7 @@ class Lints:
         self._observe(state, measured, EvaluationMode if within else None)
 
     def before_any_step(self, optimizer: Any, step: int) -> None:
-        """Judge what does not wait for a measured step, if the sampler thread has asked for it."""
+        """Judge lints that need no measured step, if the sampler thread has requested it."""
         self._not_in_optimizer.before_step()
         state = self._optimizers.of(optimizer)
         if state is not None and state.due:
@@ -158,7 +158,7 @@ class Lints:
     # -- in the sampler thread ---------------------------------------------------------------------------------------------
 
     def sample(self) -> None:
-        """Ask for the next looks, and report mistakes, each kind once."""
+        """Request the next looks, and report mistakes, each kind once."""
         for lint in self._loop:
             if not lint.done:
                 lint.sample()
@@ -173,7 +173,7 @@ class Lints:
         self.due = self._not_in_optimizer.due or any(state.due for _, state in self._optimizers.living())
 
     def _look_for_models(self, optimizers: list[tuple[Any, _Optimizer]]) -> None:
-        """Have doubtful models looked at in the next step, and look for those of optimizers that are new."""
+        """Have doubtful models examined in the next step, and search for those of new optimizers."""
         if self.context.recorder.step >= self._next_step:
             self._next_step = self.context.recorder.step + _APART
             for _, state in optimizers:
@@ -204,7 +204,7 @@ class _Optimizer:
         """Whether the module of its last parameter was in training mode in its first measured step; ``None`` before"""
         self.has_models = False
         self.due = False
-        """Whether its models are to be looked at in the next step, measured or not; set by the sampler thread"""
+        """Whether its models are to be examined in the next step, measured or not; set by the sampler thread"""
 
 
 class KeptGradients(Lint):
@@ -258,7 +258,7 @@ class KeptGradients(Lint):
         self._node = self._handle = None
 
     def _watch(self) -> None:
-        """Count what the next backward passes add to a gradient, if it is still that of the last step."""
+        """Count the additions of the next backward passes to a gradient, if it is still that of the last step."""
         import torch  # torch is optional until training begins
 
         sample, recorder = self._parameter(), self.context.recorder
@@ -310,7 +310,7 @@ class EvaluationMode(Lint):
         super().__init__(runner)
         self._module = ref(module)
         self._trained = _trained(module) if began else -1
-        """Number of parameters that required a gradient in training mode; -1: it has not been seen in it"""
+        """Number of parameters that required a gradient in training mode; -1: it has not been in that mode yet"""
 
     def observe(self, measured: Measured) -> Verdict | None:
         """Judge the model's mode."""
@@ -362,7 +362,7 @@ class KeptLosses(Lint):
 
     kind = "losses_kept"
     _LOOKS, _DOWN, _KEY = 8, 6, "torchobs"
-    """Backward passes that are looked at; nodes from the loss down to the marked one, since loss scaling and the mean over
+    """Backward passes that are examined; nodes from the loss down to the marked one, since loss scaling and the mean over
     micro-batches come after what a script keeps"""
 
     def __init__(self, runner: Lints) -> None:
@@ -399,7 +399,7 @@ class KeptLosses(Lint):
         self._last = self.context.recorder.step
 
     def sample(self) -> None:
-        """Judge the marks: one that is gone says that they are not kept."""
+        """Judge the marks: a mark that is gone proves that they are not kept."""
         step, marks = self.context.recorder.step, self._marks
         if any(mark() is None for mark in marks[:-1]):
             self.done = True
@@ -429,7 +429,7 @@ class LateClipping(Lint):
         self._check_safely = self.guard(self._check_clipping)
 
     def sample(self) -> None:
-        """Have the next step looked at, if there is any clipping."""
+        """Have the next step examined, if there is any clipping."""
         if self._clip.limit is not None:
             self.context.at_backward(self._check_safely)
 
@@ -468,14 +468,14 @@ class NotInOptimizer:
         self._context = context
         self._candidates: dict[int, _Candidate] = {}
         self.due = False
-        """Whether the next step is to be looked at, be it measured or not; set by the sampler thread"""
+        """Whether the next step is to be examined, be it measured or not; set by the sampler thread"""
         self._looked = self._waits = False
         """Whether a look has ended that is not judged yet; whether an optimizer has all candidates, which may step yet"""
         self._looks, self._next_step = 0, _APART
         self._optimizer = ""
-        """Class of the optimizer that has what was reported, if one has"""
+        """Class of the optimizer that has the reported parameters, if one has"""
         self._reported: list[_Candidate] | None = None
-        """What was reported and is not trained; ``None`` before"""
+        """Reported parameters that are not trained; ``None`` before"""
         self._trained_by: list[tuple[int, int]] = []
 
     def before_step(self) -> None:
@@ -490,7 +490,7 @@ class NotInOptimizer:
             candidate.compare()
 
     def sample(self, modules: Callable[[], Iterable[Any]]) -> None:
-        """Judge the last look, and find the candidates for the next. ``modules``: the outermost ones known."""
+        """Judge the last look, and collect the candidates for the next. ``modules``: the outermost ones known."""
         if self._reported is not None:
             self._take_back(self._reported)
             return
@@ -527,7 +527,7 @@ class NotInOptimizer:
                 yield title + clean(name), parameter
 
     def _judge(self, suspects: list[_Candidate]) -> None:
-        """Report what no optimizer has that exists, or at last what one has that never steps."""
+        """Report parameters that no existing optimizer has, or at last those of an optimizer that never steps."""
         is_last, self._trained_by = self._looks >= self._LOOKS, self._stepping()
         # some may be trained, or gone, since the look
         untrained = self._untrained(suspects)
@@ -544,7 +544,7 @@ class NotInOptimizer:
             self._write([candidate for (candidate, _), kind in zip(alive, kinds, strict=True) if kind == self._optimizer])
 
     def _take_back(self, reported: list[_Candidate]) -> None:
-        """Write which are still not trained, if others are by an optimizer that has begun to step, or was given them."""
+        """Write the reported parameters that are still untrained, once an optimizer has begun to train others."""
         stepping = self._stepping() if reported else self._trained_by
         if stepping != self._trained_by:
             self._trained_by, left = stepping, self._untrained(reported)
@@ -570,7 +570,7 @@ class NotInOptimizer:
 
 
 class _Candidate:
-    """A parameter that is in no optimizer, and how often it was seen with another gradient and the same values."""
+    """A parameter that is in no optimizer, and how often it had another gradient and the same values."""
 
     __slots__ = ("_gradient", "_state", "looks", "name", "parameter")
 

@@ -1,4 +1,4 @@
-"""Record the loss: the scalar that the outermost backward starts from without a given gradient, or the sum of several.
+"""Record the loss: the scalar from which the outermost backward starts without a gradient argument, or the sum of several.
 
 On the CPU it is read at once (143 ns), on a device it is copied without waiting. It is never kept: a loss holds its whole
 graph. With ``GradScaler`` the value before scaling is recorded (unknown if there are several scalars). With accumulation the
@@ -87,7 +87,7 @@ class LossProbe:
         return tensor if ones else None
 
     def _failed(self, error: Exception, loss: torch.Tensor) -> None:
-        """Handle what reading a plain loss has raised; a second reading might succeed, and a signal handler's error be lost."""
+        """Handle the error of reading a plain loss; a second reading might succeed, and a signal handler's error be lost."""
         if isinstance(error, RuntimeError) and loss.numel() != 1:
             return  # no loss, as torch is about to say, too
         raise error
@@ -146,7 +146,7 @@ class LossProbe:
         return tensor.detach()
 
     def _take_later(self, value: torch.Tensor, *, within: bool) -> None:
-        """Take a loss on a device; a step's backward passes are summed once all have arrived."""
+        """Read a loss on a device; a step's backward passes are summed once all have arrived."""
         recorder, pending = self._context.recorder, self._pending
         if within and recorder.values.evaluated:
             return  # the first evaluation is the step's

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from torchobs.support.error_guard import CircuitBreaker
 
 LEAST, LEAST_MISTAKEN = 50, 100
-"""Backward passes without a step after which that is said, and after which the optimizer's step is missing"""
+"""Backward passes without a step after which that is reported, and after which the optimizer's step is missing"""
 PATIENCE_S = 120.0
-"""Time since the first one after which it is said as well"""
+"""Time since the first one after which it is reported as well"""
 _MOST, _MOST_PARAMETERS = 32, 256
 """Optimizers, and parameters of each, that are watched until a gradient comes to one"""
 
@@ -44,7 +44,7 @@ class NeverStepped:
         self._candidates: list[ref[Any]] = []
         self._handles: list[RemovableHandle] = []
         self._looked_at = 0
-        """Backward passes after which the candidates were looked at; 0 while they are to be"""
+        """Backward passes after which the candidates were examined; 0 while they are to be"""
         self._reached = ""
         """Class of an optimizer that a gradient has reached"""
 
@@ -72,7 +72,7 @@ class NeverStepped:
         return not self._said and bool(count) and self._clock() - self._since_s > PATIENCE_S
 
     def _look_for_steps(self, count: int) -> None:
-        """Watch which optimizer gradients reach; say that there is no step if there is none, or none is reached."""
+        """Watch which optimizer gradients reach; report that no step is made, if there is none, or none is reached."""
         self._context.yield_gil()
         self._due, self._since_s = 4 * count if self._said else count + LEAST, self._clock()
         optimizers = [] if self._handles else living_optimizers()
@@ -89,7 +89,7 @@ class NeverStepped:
         self._context.warn_limited("no steps", text)
 
     def _watch_now(self, count: int) -> None:
-        """Note which of the optimizers a gradient comes to. In the training thread, as a backward pass begins."""
+        """Record which of the optimizers a gradient reaches. In the training thread, as a backward pass begins."""
         import torch  # torch is optional until training begins
 
         optimizers = [optimizer for reference in self._candidates if (optimizer := reference()) is not None]

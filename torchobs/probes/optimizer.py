@@ -41,7 +41,7 @@ MAX_GROUPS = 8
 MAX_DIFFERING = 4
 """Groups that have their other hyperparameters recorded, where they differ from the first group's"""
 LOOK_STEPS = 128
-"""Steps after which new optimizers are looked for, unless another probe uses the hook more often"""
+"""Steps after which new optimizers are searched for, unless another probe uses the hook more often"""
 DEVICE_NS = 1_000_000_000
 
 
@@ -57,7 +57,7 @@ class _Container:
         self._parts: dict[int, ref[torch.optim.Optimizer]] = {}
 
     def add(self, part: torch.optim.Optimizer) -> None:
-        """Note that an optimizer steps within the outer one."""
+        """Record that an optimizer steps within the outer one."""
         reference = self._parts.get(id(part))
         if reference is not None and reference() is part:
             return
@@ -112,7 +112,7 @@ class OptimizerProbe:
             hook.due_at, hook.last = step + LOOK_STEPS, step
 
     def _note_within(self, outer: int, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer steps within the step of the one with this id."""
+        """Record that an optimizer steps within the step of the optimizer with this id."""
         container = self._containers.get(outer)
         if container is None or container.outer() is None:
             enclosing = next((living for living in self._living() if id(living) == outer), None)
@@ -246,7 +246,7 @@ class ResumeProbe:
     def __init__(self) -> None:
         self._began = False
         self._fresh: Callable[[], Any] = lambda: None
-        """The optimizer, if its state was empty: whether it counts steps is known after the first"""
+        """The optimizer, if its state was empty: whether it counts steps shows after the first"""
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
@@ -285,7 +285,7 @@ class ResumeProbe:
 
 
 def counted_steps(optimizer: Any) -> Any:
-    """Return the number of steps, or the one-element tensor, that an optimizer counts its steps in; ``None`` without one."""
+    """Return an optimizer's counter of its steps, a number or a one-element tensor; ``None`` without one."""
     state = getattr(optimizer, "state", {})  # that of another library may have none
     for counts in (*getattr(optimizer, "param_groups", ()), *list(state.values())[:1]):
         counted = counts.get("step") if hasattr(counts, "get") else None

@@ -1,4 +1,4 @@
-"""Write down what differs if ranks that train one model by DistributedDataParallel do not agree: weights and batches.
+"""Record values that differ if ranks that train one model by DistributedDataParallel do not agree: of weights and batches.
 
 *Weights*: DDP averages gradients: weights that differ once (a checkpoint loaded on one rank alone, a learning rate of its own)
 differ for ever, while the gradients agree. Steps are powers of two, so that all ranks choose the same without a word to each
@@ -54,7 +54,7 @@ class ReplicaWeights:
         self._context, self._replicas, self._devices = context, replicas, devices
         self._sent: list[tuple[int, list[float] | PendingCopy]] = []
         self.due_at = FIRST - 1
-        """Number of the ended step after which it is looked next"""
+        """Number of the ended step after which the next look is due"""
 
     def before_step(self) -> None:
         """Sample the weights, if it is time: before a step's first optimizer. In the training thread."""
@@ -90,7 +90,7 @@ class ReplicaWeights:
                     yield tensor
 
     def sample(self) -> None:
-        """Write what has arrived. In the sampler thread."""
+        """Write the values that have arrived. In the sampler thread."""
         while self._sent:
             step, values = self._sent[0]
             if not isinstance(values, list):
@@ -128,7 +128,7 @@ class ReplicaBatches:
         self._written = 0
 
     def wants(self) -> bool:
-        """Return whether the batches of an iteration that begins are to be looked at."""
+        """Return whether the batches of an iteration that begins are to be examined."""
         return self._written < _MOST_ITERATIONS and _in_one_group()
 
     def observe_batch(self, iterator: Any, batch: Any) -> bool:

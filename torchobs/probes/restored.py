@@ -1,4 +1,4 @@
-"""What a run uses of a checkpoint that it loads: keys that fit nowhere, and an optimizer's state that is left in the file.
+"""Unused parts of a checkpoint that a run loads: keys that fit nowhere, and an optimizer's state that is left in the file.
 
 Quiet are adapters (all of their keys fit), a part of a large checkpoint that fills the whole model, other heads, a teacher's
 checkpoint, pretrained weights without an optimizer's state, and optimizers that keep none.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FEW = 10
 """Fewer than one key in so many fits: a prefix such as ``module.`` is the usual reason"""
 _MOST_LOOKED_AT = 64
-"""Items of what a file holds: it may be a data cache"""
+"""Items of a file that are searched: it may be a data cache"""
 
 
 class Restored:
@@ -32,18 +32,18 @@ class Restored:
     def __init__(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
         self._context, self._breaker = context, breaker
         self._whole = WeakSet[Any]()
-        """modules that were given all of their state"""
+        """modules that got all of their state"""
         self._left: set[int] = set()
         """numbers of parameters of the optimizers with a state in a file"""
         context.hooks.before_step.register(breaker, self._before_step)
         context.hooks.before_step.due_at = 0
 
     def read(self, content: Any) -> None:
-        """Note the optimizers' states in what a file held."""
+        """Record the optimizers' states in a file."""
         self._left |= set(_optimizers(content))
 
     def watched(self, original: Any) -> Any:
-        """Return ``Module.load_state_dict`` with a look at what it returns."""
+        """Return ``Module.load_state_dict`` with a look at its result."""
         breaker, compare = self._breaker, self._compare
 
         @functools.wraps(original)

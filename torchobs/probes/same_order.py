@@ -23,7 +23,7 @@ _LEAST_REPEATS = 2
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the order of a ``DistributedSampler`` that shuffles followed from when its loader was iterated."""
+    """The values that determined the order of a shuffling ``DistributedSampler`` when its loader was iterated."""
 
     sampler: weakref.ref[Any]
     follows: tuple[object, object]
@@ -61,7 +61,7 @@ class SameOrder:
             self._context.report("same_order", step)
 
     def _take_back(self) -> None:
-        """Note that the sampler is given epochs; write the event again, of no parameter, if the contrary was reported."""
+        """Record that the sampler gets epochs; write the event again, of no parameter, if the contrary was reported."""
         self._is_set = True
         if self._stands:
             self._stands = False

@@ -30,9 +30,9 @@ class Scalars:
         self._written: dict[str, tuple[int, float]] = {}
         """Number of points of each curve so far, and when the next one is due"""
         self.resumed_from: float | None = None
-        """Steps that were done before this process, if given"""
+        """Steps made before this process, if the script logs them"""
         self.flops: float | None = None
-        """Floating-point operations of a training step, if given"""
+        """Floating-point operations of a training step, if the script logs them"""
 
     def has_room(self, name: str) -> bool:
         """Return whether there is room for a series of that name; else count it as dropped."""
@@ -72,7 +72,7 @@ class Scalars:
         self._set((catalog.STEPS_RESUMED_FROM, ()), value)
 
     def set_left(self) -> None:
-        """Write values that had no series when they were given. In the sampler thread."""
+        """Write values that had no series when they were logged. In the sampler thread."""
         for key in list(self._unset):
             cell = self._cell(key)
             if cell is not None and (value := self._unset.pop(key, None)) is not None:

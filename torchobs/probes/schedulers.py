@@ -48,7 +48,7 @@ class _Scheduler:
     created: int = 0
     epoch: int = 0
     optimizer_calls: int = 0
-    """Training step, epoch, and steps of any optimizer when it was seen first"""
+    """Training step, epoch, and steps of any optimizer when the scheduler was first met"""
     last_epoch: object = None
     """Its count of steps at that time"""
     optimizer: weakref.ref[Any] | None = None
@@ -188,7 +188,7 @@ class SchedulerProbe:
         return [state for state in states if state.optimizer is not None and state.optimizer() is optimizer]
 
     def _state_of(self, scheduler: Any) -> _Scheduler | None:
-        """Return a scheduler's state, made when it is seen first, with the counters at 0; ``None`` beyond ``MAX_KNOWN``."""
+        """Return a scheduler's state, created at the first call, with the counters at 0; ``None`` beyond ``MAX_KNOWN``."""
         state = self._schedulers.of(scheduler)
         if state is None or state.name:
             return state
@@ -204,7 +204,7 @@ class SchedulerProbe:
         return state
 
     def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
-        """Note an optimizer's step; if it is the first, its schedulers that have been stepped were stepped too early.
+        """Record an optimizer's step; if it is the first, its schedulers that have been stepped were stepped too early.
 
         Not so once a training step has ended since the scheduler was made, even one that the loss scaler skipped: there
         PyTorch's warning is wrong.

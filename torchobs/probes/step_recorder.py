@@ -55,7 +55,7 @@ GONE = -1
 _U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
 _UNTIMED = (0.0,) * PHASES
 _UNSEEN = 1 << 16
-"""In place of boundaries that were not seen: the hooks were off, or it was another thread"""
+"""In place of missed boundaries: the hooks were off, or it was another thread"""
 _BACKWARD = _UNSEEN | 1 << BACKWARD_BEGINS | 1 << CLOSURE_BEGINS
 _GOING_ON = _BACKWARD | 1 << FETCH
 _TRAINING = 1 << BACKWARD_BEGINS | 1 << FETCH | 1 << CLOSURE_BEGINS | 1 << STEP_BEGINS
@@ -94,7 +94,7 @@ class StepValues:
     pending: list[PendingStep] | None = None
 
     def resolve(self, step: int) -> None:
-        """Give what waits for the step's number that number, or ``GONE``."""
+        """Give the values that wait for the step's number that number, or ``GONE``."""
         for pending in self.pending or ():
             pending.step = step
 
@@ -148,7 +148,7 @@ class _Optimizer(NamedTuple):
 
     ref: weakref.ref[Any]
     key: int
-    """What the parts and the pacemaker name it by, unlike an id never another one's"""
+    """Key by which the parts and the pacemaker refer to it, unlike an id never another one's"""
 
 
 class StepRecorder:
@@ -225,7 +225,7 @@ class StepRecorder:
     # -- values ------------------------------------------------------------------------------------------------------------
 
     def log(self, loss: float | None, tokens: int, samples: int) -> None:
-        """Record values of ``torchobs.log``, for the step in progress or the one that the hooks have just seen end."""
+        """Record values of ``torchobs.log``, for the step in progress, or for the last if the hooks have just ended it."""
         self.plain.log_wins = self.plain.log_wins or loss is not None
         tokens, samples = max(0, min(tokens, _U64)), max(0, min(samples, _U32))
         values: StepValues | PlainSteps | None = None
@@ -251,11 +251,11 @@ class StepRecorder:
         return self.step if ended else self.step + 1
 
     def steps_done(self) -> int:
-        """Return the number of steps that the weights have in them: what a checkpoint is of, also after an evaluation."""
+        """Return the number of steps that made the weights: the step of a checkpoint, also after an evaluation."""
         return self.logged_step() if self.direct else self.ended
 
     def pending_step(self) -> PendingStep | int:
-        """Return the number of the step in progress or, while that is open, what ``resolve_step`` turns into it later.
+        """Return the number of the step in progress or, while that is open, a placeholder for ``resolve_step``.
 
         For values that a device delivers asynchronously.
         """
@@ -305,7 +305,7 @@ class StepRecorder:
         self.values.norm_squared = self.values.norm_base
 
     def begin_closure(self) -> None:
-        """Note that an optimizer was given a closure.
+        """Record that an optimizer has a closure.
 
         Of its evaluations, the first loss counts (``step()`` returns it) and the last gradient, added to those before it.
         """
@@ -330,7 +330,7 @@ class StepRecorder:
         self.sizes, self.plain.expected = {}, None
 
     def _give(self, name: str, amount: int, values: StepValues | PlainSteps | None) -> int:
-        """Stop inferring what the script gives; return the part not counted yet. ``values``: of the step in progress."""
+        """Stop inferring values that the script logs; return the part not counted yet. ``values``: of the step in progress."""
         if not amount or name in self.logged:
             return amount
         self.logged.add(name)
@@ -408,7 +408,7 @@ class StepRecorder:
         return named[0] if pinned else PHASE_OF[code], last[0] >> 4
 
     def so_far(self) -> tuple[int, Carry] | None:
-        """Return the number of the last step written, and the known time since its end. For the sampler thread.
+        """Return the number of the last step written, and the time since its end as far as known. For the sampler thread.
 
         ``None`` if the training thread has ended a step meanwhile. Each copy is consistent, since the GIL makes it atomic.
         """
@@ -428,7 +428,7 @@ class StepRecorder:
         return OpenPart(len(self.trace), len(self.arguments), self._take_values())
 
     def end_capture(self, aside: OpenPart) -> None:
-        """Continue that step, without what was recorded since."""
+        """Continue that step, without the records since."""
         del self.trace[aside.traced :], self.arguments[aside.arguments :]
         _copy(aside.values, self.plain)
 
@@ -442,7 +442,7 @@ class StepRecorder:
     # -- the step's end ----------------------------------------------------------------------------------------------------
 
     def optimizer_begins(self, optimizer: Any, *, evaluates: bool = False, within_backward: bool = False) -> bool:
-        """Note that an optimizer is about to step; return whether it has never stepped. Rule 1.
+        """Record that an optimizer is about to step; return whether it has never stepped. Rule 1.
 
         ``evaluates``: its closure does the backward pass. ``within_backward``: it steps in one (rule 4).
         """
@@ -483,11 +483,11 @@ class StepRecorder:
             self._parts = parts[number:]
 
     def note_unseen(self) -> None:
-        """Note a backward pass in another thread than the steps, or that the training goes on in another thread."""
+        """Record a backward pass in another thread than the steps, or that the training goes on in another thread."""
         self._early |= _UNSEEN
 
     def optimizer_ends(self, optimizer: Any, now_ns: int) -> None:
-        """Note that an optimizer has stepped, or that the loss scaler skipped its step."""
+        """Record that an optimizer has stepped, or that the loss scaler skipped its step."""
         if id(optimizer) == self.plain.sole:
             self.end_plainly(now_ns)
             return
@@ -610,7 +610,7 @@ class StepRecorder:
     # -- optimizers --------------------------------------------------------------------------------------------------------
 
     def _key(self, optimizer: Any) -> int:
-        """Return an optimizer's key: its own, or that of a deleted one over the same parameters, as if it were made anew."""
+        """Return an optimizer's key: its own, or that of a deleted one over the same parameters, as if that continued."""
         entry = self._optimizers.get(ident := id(optimizer))
         if entry is not None and entry.ref() is optimizer:
             return entry.key
@@ -634,7 +634,7 @@ class StepRecorder:
         return {self._pacemaker}.union(*(part.calls for part in self._parts))
 
     def _forget(self, ident: int) -> None:
-        """Note that an optimizer was deleted. In any thread, at any moment."""
+        """Record that an optimizer was deleted. In any thread, at any moment."""
         self._optimizers.pop(ident, None)
         self._has_deleted = True
         self.plain.sole = 0 if self.plain.sole == ident else self.plain.sole
@@ -695,7 +695,7 @@ class Models:
         self._room = _ROOM
 
     def begins(self, optimizer: Any, step: int, *, goes_on: bool) -> bool:
-        """Return whether another model begins with this optimizer's first step, the one after ``step``.
+        """Return whether another model begins with this optimizer's first step, which follows ``step``.
 
         ``goes_on``: whether training has gone on since the last optimizer's step.
         """

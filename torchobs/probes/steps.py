@@ -1,4 +1,4 @@
-"""Observe optimizer steps by torch's global optimizer hooks, which cover every optimizer: made early, fused, compiled or not.
+"""Observe optimizer steps by torch's global optimizer hooks, which cover every optimizer: early, fused, compiled or not.
 
 ``subclass.step`` → ``super().step`` and ZeroRedundancyOptimizer fire two pairs for one step: only the outermost counts. A
 step that raised does not call its post hook: the stack shows whether the outer step on record is still running. A closure
@@ -55,7 +55,7 @@ class StepProbe:
 
     def __init__(self) -> None:
         self._has_closure = False
-        """Whether the step was given a closure"""
+        """Whether the step has a closure"""
         self._nests = False
         """Whether an optimizer's step has called another's"""
         self._no_backward: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
@@ -190,7 +190,7 @@ class StepProbe:
         )
 
     def _leave_out(self, ident: int) -> None:
-        """Note that this thread's step is not recorded; it may call another one."""
+        """Record that this thread's step is not recorded; it may call another one."""
         running = self._others.running
         running[ident] = running.get(ident, 0) + 1 if _steps_running() > 1 else 1
 

@@ -341,7 +341,7 @@ class _Optimizer:
         self.before: list[tuple[int, Any]] = []
         """Versions and elements of some parameters at the first of these looks"""
         self.without: list[tuple[TensorReference, int]] | None = None
-        """Parameters without a gradient at the first look that found some, with their versions"""
+        """Parameters without a gradient at the first look that had some, with their versions"""
         self.due = 0
         """Step of the next look at them; -1 after the last one"""
 
@@ -361,7 +361,7 @@ class _Missing(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """What is reported of an optimizer: layers, ids of their parameters, and since which step they get no gradient."""
+    """Reported facts of an optimizer: layers, ids of their parameters, and since which step they get no gradient."""
 
     layers: list[str]
     parameters: set[int]
@@ -382,7 +382,7 @@ class NoGradients:
         self._optimizers = ObjectIndex(_MOST_OPTIMIZERS, lambda _: _Optimizer())
         self._others_train = False
         self._trained, self._looked = 0, -_EVERY
-        """Step in which any optimizer was last seen with a gradient, and of the last look at one"""
+        """Step in which any optimizer last had a gradient, and of the last look at one"""
         self._unreported: list[_Missing] = []
         self._unused = False
         """Whether unused parameters were reported"""
@@ -468,7 +468,7 @@ class NoGradients:
     # -- in the sampler thread ---------------------------------------------------------------------------------------------
 
     def sample(self, layers: Layers, *, last: bool) -> None:
-        """Name and report what was found, or take it back. ``last``: do not wait for names."""
+        """Name and report the stuck layers, or take the report back. ``last``: do not wait for names."""
         for state in [state for state in self._open if state.resumed]:
             del self._open[state]
             self._report(state.resumed)
@@ -507,7 +507,7 @@ class NoGradients:
 
 
 def _possibly_stepped(optimizer: Any) -> set[int]:
-    """Return ids of parameters with a version that does not say whether they were stepped: a fused step raises none.
+    """Return ids of parameters with a version that does not show whether they were stepped: a fused step raises none.
 
     By their state they were, or by the others' of their group if none has a state: such an optimizer keeps none.
     """

@@ -83,7 +83,7 @@ class Window(NamedTuple):
 
 
 def walk(trace: Iterable[int], arguments: Sequence[int], begun_ns: int, carry: Carry | None) -> Carry:
-    """Return the state behind these boundaries; ``carry``: what the last step has left, ``None`` if nothing is known of it."""
+    """Return the state behind these boundaries; ``carry``: left by the last step, ``None`` if unknown."""
     state = Carry() if carry is None else carry.copy()
     if state.is_clean:
         state.since_ns, state.segment, state.has_trained = begun_ns, OTHER, True  # plain steps may have passed since
@@ -94,7 +94,7 @@ def walk(trace: Iterable[int], arguments: Sequence[int], begun_ns: int, carry: C
 
 
 class Carry:
-    """What a step leaves to the next, and the state within one: ``walk`` changes a copy."""
+    """The part that a step leaves to the next, and the state within one: ``walk`` changes a copy."""
 
     __slots__ = (
         "batches", "compiling_ns", "ended", "evaluating_ns", "evaluations", "fetch_ns", "fetched", "fetching", "has_batch",
@@ -106,7 +106,7 @@ class Carry:
         self.segment, self.since_ns = NOTHING, 0
         """The current phase, and since when"""
         self.spent_ns = [0] * PHASES
-        """What is certain of the step"""
+        """The certain part of the step"""
         self.pieces: list[Piece] = []
         """Since the last backward pass: an evaluation may turn out to hold them"""
         self.pinned: list[int] = []
@@ -120,7 +120,7 @@ class Carry:
         self.teacher = NOTHING
         """A module that was in eval() in a backward pass: its next eval() is probably no evaluation"""
         self.loader = self.fetch_ns = 0
-        """The loader of the last batch, and the time of that fetch until it is known what it was"""
+        """The loader of the last batch, and the time of that fetch until its purpose is known"""
         self.fetching = 0
         """The loader of a fetch within a phase by hand"""
         self.is_evaluated, self.evaluating_ns = False, 0
@@ -177,13 +177,13 @@ class Carry:
             self._cut(now_ns, PHASE_OF[code])
 
     def _cut(self, now_ns: int, following: int, phase: int | None = None) -> None:
-        """End the current phase, as what it was or as ``phase``; begin the next."""
+        """End the current phase, under its name or as ``phase``; begin the next."""
         if self.segment != NOTHING:
             self.pieces.append(Piece(self.segment if phase is None else phase, now_ns - self.since_ns))
         self.since_ns, self.segment = now_ns, following
 
     def _leave(self, now_ns: int, following: int) -> None:
-        """End the current phase at a fetch or the like: what was done with a batch may be no training's."""
+        """End the current phase at a fetch or the like: the work on a batch may be no training's."""
         if self.segment != FORWARD or not self.loader:
             self._cut(now_ns, following)
             return

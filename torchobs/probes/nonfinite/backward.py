@@ -32,11 +32,11 @@ RISKY_BACKWARD = {
 Torch makes that of norms, deviations, distances and ``atan2`` 0, and bounds that of the binary cross entropy.
 """
 _WRITTEN_BY_USER = 3
-"""Risk of a derivative that the user has written: after all that are known to be infinite somewhere"""
+"""Risk of a derivative that the user has written: after all that can be infinite somewhere"""
 
 
 def likely_node(nodes: Sequence[GraphNode], bad: Collection[int]) -> GraphNode | None:
-    """Return the node that most likely made the gradients of these parameters (ids) non-finite; ``None`` for none."""
+    """Return the node that most likely caused the non-finite gradients of these parameters (ids); ``None`` for none."""
     order = {id(node.parameter): 1 << place for place, node in enumerate(n for n in nodes if n.parameter is not None)}
     target = sum(order[key] for key in bad if key in order)
     if not target:

@@ -43,7 +43,7 @@ PASSING = frozenset({
     "native_layer_norm", "native_batch_norm", "native_group_norm", "cudnn_batch_norm", "embedding", "movedim", "detach",
     "upsample_nearest2d", "upsample_bilinear2d", "amax", "amin", "max", "min", "sort", "topk",
 })  # fmt: skip
-"""Operators that make nothing non-finite of finite operands: what comes out has come in"""
+"""Operators that produce nothing non-finite from finite operands: their results only pass it on"""
 
 RESHAPING = frozenset({
     "view", "reshape", "unsafe_view", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze", "clone", "to_copy",
@@ -151,7 +151,7 @@ class ForwardTrace:
         return states.pop() if kept else Condition.UNKNOWN
 
     def _begins(self, node: GraphNode, outputs: Iterable[int]) -> bool:
-        """Return whether the node may have made non-finite values of finite ones."""
+        """Return whether the node may have produced non-finite values from finite ones."""
         if node.parameter is not None or all(self._conditions[node, index] is Condition.FINITE for index in outputs):
             return False
         return all(edge[0] is None or self.of(edge) is not Condition.BAD for edge in node.inputs)  # type: ignore[arg-type]  # checked
@@ -165,7 +165,7 @@ class ForwardTrace:
                     self._values.pop((producer, index), None)
 
     def operands(self, node: GraphNode) -> dict[str, Any]:
-        """Return the values of the node's tensor arguments that are known, by name."""
+        """Return the known values of the node's tensor arguments, by name."""
         if node in self._at_birth:
             return self._at_birth[node]
         values = {name: value for name, value in node.kept.items() if value is not None and name not in RESULTS}
@@ -179,7 +179,7 @@ class ForwardTrace:
         return self._conditions.get(edge, Condition.UNKNOWN)
 
     def births(self, root: GraphNode) -> Iterator[Birth]:
-        """Yield where the values came from that made the root's result non-finite."""
+        """Yield the origins of the non-finite values in the root's result."""
         waiting, visited = [(root, True, None)], {root}
         while waiting:
             node, certain, result = waiting.pop()
@@ -200,18 +200,18 @@ class ForwardTrace:
                     waiting.append((origin, certain and sure, self._kept_result(node, origin, result)))
 
     def _kept_result(self, node: GraphNode, producer: GraphNode, before: Any) -> Any:
-        """Return the producer's result as the node has kept it, or else what came of it later."""
+        """Return the producer's result as the node has kept it, or else a later form of it."""
         for name, edge in zip(self._names.get(node, ()), node.inputs, strict=False):
             if edge[0] is producer and node.kept.get(name) is not None:
                 return node.kept[name]
         return before
 
     def _result(self, node: GraphNode, later: Any) -> Any:
-        """Return the node's own result if it has kept it, or else what came of it later."""
+        """Return the node's own result if it has kept it, or else a later form of it."""
         return next((node.kept[name] for name in RESULTS if node.kept.get(name) is not None), later)
 
     def _bad_operands(self, node: GraphNode, *, certain: bool) -> Iterator[Birth]:
-        """Yield operands that no node of the graph made: the batch, a constant, a parameter."""
+        """Yield operands that are no node's result: the batch, a constant, a parameter."""
         for producer, _ in node.inputs:
             if producer is not None and producer.parameter is not None and (state := self.of((producer, 0))) not in _SOUND:
                 yield Birth(node, certain, producer.parameter, is_leaf=True, is_unread=state is Condition.UNKNOWN)

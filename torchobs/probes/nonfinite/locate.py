@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _PREPARING = frozenset({"t", "to_copy", "view", "transpose", "expand", "permute", "reshape", "unsqueeze"})
 _INNER = frozenset({"module", "_orig_mod", "_orig_mod.module", "module._orig_mod"})
-"""Paths of the model within what DDP and the compiler wrap around it"""
+"""Paths of the model within the wrappers of DDP and the compiler"""
 _WRITTEN = {
     "add": ("+", "add"), "sub": ("-", "sub"), "rsub": ("-", "rsub"), "mul": ("*", "mul"), "div": ("/", "div", "true_divide"),
     "reciprocal": ("/", "reciprocal"), "pow": ("**", "pow", "square"), "mm": ("@", "matmul", "mm", "linear"),
@@ -47,7 +47,7 @@ _CONTAINERS = frozenset({"ModuleList", "ModuleDict"})
 DEEPEST = 3
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST")
 _REWRITTEN = "@py_builtins"
-"""In functions whose assertions pytest has rewritten: it is these that name ``locals``"""
+"""Of functions with assertions that pytest has rewritten: these name ``locals``"""
 _HIDDEN_LOCALS = frozenset({"locals", "vars"})
 
 
@@ -106,7 +106,7 @@ class ModuleNames:
                 self._names.setdefault(id(tensor), sharded_name)
 
     def of(self, tensor: Any) -> str:
-        """Return the name of a parameter or buffer, or of the one that the tensor shares memory with; ``""`` for any other."""
+        """Return the name of a parameter or buffer, also of one that shares memory with the tensor; ``""`` for any other."""
         return self._names.get(id(tensor)) or self._storages.get(memory_of(tensor) or -1, "")
 
     def owner(self, name: str) -> str:
@@ -168,7 +168,7 @@ class Locator:
         return common(paths)
 
     def place(self, node: GraphNode) -> Place:
-        """Return the place where the node was made."""
+        """Return the place where the node was created."""
         words = spellings(node.operator)
         if node.operator == "pow" and node.settings().get("exponent") != 2:  # noqa: PLR2004  # a square
             words = tuple(word for word in words if word != "square")
@@ -197,7 +197,7 @@ class Locator:
         return Place(path or kind, kind, "" if line is None else str(line))
 
     def _around(self, node: GraphNode) -> tuple[str | None, str | None]:
-        """Return the module used last before the node, and the one used first after it."""
+        """Return the last module used before the node, and the first one after it."""
         before = after = None
         for other, path in self._paths.items():  # in the order of the forward pass
             if other.number < node.number:

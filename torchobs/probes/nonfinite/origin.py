@@ -1,4 +1,4 @@
-"""The origin of a value that is not finite, as the graph of a loss and the weights show it, and why an operator made it.
+"""The origin of a value that is not finite, by the graph of a loss and the weights, and why an operator produced it.
 
 A float16 is at most 65504, and a gradient may be larger though the loss itself fits. A loss scaler leaves such steps out
 (Micikevicius et al. 2018, section 3.2). Without one the optimizer steps with infinity, and the next loss is NaN.
@@ -39,7 +39,7 @@ _MOST_INPUTS = 6
 _MOST_NAMED = 8
 _MOST_ITEMS = 64
 SHARE_OF_STEP = 2
-"""From so many parameters on they are what a step made of its gradients, not one bad weight"""
+"""So many parameters, or more, are the result of a step with bad gradients, not one bad weight"""
 MASKED_ROW = (
     "every value of a row that it was given was masked (negative infinity), and of such a row it makes NaN; "
     "is a sequence of the batch padding alone?"
@@ -56,10 +56,10 @@ class NonfiniteOrigin(Result):
     """Where a NaN or an infinity first appeared."""
 
     kind: OriginKind
-    """``input``: the batch held it; ``parameter``: a weight did already; ``operator``: the forward pass made it;
+    """``input``: the batch held it; ``parameter``: a weight did already; ``operator``: the forward pass produced it;
     ``backward``: a derivative did, of a finite loss; ``overflow``: its gradients did not fit into float16; ``unknown``"""
     operator: str
-    """The operator that made it, or was given it"""
+    """The operator that produced it, or got it"""
     module: str
     """Path of the module that called the operator; empty outside of any module"""
     module_class: str
@@ -68,7 +68,7 @@ class NonfiniteOrigin(Result):
     parameter: str
     """Name of the parameter or buffer, or of the variable that holds the input"""
     inputs: tuple[TensorRow, ...]
-    """Statistics of the operator's inputs, of those that are known"""
+    """Statistics of the operator's known inputs"""
     elements: tuple[tuple[int, ...], ...]
     """Indices of the first non-finite elements of the input, parameter or result"""
     sample: int | None
@@ -137,7 +137,7 @@ class GraphTracer:
         self, losses: Iterable[Any], frames: Sequence[FrameType], step: int | None, models: Iterable[Any] = (),
         others: Iterable[Any] = (), variables: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:  # fmt: skip
-        """``known``: models. ``others``: parameters of other models that are trained.
+        """``models``: the known ones. ``others``: parameters of other models that are trained.
 
         ``variables``: where to look for an input, instead of the variables of the functions that run.
         """
@@ -148,7 +148,7 @@ class GraphTracer:
         self.names = ModuleNames([*parameters, *others], [*models, *_models(frames)])
         self.locator = Locator(self.nodes, self.names, frames)
         self.node: GraphNode | None = None
-        """Of the origin found"""
+        """Of the origin"""
         by_function = {node.function: node for node in self.nodes}
         self._root = next((by_function[loss.grad_fn] for loss in losses if condition(loss) is not Condition.FINITE), None)
 
@@ -182,14 +182,14 @@ class GraphTracer:
         return origin if kind == "unknown" else self._explained(origin, node)
 
     def _explained(self, origin: NonfiniteOrigin, node: GraphNode) -> NonfiniteOrigin:
-        """Return the origin with the reason why the operator made such values, and the variable that explains it."""
+        """Return the origin with the reason why the operator produced such values, and the variable that explains it."""
         words, name = cause_of(node), ""
         if NAME in words and (memory := memory_of(node.kept.get("target"))):
             name = next((path for path, item in self._named_variables() if memory_of(item) == memory), "")
         return replace(origin, note=words.replace(NAME, f" ({name})" if name else ""), parameter=name)
 
     def _user_of(self, node: GraphNode) -> GraphNode:
-        """Return the operator that a view or cast of a parameter is made for."""
+        """Return the operator that a view or cast of a parameter leads to."""
         while self.locator.is_preparation(node):
             following = next((n for n in self.nodes if any(producer is node for producer, _ in n.inputs)), None)
             if following is None:
@@ -212,7 +212,7 @@ class GraphTracer:
             node.kept = {}
 
     def node_origin(self, node: GraphNode) -> NonfiniteOrigin:
-        """Return the origin for a node that was seen to make a non-finite gradient; its kept values are still there."""
+        """Return the origin for a node that produced a non-finite gradient; its kept values are still there."""
         node.take_kept()
         return self._backward(node, "")
 
@@ -340,7 +340,7 @@ def computes_in_float16(parameters: Iterable[Any], nodes: Iterable[GraphNode] = 
 
 
 def gradients_were_finite(bad: Sequence[Any], optimizers: Iterable[Any]) -> bool | None:
-    """Return whether the gradients of these parameters were finite, by what an optimizer has kept of them, or what is left.
+    """Return whether the gradients of these parameters were finite, by the state of an optimizer, or by those that remain.
 
     ``None`` if nothing is: plain SGD keeps nothing, and its weights may have become what they are after the step.
     """
@@ -358,7 +358,7 @@ def _kept_of(optimizer: Any, parameter: Any) -> list[Any]:
 
 
 def cause_of(node: GraphNode) -> str:
-    """Return why an operator made NaN of finite operands; empty if unseen. :data:`NAME` is the variable's place."""
+    """Return why an operator produced NaN from finite operands; empty if unseen. :data:`NAME` is the variable's place."""
     if node.builtin.startswith("nll_loss") and (words := _ignored_targets(node)):
         return words
     if node.builtin in _SOFTMAX:

@@ -64,7 +64,7 @@ _MOST_NAMED = 8
 
 
 class NonFiniteError(FloatingPointError):
-    """A loss or a gradient is not finite. ``origin``: where it was born, if that was found."""
+    """A loss or a gradient is not finite. ``origin``: where it was born, if known."""
 
     def __init__(self, what: str, origin: NonfiniteOrigin | None) -> None:
         super().__init__(what if origin is None else f"{what} {origin.sentence()}")
@@ -81,7 +81,7 @@ class NonfiniteProbe:
         self._traces = RateLimiter(TRACE_EVERY_S, TRACES_AT_ONCE)
         self._reports = RateLimiter(SAME_EVERY_S)
         self._lost_step = -9
-        """Last step with a loss or a gradient that was not finite: what follows from it is no other birth"""
+        """Last step with a loss or a gradient that was not finite: its consequences are no other birth"""
         self._bad_gradients_step = -9
         """Last step with gradients that were not finite, of a finite loss"""
         self._last_examined = 0
@@ -90,15 +90,15 @@ class NonfiniteProbe:
         self._waiting: NonfiniteOrigin | None = None
         """An origin that the graph of the next loss may explain: a detached tensor, as the output of a GAN's generator is"""
         self._was_spoiled = False
-        """Whether a parameter was not finite already then; else it is what a step has made of it since"""
+        """Whether a parameter was not finite already then; else a step has made it so since"""
         self._has_rest = False
-        """Whether parameters and buffers are still to be searched for what such a value has left in them"""
+        """Whether parameters and buffers are still to be searched for the remains of such a value"""
         self._rest = -1
         """In how many such values were, by the last search"""
         self._armed = 0
         self._watch: BackwardWatch | None = None
         self._raises: list[Callable[[], None]] = []
-        """What ends raising errors, if that is asked for"""
+        """Unsubscribe from the taps that raise errors, if that was requested"""
         self._pending: NonFiniteError | None = None
         """Raised at the next place for it"""
         self._sentences: list[str] = []
@@ -130,7 +130,7 @@ class NonfiniteProbe:
         self._disarm()
 
     def sample(self) -> None:
-        """Log what was found; what waits for another loss, once the training is a step on."""
+        """Log origins, one that waits for another loss once the training is a step on."""
         if self._is_rest_due() and self._traces.take(monotonic(), "rest"):
             self._context.at_backward(self._breaker.guard(self._find_rest))
         waiting = self._waiting  # the training thread may take it at any time
@@ -269,7 +269,7 @@ class NonfiniteProbe:
             self._report(self._infer(spoiled, frames, step) if spoiled else None)
 
     def _last_gradients(self, *, logged: bool = True) -> None:
-        """Report gradients that are not finite, and that nothing has measured before the end: the weights are made of them."""
+        """Report gradients that are not finite, and that nothing has measured before the end: the weights come from them."""
         context = self._context
         step = _step_of_gradients(context.recorder)
         if step - self._lost_step <= 1 or step == self._last_examined or self._scaling.losses:
@@ -290,7 +290,7 @@ class NonfiniteProbe:
         return self._has_rest and self._context.recorder.step - self._lost_step >= HEALTHY
 
     def _find_rest(self) -> None:
-        """Report what is left in parameters and buffers, if anything is: a running mean stays NaN for ever."""
+        """Report the remains in parameters and buffers, if there are any: a running mean stays NaN for ever."""
         if not self._is_rest_due() or self._context.device.cuda.capturing():
             return
         models, parameters = self._trained()
@@ -307,7 +307,7 @@ class NonfiniteProbe:
         self._context.writer.event(catalog.EVENT_NONFINITE_REST.name, attributes, self._context.recorder.step)
 
     def _arrived(self) -> None:
-        """Watch after a loss of a device, as seldom as traces are made: each look at such a loss waits for the device."""
+        """Watch after a loss of a device, as rarely as traces are made: each look at such a loss waits for the device."""
         if self._traces.take(monotonic(), "arrived"):
             self._arm()
 
@@ -351,7 +351,7 @@ class NonfiniteProbe:
         self._report(tracer.node_origin(node))
 
     def _trained(self) -> tuple[list[Any], list[Any]]:
-        """Return the models given to ``torchobs.watch`` and all parameters that are trained."""
+        """Return the models of ``torchobs.watch`` and all parameters that are trained."""
         return self._context.models(), self._context.trained()
 
     def _report(self, origin: NonfiniteOrigin | None) -> None:
@@ -396,7 +396,7 @@ def _listed(tensors: Any) -> list[Any]:
 
 
 def skips_by_itself(optimizer: Any) -> bool:
-    """Return whether the optimizer skips steps by itself, as the loss scaler asks fused ones to: its overflow is no fault."""
+    """Return whether the optimizer skips steps by itself, as the loss scaler makes fused ones do: its overflow is no fault."""
     return isinstance(getattr(optimizer, "found_inf", None), torch.Tensor)
 
 
@@ -454,7 +454,7 @@ def _is_idle(device: Any) -> bool:
 
 
 def _step_of_gradients(recorder: StepRecorder) -> int:
-    """Return the number of the step that had the last backward pass: the one in progress, or the last that has ended."""
+    """Return the number of the step of the last backward pass: the step in progress, or the last one that has ended."""
     begun = any(stamp & 15 in {BACKWARD_BEGINS, BACKWARD_ENDS} for stamp in list(recorder.trace))
     return recorder.in_progress if begun else recorder.ended
 
