@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 EXTREME = 3
 MOST_LAYERS = 64
 _BUDGETS = 3
-"""Share of the time that this may take, as a multiple of the overhead budget, which is that of level basic"""
+"""Most time that this may take, as a multiple of the overhead budget, which is for level basic"""
 _FIRST_STEP = 3
 """Ended steps before modules are collected: a compiled training compiles most of its code in its first two"""
 _SILENT = 2
@@ -55,7 +55,7 @@ _SILENT = 2
 _MOST_CALLS = 4
 """Calls of a module that are measured in one step"""
 _LONGEST = 8
-"""Backward passes after which a window closes in which nothing was called"""
+"""Backward passes after which a window without any call closes"""
 _SHOW_S = 1.0
 _MOST_SCANS = 4
 _TRAINING, _FROZEN, _WITHOUT_GRAD = 3, 2, 1
@@ -117,9 +117,9 @@ class ActivationProbe:
         self._opened_in = -1
         """The step in which the last window was opened"""
         self._latest: tuple[int, dict[str, ActivationStats]] | None = None
-        """The last step that has arrived, and its layers"""
+        """The last step with numbers that have arrived, and its layers"""
         self._fresh = False
-        """Whether it is to be published"""
+        """Whether that step is still to be published"""
         self._handles: list[Any] = []
         self._open = 0
         self._sent: deque[_Sent] = deque(maxlen=64)
@@ -153,7 +153,7 @@ class ActivationProbe:
         return hooks.level.value >= EXTREME or hooks.layers.every > 0
 
     def _follow(self) -> None:
-        """Begin and end looking, as level and model have changed."""
+        """Begin or end after a change of level or model."""
         context, on = self._context, self._is_wanted()
         if on != self._on:
             self._on, self._chosen, self._scans = on, None, 0
@@ -171,7 +171,7 @@ class ActivationProbe:
         self._report_choice()
 
     def _choose(self) -> None:
-        """Choose among the modules that are trained."""
+        """Choose modules among those that are trained."""
         context = self._context
         self._scans += 1
         trained = set(map(id, context.trained()))

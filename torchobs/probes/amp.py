@@ -42,9 +42,9 @@ class LossScaling:
     """State of the loss scalers. Written by the AMP probe; read by clipping, in the training thread."""
 
     losses: int = 0
-    """Number of losses that were scaled"""
+    """Number of scaled losses"""
     scale: Any = None
-    """The scale that was last used, a tensor"""
+    """The latest scale, a tensor"""
     waits_for_unscale: bool = False
     """Whether a loss was scaled since gradients were last unscaled"""
 

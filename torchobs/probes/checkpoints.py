@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 _MAX_OBJECTS = 20_000
-"""Most objects inspected: a microsecond each, compared with milliseconds for a save"""
+"""Most objects inspected: a microsecond each, against milliseconds for a save"""
 
 
 def holds_state(saved: Any, parameters: Iterable[Any]) -> bool:

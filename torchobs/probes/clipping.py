@@ -100,7 +100,7 @@ class ClipWatch:
         self._covered, self._covered_grads, self._covered_until = 0, -1, 0
         """An optimizer's id, its number of gradients, and the step until which that is assumed"""
         self._noted: float | None = None
-        """The total norm that was added to the step's record before its clipping was observed"""
+        """Total norm that was recorded for the step before its clipping was observed"""
         self._noted_in = -1
         self.misused: tuple[float, float] | None = None
         """Limit and loss scale of a clipping of scaled gradients"""

@@ -71,7 +71,7 @@ class GroupStatus(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A process group: torch's name of it, the same on all its ranks, and its labels."""
+    """A process group: torch's name for it, the same on all its ranks, and its labels."""
 
     name: str
     attributes: dict[str, str]
@@ -90,7 +90,7 @@ class Operation(NamedTuple):
     size: int | None
     """bytes of the inputs; ``None``: unknown"""
     pending: bool
-    """it has been called, and has not come back"""
+    """called, and not come back"""
     record: int
     """consecutive number in the recorder"""
     duration_s: float | None
@@ -110,7 +110,7 @@ class Dump(NamedTuple):
 
 
 def decode(dumped: bytes) -> Dump | None:
-    """Return the contents of a pickled dump; ``None`` for one that is not as the version that is understood has it."""
+    """Return the contents of a pickled dump; ``None`` unless it has the understood version's format."""
     try:
         dump = pickle.loads(dumped)  # noqa: S301  # torch has made it, in this process
         if str(dump["version"]).partition(".")[0] != str(MAJOR):
@@ -224,7 +224,7 @@ class CollectivesProbe:
                 self._count(taken)
 
     def observe(self) -> None:
-        """Have the training thread read the numbers; if it does not get anywhere, read here."""
+        """Have the training thread read the numbers; read here if that thread makes no progress."""
         if not self._installed:
             return
         if not self._distributed.is_initialized():
@@ -361,7 +361,7 @@ class CollectivesProbe:
             self._set(catalog.COLLECTIVE_PENDING_SIZE, nan if size is None else size, attributes)
 
     def _count(self, read: dict[str, Dump]) -> None:
-        """Count the operations that have come back since the last time; those behind one that has not, the next time."""
+        """Count operations that have come back since the last time, up to the first one that has not."""
         for recorder, dump in read.items():
             last = self._counted.get(recorder, -1)
             if dump.operations and dump.operations[-1].record < last:
@@ -428,6 +428,6 @@ def _labels(name: str, description: str, backend: str) -> dict[str, str]:
 
 
 def _site(call: Operation) -> str:
-    """Return the innermost line of the user's own code that called it."""
+    """Return the innermost line of the user's code that called it."""
     location, caller = places((file, f"{file}:{line} in {function}") for file, line, function in reversed(call.frames))
     return (caller or location)[-_LONGEST_SITE:]

@@ -104,7 +104,7 @@ _STAGES = {
 """From the inside out: each stage's time holds that of the stage before it."""
 
 NEEDED = ("compile_id", "co_name", "fail_type", "recompile_reason", "dynamo_cumulative_compile_time_us")
-"""Fields of ``torch._dynamo.utils.CompilationMetrics`` that this probe cannot do without"""
+"""Fields of ``torch._dynamo.utils.CompilationMetrics`` that this probe needs"""
 
 FIELDS = (
     *(field for fields in _STAGES.values() for field in fields),

@@ -171,7 +171,7 @@ class HookList(Generic[P]):
         """For the hot path, which iterates over it itself: always the same list"""
 
     def register(self, breaker: CircuitBreaker, listener: Callable[P, object], *, guarded: bool = False) -> None:
-        """Add a listener of the breaker's probe. ``guarded``: it guards itself by that breaker, for want of a frame."""
+        """Add a listener of the breaker's probe. ``guarded``: it guards itself by that breaker, which saves a frame."""
         self._by_probe.append((breaker.probe, listener if guarded else breaker.guard(listener)))
         self._update()
 
@@ -343,7 +343,7 @@ class SamplingInterval:
         self.interval, self.due_at = self.fixed or 1, step
 
     def rest(self, steps: int) -> None:
-        """Be due again only after so many steps: this one, which is due, needed no measurement."""
+        """Be due again only after so many steps: this due step needed no measurement."""
         if self.fixed is None:
             self.due_at = max(self.due_at, self.step + min(steps, self.most))
 
@@ -372,12 +372,12 @@ class SamplingInterval:
 
 
 LONGEST_S = 60.0
-"""A capture without an end for so long has failed: the sampler goes on"""
+"""Age of a capture from which it counts as failed, and the sampler goes on"""
 _PATIENCE_S, _REST_S = 0.2, 0.0005
-"""Age of a round, of usually some ms, from which on no capture waits for it: the driver may not answer for long"""
+"""Age of a round, usually some ms, from which no capture waits for it: the driver may not answer for long"""
 _HOOKS_FILE = "torch/optim/optimizer.py"
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-"""Calls the hooks in a loop, which is not the training's"""
+"""Frame that calls the hooks in a loop of its own, which is not the training's"""
 
 _COLLECTIVES_FILE = "torch/distributed/distributed_c10d.py"
 
@@ -548,7 +548,7 @@ class TrainingState:
         self.autocast: dict[str, str] = {}
         """The last data type of autocast in training, by type of device"""
         self.left: LeftPhase | None = None
-        """The phase that an exception has left which may end the training"""
+        """The phase that was left by an exception which may end the training"""
         self.captures = Captures()
         """Captures of CUDA graphs, in whatever thread"""
         self.others = OtherThreads()

@@ -1,4 +1,4 @@
-"""Observe data loaders: the waiting for their batches, iterations, worker start-up time, living workers, ready batches.
+"""Data loaders: waits for their batches, iterations, start-up time of workers, living workers, ready batches.
 
 ``DataLoader.__iter__`` is rare, so other probes are notified of iterations from here (``Hooks.iterated``). A loader
 iterated inside another one's fetch (an IterableDataset over a loader), or in another thread, is not the training's.
@@ -81,7 +81,7 @@ class DataProbe:
         return watched
 
     def _any_fetch(self, original: Callable[[Any], Any], iterator: Any) -> Any:
-        """Record a fetch that is no plain step's; return the result of ``original``."""
+        """Record a fetch outside of a plain step; return the result of ``original``."""
         plain = self._context.recorder.plain
         if plain.fetching or plain.data_breaker.is_open or get_ident() != plain.thread:
             return original(iterator)
@@ -104,7 +104,7 @@ class DataProbe:
 
 
 class StarvationWatch:
-    """Reports training that waits for its data, from the fold's phase times. In the sampler thread; a part of ``DataProbe``."""
+    """Reports training that waits for its data, by the fold's phase times. In the sampler thread; a part of ``DataProbe``."""
 
     def __init__(self, context: ProbeContext, clock: Callable[[], float] = monotonic) -> None:
         self._context, self._clock, self._judge = context, clock, Starvation()
@@ -142,7 +142,7 @@ class BatchWatch:
         self._armed: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def begun(self, iterator: Any, *, now: bool) -> None:
-        """Remember an iterator that was begun. ``now``: look at its first batch."""
+        """Keep a new iterator. ``now``: look at its first batch."""
         if hasattr(iterator, "_next_data"):
             self._latest = weakref.ref(iterator)
             if now:
@@ -291,7 +291,7 @@ class LoaderProbe:
             self._check_workers()
 
     def _workers(self) -> list[LoaderWorker]:
-        """Return the living workers of iterators in use, those first that the next batch is expected of."""
+        """Return the living workers of iterators in use; first those that the next batch is expected from."""
         workers: list[LoaderWorker] = []
         for iterator in [pool.iterator() for pool in self._pools.copy()]:
             if iterator is not None and not iterator._shutdown:
@@ -306,7 +306,7 @@ class LoaderProbe:
             self._batches.arm_latest()
 
     def _infers_now(self) -> bool:
-        """Return whether sizes of batches are inferred, which the script does not give."""
+        """Return whether sizes of batches are inferred because the script does not give them."""
         return self._infers and len(self._context.recorder.logged) < 2  # noqa: PLR2004  # tokens, samples
 
     def _examine(self, iterator: Any, batch: Any) -> None:

@@ -120,7 +120,7 @@ MOST_MODULES = 5
 
 
 class Components(NamedTuple):
-    """Bytes of each component, and the modules that take most as ``name, size``."""
+    """Bytes of each component, and the largest modules as ``name, size``."""
 
     sizes: dict[str, int]
     modules: list[str]

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 EVERY_S = 1.0
 LONGEST_S = 60.0
-"""A step that has not ended on the device by then is dropped"""
+"""Age at which a step that has not ended on the device is dropped"""
 MOST_MARKS = 128
-"""Boundaries of a step that is timed: of one with more (accumulation over many batches) nothing is shown"""
+"""Most boundaries of a timed step: a step with more (accumulation over many batches) is dropped"""
 _ASIDE = frozenset({EVAL, TRAIN, PIN, FETCHED_NO_GRAD, EXHAUSTED_NO_GRAD})
 _PHASES = {phase: PHASE_NAMES[phase] for phase in WITHIN_STEP}
 
@@ -176,7 +176,7 @@ class DeviceTimeProbe:
                 self._marks.append(Mark(phase, self._events.record(device)))
 
     def _drop(self) -> None:
-        """Time no more of this step."""
+        """Stop timing this step."""
         if self._device is not None:
             self._events.release(self._device, *(mark.event for mark in self._marks))
         self._marks, self._state = [], "done" if self._subscriptions else ""

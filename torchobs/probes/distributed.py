@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 _INDICES = re.compile(r"^Parameter indices which did not receive grad for rank \d+: (\d[\d ]*?)( \.\.\.)?$", re.MULTILINE)
-"""In the message of ``reducer.cpp`` (``Reducer::ensure_prior_reduction_finished``), which has the first hundred"""
+"""Parameters in the message of ``reducer.cpp`` (``Reducer::ensure_prior_reduction_finished``), at most a hundred"""
 _FILE = "torch/nn/parallel/distributed.py"
 _MAX_NAMED = 8
 _MAX_NAME = 120
 
 
 def _raising(error: BaseException) -> Any:
-    """Return the DDP module in which it was raised; ``None`` if the traceback has none."""
+    """Return the DDP module that raised the error; ``None`` if the traceback has none."""
     from torch.nn.parallel import DistributedDataParallel
 
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename.endswith(_FILE)]
@@ -99,7 +99,7 @@ def dimensions(mesh: Any) -> dict[str, Place]:
 
 
 def root_dimensions(mesh: Any) -> dict[str, Place]:
-    """Return the dimensions of the mesh that this one was cut out of, if they have names of axes: it has all of them."""
+    """Return the dimensions of the whole mesh from which this one was sliced, if they have names of axes."""
     root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
     places = dimensions(root) if root is not mesh else {}
     return places if by_axis(places) else {}
@@ -163,7 +163,7 @@ def by_axis(places: Mapping[str, Place]) -> dict[str, Place]:
 
 
 def axis_of(name: str | None) -> str | None:
-    """Return the axis that a mesh dimension of that name is."""
+    """Return the axis for a mesh dimension's name."""
     if name in {*_REPLICATE, *_SHARD}:
         return "dp"
     return next((axis for axis, names in _NAMES.items() if name in names), None)
@@ -281,7 +281,7 @@ class DistributedProbe:
         self._models = replicas.models if replicas is not None else list[weakref.ref[Any]]()
         self._parallelism = Parallelism()
         self._names: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
-        """Of the parameters of DDP modules, in the order of their reducers"""
+        """Names of DDP modules' parameters, in the order of their reducers"""
         self._objects: set[int] = set()
         self._published: tuple[object, ...] | None = None
         self._fresh = False

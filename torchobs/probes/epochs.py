@@ -1,4 +1,4 @@
-"""Count epochs: passes over the training loader, distinguished from other iterations by the steps that end in them.
+"""Epochs: passes over the training loader, distinguished from other iterations by the steps that end in them.
 
 An iteration is an epoch if steps end before another one begins, and if it iterates the training loader: the first loader that
 trains. A loop that makes a new loader for every epoch is followed, too: if the iterator of the last epoch was deleted before a
@@ -49,7 +49,7 @@ class EpochProbe:
         renew_in_child(self, _lock=RLock)
         self._latest: _Iteration | None = None
         self._enclosing: _Iteration | None = None
-        """An iteration still in progress when the latest began, without a step yet: an evaluation may come first"""
+        """An iteration without a step, still in progress when the latest began: an evaluation may come first"""
         self._epoch: _Iteration | None = None
 
     def install(self, context: ProbeContext) -> None:

@@ -74,7 +74,7 @@ def first_line(text: str) -> str:
 
 
 _MAX_LENGTH = 1 << 18
-"""Characters that are parsed. A thousand frames, Python's recursion limit, have 150,000."""
+"""Most characters of a traceback that are parsed: a thousand frames, Python's recursion limit, have 150,000"""
 _NEXT = re.compile(
     r"\n\n(?:The above exception was the direct cause of the following exception"
     r"|During handling of the above exception, another exception occurred):\n\n(?=Traceback )"
@@ -238,7 +238,7 @@ def _has_shell() -> bool:
 
 
 def _cause(error: BaseException) -> int | None:
-    """Return the signal that led to the exception, or to the first of its chain, by its handler."""
+    """Return the signal with the handler that raised the exception, or the first of its chain."""
     if (number := error_guard.raising(error)) is not None:
         return number
     first = root_cause(error)
@@ -255,7 +255,7 @@ def _signal(number: int | None) -> dict[str, str]:
 
 
 def _by_signal(number: int | None, code: int, otherwise: int) -> int:
-    """Return the reason of an end that a signal led to: leaving otherwise than by 0 on request is no failure."""
+    """Return the reason of an end after a signal: a status other than 0 on request is no failure."""
     if not code or number not in {signal.SIGTERM, signal.SIGINT}:
         return otherwise
     return Exit.TERMINATED if number == signal.SIGTERM else Exit.INTERRUPTED
@@ -268,7 +268,7 @@ class Ending(NamedTuple):
     """one of ``layout.Exit``"""
     code: int
     signal: int | None = None
-    """the signal that led to it by its handler, if one did"""
+    """the signal with the handler that led to it, if any"""
 
     @property
     def attributes(self) -> dict[str, object]:

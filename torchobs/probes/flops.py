@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchobs.probes.context import ProbeContext
 
 _SPLIT = frozenset({"tp", "ep"})
-"""Axes along which a parameter's parts are used by their rank alone; those of sharded data parallelism are gathered"""
+"""Axes with parts of a parameter that their rank alone uses; sharded data parallelism gathers its parts"""
 _UNKNOWN_SIZE = frozenset({"UninitializedParameter", "FlatParameter"})
 
 

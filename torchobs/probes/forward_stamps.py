@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from torchobs.probes.context import ProbeContext
 
 LEAST_NS, MOST_NS = 50_000_000, 150_000_000
-"""At random in between from one stamp to the next, so that none keeps time with the loop"""
+"""Least and most time between two stamps, at random, so that they do not run in step with the loop"""
 MOST_REFUSED = 64
 _LOOKED_AT = 64
-"""Parameters of a module that are searched for a trained one: a metric has none, and is no forward pass"""
+"""Most parameters of a module that are searched for a trained one: a metric has none, and is no forward pass"""
 _COMPILERS = {"torch._dynamo.eval_frame": "__init__", "torch.export._trace": "_export"}
 """Functions that begin to compile or export: by module, of its class ``OptimizeContext`` or its own function"""
 
 
 class ForwardStamps:
-    """Asks for stamps in the sampler thread, and takes them in the training thread; a part of ``PhaseProbe``."""
+    """Asks for stamps in the sampler thread, makes them in the training thread; a part of ``PhaseProbe``."""
 
     def __init__(self, context: ProbeContext) -> None:
         from torch.nn.modules import module  # torch is optional until training begins
@@ -75,12 +75,12 @@ class ForwardStamps:
         self._wanted = True
 
     def close(self) -> None:
-        """Take no more stamps. Idempotent."""
+        """Make no more stamps. Idempotent."""
         self._closed = True
         self._take_away()
 
     def remove(self) -> None:
-        """Take no more stamps, and leave torch as it was."""
+        """Make no more stamps, and leave torch as it was."""
         self.close()
         for handle in self._imports:
             cancel(handle)

@@ -50,7 +50,7 @@ _GPU = ("hw.type", "gpu")
 
 
 class SampledGpu:
-    """A GPU that is sampled, and its series. Counters start at the first reading; a gauge without a reading is absent."""
+    """A sampled GPU and its series. Counters start at the first reading; a gauge without a reading is absent."""
 
     def __init__(self, context: ProbeContext, gpu: Gpu, *, idle: bool) -> None:
         self._context = context

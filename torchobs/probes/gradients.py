@@ -49,7 +49,7 @@ _MOST_NUMBERS = 1 << 15
 """Most norms kept: 1 MiB as Python's floats"""
 _RECOUNT_EVERY = 64
 _NOTED_STEPS = 8
-"""How many steps to leave alone where clipping has computed the norm, and nothing is left to measure"""
+"""Steps to skip after a step in which clipping has computed the norm, and nothing is left to measure"""
 
 
 class GradientProbe:
@@ -72,7 +72,7 @@ class GradientProbe:
         self._layers = Layers(context.writer.table, 0, context.yield_gil)
         self._stuck_layers, self._model = StuckLayersWatch(context, self._layers), context.recorder.models.changes
         self._paced = self._model
-        """The changes of model after which the training thread last began to measure each step"""
+        """Number of changes of the model after which the training thread last began to measure each step"""
         self._suspects: frozenset[int] = frozenset()
         """Parameters with a non-finite gradient lately; their elements are counted on a device"""
         self._suspected = 0
@@ -109,7 +109,7 @@ class GradientProbe:
         self._layers.names.built_modules.remove()
 
     def sample(self) -> None:
-        """Write norms of ended steps that have arrived from a device; publish measurements."""
+        """Write norms of ended steps once they have arrived from a device; publish measurements."""
         recorder = self._context.recorder
         for step, norm, clipped in self._pending.take(recorder.step):
             recorder.late(step, StepFlag.GRAD_NORM | (StepFlag.CLIPPED if clipped else 0), 0.0, norm)
@@ -129,7 +129,7 @@ class GradientProbe:
         self._show_size()
 
     def _show_size(self) -> None:
-        """Publish how many parameters the models have, once and whenever others are trained."""
+        """Publish the models' number of parameters, once and whenever others are trained."""
         trained = frozenset(id(parameter) for parameter in self._context.trained() if parameter.requires_grad)
         if trained == self._sized or (size := self._layers.names.size(trained)) is None:
             return
@@ -209,7 +209,7 @@ class GradientProbe:
         self._past.append((step, parts))
 
     def _blown_layer(self, step: int) -> BlownLayer | None:
-        """Return the layer that has grown most by its gradient in that step; ``None`` without any, or without measurements."""
+        """Return the layer with the most grown gradient in that step; ``None`` if none has grown, or none was measured."""
         self._receive()  # the step may have ended since the last round
         measurements = next((parts for at, parts in self._past if at == step), None)
         norms = self._layers.norms(measurements, now=True) if measurements is not None else None

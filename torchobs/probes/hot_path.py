@@ -42,7 +42,7 @@ _unset: Any = None
 
 
 class PlainSteps:
-    """The step in progress, as far as it is a plain one; ``ring``: where records go (``FlightWriter.ring``)."""
+    """The step in progress, as long as it is plain; ``ring``: for the records (``FlightWriter.ring``)."""
 
     __slots__ = (
         "_force", "_forced_at", "_mask", "_memory", "_offset", "_recent", "_seed", "_sequence", "arguments", "backwards",
@@ -80,7 +80,7 @@ class PlainSteps:
         self.metered = False
         """Whether this step's hooks measure their own time"""
         self.log_wins = False
-        """Whether the script logs the loss, so that no other counts"""
+        """Whether the script logs the loss, so that no other one counts"""
         self.scaled: Any = None
         """Refers to the loss that a loss scaler has scaled, which is not to be recorded"""
         self.expected: list[int] | None = None

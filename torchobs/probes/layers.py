@@ -224,7 +224,7 @@ class Layers:
 ADVANCED = 2
 MOST_ELEMENTS = 8_000_000
 _BUDGETS = 3
-"""Share of the time that this may take, as a multiple of the overhead budget, which is that of level basic"""
+"""Most time that this may take, as a multiple of the overhead budget, which is for level basic"""
 _NEVER = sys.maxsize
 
 

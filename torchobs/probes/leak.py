@@ -51,7 +51,7 @@ GRAPH_STEPS, LOOKED_GRAPHS, MOST_NODES = 20, 128, 64
 MOST_TENSORS = 20_000
 """Tensors with their size read, of more the last in the collector's order; each takes 4 µs."""
 _OWN = ("torchobs.", "tracemalloc.", "weakref.", "torch.storage.UntypedStorage")
-"""Types that a count makes more of itself"""
+"""Types of objects that counting makes itself"""
 
 
 class Amount(NamedTuple):
@@ -271,7 +271,7 @@ class LeakProbe:
                 yield from self._trace()
 
     def _count_at_backward(self, counts: list[T], count: Callable[[], T]) -> Iterator[None]:
-        """Have something counted at the next backward pass, and wait for that."""
+        """Run a count at the next backward pass, and wait for it."""
         wanted, until_s = len(counts) + 1, self._clock() + WAIT_S
 
         def look() -> None:

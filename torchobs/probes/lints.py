@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from torchobs.tensors.names import ParameterNames
 
 MAX_SOUND_LOOKS = 3
-"""Sound looks after which a lint ends that can be refuted"""
+"""Sound looks after which a lint that can be refuted ends"""
 MAX_OPTIMIZERS = 16
 MAX_SCANS, SCAN_S = 30, 1.0
-"""Looks for the models of optimizers, and the time between two"""
+"""Most searches for the models of optimizers, and the time between two"""
 _APART = LASTING_STEPS // LASTING_SAMPLES
 """Steps between two looks that the sampler thread requests"""
 
@@ -111,7 +111,7 @@ class Lints:
     def __init__(self, context: ProbeContext, breaker: CircuitBreaker, names: ParameterNames, clip: ClipWatch) -> None:
         self.context, self.breaker, self._names = context, breaker, names
         self.mistakes: list[tuple[Lint, int]] = []
-        """Those that are certain, and the steps that they are dated to; not reported yet"""
+        """Mistakes that are certain but not reported, and the steps that they are dated to"""
         self._reported: set[str] = set()
         self._optimizers = ObjectIndex(MAX_OPTIMIZERS, lambda _: _Optimizer())
         self._loop: list[Lint] = [KeptLosses(self), LateClipping(self, clip)]
@@ -292,7 +292,7 @@ class KeptGradients(Lint):
             self._handle = self._node.register_hook(self.guard(add))
 
     def _is_left(self, gradient: Any) -> bool:
-        """Return whether a gradient that has changed since the step is not zero, as clipping in place leaves it."""
+        """Return whether a gradient that changed since the step is not zero, as after clipping in place."""
         return gradient.is_cpu and bool(gradient.reshape(-1)[: self._COMPARED].any())
 
 
@@ -335,7 +335,7 @@ class EvaluationMode(Lint):
 
 
 _MODAL = {"_DropoutNd": "p", "_BatchNorm": "track_running_stats", "RNNBase": "dropout", "MultiheadAttention": "dropout"}
-"""Classes that compute something else in evaluation mode, and an attribute that is false if they do not"""
+"""Classes that compute differently in evaluation mode, and an attribute that is false if they do not"""
 
 
 def _trained(module: Any) -> int:
@@ -343,7 +343,7 @@ def _trained(module: Any) -> int:
 
 
 def _has_modes(module: Any) -> bool:
-    """Return whether it computes something else in evaluation mode; by the names of its classes, without ``isinstance``."""
+    """Return whether it computes differently in evaluation mode; by the names of its classes, without ``isinstance``."""
     return any(getattr(module, _MODAL[kind.__name__], False) for kind in type(module).__mro__ if kind.__name__ in _MODAL)
 
 
@@ -408,7 +408,7 @@ class KeptLosses(Lint):
 
 
 class _Mark:
-    """Lives as long as the node that it is a mark of."""
+    """A mark of a node, which lives as long as the node."""
 
     __slots__ = ("__weakref__",)
 
@@ -462,7 +462,7 @@ class NotInOptimizer:
     _LOOKS = 12
     """Looks that end without a result; one takes 1 µs for each parameter"""
     _SHARDS = "FullyShardedDataParallel"
-    """Its parameters are views of others, anew in each step"""
+    """Class with parameters that are views of others, new in each step"""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
@@ -470,7 +470,7 @@ class NotInOptimizer:
         self.due = False
         """Whether the next step is to be examined, be it measured or not; set by the sampler thread"""
         self._looked = self._waits = False
-        """Whether a look has ended that is not judged yet; whether an optimizer has all candidates, which may step yet"""
+        """Whether a finished look is not judged yet; whether an optimizer that may still step has all candidates"""
         self._looks, self._next_step = 0, _APART
         self._optimizer = ""
         """Class of the optimizer that has the reported parameters, if one has"""
@@ -578,7 +578,7 @@ class _Candidate:
         self.parameter, self.name, self.looks = TensorReference(parameter), name, 0
         self._state: tuple[int, list[float]] | None = None
         self._gradient: tuple[TensorReference, int] | None = None
-        """Its gradient, by reference since memory is used again, and version"""
+        """Its gradient, by reference since memory is reused, and the version"""
 
     def compare(self) -> None:
         """Compare its gradient and values with those before. In the training thread."""

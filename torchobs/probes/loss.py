@@ -45,7 +45,7 @@ class LossProbe:
         self._scale: torch.Tensor | None = None
         self._pending: list[_PendingLoss] = []
         self._reported: set[str] = set()
-        """Device types reported as not read"""
+        """Types of devices that were reported as unreadable"""
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""

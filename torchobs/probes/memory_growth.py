@@ -26,7 +26,7 @@ class Suspicion:
 
     host: bool = False
     is_steep: bool = False
-    """Whether it grows so fast that graphs may be kept of forward passes that never go backward: to be proven"""
+    """Whether it grows so fast that graphs of forward passes without a backward may be kept: to be proven"""
 
 
 class GrowthGauges:

@@ -1,4 +1,4 @@
-"""Detect backward passes without any step: an optimizer that never steps, or steps that are made without one of torch's.
+"""Backward passes without any step: an optimizer that never steps, or steps without an optimizer of torch.
 
 An analysis (saliency, an adversarial input, influence functions) has backward passes, too, but no optimizer of what it looks
 at; and optimizers may be left from before. So hooks on the parameters of each show whether backward passes reach it. Whether a
@@ -112,7 +112,7 @@ class NeverStepped:
 
 
 def _watched_parameters(optimizer: Any, count: int) -> list[Any]:
-    """Return parameters of the optimizer that autograd takes a hook on, and that no hand updated in those backward passes."""
+    """Return parameters of the optimizer that can have a hook, and that nobody updated in those backward passes."""
     most = max(count, LEAST) // 2
     untouched = (x for x in parameters_of(optimizer) if x.requires_grad and x.is_leaf and x._version < most)
     return list(islice(untouched, _MOST_PARAMETERS))

@@ -39,21 +39,21 @@ if TYPE_CHECKING:
 
 MAX_GROUPS = 8
 MAX_DIFFERING = 4
-"""Groups that have their other hyperparameters recorded, where they differ from the first group's"""
+"""Most groups with other hyperparameters recorded, if these differ from the first group's"""
 LOOK_STEPS = 128
 """Steps after which new optimizers are searched for, unless another probe uses the hook more often"""
 DEVICE_NS = 1_000_000_000
 
 
 class _Container:
-    """An optimizer that calls the steps of others in its own, and these."""
+    """An optimizer that calls the steps of others in its own step, and those others."""
 
     __slots__ = ("_parts", "first", "outer")
 
     def __init__(self, outer: torch.optim.Optimizer) -> None:
         self.outer = ref(outer)
         self.first: ref[torch.optim.Optimizer] | None = None
-        """The one that updates the outer optimizer's first parameter"""
+        """The optimizer that updates the outer one's first parameter"""
         self._parts: dict[int, ref[torch.optim.Optimizer]] = {}
 
     def add(self, part: torch.optim.Optimizer) -> None:
@@ -129,7 +129,7 @@ class OptimizerProbe:
             self._take_from_device(rate, number)
 
     def _order_optimizers(self, optimizer: torch.optim.Optimizer) -> None:
-        """Insert it into the order if it is new, and update which is the first."""
+        """Insert a new optimizer into the order, and update which is the first."""
         models, living = self._context.recorder.models, self._living()
         if models.changes != self._changes:
             self._changes, living = models.changes, []
@@ -139,7 +139,7 @@ class OptimizerProbe:
         self._first, self._context.recorder.plain.rated = ref(living[0]), id(living[0])
 
     def _take_from_device(self, rate: Any, number: float | None) -> None:
-        """Have the rates of all groups copied, if the first one is on a device and that is due."""
+        """Copy the rates of all groups, if the first one is on a device and a copy is due."""
         if number is not None or rate is None or monotonic_ns() < self._device_due_ns:
             return
         self._device_due_ns = monotonic_ns() + DEVICE_NS
@@ -152,7 +152,7 @@ class OptimizerProbe:
                 self._context.device.take(rate, arrive if index else functools.partial(self._write_first, step))
 
     def _write_first(self, step: int, rate: float) -> None:
-        """Write the first group's rate, which has arrived, for a step that may have ended."""
+        """Write the first group's rate once it has arrived, for a step that may have ended."""
         append = self._context.writer.append
         append(step, monotonic_ns(), RecordKind.LATE, StepFlag.LEARNING_RATE, 0, 0.0, 0.0, 0.0, rate, (0.0,) * 9)
 
@@ -272,7 +272,7 @@ class ResumeProbe:
             self._context.device.take(done, lambda value: self._show(value - here))
 
     def observe(self) -> None:
-        """Show 0 once an optimizer that began without a state has counted its first step."""
+        """Publish 0 once an optimizer that began without a state has counted its first step."""
         optimizer = self._fresh()
         if optimizer is not None and self._context.recorder.ended:
             self._fresh = lambda: None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _LONG_NS = 500_000_000
 _LONG_TRACE, _ROUNDS = 256, 10
-"""A boundary takes a microsecond to replay: with more of them, credit once a second"""
+"""Boundaries from which credit is given once a second, since replaying one takes a microsecond"""
 _STARTUP_ROUNDS = 10
 
 
@@ -116,7 +116,7 @@ class OpenTime:
         self._context, self._restarts = context, context.recorder.restarts
         self._ended, self._rounds = False, 0
         self.evaluating_since_ns = 0
-        """When the evaluation in progress began; 0 if there is none, or none for long"""
+        """When the evaluation in progress began; 0 if there is none, or only a short one"""
 
     def sample(self, *, last: bool = False) -> None:
         """Update the credit. ``last``: the rank ends, and the step in progress with it."""

@@ -88,7 +88,7 @@ class ProcessStats:
         return self._this.num_threads()
 
     def files(self) -> tuple[int, int | None]:
-        """Return the number of open file descriptors, and its limit (``None``: unlimited)."""
+        """Return the number of open file descriptors, and their limit (``None``: unlimited)."""
         import resource  # not on Windows, where this module is imported all the same
 
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -145,7 +145,7 @@ def _children_of(pid: int) -> list[int]:
 
 
 NEAR = 0.9
-"""Share of a limit above which every round reads."""
+"""Share of a limit above which every round reads the memory"""
 MAX_RATE = 2e9
 MAX_INTERVAL_S = 1.0
 
@@ -159,7 +159,7 @@ class Group(NamedTuple):
 
 
 def tightest_group(root: str = "") -> Group | None:
-    """Return the tightest memory cgroup of this process; ``None`` outside of any. Limits change, and processes move."""
+    """Return the tightest memory cgroup of this process; ``None`` without one. Limits change, and processes move."""
     groups = of_process("memory", root)
     result = tightest(groups, root) if groups else None
     return Group(result[0], groups.v2, result[1]) if groups and result else None

@@ -114,7 +114,7 @@ def _evenly(items: list[Any], most: int) -> list[Any]:
 
 
 _MOST_ITERATIONS = 4
-"""Iterations that have their batches written; the first may be a look at the data, or an evaluation"""
+"""Iterations with their batches recorded; the first may be a look at the data, or an evaluation"""
 _TENSORS, _ELEMENTS = 4, 4096
 
 
@@ -124,7 +124,7 @@ class ReplicaBatches:
     def __init__(self, context: ProbeContext, replicas: Replicas) -> None:
         self._context, self._replicas = context, replicas
         self._fetched: WeakKeyDictionary[Any, list[tuple[int, float]]] = WeakKeyDictionary()
-        """Of each iterator the last ended step before a fetch, and the batch's number"""
+        """For each iterator the last ended step before a fetch, and the batch's number"""
         self._written = 0
 
     def wants(self) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchobs.support.error_guard import CircuitBreaker
 
 FEW = 10
-"""Fewer than one key in so many fits: a prefix such as ``module.`` is the usual reason"""
+"""A mistake if less than one key in so many fits: a prefix such as ``module.`` is the usual reason"""
 _MOST_LOOKED_AT = 64
 """Items of a file that are searched: it may be a data cache"""
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from torchobs.probes.context import ProbeContext
 
 LEAST_STEPS = 8
-"""Steps of an epoch from which its order matters; fewer batches that come again are tests whether a model can learn them"""
+"""Steps of an epoch from which its order matters; fewer repeated batches are a test whether a model can learn them"""
 _LEAST_REPEATS = 2
-"""In a row"""
+"""Epochs in one order, in a row"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class SameOrder:
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
         self._last: Order | None = None
-        """That of the last epoch"""
+        """State of the last epoch"""
         self._repeats = 0
         self._is_set = self._is_reported = self._stands = False
 
@@ -47,7 +47,7 @@ class SameOrder:
         return order
 
     def epoch(self, order: Order | None, before: int, step: int) -> None:
-        """Take in that an epoch has begun after that step, and has trained; ``before``: steps of the epoch before."""
+        """Judge an epoch that began after that step, and has trained; ``before``: steps of the epoch before."""
         last, self._last = self._last, order
         if order is None or last is None or order.sampler != last.sampler:
             self._repeats, self._is_set, self._stands = 0, False, False

@@ -1,4 +1,4 @@
-"""Gauges for the named values of ``torchobs.log``, for the planned number of steps and that of the steps before."""
+"""Gauges for the named values of ``torchobs.log``, for the planned number of steps and the steps before this run."""
 
 from __future__ import annotations
 

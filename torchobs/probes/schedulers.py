@@ -34,7 +34,7 @@ UNUSED_EPOCHS = 2
 """Whole epochs after which a scheduler should have been stepped. One is too few for loops that step it as late as after
 the next one's first evaluation."""
 UNUSED_STEPS = 100_000
-"""The same in training steps, if no epochs are detected: more than an epoch has"""
+"""The same in training steps, if no epochs are detected: more than an epoch usually has"""
 _OUTSIDE, _STEPPING, _MAKING = range(3)
 _OWN_CONSTRUCTORS = ("SequentialLR", "ChainedScheduler", "ReduceLROnPlateau")
 """Torch's schedulers with constructors that do not call ``LRScheduler``'s"""
@@ -58,7 +58,7 @@ class _Scheduler:
     early: bool = False
     """Whether it was first stepped before its optimizer"""
     inner: bool = False
-    """Whether another one steps it"""
+    """Whether another scheduler steps it"""
     superseded: bool = False
     """Whether another scheduler of its optimizer is stepped (a warm-up, say), so this one may come later, or what wraps it does
     what ``step`` would"""

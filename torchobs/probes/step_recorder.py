@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from torchobs.probes.hot_path import PlainSteps
 
 MOST_WITHOUT = 256
-"""Optimizer steps without a backward pass that go on with a step; of one that makes more, gradients come from elsewhere"""
+"""Most optimizer steps without a backward pass that continue a step; with more, gradients come from elsewhere"""
 MOST_PARTS = 64
 _MOST_EVALUATIONS = 64
 PASS = -1
-"""The optimizers that step within a backward pass, as a key in place of an id"""
+"""Key of all optimizers that step within a backward pass, in place of an id"""
 GONE = -1
 _U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
 _UNTIMED = (0.0,) * PHASES
@@ -79,7 +79,7 @@ def resolve_step(pending_step: PendingStep | int) -> int:
 
 @dataclass(slots=True)
 class StepValues:
-    """Values of a part that is closed or set aside: those that ``PlainSteps`` has of the open one."""
+    """Values of a part that is closed or set aside, as ``PlainSteps`` has them of the open one."""
 
     flags: int = 0
     losses: int = 0
@@ -168,14 +168,14 @@ class StepRecorder:
         self.plain = plain_steps(writer)
         self.trace, self.arguments = self.plain.trace, self.plain.arguments
         self.values = self.plain
-        """Of the part in progress"""
+        """Values of the part in progress"""
         self.plain.slow_end = self.end_plainly
         self.direct = False
         """Whether the user marks the boundaries by ``torchobs.step()``."""
         self.sizes: dict[int, tuple[int, int]] = {}
         """Tokens and samples of a batch by loader, inferred; empty if they are not. Replaced, never changed."""
         self.logged = set[str]()
-        """Which of the two the script gives to ``torchobs.log``: from the first time on they are not inferred"""
+        """Which of the two the script gives to ``torchobs.log``: from then on they are not inferred"""
         self.restarts = 0
         """How often the hooks were off for a while"""
         self.models = Models()
@@ -183,13 +183,13 @@ class StepRecorder:
         self._pacemaker, self._calls = 0, 1
         """Key of the optimizer that ends steps, 0 while unknown; how often it is called after one backward pass"""
         self._without, self._seen_backward = 0, False
-        """How many optimizer steps have gone on with a step since the last backward pass; whether there was any"""
+        """Optimizer steps that continued a step since the last backward pass; whether there was a backward pass"""
         self._keys, self._optimizers = count(1), dict[int, _Optimizer]()
         """The living optimizers that have stepped, by id"""
         self._first: dict[int, TensorReference] = {}
         """The first parameters of these, and of deleted ones that the parts or the pacemaker name, by key"""
         self._has_deleted = False
-        """Whether it may hold deleted ones"""
+        """Whether it may contain deleted ones"""
         self._early = 0
         """The codes of boundaries that were replayed before the part's end, as bits"""
         self._work_done, self._append = writer.work_done, writer.append
@@ -241,7 +241,7 @@ class StepRecorder:
             values.flags |= StepFlag.LOSS
 
     def expect_loss(self) -> int:
-        """Accept no loss but the script's, which a device has yet to deliver; return the number of its step."""
+        """Accept only the script's loss, which a device has yet to deliver; return the number of its step."""
         self.plain.log_wins = True
         return self.logged_step()
 
@@ -319,7 +319,7 @@ class StepRecorder:
         self._append(step, now_ns, RecordKind.LATE, flags, losses, 0.0, loss, norm, 0.0, _UNTIMED, tokens, samples)
 
     def learn_sizes(self, loader: int, tokens: int, samples: int) -> None:
-        """Count so many tokens and samples for each batch of that loader, by id, from now on, without those that are logged."""
+        """Count so many tokens and samples for each batch of that loader (id) from now on, unless the script logs them."""
         sizes = 0 if "tokens" in self.logged else tokens, 0 if "samples" in self.logged else samples
         others = {key: value for key, value in self.sizes.items() if key != loader}
         others = dict(islice(others.items(), max(0, len(others) + 1 - MOST_LOADERS), None))
@@ -423,7 +423,7 @@ class StepRecorder:
         return None
 
     def begin_capture(self) -> OpenPart:
-        """Set the step in progress aside for the capture of a CUDA graph, which is none; return it for :meth:`end_capture`."""
+        """Set the step in progress aside during the capture of a CUDA graph; return it for :meth:`end_capture`."""
         self.plain.sole = 0  # so that the hooks do not take the fast path
         return OpenPart(len(self.trace), len(self.arguments), self._take_values())
 
@@ -531,7 +531,7 @@ class StepRecorder:
             self._write_parts()
 
     def end_plainly(self, now_ns: int) -> None:
-        """End the step of the pacemaker alone: as a plain step, if it is one, with the sizes that its batch has."""
+        """End a step of the pacemaker alone, as a plain step if possible, with the sizes of its batch."""
         plain = self.plain
         if plain.arguments != plain.expected:
             loaders = plain.expected = plain.arguments[:2]
@@ -649,9 +649,9 @@ def parameters_of(*optimizers: Any) -> Iterator[Any]:
 # -- tokens and samples, inferred from batches until the script gives them to ``torchobs.log`` -------------------------------
 
 MOST_LOADERS = 16
-"""The last loaders that sizes are kept for: some loops make a new one for every epoch"""
+"""Most loaders with sizes kept, the last ones: some loops make a new one for every epoch"""
 _SEVERAL = 2
-"""An amount of more than this many steps is that of all steps so far: a script that logs every tenth step"""
+"""An amount above so many steps' is that of all steps so far: a script that logs every tenth step"""
 
 
 def uncounted(amount: int, counted: int, steps: int, *, ended: bool) -> int:

@@ -45,7 +45,7 @@ _OPTIMIZER_FILE = "torch/optim/optimizer.py"
 _EVERY_NS, _BURST = 60_000_000_000, 32
 """Events of model changes: the first ones, then at most one a minute"""
 _PATIENCE = 3
-"""Steps of another thread without one of the training thread, after which the latter does not count as such"""
+"""Steps of another thread without one of the training thread, after which that ceases to be the training thread"""
 
 
 class StepProbe:
@@ -236,7 +236,7 @@ class StepProbe:
             self._context.record_overhead(self.name, monotonic_ns() - now_ns)
 
     def _closure_ends(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record whether it did a backward. One that once did may do without: Lightning's, when a batch is skipped."""
+        """Record whether it did a backward. A closure that once did may do without: Lightning's, when a batch is skipped."""
         self._has_closure = self._plain.in_closure = False
         for stamp in reversed(self._recorder.trace):
             code = stamp & 15
@@ -251,7 +251,7 @@ class StepProbe:
 
 
 def _as_function(hook: Hook) -> Hook:
-    """Return a function of a file that Dynamo skips: of a compiled callable it makes a graph, or fails."""
+    """Return a function of a file that Dynamo skips: given a compiled callable, Dynamo makes a graph or fails."""
 
     def call_hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return hook(optimizer, args, kwargs)
@@ -294,7 +294,7 @@ class BackwardWatch:
         return backward
 
     def _any_backward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a backward pass that is no plain step's; return the result of ``original``."""
+        """Record a backward pass outside of a plain step; return the result of ``original``."""
         recorder, breaker = self._context.recorder, self._breaker
         plain, elsewhere = recorder.plain, get_ident() != recorder.plain.thread
         if plain.backwards or breaker.is_open or elsewhere or (self._modes() and self._graph_being_made()):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _QUIET_S = 60.0
 _USUAL_S, _RELAXED_S = 1.0, 10.0
-"""Between two steps that are judged, and without any doubt. One takes 12 µs a layer: 0.25 % of a second for 200 of them"""
+"""Time between two judged steps, and without any doubt. One takes 12 µs a layer: 0.25 % of a second for 200 layers"""
 _APART, _LOOKS = LASTING_STEPS // 4, 9
 """Steps that are judged after other first gradients are zero than before: so many, so far apart. A fast training does thousands
 of steps in the three seconds that three measurements take, and a short one ends before"""
@@ -91,7 +91,7 @@ class MissingGradients:
         return len(missing)
 
     def of(self, measurement: Measurement, optimizer: Any) -> list[Any]:
-        """Return the parameters that miss their gradient, in the optimizer's order."""
+        """Return the parameters with a missing gradient, in the optimizer's order."""
         presence = self._optimizers.of(optimizer)
         if presence is None or presence.steps < _PRESENT:
             return []
@@ -104,7 +104,7 @@ class MissingGradients:
         return missing
 
     def certain(self, optimizer: Any) -> bool:
-        """Return whether an optimizer's have had none for long enough."""
+        """Return whether an optimizer's parameters have had none for long enough."""
         presence = self._optimizers.of(optimizer)
         return presence is not None and presence.absences >= _ABSENT
 
@@ -153,11 +153,11 @@ class StuckLayersWatch:
         self._due.clear()
         self._plans.clear()
         self._unmoved = self._without = 0
-        """Layers that learn nothing by their gradients, and those of an optimizer that gets none"""
+        """Layers that learn nothing by their gradients, and layers of an optimizer that gets none"""
         self._show()
 
     def add_measurements(self, measurements: Sequence[Measurement], step: int) -> None:
-        """Add the measurements of every step; in a fast run they are too many to judge each: 0.3 µs."""
+        """Add the measurements of every step, in 0.3 µs; a fast run has too many to judge each."""
         zeros = sum(
             self._missing.count_missing(measurement) + next((i for i, norm in enumerate(measurement.norms) if norm), 0)
             for measurement in measurements
@@ -318,16 +318,16 @@ def _update_scale(group: dict[str, Any], *, plain: bool) -> _UpdateScale | None:
 
 
 APART = LASTING_STEPS // LASTING_SAMPLES
-"""Steps without a gradient, from the first one on; an optimizer that has had some is waited for longer"""
+"""Least steps without a gradient before the verdict on an optimizer that never had one; else ``LASTING_STEPS``"""
 _EVERY = 8
 """Steps between two looks at optimizers that have some gradients"""
 _MOST_OPTIMIZERS = 16
 _CHOSEN, _COMPARED = 3, 16
-"""Parameters of an optimizer that must stay as they are, and their elements that are compared"""
+"""Most parameters of an optimizer that must stay as they are, and most of their elements that are compared"""
 
 
 class _Optimizer:
-    """Since when an optimizer has no gradient."""
+    """The state of an optimizer without a gradient."""
 
     __slots__ = ("before", "done", "due", "had", "looks", "resumed", "since", "without")
 
@@ -346,13 +346,13 @@ class _Optimizer:
         """Step of the next look at them; -1 after the last one"""
 
     def look_again(self) -> None:
-        """Forget the verdict, since gradients came after it. In the sampler thread."""
+        """Drop the verdict, since gradients came after it. In the sampler thread."""
         self.done = False  # first: while it is set, the training thread notes a gradient
         self.resumed = 0
 
 
 class _Missing(NamedTuple):
-    """Parameters to which no gradient comes."""
+    """Parameters that get no gradient."""
 
     state: _Optimizer
     cause: str
@@ -387,7 +387,7 @@ class NoGradients:
         self._unused = False
         """Whether unused parameters were reported"""
         self._open: dict[_Optimizer, _Open] = {}
-        """Those reported to get no gradient, until some come after all"""
+        """Parameters reported to get no gradient, until some come after all"""
 
     # -- in the training thread --------------------------------------------------------------------------------------------
 
@@ -498,7 +498,7 @@ class NoGradients:
             self._report(step)
 
     def _report(self, step: int) -> None:
-        """Report the layers of all that get no gradient, since the last of their steps; none are left since ``step``."""
+        """Report the layers of all optimizers without a gradient, since the last of their steps; without any since ``step``."""
         reports = self._open.values()
         layers = [name for report in reports for name in report.layers]
         parameters = {key for report in reports for key in report.parameters}
@@ -520,5 +520,5 @@ def _possibly_stepped(optimizer: Any) -> set[int]:
 
 
 def _filled(optimizer: Any) -> list[Any]:
-    """Return the parameters of an optimizer that have elements: of a sharded one a rank may have none."""
+    """Return the parameters of an optimizer that have elements: a rank may have none of a sharded one."""
     return [parameter for parameter in parameters_of(optimizer) if parameter.numel()]

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 PHASES = 9
 DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, EVALUATION, CHECKPOINT, COMPILE, BETWEEN = range(PHASES)
-"""In the order of the step record's phases."""
+"""Phases, in the order of the step record."""
 WITHIN_STEP = (DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, BETWEEN)
-"""Those that are a step's own time"""
+"""Phases that are a step's own time"""
 
 (
     FETCH, FETCHED, FETCHED_NO_GRAD, EXHAUSTED, EXHAUSTED_NO_GRAD, BACKWARD_BEGINS, BACKWARD_ENDS, STEP_BEGINS,
@@ -55,7 +55,7 @@ PHASE_OF = (
 """The phase that begins at each code."""
 
 LONG_TRACE = 4096
-"""Boundaries kept until the step ends. A longer one (an evaluation, serving) is walked early."""
+"""Most boundaries kept until the step ends; a longer step (an evaluation, serving) is walked early"""
 
 _CODE = 15
 
@@ -108,7 +108,7 @@ class Carry:
         self.spent_ns = [0] * PHASES
         """The certain part of the step"""
         self.pieces: list[Piece] = []
-        """Since the last backward pass: an evaluation may turn out to hold them"""
+        """Pieces since the last backward pass: they may turn out to be an evaluation"""
         self.pinned: list[int] = []
         """Phases by hand and compilations that are open, the outermost first"""
         self.compiling_ns = 0
@@ -116,7 +116,7 @@ class Carry:
         self.window_loader = 0
         """The last loader that was fetched from in it"""
         self.possible_end: tuple[int, int] | None = None
-        """Where it may have ended: the time, and the first piece behind it"""
+        """Where it may have ended: the time, and the first piece after it"""
         self.teacher = NOTHING
         """A module that was in eval() in a backward pass: its next eval() is probably no evaluation"""
         self.loader = self.fetch_ns = 0
@@ -124,7 +124,7 @@ class Carry:
         self.fetching = 0
         """The loader of a fetch within a phase by hand"""
         self.is_evaluated, self.evaluating_ns = False, 0
-        """Whether it was fetched without gradients, and since when all were"""
+        """Whether that fetch was without gradients, and since when all fetches were"""
         self.ended: set[int] = set()
         """Loaders that came to their end since the last backward pass"""
         self.fetched: dict[int, int] = {}
@@ -132,11 +132,11 @@ class Carry:
         self.trained = 0
         """The last loader with a backward pass on its batch"""
         self.has_batch = self.has_trained = False
-        """Whether a batch was fetched in this step, or the script has marked where it is there; whether anything was trained"""
+        """Whether a batch was fetched in this step, or marked by the script; whether anything was trained"""
         self.evaluations: list[tuple[int, int]] = []
-        """Begin and end of each that has ended, in ns, until they are taken"""
+        """Begin and end of each evaluation that has ended, in ns, until they are taken"""
         self.batches: dict[int, int] = {}
-        """By loader, how many of its batches were trained on in this step"""
+        """Number of batches by loader that were trained on in this step"""
 
     def copy(self) -> Carry:
         """Return a copy that changes independently."""
@@ -152,13 +152,13 @@ class Carry:
         return self.segment == OTHER and not is_open
 
     def add(self, spent_ns: Sequence[int]) -> None:
-        """Add the times of a part that goes on."""
+        """Add the times of a part that continues."""
         self.spent_ns = [spent + more for spent, more in zip(self.spent_ns, spent_ns, strict=True)]
 
     # -- boundaries ---------------------------------------------------------------------------------------------------------
 
     def pass_(self, code: int, now_ns: int, arguments: Iterator[int]) -> None:
-        """Go on behind a boundary."""
+        """Advance the state past a boundary."""
         if code == FETCH:
             self._fetch_begins(next(arguments), now_ns)
         elif FETCHED <= code <= EXHAUSTED_NO_GRAD:
@@ -233,7 +233,7 @@ class Carry:
             self.loader, self.possible_end = 0, None
 
     def _backward_begins(self, now_ns: int) -> None:
-        """A fetch before it was data, and the time from there forward."""
+        """Count the fetch before as data, and the time from there as forward."""
         if self.possible_end is not None:
             self._conclude(*self.possible_end)
         elif self.window is not None:
@@ -346,7 +346,7 @@ class Carry:
         self.pinned.append(phase)
 
     def unpin(self, now_ns: int) -> None:
-        """End the innermost one."""
+        """End the innermost phase by hand."""
         if not self.pinned:
             return
         ended = self.pinned.pop()
@@ -358,7 +358,7 @@ class Carry:
             self.compiling_ns = 0
 
     def _take_out(self, now_ns: int) -> None:
-        """Count the time of a compilation, and let the phase around it begin so much later."""
+        """Count the time of a compilation, and let the phase around it begin that much later."""
         length_ns, self.compiling_ns = now_ns - self.compiling_ns, now_ns
         self.since_ns += length_ns
         self.pieces.append(Piece(COMPILE, length_ns))

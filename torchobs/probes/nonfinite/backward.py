@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchobs.tensors.graph import GraphNode
 
 LEAST_AGREEMENT = 0.6
-"""A node explains the gradients if those below it and those that are not finite have this share in common"""
+"""Share that the gradients below a node and those that are not finite need to have in common, for it to explain them"""
 RISKY_BACKWARD = {
     "sqrt": 0, "hypot": 0, "pow": 1, "log": 1, "div": 1, "acos": 1, "asin": 1, "reciprocal": 1, "xlogy": 1, "log2": 1,
     "log10": 1, "log1p": 1, "linalg_eigh": 1, "linalg_svd": 1, "acosh": 1, "atanh": 1, "logit": 1, "rsqrt": 2, "exp": 2,

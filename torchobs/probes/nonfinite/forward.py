@@ -49,10 +49,10 @@ RESHAPING = frozenset({
     "view", "reshape", "unsafe_view", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze", "clone", "to_copy",
     "contiguous", "alias", "flatten", "neg", "movedim", "detach", "flip", "roll", "repeat",
 })  # fmt: skip
-"""Of those, the operators that keep all elements of the operand"""
+"""The ones among them that keep all elements of the operand"""
 
 MASKABLE = frozenset({"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"})
-"""Operators to which negative infinity is a mask, and which give NaN where everything is masked"""
+"""Operators for which negative infinity is a mask, and that give NaN if everything is masked"""
 
 ADDITIVE = frozenset({"add", "sub", "rsub"})
 
@@ -60,7 +60,7 @@ CHOOSING = frozenset({"cat", "stack", "where", "maximum", "minimum"})
 """Operators of several tensors that only choose among their elements"""
 
 LONGEST_S = 5.0
-"""After this time nothing is computed again; kept values alone decide"""
+"""Time after which nothing is recomputed; then kept values alone decide"""
 _MOST_BIRTHS = 64
 _SOUND = frozenset({Condition.FINITE, Condition.MASKED})
 RESULTS = ("result", "output", "output[0]", "result0", "out", "values")
@@ -313,7 +313,7 @@ def overloads(operator: str) -> tuple[Any, ...]:
 
 
 def argument_names(node: GraphNode) -> tuple[str, ...]:
-    """Return the name of the argument that each of the node's inputs is; empty if unknown."""
+    """Return the argument's name for each input of the node; empty if unknown."""
     if node.is_python:
         return tuple(f"input[{index}]" for index in range(len(node.inputs)))
     overload = _overload(node)

@@ -78,7 +78,7 @@ class ModuleNames:
 
     @staticmethod
     def _holding(modules: Iterable[Any], wanted: set[int]) -> list[Any]:
-        """Return the modules that together hold these parameters; a part or a wrapper of another is left out."""
+        """Return the modules that together hold these parameters, without parts or wrappers of others."""
         holdings = []
         for module in modules:
             ids = {id(parameter) for parameter in module.parameters()} | {id(whole) for _, whole in gathered(module)}
@@ -115,7 +115,7 @@ class ModuleNames:
 
 
 def gathered(root: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each parameter that FSDP2 shards, and the whole one that a graph has: its memory may be free."""
+    """Yield each parameter that FSDP2 shards, and the whole one that a graph uses, which may have no memory now."""
     for module in root.modules():
         state = getattr(module, "_get_fsdp_state", None)
         for group in getattr(state and state(), "_fsdp_param_groups", ()):
@@ -239,7 +239,7 @@ class Locator:
         return fitting[0] if fitting else None
 
     def _caller_line(self, path: str) -> Line | None:
-        """Return the line of the parent's ``forward`` that calls this module of torch's."""
+        """Return the line of the parent's ``forward`` that calls this module of torch."""
         while path:
             parent, _, name = path.rpartition(".")
             module = self._names.modules.get(parent)
@@ -269,7 +269,7 @@ class Locator:
 
 
 def module_lines(module: Any, words: Sequence[str]) -> list[Line]:
-    """Return the lines of a module's ``forward`` that use the operator, those of helper functions and methods included."""
+    """Return the lines of a module's ``forward``, helper functions and methods included, that use the operator."""
     forward = getattr(type(module), "forward", None)
     if not isinstance(forward, FunctionType):
         return []
@@ -294,7 +294,7 @@ def _is_written_by_user(module: Any) -> bool:
 
 
 def is_own(kind: type) -> bool:
-    """Return whether the class is neither ``object`` nor ``torch.nn.Module``: every module has the methods of those."""
+    """Return whether the class is neither ``object`` nor ``torch.nn.Module``: every module has their methods."""
     return kind.__module__ not in {"builtins", "torch.nn.modules.module"}
 
 
@@ -320,7 +320,7 @@ def _inside(path: str, outer: str) -> bool:
 
 
 def chain_of(path: str | None) -> Iterator[str]:
-    """Yield the path and those of the modules around it, the outermost, ``""``, last."""
+    """Yield the path and the paths of the modules around it; the outermost, ``""``, is last."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -328,7 +328,7 @@ def chain_of(path: str | None) -> Iterator[str]:
 
 
 def common(paths: Sequence[str]) -> str:
-    """Return the innermost module around all of these."""
+    """Return the innermost module that contains all of these."""
     parts = [path.split(".") for path in paths]
     shared = []
     for words in zip(*parts, strict=False):
@@ -402,7 +402,7 @@ def lines_of(code: CodeType, names: Mapping[str, Any], spellings: Iterable[str],
 
 
 def _runs_within(inner: CodeType, code: CodeType) -> bool:
-    """Return whether this is a lambda, a comprehension, or a function within a function; a script's others have names."""
+    """Return whether this is a lambda, a comprehension, or a function within a function."""
     return inner.co_name.startswith("<") or bool(code.co_flags & inner.co_flags & CO_OPTIMIZED)
 
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 OriginKind = Literal["input", "parameter", "operator", "backward", "overflow", "unknown"]
 UNSEEN = "not all inputs of this function were seen: it may have been given them, or have made them"
-"""Of a function written in Python; a sentence that follows"""
+"""Reason for a function written in Python"""
 LATER = "or a later one"
-"""Of a compiled region: its results are unknown, and it leads to another"""
+"""Reason for a compiled region that leads to another one: its results are unknown"""
 UNNAMED = "unnamed"
 """A parameter that neither a module nor a variable holds"""
 OTHER_RANKS = "on this rank or another: gradients are averaged"
@@ -104,7 +104,7 @@ def _range(row: TensorRow) -> str:
 
 
 def from_overflow(bad: Sequence[Any], models: Iterable[Any], step: int) -> NonfiniteOrigin:
-    """Return the origin for parameters that are non-finite, or have such gradients, by an overflow in float16."""
+    """Return the origin if an overflow in float16 made these parameters or their gradients non-finite."""
     return replace(of_parameters(bad, models, step), kind="overflow", elements=())
 
 
@@ -207,7 +207,7 @@ class GraphTracer:
         return self._backward(node, "from the graph's structure: the values were freed by the backward")
 
     def release(self) -> None:
-        """Drop the kept values, so that the backward pass frees them as ever."""
+        """Drop the kept values, so that the backward pass frees them as usual."""
         for node in self.nodes:
             node.kept = {}
 
@@ -241,7 +241,7 @@ class GraphTracer:
         return self._within(node, place) if node.operator in OPAQUE else self._origin("unknown", node, place, inputs, UNSEEN)
 
     def _within(self, node: GraphNode, place: Place) -> NonfiniteOrigin:
-        """Return the origin for values that appeared inside a compiled or checkpointed region: the graph has nothing of it."""
+        """Return the origin for values from within a compiled or checkpointed region, which is not in the graph."""
         later = any(other.operator in OPAQUE and other.number > node.number for other in self.nodes)
         return self._origin("unknown", node, place, (), LATER if later else "")
 
@@ -263,7 +263,7 @@ class GraphTracer:
     def tensor_origin(
         self, tensor: Any, operator: str, place: Place, inputs: tuple[TensorRow, ...], *, is_leaf: bool
     ) -> NonfiniteOrigin | None:
-        """Return the origin for a tensor that held the values before this operator; ``None`` for a number in the code."""
+        """Return the origin for a tensor that had the values before this operator; ``None`` for a number in the code."""
         name = self.names.of(tensor)
         if name or is_leaf:
             module = self.names.owner(name)
@@ -301,7 +301,7 @@ def _variable(tensor: Any, variables: Iterable[tuple[str, Any]]) -> tuple[str, A
 
 
 def _models(frames: Sequence[FrameType]) -> list[Any]:
-    """Return the modules that variables of the user's running functions hold, or attributes of their ``self``."""
+    """Return the modules in variables of the user's running functions, or in attributes of their ``self``."""
     torch = sys.modules["torch"]
     values = []
     for frame in frames:
@@ -379,6 +379,6 @@ def _ignored_targets(node: GraphNode) -> str:
 
 
 def _has_masked_row(node: GraphNode) -> bool:
-    """Return whether a whole row of a softmax is NaN: its operand was not, by the search that came here."""
+    """Return whether a whole row of a softmax is NaN. The search has found its operand without NaN."""
     result = node.kept.get("result")
     return result is not None and bool(result.dim()) and bool(result.isnan().all(node.settings().get("dim", -1)).any())

@@ -59,7 +59,7 @@ _MOST_KEPT = 64
 _REFUSALS = (ValueError, RuntimeError, ArithmeticError, AssertionError)
 """Exceptions by which a script, or torch, refuses a value"""
 LONGEST_WAIT_S = 1.0
-"""For a device that still computes: one that hangs must not keep the process from ending"""
+"""Longest wait for a device that still computes: one that hangs must not keep the process from ending"""
 _MOST_NAMED = 8
 
 
@@ -85,7 +85,7 @@ class NonfiniteProbe:
         self._bad_gradients_step = -9
         """Last step with gradients that were not finite, of a finite loss"""
         self._last_examined = 0
-        """Step that had its gradients examined as the training ended"""
+        """Step with gradients that were examined as the training ended"""
         self._origin: NonfiniteOrigin | None = None
         self._waiting: NonfiniteOrigin | None = None
         """An origin that the graph of the next loss may explain: a detached tensor, as the output of a GAN's generator is"""
@@ -94,13 +94,13 @@ class NonfiniteProbe:
         self._has_rest = False
         """Whether parameters and buffers are still to be searched for the remains of such a value"""
         self._rest = -1
-        """In how many such values were, by the last search"""
+        """Number of parameters and buffers with such values at the last search"""
         self._armed = 0
         self._watch: BackwardWatch | None = None
         self._raises: list[Callable[[], None]] = []
         """Unsubscribe from the taps that raise errors, if that was requested"""
         self._pending: NonFiniteError | None = None
-        """Raised at the next place for it"""
+        """Error to raise at the next suitable place"""
         self._sentences: list[str] = []
 
     def install(self, context: ProbeContext) -> None:
@@ -219,7 +219,7 @@ class NonfiniteProbe:
         self._expect("nonfinite_gradient", step)
 
     def _infer(self, bad: set[int], frames: list[FrameType], step: int, others: Sequence[Any] = ()) -> NonfiniteOrigin | None:
-        """Return the origin by the graph of a loss that a running function of the user's still holds.
+        """Return the origin by the graph of a loss that a running function of the user still has.
 
         ``others``: parameters of an optimizer that may not have stepped yet.
         """
@@ -401,7 +401,7 @@ def skips_by_itself(optimizer: Any) -> bool:
 
 
 def _frames_of(error: BaseException | None) -> list[FrameType]:
-    """Return the frames of the user's code that an exception leaves, or those that run now; innermost first."""
+    """Return the frames of the user's code that an exception has left, or those that run now; innermost first."""
     if error is None:
         return user_frames(sys._getframe())
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
