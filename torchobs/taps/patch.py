@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PLACED, RESTORED, LOST = "placed", "restored", "lost"
 _MOST = 500
-"""Objects that are searched"""
+"""Most objects that are searched"""
 _MOST_ITEMS = 64
 
 

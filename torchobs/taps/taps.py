@@ -1,4 +1,4 @@
-"""The seams of torch that several need: each is replaced once, by its leader, and others subscribe to it.
+"""The seams of torch that several need: a leader replaces each of them once, and others subscribe to it.
 
 A seam is patched when its leader or the first subscriber comes, and restored when the last one goes. The leader's code is
 inlined in the replacement: a call without subscribers, as in nearly every step, costs one truth test more. Another tool's
@@ -53,7 +53,7 @@ class Tap:
         self.renew()
 
     def renew(self) -> None:
-        """Replace functions that have come since."""
+        """Replace functions that were added since."""
         if (make := self._make) is None:
             return
         for owner, name in self._places():
@@ -135,7 +135,7 @@ def _surrounded(subscribers: list[Surround], call: Any, *args: Any, **kwargs: An
 
 
 class StepHook:
-    """A global hook of optimizers, by the name of what registers it: the leader's, and one that the subscribers share."""
+    """A global hook of optimizers, by the name of torch's register function: the leader's, and one that subscribers share."""
 
     def __init__(self, register: str) -> None:
         self._register = register
@@ -148,7 +148,7 @@ class StepHook:
         renew_in_child(self, _lock=RLock)
 
     def lead(self, hook: Callable[..., Any]) -> None:
-        """Have torch call this hook, before the subscribers'."""
+        """Register this hook, which is called before the subscribers'."""
         self._leaders.append(self._registered(hook))
 
     def leave(self) -> None:
