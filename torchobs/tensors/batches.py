@@ -1,4 +1,4 @@
-"""How a model is called with a batch, the tensors in what goes in and comes out, and how many samples and tokens a batch has.
+"""Batches: the call of a model with one, the tensors in inputs and outputs, the number of samples and tokens.
 
 The sizes are inferred from shapes and types of the tensors alone. Samples are the leading dimension that its tensors share.
 Tokens, padding included, are the elements of the tensor of token ids: the one with a usual name (``input_ids``), else the only
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 SEQUENCES = (tuple, list, deque)
-"""Classes with parts that have a place by number"""
+"""Classes with numbered parts"""
 
 
 def call(model: Any, batch: Any) -> Any:
@@ -34,11 +34,11 @@ def call(model: Any, batch: Any) -> Any:
 
 
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a model raises, torch (out of memory included), an optimizer, or the compiler"""
+"""Errors of a model, torch (out of memory included), an optimizer, or the compiler"""
 
 
 def raised_by(model: Any, batch: Any) -> str | None:
-    """Call a model with a batch; return class and first line of what it raised, ``None`` if nothing."""
+    """Call a model with a batch; return class and first line of its error, ``None`` without one."""
     try:
         call(model, batch)
     except FAILURES as error:
@@ -144,11 +144,11 @@ def _mapping_with(values: Any, parts: dict[Any, Any]) -> Any:
 
 
 MOST_TENSORS, MOST_DEPTH = 64, 4
-"""What is looked at: a batch may be a list of a million numbers"""
+"""Most parts that are examined: a batch may be a list of a million numbers"""
 TOKEN_NAMES = ("input_ids", "token_ids", "tokens", "src_tokens", "ids", "decoder_input_ids", "idx")
 """Usual names of token ids, the first one found counts: those of Transformers, torchtune, fairseq, and GPTs written by hand"""
 NO_TOKENS = ("mask", "label", "labels", "target", "targets", "type_ids", "position_ids", "lengths", "seq_lens")
-"""Ends of the names of integer tensors that are no tokens"""
+"""Endings of names of integer tensors that are no tokens"""
 _LEAST_DIMENSIONS = 2
 
 
@@ -237,7 +237,7 @@ def _uncollated(batch: Any, leaves: list[_Leaf]) -> int:
 
 
 def _is_list_of_samples(parts: list[Any]) -> bool:
-    """Return whether these are samples, each with parts of several kinds (image and label); one kind is a column."""
+    """Return whether these are samples, with parts of several kinds (image and label); parts of one kind are a column."""
     looked_at = (islice(part, MOST_TENSORS) for part in parts)
     return any(len({item.dim() if hasattr(item, "dim") else type(item) for item in part}) > 1 for part in looked_at)
 

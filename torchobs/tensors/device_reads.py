@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 UNSET = 0x7FF4_B5E7_0B5E_7ED1
 UNSET_32 = 0x7FA0_B5E7
-"""The same in float32"""
+"""The same signalling NaN in float32"""
 _LEAST = 64
 _MOST_AT_ONCE, _FEWEST_AT_ONCE, _WORDS_AT_ONCE = 64, 4, 8192
-"""Buffers that are allocated together: the device may be so many measurements behind before more are needed"""
+"""Buffers that are allocated together: more are needed once the device is more measurements behind"""
 _MOST_TIMED = 64
-"""Pending device timings that are kept; of a device that is further behind, the last ones"""
+"""Most pending device timings that are kept, the last ones"""
 PINNED = frozenset({"cuda", "xpu"})
 """Device types that copy asynchronously into pinned memory only"""
 
@@ -284,9 +284,9 @@ class _Values:
         self.next = 0
         self.sent_s = float("-inf")
         self.unsent: list[Callable[[float], None]] = []
-        """For the values that are stored on the device in the slots before ``next``"""
+        """Receivers of the values stored on the device in the slots before ``next``"""
         self.pending: deque[tuple[PendingCopy, list[Callable[[float], None]]]] = deque()
-        """On their way"""
+        """Copies on their way"""
 
 
 class DeviceValues:
@@ -302,7 +302,7 @@ class DeviceValues:
         self._streams: dict[tuple[torch.device, Any], _Values] = {}
         self.dropped = 0
         self.unread: dict[str, str] = {}
-        """Why device types are not read: the class of what torch raised"""
+        """Why device types are not read: the class of torch's error"""
 
     def take(self, value: torch.Tensor, deliver: Callable[[float], None]) -> bool:
         """Read a one-element tensor: at once on the CPU, else :meth:`poll` calls ``deliver`` later.
@@ -347,13 +347,13 @@ class DeviceValues:
         return True
 
     def _send(self, values: _Values) -> None:
-        """Send what was stored. The values' stream is the current one."""
+        """Send the stored values. Their stream is the current one."""
         stored = values.stored[values.next - len(values.unsent) : values.next]
         values.pending.append((self._copies.send(stored), values.unsent))
         values.next, values.unsent, values.sent_s = values.next % _SLOTS, [], self._clock()
 
     def send_rest(self) -> None:
-        """Send what is stored on devices, at the end, in the thread that ends the session."""
+        """Send all values stored on devices, in the thread that ends the session."""
         for values in self._streams.values():
             if values.unsent:
                 with self.cuda.on(values.device), self.cuda.within(values.device, values.stream):
@@ -389,7 +389,7 @@ class Timing(NamedTuple):
     begun: DeviceEvent
     done: DeviceEvent
     numbers: PendingCopy
-    """What was sent after it"""
+    """The copy that was sent after it"""
 
 
 class Devices:
@@ -403,7 +403,7 @@ class Devices:
         self.events = EventPool(cuda)
 
     def time(self, timing: Timing) -> None:
-        """Keep a timing until :meth:`take_ns`; of too many, the last ones."""
+        """Keep a timing until :meth:`take_ns`; if there are too many, the last ones."""
         if len(self.timings) >= _MOST_TIMED:
             oldest = self.timings.popleft()
             self.events.release(oldest.device, oldest.begun, oldest.done)

@@ -21,7 +21,7 @@ _NUMBERED = re.compile(r"Backward\d*$")
 _HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=\d)(?=[A-Z])(?![DP](?:[A-Z]|$))|(?<=[A-Z])(?=[A-Z][a-z])")
 _LEAF = "AccumulateGrad"
 OPAQUE = {"compiled_function": "compiled region", "checkpoint_function": "checkpointed region"}
-"""Nodes that stand for many operators, and keep nothing by name: what they are"""
+"""Nodes that stand for many operators and keep nothing by name, each with a description"""
 _fields: dict[type, tuple[tuple[str, ...], tuple[str, ...]]] = {}
 
 
@@ -37,10 +37,10 @@ class GraphNode:
         name = function.name()
         self.operator = operator_of(name)
         self.builtin = "" if hasattr(function, "_forward_cls") and self.operator not in OPAQUE else self.operator
-        """The same, but empty for a function that is written in Python: it is none of torch's operators, whatever its name"""
+        """The same, but empty for a function written in Python: that is no operator of torch, whatever its name"""
         self.parameter: torch.Tensor | None = function.variable if _LEAF in name else None
         self.inputs: list[tuple[GraphNode | None, int]] = []
-        """For each differentiable tensor argument the node that made it and which of its outputs; ``None``: no gradient"""
+        """For each differentiable tensor argument the node that made it, and the index of the output; ``None``: no gradient"""
         self.kept: dict[str, Any] = {}
         """Tensors kept for the backward pass, by the names of the operator's arguments and results"""
 
@@ -50,7 +50,7 @@ class GraphNode:
         return not self.builtin
 
     def take_kept(self) -> None:
-        """Read the kept tensors, which the backward pass frees. What a function written in Python has saved has no names."""
+        """Read the kept tensors, which the backward pass frees. Those of a function written in Python have no names."""
         self.kept = {} if self.is_python else dict(kept_tensors(self.function))
 
     def settings(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class GraphNode:
 
 
 def _signed(value: Any) -> Any:
-    """Return integers as they were given: a node has negative ones (an embedding's ``padding_idx``, ``dim``) as unsigned."""
+    """Return the original integers: a node has negative ones (an embedding's ``padding_idx``, ``dim``) as unsigned."""
     if isinstance(value, tuple):
         return tuple(map(_signed, value))
     return value - (1 << 64) if type(value) is int and value >= 1 << 63 else value

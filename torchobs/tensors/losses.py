@@ -1,4 +1,4 @@
-"""How a loss is computed from a model, a batch and what a person gives as ``loss_fn``: one place for all toolboxes."""
+"""The loss of a model and a batch by a person's ``loss_fn``: one place for all toolboxes."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def has_parameters_of(optimizer: Any, model: Any) -> bool:
 
 
 def parameters_of(loss_fn: Any) -> list[str]:
-    """Return the names of the positional parameters without a default; what has no signature is taken for a loss of torch's."""
+    """Return the names of positional parameters without a default; without a signature, those of torch's losses."""
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a function, {FORMS}, not {type(loss_fn).__name__}")
     if isinstance(loss_fn, type):

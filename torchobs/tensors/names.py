@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MAX_SCANS = 8
 SCAN_AFTER_S, SCAN_AGAIN_S = 1.0, 30.0
-"""Not in the first step, which users wait for; a second scan for parameters made later"""
+"""Steps before the scans: not the first step, which users wait for; a second scan for parameters made later"""
 LONGEST = 120
 _CHUNK = 2_000
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_ddp_module"})
@@ -36,7 +36,7 @@ _PARAMETRIZED = re.compile(r"\.parametrizations\.([^.]+)\.(original\d*)$")
 
 
 class ModelSize(NamedTuple):
-    """How many elements the parameters of the models that are trained have."""
+    """The number of elements of trained models' parameters."""
 
     trainable: int
     frozen: int
@@ -45,7 +45,7 @@ class ModelSize(NamedTuple):
 
 
 class ParameterNames:
-    """Names by parameter. For the sampler thread, but for :meth:`watch`. ``yield_gil``: the sampler's."""
+    """Names by parameter. For the sampler thread, except :meth:`watch`. ``yield_gil``: the sampler's."""
 
     def __init__(self, yield_gil: Callable[[], None]) -> None:
         self.built_modules = BuiltModules()

@@ -36,7 +36,7 @@ def living(base: type) -> list[Any]:
 
 
 def living_optimizers() -> list[Any]:
-    """Return all optimizers, also those that have not stepped: as :func:`living`, so seldom, and in the sampler thread."""
+    """Return all optimizers, also those that have not stepped; as slow as :func:`living`: seldom, in the sampler thread."""
     import torch  # torch is optional until training begins
 
     return living(torch.optim.Optimizer)
@@ -62,7 +62,7 @@ def objects_of(classes: set[int]) -> Iterator[Any]:
 
 
 def types_of_objects() -> Iterator[type]:
-    """Return an iterator over the class of each living object: to be used up as that of :func:`objects_of`."""
+    """Return an iterator over the class of each living object; use it like that of :func:`objects_of`."""
     return map(type, _every(map(gc.get_objects, (None,))))
 
 
@@ -80,7 +80,7 @@ class _ShownReferences(ModuleType):
 
     @staticmethod
     def getweakrefs(tensor: object) -> list[Any]:
-        """Return the weak references to it but ours."""
+        """Return the weak references to it, except ours."""
         return [reference for reference in weakref.getweakrefs(tensor) if type(reference) is not TensorReference]
 
 

@@ -133,7 +133,7 @@ def _set(module: nn.Module, *, mode: bool) -> None:
 
 
 def _call_train(module: nn.Module, *, mode: bool) -> None:
-    """Call a ``train`` of the module's own as torch does, by position."""
+    """Call the module's own ``train`` as torch does, by position."""
     with suppress(NotImplementedError):
         module.train(mode)
 
@@ -144,7 +144,7 @@ def _overrides(module: nn.Module, name: str) -> bool:
 
 
 def samplers(loader: Any) -> list[Any]:
-    """Return the loader's samplers, and those within: a batch sampler's, a wrapper's."""
+    """Return the loader's samplers, and those within a batch sampler or a wrapper."""
     inner: dict[int, Any] = {}
     owners = [loader]
     for owner in owners:
@@ -156,13 +156,13 @@ def samplers(loader: Any) -> list[Any]:
 
 
 def generators(loader: Any) -> list[torch.Generator]:
-    """Return the generators of the loader's own and of its samplers."""
+    """Return the generators of the loader and its samplers."""
     owned = [getattr(owner, "generator", None) for owner in (loader, *samplers(loader))]
     return list({id(generator): generator for generator in owned if isinstance(generator, torch.Generator)}.values())
 
 
 def length(loader: Any) -> int | None:
-    """Return the number of batches, or None where it is unknown: of a generator, of a DataLoader over an iterable data set."""
+    """Return the number of batches; None if unknown, as for a generator or a DataLoader over an iterable data set."""
     try:
         return len(loader)
     except TypeError:
@@ -174,7 +174,7 @@ _AUTOGRAD_REFUSES = re.compile(r"requires?[ _]grad")
 
 
 def wants_gradients(message: str) -> bool:
-    """Return whether an error's message is autograd's of a tensor without gradients: the pass works where they are on."""
+    """Return whether autograd complains of a tensor without gradients: then the pass works with gradients on."""
     return _AUTOGRAD_REFUSES.search(message) is not None
 
 
@@ -252,7 +252,7 @@ _REENTRANT = "CheckpointFunctionBackward"
 
 
 class _ReentrantError(Exception):
-    """The graph has a node that runs a backward pass of its own."""
+    """The graph has a node with a backward pass of its own."""
 
 
 def beside_grad(model: Any, passes: Callable[[Backward], T]) -> T:

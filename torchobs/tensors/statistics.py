@@ -32,7 +32,7 @@ CHUNK = 1 << 22
 
 
 class _OwnWork(threading.local):
-    """Whether this thread computes statistics: their NaN and infinities are none of the program's."""
+    """Whether this thread computes statistics: their NaN and infinities are not the program's."""
 
     on = False
 
@@ -52,7 +52,7 @@ def computing() -> Iterator[None]:
 
 
 class Moments(NamedTuple):
-    """What :func:`moments` computes, read."""
+    """The numbers of :func:`moments`, read."""
 
     finite: float
     nan: float
@@ -71,7 +71,7 @@ class Moments(NamedTuple):
         return nan if self.nan else inf if self.infinite else sqrt(self.norm_squared)
 
     def described(self, scale: float = 1.0) -> dict[str, Any]:
-        """Return the fields of results that it has, by name; values are divided by ``scale``."""
+        """Return the fields for a result, by name; values are divided by ``scale``."""
         values = {"mean": self.mean, "min": self.min, "max": self.max} if self.finite else {}
         if self.finite > 1:
             values["std"] = sqrt(self.squares / (self.finite - 1))
@@ -159,7 +159,7 @@ class TensorRow(Result):
 
     @property
     def defect(self) -> str:
-        """What is not finite in it, in words, or nothing."""
+        """Its values that are not finite, in words, or nothing."""
         counts = " and ".join(f"{n} {kind}" for n, kind in ((self.nan_count, "NaN"), (self.inf_count, "Inf")) if n)
         return f"{counts} of {self.numel} elements" if counts else ""
 
@@ -206,7 +206,7 @@ def statistics(name: str, x: Any) -> TensorRow | None:
 MOST_ELEMENTS = 1 << 18
 NUMBERS = 6
 _DEPTH, _MOST_PARTS = 4, 16
-"""How deep an output's tuples and dicts are looked into for its first tensor, and how many of each"""
+"""Depth to which an output's tuples and dicts are searched for its first tensor, and most items of each"""
 
 
 class ActivationStats(NamedTuple):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MOST_ELEMENTS = 3
 COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-"""Layouts that have an index of rows or columns"""
+"""Sparse layouts with an index of rows or columns"""
 
 
 def plain(tensor: Any) -> torch.Tensor | None:
@@ -41,7 +41,7 @@ def plain(tensor: Any) -> torch.Tensor | None:
 
 
 class Condition(Enum):
-    """What a tensor holds."""
+    """The condition of a tensor's values."""
 
     FINITE = "finite"
     MASKED = "masked"
@@ -64,7 +64,7 @@ def condition(tensor: Any) -> Condition:
 
 
 def is_finite(tensor: Any) -> bool:
-    """Return whether all elements are finite, as those of integers are. It waits for a device."""
+    """Return whether all elements are finite; integers always are. It waits for a device."""
     with torch._C.DisableTorchFunctionSubclass():
         whole = not (tensor.is_floating_point() or tensor.is_complex())
     return whole or condition(tensor) is Condition.FINITE
@@ -147,7 +147,7 @@ def is_without_data(x: Any) -> bool:
 
 
 def unwrapped(x: Any) -> Any:
-    """Return the tensor that those of ``torch.func.grad``, ``vjp`` and ``jvp`` wrap, which has the values; any other itself."""
+    """Return the tensor within a wrapper of ``torch.func.grad``, ``vjp`` and ``jvp``, which has the values; else itself."""
     functorch: Any = torch._C._functorch
     while functorch.is_gradtrackingtensor(x):
         x = functorch.get_unwrapped(x)
@@ -188,12 +188,12 @@ def bytes_of(x: Any) -> int:
 
 
 def name_of(attribute: Any) -> str:
-    """Return a type or a layout as people write it."""
+    """Return the usual name of a type or layout."""
     return str(attribute).removeprefix("torch.")
 
 
 def stored(x: Any) -> tuple[Any, ...]:
-    """Return the tensors that a sparse one is made of, indices and values, or the tensor."""
+    """Return a sparse tensor's indices and values, or any other tensor."""
     if x.layout is torch.sparse_coo:
         return x._indices(), x._values()  # the public ones coalesce
     if x.layout in COMPRESSED:
@@ -203,7 +203,7 @@ def stored(x: Any) -> tuple[Any, ...]:
 
 
 def storages(x: Any) -> Iterator[Any]:
-    """Yield the storages of a tensor: of one that is made of others (sparse, jagged, sharded) theirs; opaque ones have none."""
+    """Yield the storages of a tensor, or of the tensors in it (sparse, jagged, sharded); opaque ones have none."""
     if hasattr(type(x), "__tensor_flatten__"):
         named = (getattr(x, name) for name in x.__tensor_flatten__()[0])
         parts = tuple(part for part in named if isinstance(part, torch.Tensor))  # a sharded one's mesh is among them
@@ -235,7 +235,7 @@ def evenly_sampled(flat: Any, most: int) -> Any:
 
 
 def greatest_magnitude(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the greatest magnitude in tensors, of a sharded one in this rank's part, NaN where there is one, and 0 of none.
+    """Return the greatest magnitude in tensors (in shards: this rank's), NaN if there is one, and 0 without tensors.
 
     It is finite where all are: the squares of a norm could overflow.
     """
