@@ -60,7 +60,7 @@ class CommandHandler:
         self._publish_step_recording()
 
     def _publish_step_recording(self) -> None:
-        """Publish since when steps are recorded: a rank without the step probe is neither hung nor behind other ranks."""
+        """Publish since when steps are recorded: without the step probe a rank is neither hung nor behind others."""
         records = self._probe_manager.records(_STEP)
         if records != self._records_steps:
             self._records_steps = records

@@ -145,9 +145,9 @@ METRICS = (
     catalog.MEMORY_DEVICE_ALLOCATED, catalog.MEMORY_DEVICE_RESERVED, catalog.AMP_SCALE, catalog.GRAD_LAYER_NORM,
 )  # fmt: skip
 STEP_METRICS = {catalog.LOSS: Word.LOSS, catalog.GRAD_NORM: Word.GRAD_NORM}
-"""Which the fold of the steps keeps; each with its last value"""
+"""Metrics that the fold of the steps keeps, each with its last value"""
 CURVES = ((METRICS, 48), ((catalog.ACTIVATION_LAYER_STD,), 24))
-"""Metrics, and how many curves these have together; those of layers' outputs come at level extreme."""
+"""Metrics, and their number of curves together; those of layers' outputs come at level extreme"""
 
 
 class GaugeHistory:

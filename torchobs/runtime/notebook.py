@@ -1,4 +1,4 @@
-"""A line of status in a Jupyter notebook that updates itself while the training runs, and the address of the live page."""
+"""A status line in a Jupyter notebook, updated while the training runs, and the address of the live page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PageAddress:
     """Waits for the exporter of the flight file's directory, and shows the address of its page; for the sampler thread."""
 
     silent: ClassVar[bool] = False
-    """Set where ``torchobs run`` is not to print anything"""
+    """Variable that keeps ``torchobs run`` from printing"""
 
     def __init__(self, flight_file: str, *, says: bool) -> None:
         self._directory, self._says = str(Path(flight_file).parent), says
@@ -80,7 +80,7 @@ class NotebookStatus:
         self._handle: Any = None
         self._shown, self._due_s = "", 0.0
         self._stepped = (time.monotonic(), 0)
-        """When the step was last another than before, and that step"""
+        """When the step last changed, and that step"""
         self._speed = ""
 
     def begin(self) -> None:

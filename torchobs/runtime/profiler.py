@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from torchobs.probes.context import ProbeContext
 
 _mutex = RLock()
-"""Held while a profiler of ours begins or ends, and while one of the script's is prepared"""
+"""Held while one of our profilers begins or ends, and while one of the script's is prepared"""
 
 
 class ProfilerBusyError(RuntimeError):
-    """Another profiler runs, the script's or one of ours."""
+    """Another profiler, the script's or ours, is running."""
 
 
 class Recording:
@@ -131,7 +131,7 @@ class _Guard:
         """The script's profilers, each with the identity of the results it had when it was prepared: its end brings new ones"""
 
     def refuse_if_busy(self) -> None:
-        """Raise :class:`ProfilerBusyError` if a profiler runs or warms up, in whichever thread."""
+        """Raise :class:`ProfilerBusyError` if a profiler runs or warms up, in any thread."""
         import torch
         from torch.autograd import profiler
 
@@ -146,7 +146,7 @@ class _Guard:
             raise ProfilerBusyError(_in_use("the program's own"))
 
     def begin(self, recording: Recording, function: Callable[[], object]) -> None:
-        """Call a function of torch that begins a recording; if it raises, there is none."""
+        """Call a function of torch that begins a recording; if it raises, there is no recording."""
         self.recording, self._begins = None, True
         try:
             function()
@@ -155,7 +155,7 @@ class _Guard:
             self._begins = False
 
     def exit(self) -> None:
-        """End what still runs: torch crashes an interpreter that exits while it profiles."""
+        """End a running profile: torch crashes an interpreter that exits while it profiles."""
         with _mutex:
             self._exits = True
             if self.recording is not None:
@@ -273,7 +273,7 @@ class Profiles:
         self._running: _Run | None = None
         self._writing: threading.Thread | None = None
         self._in_progress = False
-        """from a request to its answer; set by the sampler thread, unset by whichever thread answers"""
+        """from a request to its answer; set by the sampler thread, unset by the thread that answers"""
 
     def request(self, steps: int, number: int) -> None:
         """Profile that many steps, unless a profile is in progress."""

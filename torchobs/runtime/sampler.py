@@ -136,7 +136,7 @@ class Sampler:
         self._breaker.is_open = False  # the heartbeat must go on; the error is counted all the same
 
     def end(self) -> None:
-        """Run the last round, in the thread that ends the session; the sampler thread may hang in a round of its own."""
+        """Run the last round, in the thread that ends the session: the sampler thread may hang in its own."""
         if self._busy.locked():
             self._context.writer.fold()
             return
@@ -212,7 +212,7 @@ class Sampler:
             self._context.warn_limited(f"anomaly {kind}", words, rank_only="loss" in kind)
 
     def _origin(self, anomaly: Anomaly) -> dict[str, str]:
-        """Return the origin of the anomaly as attributes, if it is a value that was traced."""
+        """Return the anomaly's origin as attributes, if its value was traced."""
         origin = self._context.origins.get(anomaly.step) if anomaly.kind.startswith("nonfinite") else None
         if origin is None:
             return {}
@@ -220,7 +220,7 @@ class Sampler:
         return {name: value for name, value in named.items() if value}
 
     def _blown_layer(self, anomaly: Anomaly) -> dict[str, object]:
-        """Return the layer with the gradient that has grown most in that step, if it was measured."""
+        """Return the layer with the most grown gradient in that step, if it was measured."""
         context = self._context
         layer = None
         for name_layer in context.blown_layer if anomaly.kind in _BLOWN_UP else ():

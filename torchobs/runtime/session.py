@@ -62,7 +62,7 @@ logger = logging.getLogger("torchobs")
 _lock = threading.RLock()
 _current: Session | None = None
 _pids_recorded: list[int] = []
-"""This process, once it has been recorded; its parent in a forked child that has not"""
+"""This process, once it was recorded; its parent in a forked child that was not"""
 
 
 class Session:

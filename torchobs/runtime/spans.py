@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 
 LONGEST_NS = 3_600_000_000_000
-"""Length of a segment at most"""
+"""Longest segment"""
 _SHORT_S = 60.0
-"""Epochs are put together until a segment lasts this long"""
+"""Shortest segment: shorter epochs are put together"""
 _KEPT = 8
 _ANNOUNCED_LAPS = 0.5
 
@@ -89,7 +89,7 @@ class RootSpans:
 
     @property
     def current(self) -> Root:
-        """The root span that has begun and not ended."""
+        """The root span that is open."""
         return self._roots[-1]
 
     def at(self, ns: int) -> Root:
@@ -131,7 +131,7 @@ class RootSpans:
         self.write(root.frame, now_ns, status, attributes)
 
     def write(self, frame: Mapping[str, object], ended_ns: int, status: Status, attributes: Mapping[str, object]) -> None:
-        """Write a span of this :meth:`frame`, which has ended."""
+        """Write an ended span with this :meth:`frame`."""
         self._writer.events.append({"k": "span", **frame, "t1": self._wall(ended_ns), "status": status, "attrs": attributes})
 
     def _epochs_together(self) -> int:
@@ -188,7 +188,7 @@ class RunSpan:
         self._context: ProbeContext | None = None
         self._steps: StepSpans | None = None
         self.anomalous: deque[int] = deque(maxlen=100)
-        """Anomalous steps that the sampler has found, for their spans"""
+        """Anomalous steps found by the sampler, for their spans"""
         if settings.set_global_providers:
             # only an application that imports the API pays for it
             self._handles = [after_import(name, self._install) for name in ("opentelemetry.trace", "opentelemetry.metrics")]
@@ -284,7 +284,7 @@ def trace_attributes(settings: Settings) -> dict[str, str | int]:
 _INTERVAL_S, _SHORTEST_S = 10.0, 1.0
 """Time between two sampled steps: as a rule, and at least where the user asks for every N-th"""
 _SAMPLED_EVERY_NS, _SAMPLED_BURST = 1_000_000_000, 20
-"""Last resort for the ring, should steps become much shorter at once"""
+"""Last resort for the ring, if steps suddenly become much shorter"""
 _INTERVAL_NS, _BURST = 10_000_000_000, 6
 """Rate limit of slow steps, of anomalous ones, and of those with events"""
 _USER_INTERVAL_NS, _USER_BURST = 100_000_000, 20
@@ -301,7 +301,7 @@ class StepSpans:
         asked = context.settings.trace_steps
         self._every, self._target_s = (1, _INTERVAL_S) if asked == "auto" else (asked, _SHORTEST_S)
         self._factor = 1
-        """Power of two: of the steps to be sampled one in so many is"""
+        """Power of two: one step in so many is sampled"""
         self._waiting: deque[StepRecord] = deque(maxlen=_WAITING)
         self._kept: deque[StepRecord] = deque(maxlen=_STEPS_KEPT)
         self._late: deque[StepRecord] = deque(maxlen=_STEPS_KEPT)
@@ -382,7 +382,7 @@ class StepSpans:
                 self._context.writer.events.append({"k": "late", "step": record.step, "grad_norm": record.grad_norm})
 
     def _consider(self, records: Iterable[StepRecord], reason: str) -> None:
-        """Write the spans of those that have none yet, as far as the reason's limit allows."""
+        """Write the spans of steps that have none yet, as far as the reason's limit allows."""
         for record in records:
             if reason == USER:
                 self._wanted.discard(record.step)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _LAUNCHERS = frozenset({"python", "torchrun"})
 _UNATTENDED = frozenset({"KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"})
-"""Variables of a pod, and of the jobs of schedulers, where no one sees the output"""
+"""Variables of a pod and of schedulers' jobs, where nobody sees the output"""
 _HELP = frozenset({"-h", "--help", "--helpfull", "--version"})
 _USAGE = 2
 """Status with which argparse, click and the shell refuse a command line"""

@@ -1,4 +1,4 @@
-"""Samples of the training thread's stack: which line of the user's own code it most often is at between steps.
+"""Samples of the training thread's stack: the line of the user's code where it most often is between steps.
 
 Ten a second, by the sampler thread, which gets the GIL where the training thread gives it up: biased, so they say where and
 never how long. What counts is outside of fetch, forward, backward and optimizer; the line is the innermost one outside of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torchobs.probes.context import ProbeContext
 
 MOST_SAMPLES = 600
-"""A minute of them; then all count half, so that the line is that of now"""
+"""A minute of samples; then all count half, so that the line is a recent one"""
 _EVERY_S = 60.0
 _DEEPEST = 128
 _MODULE_FILE, _MODULE_CALL = "torch/nn/modules/module.py", "_call_impl"
@@ -72,7 +72,7 @@ class StackSamples:
 
 
 def innermost(frame: FrameType | None) -> Place | None:
-    """Return the innermost line of the user's; ``None`` without one, and in a module's call: that is the forward pass."""
+    """Return the user's innermost line; ``None`` without one, and within a module's call: that is the forward pass."""
     place, depth = None, 0
     while frame is not None and depth < _DEEPEST:
         code = frame.f_code

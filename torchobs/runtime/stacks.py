@@ -100,7 +100,7 @@ def _header(context: ProbeContext, states: Sequence[str]) -> str:
 
 
 PAUSE_NS = 2_000_000_000
-"""Time between two rounds of the sampler from which the process was stopped or starved, and did not stand still by itself"""
+"""Time between two rounds of the sampler from which the process was stopped or starved, and not hung"""
 
 IDLE = LIVE_PHASES.index("idle")
 _EVALUATION_PHASES = frozenset({DATA, FORWARD, OTHER})
@@ -131,7 +131,7 @@ class StallWatch:
         self._context = context
         self._survived = 0
         self._written_ns = 0
-        """Begin of the stall that has its stacks written; 0: none"""
+        """Begin of the stall with stacks written already; 0: none"""
         self._last_ns = self._resumed_ns = time.monotonic_ns()
 
     def sample(self) -> None:
@@ -154,7 +154,7 @@ class StallWatch:
             write_stacks(self._context, time.time_ns() // 1_000_000, "stalled", more)
 
     def _is_evaluating(self) -> bool:
-        """Return whether a model is evaluated by now: on a busy machine the phase probe may not have noticed yet."""
+        """Return whether a model is being evaluated: on a busy machine the phase probe may not have noticed yet."""
         progress = self._context.recorder.so_far()
         return progress is not None and bool(progress[1].evaluating_since())
 
@@ -175,7 +175,7 @@ _CLOCK_MONOTONIC = 1
 _SIGACTION_SIZE = 256
 _HANDLER_SIZE = 8
 _registered: weakref.WeakSet[Watchdog] = weakref.WeakSet()
-"""Those with a handler; a closed one keeps it where its sampler thread has not ended, which may have a signal pending."""
+"""Signals with a handler; it stays after the end if the sampler thread has not ended, and may have a signal pending."""
 
 
 class _ITimerSpec(ctypes.Structure):
