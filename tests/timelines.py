@@ -61,7 +61,7 @@ class Timeline:
         carry = self.state()
         self._trace, self._arguments, self._begun_ns, self._carry = [], [], now_ns, carry
         spent_ns = carry.close(now_ns)
-        self.evaluations += carry.take()[0]
+        self.evaluations += carry.pop_finished()[0]
         return spent_ns
 
 

@@ -198,8 +198,8 @@ def _watch(context: ProbeContext, model: Any) -> None:
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
     }
-    fresh = all(known() is not model for known in context.watched)
-    alive = [known for known in context.watched if known() is not None and known() is not model]
+    fresh = all(reference() is not model for reference in context.watched)
+    alive = [reference for reference in context.watched if reference() is not None and reference() is not model]
     context.watched[:] = [*alive[1 - _MOST_WATCHED :], weakref.ref(model)]
     for watch_names in context.hooks.watched.listeners:
         watch_names(model)

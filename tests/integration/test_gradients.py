@@ -665,12 +665,12 @@ def test_layers_that_grew_are_shown_for_ten_minutes(run: Recording) -> None:
     assert context is not None
     grown = GrownLayers(context)
     for index in range(12):
-        grown.note(BlownLayer(f"layer{index}", 5.0, float(index > 0)), 0.0)
+        grown.publish(BlownLayer(f"layer{index}", 5.0, float(index > 0)), 0.0)
     context.writer.publish()
     named = growth(run)
     assert len(named) == MOST_LAYERS
     assert (named["layer0"], named["layer1"]) == (1e9, 5.0)
-    grown.note(BlownLayer("layer1", 9.0, 1.0), SHOWN_S - 1.0)
+    grown.publish(BlownLayer("layer1", 9.0, 1.0), SHOWN_S - 1.0)
     grown.forget(SHOWN_S)
     context.writer.publish()
     assert {name for name, value in growth(run).items() if value is not None and not isnan(value)} == {"layer1"}

@@ -210,10 +210,10 @@ def test_an_oom_event_holds_the_allocator_s_numbers_and_the_step(run: Recording)
     """What was asked for, what there is, what is held; and where most of it is, if torch remembers."""
     module = OomCuda()
     watcher = observer(run, module)
-    watcher.note(0, 8 * GIB, TOTAL, GIB)
+    watcher.record_oom(0, 8 * GIB, TOTAL, GIB)
     module.remembers = True
     watcher._last -= MIN_INTERVAL_S
-    watcher.note(0, 8 * GIB, TOTAL, GIB)
+    watcher.record_oom(0, 8 * GIB, TOTAL, GIB)
     first, second = run.frames(catalog.EVENT_OUT_OF_MEMORY.name)
     assert first["step"] == 17
     asked = {"device": "cuda:0", "requested": 8 * GIB, "limit": TOTAL, "free": GIB}
@@ -243,6 +243,6 @@ def test_who_halves_the_batch_until_it_fits_writes_one_event_a_second(run: Recor
     watcher, now_s = observer(run, OomCuda()), [100.0]
     monkeypatch.setattr("torchobs.probes.device_memory.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     for _ in range(50):
-        watcher.note(0, GIB, TOTAL, 0)
+        watcher.record_oom(0, GIB, TOTAL, 0)
         now_s[0] += 0.03
     assert len(run.frames(catalog.EVENT_OUT_OF_MEMORY.name)) == 2

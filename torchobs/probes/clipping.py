@@ -118,7 +118,7 @@ class ClipWatch:
         for tap in (taps.TOTAL_NORM, taps.CLIP_BY_NORM, taps.CLIP_BY_VALUE):
             tap.leave()
 
-    def take(self, optimizer: Any, count: Callable[[Any, int], int]) -> Clipping | None:
+    def pop_clipping(self, optimizer: Any, count: Callable[[Any, int], int]) -> Clipping | None:
         """Return, once, the last clipping of as many gradients as the optimizer has; older ones are dropped.
 
         ``count``: called for the optimizer's number of gradients, with the number expected.

@@ -189,7 +189,7 @@ class OomObserver:
             return  # a build without CUDA
         self._context, self._torch = context, torch
         breaker = context.breaker("oom")  # of its own: an allocator without observers (cudaMallocAsync) has statistics
-        _Listening.to = breaker.guard(self.note)
+        _Listening.to = breaker.guard(self.record_oom)
         if not _Listening.attached:
             self._attach = breaker.guard(_attach)
             lazily: Any = torch.cuda._lazy_call
@@ -203,7 +203,7 @@ class OomObserver:
         queue = self._torch.cuda._queued_calls
         queue[:] = [entry for entry in queue if entry[0] is not self._attach]
 
-    def note(self, device: int, requested: int, limit: int, free: int) -> None:
+    def record_oom(self, device: int, requested: int, limit: int, free: int) -> None:
         """Write the event. Called in the thread that ran out of memory, before the exception is raised."""
         now = time.monotonic()
         if now - self._last < MIN_INTERVAL_S:

@@ -436,7 +436,7 @@ class PendingNorms:
             parts.clear()
         parts.append((ask, limit))
 
-    def take(self, last: int) -> Iterator[tuple[int, float, bool]]:
+    def pop_arrived(self, last: int) -> Iterator[tuple[int, float, bool]]:
         """Yield step, norm and whether it was clipped, for steps up to ``last``, in order."""
         for step in sorted(self._steps):
             if step > last:

@@ -111,7 +111,7 @@ class GradientProbe:
     def sample(self) -> None:
         """Write norms of ended steps once they have arrived from a device; publish measurements."""
         recorder = self._context.recorder
-        for step, norm, clipped in self._pending.take(recorder.step):
+        for step, norm, clipped in self._pending.pop_arrived(recorder.step):
             recorder.late(step, StepFlag.GRAD_NORM | (StepFlag.CLIPPED if clipped else 0), 0.0, norm)
         self._publish()
         self._updates.show()
@@ -218,7 +218,7 @@ class GradientProbe:
         before = [self._layers.norms(parts) for at, parts in self._past if at < step]
         blown = blown_layer(norms, [usual for usual in before[-_COMPARED:] if usual is not None])
         if blown is not None:
-            self._grown.note(blown, monotonic())
+            self._grown.publish(blown, monotonic())
         return blown
 
     def _report_faults(self, step: int, parts: list[Measurement]) -> None:
@@ -262,7 +262,7 @@ class GradientProbe:
         if changes != self._paced:
             self._paced = changes
             pace.begin(step)
-        clipping = self._clip.take(optimizer, self._grads_of)
+        clipping = self._clip.pop_clipping(optimizer, self._grads_of)
         pace.spend_later(self._devices.take_ns())
         due = pace.is_due(step)
         if clipping is not None:

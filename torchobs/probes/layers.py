@@ -365,7 +365,7 @@ class GrownLayers:
         self._until: dict[str, float] = {}
         self._named: set[str] = set()
 
-    def note(self, blown: BlownLayer, now: float) -> None:
+    def publish(self, blown: BlownLayer, now: float) -> None:
         """Publish a layer with its latest growth."""
         if blown.layer not in self._named and len(self._named) >= MOST_LAYERS:
             return

@@ -261,11 +261,11 @@ class LeakProbe:
             yield
         steps, sample = recorder.step - first, before[0][-LOOKED_GRAPHS:] if before else []
 
-        def look() -> tuple[int, int]:
+        def count_graphs() -> tuple[int, int]:
             living = [x.grad_fn for reference in sample if (x := reference()) is not None]
             return len(tensors_with_graph()), sum(map(is_left_behind, living))
 
-        yield from self._count_at_backward(after, look)
+        yield from self._count_at_backward(after, count_graphs)
         for number, left_behind in after:
             if min(steps, left_behind) >= GRAPH_STEPS and number - len(before[0]) >= steps:
                 yield from self._trace()
@@ -274,11 +274,11 @@ class LeakProbe:
         """Run a count at the next backward pass, and wait for it."""
         wanted, until_s = len(counts) + 1, self._clock() + WAIT_S
 
-        def look() -> None:
+        def count_once() -> None:
             if len(counts) < wanted:
                 counts.append(count())
 
-        self._context.at_backward(self._context.breaker(self.name).guard(look))
+        self._context.at_backward(self._context.breaker(self.name).guard(count_once))
         while len(counts) < wanted and self._clock() < until_s:
             yield
 

@@ -575,7 +575,7 @@ class StepRecorder:
         """Close a part: divide its time, and add the sizes of its batches to its values."""
         carry, plain = self._walk(), self.plain
         values, self._early, plain.sole, spent_ns = self._take_values(), 0, 0, carry.close(now_ns)
-        evaluations, batches = carry.take()
+        evaluations, batches = carry.pop_finished()
         self.evaluations.extend(evaluations)
         for loader, number in batches.items() if self.sizes else ():
             tokens, samples = self.sizes.get(loader, (0, 0))

@@ -83,15 +83,15 @@ class MissingGradients:
             presence.had = presence.had.intersection(measurement.keys) if presence.steps else set(measurement.keys)
             presence.steps += 1
             return 0
-        missing = self.of(measurement, optimizer)
+        missing = self.find_missing(measurement, optimizer)
         if missing:
             presence.absences += 1
         elif presence.absences:
             presence.had, presence.absences = set(), 0  # they come and go
         return len(missing)
 
-    def of(self, measurement: Measurement, optimizer: Any) -> list[Any]:
-        """Return the parameters with a missing gradient, in the optimizer's order."""
+    def find_missing(self, measurement: Measurement, optimizer: Any) -> list[Any]:
+        """Return the parameters that miss their gradient, in the optimizer's order."""
         presence = self._optimizers.of(optimizer)
         if presence is None or presence.steps < _PRESENT:
             return []
@@ -206,7 +206,7 @@ class StuckLayersWatch:
             if optimizer is None or not all(map(isfinite, measurement.norms)):
                 return
             groups = list(optimizer.param_groups)  # the training thread may change them meanwhile
-            absent = self._missing.of(measurement, optimizer)
+            absent = self._missing.find_missing(measurement, optimizer)
             missing = [layer for parameter in absent if (layer := self._layers.name_of(parameter))]
             if missing and not self._missing.certain(optimizer):
                 unsure.update(missing)

@@ -380,7 +380,7 @@ class Carry:
         spent_ns, self.spent_ns = self.spent_ns, [0] * PHASES
         return spent_ns
 
-    def take(self) -> tuple[list[tuple[int, int]], dict[int, int]]:
+    def pop_finished(self) -> tuple[list[tuple[int, int]], dict[int, int]]:
         """Return the evaluations that have ended and the batches that were trained on, and begin with none."""
         evaluations, batches, self.evaluations, self.batches = self.evaluations, self.batches, [], {}
         return evaluations, batches

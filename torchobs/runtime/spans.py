@@ -92,7 +92,7 @@ class RootSpans:
         """The root span that is open."""
         return self._roots[-1]
 
-    def at(self, ns: int) -> Root:
+    def find_root(self, ns: int) -> Root:
         """Return the root that had begun at this moment; for an earlier moment the oldest that is kept."""
         roots = list(self._roots)  # other threads ask, too
         return next((root for root in reversed(roots) if root.begun_ns <= ns), roots[0])
@@ -247,7 +247,7 @@ class RunSpan:
 
         An epoch longer than a segment stays in the file: what is sent of it are its segments.
         """
-        root, flags = self._roots.at(started_ns), self._flags
+        root, flags = self._roots.find_root(started_ns), self._flags
         if name == catalog.SPAN_EPOCH.name and ended_ns - started_ns > LONGEST_NS:
             flags &= ~1
         ids = root.ids._replace(span=os.urandom(8).hex())
@@ -403,7 +403,7 @@ class StepSpans:
             self._write(catalog.SPAN_STEP_PHASE.name, phase_ids, from_ns, to_ns, {"phase": phase}, {"parent": ids.span})
 
     def _write_step(self, step: int, started_ns: int, ended_ns: int, attributes: dict[str, object]) -> SpanId:
-        ids, links = self._ids.step(step), self._roots.links(self._roots.at(started_ns))
+        ids, links = self._ids.step(step), self._roots.links(self._roots.find_root(started_ns))
         self._written.append(step)
         self._write(catalog.SPAN_STEP.name, ids, started_ns, ended_ns, {"step": step, **attributes}, {"links": links})
         return ids

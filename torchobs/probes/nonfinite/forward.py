@@ -146,7 +146,7 @@ class ForwardTrace:
 
     def _inherited(self, node: GraphNode) -> Condition:
         """Return the condition that follows from the operands for an unknown result."""
-        states = {self.of(edge) if edge[0] is not None else Condition.UNKNOWN for edge in node.inputs}  # type: ignore[arg-type]  # checked
+        states = {self.get(edge) if edge[0] is not None else Condition.UNKNOWN for edge in node.inputs}  # type: ignore[arg-type]  # checked
         kept = len(states) == 1 and (node.builtin in RESHAPING or (node.builtin in PASSING and states == {Condition.FINITE}))
         return states.pop() if kept else Condition.UNKNOWN
 
@@ -154,7 +154,7 @@ class ForwardTrace:
         """Return whether the node may have produced non-finite values from finite ones."""
         if node.parameter is not None or all(self._conditions[node, index] is Condition.FINITE for index in outputs):
             return False
-        return all(edge[0] is None or self.of(edge) is not Condition.BAD for edge in node.inputs)  # type: ignore[arg-type]  # checked
+        return all(edge[0] is None or self.get(edge) is not Condition.BAD for edge in node.inputs)  # type: ignore[arg-type]  # checked
 
     def _release(self, node: GraphNode) -> None:
         """Drop the values that no later node uses, as the forward pass itself did."""
@@ -174,7 +174,7 @@ class ForwardTrace:
                 values[name] = self._values[edge]
         return values
 
-    def of(self, edge: tuple[GraphNode, int]) -> Condition:
+    def get(self, edge: tuple[GraphNode, int]) -> Condition:
         """Return the condition of a node's result."""
         return self._conditions.get(edge, Condition.UNKNOWN)
 
@@ -213,7 +213,7 @@ class ForwardTrace:
     def _bad_operands(self, node: GraphNode, *, certain: bool) -> Iterator[Birth]:
         """Yield operands that are no node's result: the batch, a constant, a parameter."""
         for producer, _ in node.inputs:
-            if producer is not None and producer.parameter is not None and (state := self.of((producer, 0))) not in _SOUND:
+            if producer is not None and producer.parameter is not None and (state := self.get((producer, 0))) not in _SOUND:
                 yield Birth(node, certain, producer.parameter, is_leaf=True, is_unread=state is Condition.UNKNOWN)
         yield from (Birth(node, certain, value) for value in self._bad_constants(node))
 
@@ -229,9 +229,9 @@ class ForwardTrace:
     def _origins(self, node: GraphNode) -> list[tuple[GraphNode, bool]]:
         """Return the nodes that the node's non-finite result comes from, and whether that is certain; none if it began here."""
         edges = [(producer, index) for producer, index in node.inputs if producer is not None and producer.parameter is None]
-        bad = [edge for edge in edges if self.of(edge) is Condition.BAD]
-        masked = [edge for edge in edges if self.of(edge) is Condition.MASKED]
-        unknown = [edge for edge in edges if self.of(edge) is Condition.UNKNOWN]
+        bad = [edge for edge in edges if self.get(edge) is Condition.BAD]
+        masked = [edge for edge in edges if self.get(edge) is Condition.MASKED]
+        unknown = [edge for edge in edges if self.get(edge) is Condition.UNKNOWN]
         if bad or (masked and node.builtin not in MASKABLE):
             return [(producer, True) for producer, _ in bad or masked]
         guessed = [edge for edge in edges if edge[0] in self._guessed]
@@ -257,12 +257,12 @@ class ForwardTrace:
             if not only_bad and (current.builtin in STRONG or not has_names):
                 return True
             odd = {Condition.BAD} if current.builtin in MASKABLE else {Condition.BAD, Condition.MASKED}
-            if any(edge[0] is not None and self.of(edge) in odd for edge in current.inputs):  # type: ignore[arg-type]  # checked
+            if any(edge[0] is not None and self.get(edge) in odd for edge in current.inputs):  # type: ignore[arg-type]  # checked
                 return True
             if any(True for _ in self._bad_constants(current)):
                 return True
             for producer, index in current.inputs:
-                if producer is not None and producer not in visited and self.of((producer, index)) is Condition.UNKNOWN:
+                if producer is not None and producer not in visited and self.get((producer, index)) is Condition.UNKNOWN:
                     visited.add(producer)
                     waiting.append(producer)
         return False

@@ -105,7 +105,7 @@ class ModuleNames:
             if (sharded_name := self._names.get(id(shard))) is not None:
                 self._names.setdefault(id(tensor), sharded_name)
 
-    def of(self, tensor: Any) -> str:
+    def name_of(self, tensor: Any) -> str:
         """Return the name of a parameter or buffer, also of one that shares memory with the tensor; ``""`` for any other."""
         return self._names.get(id(tensor)) or self._storages.get(memory_of(tensor) or -1, "")
 
@@ -160,7 +160,7 @@ class Locator:
         for producer, _ in node.inputs:
             source = self._sources.get(producer, producer) if producer is not None else None
             if source is not None and source.parameter is not None:
-                name = self._names.of(source.parameter)
+                name = self._names.name_of(source.parameter)
                 if name:
                     paths.append(self._names.owner(name))
         if not paths or self.is_preparation(node):

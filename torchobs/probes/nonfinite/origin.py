@@ -111,7 +111,7 @@ def from_overflow(bad: Sequence[Any], models: Iterable[Any], step: int) -> Nonfi
 def of_parameters(bad: Sequence[Any], models: Iterable[Any], step: int) -> NonfiniteOrigin:
     """Return the origin for parameters that are not finite and have no graph left."""
     names = ModuleNames(bad, models)
-    name = names.of(bad[0]) or UNNAMED
+    name = names.name_of(bad[0]) or UNNAMED
     module = names.owner(name)
     kind = type(names.modules[module]).__name__ if module in names.modules else ""
     several = len(bad) > 1  # an optimizer made them of gradients that are gone
@@ -263,8 +263,8 @@ class GraphTracer:
     def tensor_origin(
         self, tensor: Any, operator: str, place: Place, inputs: tuple[TensorRow, ...], *, is_leaf: bool
     ) -> NonfiniteOrigin | None:
-        """Return the origin for a tensor that had the values before this operator; ``None`` for a number in the code."""
-        name = self.names.of(tensor)
+        """Return the origin for a tensor that held the values before this operator; ``None`` for a number in the code."""
+        name = self.names.name_of(tensor)
         if name or is_leaf:
             module = self.names.owner(name)
             kind = type(self.names.modules[module]).__name__ if module in self.names.modules else ""

@@ -303,7 +303,7 @@ class NonfiniteProbe:
         if len(bad) == self._rest:
             return
         self._has_rest, self._rest = bool(bad), len(bad)
-        attributes = {"parameters_affected": len(bad)} | ({"parameter": names.of(bad[0]) or UNNAMED} if bad else {})
+        attributes = {"parameters_affected": len(bad)} | ({"parameter": names.name_of(bad[0]) or UNNAMED} if bad else {})
         self._context.writer.event(catalog.EVENT_NONFINITE_REST.name, attributes, self._context.recorder.step)
 
     def _arrived(self) -> None:
@@ -465,6 +465,6 @@ def _faults(parameters: Sequence[Any], models: Iterable[Any]) -> dict[str, Any]:
     if not bad:
         return {}
     names = ModuleNames(bad, models)
-    layers = list(dict.fromkeys(names.owner(name) for parameter in bad if (name := names.of(parameter))))
+    layers = list(dict.fromkeys(names.owner(name) for parameter in bad if (name := names.name_of(parameter))))
     kinds = ["nan"] if any(bool(parameter.grad.isnan().any()) for parameter in bad[:_MOST_NAMED]) else ["inf"]
     return {"layers": layers[:_MOST_NAMED], "layers_affected": len(layers), "kinds": kinds, "measured": False}
