@@ -21,6 +21,7 @@ from torchobs.flight.forward import LEAST_STAMPS
 from torchobs.flight.layout import PHASE_NAMES
 from torchobs.probes import forward_stamps
 from torchobs.probes.forward_stamps import MOST_REFUSED, ForwardStamps
+from torchobs.runtime.stack_samples import StackSamples
 
 INPUTS = torch.ones(2, 8)
 
@@ -84,6 +85,21 @@ def test_stamps_divide_what_no_fetch_does(run: Recording, training: Training) ->
     assert 40 * 0.001 < after["forward"] - before["forward"] < 0.5 * (after["other"] - before["other"])
     last = dict(zip(PHASE_NAMES, run.steps()[-1].phase_s, strict=True))
     assert (last["forward"], last["between"] > 0.01) == (0.0, True)
+
+
+def test_a_line_between_a_fetch_and_the_forward_pass_is_sampled(training: Training) -> None:
+    """For as long as it was to the forward pass in the last stamped step: what comes then is that, and the loss."""
+    samples, fetched = StackSamples(training.context), iter(DataLoader([INPUTS] * 2, batch_size=None))  # type: ignore[arg-type]
+    training.ask()
+    next(fetched)
+    samples.sample()
+    training.step(before_s=0.2)
+    next(fetched)
+    samples.sample()
+    time.sleep(0.3)
+    samples.sample()
+    assert [place.function for place in samples._counts] == ["test_a_line_between_a_fetch_and_the_forward_pass_is_sampled"]
+    assert samples._total == 1.0
 
 
 def test_calls_that_are_no_forward_pass_of_training_are_passed_over(training: Training) -> None:

@@ -106,12 +106,7 @@ def _nonfinite_loss(report: RankView) -> Finding:
     step = steps[lost]
     name = "NaN" if step.loss is None or isnan(step.loss) else "infinite"
     if _is_older(steps, [step.loss for step in steps[:lost]]):
-        first = _first(report, "nonfinite_loss")
-        if first is None or first.step is None or report.counted.get("nonfinite_loss") != report.done - first.step + 1:
-            return finding("nonfinite_loss_before", step=step.step, name=name)
-        # as many as there were steps since the first: none was finite in between
-        wasted = report.done - first.step or None
-        return finding("nonfinite_loss", step=first.step, since=first.step, name=name, wasted=wasted)
+        return finding("nonfinite_loss_before", step=step.step, name=name)
     rate = _rate(steps, lost)
     return finding(
         "nonfinite_loss",

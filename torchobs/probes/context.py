@@ -541,6 +541,7 @@ class TrainingState:
 
     __slots__ = (
         "_plain", "autocast", "captures", "epoch", "epochs", "evaluating_since_ns", "idle", "left", "loop", "others",
+        "to_call_ns",
     )  # fmt: skip
 
     def __init__(self, plain: PlainSteps | None = None) -> None:
@@ -559,6 +560,8 @@ class TrainingState:
         """Whether the thread has left those loops"""
         self.evaluating_since_ns = 0
         """When a long evaluation in progress began; 0 if none is in progress"""
+        self.to_call_ns = 0
+        """From a fetch to the forward pass, by the last forward stamp, which sets it"""
         self.epoch = 0
         """Number of the last epoch that has begun, from 1; 0 before the first"""
         self.epochs: deque[EpochStart] = deque(maxlen=1024)

@@ -21,6 +21,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
+from torchobs.probes.timeline import FORWARD
 from torchobs.support.graph_safe import dispatch_modes, no_hook_in_graphs
 from torchobs.support.import_hooks import after_import, cancel
 from torchobs.taps.patch import Patch
@@ -76,7 +77,7 @@ class ForwardStamps:
 
     def close(self) -> None:
         """Make no more stamps. Idempotent."""
-        self._closed = True
+        self._closed, self._training.to_call_ns = True, 0
         self._take_away()
 
     def remove(self) -> None:
@@ -132,6 +133,8 @@ class ForwardStamps:
         ):
             self._take_away()
             self._recorder.plain.called_ns = now_ns
+            phase, since_ns = self._recorder.phase()
+            self._training.to_call_ns = now_ns - since_ns if phase == FORWARD else 0
             return
         self._refused += 1
         if self._refused >= MOST_REFUSED:

@@ -240,7 +240,7 @@ class StuckLayersWatch:
 
     def report_missing(self, cause: str, layers: Sequence[str], step: int, parameters: Collection[int] = ()) -> None:
         """Report layers of optimizers with ``parameters`` that get no gradient; no layers: some have come after all."""
-        total, at = self._layers.count(layers, parameters), layers[-1] if layers else ""
+        total, at = max(self._layers.count(layers, parameters), len(layers)), layers[-1] if layers else ""
         if cause == "no_gradient":
             self._without = len(layers)
             self._show()
@@ -254,9 +254,7 @@ class StuckLayersWatch:
 
 
 def _values(cause: str, layers: Sequence[str], total: int, at: str) -> dict[str, object]:
-    affected = len(layers)
-    total = max(total, affected)  # parameters of no model are no layer's
-    return {"layers": list(layers[:_NAMED]), "layers_affected": affected, "layers_total": total, "cause": cause, "at": at}
+    return {"layers": list(layers[:_NAMED]), "layers_affected": len(layers), "layers_total": total, "cause": cause, "at": at}
 
 
 def _part(layer: Any, key: int, group: int | None, layers: Layers) -> _Part:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
 from torchobs.detect.speed import LEAST_OF_LINE, LEAST_SAMPLES
-from torchobs.probes.timeline import OTHER
+from torchobs.probes.timeline import FORWARD, OTHER
 from torchobs.support.rate_limit import RateLimiter
 from torchobs.support.source_lines import is_users
 from torchobs.taps.taps import ThreadFrames
@@ -50,7 +50,9 @@ class StackSamples:
     def sample(self) -> None:
         """Take a sample if the training thread is between the phases of a step."""
         recorder, training = self._context.recorder, self._context.training
-        if not recorder.ended or training.idle or training.evaluating_since_ns or recorder.phase()[0] != OTHER:
+        phase, since_ns = recorder.phase()
+        is_between = phase == OTHER or (phase == FORWARD and time.monotonic_ns() - since_ns < training.to_call_ns)
+        if not (recorder.ended and is_between) or training.idle or training.evaluating_since_ns:
             return
         with ThreadFrames() as frames:
             place = innermost(frames.get(training.thread))
