@@ -54,7 +54,7 @@ SOCKET_NAME = "exporter.sock"
 
 
 def is_socket_wanted(config: ExporterConfig) -> bool:
-    """Return whether the socket is wanted: as configured (``off``: no); by default only in a node's exporter."""
+    """Return whether there is a socket: as configured (``off``: no); by default only in a node's exporter."""
     return config.api_socket != OFF and (config.api_socket is not None or config.mode == "node")
 
 
@@ -126,7 +126,7 @@ class Token:
 
     @property
     def is_configured(self) -> bool:
-        """True if a token file is configured, readable or not."""
+        """Whether a token file is configured, readable or not."""
         return self._path is not None
 
     def admits(self, text: str) -> bool:

@@ -59,7 +59,7 @@ PREFIX = "/api/v1"
 MOST_RINGS = 256
 """Most ranks with events read for one request: a ring takes some milliseconds."""
 LATE_FACTOR = 3
-"""Records read per requested step: the step's own, and those with values that devices delivered later."""
+"""Records read per requested step: the step's own, and those with late values from devices."""
 
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 _LAYER = "layer"
@@ -172,11 +172,11 @@ def _step(record: StepRecord, rank: Rank) -> Answer:
 
 _LOSS_KINDS = ("nonfinite_loss", "loss_spike", "diverged")
 _STEP_ANOMALIES = ("gradient_explosions", "gradient_vanishing", "loss_anomalies")
-"""As the API names ``catalog.STEP_ANOMALIES``"""
+"""The API's names for ``catalog.STEP_ANOMALIES``"""
 
 
 def debug_summary(snapshot: Snapshot, evidence: int) -> Answer:
-    """Return levels, active anomalies, failed probes and the operations of the ranks; ``evidence``: number of artifacts."""
+    """Return levels, active anomalies, failed probes and operations of the ranks; ``evidence``: number of artifacts."""
     operations = [row for rank in snapshot.ranks for row in _operations(rank, readings_of(rank))]
     count = sum(row.count for row in operations)
     alive = [rank for rank in snapshot.ranks if rank.up]
@@ -213,7 +213,7 @@ def _greatest(values: Iterable[float | None]) -> float | None:
 
 
 def _operations(rank: Rank, readings: Readings) -> Iterator[Answer]:
-    """Yield a row for each operation that was done."""
+    """Yield a row for each operation."""
     for (name,), count in readings.of(catalog.DEBUG_OPERATIONS).items():
         if count:
             yield schema.DebugOperation(
@@ -234,7 +234,7 @@ def _raised(rank: Rank, metric: catalog.Metric) -> list[str]:
 
 
 def _counts(rank: Rank) -> Counter[str]:
-    """Return a rank's steps and anomalies: of the steps checked by hand, or of all where none was."""
+    """Return a rank's steps and anomalies: of the steps checked by hand, or without any of all steps."""
     readings = readings_of(rank)
 
     def count(metric: catalog.Metric, *key: str) -> int:
@@ -328,7 +328,7 @@ class Api:
         return [Mount(PREFIX, app=Starlette(routes=routes, exception_handlers={HTTPException: _http_problem}))]
 
     async def review(self, snapshot: Snapshot) -> None:
-        """Do what the ranks' states require: ask hung ranks for their stacks, forget ended ones."""
+        """Follow the ranks' states: ask hung ranks for their stacks, drop ended ones."""
         if self.commands.due(snapshot):
             await self._run(self.commands.review, snapshot)
 
@@ -355,7 +355,7 @@ class Api:
         return endpoint
 
     async def _answer(self, operation: Operation, request: Request, channel: AccessChannel) -> Response:
-        """Return the answer to a request that is allowed and as described. Raises ``Problem``."""
+        """Return the answer to an allowed and valid request. Raises ``Problem``."""
         authenticated = bool(request.scope.get(LET_IN))
         refusal = access.refusal(request.method, request.headers, channel, self._token, authenticated=authenticated)
         if refusal is not None:
@@ -445,7 +445,7 @@ class Api:
         return StreamingResponse(commands.read(stored), headers=headers, media_type=media_type)
 
     async def _check_failure(self, identifier: str) -> None:
-        """Raise ``Problem`` if the rank asked for that artifact has reported that it could not write it."""
+        """Raise ``Problem`` if the rank has reported that it could not write that artifact."""
         rank = await self._run(self.commands.asked, (await self._watch.fresh()).ranks, identifier)
         if rank is None:
             return
@@ -480,7 +480,7 @@ class Api:
     # -- helpers -----------------------------------------------------------------------------------------------------------
 
     async def _targets(self, request: Request) -> list[Rank]:
-        """Return the ranks to command, with what they have read by now."""
+        """Return the ranks to command, with the commands that they have read so far."""
         return living(ranks_named(await self._watch.after_now(), request.state.query.get("rank")))
 
     async def _rank(self, request: Request) -> Rank:

@@ -1,4 +1,4 @@
-"""What the API takes and returns: its objects as msgspec structs, its operations, and the OpenAPI document made of both.
+"""Requests and responses of the API: objects as msgspec structs, operations, and the OpenAPI document made of both.
 
 Units are in the names; a number that is not finite is a text (``"NaN"``).
 """
@@ -43,11 +43,11 @@ _LATEST_NS = 253_402_300_799 * 1_000_000_000  # the year 9999
 
 
 Answer = Any
-"""One of the structs below. They are made from tables, so that a type checker does not know their fields"""
+"""One of the structs below, which are made from tables: a type checker does not know their fields"""
 
 
 Dated = tuple[tuple[int, str, int], Answer]
-"""An event after its place among all ranks' events (Unix ns, incarnation, position in its file), which is a page's cursor"""
+"""An event, after its place among all ranks' events (Unix ns, incarnation, position in its file): a page's cursor"""
 
 
 def _object(name: str, /, **fields: Any) -> Any:
@@ -315,7 +315,7 @@ OPERATIONS = (
     _command("profile", "/profile", "Profile some steps of a rank; the trace is evidence.", ProfileAsked, StepsWanted),
     _command("stacks", "/stacks", "Have all ranks, or one, write down the stacks of their threads.", StacksAsked),
 )
-"""The routes are created from it, and what a request may contain."""
+"""All operations: routes and the valid requests come from this table."""
 
 
 def query(request: Request, names: tuple[str, ...]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ _REMEDIES = {
 
 
 class StoredArtifact(NamedTuple):
-    """An artifact that was found, opened for reading."""
+    """An artifact, opened for reading."""
 
     evidence: ArtifactName
     file: BinaryIO
@@ -167,7 +167,7 @@ def _description(artifact: ArtifactName, status: os.stat_result, run: dict[str, 
 
 
 def failure_problem(rank: str, failure: Mapping[str, Any]) -> Problem:
-    """Return the problem for a request of that artifact. The event's attributes come from a rank and are not trusted."""
+    """Return the problem for a request of that artifact. The event's attributes come from a rank: they are not trusted."""
     reason = failure.get("reason")
     what = _REMEDIES.get(reason, "failed at it.") if isinstance(reason, str) else "failed at it."
     texts = [failure.get(name) for name in ("detail", "exception.type")]
@@ -184,7 +184,7 @@ class CommandService:
     def __init__(self, config: ExporterConfig, store: ArtifactStore) -> None:
         self._config, self._store = config, store
         self._commanded: set[str] = set()
-        """incarnations that were sent a command, and have not ended since"""
+        """incarnations that got a command, and have not ended since"""
         self._cleared: set[str] = set()
         """incarnations that have ended and have no control file of this or an earlier exporter"""
         self._hung: dict[str, int | None] = {}
@@ -235,7 +235,7 @@ class CommandService:
         return self._store.clear()
 
     def review(self, snapshot: Snapshot) -> None:
-        """Request the stacks of all ranks of runs in which one has just begun to hang; remove commands of ended ranks."""
+        """Request the stacks of all ranks of a run once one begins to hang; remove commands of ended ranks."""
         runs = {(rank.job_name, rank.run_id) for rank in snapshot.ranks if rank.state == "hung"}
         hung = {rank.incarnation: rank for rank in snapshot.ranks if rank.up and (rank.job_name, rank.run_id) in runs}
         for incarnation, rank in hung.items():
@@ -256,7 +256,7 @@ class CommandService:
         return any(rank.state == "hung" for rank in snapshot.ranks) or bool(self._stale(snapshot))
 
     def _stale(self, snapshot: Snapshot) -> set[str]:
-        """Return the incarnations that may have a control file and have ended, or been replaced by a later one."""
+        """Return the incarnations that may have a control file, and have ended or been replaced."""
         ended = {rank.incarnation for rank in snapshot.ranks if not rank.up}
         return (self._commanded - {rank.incarnation for rank in snapshot.ranks if rank.up}) | (ended - self._cleared)
 

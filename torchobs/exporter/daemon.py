@@ -68,7 +68,7 @@ SETTLED_S, THOROUGH_S = 60.0, 3600.0
 YOUNG = 10_000
 """Threshold of the youngest generation: with Python's default it would be collected three times per page."""
 NO_RANK_S = 120.0
-"""Seconds without a rank before that is worth a word: a training imports torch within the first two minutes."""
+"""Seconds without a rank until a log line says so: a training imports torch within the first two minutes."""
 
 NO_RANK = (
     "no rank has appeared: does the training call torchobs.init(), and does its image have torchobs? With the label "
@@ -101,7 +101,7 @@ class Keeper:
         self._work: asyncio.Task[None] | None = None
 
     def keep_ended(self, snapshot: Snapshot) -> None:
-        """Begin to keep what has ended, unless that is under way."""
+        """Begin to keep runs that have ended, unless that is under way."""
         if not self._is_wanted or (self._work is not None and not self._work.done()):
             return
         alive = {rank.run_id for rank in snapshot.ranks if rank.up}
@@ -112,7 +112,7 @@ class Keeper:
             self._work = asyncio.get_running_loop().create_task(work)
 
     async def finish(self, snapshot: Snapshot) -> None:
-        """Keep what has ended by now, and wait for it, but not for ever."""
+        """Keep the runs that have ended, and wait for that, but not for ever."""
         for _ in range(2):  # what was under way, and what has ended since
             self.keep_ended(snapshot)
             if self._work is not None:
@@ -472,7 +472,7 @@ class _Service:
 
 
 def _optional(config: ExporterConfig) -> tuple[Push | None, HostMetrics | None]:
-    """Return the OTLP push and the machine's metrics, as far as configured; what is not configured is not imported."""
+    """Return the OTLP push and the machine's metrics, if configured; only then are they imported."""
     push, host = None, None
     if config.push is not None:
         from torchobs.exporter.otlp.push import Push

@@ -1,4 +1,4 @@
-"""The exporter's own metrics: of each rank's state and of itself. Used by the metrics page and by the OTLP push."""
+"""The exporter's own metrics, of each rank's state and of itself, for the metrics page and the OTLP push."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _STATES = {
     state: tuple(Sample(catalog.RANK_STATE_SET, {"state": other}, float(other == state)) for other in catalog.RANK_STATES)
     for state in catalog.RANK_STATES
 }
-"""A state set: all states of a rank are there, so that what is averaged or absent means what it says"""
+"""A state set: all states of a rank are on the page, so that averages and absences are right"""
 _ENDINGS = {reason: Sample(catalog.RANK_EXIT, {"reason": reason}, 1.0) for reason in catalog.EXIT_REASONS}
 _STALL_PHASES = {phase: {"phase": phase} for phase in catalog.STALL_PHASES}
 _UP = {up: Sample(catalog.RANK_UP, _NO_LABELS, float(up)) for up in (False, True)}
@@ -161,6 +161,6 @@ def _of_push(signal: Mapping[str, str], counts: PushCounts) -> Iterator[Sample]:
 
 
 def by_attribute(metric: Metric, values: Mapping[str, float], common: Mapping[str, str] = _NO_LABELS) -> Iterator[Sample]:
-    """Yield one sample for each value of the metric's only attribute that is not among ``common``, which all have."""
+    """Yield one sample for each value of the metric's only attribute besides the ``common`` ones."""
     (attribute,) = (attribute for attribute in metric.attributes if attribute.name not in common)
     return (Sample(metric, {**common, attribute.name: name}, value) for name, value in values.items())

@@ -57,7 +57,7 @@ _SUFFIXES = {
 
 
 class NameRegistry:
-    """The names in use. The first to claim a name owns it; the catalog's names are claimed from the start."""
+    """Names in use. The first to claim a name owns it; the catalog's names are claimed from the start."""
 
     def __init__(self, others: Iterable[str] = (), *, host: bool = False) -> None:
         """``others``: sample names that others add to the page; ``host``: it has the machine's metrics.
@@ -140,7 +140,7 @@ class RankLines:
         """``number``: that of the first snapshot with the rank."""
         self.quiet = QuietSeries(number)
         self.is_holding = False
-        """whether the last page shows a counter of the rank at 0 that has counted"""
+        """whether the last page shows a counter at 0 that has counted already"""
         self._identity = dict(zip(labels.IDENTITY, (rank.job_name, rank.run_id, rank.rank), strict=True))
         self._names, self._limits = names, limits
         self._entries: dict[int, LabelledSeries | None] = {}
@@ -151,7 +151,7 @@ class RankLines:
         """name and labels of each admitted series, to detect duplicates"""
         self._renderers: dict[Format, SampleRenderer] = {}
         self._blocks: dict[tuple[Format, int], tuple[tuple[tuple[Series, ...], bool, bool], BlockRenderer]] = {}
-        """the renderer of each block, with the series and the state of the rank that it is for"""
+        """the renderer of each block, with its series and the rank's state"""
 
     def of_exporter(self, rank: Rank, form: Format) -> list[FamilyLines]:
         """Return the lines of the exporter's own metrics of the rank."""

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 FRESH_S = 0.1
 """Age up to which results serve another scrape as well; as the snapshot's (``snapshot_cache``)."""
 DEADLINE_S = 0.2
-"""How long a scrape waits for all collectors together: a hundred times what they take, well below any scrape timeout."""
+"""How long a scrape waits for all collectors: a hundred times their usual time, well below any scrape timeout."""
 KEEP_S = 60.0
 """Greatest age of a result that is shown for lack of a newer one: one to four scrape intervals."""
 FAILS = (OSError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError, RuntimeError, Warning)
-"""Exceptions of reading files of an unknown kernel, also by psutil, which warns if it finds less than it expects."""
+"""Exceptions of reading an unknown kernel's files, also by psutil, which warns about missing fields."""
 
 OWN_PROCFS = "/proc"
 _CPU_FIELDS = {mode: (mode,) for mode in catalog.CPU_MODES} | {"interrupt": ("irq", "softirq")}

@@ -42,7 +42,7 @@ HEAD_S = 10.0
 """Time limit of a TLS handshake, and of the first request's head, which Prometheus sends in one packet."""
 
 MOST_CONNECTIONS = 512
-"""By the network, and by Unix sockets, which no crowd on the network closes: more than any number of scrapers and people."""
+"""Most connections by the network, and as many by Unix sockets: more than any number of scrapers and people"""
 
 MOST_HEAD = 16 * 1024
 """Most bytes of a request's head."""
@@ -281,9 +281,9 @@ class Listeners(uvicorn.Server):
         super().__init__(settings)
         self.lifespan = settings.lifespan_class(settings)
         self.recent: dict[HttpProtocol, None] = {}
-        """the connections, the one first that came, or got its last response, the longest ago"""
+        """the connections; first the one that came, or got its last response, the longest ago"""
         self.problems: tuple[str, ...] = ()
-        """why it does not listen as configured"""
+        """problems: why it does not listen as configured"""
         self.unannounced = 0
         self._config, self._web_config, self._announce = config, web_config, announce
         # no TLS and no passwords for a Unix socket: its file's mode controls access
@@ -329,7 +329,7 @@ class Listeners(uvicorn.Server):
         await self.shutdown(sockets=self.sockets)
 
     async def _renew(self) -> None:
-        """Accept connections with the new context of TLS; the others end, after a response that is under way."""
+        """Accept connections with the new TLS context; older ones end, after a response that is under way."""
         self._context = self._web_config.context
         loop, renewed = asyncio.get_running_loop(), [bound for bound in self._accepting if not isinstance(bound, UnixSocket)]
         for listening in (listener for bound in renewed for listener in self._accepting[bound].sockets):

@@ -38,7 +38,7 @@ PATIENCE_S = 30.0
 _LATE_S = 5.0
 """How much later than by its longest interval a scrape may come"""
 _REMEMBERED_S = 300.0
-"""For how long a scraper is expected that has come once, and the most in all"""
+"""How long a scraper that has come once is expected, and any scraper at most"""
 _MOST_SCRAPERS = 64
 
 Client = tuple[str, int]
@@ -56,7 +56,7 @@ class _Scraper(NamedTuple):
     number: int
     """newest snapshot that it has received"""
     final: int
-    """newest snapshot that it has received with all values"""
+    """newest snapshot that it has received with every value shown"""
 
 
 class ScrapeTracker:

@@ -47,13 +47,13 @@ EVERY_S = 600.0
 LONG_S = 600.0
 """Age from which the end of a run is worth a message by itself"""
 SETTLED_S = 3.0
-"""How long trouble lasts before a message: by then it is known which rank failed first, and where a NaN was born"""
+"""How long trouble lasts before a message: until the first failed rank, or the origin of a NaN, is known"""
 STALE_S = 60.0
-"""What ended so long before the exporter began was reported by another one, or is old news"""
+"""Runs that ended so long before the exporter began were reported by another one, or are old news"""
 RETRIED_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 300.0, 1.0, 60.0
 TIMEOUT_S = 10.0
 _RELAXATION = 10.0
-"""A look is followed by a pause of so many times its duration"""
+"""Pause after a look, in multiples of its duration"""
 _MOST_UNSENT, _MOST_TEXT = 16, 3000
 _RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 _HANGS, _NANS = frozenset({"hung", "unresponsive"}), ("nonfinite_", ORIGIN)
@@ -64,7 +64,7 @@ _log = logging.getLogger(__name__)
 
 
 class Message(NamedTuple):
-    """What is sent: ``text`` to a URL, all of it to a command."""
+    """A message: a URL gets its ``text``, a command all of it."""
 
     text: str
     kind: str
@@ -72,11 +72,11 @@ class Message(NamedTuple):
     run_id: str
     host: str
     action: str | None
-    """what to do, of a run that has ended"""
+    """what to do after a run has ended"""
 
 
 class Notifier:
-    """Decides what to send, and sends it. To be used in one event loop."""
+    """Decides on messages, and sends them. To be used in one event loop."""
 
     def __init__(
         self, config: ExporterConfig, watch: SnapshotCache, outcomes: Outcomes, page: Callable[[], tuple[str, str]]
@@ -88,7 +88,7 @@ class Notifier:
         """trouble by run and kind, and since when it is seen"""
         self._said: set[tuple[str, str]] = set()
         self._targets: dict[str, str] = {}
-        """where the ranks of a run send to, by their incarnation; empty: nowhere of their own"""
+        """the own targets of ranks, by incarnation; empty: none"""
         self._sending: list[Thread] = []
         self._dead, self._noticed = set[str](), set[str]()
         """incarnations that have ended, in the newest snapshot and in the one last looked at"""
@@ -97,7 +97,7 @@ class Notifier:
 
     @property
     def settled(self) -> bool:
-        """True if no end waits to be looked at, and nothing to be sent."""
+        """Whether no end is left to be looked at, and no message to be sent."""
         waits = self._dead != self._noticed or self._since.keys() - self._said
         return not (waits or any(thread.is_alive() for thread in self._sending))
 
@@ -119,7 +119,7 @@ class Notifier:
             self._looking = asyncio.get_running_loop().create_task(self._review_newest())
 
     def close(self) -> None:
-        """Give up what is unsent."""
+        """Drop unsent messages."""
         self._closed.set()
         if self._looking is not None:
             self._looking.cancel()
@@ -133,7 +133,7 @@ class Notifier:
             await asyncio.sleep(_RELAXATION * (time.perf_counter() - began_s))
 
     def _notice(self, runs: Sequence[RunView]) -> None:
-        """Send what has been so for long enough, once."""
+        """Send a message, once, for trouble that has lasted long enough."""
         now_s, troubles = time.monotonic(), {(run.key, kind): run for run in runs for kind in trouble(run, self._began_s)}
         self._since = {key: self._since.get(key, now_s) for key in troubles}
         self._said &= troubles.keys()
@@ -145,7 +145,7 @@ class Notifier:
                 self._start(target, self._message(run, kind))
 
     def _message(self, run: RunView, kind: str) -> Message:
-        """Return the words of the page, the culprit, what to do, and where there is more."""
+        """Return the message: words of the page, the culprit, what to do, and links."""
         after = self._outcomes.verdict(run) if has_ended(run) else None
         url, tunnel = self._page()
         culprits = [proof.text for proof in after.evidence[:2]] if after else []

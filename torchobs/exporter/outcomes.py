@@ -1,4 +1,4 @@
-"""The runs of a directory with what to do about those that have ended: for the API and for messages."""
+"""The runs of a directory, with a verdict on those that have ended: for the API and for messages."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _MOST_ENDS = 4096
 
 
 class Outcomes:
-    """Reads runs, and remembers how their ranks ended: the scanner soon forgets the attempt before."""
+    """Reads runs, and keeps how their ranks ended: the scanner soon drops the attempt before."""
 
     def __init__(self) -> None:
         self._details, self._runs = DetailsReader(), RunsReader()
         self._ends: dict[tuple[str, str, str], dict[str, End]] = {}
         """the last two ends of a rank, by incarnation"""
         self._verdicts: dict[object, Verdict] = {}
-        """of runs that have ended, as long as nothing changes: thousands of ranks take a second"""
+        """verdicts on runs that have ended, until something changes: thousands of ranks take a second"""
 
     def read(self, scan: Scanner, snapshot: Snapshot) -> tuple[RunView, ...]:
         """Return the runs; to be called in the scan thread."""

@@ -69,7 +69,7 @@ PARTS = {
 }  # fmt: skip
 """The sections' ids, with names for screen readers"""
 _MOST_QUERY = 16_000
-"""Enough for the longest name of a run: it is from a header of 4 KiB, and each byte may take three in a query"""
+"""Longest query: a run's name comes from a header of 4 KiB, and each byte may take three in a query"""
 _MOST_PAGE = 1000
 
 
@@ -292,7 +292,7 @@ class LivePage:
 
 
 def guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Return the handler behind the API's rules for reading, because the page shows the same data."""
+    """Return the handler behind the API's rules for reading: the page shows the same data."""
 
     async def guarded(request: Request) -> Response:
         channel = "socket" if access.is_unix(request.scope) else access.access_channel(request.scope)

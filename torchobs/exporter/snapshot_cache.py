@@ -54,7 +54,7 @@ class SnapshotCache:
         return self.latest
 
     async def ask(self, question: Callable[[Scanner], T]) -> T:
-        """Call a function that reads more of the files than a snapshot has, in the scan thread; return its result."""
+        """Call a function that reads more of the files than a snapshot, in the scan thread; return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, question, self._scanner)
 
     def close(self) -> None:

@@ -93,7 +93,7 @@ class LabelledSeries:
 
     @property
     def prefixes(self) -> Sequence[str]:
-        """The lines up to their numbers; made when they are needed, for most quiet series never are."""
+        """The lines up to their numbers, made when needed: most quiet series never need them."""
         if not self._prefixes and self.series.kind is Kind.HISTOGRAM:
             name, edges = self.family.name, [*map(_go, self.series.bounds), "+Inf"]
             buckets = [prefix(f"{name}_bucket", {**self.labels, "le": edge}) for edge in edges]
@@ -235,7 +235,7 @@ def pieces(form: Format, foreign: bytes, families: Iterable[str]) -> Iterator[by
 
 
 class FamilyLines(NamedTuple):
-    """Some of a family's lines, each preceded by its line break."""
+    """Lines of a family, each preceded by its line break."""
 
     heading: Heading
     lines: str
@@ -284,7 +284,7 @@ class SampleRenderer:
 
 
 _SHOWN = -1
-"""In place of a snapshot's number: the series may be shown to every scraper"""
+"""Stands for a snapshot's number: every scraper may see the series"""
 
 
 class QuietSeries:
@@ -303,7 +303,7 @@ class QuietSeries:
         self._first = self._number = first
         self._acknowledged = 0
         self._since: dict[int, int] = {}
-        """snapshot in which each series on the page first had another value, by the series' id"""
+        """snapshot in which each series on the page first changed its value, by the series' id"""
 
     def begin(self, number: int, acknowledged: int) -> None:
         """Begin the page of a snapshot; every expected scraper has received that of ``acknowledged`` or a newer one."""

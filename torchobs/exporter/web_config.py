@@ -114,7 +114,7 @@ class WebConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def authenticates(self) -> bool:
-        """True if every request that passes is authenticated, by a password or a client certificate."""
+        """Whether every request that passes is authenticated, by a password or a client certificate."""
         return bool(self.users) or (self.tls is not None and self.tls.client_auth_type == "RequireAndVerifyClientCert")
 
     @property

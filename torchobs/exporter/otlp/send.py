@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from torchobs.exporter.config import PushTarget
 
 HTTP_RETRYABLE = frozenset({408, 429, 502, 503, 504})
-"""The specification's, and that of a server which ends an idle connection; another error is the request's or its URL's."""
+"""The specification's, and 408 of a server that ends an idle connection; others blame the request or its URL."""
 HTTP_OF_ADDRESS = frozenset({401, 403, 404, 405, 407, 410, 415, 501})
 """Status codes of a receiver that takes nothing at this URL or with these credentials; so does a redirect."""
 GRPC_RETRYABLE = frozenset({"CANCELLED", "DEADLINE_EXCEEDED", "ABORTED", "OUT_OF_RANGE", "UNAVAILABLE", "DATA_LOSS"})
-"""The specification's; RESOURCE_EXHAUSTED is one, too, if the receiver sends ``RetryInfo``."""
+"""The specification's; also RESOURCE_EXHAUSTED if the receiver sends ``RetryInfo``."""
 GRPC_OF_ADDRESS = frozenset({"NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNIMPLEMENTED"})
 GRPC_METHODS = {
     "metrics": "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export",
@@ -71,7 +71,7 @@ class Outcome:
     words: str = ""
     """message of the receiver or of the operating system, one printable line"""
     of_address: bool = False
-    """the receiver refuses whatever is sent to this address, with these credentials"""
+    """the receiver refuses every request to this address with these credentials"""
 
 
 class Transport(Protocol):

@@ -1,4 +1,4 @@
-"""What the push sends: data points of snapshots, spans and log records of the ranks' event rings, as OTLP's requests.
+"""The push's requests: data points of snapshots, spans and log records of the ranks' event rings.
 
 The messages are protobuf's: the data classes of OpenTelemetry's SDK lack *no recorded value*, trace flags and trace state, and
 its encoder of log records is not stable.
@@ -123,7 +123,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """Where items stand in a request: a resource and an instrumentation scope. Compared by identity."""
+    """A resource and an instrumentation scope, the place of items in a request. Compared by identity."""
 
     resource: Resource
     scope: InstrumentationScope
@@ -159,7 +159,7 @@ class Item(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One serialised request and the number of its items. ``owner``: the rank or service that they are all of."""
+    """One serialised request and the number of its items. ``owner``: the rank or service of them all."""
 
     body: bytes
     items: int
@@ -171,11 +171,11 @@ _REQUESTS: dict[str, tuple[Any, str, str]] = {
     "traces": (ExportTraceServiceRequest, "spans", "spans"),
     "logs": (ExportLogsServiceRequest, "logs", "log_records"),
 }
-"""Of each signal the request, what its levels are called, and the field of its items"""
+"""For each signal the request, the names of its levels, and the field of its items"""
 
 
 def batches(signal: str, items: Iterable[Item]) -> list[Batch]:
-    """Return requests that hold the items in their order, each of one resource: a receiver refuses a request as a whole."""
+    """Return requests with the items in order, each of one resource: a receiver refuses a whole request."""
     most, owned = MOST_ITEMS[signal], dict[int, list[Item]]()
     for item in items:
         owned.setdefault(id(item.place.resource), []).append(item)
@@ -225,7 +225,7 @@ def any_value(value: object, depth: int = _DEPTH) -> AnyValue:
 
 
 def pairs(attributes: Mapping[str, object], depth: int = _DEPTH) -> list[KeyValue]:
-    """Return attributes as messages; one without a name is none."""
+    """Return attributes as messages, without nameless ones."""
     return [KeyValue(key=encodable(name), value=any_value(value, depth)) for name, value in attributes.items() if name]
 
 
@@ -268,7 +268,7 @@ def _scope(name: str, version: str, attributes: Mapping[str, object] | None = No
 
 
 class _Stream:
-    """One series, and what its points have in common."""
+    """One series, and the parts that its points share."""
 
     __slots__ = ("_common", "_has_sum", "_kind", "_place", "is_open", "metric", "series", "survives")
 
@@ -455,10 +455,10 @@ class Metrics:
 
 
 class Rings:
-    """Reads every rank's event ring, with its own file descriptors: the scanner's belong to its thread. For one thread."""
+    """Reads every rank's event ring, by its own file descriptors: the scanner's belong to another thread. For one thread."""
 
     def __init__(self, config: ExporterConfig, *, spans: bool) -> None:
-        """``spans``: they are wanted."""
+        """``spans``: read spans as well."""
         self._directory, self._spans = Directory(config), spans
         self._rings: dict[str, _Ring] = {}
         self._warnings = RateLimiter(_WARN_EVERY_S)
@@ -506,7 +506,7 @@ class Rings:
 
 @contextmanager
 def _left_out(rank: Rank) -> Iterator[None]:
-    """Leave out, and log, a frame that no message can be made of: its application has given it a time that is no integer."""
+    """Drop and log a frame that cannot become a message: its application gave it a time that is no integer."""
     try:
         yield
     except READ_ERRORS as problem:
