@@ -1,4 +1,4 @@
-"""What is shown of a run, without its form: sections of blocks.
+"""A run as it is shown, without its form: sections of blocks.
 
 The live page and the report's page (``html``), ``top`` and ``inspect`` (``text``), Markdown (``files``) and matplotlib
 (``plots``) each render them in their way.
@@ -25,7 +25,7 @@ class Text(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Where words of a page lead to. ``label``: for screen readers; ``current``: it is what is shown."""
+    """The target of a link. ``label``: for screen readers; ``current``: it is the page that is shown."""
 
     href: str
     label: str = ""
@@ -33,7 +33,7 @@ class Link(NamedTuple):
 
 
 class Cell(str):
-    """Words of a table with what a page adds to them. For every other form it is its words, with ``more`` behind them."""
+    """A cell of a table: words, and additions for a page. Every other form has the words, followed by ``more``."""
 
     __slots__ = ("at_s", "exact", "link", "more", "shares", "tone", "words")
 
@@ -45,7 +45,7 @@ class Cell(str):
     """a rank's state, a severity, or a class of the style sheet; a row has its first cell's, a heading the order"""
     link: Link | None
     at_s: float | None
-    """the moment that the words give, in Unix time"""
+    """the moment in the words, in Unix time"""
     shares: tuple[tuple[str, float], ...]
     """parts of a whole, drawn as a bar"""
 
@@ -67,7 +67,7 @@ class Item(NamedTuple):
     words: str
     section: str = ""
     run: Cell | None = None
-    """the run that it is about, where there are several"""
+    """its run, if there are several"""
 
 
 class Items(NamedTuple):
@@ -106,10 +106,10 @@ class Table(NamedTuple):
     keys: tuple[str, ...] = ()
     """names of the parts of its bars"""
     pages: tuple[Cell, ...] = ()
-    """links to its pages, where these rows are one of several"""
+    """links to its pages, if these rows are one of several"""
 
     def filled(self) -> Table:
-        """Return it without the columns in which no row has anything."""
+        """Return it without empty columns."""
         kept = [at for at, cells in enumerate(zip(*self.rows, strict=True)) if any(cells)]
         head, *rows = (tuple(cells[at] for at in kept) for cells in (self.head, *self.rows))
         return self._replace(head=head, rows=tuple(rows), words=frozenset(map(kept.index, self.words.intersection(kept))))
@@ -154,7 +154,7 @@ class LineChart(NamedTuple):
     """Lines over steps or, with ``timed``, over seconds since the start."""
 
     name: str
-    """what it shows; also the name of the file that matplotlib writes"""
+    """its title; also the name of matplotlib's file"""
     series: tuple[Series, ...]
     rounded: Rounded = text_format.number
     marks: tuple[Mark, ...] = ()
@@ -164,9 +164,9 @@ class LineChart(NamedTuple):
     timed: bool = False
     from_zero: bool = False
     last: float | None = None
-    """the last value, finite or not, where that is not the curve's"""
+    """the last value, finite or not, if it differs from the curve's"""
     empty: str = "No finite value."
-    """what is said if there is no curve"""
+    """text if there is no curve"""
 
 
 class StripChart(NamedTuple):
@@ -227,6 +227,6 @@ class Document(NamedTuple):
 
 
 def section(name: str, title: str, *blocks: Block | None, wide: bool = False, cards: bool = False) -> Section:
-    """Return a section of the blocks that there are; a report's tables lose the columns in which no row has anything."""
+    """Return a section of the given blocks; tables of a report lose empty columns."""
     there = (block.filled() if isinstance(block, Table) and not block.foot else block for block in blocks if block is not None)
     return Section(name, title, tuple(there), wide, cards)

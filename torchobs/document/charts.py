@@ -15,10 +15,10 @@ from torchobs.document.markup import EMPTY, Html, joined, tag
 from torchobs.support import text as text_format
 
 SMALL_BUCKETS, BUCKETS = 120, 240
-"""Points of a curve: one for each two pixels or so"""
+"""Most points of a curve: one for two pixels or so"""
 
 LOG_FROM = 30.0
-"""Ratio of the largest to the typical value from which a logarithmic scale is used; a linear one would show only a spike."""
+"""Ratio of the largest to the typical value for a logarithmic scale; a linear one would show only a spike."""
 
 WIDTH, HEIGHT = 600.0, 180.0
 SHADES = 9
@@ -89,7 +89,7 @@ def _bucket(group: Sequence[blocks.Point]) -> Bucket:
 
 
 def spreads(finite: Sequence[float]) -> bool:
-    """Return whether the largest value is so far above the typical one that a linear scale would show it alone."""
+    """Return whether the largest value is so far above the typical one that a linear scale would hide all others."""
     ordered = sorted(finite)
     return ordered[0] > 0 and ordered[-1] / LOG_FROM > ordered[len(ordered) // 2]
 
@@ -251,7 +251,7 @@ def _lines(chart: blocks.LineChart) -> Html:
 
 
 def _colour(chart: blocks.LineChart, index: int) -> str:
-    """Return the class with the colour of a line: a phase has that of its part of a bar."""
+    """Return the CSS class for a line's colour: a phase has the colour of its part of a bar."""
     name = chart.series[index].name
     return colour_of(name) if name in PHASES else f"s{index % _COLOURED}"
 
@@ -374,7 +374,7 @@ def _shapes(
 
 
 def colour_of(part: str) -> str:
-    """Return the class with the colour of a part; one of a name that is no class has the colour of others."""
+    """Return the CSS class for a part's colour; without a class of its name it has the colour of others."""
     return f"is-{part}" if part.replace("-", "").isalnum() else "is-other"
 
 

@@ -1,6 +1,6 @@
-"""Two runs compared: what was set differently, and what came of it. Pure.
+"""Two runs compared: settings that differ, and their results. Pure.
 
-Each is given as plain data (``document.run``), which a kept run is as well.
+Each is given as plain data (``document.run``); a kept run is plain data already.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Difference(NamedTuple):
 
 
 class Side(NamedTuple):
-    """A run as a comparison sees it: by the rank that its report shows."""
+    """One run of a comparison, by the rank that its report shows."""
 
     job_name: str
     run_id: str
@@ -58,9 +58,9 @@ class Side(NamedTuple):
     resumed_from: float
     """steps before this process"""
     is_counted: bool
-    """whether that is known, as it is not of an optimizer that keeps no count"""
+    """whether that is known: some optimizers keep no count"""
     facts: Mapping[str, str]
-    """what it was started with, by name"""
+    """arguments and settings, by name"""
     is_told: bool
     """whether its file says how it was started"""
     quantities: Mapping[str, tuple[str, list[float]]]
@@ -90,7 +90,7 @@ class Comparison(NamedTuple):
 
 
 def all_steps(rank: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the steps of a rank's plain data, and before them what was read of earlier ones, evenly over the run."""
+    """Return the steps of a rank's plain data, and before them the points of earlier ones, evenly over the run."""
     columns, steps = {catalog.LOSS.name: "loss", catalog.GRAD_NORM.name: "grad_norm"}, rank["steps"]
     fields = {2 + at: columns[name] for at, name in enumerate(rank["history"]["names"]) if name in columns}
     first = steps[0]["step"] if steps else inf

@@ -1,4 +1,4 @@
-"""The list of a run's events: those of all its ranks, equal ones as one line. Pure."""
+"""The list of a run's events, of all its ranks; equal ones are one line. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_ALIKE = 3
 """Up to this number, events of a kind are listed individually."""
 MOST_LINES = 100
 MOST_MERGED = 20_000
-"""Events of all ranks that are looked through for the list"""
+"""Most events of all ranks that are searched for the list"""
 ALIKE_S = 60.0
 _SPANS = {
     catalog.SPAN_EPOCH.name: "Epoch",

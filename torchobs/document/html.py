@@ -72,7 +72,7 @@ def title(document: blocks.Document) -> str:
 
 
 def verdict(document: blocks.Document) -> Html:
-    """Return the verdict: its badge, the sentence, and the gist for who hears it."""
+    """Return the verdict: its badge, the sentence, and the gist for screen readers."""
     class_, symbol = SYMBOLS[document.badge[0]]
     badge = tag("span", f"{symbol} {document.badge[1]}", class_="badge")
     gist = tag("p", document.gist, class_="unseen", role="status", aria_live="polite") if document.gist else EMPTY
@@ -97,7 +97,7 @@ def content(part: blocks.Section) -> Html:
 
 
 def _card(block: blocks.Block) -> Html:
-    """Return a block in little: a curve without axes, a table of pairs as a list, another table as it is."""
+    """Return a block in small: a curve without axes, a table of pairs as a list, another table as it is."""
     if isinstance(block, blocks.LineChart):
         value = exact(block.rounded(block.last) if block.last is not None else text_format.NONE, block.last)
         return joined([tag("h3", block.name), tag("p", value, class_="value"), charts.small(block)])

@@ -1,4 +1,4 @@
-"""Runs that have ended, kept where a reboot does not take them: a file of compressed JSON for each.
+"""Runs that have ended, kept beyond a reboot: a file of compressed JSON for each.
 
 A file is two lines: what a list of runs needs, and the rest: the report's blocks, and the plain data of ``inspect --json``.
 A reader takes nothing for granted: what has not the form that is declared here is refused in words.
@@ -69,13 +69,13 @@ class RunSummary(NamedTuple):
     steps: int
     loss: float | None
     best_loss: float | None
-    """the least of the last steps, and of what was read of those before them"""
+    """least loss of the last steps, and of the points before them"""
     commit: str = ""
     tag: str = ""
 
     @property
     def last_s(self) -> float:
-        """As of a run's files."""
+        """The same, under the name that a run's files have it."""
         return self.last_seen
 
 
@@ -125,7 +125,7 @@ def name_of(job_name: str, run_id: str, boot: bytes) -> str:
 
 
 def is_wanted(chosen: Chosen) -> bool:
-    """Return whether a run is to be kept: not if it did not want it, or its settings are not in its file."""
+    """Return whether a run is to be kept: not if its settings forbid it, or are not in its file."""
     options = start_details(chosen.ranks, chosen.ranks[0]).get("settings")
     return isinstance(options, dict) and options.get("keep_runs") != "0"
 
@@ -204,7 +204,7 @@ def listed(place: Path | None) -> tuple[dict[RunSummary, Path], list[tuple[str, 
 
 
 def load(path: Path) -> Kept:
-    """Read a kept run. Raises :class:`NoRunError` for a file that is damaged or none."""
+    """Read a kept run. Raises :class:`NoRunError` for a damaged file, and for another kind of file."""
     try:
         with gzip.open(path) as file:
             _head(file.readline(_LONGEST_HEAD))
@@ -250,7 +250,7 @@ def side_for(run: Chosen | Kept) -> Side:
 
 
 def report_on(run: Chosen | Kept, options: Options = DEFAULT) -> Document:
-    """Return the report on a run; on a kept one with at most as many steps and events as were kept."""
+    """Return the report on a run; a kept run has only the kept steps and events."""
     if isinstance(run, Chosen):
         return run_document(run, options)
     most = {"steps": options.steps, "events": options.events}
@@ -267,7 +267,7 @@ def report_on(run: Chosen | Kept, options: Options = DEFAULT) -> Document:
 
 
 def summary_in(path: Path) -> RunSummary:
-    """Return the first line of a kept run. Raises one of many errors for a file that is none."""
+    """Return the first line of a kept run. Raises one of many errors for another kind of file."""
     with gzip.open(path) as file:
         return _head(file.readline(_LONGEST_HEAD))
 

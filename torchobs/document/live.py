@@ -1,4 +1,4 @@
-"""Runs that live, as documents: what the live page shows for one choice of a viewer, and ``top`` of each run. Pure."""
+"""Living runs as documents: for the live page with a viewer's choice, and for ``top``. Pure."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _SCREEN_HEAD = (
     "samples/s", "MFU", "data", "fwd", "bwd", "opt", "other", "between",
 )  # fmt: skip
 _ORDERS = {"rank": "ascending", "step": "ascending", "name": "ascending"}
-"""How columns are sorted, if not with the highest value first"""
+"""Order of columns that are not sorted with the highest value first"""
 _MOST_NAMED = 4
 _MOST_CURVES = 7
 _HALF_A_DAY_S = 43_200
@@ -89,7 +89,7 @@ class Model:
     """``None``: there is no run, or not the chosen one"""
     focus: RankView | None
     ranks: tuple[RankView, ...]
-    """those shown: one page of the sorted table"""
+    """ranks shown: one page of the sorted table"""
     pages: int
     evidence: Sequence[Any]
     """of all runs, as in the API, newest first"""
@@ -200,7 +200,7 @@ def screen_document(run: RunView, *, crowded: bool = False) -> Document:
 
 
 def _runs(shown: Model) -> Section:
-    """Return the list of runs to choose from, if there is another than the one shown; each begins with how it is."""
+    """Return the list of runs to choose from, if there are others than the one shown; each begins with its health."""
     items = [
         Item(
             health(run).level.name.lower(),
@@ -382,7 +382,7 @@ def _rank_table(shown: Model, run: RunView) -> Table:
 
 
 def _heading(name: str, sort: str, chosen: str, link: Link) -> Cell:
-    """Return the heading of a column; its tone is how the table is sorted, if by this column."""
+    """Return a column's heading; its tone is the order of the table, if sorted by this column."""
     if not sort:
         return Cell(name)
     return Cell(name, link=link, tone=_ORDERS.get(sort, "descending") if sort == chosen else "")

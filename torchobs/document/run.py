@@ -69,13 +69,13 @@ _CHECKPOINT = {
 
 
 class Options(NamedTuple):
-    """How much of each rank is shown."""
+    """How much of each rank a report shows."""
 
     steps: int = 10
     events: int = 200
     history: bool = False
     whole: bool = False
-    """of the rank that the report shows all steps and the history, whatever of the others"""
+    """all steps and the history of the rank that the report shows in full"""
 
 
 DEFAULT = Options()

@@ -42,7 +42,7 @@ _ORDINARY = frozenset(
         catalog.EVENT_PROFILE_END, catalog.EVENT_DEBUG_VALIDATION, catalog.EVENT_TUNE_PLAN, catalog.EVENT_TUNE_BENCHMARK,
     )
 )  # fmt: skip
-"""Events that are no sign of anything"""
+"""Events that are no sign of trouble"""
 _BY_STEP = frozenset({catalog.SPAN_RUN.name, catalog.SPAN_STEP.name, catalog.SPAN_STEP_PHASE.name})
 _LABELS = ("operation", "phase", "name")
 _MOST_ROWS = 40
@@ -60,14 +60,14 @@ _HOST_MEMORY: tuple[tuple[str, catalog.Metric, catalog.Metric | None], ...] = (
     ("container's peak", catalog.CGROUP_MEMORY_PEAK, None),
     ("shared memory", catalog.MEMORY_SHARED_USED, catalog.MEMORY_SHARED_SIZE),
 )  # fmt: skip
-"""Name, metric and that of what it is a part of"""
+"""Name, metric, and metric of the whole"""
 _MOST_FRAMES = 12
 _MOST_RANKS = 1e7
 """A damaged file may hold any number"""
 
 
 def curves(rank: RankView) -> Iterator[LineChart]:
-    """Yield the curves of a rank over its last steps, and of what its script logs since the run began."""
+    """Yield the curves of a rank over its last steps, and of its script's scalars since the run began."""
     had_loss, had_norm = (bool(rank.steps) and rank.value(metric) is not None for metric in (catalog.LOSS, catalog.GRAD_NORM))
     norm = "Gradient norm of its shard" if (rank.value(catalog.GRAD_NORM_RANKS) or 1.0) > 1.0 else "Gradient norm"
     times = points_of(rank.steps, "duration_s")
@@ -79,14 +79,14 @@ def curves(rank: RankView) -> Iterator[LineChart]:
 
 
 def _curve(name: str, points: Iterable[tuple[float, float]], last: float | None, *, had: bool = False) -> LineChart:
-    """Return a curve; ``had``: there were values before those of the points."""
+    """Return a curve; ``had``: there were values before the points."""
     values = tuple(points)
     empty = "No finite value lately." if had else "No value yet."
     return LineChart(name, (Series(name, values),) if values else (), last=last, empty=empty)
 
 
 def _whole(report: RankView, chart: LineChart, metric: catalog.Metric) -> LineChart:
-    """Return the curve with what was read of a metric before its first step, evenly over the run."""
+    """Return the curve with a metric's points from before its first step, evenly over the run."""
     if not chart.series or not report.steps:
         return chart
     (curve,), first = chart.series, report.steps[0].step
@@ -145,7 +145,7 @@ def _scale(report: RankView) -> LineChart | None:
 
 
 def anomalies(report: RankView, of: str) -> Section:
-    """Return everything odd on one axis of steps."""
+    """Return all anomalies on one axis of steps."""
     rows: dict[tuple[str, str], list[float]] = {}
     for fact in report.events:
         if fact.name not in _ORDINARY and fact.step is not None:
@@ -231,7 +231,7 @@ def points_of(steps: Iterable[Step], field: str) -> list[Point]:
 
 
 def time_spent(report: RankView, of: str) -> Section:
-    """Return where the time went, of the run and of a step."""
+    """Return the use of time, in the run and in a step."""
     _, _, times, *_ = curves(report)
     phases, device = report.by_attribute(catalog.STEP_PHASE_TIME), report.by_attribute(catalog.STEP_DEVICE_TIME)
     return section(
@@ -245,7 +245,7 @@ def time_spent(report: RankView, of: str) -> Section:
 
 
 def goodput(rank: RankView) -> Shares | None:
-    """Return where the time went since the process began."""
+    """Return the use of time since the process began."""
     times = rank.by_attribute(catalog.GOODPUT_TIME)
     return Shares(f"Time since {rank.since}", times, "goodput-") if sum(times.values()) else None
 
@@ -462,7 +462,7 @@ def last_steps(report: RankView, of: str, most: int) -> Section:
 
 
 def stack(report: RankView, of: str) -> Section:
-    """Return where the main thread was when it was last looked at, if that was in a stall at the end."""
+    """Return the main thread's last stack, if it was written in a stall at the end."""
     stalled = stall(report)
     frames = without_launcher(stalled.frames) if stalled is not None else ()
     more = [f"… and {len(frames) - _MOST_FRAMES} more"] if len(frames) > _MOST_FRAMES else []

@@ -21,7 +21,7 @@ SEVERITY_COLOURS = {"error": "red", "warning": "yellow", "info": ""}
 _COLOURS = SEVERITY_COLOURS | {
     "alive": "", "finished": "", "hung": "red", "failed": "red", "lost": "red", "unresponsive": "yellow",
 }  # fmt: skip
-"""By severity, and by a rank's state"""
+"""Colours by severity, and by a rank's state"""
 _CODES = {"bold": "1", "dim": "2", "red": "31", "yellow": "33", "cyan": "36"}
 _GAP = "  "
 _NARROWEST_TEXT = 20
