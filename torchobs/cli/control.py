@@ -69,7 +69,7 @@ _ADVICE = {
     "no-such-rank": "there is no such rank on this machine: `torchobs top --once` shows those there are",
     "ambiguous-rank": "several ranks are meant: name one by its incarnation, the digits in the name of its flight file",
 }
-"""What a person at a terminal reads in place of the API's own text, by the type of the problem"""
+"""Texts for a terminal in place of the API's, by the type of the problem"""
 _RANK = "A rank's number, or its incarnation (the id of one process)."
 TIMEOUT_S = 30.0
 POLL_S = 0.2

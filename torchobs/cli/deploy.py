@@ -1,4 +1,4 @@
-"""``torchobs dashboards`` and ``torchobs rules``: what belongs to the installed version, as files for Grafana and Prometheus.
+"""``torchobs dashboards`` and ``torchobs rules``: files of the installed version for Grafana and Prometheus.
 
 Dashboards were rendered when torchobs was built, rules are when the command runs: Grafana's SDK is not needed.
 """

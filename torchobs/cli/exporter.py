@@ -50,7 +50,7 @@ class _MistakeError(Exception):
 
 
 class _Parser(arguments.Parser):
-    """A parser that raises its errors: in a sidecar they are no end."""
+    """A parser that raises its errors, since a sidecar goes on after them."""
 
     def error(self, message: str) -> NoReturn:
         """See :class:`argparse.ArgumentParser`."""

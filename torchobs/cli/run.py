@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 _HOOKS = tuple(str(Path(__file__).parent.parent / name) for name in ("probes", "flight", "support", "runtime/profiler.py"))
-"""Where a hook's frames are. A signal's handler, of the user's, may run within any of them"""
+"""Files with the frames of hooks. The user's signal handler may run within any of them"""
 _STDERR = 2
 _MOST_FINDINGS = 3
 _LEAST_NAMED = 0.01
@@ -53,7 +53,7 @@ _VALUED = (
 )
 _OPTIONS = (*(option.flag for option in _VALUED), "--no-exporter", "--no-keep", "--quiet", "--help", "-m")
 _PYTHON = re.compile(r"python[\d.]*")
-"""The program that people are used to write before a script"""
+"""The program that people usually write before a script"""
 
 
 class ProgramKind(Enum):

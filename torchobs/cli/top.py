@@ -44,7 +44,7 @@ _LARGEST_SHARE = 0.1
 
 
 class Screen(NamedTuple):
-    """The lines of one screen, and by how many ranks it is scrolled: no further than to its end."""
+    """The lines of one screen, and by how many ranks it is scrolled, to its end at most."""
 
     lines: list[str]
     first: int = 0
@@ -225,7 +225,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``torchobs top`` with these arguments and return its exit one."""
+    """Run ``torchobs top`` with these arguments and return its exit status."""
     options = parser().parse_args(list(argv))
     environ = settings.environment()
     chosen, _ = settings.resolve({"flight_dir": options.flight_dir}, environ)
