@@ -45,7 +45,7 @@ class ModelSize(NamedTuple):
 
 
 class ParameterNames:
-    """Names by parameter. For the sampler thread, except :meth:`watch`. ``yield_gil``: the sampler's."""
+    """Names by parameter. For the sampler thread, but :meth:`watch` for any. ``yield_gil``: the sampler's."""
 
     def __init__(self, yield_gil: Callable[[], None]) -> None:
         self.built_modules = BuiltModules()
