@@ -1,17 +1,17 @@
 """Measure the outputs of every layer on some steps, at level extreme, or where ``debug.enable`` requests it.
 
 Such a step is one window: it opens when a backward pass begins, with forward hooks on the chosen modules, and closes when the
-next one begins, so that what checkpointing computes again during a backward pass is not seen. Of a step that accumulates
-gradients one part is looked at. How often is decided by ``SamplingInterval``, within three times the overhead budget. In the
+next one begins, so that recomputation by checkpointing during a backward pass does not count. In a step that accumulates
+gradients one part is measured. How often is decided by ``SamplingInterval``, within three times the overhead budget. In the
 other steps, and at the other levels, no module has a hook.
 
 Numbers leave a device by one copy for all layers, and nothing waits for it.
 
 ``torch.compile`` does not look for hooks where there were none when it compiled, so a compiled region is neither compiled anew
-nor interrupted, and its modules are silent. A module that is silent in two windows gets no further hook: only what is
-compiled while a window is open is compiled once more afterwards, and only in those two. Whatever would make a tensor of ours
-part of something else ends a look at once: tracing, CUDA graphs, ``torch.func``, and any dispatch mode, such as the cache of
-selective checkpointing.
+nor interrupted, and its modules are silent. A module that is silent in two windows gets no further hook: code that is compiled
+while a window is open is compiled once more afterwards, only in those two. A look ends at once when our tensors would become
+part of something else: tracing, CUDA graphs, ``torch.func``, and any dispatch mode, such as the cache of selective
+checkpointing.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ two steps count as one checkpoint, since most trainers write several files. What
   memory first, but so does everyone who sends an object to another rank.
 
 A save inside another one is part of it. An asynchronous save takes training time while it copies, and is a checkpoint once it
-is complete. Saves through ``from torch import save`` before ``torchobs.init()`` are not seen.
+is complete. Saves through ``from torch import save`` before ``torchobs.init()`` are missed.
 """
 
 from __future__ import annotations

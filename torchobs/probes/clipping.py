@@ -1,11 +1,11 @@
 """Observe gradient clipping: take the norms that ``clip_grad_norm_`` computes, and record whether gradients were clipped.
 
 ``clip_grad_norm_`` is imported by name everywhere, but looks ``_get_total_norm`` and ``_clip_grads_with_norm_`` up in its own
-module when it is called (torch ≥ 2.6; older ones are measured after clipping). ``torch.nn.utils`` has the same two under
-public names. The norm of each tensor comes free from the ``_foreach_norm`` that the total is made of. A DTensor's total would
-need a collective: there it comes from the coefficient of clipping, for which torch has completed it, and the shards are
-measured for the layers' norms. Not observed are compiled regions, FSDP1's own method (the gradients are measured after it),
-and a limit that is on a device: nothing is compared to it.
+module when it is called (torch ≥ 2.6; older ones are measured after clipping). ``torch.nn.utils`` has the same two under public
+names. The norm of each tensor comes free from the ``_foreach_norm`` that the total is made of. A DTensor's total would need a
+collective: it is computed from the clipping coefficient, for which torch has completed it; the shards are measured for the
+layers' norms. Not observed are compiled regions, FSDP1's own method (the gradients are measured after it), and a limit that is
+on a device: nothing is compared to it.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ torch keeps records of the last 64 compilations, which the sampler thread reads.
 every CUDA graph recording. (Registered callbacks would be the official way, but ``torch._dynamo.reset()`` deletes them, and
 of several compiling threads only the first calls them.) There the training thread also collects the records before a reset.
 
-Importing ``torch._dynamo`` takes a second, so nothing happens before somebody else has imported it, and there are no series
-before the first compilation.
+Importing ``torch._dynamo`` takes a second, so nothing happens until other code imports it, and there are no series before the
+first compilation.
 """
 
 from __future__ import annotations

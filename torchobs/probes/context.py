@@ -44,8 +44,8 @@ _EVERY_NS, _BURST = 10_000_000_000, 10
 class Probe(Protocol):
     """One signal. If ``install`` raises, this probe alone is disabled, and the reason is recorded.
 
-    The sampler thread also calls, where a probe has them: ``sample()`` ten times a second, to process quickly what the training
-    thread has recorded; ``observe()`` one second after its start, every ten seconds and when the rank ends, for what is slower;
+    The sampler thread also calls, where a probe has them: ``sample()`` ten times a second, to process the training thread's
+    records quickly; ``observe()`` one second after its start, every ten seconds and when the rank ends, for slower work;
     ``level_changed(level)`` when the debug level has changed (``DebugLevel``).
     """
 
@@ -536,7 +536,7 @@ class TrainingState:
 
     ``thread`` is first set by the session, ``loop`` noted by ``torchobs.step`` as well, and ``idle`` and
     ``evaluating_since_ns`` belong to the phase probe, which finds them in the sampler thread. The epoch probe sets ``epoch``
-    and adds to ``epochs``, from which the run's spans take. The AMP probe sets ``autocast``, the exit probe ``left``.
+    and adds to ``epochs``; the run's spans take them from there. The AMP probe sets ``autocast``, the exit probe ``left``.
     """
 
     __slots__ = (

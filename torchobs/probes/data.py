@@ -131,7 +131,7 @@ class _Pool(NamedTuple):
 class BatchWatch:
     """Looks at a batch now and then: the first one of every iteration, and one in ten seconds.
 
-    An attribute of that one iterator takes the place of its method ``_next_data``; the next fetch removes it and hands on its
+    An attribute of that one iterator takes the place of its method ``_next_data``; the next fetch removes it and returns its
     batch. Any other fetch costs nothing, and no device is synchronised. ``look_at(iterator, batch)`` is called in the breaker,
     for batches that :meth:`arm` or :meth:`arm_latest` has asked for.
     """

@@ -5,8 +5,8 @@ unused device. Only devices with memory that is, or was, reserved are listed, an
 ``cudaMallocAsync`` the memory fraction of a device needs its context. A pluggable allocator (RAPIDS') has no statistics.
 
 What takes the memory is counted by component and module, from the optimizers that have stepped and the modules that are alive;
-shapes are read and nothing is computed. A tensor that several share counts once, a sharded one by its own part, a sparse one by
-what it stores. Where torch records the allocator's history it is counted by line, too.
+shapes are read and nothing is computed. A shared tensor counts once, a sharded one by its local part, a sparse one by its
+stored elements. Where torch records the allocator's history it is counted by line, too.
 
 torch calls an observer with the allocator's lock released (``CUDACachingAllocator.cpp``, ``malloc``), so it may read
 statistics and a snapshot. An observer cannot be detached, and attaching needs CUDA to be initialized: one function is

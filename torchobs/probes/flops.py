@@ -103,8 +103,8 @@ def progress(totals: Totals) -> Progress:
 def count_parameters(modules: Iterable[Any], trained: list[Any]) -> Parameters | None:
     """Count the parameters of those modules that hold one of the ``trained``; ``None`` if there is none, or sizes are unknown.
 
-    An embedding that is only looked up multiplies nothing, so it does not count; one that is the output layer's weight as well
-    does. FSDP1's flat parameters do not say which module a parameter is of.
+    An embedding that is only looked up multiplies nothing, and does not count, unless it is the output layer's weight as well.
+    FSDP1's flat parameters do not say which module a parameter is of.
     """
     wanted = {id(parameter) for parameter in trained}
     parameters: dict[int, Any] = {}

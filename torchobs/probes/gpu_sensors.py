@@ -264,7 +264,7 @@ def kind(number: int) -> str:
 
     *application*: to restart or check the program (a kernel's wild pointer, and the cleanup after it); *hardware*: to reset,
     restart or examine the hardware (its memory, NVLink, the bus; a contained memory error, too); *driver*: firmware, driver,
-    what may be ignored (a memory row was replaced), and what the catalog does not have.
+    harmless reports (a memory row was replaced), and numbers that the catalog lacks.
 
     Source: NVIDIA, "Analyzing Xid Errors with the Xid Catalog", the columns "Resolution Bucket"
     (docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html).

@@ -1,9 +1,9 @@
 """The code of every step: the boundaries of a plain step, its loss and its record; compiled, where that can be imported.
 
 A *plain step* is that of one optimizer alone: one fetch or none, one backward pass from a loss on the CPU, one optimizer step.
-:class:`PlainSteps` has all the state that this takes, and five methods for it. Whatever is not plain it hands, with nothing
-changed, to what is set as its ``slow_`` attributes: the same hooks for any step, in the probes, and the ``StepRecorder``. These
-read and write the attributes here, and there is no second copy of them.
+:class:`PlainSteps` has all the state that this takes, and five methods for it. All else it passes, with nothing changed, to its
+``slow_`` attributes: the same hooks for any step, in the probes, and the ``StepRecorder``. These read and write the attributes
+here, and there is no second copy of them.
 
 ``torchobs/_native.c`` has a twin of the class, with the same name, attributes and methods. Between two steps of a training
 every function and object is a cache miss, and this one needs few of them. It is used where it was built (docs/overhead.md); a

@@ -1,11 +1,11 @@
 """Publish gradient norms by layer, and weight updates at level advanced.
 
-A layer is a module's path: a weight and its bias are one, for people think in modules, and it halves the series. The norms of
-all layers come with the total (it is made of them), so all are measured at once; the sampler thread updates the series once a
-second from the numbers that the training thread has recorded.
+A layer is a module's path: a weight and its bias are one, since people think in modules, and this halves the series. The norms
+of all layers come with the total (it is made of them), so all are measured at once; the sampler thread updates the series once
+a second from the numbers that the training thread has recorded.
 
-The largest layers have series of their own; of the others one has the norm of all together. An event names a layer in which a
-gradient was not finite or blew up, whatever its size.
+The largest layers have series of their own; one more series has the norm of all others together. An event names a layer in
+which a gradient was not finite or blew up, whatever its size.
 
 The weights of one layer are copied before a step and compared before the next one; nothing changes them in between, so no hook
 is needed after the step. At most eight million elements are copied; of larger layers a part, which has about the

@@ -449,10 +449,10 @@ class LateClipping(Lint):
 class NotInOptimizer:
     """Parameters that get gradients and are in no optimizer: a head, an adapter or a whole model that was forgotten.
 
-    A model that leaves a part out on purpose has its gradients computed for nothing; ``requires_grad_(False)`` says that it is
-    frozen. Ignored: a model as a whole in evaluation mode (a teacher, a perceptual loss), what changes by other means, and
-    parameters of another type than those that are trained beside them (copies of master weights). Those of an optimizer that
-    has not stepped yet are reported after some hundred steps, at the last look, and taken back if it steps later.
+    A model that leaves a part out on purpose computes its gradients for nothing; ``requires_grad_(False)`` says that it is
+    frozen. Ignored: a model that is in evaluation mode as a whole (a teacher, a perceptual loss), parameters that change by
+    other means, and those of another type than the trained ones beside them (copies of master weights). Those of an optimizer
+    that has not stepped yet are reported after some hundred steps, at the last look, and taken back if it steps later.
 
     The sampler thread finds candidates every thirty-third step, the training thread looks at them: a backward pass, which does
     not hold the GIL, replaces a gradient meanwhile, and another thread that reads it then crashes the process.

@@ -1,8 +1,8 @@
 """Backward passes without any step: an optimizer that never steps, or steps without an optimizer of torch.
 
-An analysis (saliency, an adversarial input, influence functions) has backward passes, too, but no optimizer of what it looks
-at; and optimizers may be left from before. So hooks on the parameters of each show whether backward passes reach it. Whether a
-step comes after all is known when the event is read: some accumulate gradients over hundreds of micro-batches.
+An analysis (saliency, an adversarial input, influence functions) has backward passes, too, but no optimizer for its parameters;
+and optimizers may be left from before. So hooks on the parameters of each show whether backward passes reach it. Whether a step
+comes after all is known when the event is read: some accumulate gradients over hundreds of micro-batches.
 """
 
 from __future__ import annotations

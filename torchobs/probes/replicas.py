@@ -1,14 +1,14 @@
 """Record values that differ if ranks that train one model by DistributedDataParallel do not agree: of weights and batches.
 
 *Weights*: DDP averages gradients: weights that differ once (a checkpoint loaded on one rank alone, a learning rate of its own)
-differ for ever, while the gradients agree. Steps are powers of two, so that all ranks choose the same without a word to each
-other; what is written are the norm of some weights and their sums with random signs. Their squared differences are, on
-average, the squared distance between the weights (Johnson & Lindenstrauss 1984; with signs: Achlioptas 2003).
+differ for ever, while the gradients agree. Steps are powers of two, so that all ranks choose the same without communication;
+the record has the norm of some weights and their sums with random signs. Their squared differences are, on average, the squared
+distance between the weights (Johnson & Lindenstrauss 1984; with signs: Achlioptas 2003).
 
 *Batches*: without a ``DistributedSampler`` each rank computes what the others compute. The first eight batches of an iteration
 that trains (steps end between its fetches; an evaluation of all data on every rank is none) are each written as a number made
-of some of their elements; whoever reads the ranks compares them. Nothing is written where there are smaller process groups than
-that of all ranks: ranks of a tensor-, sequence- or pipeline-parallel group are given the same batches on purpose.
+of some of their elements; the reader of the ranks compares them. Nothing is written where there are smaller process groups than
+that of all ranks: ranks of a tensor-, sequence- or pipeline-parallel group get the same batches on purpose.
 """
 
 from __future__ import annotations

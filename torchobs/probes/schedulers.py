@@ -1,9 +1,9 @@
 """Count steps of learning-rate schedulers, and detect three kinds of misuse that waste a run.
 
-PyTorch's warnings in ``LRScheduler.step`` name the line that called it, so that method is not wrapped: the context manager that
-it enters to compute the rates is patched instead. Classes that override ``step`` are wrapped there, a user's own when its first
-object is made. Only the outermost call counts: a chain of three schedulers is stepped once. Calls by a constructor or
-``load_state_dict`` are no steps.
+PyTorch's warnings in ``LRScheduler.step`` name the line that called it, so that method is not wrapped, but the context manager
+that it enters to compute the rates. Classes that override ``step`` are wrapped there, a user's own when its first object is
+made. Only the outermost call counts: a chain of three schedulers is stepped once. Calls by a constructor or ``load_state_dict``
+are no steps.
 """
 
 from __future__ import annotations

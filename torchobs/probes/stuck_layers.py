@@ -7,12 +7,12 @@ inputs, as initialisations have it (LeCun 1998; Glorot & Bengio 2010; He et al. 
 
 *All missing*: the loss is cut off from the model (``detach``, ``item``, ``no_grad``, a new tensor of its value), ``backward``
 is not called or comes before ``zero_grad``, or the optimizer has the parameters of a model that was copied or replaced since.
-Healthy, and left alone: an optimizer that changes its parameters without gradients; one with frozen parameters; a dummy for a
-scheduler, with a parameter that belongs to no module; players that train in turn, for one that has had gradients is reported
-only where no other one has any meanwhile.
+Healthy, and not reported: an optimizer that changes its parameters without gradients; one with frozen parameters; a dummy for a
+scheduler, with a parameter that belongs to no module; players that train in turn, since an optimizer that has had gradients is
+reported only while no other one has any.
 
 *A part that never had one* is information, no warning: it may be unused on purpose (a pooler, a head, a backbone under
-``no_grad``). By its version, or its state, a parameter was not stepped in between either, as a seldom chosen expert would be.
+``no_grad``). Its version, or its state, shows that it was not stepped in between, as a seldom chosen expert would be.
 """
 
 from __future__ import annotations

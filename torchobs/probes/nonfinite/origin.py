@@ -1,6 +1,6 @@
 """The origin of a value that is not finite, by the graph of a loss and the weights, and why an operator produced it.
 
-A float16 is at most 65504, and a gradient may be larger though the loss itself fits. A loss scaler leaves such steps out
+A float16 is at most 65504, and a gradient may be larger though the loss itself fits. A loss scaler skips such steps
 (Micikevicius et al. 2018, section 3.2). Without one the optimizer steps with infinity, and the next loss is NaN.
 """
 

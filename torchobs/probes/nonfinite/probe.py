@@ -3,7 +3,7 @@
 Nothing is done until the loss probe or the gradient probe has met such a value: a training that stays finite pays nothing. A
 loss is traced when its backward begins, before anything has stepped. Gradients are seen when the optimizer is about to step;
 their graph has lost its values by then, so that the node is inferred, and the next backward pass is watched (``armed``). On a
-device nothing waits for the loss: the one that arrives non-finite arms the next backward, which then waits for its own once.
+device nothing waits for the loss: after one that arrives non-finite, the next backward pass waits once for its own loss.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class NonfiniteProbe:
         self._expect("nonfinite_loss", step)
 
     def _step_of_spoiling(self, last_lost: int, losses: Sequence[Any]) -> int | None:
-        """Return the step in which gradients have spoiled the weights; ``None`` if it may be another.
+        """Return the step in which gradients have spoiled the weights; ``None`` if that is uncertain.
 
         A device's loss is looked at steps later, and of several optimizers one may have stepped in this step.
         """
@@ -249,7 +249,7 @@ class NonfiniteProbe:
 
         A script that checks its loss and raises has no backward pass in which it would be traced, and one with NaN in its
         weights may end in its next forward pass, before a measurement has seen them. The values are still there: in variables
-        of the functions that are left, and in what the optimizers hold.
+        of the functions that are left, and in the optimizers' parameters and gradients.
         """
         if not isinstance(error, KeyboardInterrupt):
             self._last_gradients(logged=not isinstance(error, _REFUSALS))
