@@ -40,7 +40,7 @@ class _DormantPatch(NamedTuple):
 _dormant: list[_DormantPatch] = []
 _active: list[Patch] = []
 _mutex = RLock()
-"""Held while a patch is made, undone or checked, lest one just undone is put back. Reentrant for signal handlers"""
+"""Held while a patch is made, undone or checked, so that none just undone is put back. Reentrant for signal handlers"""
 
 
 class Patch:

@@ -5,8 +5,8 @@ inlined in the replacement: a call without subscribers, as in nearly every step,
 patch of the same seam stays in force wherever it stands (:mod:`torchobs.taps.patch`).
 
 Torch has hooks of its own for the steps of optimizers. It iterates over its dictionary of hooks while it calls them, and raises
-``RuntimeError`` in the user's ``step()`` when one is added or removed meanwhile. So those that come and go share a
-hook, and what cannot be removed at once is removed at the beginning of the next backward pass.
+``RuntimeError`` in the user's ``step()`` when one is added or removed meanwhile. So temporary listeners share a hook, and a
+hook that cannot be removed at once is removed at the beginning of the next backward pass.
 """
 
 from __future__ import annotations
