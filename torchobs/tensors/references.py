@@ -2,7 +2,7 @@
 
 Among all objects are tuples that other threads are still building. In CPython ``tuple(...)`` raises ``SystemError`` there, in
 code of the user's, if anything else refers to the tuple when it is done. So the list of all objects must not live while another
-thread runs: it is made, used and let go of in one call of C functions, which keeps the GIL. No variable may hold it, and all
+thread runs: it is made, used and dropped in one call of C functions, which keeps the GIL. No variable may hold it, and all
 iterators have to come to their end, since the list contains them. Nor may a garbage collection begin in that call, which an
 iterator can set off: finalizers and callbacks of the user's are Python code, and let other threads run.
 

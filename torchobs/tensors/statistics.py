@@ -4,8 +4,8 @@ A :class:`TensorRow` is exact, and for a person who waits: mean, deviation and e
 does not hide the others, the norm of all, in float64. The deviation is the sample's (n - 1), as ``torch.std``'s.
 
 :class:`ActivationStats` are for the outputs of all layers in a training that goes on. Elements that are not finite count as
-zero in the sums, and are taken out of them afterwards. Of an output of more than ``MOST_ELEMENTS`` the first part is looked at:
-the first samples of the batch, then the first places of a sequence. The share of zeros among 262,144 elements is known to
+zero in the sums, and are taken out of them afterwards. An output of more than ``MOST_ELEMENTS`` is represented by its first
+part: the first samples of the batch, then the first places of a sequence. The share of zeros among 262,144 elements is known to
 within 0.1 % (its standard error is at most ``1 / (2 * sqrt(n))``), and no temporary memory is larger than 1 MiB.
 """
 
