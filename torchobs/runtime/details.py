@@ -1,7 +1,7 @@
 """How the run was started (command line, git commit, versions, devices, settings, seed), and gauges over time since then.
 
-Both are kept in the flight file, for ``torchobs inspect``, ``report`` and ``compare`` alone: no metric, event or span has what
-a run was started with. Secrets are removed (:mod:`torchobs.config.provenance`); the setting ``run_details`` turns it off.
+Both are in the flight file, for ``torchobs inspect``, ``report`` and ``compare`` alone: no metric, event or span has them.
+Secrets are removed (:mod:`torchobs.config.provenance`); the setting ``run_details`` turns it off.
 
 The step ring holds the last steps only, and the series have no past. Here are at most 128 rows, also of loss and gradient
 norm; when they are full every second one goes and the interval doubles, so that 27 KiB cover a run of any length evenly.

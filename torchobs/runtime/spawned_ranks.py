@@ -8,9 +8,9 @@ workers, pools) are not ranks.
 
 The launching process takes no steps: its own file, a second rank 0, is hidden once ranks' files exist, unless it fails.
 
-A program that a person started by mistake (an import that fails, a wrong argument, ``--help``) leaves no run behind: it
-would be shown as the newest run from then on. Under a scheduler, and in Kubernetes, a program that does not come to its first
-step is a failure that has to be seen, and stays.
+A program that a person started by mistake (an import that fails, a wrong argument, ``--help``) leaves no run behind: it would
+be shown as the newest run from then on. Under a scheduler, and in Kubernetes, a program that does not reach its first step is a
+failure that people have to see, and stays.
 """
 
 from __future__ import annotations
