@@ -409,8 +409,8 @@ class _Service:
         """Wait until every scraper and the OTLP receiver have the final state, including ranks that end during the wait.
 
         Where no scraper has come yet and nothing is pushed, a rank that failed waits for the first scraper: no one would ever
-        hear of it otherwise.
-        The pod's grace began with the SIGTERM of its trainings: what one survived of it is gone.
+        hear of it otherwise. The pod's grace began with the SIGTERM of its trainings: time that one of them survived is used
+        up.
         """
         if self._done and self._push is None:
             return

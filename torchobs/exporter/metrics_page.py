@@ -63,7 +63,7 @@ class ScrapeTracker:
     """The recent scrapers. Times are CLOCK_MONOTONIC in seconds.
 
     A scraper is a connection, for two Prometheus servers of one pair can have one address (a node's, or a gateway's). A new
-    connection continues what one of the same address and user agent began that is closed.
+    connection continues a closed one of the same address and user agent.
     """
 
     def __init__(self, is_open: Callable[[Client], bool] = lambda _: False) -> None:

@@ -1,7 +1,7 @@
 """Messages about runs that fail, hang, turn NaN or are in other trouble, and about long ones that end: to a URL or a command.
 
 The URL is a secret: it is in no log line. It comes from the exporter's configuration, or from the environment of a run's ranks,
-which only their own user can read. The event loop only hands over snapshots: what is slow happens in threads.
+which only their own user can read. The event loop only passes snapshots on: slow work happens in threads.
 """
 
 from __future__ import annotations
