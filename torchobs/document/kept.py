@@ -1,7 +1,7 @@
 """Runs that have ended, kept beyond a reboot: a file of compressed JSON for each.
 
-A file is two lines: what a list of runs needs, and the rest: the report's blocks, and the plain data of ``inspect --json``.
-A reader takes nothing for granted: what has not the form that is declared here is refused in words.
+A file has two lines: the row for a list of runs, and the rest: the report's blocks, and the plain data of ``inspect --json``. A
+reader trusts nothing: data without the form that is declared here is refused in words.
 """
 
 from __future__ import annotations
