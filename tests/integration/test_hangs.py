@@ -6,7 +6,6 @@ import inspect
 import os
 import re
 import sys
-import threading
 import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,6 @@ from torchobs.ranks import state
 from torchobs.ranks.live import RunsReader
 from torchobs.ranks.runs import load, main_frames
 from torchobs.ranks.scanner import Scanner
-from torchobs.runtime.stack_samples import innermost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     from torchobs.ranks.snapshot import Snapshot
 
 
-KINDS = ("sleep", "sleep late", "spin", "loader", "worker", "collective")
+KINDS = ("sleep late", "spin", "worker", "collective")
 HANGS = {**dict.fromkeys(KINDS, "hung"), "backtrack": "unresponsive"}
 QUIET_AGE_S = 10.0
 """In place of the minute that is the least patience with a rank"""
@@ -350,31 +348,3 @@ def test_the_rank_that_did_not_come_is_named(start: Any, flight_dir: Path, tmp_p
         assert begin == f"A collective timed out after 5 s on rank 0. {told}"
         assert re.match(r"\(\d+ and \d+ of group default \(gloo\)\)", counts)
         assert not any("failed first" in text or "Only rank" in text for text in found)
-
-
-class Waiting(torch.nn.Module):
-    def __init__(self, stand: Any) -> None:
-        super().__init__()
-        self.stand = stand
-
-    def forward(self) -> None:
-        self.stand()
-
-
-@pytest.mark.parametrize("within_forward", [False, True])
-def test_the_innermost_line_of_the_script_is_found(within_forward: bool) -> None:  # noqa: FBT001  # parametrized
-    """Not the standard library's, in which it waits; none in a module's call, which is the forward pass."""
-    standing, go_on = threading.Event(), threading.Event()
-
-    def stand() -> None:
-        standing.set()
-        go_on.wait(60)
-
-    thread = threading.Thread(target=Waiting(stand) if within_forward else stand)
-    thread.start()
-    standing.wait(60)
-    place = innermost(sys._current_frames()[thread.ident or 0])
-    go_on.set()
-    thread.join()
-    function, location = (place.function, place.location) if place else ("", "")
-    assert (function, location.startswith(f"{__file__}:")) == (("", False) if within_forward else ("stand", True))

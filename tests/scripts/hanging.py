@@ -57,7 +57,6 @@ KINDS: dict[str, Callable[[], None]] = {
     "sleep": lambda: time.sleep(FOREVER_S),
     "spin": spin,
     "backtrack": backtrack,
-    "loader": deadlock,
     "worker": deadlock,
     "collective": wait_for_peer,
 }
@@ -70,7 +69,7 @@ class Rows(Dataset[Any]):
         return 1_000_000
 
     def __getitem__(self, index: int) -> Tensor:
-        if index >= STEP and KIND in {"loader", "worker"}:
+        if index >= STEP and KIND == "worker":
             KINDS[KIND]()
         return torch.randn(8)
 
@@ -82,7 +81,7 @@ def main() -> None:
     if KIND == "collective":
         distributed.init_process_group("gloo")
     for number, row in enumerate(DataLoader(Rows(), batch_size=1, num_workers=KIND == "worker")):
-        if number == STEP and KIND not in {"loader", "worker"}:
+        if number == STEP and KIND != "worker":
             KINDS[KIND]()
         optimizer.zero_grad()
         model(row).sum().backward()
