@@ -1,9 +1,8 @@
 """Ranks of gloo jobs that tests start.
 
-`python -m tests.distributed_rank WAY ORDER` trains plainly, then watched, and says how many collectives each took.
-`python -m tests.distributed_rank hang DIRECTORY PLACE [SECONDS]` is a rank of two, of which rank 1 stops in its sixth step. It
-sleeps in its `forward`, its `data` set or a `hook` of its backward, or leaves a collective out (`skip`), so that the other
-waits for one more when it is done. With `bypass` both ranks go around DDP from that step on. SECONDS: how often the slow
+`python -m tests.distributed_rank WAY` trains plainly, then watched, and says how many collectives each took.
+`python -m tests.distributed_rank hang DIRECTORY PLACE [SECONDS]` is a rank of two, of which rank 1 sleeps in its sixth step, in
+its `forward` or a `hook` of its backward. With `bypass` both ranks go around DDP from that step on. SECONDS: how often the slow
 sensors are asked.
 """
 
@@ -49,16 +48,6 @@ def _ddp() -> torch.nn.Module:
     return DistributedDataParallel(Model(), find_unused_parameters=True, bucket_cap_mb=0.005)
 
 
-def _hook() -> torch.nn.Module:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    model = Model()
-    del model.unused
-    wrapped = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
-    wrapped.register_comm_hook(None, fp16_compress_hook)
-    return wrapped
-
-
 def _fsdp2() -> torch.nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -68,31 +57,20 @@ def _fsdp2() -> torch.nn.Module:
     return model
 
 
-def _tensor() -> torch.nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    return parallelize_module(Model(), mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+WAYS: dict[str, Callable[[], torch.nn.Module]] = {"ddp": _ddp, "fsdp2": _fsdp2}
 
 
-WAYS: dict[str, Callable[[], torch.nn.Module]] = {"ddp": _ddp, "hook": _hook, "fsdp2": _fsdp2, "tensor": _tensor}
-
-
-def main(way: str, order: str) -> None:
-    """``order``: torchobs begins before the model is made, or after some steps without it."""
-    if order == "before":
-        torchobs.init()
+def main(way: str) -> None:
+    """Torchobs begins after some steps without it."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = WAYS[way]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     _collectives_of(_train(model, optimizer, 5))
     steps = 400 if way == "ddp" else 50  # DDP takes its own times every so many steps
-    said = {"plain": _collectives_of(_train(model, optimizer, steps if order == "after" else 1))}
-    if order == "after":
-        torchobs.init()
-        said["watched"] = _collectives_of(_train(model, optimizer, steps))
+    said = {"plain": _collectives_of(_train(model, optimizer, steps))}
+    torchobs.init()
+    said["watched"] = _collectives_of(_train(model, optimizer, steps))
     sys.stdout.write(json.dumps(said) + "\n")
     torchobs.shutdown()
     # torch 2.13 can deadlock when a group goes while a gloo thread frees a backward's work, for which it wants Python's lock
@@ -137,21 +115,6 @@ class Hanging(torch.nn.Module):
         return out
 
 
-class Data(torch.utils.data.Dataset[torch.Tensor]):
-    """Sleeps at one of its samples."""
-
-    def __init__(self, place: str) -> None:
-        self.place = place
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == AT - 1 and self.place == "data":
-            time.sleep(600)
-        return torch.full((4,), 1.0 + int(os.environ["RANK"]))
-
-
 def hang(directory: str, place: str, often_s: str = "") -> None:
     """Train until stopped; see the module."""
     torch.set_num_threads(1)
@@ -163,8 +126,9 @@ def hang(directory: str, place: str, often_s: str = "") -> None:
     own = place if os.environ["RANK"] == "1" else ""
     model = DistributedDataParallel(Hanging(own))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step, batch in enumerate(torch.utils.data.DataLoader(Data(own)), 1):
-        alone = (step == AT and own == "skip") or (step >= AT and place == "bypass")
+    samples: Any = torch.full((20, 4), 1.0 + dist.get_rank())
+    for step, batch in enumerate(torch.utils.data.DataLoader(samples), 1):
+        alone = step >= AT and place == "bypass"
         (model.module if alone else model)(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
