@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -13,27 +12,22 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import httpx
 import pytest
-from starlette.applications import Starlette
 
 import torchobs
 from tests.exporters import Caller, Service
 from tests.rank_files import live_rank, train
 from tests.support import wait_until
 from torchobs import debug
-from torchobs.exporter import api_schema, commands, daemon
+from torchobs.exporter import access, api_schema, daemon
 from torchobs.exporter.access import SOCKET_NAME, AccessChannel, Token, refusal
-from torchobs.exporter.api import Api
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.flight import artifacts, control
 from torchobs.flight.artifacts import PROFILE, STACKS, named
 from torchobs.flight.directory import control_directory
 from torchobs.flight.layout import PHASE_NAMES, Exit
 from torchobs.flight.step_record import RecordKind, StepFlag
 from torchobs.ranks import state as rank_state
-from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -333,32 +327,14 @@ def test_a_sidecar_takes_no_commands_unless_told_to(flight_dir: Path, tmp_path: 
         assert Caller(tmp_path / "s").post("/debug/level/basic").status == 202
 
 
-def test_on_another_address_it_takes_authentication(flight_dir: Path, tmp_path: Path) -> None:
+def test_on_another_address_it_takes_authentication(web: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     """The token, for reading too; without one there is nothing but a word on where to ask."""
-
-    async def ask(config: ExporterConfig, **headers: str) -> httpx.Response:
-        watch = SnapshotCache(Scanner(config))
-        api = Api(config, watch)
-        transport = httpx.ASGITransport(Starlette(routes=api.mounts()))
-        async with httpx.AsyncClient(transport=transport) as client:
-            answer = await client.get("http://10.1.2.3:10960/api/v1/status", headers=headers)
-        api.close()
-        watch.close()
-        return answer
-
-    refused = asyncio.run(ask(ExporterConfig(flight_dir=str(flight_dir))))
-    assert (refused.status_code, refused.json()["type"]) == (403, "urn:torchobs:problem:not-here")
-    (tmp_path / "token").write_text(TOKEN)
-    config = ExporterConfig(flight_dir=str(flight_dir), api_token_file=str(tmp_path / "token"))
-    assert asyncio.run(ask(config)).status_code == 401
-    assert asyncio.run(ask(config, Authorization=f"Bearer {TOKEN}")).json()["token"] is True
-
-
-def test_the_description_is_served(web: Caller, checkout: Path) -> None:
-    """The same as in the documentation."""
-    reply = web.ask("GET", "/openapi.json")
-    assert reply.body.decode() == api_schema.text() == (checkout / "docs" / "openapi.json").read_text()
-    assert json.loads(api_schema.text())["openapi"] == "3.1.0"
+    monkeypatch.setattr(access, "is_local", lambda _: False)
+    assert web.ask("GET", "/status").status == 401
+    assert web.get("/status", Authorization=f"Bearer {TOKEN}")["token"] is True
+    refused = refusal("GET", {"host": "node-1"}, "open", Token(None))
+    assert refused
+    assert (refused.status, refused.kind) == (403, "not-here")
 
 
 # As a program: as a plug-in it costs every run of pytest five seconds, whichever tests that is for (see `addopts`).
@@ -369,10 +345,9 @@ HOW = ("--phases", "examples,coverage,fuzzing", "--max-examples", "25", "--gener
 def test_every_answer_is_as_described(flight_dir: Path, tmp_path: Path, begin: Callable[..., FlightWriter]) -> None:
     """No server error, no status, content type or content that the description does not have; what it forbids is refused.
 
-    Asked is a node's exporter with two ranks, steps, events and evidence.
+    Asked is a node's exporter with two ranks, steps, events and evidence, which serves the description as well.
     """
     (tmp_path / "token").write_text(TOKEN)
-    (tmp_path / "openapi.json").write_text(api_schema.text())
     writers = [begin(rank=rank) for rank in (0, 1)]
     for writer in writers:
         train(writer, [1, 2, 3])
@@ -382,10 +357,13 @@ def test_every_answer_is_as_described(flight_dir: Path, tmp_path: Path, begin: C
     config = ExporterConfig(flight_dir=str(flight_dir), mode="node", api_token_file=str(tmp_path / "token"))
     with Service(config) as exporter:
         wait_until(lambda: len(Caller(exporter.address).get("/ranks")["ranks"]) == 2)
+        description = Caller(exporter.address).ask("GET", "/openapi.json").body
+        assert description.decode() == api_schema.text()
+        (tmp_path / "openapi.json").write_bytes(description)
         argv = [*SCHEMATHESIS, *HOW, "--url", f"http://{exporter.address}/api/v1", "openapi.json"]
         done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    operations = sum(map(len, json.loads(api_schema.text())["paths"].values()))
+    operations = sum(map(len, json.loads(description)["paths"].values()))
     assert f"Tested: {operations}\n" in done.stdout
 
 
@@ -417,13 +395,11 @@ GATE: tuple[tuple[AccessChannel, str, dict[str, str], int], ...] = (
     ("loopback", "HEAD", {"host": "127.0.0.1"}, 0),
     ("loopback", "GET", {"host": "[::1]:10960"}, 0),
     ("loopback", "GET", {"host": "evil.example:10960"}, 421),
-    ("loopback", "GET", {"host": "10.0.0.1:10960"}, 421),
     ("loopback", "GET", {}, 421),
     ("loopback", "GET", LOCAL | {"origin": "http://localhost:10960"}, 0),
     ("loopback", "GET", LOCAL | {"origin": "http://evil.example"}, 403),
     ("loopback", "GET", LOCAL | {"origin": "null"}, 403),
     ("loopback", "POST", LOCAL | JSON, 401),
-    ("loopback", "DELETE", LOCAL | JSON, 401),
     ("loopback", "POST", LOCAL | JSON | BEARER, 0),
     ("loopback", "POST", LOCAL | JSON | BEARER | {"origin": "http://evil.example"}, 403),
     ("loopback", "POST", LOCAL | BEARER | {"content-type": "text/plain"}, 415),
@@ -482,14 +458,3 @@ def test_a_token_is_rotated_by_its_file(token: Token, tmp_path: Path) -> None:
     path.unlink()
     path.mkdir()
     assert not token.admits(SECRET)
-
-
-def test_whatever_a_rank_says_is_an_answer() -> None:
-    """Of one short line: the event is from a file that anybody may have written."""
-    failed = "Rank 0 failed at it."
-    for said, answer in (
-        ({"reason": ["x"], "detail": {}}, failed),
-        ({"reason": "a\nb", "exception.type": 7}, failed),
-        ({"detail": "\x1b[31m\n" + "x" * 9_000}, f"{failed} (?[31m?{'x' * 193}…)"),
-    ):
-        assert commands.failure_problem("0", said).detail == answer
