@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -15,17 +14,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import torchobs
-from tests import flights, fork_server, support
+from tests import flights, support
 from tests.training import Recording, mlp, recording
-from torchobs import catalog
-from torchobs.detect import speed
 from torchobs.document.blocks import section
 from torchobs.document.html import content
 from torchobs.document.sections import epoch_table
 from torchobs.flight import reader
-from torchobs.flight.layout import PHASE_NAMES
-from torchobs.probes.data import StarvationWatch
-from torchobs.probes.timeline import LONG_TRACE
 from torchobs.ranks.runs import load
 from torchobs.support.text import number
 
@@ -153,60 +147,6 @@ def test_a_killed_worker_is_an_event_and_torch_says_what_it_always_says(run: Rec
     assert run.look()[("torchobs.data.workers_died",)] == 1  # the event is there at once, the count at the end of its round
 
 
-@pytest.mark.serial
-def test_training_that_waits_for_its_data_is_told(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state, and one event when it begins; the clock is the test's."""
-    monkeypatch.setattr(speed, "LEAST_TRAINED_S", 0.001)
-    context, now_s = run.session.context, [0.0]
-    assert context is not None
-    run.look()  # from here on nobody else folds and publishes
-    starving, loop = StarvationWatch(context, lambda: now_s[0]), Loop()
-
-    def train(batches: Any) -> None:
-        starving.sample()
-        loop.train(batches, after=lambda: time.sleep(0.002))
-        context.writer.fold()
-        now_s[0] += 60.0
-        starving.sample()
-        context.writer.publish()
-
-    train(DataLoader(torch.ones(SAMPLES, 8), batch_size=None))  # type: ignore[arg-type]
-    assert run.values()[("torchobs.data.starved",)] == 0
-    for _ in range(2):
-        train(DataLoader(Slow(), batch_size=None))
-    assert run.values()[("torchobs.data.starved",)] == 1
-    (event,) = run.frames("torchobs.data.starved")
-    assert 0.2 <= event["attrs"]["share"] <= 1
-
-
-class Stream(IterableDataset[torch.Tensor]):
-    """Batches without end, as a server's requests."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        while True:
-            yield torch.zeros(8)
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-def test_batches_without_end_after_training_take_no_memory(run: Recording, gradients: bool) -> None:  # noqa: FBT001  # a parameter
-    """Streaming evaluation, or serving: what is noted of fetches is taken in as they come, and counts as before."""
-    assert run.session.context is not None
-    recorder, longest, fetched, loop = run.session.context.recorder, 0, 0, Loop()
-    loop.step(torch.ones(1, 8))
-    begun = time.perf_counter()
-    with torch.set_grad_enabled(gradients):
-        for _ in DataLoader(Stream(), batch_size=None):
-            longest, fetched = max(longest, len(recorder.trace), len(recorder.arguments)), fetched + 1
-            if fetched == 2 * LONG_TRACE:
-                break
-    served = time.perf_counter() - begun
-    assert longest <= LONG_TRACE + 2
-    loop.step(torch.ones(1, 8))
-    last = run.steps()[-1]
-    assert sum(last.phase_s) >= served, "no time is lost"
-    assert (last.phase_s[PHASE_NAMES.index("evaluation")] > 0.9 * served) is not gradients
-
-
 NAP_S = 0.12
 BATCHES = 3
 
@@ -321,72 +261,6 @@ def test_the_length_of_the_run_is_what_it_was_told(flight_dir: Path) -> None:
         assert run.look()[planned] == 1000
 
 
-STARTUP = """
-import sys, time
-begun = time.time()
-time.sleep(0.3)
-import torch, torchobs
-torchobs.init(flight_dir=sys.argv[1])
-model = torch.nn.Linear(8, 1)
-model.train()
-time.sleep(0.7)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-batches = torch.utils.data.DataLoader(torch.ones(6, 8), batch_size=2)
-stepping = time.time()
-for batch in batches:
-    time.sleep(0.2)
-    model(batch).sum().backward()
-    optimizer.step()
-time.sleep(0.3)
-print(stepping - begun, time.time() - begun)
-"""
-
-
-def final_goodput(flight_dir: Path) -> dict[str, float]:
-    """Seconds by what they went into, at the end of the one run."""
-    (path,) = flight_dir.glob("*.flight")
-    view = reader.open_path(str(path)).read(final=True)
-    name = catalog.GOODPUT_TIME.name
-    return {str(point.series.attributes[0][1]): float(point.value)  # type: ignore[arg-type]  # no histogram
-            for point in view.points if point.series.name == name}  # fmt: skip
-
-
-def test_the_time_before_the_first_step_is_startup(flight_dir: Path) -> None:
-    """From the process's start: what a restart costs again, imports included. All states add up to the run's life."""
-    begun = time.time()
-    argv = [sys.executable, "-c", STARTUP, str(flight_dir)]
-    ended = fork_server.run(argv, capture_output=True, text=True, check=True)
-    lasted = time.time() - begun
-    values = final_goodput(flight_dir)
-    least, life = map(float, ended.stdout.split())  # the interpreter's own start comes on top
-    assert least <= values["startup"] <= lasted - 0.6
-    assert values["idle"] >= 0.3
-    assert 0.99 * life <= sum(values.values()) <= lasted
-
-
-def test_goodput_is_current_within_a_long_evaluation(run: Recording) -> None:
-    """Within a per cent, amid one that goes on."""
-
-    def goodput() -> dict[str, float]:
-        return {key[1]: value for key, value in run.look().items() if key[0] == catalog.GOODPUT_TIME.name}
-
-    loop, asked = Loop(), list[float]()
-    loop.train(three_batches(), after=lambda: asked.append(time.monotonic()))
-    before = goodput()  # up to the end of the last step, before which there is the last but one
-    loop.model.eval()
-    begun = time.monotonic()
-    for batch in three_batches():
-        loop.model(batch)
-        time.sleep(0.7)
-        break
-    least = time.monotonic() - begun
-    states = goodput()
-    most = time.monotonic() - asked[-2]
-    trained = [sum(each.values()) - each["startup"] for each in (before, states)]
-    assert 0.99 * least <= trained[1] - trained[0] <= 1.01 * most
-    assert states["evaluation"] >= 0.7
-
-
 class Grouped(DistributedSampler[Any]):
     """Draws in its own way, and has not what its parent makes."""
 
@@ -403,35 +277,39 @@ def mistaken_orders(run: Recording) -> list[tuple[int, bool]]:
     return [(event["step"], "parameters_affected" in event["attrs"]) for event in told]
 
 
-@pytest.mark.parametrize("how", ["forgotten", "called", "in order", "one rank", "few steps", "grouped"])
+@pytest.mark.parametrize(
+    "how", ["forgotten", "called", "in order", "one rank", "few steps", "grouped", "trial before", "set after iter"]
+)
 def test_a_sampler_that_is_not_given_the_epoch_is_told_once(run: Recording, how: str) -> None:
-    """Promise: where a ``DistributedSampler`` of several ranks shuffles each of some epochs alike, and nowhere else."""
+    """Promise: where a ``DistributedSampler`` of several ranks shuffles each of some epochs alike, and nowhere else.
+
+    Neither a trial before the first epoch nor an epoch that is set late counts.
+    """
     loop, samples = Loop(), torch.ones(16 if how == "few steps" else 40, 8)
     replicas = 1 if how == "one rank" else 2
     plain: Any = partial(DistributedSampler, num_replicas=replicas, rank=0, shuffle=how != "in order")
     sampler = (Grouped if how == "grouped" else plain)(samples)
     batches: Any = DataLoader(samples, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
-    for epoch in range(4):
-        if how == "called":
-            sampler.set_epoch(epoch)
-        loop.train(batches)
-    assert run.errors() == []
-    assert epochs(run) == 4
-    assert mistaken_orders(run) == ([(20, False)] if how == "forgotten" else [])
-
-
-@pytest.mark.parametrize("how", ["trial before", "set after iter", "four passes"])
-def test_a_sampler_that_is_given_the_epoch_in_its_own_way_is_none(run: Recording, how: str) -> None:
-    """Neither a trial before the first epoch, nor an epoch set late, nor passes of one epoch; at worst it is taken back."""
-    loop, samples = Loop(), torch.ones(40, 8)
-    sampler: Any = DistributedSampler(samples, 2, 0)  # type: ignore[arg-type]
-    batches: Any = DataLoader(samples, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
     if how == "trial before":
         loop.train(batches)
     for epoch in range(4):
         iterator = iter(batches) if how == "set after iter" else batches
+        if how in {"called", "trial before", "set after iter"}:
+            sampler.set_epoch(epoch)
+        loop.train(iterator)
+    assert run.errors() == []
+    assert epochs(run) == 4 + (how == "trial before")
+    assert mistaken_orders(run) == ([(20, False)] if how == "forgotten" else [])
+
+
+def test_a_sampler_whose_epochs_have_several_passes_is_taken_back(run: Recording) -> None:
+    """What was told after the first passes of one epoch, by the next epoch."""
+    loop, samples = Loop(), torch.ones(40, 8)
+    sampler: Any = DistributedSampler(samples, 2, 0)  # type: ignore[arg-type]
+    batches: Any = DataLoader(samples, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    for epoch in range(4):
         sampler.set_epoch(epoch)
-        for _ in range(4 if how == "four passes" else 1):
-            loop.train(iterator)
+        for _ in range(4):
+            loop.train(batches)
     epochs(run)
-    assert mistaken_orders(run) == ([(20, False), (40, True)] if how == "four passes" else [])
+    assert mistaken_orders(run) == [(20, False), (40, True)]
