@@ -26,9 +26,7 @@ from tests import fork_server
 from tests.training import Recording, StepFlag, has, loss_of, mlp, norm_of, recording
 from torchobs import catalog
 from torchobs.detect.spikes import BlownLayer
-from torchobs.diagnosis.health import diagnose
 from torchobs.document.live import figures
-from torchobs.flight.control import LEVELS
 from torchobs.probes.layers import MOST_LAYERS, SHOWN_S, GrownLayers
 from torchobs.ranks.rank_view import RunView
 from torchobs.ranks.runs import load
@@ -237,18 +235,6 @@ def norm_of_weights(layer: nn.Module) -> float:
     return float(sum(p.detach().double().pow(2).sum() for p in layer.parameters()) ** 0.5)
 
 
-def test_the_level_decides_while_training_runs(run: Recording) -> None:
-    """Four times as many layers at advanced, and back."""
-    assert run.session.context is not None
-    (changed,) = run.session.context.hooks.level.listeners
-    model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for level, series in (("basic", 17), ("advanced", 22)):
-        changed(LEVELS.index(level))
-        step(model, optimizer)
-        assert len(layers(run)) == series
-
-
 def test_odd_gradients_are_measured(run: Recording) -> None:
     """Empty, sparse, complex, half, double, conjugated and not contiguous ones, all in one optimizer."""
     torch.manual_seed(0)
@@ -397,15 +383,14 @@ def test_norms_equal_the_reference_step_by_step(run: Recording, name: str) -> No
     assert min(norms) > 0
 
 
-@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-4), (torch.float16, 1e-2)], ids=str)
-def test_an_embedding_of_forty_million_elements(run: Recording, dtype: torch.dtype, within: float) -> None:
-    """Where torch's own foreach norm is 2.4e-3 off in float32, and 1.9e-2 in float16."""
+def test_an_embedding_of_forty_million_elements(run: Recording) -> None:
+    """Where torch's own foreach norm is 2.4e-3 off."""
     torch.manual_seed(0)
-    weight = nn.Parameter(torch.zeros(LARGE // 1000, 1000, dtype=dtype))
-    weight.grad = torch.randn(LARGE // 1000, 1000, dtype=torch.float32).to(dtype)
+    weight = nn.Parameter(torch.zeros(LARGE // 1000, 1000))
+    weight.grad = torch.randn(LARGE // 1000, 1000)
     optimizer = torch.optim.SGD([weight], lr=0.0, foreach=True)
     optimizer.step()
-    assert [record.grad_norm for record in run.steps()] == pytest.approx([reference([weight])], rel=within)
+    assert [record.grad_norm for record in run.steps()] == pytest.approx([reference([weight])], rel=1e-4)
 
 
 RANKS = 2
@@ -565,20 +550,18 @@ def mistakes(run: Recording) -> list[dict[str, Any]]:
     return [frame["attrs"] for frame in run.frames(catalog.EVENT_LOOP_MISTAKE.name)]
 
 
-def train_clipping(
-    run: Recording, before: Callable[[nn.Module], object], after: Callable[[nn.Module], object], micro: int = 1
-) -> None:
-    """A loop with something between backward and step, and something after the step; the sampler looks after each step."""
+def train_clipping(run: Recording, before: Callable[[nn.Module], object], after: Callable[[nn.Module], object]) -> None:
+    """A loop of three micro-batches with something between backward and step, something after the step, and a look."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for _ in range(LATE_STEPS):
         optimizer.zero_grad()
-        for _ in range(micro):
+        for _ in range(3):
             loss_of(model).backward()  # type: ignore[no-untyped-call]
             before(model)
         optimizer.step()
         after(model)
-        run.whole_round()
+        run.look()
 
 
 def clip(limit: float) -> Callable[[nn.Module], object]:
@@ -590,10 +573,9 @@ def nothing(_: nn.Module) -> None:
     """Do nothing."""
 
 
-@pytest.mark.parametrize("micro", [1, 3])
-def test_a_clipping_after_the_step_is_told(run: Recording, micro: int) -> None:
+def test_a_clipping_after_the_step_is_told(run: Recording) -> None:
     """Once, whether it clips or not."""
-    train_clipping(run, nothing, clip(0.5), micro)
+    train_clipping(run, nothing, clip(0.5))
     assert mistakes(run) == [{"kind": "clipped_late"}]
 
 
@@ -610,7 +592,7 @@ def test_others_are_left_alone(
     run: Recording, before: Callable[[nn.Module], object], after: Callable[[nn.Module], object]
 ) -> None:
     """What clips in time, in each micro-batch, or asks for a norm alone."""
-    train_clipping(run, before, after, micro=3)
+    train_clipping(run, before, after)
     assert mistakes(run) == []
 
 
@@ -625,38 +607,13 @@ def test_a_scaler_that_skips_steps_makes_no_clipping_late(run: Recording) -> Non
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         scaler.step(optimizer)
         scaler.update()
-        run.whole_round()
+        run.look()
     assert mistakes(run) == []
-
-
-BLOWN_STEPS, BLOWN_AT = 60, 50
 
 
 def growth(run: Recording) -> dict[str, Any]:
     """How much the gradients of layers grew."""
     return {key[1]: value for key, value in run.values().items() if key[0] == catalog.GRAD_LAYER_GROWTH.name}
-
-
-@pytest.mark.parametrize("layer", ["0", "8"])
-def test_the_layer_of_an_explosion_is_named(run: Recording, flight_dir: Path, layer: str) -> None:
-    """Its gradient is ten thousand times what it was in one step among sixty; the steps after it are ordinary."""
-    torch.manual_seed(1)
-    model: Any = nn.Sequential(*(part for _ in range(5) for part in (nn.Linear(16, 16), nn.Tanh())), nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    for step in range(1, BLOWN_STEPS + 1):
-        optimizer.zero_grad()
-        torch.autograd.backward((model(torch.randn(8, 16)) - 1.0).square().mean())
-        if step == BLOWN_AT:
-            model[int(layer)].weight.grad.mul_(10_000.0)
-        optimizer.step()
-    run.look()
-    told = [frame for frame in run.frames(catalog.EVENT_ANOMALY.name) if frame["step"] == BLOWN_AT]
-    (attributes,) = (frame["attrs"] for frame in told if frame["attrs"]["kind"] == "gradient_explosion")
-    assert attributes["layer"] == layer
-    assert attributes["layer_norm"] > 100 * attributes["layer_usual"] > 0
-    assert growth(run)[layer] == pytest.approx(attributes["layer_norm"] / attributes["layer_usual"], rel=1e-6)
-    (report,), _ = load(list(flight_dir.glob("*.flight")))
-    assert any(f"The gradient of layer {layer} grew most" in finding.long for finding in diagnose(report))
 
 
 def test_layers_that_grew_are_shown_for_ten_minutes(run: Recording) -> None:
