@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
-import resource
 import socket
 import ssl
 import stat
@@ -110,16 +109,6 @@ def test_the_metrics_may_have_another_path(flight_dir: Path) -> None:
         assert "torchobs_build_info" in exporter.page("/telemetry")
         assert exporter.get("/metrics").status == 404
         assert "./telemetry" in Parsed(exporter.page("/")).links
-
-
-def test_a_node_s_exporter_without_any_port_gives_up(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its starter finds out by the exit code; nothing is announced."""
-    monkeypatch.setattr(server, "NEXT_PORTS", 0)
-    with contextlib.closing(server.bind(address_of("127.0.0.1:0"))) as blocker:
-        listen = f"127.0.0.1:{blocker.getsockname()[1]}"
-        with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node"), listen=listen) as exporter:
-            assert not exporter.announced
-    assert exporter.code == 1
 
 
 def test_a_sidecar_waits_for_its_port(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,56 +221,6 @@ async def asked(
     writer.write(head)
     assert (await asyncio.wait_for(reader.readuntil(b"page"), 10)).startswith(b"HTTP/1.1 200 OK")
     return reader, writer
-
-
-def test_who_is_being_answered_when_tls_changes_gets_the_whole_answer(certificate: Path) -> None:
-    """Then the connection is closed, as an idle one is at once; a new one is accepted meanwhile."""
-    going_on, protection, (context, trust) = asyncio.Event(), WebConfigMiddleware(None), contexts(certificate)
-
-    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
-        await going_on.wait()
-        await APP(scope, receive, send)
-
-    async def answers() -> bytes:
-        async with serving(slow, protection) as (running, address):
-            idle, silent = await asyncio.open_connection(*address)
-            reader, writer = await asyncio.open_connection(*address)
-            writer.write(HEAD)
-            await asyncio.sleep(0.05)
-            protection.context = context
-            await running.tick()
-            assert await asyncio.wait_for(idle.read(), 10) == b""
-            going_on.set()
-            answer = await asyncio.wait_for(reader.read(), 10)  # to its end
-            _, newest = await asked(address, trust)
-            for one in (silent, writer, newest):
-                one.close()
-            return answer
-
-    answer = asyncio.run(answers())
-    assert answer.startswith(b"HTTP/1.1 200 OK")
-    assert answer.endswith(b"page")
-
-
-@pytest.mark.parametrize(("files", "most"), [(resource.RLIM_INFINITY, 20), (40, 10), (4, 8)])
-def test_connections_take_a_quarter_of_the_descriptors(files: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest is for flight files."""
-    monkeypatch.setattr(server, "MOST_CONNECTIONS", 20)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
-
-    async def left() -> int:
-        async with serving() as (running, address):
-            clients = [socket.create_connection(address) for _ in range(most + 3)]
-            while len(running.server_state.connections) < most:  # noqa: ASYNC110  # nothing else shows it
-                await asyncio.sleep(0.01)
-            _, writer = await asked(address)
-            found = len(running.server_state.connections)
-            writer.close()
-            for client in clients:
-                client.close()
-            return found
-
-    assert asyncio.run(left()) == most
 
 
 async def stream(scope: Scope, receive: Receive, send: Send) -> None:
