@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.exporters import Answer, Service, start_program
-from tests.prometheus_server import PrometheusServer
-from tests.rank_files import live_rank, train
 from tests.support import wait_until, why_missing
 from tests.web_configs import ACCEPTED, HASH, PASSWORD, REFUSED, STRICTER, TLS, USERS, certify
 from torchobs.exporter import access, daemon, web_config
@@ -57,9 +55,10 @@ def home(certificates: Path, tmp_path: Path) -> Path:
 class Served:
     """An exporter with a web configuration file, which `write` replaces at once."""
 
-    def __init__(self, home: Path, text: str) -> None:
+    def __init__(self, home: Path, text: str | None) -> None:
         self.home, self.path = home, home / "web.yml"
-        self.write(text)
+        if text is not None:
+            self.write(text)
         self.service = Service(ExporterConfig(flight_dir=str(home), web_config_file=str(self.path)))
 
     def write(self, text: str) -> None:
@@ -89,11 +88,11 @@ class Served:
 
 
 @pytest.fixture
-def serve(home: Path) -> Iterator[Callable[[str], Served]]:
+def serve(home: Path) -> Iterator[Callable[[str | None], Served]]:
     """Serve with the text of a web configuration file."""
     running: list[Served] = []
 
-    def start(text: str) -> Served:
+    def start(text: str | None) -> Served:
         served = Served(home, text)
         running.append(served)
         served.service.__enter__()
@@ -268,8 +267,10 @@ def _split(served: Served) -> tuple[str, int]:
     return host, int(port)
 
 
-@pytest.mark.parametrize("broken", ["a: [", f"{TLS}, client_ca_file: no.pem}}"])
-def test_a_file_that_is_broken_from_the_start_opens_nothing(serve: Callable[[str], Served], broken: str) -> None:
+@pytest.mark.parametrize("broken", [None, "a: [", f"{TLS}, client_ca_file: no.pem}}"])
+def test_a_file_that_is_broken_or_missing_from_the_start_opens_nothing(
+    serve: Callable[[str | None], Served], broken: str | None
+) -> None:
     """503 for everything but health, and no word of it to strangers; once mended, it is in force."""
     served = serve(broken)
     for answer in map(served.get, ("/metrics", "/", "/nothing")):
@@ -280,35 +281,13 @@ def test_a_file_that_is_broken_from_the_start_opens_nothing(serve: Callable[[str
     assert served.get().status == 401
 
 
-@pytest.mark.parametrize("mistyped", ["--web.config.file=missing.yml", "--web.config-file=web.yml"])
 def test_a_mistake_on_the_command_line_opens_nothing(
-    start: Callable[..., subprocess.Popen[str]], free_port: Callable[[], int], tmp_path: Path, flight_dir: Path, mistyped: str
+    start: Callable[..., subprocess.Popen[str]], free_port: Callable[[], int], tmp_path: Path, flight_dir: Path
 ) -> None:
-    """Not in a file's name, not in the option's, not in another option's."""
+    """Not in the option's name, not in another option's."""
     port = free_port()
     given = {"TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS": f"127.0.0.1:{port}", "TORCHOBS_DIR": str(flight_dir)}
-    program = start_program(
-        start, tmp_path / "exporter.log", port, *mistyped.split(), **given, KUBERNETES_SERVICE_HOST="10.96.0.1"
-    )
+    log, mistyped = tmp_path / "exporter.log", "--web.config-file=web.yml"
+    program = start_program(start, log, port, mistyped, **given, KUBERNETES_SERVICE_HOST="10.96.0.1")
     assert program.get().status == 503
     assert program.get("/-/healthy").status == 200
-
-
-def test_prometheus_scrapes_with_tls_and_a_password(
-    serve: Callable[[str], Served], program: Callable[[str], str], certificates: Path
-) -> None:
-    """A real one, by its own tls_config and basic_auth, and none without."""
-    served = serve(f"{TLS}, client_auth_type: RequireAndVerifyClientCert, client_ca_file: client.pem}}\n{USERS}")
-    writer = live_rank(served.home)
-    train(writer, [1, 2, 3])
-    trust = {"ca_file": str(certificates / "server.pem"), "cert_file": str(certificates / "client.pem"),
-             "key_file": str(certificates / "client.key")}  # fmt: skip
-    target = {"static_configs": [{"targets": [served.service.address]}], "scheme": "https"}
-    known = {"job_name": "known", "tls_config": trust, "basic_auth": {"username": "prometheus", "password": PASSWORD}}
-    jobs = [{**target, **known}, {**target, "job_name": "stranger", "tls_config": trust}]
-    with PrometheusServer(program("prometheus3"), settings={"scrape_configs": jobs}) as prometheus:
-        wait_until(lambda: [one.value for one in prometheus.query('up{job="known"}')] == [1.0], timeout_s=30)
-        wait_until(lambda: prometheus.query('up{job="stranger"}'), timeout_s=30)
-        assert prometheus.value("torchobs_steps_total") == 3
-        assert prometheus.value('up{job="stranger"}') == 0
-    writer.close()
