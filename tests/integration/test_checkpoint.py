@@ -336,7 +336,6 @@ LOADS: dict[str, tuple[Callable[..., object], list[tuple[object, ...]]]] = {
     "a prefix": (lambda model, _, of: model.load_state_dict(_wrapped(of[0]), strict=False), [("keys", 0, None)]),
     "a part of a larger one": (lambda model, _, of: model.load_state_dict(_wrapped(of[0]) | of[0], strict=False),
                                [("optimizer", None, 4)]),
-    "a part of the model": (lambda model, _, of: model.load_state_dict(dict([*of[0].items()][:1]), strict=False), []),
     "a teacher": (lambda *given: mlp().load_state_dict(given[2][0]), []),
     "read only": (lambda *_: None, []),
 }  # fmt: skip
