@@ -1,11 +1,10 @@
-"""The alerts about whole runs in a real Prometheus, also after an outage of it; what Alertmanager makes of them."""
+"""The alerts about whole runs, by the real rule engine, and what a real Alertmanager makes of them."""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
-import time
 import urllib.request
 from collections import defaultdict
 from dataclasses import replace
@@ -19,18 +18,16 @@ import pytest
 import yaml
 
 from tests.exporters import start_program
-from tests.prometheus_server import DIRECT, PrometheusServer, alertmanager_command, serving, start_alertmanager
+from tests.prometheus_server import DIRECT, alertmanager_command, serving, start_alertmanager
 from tests.rule_cases import Life, RecordedRun, Recording, Told, cases, record, told
 from tests.support import ROOT, wait_until
-from torchobs import catalog
 from torchobs.rules.files import alert_groups, rendered
-from torchobs.rules.promql import RUN, select
-from torchobs.rules.recordings import ALIVE, FAILED
+from torchobs.rules.promql import RUN
 from torchobs.rules.rule_file import Alert
 from torchobs.rules.values import Thresholds, Values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from http.server import BaseHTTPRequestHandler
 
 
@@ -246,48 +243,6 @@ def test_of_sick_runs_the_right_alert_arrives_once_with_its_culprit_and_resolves
             assert re.search(culprit, alert["annotations"]["description"]), alert
         ended = {to for to, _ in of_run(arrived, run, "resolved")}
         assert ended == {to for to, _, _ in expected} - OUTLIVED.get(run, set()), run
-
-
-MINUTES = range(-55, -14)
-"""What it has of the runs, by their minute; then it was down"""
-RUNS = ("trained", "was-restarting")
-ALERTS = {"trained": "TorchobsTelemetryGone", "was-restarting": "TorchobsRunDown"}
-
-
-def past(now_s: float) -> Iterator[str]:
-    """Both runs as Prometheus recorded them, in OpenMetrics: one whose rank lived, one whose rank had failed at last."""
-    for name, last in ((ALIVE, {"was-restarting": 0}), (FAILED, {"was-restarting": 1})):
-        yield f"# TYPE {name} gauge"
-        for run in RUNS:
-            for minute in MINUTES:
-                usual = 1 if name == ALIVE else 0
-                value = last.get(run, usual) if minute == MINUTES[-1] else usual
-                yield f'{name}{{job_name="gpt",run_id="{run}"}} {value} {now_s + 60 * minute:.0f}'
-    yield "# EOF\n"
-
-
-def test_nobody_is_told_that_a_run_is_gone_which_nobody_looked_at(
-    prometheus_program: str, promtool: str, checkout: Path, tmp_path: Path
-) -> None:
-    """Rules are evaluated before the first scrape is done, or recorded: until then all runs of the cluster seem to be gone."""
-    (tmp_path / "past.txt").write_text("\n".join(past(time.time())))
-    argv = [promtool, "tsdb", "create-blocks-from", "openmetrics", str(tmp_path / "past.txt"), str(tmp_path / "data")]
-    subprocess.run(argv, check=True, capture_output=True)
-    page = {"text": ""}
-    rules = sorted((checkout / "deploy" / "prometheus" / "rules").glob("torchobs-*.yml"))
-    with (
-        serving(lambda _: page["text"].encode()) as target,
-        PrometheusServer(prometheus_program, scrape=[target], rules=rules, data=tmp_path / "data") as prometheus,
-    ):
-
-        def active() -> set[tuple[str, str]]:
-            return {(one.labels["run_id"], one.name) for one in prometheus.alerts()}
-
-        wait_until(lambda: active() >= set(ALERTS.items()), timeout_s=60)
-        assert not prometheus.query('ALERTS{alertstate="firing"}')
-        page["text"] = "".join(f'{select(catalog.RANK_UP)}{{job_name="gpt", run_id="{run}", rank="0"}} 1\n' for run in RUNS)
-        wait_until(lambda: not active() & set(ALERTS.items()), timeout_s=60)
-        assert not prometheus.query('count_over_time(ALERTS{alertstate="firing"}[1h])')
 
 
 SEVERITIES = {rule.alert: rule.severity for group in alert_groups() for rule in group.rules if isinstance(rule, Alert)}
