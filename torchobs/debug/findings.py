@@ -281,7 +281,7 @@ def training_since(before: Counter[str]) -> TrainingSummary:
     measured = counts[_ALL]
     explosions, vanishing, loss = (counts[kind] for kind in catalog.STEP_ANOMALIES)
     if not counts[_ALL] and current() is not None:
-        counts, source = _recorded(), "recorded"
+        counts, source = _session_counts(), "recorded"
         counts.subtract(_recorded_before)
         explosions, vanishing = (counts[kind] for kind in catalog.STEP_ANOMALIES[:2])
         loss, measured = sum(counts[kind] for kind in LOSS_KINDS), counts[_MEASURED] or counts[_ALL]
@@ -294,7 +294,7 @@ def training_since(before: Counter[str]) -> TrainingSummary:
     return TrainingSummary(steps, anomalous, explosions, vanishing, loss, *rates, source)
 
 
-def _recorded() -> Counter[str]:
+def _session_counts() -> Counter[str]:
     """Return the counts of the session's sampler: steps, those with a gradient norm, anomalies by kind."""
     session = current()
     if session is None or session.context is None:
@@ -308,7 +308,7 @@ def _recorded() -> Counter[str]:
 def clear() -> None:
     """Forget all operations and steps seen so far, and which findings were logged already. Metrics and events stay."""
     global _log_limiter, _event_limiter  # of the process
-    recorded = _recorded()
+    recorded = _session_counts()
     with _lock:
         _log_limiter, _event_limiter = RateLimiter(LOG_EVERY_S), anomaly_limiter()
         _recorded_before.clear()

@@ -118,7 +118,7 @@ def check_dataloader(loader: Any, *, batches: int = 20) -> LoaderCheck:
         fetches.append(fetch._replace(batch=None))
     seconds = [fetch.seconds for fetch in fetches]
     later, after_first = seconds[1:], summary.samples - summary.first_samples
-    loads = _loads(fetches)
+    loads = _worker_loads(fetches)
     texts = [*_slow_workers(loads, fetches), *summary.findings()]
     if not seconds:
         texts.append(("no_batch", "loader", "the loader gives no batch"))
@@ -212,7 +212,7 @@ def _labels(batch: Any) -> Any:
     return labels if isinstance(labels, torch.Tensor) else None
 
 
-def _loads(fetches: Iterable[_Fetch]) -> tuple[WorkerLoad, ...]:
+def _worker_loads(fetches: Iterable[_Fetch]) -> tuple[WorkerLoad, ...]:
     waits: dict[int, list[float]] = {}
     for index, fetch in enumerate(fetches):
         if fetch.worker is not None and index:  # the first includes the start of all workers

@@ -92,11 +92,11 @@ def memory_by_module(
         what = f"{type(batch).__name__}{' of none' if _tensors_in(batch) else ''}"
         raise TypeError(f"memory_by_module() takes a batch with a tensor of at least one sample, not {what}")
     peak, kept = (None, {}) if batch is None else _measure(model, batch, loss_fn)
-    parameters, buffers, state = _unique(model.parameters()), _unique(model.buffers()), _optimizer_state(optimizer)
+    parameters, buffers, state = _bytes_used(model.parameters()), _bytes_used(model.buffers()), _optimizer_state(optimizer)
     gradients, inputs, activations = None, None, None
     if batch is not None:
         gradients, activations = sum(bytes_of(x) for x in model.parameters() if x.requires_grad), sum(kept.values())
-        inputs = _unique(_tensors_in(batch))
+        inputs = _bytes_used(_tensors_in(batch))
     total = sum(filter(None, (parameters, buffers, gradients, state, inputs, activations)))
     return MemoryByModule(
         type(model).__name__, size, total, parameters, buffers, gradients, state, inputs, activations, peak,
@@ -110,7 +110,7 @@ def _modules(model: Any, kept: dict[tuple[str, str], int], *, has_batch: bool) -
     def fresh(tensors: Iterable[Any]) -> int:
         new = [x for x in tensors if id(x) not in counted]
         counted.update(map(id, new))
-        return _unique(new)
+        return _bytes_used(new)
 
     modules = {(name, type(module).__name__): module for name, module in model.named_modules()}
     for key in {**modules, **kept}:  # activations may be kept under a name that is no module of the model
@@ -163,7 +163,7 @@ def resized(values: Any, size: int, other: int) -> Any:
     return rebuilt(values, lambda part: resized(part, size, other))
 
 
-def _unique(tensors: Iterable[Any]) -> int:
+def _bytes_used(tensors: Iterable[Any]) -> int:
     """Return the bytes of tensors; those in the same memory count at most the size of that memory."""
     memory: dict[int, tuple[int, int]] = {}
     for x in tensors:

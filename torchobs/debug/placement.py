@@ -101,17 +101,17 @@ def check_devices(model: Any, batch: Any = None, optimizer: Any = None) -> Devic
 
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
     inputs = [pair for pair, _ in zip(walk(batch, "input"), range(MOST_TENSORS), strict=False)]
-    home = _home([x for _, x in parameters] or [x for _, x in buffers] or [x for _, x in inputs])
+    home = _main_device([x for _, x in parameters] or [x for _, x in buffers] or [x for _, x in inputs])
     # a pipeline by hand has each child on one device of its own; a lone tensor elsewhere is a mistake
     stages = [stage for child in model.children() if (stage := {str(x.device) for x in child.parameters()})]
     is_staged = all(len(stage) == 1 for stage in stages) and len(set().union(*stages)) > 1
     spread = bool(getattr(model, "hf_device_map", None)) or (is_staged and not {"cpu", "meta"} & set().union(*stages))
-    misplaced = [*_elsewhere("input", inputs, home)]
+    misplaced = [*_misplaced("input", inputs, home)]
     if not spread:
-        misplaced = [*_elsewhere("parameter", parameters, home), *_elsewhere("buffer", buffers, home), *misplaced]
-    misplaced += _states(optimizer, {id(x): name for name, x in parameters})
+        misplaced = [*_misplaced("parameter", parameters, home), *_misplaced("buffer", buffers, home), *misplaced]
+    misplaced += _misplaced_states(optimizer, {id(x): name for name, x in parameters})
     copies, error = ((), None) if batch is None else _watch_copies(model, batch)
-    rows = _uses({"parameters": parameters, "buffers": buffers, "inputs": inputs})
+    rows = _device_uses({"parameters": parameters, "buffers": buffers, "inputs": inputs})
     findings = []
     for tensor in misplaced:
         text = f"the {tensor.kind} is on {tensor.device}, not on {tensor.expected}"
@@ -125,18 +125,18 @@ def check_devices(model: Any, batch: Any = None, optimizer: Any = None) -> Devic
     return DeviceCheck(type(model).__name__, home, spread, rows, tuple(misplaced), copies, error, problems)
 
 
-def _home(tensors: list[Any]) -> str:
+def _main_device(tensors: list[Any]) -> str:
     sizes: Counter[str] = Counter()
     for x in tensors:
         sizes[str(x.device)] += bytes_of(x) + 1
     return sizes.most_common(1)[0][0] if sizes else "cpu"
 
 
-def _elsewhere(kind: str, named: Iterable[tuple[str, Any]], home: str) -> list[Misplaced]:
+def _misplaced(kind: str, named: Iterable[tuple[str, Any]], home: str) -> list[Misplaced]:
     return [Misplaced(kind, name, str(x.device), home) for name, x in named if str(x.device) != home]
 
 
-def _states(optimizer: Any, names: dict[int, str]) -> list[Misplaced]:
+def _misplaced_states(optimizer: Any, names: dict[int, str]) -> list[Misplaced]:
     """Return state that is not where its parameter is; a step count, which has no dimension, belongs on the CPU."""
     rows = []
     for parameter, state in optimizer.state.items() if optimizer is not None else ():
@@ -147,7 +147,7 @@ def _states(optimizer: Any, names: dict[int, str]) -> list[Misplaced]:
     return rows
 
 
-def _uses(groups: dict[str, list[tuple[str, Any]]]) -> tuple[DeviceUse, ...]:
+def _device_uses(groups: dict[str, list[tuple[str, Any]]]) -> tuple[DeviceUse, ...]:
     counts: dict[str, Counter[str]] = {}
     for group, named in groups.items():
         for _, x in named:

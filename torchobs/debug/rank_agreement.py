@@ -142,17 +142,17 @@ def _compare(model: str, rank: int, sides: list[_Side], *, broadcast: bool) -> R
         if ranks := _minority([fingerprint and fingerprint.checksum for fingerprint in prints]):
             norms = tuple(None if fingerprint is None else fingerprint.norm for fingerprint in prints)
             rows.append(Disagreement(*key, ranks, norms))
-    texts = [("rank_structure", model, f"ranks {_listed(structure)} have another structure or train mode")] * bool(structure)
+    texts = [("rank_structure", model, f"ranks {_joined(structure)} have another structure or train mode")] * bool(structure)
     for row in rows:
         if row.kind != "buffer" or not broadcast:
             by_rank = ", ".join("-" if norm is None else f"{norm:.6g}" for norm in row.norms[:8])
-            text = f"the {row.kind} of rank {_listed(row.ranks)} differs (norms by rank: {by_rank})"
+            text = f"the {row.kind} of rank {_joined(row.ranks)} differs (norms by rank: {by_rank})"
             texts.append((f"rank_{row.kind}", row.name, text))
     sharded = max(side.sharded for side in sides)
     return RankAgreement(model, rank, len(sides), structure, tuple(rows), sharded, record_findings("compare_ranks", texts))
 
 
-def _listed(ranks: tuple[int, ...]) -> str:
+def _joined(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks))
 
 

@@ -223,7 +223,7 @@ def forward_pass(model: Any, batch: Any, *, activations: bool = False) -> Forwar
         TypeError: ``model`` is no ``torch.nn.Module``. The model's own errors go on.
     """
     tensors.require_model(model, "forward_pass")
-    watched = _WatchedModel(model, "forward_pass", wanted=activations)
+    watched = _WatchedModel(model, "forward_pass", activations=activations)
     call(watched, batch)
     return watched.passes[0]
 
@@ -231,8 +231,8 @@ def forward_pass(model: Any, batch: Any, *, activations: bool = False) -> Forwar
 class _WatchedModel:
     """Stands in for a model: its calls are measured and checked forward passes, all else is the model's."""
 
-    def __init__(self, model: Any, function: str, *, wanted: bool) -> None:
-        self._model, self._function, self._wanted = model, function, wanted
+    def __init__(self, model: Any, function: str, *, activations: bool) -> None:
+        self._model, self._function, self._activations = model, function, activations
         self.passes: list[ForwardPass] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -247,7 +247,8 @@ class _WatchedModel:
                 groups.append(group)
 
         add_tensors("inputs", "input", kwargs or (args[0] if len(args) == 1 else args))
-        leaves = {name: x for name, x in self._model.named_modules() if self._wanted and not any(True for _ in x.children())}
+        modules = self._model.named_modules() if self._activations else ()
+        leaves = {name: x for name, x in modules if not any(True for _ in x.children())}
         with ExitStack() as hooks:
             for name, module in leaves.items():
                 if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
@@ -371,7 +372,7 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
     autocast = _autocast(model, amp)
     begun = time.perf_counter()
     optimizer.zero_grad()
-    watched: Any = _WatchedModel(model, "training_step", wanted=activations)
+    watched: Any = _WatchedModel(model, "training_step", activations=activations)
     with autocast:
         loss = compute_loss(watched, batch, loss_fn, target=target)
     backward = _backward(model, loss, scaler, limit, VANISHING)
@@ -408,7 +409,7 @@ def inference(model: Any, batch: Any, *, activations: bool = False) -> ForwardPa
     """
     tensors.require_model(model, "inference")
     # no inference mode: tables that a model caches in its first pass would be refused by the training afterwards
-    watched = _WatchedModel(model, "inference", wanted=activations)
+    watched = _WatchedModel(model, "inference", activations=activations)
     with evaluating(model), torch.no_grad():
         call(watched, batch)
     return watched.passes[0]

@@ -231,19 +231,19 @@ def gradient_norms(look: Look) -> str:
         return ""
     if look.check.gradient_norm is not None:
         record_series({"debug.gradient_norm": look.check.gradient_norm})
-    return f"norm {_shown(look.check.gradient_norm)}"
+    return f"norm {_norm_text(look.check.gradient_norm)}"
 
 
 def backward_pass(look: Look) -> str:
     """Run ``monitor_step`` once there is a loss, and describe both."""
     if look.loss is None or look.check is None:
         return ""
-    text = f"loss {look.check.loss:.4g}, norm {_shown(look.check.gradient_norm)}"
+    text = f"loss {look.check.loss:.4g}, norm {_norm_text(look.check.gradient_norm)}"
     logger.debug("backward pass of step %d: %s", look.context.recorder.step, text)
     return text
 
 
-def _shown(norm: float | None) -> str:
+def _norm_text(norm: float | None) -> str:
     return "of no gradient" if norm is None else f"{norm:.4g}"
 
 
@@ -458,7 +458,7 @@ class Run(AbstractContextManager["Run"]):
         if context is None:
             return
         if get_ident() != context.training.thread:
-            for probe in self._on():
+            for probe in self._active_probes():
                 call(probe.breaker, probe.stop_for_threads)
             return
         model = self._model() if self._model is not None else None
@@ -468,7 +468,7 @@ class Run(AbstractContextManager["Run"]):
                 self._model = weakref.ref(model)
         step = context.recorder.step
         look = Look(model, optimizer, self._loss, context)
-        for probe in sorted(self._on(), key=lambda probe: probe.due):  # of two profilers the one that waits longer
+        for probe in sorted(self._active_probes(), key=lambda probe: probe.due):  # of two profilers the one that waits longer
             call(probe.breaker, probe.before_step, step, look)
 
     def _take_loss(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
@@ -476,10 +476,10 @@ class Run(AbstractContextManager["Run"]):
         if accumulates and gradients is None and isinstance(loss, torch.Tensor) and loss.numel() == 1:
             loss, scale = loss.detach().reshape(()), scale_in_use(None)
             self._loss = loss if scale is None else loss / scale.to(loss.device, non_blocking=True)
-            for probe in self._on():
+            for probe in self._active_probes():
                 call(probe.breaker, probe.take_loss, self._loss)
 
-    def _on(self) -> list[SwitchProbe]:
+    def _active_probes(self) -> list[SwitchProbe]:
         return [probe for probe in list(self._probes.values()) if probe.on]
 
 
