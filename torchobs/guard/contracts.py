@@ -234,7 +234,7 @@ class Contract:
             object.__setattr__(self, "_pattern", parse(self.shape))
         if self.device is not None:
             object.__setattr__(self, "_device", _device(self.device))
-        if not all(isinstance(kind, torch.dtype) or kind in KINDS for kind in _several(self.dtype)):
+        if not all(isinstance(kind, torch.dtype) or kind in KINDS for kind in _as_tuple(self.dtype)):
             raise ValueError(f"dtype {self.dtype!r}: a torch.dtype, one of {', '.join(KINDS)}, or a tuple of these")
         for name in ("min", "max", "max_norm"):
             bound = getattr(self, name)
@@ -274,8 +274,8 @@ class Contract:
         violations = []
         if self._pattern is not None and (why := self._pattern.mismatch(_shape(x), sizes)) is not None:
             violations.append(_violation("shape", name, repr(self._pattern.text), f"{_shape(x)}, {why}"))
-        if self.dtype is not None and not any(_is_dtype(x.dtype, kind) for kind in _several(self.dtype)):
-            expected = " or ".join(map(_dtype_name, _several(self.dtype)))
+        if self.dtype is not None and not any(_is_dtype(x.dtype, kind) for kind in _as_tuple(self.dtype)):
+            expected = " or ".join(map(_dtype_name, _as_tuple(self.dtype)))
             violations.append(_violation("dtype", name, expected, _dtype_name(x.dtype)))
         if self._device is not None and not (
             x.device.type == self._device.type and self._device.index in {None, x.device.index}
@@ -325,7 +325,7 @@ def refuse(problems: tuple[Violation, ...]) -> NoReturn:
     raise ContractError(problems)
 
 
-def _several(dtype: Any) -> tuple[Any, ...]:
+def _as_tuple(dtype: Any) -> tuple[Any, ...]:
     return dtype if isinstance(dtype, tuple) else () if dtype is None else (dtype,)
 
 

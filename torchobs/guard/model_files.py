@@ -169,11 +169,11 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
 
 def _head(name: str) -> bytes:
     """Return a file's beginning."""
-    with _opened(name) as file:
+    with _open(name) as file:
         return file.read(_HEAD)
 
 
-def _opened(name: str) -> IO[bytes]:
+def _open(name: str) -> IO[bytes]:
     """Open a file to read. Raises ``OSError`` for a pipe or a device: a reader might wait or read for ever."""
     if not stat.S_ISREG(Path(name).stat().st_mode):
         raise OSError(errno.EINVAL, "is no file, but a pipe, a device or a directory", name)
@@ -390,7 +390,7 @@ def _verify_hash(path: Path, wanted: str) -> None:
     if not is_text(wanted) or not _SHA256.fullmatch(wanted):
         raise ValueError(f"sha256 is {str(wanted)[:80]!r}; it is a text of 64 hexadecimal digits")
     digest = hashlib.sha256()
-    with _opened(os.fspath(path)) as file:
+    with _open(os.fspath(path)) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     if not hmac.compare_digest(digest.hexdigest(), wanted.lower()):
