@@ -176,7 +176,7 @@ def copied(
 
 
 @contextmanager
-def _untouched(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+def _kept_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     """Put the caller's gradients and buffers back at the end: a loss function may refer to the caller's model."""
     groups = optimizer.param_groups if optimizer is not None else ()
     weights = [*model.parameters(), *(weight for group in groups for weight in group["params"])]
@@ -266,7 +266,7 @@ def benchmark(  # noqa: PLR0913  # one keyword for each thing that can be asked 
     if optimizer is not None and loss_fn is None:
         raise ValueError("an optimizer needs gradients: pass loss_fn, and what it needs as batch")
     batch = _first_batch(batch)
-    with random_states_kept(), _untouched(model, optimizer):
+    with random_states_kept(), _kept_state(model, optimizer):
         step = _Step(*copied(model, optimizer, loss_fn), batch)
         options = {"example": step.input, **options}
         plans, problems, first_s = _first_steps(

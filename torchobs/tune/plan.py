@@ -239,8 +239,8 @@ def optimize(  # type: ignore[misc]  # noqa: PLR0913  # the keywords are those b
     if isinstance(model, nn.Module):
         return _plan(model, model_device(model), asked)
     if model is ...:
-        return partial(_optimized, asked)
-    return _optimized(asked, model)
+        return partial(_decorate, asked)
+    return _decorate(asked, model)
 
 
 def _plan(model: nn.Module, device: torch.device, asked: dict[str, Any]) -> Plan:
@@ -261,7 +261,7 @@ class _Function(nn.Module):
         return self._function(*args, **kwargs)
 
 
-def _optimized(asked: dict[str, Any], function: Any) -> Any:
+def _decorate(asked: dict[str, Any], function: Any) -> Any:
     """Return a function that computes as planned."""
     if not callable(function) or isinstance(function, (type, nn.Module)):
         raise TypeError(f"tune.optimize() takes a torch.nn.Module, or decorates a function, not {type(function).__name__}")

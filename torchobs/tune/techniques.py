@@ -167,13 +167,13 @@ class Compilation:
         self._call: Callable[..., Any] | None = None
 
     def apply(self) -> None:
-        self._call = self._call or self._compiled_call()
+        self._call = self._call or self._compile_call()
         self._model.__dict__["_compiled_call_impl"] = self._call
 
     def undo(self) -> None:
         self._model.__dict__.pop("_compiled_call_impl", None)
 
-    def _compiled_call(self) -> Callable[..., Any]:
+    def _compile_call(self) -> Callable[..., Any]:
         from torch._dynamo.exc import TorchDynamoException  # importing the compiler takes a second or more
 
         model = self._model
