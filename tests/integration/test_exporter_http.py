@@ -92,17 +92,6 @@ def test_the_exporter_counts_its_own_scrapes(flight_dir: Path) -> None:
         assert spent_s > 0
 
 
-def test_the_landing_page_says_what_is_wrong(tmp_path: Path) -> None:
-    """And what a newcomer is waiting for."""
-    with Service(ExporterConfig(flight_dir=str(tmp_path / "later"), problems=("--grace 'x': no",))) as exporter:
-        page = Parsed(exporter.page("/"))
-        assert "later is not there yet" in page.text
-        assert "--grace 'x': no" in page.text
-        assert "torchobs.init()" in page.text
-        assert exporter.value("torchobs_exporter_config_ok") == 0
-        assert exporter.get("/-/ready").status == 200
-
-
 def test_the_metrics_may_have_another_path(flight_dir: Path) -> None:
     """`--web.telemetry-path`; the usual one is then not there, and the landing page links to the new one."""
     with Service(ExporterConfig(flight_dir=str(flight_dir), telemetry_path="/telemetry")) as exporter:
@@ -221,6 +210,22 @@ async def asked(
     writer.write(head)
     assert (await asyncio.wait_for(reader.readuntil(b"page"), 10)).startswith(b"HTTP/1.1 200 OK")
     return reader, writer
+
+
+def test_an_idle_connection_ends_when_tls_changes(certificate: Path) -> None:
+    """Or what has been asked without TLS could be asked so for ever."""
+    protection = WebConfigMiddleware(None)
+
+    async def ends() -> bytes:
+        async with serving(APP, protection) as (running, address):
+            reader, writer = await asked(address)
+            protection.context, _ = contexts(certificate)
+            await running.tick()
+            left = await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+            return left
+
+    assert asyncio.run(ends()) == b""
 
 
 async def stream(scope: Scope, receive: Receive, send: Send) -> None:
