@@ -16,7 +16,7 @@ from tests.training import Recording, recording
 from torchobs import catalog
 from torchobs.probes import gpu as monitor
 from torchobs.probes.gpu import GpuMonitor
-from torchobs.probes.gpu_sensors import MEANINGS, Used, kind, used, visible
+from torchobs.probes.gpu_sensors import MEANINGS, Used, kind, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -223,11 +223,6 @@ def test_idle_gpus_are_local_rank_0_s_after_a_while(bench: Bench, monkeypatch: p
     assert bench.of("hw.gpu.utilization", G1) == {("general",): 0.97}
     assert bench.of("hw.power", G1) == {(): 612.345}
     assert bench.of("torchobs.gpu.nvlink.links", G1) == bench.of("hw.errors", G1) == {}
-
-
-def test_torch_without_cuda_tells_nothing() -> None:
-    """And is not asked to initialise it."""
-    assert used() is None
 
 
 def gpu_threads() -> list[threading.Thread]:

@@ -4,9 +4,8 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -186,7 +185,7 @@ def running(flight_dir: Path, tree: Path, monkeypatch: pytest.MonkeyPatch) -> It
         yield exporter
 
 
-def test_the_exporter_s_page_has_it_and_promtool_no_complaint(running: Service, program: Callable[[str], str]) -> None:
+def test_the_exporter_s_page_has_it(running: Service) -> None:
     """In the first scrape already, without labels of a rank, beside the file system of the flight files."""
     text = running.page()
     labels = {"disk_io_direction": "read", "system_device": "nvme0n1"}
@@ -196,9 +195,6 @@ def test_the_exporter_s_page_has_it_and_promtool_no_complaint(running: Service, 
         r'system_filesystem_limit_bytes{system_filesystem_mountpoint="/[^"]*",system_filesystem_type="[\w.]+"} ', text
     )
     assert 'torchobs_exporter_host_errors_total{collector="filesystem"} 0.0\n' in text
-    checked = subprocess.run([program("promtool"), "check", "metrics"], input=text, capture_output=True, text=True, check=False)
-    complaints = [line for line in checked.stderr.splitlines() if line.startswith(("system_", "torchobs_"))]
-    assert complaints == []
 
 
 class Server:
