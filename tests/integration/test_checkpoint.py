@@ -278,7 +278,6 @@ def states(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
         "in a dictionary": {"epoch": 1, "net": dict(state)},
         "weights in a list": [parameter.detach() for parameter in model.parameters()],
         "copies of other precision": {name: value.half() for name, value in state.items()},
-        "copies by names of their own": {str(i): p.clone() for i, p in enumerate(model.parameters())},
         "NumPy's": {name: value.numpy() for name, value in state.items()},
         "an object's": types.SimpleNamespace(best=state, score=1.0),
     }
