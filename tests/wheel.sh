@@ -52,7 +52,7 @@ cp pyproject.toml "$work"
 cd "$work/run"
 "$work/full/bin/python" -m tests.wheel "$checkout"
 export TORCHOBS_DIR="$work/flight" PATH="$work/full/bin:$PATH"
-PYTHONPATH=$PWD torchobs run --no-exporter tests/scripts/loops.py low_rank > "$work/trained" || { cat "$work/trained"; exit 1; }
+PYTHONPATH=$PWD torchobs run --no-exporter tests/scripts/plain_training.py 20 > "$work/trained" || { cat "$work/trained"; exit 1; }
 [ "$(torchobs dashboards export "$work/dashboards")" = "12 dashboards in $work/dashboards" ]
 diff -r "$work/dashboards" "$checkout/deploy/grafana/dashboards"
 [ "$(torchobs rules export "$work/rules")" = "4 files in $work/rules" ]

@@ -17,7 +17,7 @@ import torch
 import torchobs
 from tests import flights, support
 from tests.fork_server import Python
-from tests.support import ROOT, clean_environment, free_port
+from tests.support import ROOT, clean_environment
 from tests.training import Recording
 from torchobs.flight import reader
 from torchobs.flight.step_record import RecordKind, StepRecord
@@ -166,40 +166,6 @@ def reports(*children: subprocess.Popen[str]) -> list[dict[str, Any]]:
 def script(name: str) -> str:
     """Its path."""
     return str(SCRIPTS / f"{name}.py")
-
-
-def test_unusual_loops_are_left_alone_and_counted(flight_dir: Path) -> None:
-    """LBFGS with a closure, a GAN, a frozen base with low-rank updates, both kinds of recomputation, double backward.
-
-    To the last bit the same weights as without torchobs. What is recorded of their steps, `test_golden_steps` compares.
-    """
-    names = ("lbfgs", "gan", "low_rank", "recomputed", "gradient_penalty")
-    plain = start(script("loops"), *names, flight_dir=flight_dir)
-    observed = start(*RUN, script("loops"), *names, flight_dir=flight_dir)
-    expected, found = reports(plain), reports(observed)
-    assert found == expected
-    assert [line["name"] for line in expected] == list(names)
-    (rank,) = seen(flight_dir)
-    assert rank.values["torchobs.steps",] == len(rank.steps) == sum(line["steps"] for line in expected)
-
-
-def test_accumulation_under_no_sync_is_left_alone_and_counted(flight_dir: Path) -> None:
-    """Two DDP ranks over gloo: the same weights as without torchobs, a step per optimizer step, the passes' losses summed."""
-
-    def ranks(*how: str) -> list[dict[str, Any]]:
-        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        return reports(*(
-            start(*how, script("accumulate"), flight_dir=flight_dir, RANK=rank, LOCAL_RANK=rank, **world) for rank in "01"
-        ))  # fmt: skip
-
-    expected = ranks()
-    assert ranks(*RUN) == expected
-    found = seen(flight_dir)
-    assert [rank.resource["rank"] for rank in found] == [0, 1]
-    for rank, line in zip(found, expected, strict=True):
-        assert [step.losses for step in rank.steps] == [3] * line["steps"]
-    norms = [[step.grad_norm for step in rank.steps] for rank in found]
-    assert norms[0] == pytest.approx(norms[1])
 
 
 def both(name: str, flight_dir: Path, tmp_path: Path) -> tuple[Seen, Seen, dict[str, Any]]:
