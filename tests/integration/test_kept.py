@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import torchobs
 from tests import fork_server
 from tests.chromium import Browser, Tab
 from tests.diagnosis_files import fact, facts, step, steps
 from tests.exporters import Service
+from tests.integration.test_report import ran
 from tests.integration.test_ui_chromium import CONTRASTS
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
-from torchobs.cli import __main__ as dispatch
 from torchobs.document import kept
 from torchobs.document.blocks import HeatMap, LineChart, StripChart
 from torchobs.document.files import report_text
@@ -45,12 +46,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where runs are kept."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "state" / "torchobs" / "runs"
-
-
-def ran(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    """Status and output of a command."""
-    status = dispatch.main([str(argument) for argument in arguments])
-    return (status, *capsys.readouterr())
 
 
 def run(run_id: str = "run-1", *, number: int = 60, details: Mapping[str, Any] | None = None, **given: Any) -> Chosen:
@@ -234,12 +229,10 @@ def test_an_exporter_that_a_person_starts_keeps_where_it_is_told(
     place: Path, flight_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a sidecar, which ends with its pod: what has ended is kept, unless the run did not want it, or does not tell."""
-    given = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), "TORCHOBS_KEEP_RUNS": "9"}
-    refusals: tuple[dict[str, str], ...] = ({}, {"TORCHOBS_KEEP_RUNS": "0"}, {"TORCHOBS_RUN_DETAILS": "false"})
+    refusals: tuple[dict[str, object], ...] = ({}, {"keep_runs": 0}, {"run_details": False})
     for number, refusal in enumerate(refusals, 1):
-        environ = given | refusal | {"TORCHOBS_RUN_ID": f"run-{number}"}
-        argv = [sys.executable, "-c", "import torchobs; torchobs.init(); torchobs.step()"]
-        assert fork_server.run(argv, env=environ).returncode == 0
+        with torchobs.init(flight_dir=flight_dir, run_id=f"run-{number}", **{"keep_runs": 9} | refusal):
+            torchobs.step()
     monkeypatch.setenv("TORCHOBS_KEEP_RUNS", "9")
     for told, wanted in (("", []), (str(place), ["run-1"])):
         monkeypatch.setenv("TORCHOBS_KEEP_DIR", told)

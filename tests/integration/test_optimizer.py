@@ -133,39 +133,23 @@ COUNTING = {
 }
 
 
-@pytest.fixture(params=COUNTING)
-def counting(request: pytest.FixtureRequest) -> Any:
-    """An optimizer that counts its steps."""
-    return COUNTING[request.param]
-
-
-@pytest.fixture
-def state(counting: Any) -> dict[str, Any]:
-    """Its state after five steps, which no session has seen: fixtures are made in this order."""
+@pytest.mark.parametrize("make", COUNTING.values(), ids=COUNTING)
+@pytest.mark.parametrize("done", [0, 5])
+def test_a_loaded_state_says_how_many_steps_were_done(flight_dir: Path, make: Any, done: int) -> None:
+    """Three steps follow those of a checkpoint, which no session has seen; an optimizer without a past begins at 0."""
     model = mlp()
-    optimizer: torch.optim.Optimizer = counting(model.parameters())
-    train(model, optimizer, steps=5)
-    return optimizer.state_dict()
-
-
-def test_a_loaded_state_says_how_many_steps_were_done(state: dict[str, Any], run: Recording, counting: Any) -> None:
-    """A checkpoint of step five is loaded; three steps follow."""
-    model = mlp()
-    optimizer = counting(model.parameters())
-    optimizer.load_state_dict(state)
-    train(model, optimizer)
-    other = mlp()
-    train(other, counting(other.parameters()))  # a second one, made later, begins anew; the run does not
-    values = run.look()
-    assert values[SHOWN] == 5
-
-
-def test_an_optimizer_without_a_past_begins_at_0(run: Recording, counting: Any) -> None:
-    """Its state is empty before its first step."""
-    model = mlp()
-    optimizer = counting(model.parameters())
-    train(model, optimizer)
-    assert run.look()[SHOWN] == 0
+    optimizer = make(model.parameters())
+    train(model, optimizer, steps=done)
+    state = optimizer.state_dict()
+    for run in recording(flight_dir):
+        model = mlp()
+        optimizer = make(model.parameters())
+        if done:
+            optimizer.load_state_dict(state)
+        train(model, optimizer)
+        other = mlp()
+        train(other, make(other.parameters()))  # a second one, made later, begins anew; the run does not
+        assert run.look()[SHOWN] == done
 
 
 def test_an_optimizer_that_counts_nothing_is_not_guessed(run: Recording) -> None:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.otlp import NO_VALUE, Pushing, Receiver, attributes, only_metrics, points, records, spans, to
+from tests.page import user
 from tests.rank_files import BORN_WALL_NS, File, S
 from tests.support import wait_until
 from torchobs import catalog
-from torchobs.catalog import Kind, Metric
+from torchobs.catalog import Kind
 from torchobs.exporter.config import PushConfig
 from torchobs.flight.events import SpanIds, trace_id
 from torchobs.flight.layout import Exit
@@ -23,20 +24,15 @@ if TYPE_CHECKING:
 USER = Scope("my.package", "1.0", "https://example.org/1", (("a", 1),))
 
 
-def user(name: str, kind: Kind = Kind.COUNTER, unit: str = "", bounds: tuple[float, ...] = ()) -> Metric:
-    """A user's instrument."""
-    return Metric(name, kind, unit, f"About {name}.", bounds=bounds)
-
-
 def test_points_are_what_the_file_holds(flight_dir: Path, receiver: Receiver, file: File) -> None:
     """By OpenTelemetry's names; kinds, units, scopes, integers, bounds, least and greatest, birth: all as recorded."""
     file.step(1, 0.5, loss=3.5, norm=2.0)
-    file.set(user("my.requests", unit="{request}"), 7, USER, route="a", rank="mine")
+    file.set(user("my.requests", unit="{request}", brief="Requests."), 7, USER, route="a", rank="mine")
     file.set(user("my.level", Kind.UPDOWN), -3, USER)
     file.set(user("my.share", Kind.GAUGE, "1"), 0.25, USER, parts=("x", "y"), flag=True, n=1)
     for value in (0.25, 0.75, 9.0):
-        file.set(user("my.latency", Kind.HISTOGRAM, "s", (0.5, 1.0)), value, USER)
-    file.set(user("my.balance", Kind.HISTOGRAM, "", (0.0,)), -2.0, USER)
+        file.set(user("my.latency", Kind.HISTOGRAM, "s", bounds=(0.5, 1.0)), value, USER)
+    file.set(user("my.balance", Kind.HISTOGRAM, bounds=(0.0,)), -2.0, USER)
     file.set(user("torchobs.steps"), 9, USER)  # which takes no name of ours
     file.save()
     with Pushing(flight_dir, only_metrics(receiver)) as pushing:
@@ -50,7 +46,7 @@ def test_points_are_what_the_file_holds(flight_dir: Path, receiver: Receiver, fi
     requests, level, share = mine["my.requests"], mine["my.level"], mine["my.share"]
     assert requests.metric.sum.is_monotonic
     assert requests.metric.unit == "{request}"
-    assert requests.metric.description == "About my.requests."
+    assert requests.metric.description == "Requests."
     assert (requests.point.as_int, requests.attributes["route"], requests.attributes["exported_rank"]) == (7, "a", "mine")
     assert requests.point.start_time_unix_nano == BORN_WALL_NS
     assert not level.metric.sum.is_monotonic

@@ -106,27 +106,17 @@ def test_what_is_pushed_is_what_is_scraped(rank: FlightWriter, flight_dir: Path)
             return found if all(found) else []  # a scrape that takes longer than its second ends what was scraped
 
         ours, theirs = map(by_labels, wait_until(lambda: answers(scraped, pushed)))
-        info = [of for of in theirs if ("__name__", "target_info") in of]
-        (described,) = info
+        (described,) = (of for of in theirs if ("__name__", "target_info") in of)
         assert {("host_name", "node-1"), ("k8s_pod_name", "pod-1"), ("torchobs_run_id", "run-1")} <= set(described)
-        assert {("key____", "team"), ("exported_job", "mine"), ("exported_instance", "this")} <= set(described)
-        (odd,) = (dict(of) for of in theirs if ("__name__", "my_odd_total") in of)
-        assert odd.items() >= {"key____": "x;y", "exported_job": "mine", "exported_instance": "this"}.items()
         del theirs[described]
         assert theirs.keys() == ours.keys()
         assert len(ours) > 60
         moving = {of for of in ours if dict(of)["__name__"] in MOVING}
         assert {of: theirs[of] for of in theirs.keys() - moving} == {of: ours[of] for of in ours.keys() - moving}
         assert exemplars(server, pushed) == exemplars(server, scraped) != []
-        own, shown = wait_until(lambda: answers('{job="torchobs-exporter"}', '{job="torchobs", job_name=""}'))
-        names = {one.labels["__name__"] for one in own} - {"target_info"}
-        assert {"torchobs_run_local_ranks", "torchobs_run_step_spread"} <= names
-        names = {name for name in names if not name.startswith("torchobs_run_")}
-        dropped = catalog.EXPORTER_SERIES_DROPPED.prometheus  # of the page
-        page = {one.labels["__name__"] for one in shown}
-        assert names == {name for name in page if name.startswith(("torchobs_exporter_", "torchobs_build_"))} - {dropped}
-        counts = service.value("torchobs_exporter_otlp_dropped_total", signal="metrics", reason="refused")
-        assert counts == 0
+        own = wait_until(lambda: server.query('{job="torchobs-exporter"}'))
+        assert {"torchobs_run_local_ranks", "torchobs_run_step_spread"} <= {one.labels["__name__"] for one in own}
+        assert service.value("torchobs_exporter_otlp_dropped_total", signal="metrics", reason="refused") == 0
         rank.heartbeat()  # from which its grace counts
         rank.exit(1, 0)
         rank.close()

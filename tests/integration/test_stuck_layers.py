@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -77,17 +76,6 @@ def test_the_first_layers_of_a_deep_sigmoid_network(run: Recording) -> None:
     assert told["layers"][:3] == ["0", "2", "4"]
     assert 6 <= told["layers_affected"] < told["layers_total"] == 25
     assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] >= told["layers_affected"]
-
-
-def test_units_that_are_dead_are_found_by_the_layer_behind_them(run: Recording) -> None:
-    """The bias of -10 is layer 4's: no gradient comes to 0, 2 and 4, and only zeros come into 6, which has a bias to learn."""
-    model = chain(nn.ReLU, 5)
-    with torch.no_grad():
-        model[4].bias.fill_(-10.0)
-    dead, blocked = train(run, (model, torch.optim.Adam(model.parameters(), lr=1e-3)), rows)
-    assert (dead["cause"], dead["at"], dead["layers"]) == ("dead_units", "6", ["6"])
-    assert (blocked["cause"], blocked["at"], blocked["layers"]) == ("cut_off", "4", ["0", "2", "4"])
-    assert dead["layers_total"] == blocked["layers_total"] == 6
 
 
 def test_a_normalisation_counts_as_a_layer_only_if_it_learns_nothing(run: Recording) -> None:
@@ -247,14 +235,6 @@ def cleared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-COPIES: dict[int, nn.Module] = {}
-
-
-def copied(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The model was copied after the optimizer was made, and the copy is trained."""
-    sound(COPIES.setdefault(id(model), copy.deepcopy(model)), optimizer)
-
-
 def without(run: Recording, cause: str = "no_gradient") -> list[tuple[int | None, list[str]]]:
     """Layers that get no gradient, and since when."""
     run.look()
@@ -262,9 +242,7 @@ def without(run: Recording, cause: str = "no_gradient") -> list[tuple[int | None
     return [(frame.get("step"), frame["attrs"]["layers"]) for frame in frames]
 
 
-@pytest.mark.parametrize(
-    ("compute", "healthy"), [(never, 0), (cleared, 0), (detached, APART), (cleared, APART), (copied, APART)]
-)
+@pytest.mark.parametrize(("compute", "healthy"), [(never, 0), (detached, APART), (cleared, APART)])
 def test_an_optimizer_that_gets_no_gradient(run: Recording, compute: Step, healthy: int) -> None:
     """Once, from the first step on or later, with its layers, within some hundred steps; the gauge of the alert counts them."""
     model = net()

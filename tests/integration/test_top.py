@@ -292,16 +292,6 @@ def test_a_run_that_stands_still_is_worth_a_look(flight_dir: Path, ranks: Ranks)
         assert (found["state"], found["step"], found["steps/s"], found["last step"]) == ("alive", "100", "-", "45 s ago")
 
 
-def test_it_starts_fast() -> None:
-    """Nothing heavy is imported: no torch, no web server, no click."""
-    code = (
-        "import sys, torchobs.cli.top; "
-        "print(sorted({'torch', 'numpy', 'click', 'asyncio', 'uvicorn', 'prometheus_client', 'psutil'} & sys.modules.keys()))"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert shown.stdout == "[]\n"
-
-
 def test_more_runs_than_lines_are_moved_through(tmp_path: Path) -> None:
     """The newest come first, each with a row; by moving down every run is seen."""
     for number in range(12):

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchobs
-from tests import flights
-from tests.training import Recording, batch, mlp
+from tests import flights, support
+from tests.training import Recording, batch, mlp, surface
 from torchobs.flight import reader
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def train(session: torchobs.Session | None = None, *, scheduled: bool) -> torch.
     """What a script does that knows nothing of torchobs; the model that it has trained."""
     model = DistributedDataParallel(mlp())
     if session is not None:
-        Recording(session).whole_round()  # the sampler has seen it; the round under way may have looked before
+        Recording(session).look()  # in which DDP is found
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if scheduled else None
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -103,30 +103,14 @@ def test_a_probe_whose_torch_is_another_is_off_with_a_reason(
     path, _, attribute = name.rpartition(".")
     within, _, last = path.rpartition(".")
     owner: Any = sys.modules.get(path) or getattr(import_module(within), last)
-    monkeypatch.delattr(owner, attribute)
     before = surface()
-    with torchobs.init(flight_dir=flight_dir, grad_interval=1) as session:
-        model = train(session, scheduled=scheduled)
-    assert surface() == before
+    with monkeypatch.context() as patch:
+        patch.delattr(owner, attribute)
+        with torchobs.init(flight_dir=flight_dir, grad_interval=1) as session:
+            model = train(session, scheduled=scheduled)
+    support.wait_until(lambda: surface() == before)  # its thread is waited for, but not for ever
     assert all(map(torch.equal, model.parameters(), expected))
     off, reasons, steps = found(flight_dir)
     assert (off, set(reasons)) == (LACKING[name], LACKING[name])
     assert set(reasons.values()) <= {"AttributeError", "ImportError"}
     assert steps == (0 if "step" in off else 3)
-
-
-def surface() -> dict[str, Any]:
-    """What the probes replace in torch."""
-    owners = (
-        torch, torch.autograd, torch.autocast, torch.amp.GradScaler, torch.nn.Module, torch.nn.utils.clip_grad, DataLoader,
-        DistributedDataParallel, torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ExponentialLR,
-        torch.utils.data.dataloader._SingleProcessDataLoaderIter.__base__, torch.optim.Optimizer,
-    )  # fmt: skip
-    names = ("step", "__iter__", "__next__", "__init__", "__enter__", "train", "backward", "save", "load", "scale", "update")
-    replaced: dict[str, Any] = {f"{owner}.{name}": vars(owner).get(name) for owner in owners for name in names}
-    optimizer = sys.modules["torch.optim.optimizer"]
-    return replaced | {
-        name: dict(hooks)
-        for name, hooks in vars(optimizer).items()
-        if name.endswith("_hooks") and isinstance(hooks, dict)  # and not a module, as Dynamo imports them into what it compiles
-    }
