@@ -60,6 +60,17 @@ class Watched:
         return None if value is None else float(value)
 
 
+def test_the_proportional_set_is_for_the_advanced_level(watched: Watched) -> None:
+    """It takes milliseconds; and it goes when the level does."""
+    shown = []
+    for level in (1, 2, 1):
+        watched.run.context.hooks.level.value = level
+        watched.probe.observe()
+        shown.append(watched.value(catalog.MEMORY_HOST_PSS))
+    assert shown[0] is shown[2] is None
+    assert 0 < (shown[1] or 0.0) <= 1.02 * (watched.value(catalog.MEMORY_HOST_RSS) or 0.0)
+
+
 def test_shared_memory_that_is_nearly_full_is_an_event(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 MiB is a container's default: at nine tenths it is said, once, and again after there was room."""
     watched.run.look()  # the sampler's thread, which asks for other sizes, is gone

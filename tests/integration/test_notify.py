@@ -41,33 +41,21 @@ if TYPE_CHECKING:
     Popen = subprocess.Popen[str]
 
 SECRET = "t0p-s3cret"
-TRAIN = """
-import time, torch
-layer = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-for step in range(1 << 30):
-    optimizer.zero_grad()
-    layer(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    if step == 5:
-        print("ready", flush=True)
-    time.sleep(0.02)
-"""
+SCRIPT = str(ROOT / "tests" / "scripts" / "plain_training.py")
 MESSAGE = Message("words", "failed", "job", "run", "host", "restart")
 
 
 @pytest.fixture
 def run(start: Callable[..., Popen], tmp_path: Path, flight_dir: Path) -> Iterator[Callable[..., Popen]]:
     """Start a training by `torchobs run`, and wait until it trains; all exporters of its directory end with the test."""
-    (tmp_path / "train.py").write_text(TRAIN)
     env = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT)}
 
     def begin(options: tuple[str, ...], *arguments: str, **environ: str) -> Popen:
-        argv = (sys.executable, "-m", "torchobs", "run", "--address", "127.0.0.1:0", *options, "train.py", *arguments)
-        with (tmp_path / "log").open("a") as log:
-            process = start(*argv, cwd=tmp_path, env={**env, **environ}, stdout=subprocess.PIPE, stderr=log)
+        argv = (sys.executable, "-m", "torchobs", "run", "--address", "127.0.0.1:0", *options, SCRIPT, "10000", *arguments)
+        with (tmp_path / "log").open("a") as log:  # with a target as an option it begins anew, in a process without torch
+            process = start(*argv, torch=not options, env={**env, **environ}, stdout=subprocess.PIPE, stderr=log)
         assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        assert process.stdout.readline() == "1\n"
         return process
 
     yield begin
@@ -84,11 +72,11 @@ def test_a_killed_rank_sends_its_message_and_keeps_its_secret(
     Also of a run that finds the exporter of another one, which sends elsewhere. `ps` shows the script's arguments alone.
     """
     with Receiver() as receiver:
-        run(("--notify", f"cat {SECRET}"), TORCHOBS_RUN_ID="other")
+        run((), TORCHOBS_RUN_ID="other", TORCHOBS_NOTIFY=f"cat {SECRET}")
         page = announced(flight_dir).url
         process = run((f"--notify={receiver.url}/{SECRET}",), "--lr", "3e-4", TORCHOBS_RUN_ID="mine")
         own = psutil.Process(process.pid).cmdline()[1:]
-        assert own == ["-m", "torchobs", "run", "--address", "127.0.0.1:0", "train.py", "--lr", "3e-4"]
+        assert own == ["-m", "torchobs", "run", "--address", "127.0.0.1:0", SCRIPT, "10000", "--lr", "3e-4"]
         wait_until(lambda: 'run_id="mine"' in httpx.get(f"{page}metrics", trust_env=False, timeout=10).text)
         process.send_signal(signal.SIGKILL)
         (message,) = wait_until(lambda: receiver.taken, 40)
@@ -99,11 +87,11 @@ def test_a_killed_rank_sends_its_message_and_keeps_its_secret(
         dispatch.main(["inspect", "--json", str(flight_dir)])
         everything += [capsys.readouterr().out, (tmp_path / "log").read_text()]
         time.sleep(1)
-    assert text.startswith("torchobs: train mine on ")
+    assert text.startswith("torchobs: plain_training mine on ")
     assert " failed.\n" in text
     assert "vanished without a word" in text
     assert "action: unknown." in text
-    assert f"page: {page.replace('127.0.0.1', 'localhost')}?run=train%2Fmine (from elsewhere: ssh -L " in text
+    assert f"page: {page.replace('127.0.0.1', 'localhost')}?run=plain_training%2Fmine (from elsewhere: ssh -L " in text
     assert f"more: torchobs inspect {flight_dir} --run mine" in text
     assert [seen for seen in everything if SECRET in seen] == []
     assert len(receiver.requests) == 1

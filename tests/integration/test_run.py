@@ -38,9 +38,25 @@ SCRIPTS = {
         seen = {name: value for name, value in globals().items() if name not in ("sys", "__main__")}
         print(seen, type(__loader__), sys.argv, sys.path[0], vars(__main__) is globals(), __name__)
     """,
-    "inspect": "import inspect\nclass A:\n    y = 1\nprint(inspect.getsource(A))",
-    "chdir": "import os, sys\nos.chdir('/')\nprint(__file__, sys.path[0], os.path.exists(__file__))",
-    "stdin": "import sys\nprint(sys.stdin.read().upper(), sys.stdin.isatty(), sys.stdout.isatty())",
+    "surroundings": """
+        import inspect, os, sys, warnings
+        class A:
+            y = 1
+        print(inspect.getsource(A), sys.stdin.read().upper(), sys.stdin.isatty(), sys.stdout.isatty())
+        warnings.warn("old", DeprecationWarning)
+        os.chdir("/")
+        print(__file__, sys.path[0], os.path.exists(__file__))
+    """,
+    "process": """
+        import os, signal
+        print([(int(s), str(signal.getsignal(s))) for s in signal.valid_signals() if signal.getsignal(s) != signal.SIG_DFL])
+        print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        print([n for n in range(64) if os.path.exists(f"/proc/self/fd/{n}") and os.get_inheritable(n)])
+        try:
+            os.wait()
+        except ChildProcessError:
+            print("no child")
+    """,
     # how it ends
     "os_exit": "import os\nprint('x', flush=True)\nos._exit(7)",
     "sigint": "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)",
@@ -50,13 +66,7 @@ SCRIPTS = {
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
         os.kill(os.getpid(), signal.SIGTERM)
     """,
-    "dispositions": """
-        import signal
-        print([(int(s), str(signal.getsignal(s))) for s in signal.valid_signals() if signal.getsignal(s) != signal.SIG_DFL])
-        print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-    """,
     # how it fails
-    "error": "def f():\n    1 / 0\nf()",
     "clipping": """
         import torch
         model = torch.nn.Linear(2, 1)
@@ -69,9 +79,8 @@ SCRIPTS = {
         sys.excepthook = lambda kind, error, trace: print(kind, trace.tb_frame.f_code.co_name, error.__traceback__ is trace)
         1 / 0
     """,
-    "warning": "import warnings\nwarnings.warn('old', DeprecationWarning)",
     # what happens after its last line
-    "at_exit": "import atexit\natexit.register(lambda: print('bye', __name__))\nraise RuntimeError('r')",
+    "at_exit": "import atexit\natexit.register(lambda: print('bye', __name__))\ndef f():\n    1 / 0\nf()",
     "stdout_closed": "import sys\nsys.stdout.close()",
     # threads
     "thread": "from threading import *\nThread(target=lambda: (main_thread().join(), print('t'))).start()\nprint('m')",
@@ -103,11 +112,6 @@ SCRIPTS = {
         if os.fork() == 0:
             sys.exit(5)
         print(os.waitstatus_to_exitcode(os.wait()[1]))
-    """,
-    "wait_for_any_child": "import os\ntry:\n    os.wait()\nexcept ChildProcessError:\n    print('no child')",
-    "descriptors": """
-        import os
-        print([n for n in range(64) if os.path.exists(f"/proc/self/fd/{n}") and os.get_inheritable(n)])
     """,
 }
 """Little scripts, one for each way in which a program could notice where it runs."""
