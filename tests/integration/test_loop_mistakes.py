@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import torchobs
-from tests.diagnosis.observing import Look, Observed, observe
+from tests.diagnosis.observing import Look, observe
 from tests.training import Recording
 from torchobs import catalog
 from torchobs.detect.learning import LASTING_STEPS
@@ -224,33 +224,23 @@ def test_a_run_that_calls_torchobs_step_hears_nothing(run: Recording, caplog: py
 STEPS = 150
 
 
-def observed_of(keep: Callable[[torch.Tensor, torch.Tensor], object]) -> Observed:
-    """Train; ``keep`` is called with each loss and the outputs that it was made of."""
+def test_what_does_not_grow_is_left_alone() -> None:
+    """Tensors without a graph, and a window of the last losses."""
+    detached, window = list[torch.Tensor](), deque[torch.Tensor](maxlen=20)
 
     def train(look: Look) -> None:
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         for _ in range(STEPS):
             optimizer.zero_grad()
-            made = model(torch.randn(4, 8))
-            loss = made.square().mean()
-            torch.autograd.backward(loss * 1024)
+            outputs = model(torch.randn(4, 8))
+            window.append(outputs.square().mean())
+            torch.autograd.backward(window[-1] * 1024)
             optimizer.step()
-            keep(loss, made)
+            detached.extend([window[-1].detach(), outputs.detach()])
             look.stepped()
 
-    return observe(train)
-
-
-def test_what_does_not_grow_is_left_alone() -> None:
-    """Tensors without a graph, and a window of the last losses."""
-    detached, window = list[torch.Tensor](), deque[torch.Tensor](maxlen=20)
-
-    def keep(loss: torch.Tensor, made: torch.Tensor) -> None:
-        detached.extend([loss.detach(), made.detach()])
-        window.append(loss)
-
-    assert observed_of(keep).said() == []
+    assert observe(train).said() == []
 
 
 def test_a_graph_that_is_meant_to_stay() -> None:

@@ -337,20 +337,3 @@ def test_exceptions_leave_the_same_traces(
             assert stack.splitlines()[-1] == traceback.format_exception_only(error)[-1].strip()
     assert ours == theirs
     assert len(ours) == 1
-
-
-def test_limits_are_the_sdk_s_defaults(flight_dir: Path) -> None:
-    """200 attributes, events and links each: the same ones are left, the same numbers are said to be dropped."""
-
-    def work(tracer: trace.Tracer) -> list[trace.SpanContext]:
-        span = tracer.start_span("a", start_time=1, links=[trace.Link(REMOTE, {"n": number}) for number in range(200)])
-        for number in range(200):
-            span.set_attribute(f"k{number % 150}", number)
-            span.add_event("e", {f"k{index}": 1 for index in range(130)} if number > 198 else {"n": number}, number)
-        span.end(2)
-        return [span.get_span_context()]
-
-    with Both(flight_dir) as both:
-        ours, theirs = both.run(work)
-    assert ours == theirs
-    assert ours[0]["dropped"] == [72, 72, 72]

@@ -18,21 +18,17 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
-from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope
-from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
-from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 
 from tests.exporters import Service, start_program
-from tests.otlp import Answer, Fast, Pushing, Receiver, Request, only_metrics, points, recorded, records, to
+from tests.otlp import Answer, Fast, Pushing, Receiver, Request, only_metrics, points, recorded, to
 from tests.rank_files import File, live_rank, live_span, train
 from tests.support import free_port, wait_until
 from tests.web_configs import certify
 from torchobs.catalog import Kind, Metric
 from torchobs.exporter.config import ExporterConfig, PushConfig, PushTarget
-from torchobs.exporter.otlp import source
 from torchobs.exporter.otlp.push import FIRST_S, LONGEST_RETRY_AFTER_S, MOST_S, Sender
 from torchobs.exporter.otlp.send import GRPC_METHODS, Grpc, Http, Outcome
-from torchobs.exporter.otlp.source import MOST_ITEMS, Batch, Item, Place
+from torchobs.exporter.otlp.source import Batch
 from torchobs.flight.series import Scope
 
 if TYPE_CHECKING:
@@ -295,19 +291,6 @@ def test_a_proxy_of_the_environment_is_used(flight_dir: Path, monkeypatch: pytes
     assert request.headers["host"] == "collector.example:4318"
     assert request.headers["proxy-authorization"] == "Basic dXNlcjpwYXNzIHdvcmQ="
     assert "proxy-authorization" not in direct.taken[0].headers
-
-
-def test_requests_have_a_size_that_receivers_accept() -> None:
-    """Many records are in few requests, in their order; those of two resources are in two."""
-    places = [Place(Resource(), InstrumentationScope(name="torchobs"), owner=name) for name in ("a", "b")]
-    names = [f"{number}" for number in range(2 * MOST_ITEMS["logs"] + 1)]
-    items = [Item(places[0], LogRecord(event_name=name)) for name in names]
-    found = source.batches("logs", [*items, Item(places[1], LogRecord())])
-    most = MOST_ITEMS["logs"]
-    assert [(batch.items, batch.owner) for batch in found] == [(most, "a"), (most, "a"), (1, "a"), (1, "b")]
-    sent = [Request("/v1/logs", {}, batch.body, 0.0) for batch in found[:3]]
-    assert [record.event_name for record in records(sent)] == names
-    assert source.batches("logs", []) == []
 
 
 class Waits(Fast):

@@ -21,7 +21,7 @@ from torchobs.config.settings import PROBES
 from torchobs.flight import control, files, reader
 from torchobs.flight.directory import opened
 from torchobs.flight.layout import Exit
-from torchobs.runtime import noop, session
+from torchobs.runtime import session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -334,9 +334,3 @@ def test_init_says_once_that_it_does_nothing(system: str, said: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr.splitlines() == [f"torchobs: {said}; training is not affected"]
-
-
-def test_a_free_threaded_python_with_the_lock_turned_on_is_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By PYTHON_GIL=1, or by an extension that needs it."""
-    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True, raising=False)
-    assert not noop.why_here()
