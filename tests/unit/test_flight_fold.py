@@ -318,13 +318,6 @@ def test_steps_too_short_to_have_taken_the_loss_away_have_not(rate: float, norm:
     assert (away, [one.step for one in found]) == (is_away, [52] * is_away)
 
 
-def empty() -> Totals:
-    """No step_goodput yet."""
-    totals = Totals(bytearray(8 * 512))
-    totals.clear(0)
-    return totals
-
-
 def record(seq: int, *, end_s: float = 0.0, duration_s: float = 0.5, flags: int = 0, **fields: object) -> StepRecord:
     """A step's record."""
     phases = (0.1,) * 5 + (0.0,) * 4
@@ -372,7 +365,7 @@ COURSES: dict[str, list[tuple[StepRecord | Credit, dict[str, float]]]] = {
 @pytest.mark.parametrize("course", COURSES)
 def test_goodput_of_what_is_under_way(course: str) -> None:
     """A record is folded, or a credit given."""
-    totals = empty()
+    totals = flights.totals(HEADER)
     for act, expected in COURSES[course]:
         if isinstance(act, StepRecord):
             fold.fold(totals, [act])
@@ -445,7 +438,7 @@ def stamped(seq: int, called_s: float, *, fetch: bool) -> StepRecord:
 def test_stamps_divide_the_time_before_a_backward_pass(fetch: bool, called_s: float, forward_s: float) -> None:  # noqa: FBT001  # parametrized
     """From the twentieth on, every step; however the records are cut, and alike for the mean of the last steps."""
     steps = [stamped(seq, called_s if seq <= LEAST_STAMPS else 0.0, fetch=fetch) for seq in range(1, LEAST_STAMPS + 101)]
-    whole, parts = empty(), empty()
+    whole, parts = flights.totals(HEADER), flights.totals(HEADER)
     fold.fold(whole, steps)
     for begin in range(0, len(steps), 7):
         fold.fold(parts, steps[begin : begin + 7])

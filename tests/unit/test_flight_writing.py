@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests import flights
+from tests import flights, otel
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.catalog import Kind
@@ -195,50 +195,39 @@ class Interruption(Exception):  # noqa: N818  # as KeyboardInterrupt is
 
 
 class Bell:
-    """Sends the main thread a signal, over and over, at random intervals; its handler does `act`."""
+    """Interrupts the main thread by a signal, over and over at random moments, once for each time it is armed."""
 
     def __init__(self) -> None:
-        self.act: Callable[[], None] = lambda: None
         self.armed = False
-        self._done = threading.Event()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._ring, args=(threading.get_ident(),))
-
-    def start(self, act: Callable[[], None] | None = None) -> None:
-        """Begin; by default to interrupt."""
-        self.act = act or self.interrupt
+        self._before = signal.signal(signal.SIGUSR1, self._interrupt)
         self._thread.start()
-
-    def interrupt(self) -> None:
-        """Raise, once for each time it is armed: so that the handler of the exception is not interrupted, too."""
-        if self.armed:
-            self.armed = False
-            raise Interruption
 
     def stop(self) -> None:
         """End. Idempotent."""
         self.armed = False
-        self._done.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._ended.set()
+        self._thread.join()
+        signal.signal(signal.SIGUSR1, self._before)
+
+    def _interrupt(self, _: int, __: FrameType | None) -> None:
+        if self.armed:
+            self.armed = False  # so that the handler of the exception is not interrupted, too
+            raise Interruption
 
     def _ring(self, thread: int) -> None:
         chance = random.Random(1)
-        while not self._done.wait(chance.uniform(0.0002, 0.002)):
+        while not self._ended.wait(chance.uniform(0.0002, 0.002)):
             signal.pthread_kill(thread, signal.SIGUSR1)
 
 
 @pytest.fixture
 def bell() -> Iterator[Bell]:
-    """A bell that has not begun to ring."""
-    made = Bell()
-
-    def handler(_: int, __: FrameType | None) -> None:
-        made.act()
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    yield made
-    made.stop()
-    signal.signal(signal.SIGUSR1, before)
+    """A bell that rings until the test ends."""
+    bell = Bell()
+    yield bell
+    bell.stop()
 
 
 @pytest.mark.usefixtures("no_wait")
@@ -248,7 +237,6 @@ def test_an_exception_between_any_two_lines_loses_no_acknowledged_record(image: 
     cell = made.table.cell(METRIC, {})
     assert cell
     acknowledged = interrupted = number = counted = 0
-    bell.start()
     deadline = time.monotonic() + 2.0
     with repeated(made.fold):
         while time.monotonic() < deadline or interrupted <= 100:
@@ -279,7 +267,7 @@ def test_an_exception_between_any_two_lines_loses_no_acknowledged_record(image: 
 
 
 @pytest.mark.usefixtures("long_wait")
-def test_a_signal_handler_may_write_too(flight_dir: Path, bell: Bell) -> None:
+def test_a_signal_handler_may_write_too(flight_dir: Path) -> None:
     """In the middle of an append, a fold or a publication of the same thread: no deadlock, nothing lost, nothing twice."""
     image = flights.Image(flight_dir, flights.header())  # half its ring is more than handlers write during one append
     made, _ = flights.written(image)
@@ -295,11 +283,7 @@ def test_a_signal_handler_may_write_too(flight_dir: Path, bell: Bell) -> None:
         made.publish()
         counts[who] += 1
 
-    bell.start(lambda: write("handler"))
-    deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline or counts["handler"] <= 10:
-        write("main")
-    bell.stop()
+    otel.interrupted(lambda: write("main"), lambda: write("handler"), 300)
     made.fold()
     made.publish()
     assert steps(image, lost=0) == sum(counts.values())
@@ -311,7 +295,6 @@ def test_a_signal_handler_may_write_too(flight_dir: Path, bell: Bell) -> None:
 def test_an_interrupt_while_the_file_is_made_leaves_nothing(flight_dir: Path, bell: Bell) -> None:
     """Ctrl-C at any moment of a birth: no temporary file of the full size."""
     place, made, cut = flights.place(flight_dir), 0, 0
-    bell.start()
     while made + cut < 300 or made <= 10 or cut <= 10:
         try:
             bell.armed = True
@@ -387,11 +370,7 @@ NUMBERS = [
 def test_numbers_of_any_size(
     image: flights.Image, change: str, numbers: str, kind: Kind, given: list[float], expected: float | None
 ) -> None:
-    """Whole or not, finite or not, however large: the total is right, or at its range's end, and never wraps around.
-
-    A gauge that is not finite is absent; a counter that was observed is what it was before. Whole numbers stay whole until one
-    is not.
-    """
+    """Whole or not, finite or not: the total is right or at its range's end; a gauge that is not finite is absent."""
     writer, _ = flights.written(image)
     made = cell(writer, kind, integer=numbers == "integer", either=numbers == "either")
     for value in given:
