@@ -252,12 +252,7 @@ def test_every_dashboard(uid: str) -> None:
             assert variable.get("allValue") == (None if name == "instance" else ".*")
         assert dashboards.selectors(query.removeprefix("label_values(").removesuffix(f", {name})").removeprefix("query_result"))
         before.append(name)
-    assert (dashboard["editable"], dashboard["graphTooltip"], dashboard["uid"]) == (False, 1, uid)
-    assert dashboard["title"].startswith("torchobs: ")
-    assert dashboard["schemaVersion"] >= 36
-    annotations = dashboard["annotations"]["list"]
-    assert [annotation["name"] for annotation in annotations] == ["Starts", "Anomalies", "Checkpoints"]
-    assert [annotation["target"]["expr"] for annotation in annotations] == [annotation["expr"] for annotation in annotations]
+    assert [annotation["name"] for annotation in dashboard["annotations"]["list"]] == ["Starts", "Anomalies", "Checkpoints"]
     assert len({one["title"] for one in DASHBOARDS.values()}) == len(DASHBOARDS)
 
 

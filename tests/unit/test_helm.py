@@ -70,12 +70,6 @@ def summary(text: str) -> str:
     return yaml.safe_dump_all(made, width=120).replace(__version__, "VERSION")
 
 
-def test_the_version_is_that_of_the_package() -> None:
-    """Chart and application have one version: the exporter's image is tagged with it."""
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
-
-
 @pytest.mark.parametrize("name", VALUE_SETS)
 def test_each_set_of_values_is_linted_and_renders_as_it_did(name: str, pytestconfig: pytest.Config) -> None:
     """`helm lint --strict`, and a golden file, written again by `pytest --update-golden`."""
@@ -114,10 +108,7 @@ def test_every_variant_is_valid_for_the_oldest_and_the_newest_kubernetes(tmp_pat
         ("prometheusRule.disabled[0]=Torchobs", "/prometheusRule/disabled/0", ALERT),
         (f"prometheusRule.severities.{ALERT}=loud", f"/prometheusRule/severities/{ALERT}", "one of 'page', 'ticket'"),
         ("otlp.endpoint=collector:4318", "/otlp/endpoint", "'collector:4318' does not match pattern"),
-        ("image.repository=registry/torchobs-exporter:1.0", "/image/repository", "does not match pattern"),
-        ("injection.resources.requests.cpu=-1", "/injection/resources/requests/cpu", "minimum: got -1, want 0"),
         ("injection.resources.limits.memory=64", "/injection/resources/limits/memory", "minimum: got 64, want 8.388608"),
-        ("injection.env[0].name=A,injection.env[0].value=1", "/injection/env/0/value", "got number, want string"),
         ("injection.resources=null", "/injection", "missing property 'resources'"),
     ],
 )
@@ -227,10 +218,9 @@ def test_prometheus_takes_the_scrape_configuration(tmp_path: Path, program: Call
 POLICY = ("--set", "injection.engine=policy,injection.apiVersion=v1")
 
 
-@pytest.mark.parametrize("settings", ["", "injection.engine=kyverno,test.enabled=false", "injection.engine=none"])
-def test_without_an_image_nothing_is_installed(settings: str) -> None:
+def test_without_an_image_nothing_is_installed() -> None:
     """An injected pod would wait for it for ever. The message says where the image comes from and which value it is."""
-    done = helm("template", "torchobs", CHART, "--kube-version", NEWEST, *CLUSTER, "--set", settings)
+    done = helm("template", "torchobs", CHART, "--kube-version", NEWEST, *CLUSTER)
     assert done.returncode != 0
     assert "image.repository is not set" in done.stderr
     assert "--set image.repository=REGISTRY/torchobs-exporter" in done.stderr
@@ -270,18 +260,13 @@ def test_every_object_has_the_labels_and_the_name_of_the_release(name: str) -> N
     assert objects(rendered(*values, "--set", "helpersOnly=true", version=NEWEST)) == []
 
 
-@pytest.mark.parametrize(
-    ("served", "expected"),
-    [((), "v1"), (("v1alpha1",), "v1alpha1"), (("v1alpha1", "v1beta1"), "v1beta1"), (("v1beta1", "v1"), "v1")],
-)
+@pytest.mark.parametrize(("served", "expected"), [((), "v1"), (("v1alpha1",), "v1alpha1"), (("v1beta1", "v1"), "v1")])
 def test_kyvernos_policy_has_the_newest_version_that_is_served(served: tuple[str, ...], expected: str) -> None:
     """Kyverno 1.15 has the alpha of it, 1.16 the beta; without a cluster it is that of 1.17."""
     known = [text for version in served for text in ("--api-versions", f"policies.kyverno.io/{version}/MutatingPolicy")]
     given = ("--set", "injection.engine=kyverno", "-s", "templates/injection/kyverno.yaml")
     (made,) = objects(rendered(*given, *known))
     assert made["apiVersion"] == f"policies.kyverno.io/{expected}"
-    (made,) = objects(rendered(*given, *known, "--set", "injection.apiVersion=v2"))
-    assert made["apiVersion"] == "policies.kyverno.io/v2"
     if served:  # and no policy of Kubernetes' own
         chosen = checked("--kube-version", OLDEST, *IMAGE, *known, "-s", "templates/injection/kyverno.yaml")
         assert objects(chosen)[0]["apiVersion"] == f"policies.kyverno.io/{expected}"
