@@ -1,4 +1,4 @@
-"""Taps: one place for each seam of torch, other tools' patches in any order, and tasks for the next backward pass."""
+"""Taps: one place for each seam of torch, other tools' patches in any order, tasks for a backward pass; captures of graphs."""
 
 # mypy: disable-error-code="no-untyped-call"
 # Tensor.backward has no annotations
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from torchobs.probes.context import TrainingState
+from torchobs.probes import context as training_state
+from torchobs.probes.context import LONGEST_S, Captures, TrainingState
 from torchobs.taps import taps
 from torchobs.taps.taps import SafePoint
 
@@ -145,3 +146,45 @@ def test_everybody_is_called_once_in_whatever_order_they_come_and_go(order: tupl
     calls.clear()
     assert library.work(4) == 8
     assert [call for call in calls if call != "leader"] == ["theirs"]  # a leader that theirs calls does nothing by its breaker
+
+
+class Clock:
+    """A time that passes while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of the module."""
+    made = Clock()
+    monkeypatch.setattr(training_state, "time", made)
+    return made
+
+
+def test_a_capture_without_an_end_is_forgotten(clock: Clock) -> None:
+    """The sampler would rest for ever."""
+    found = Captures()
+    found.begin(1)
+    clock.now += LONGEST_S + 1
+    assert not found.in_progress()
+    found.begin(2)
+    assert found.in_progress()
+
+
+def test_a_round_that_hangs_holds_up_no_later_capture(clock: Clock) -> None:
+    """A driver that does not answer: twenty captures wait together for as long as the first one."""
+    found = Captures()
+    assert found.begin_round("gpu")
+    begun_s = clock.now
+    for graph in range(20):
+        found.begin(graph)
+        found.end(graph)
+    assert clock.now - begun_s == pytest.approx(training_state._PATIENCE_S, rel=0.1)

@@ -1,4 +1,4 @@
-"""The user's tensors and models, read without harm: batches, samples, living objects, models beside a training."""
+"""The user's tensors, models and losses, read without harm: batches, samples, living objects, models beside a training."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import gc
 import time
 from collections import UserDict
 from dataclasses import dataclass
+from functools import partial
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812  # as everybody does
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
 from torchobs import debug, tune
-from torchobs.debug.switches import model_of
 from torchobs.probes.leak import count_objects
 from torchobs.tensors.batches import batch_sizes
-from torchobs.tensors.references import living, living_optimizers, types_of_objects
+from torchobs.tensors.losses import check_trained, compute_loss
+from torchobs.tensors.references import living, types_of_objects
 from torchobs.tensors.running import evaluating, training
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 
 IDS = torch.zeros(4, 16, dtype=torch.int64)
 MASK = torch.ones(4, 16, dtype=torch.int64)
@@ -108,16 +112,11 @@ def test_objects_of_a_class_and_of_those_that_inherit_from_it_are_found() -> Non
     assert not any(kind is None for kind in types_of_objects())
 
 
-OPTIMIZER = torch.optim.SGD(Layer(2, 2).parameters(), lr=0.1)
-
-
 @pytest.mark.parametrize(
     "look",
     [
         pytest.param(lambda: living(torch.nn.Module), id="modules"),
-        pytest.param(living_optimizers, id="optimizers"),
         pytest.param(count_objects, id="objects that grow"),
-        pytest.param(lambda: model_of(OPTIMIZER), id="model of an optimizer"),
         pytest.param(lambda: debug.memory("here"), id="memory at a point"),
     ],
 )
@@ -250,3 +249,67 @@ def test_a_graph_that_has_no_modes_is_run_as_it_is() -> None:
         found.add(2, loss=graph(x).sum())
     assert found.error is None
     assert torch.equal(debug.inference(graph, x).output, graph(x))
+
+
+X, Y = torch.ones(3, 2), torch.zeros(3, 1)
+
+
+def row_sums(inputs: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Sums of the rows: 2 each."""
+    return scale * inputs.sum(1, keepdim=True)
+
+
+def whole(model: Any, batch: Any) -> torch.Tensor:
+    """The first form."""
+    loss: torch.Tensor = (model(batch[0]) - batch[1]).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("batch", "loss_fn", "target", "expected"),
+    [
+        ((X, Y), whole, None, 4.0),
+        ((X, Y), nn.MSELoss(), None, 4.0),
+        ((X, Y), torch.dist, None, 12.0**0.5),
+        ((X, Y), partial(F.mse_loss, reduction="sum"), None, 12.0),
+        ((X, 2.0, Y), nn.MSELoss(), None, 16.0),
+        (X, nn.MSELoss(), Y, 4.0),
+        ({"inputs": X, "scale": 2.0}, lambda output: output.mean(), None, 4.0),
+        ({"inputs": X}, lambda output, batch: (output - batch["inputs"].sum(1, keepdim=True)).sum(), None, 0.0),
+        (X, lambda *arguments: arguments[0].mean() + arguments[1].mean(), None, 3.0),
+        (X, None, None, 6.0),
+    ],
+)
+def test_a_loss_function_of_each_form_is_called_as_it_asks(batch: Any, loss_fn: Any, target: Any, expected: float) -> None:
+    """A model's name first asks for model and batch; everything else gets the output, and a target if it takes one."""
+    assert compute_loss(row_sums, batch, loss_fn, target=target).item() == pytest.approx(expected)
+
+
+def test_without_a_function_the_output_has_the_loss_or_nothing_has() -> None:
+    """As models of Transformers return it."""
+    loss = torch.tensor(3.0)
+    assert compute_loss(lambda _: SimpleNamespace(loss=loss), X) is loss
+    assert compute_loss(lambda _: "no tensor", X) is None
+
+
+def test_a_function_that_takes_the_model_takes_no_target() -> None:
+    """It would get the output in the model's place."""
+    with pytest.raises(TypeError, match="takes no target"):
+        compute_loss(row_sums, (X, Y), whole, target=Y)
+
+
+@pytest.mark.parametrize("loss_fn", ["mse", 3, lambda: 0, lambda _first, _second, _third: 0])
+def test_what_is_no_loss_function_is_refused_with_both_forms(loss_fn: Any) -> None:
+    """Before the model runs."""
+    with pytest.raises(TypeError, match=r"loss_fn\(model, batch\), or loss_fn\(output, target\)"):
+        compute_loss(lambda _: pytest.fail("the model has run"), X, loss_fn)
+
+
+def test_a_model_that_is_offloaded_computes() -> None:
+    """Promise: a model on the device meta is refused, but not one whose weights accelerate brings when they are needed."""
+    offloaded: Any = nn.Linear(2, 2, device="meta")
+    with pytest.raises(ValueError, match="on the device meta, where nothing is computed"):
+        check_trained(offloaded)
+    offloaded._hf_hook = object()
+    check_trained(offloaded)
+    check_trained(nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)))
