@@ -349,12 +349,11 @@ def test_the_norm_of_a_batch_with_a_loss_far_above_is_no_explosion() -> None:
 @pytest.mark.parametrize(
     "losses",
     [
-        [1.0] + [0.0] * 24000 + [0.5] * 5,
         [1.0] * 5 + [0.0] * 30000 + [0.5, 0.6, 0.5],
         [1e306 * (1 + step % 2 / 9) for step in range(BEFORE)] + [1.7e308, 1.5e308] * SETTLED,
         [1e250 * (1 + step % 2 / 9) for step in range(BEFORE)] + [3e252, 2e252] * SETTLED,
     ],
-    ids=["decayed", "decayed from five", "near the largest", "squares"],
+    ids=["decayed", "near the largest", "squares"],
 )
 def test_no_finite_losses_are_beyond_the_fold(losses: list[float]) -> None:
     """Promise: a mean and a variance that have decayed to nearly 0, or values near the largest float, raise nothing."""
@@ -375,26 +374,23 @@ LOSS, NORM = StepFlag.LOSS, StepFlag.GRAD_NORM
 def test_a_norm_is_explained_by_the_loss_whichever_arrives_first(
     cut: int, rounds: int, order: tuple[int, ...], every: int
 ) -> None:
-    """Promise: a device may deliver both in records of their own, some steps at once, and not each step's norm is measured.
-
-    A loss that comes back, or that was high before, explains no norm that stays high.
-    """
+    """Promise: also in records of their own; a loss that comes back, or was high before, explains no norm that stays high."""
     chance = random.Random(1)
-    losses, norms = around(2.0, 0.05, 900, chance), around(1.0, 0.1, 900, chance)
+    losses, norms = around(2.0, 0.05, 500, chance), around(1.0, 0.1, 500, chance)
 
-    def kinds(lasts: int, since: int = 300) -> set[str]:
+    def kinds(lasts: int, since: int = 250) -> set[str]:
         records, last = list[StepRecord](), len(losses)
         for begin in range(1, last + 1, rounds):
             steps = range(begin, min(begin + rounds, last + 1))
             for flags, step in ((flags, step) for flags in order for step in steps):
                 if step % every and flags & NORM:
                     flags &= ~NORM  # noqa: PLW2901
-                loss = losses[step - 1] * (4.0 if 300 <= step < 300 + lasts else 1.0)
+                loss = losses[step - 1] * (4.0 if 250 <= step < 250 + lasts else 1.0)
                 norm = norms[step - 1] * (20.0 if step >= since else 1.0)
                 records.append(record(len(records) + 1, step, flags, loss, norm))
         return {anomaly.kind for anomaly in found_in(records, cut)}
 
-    assert kinds(lasts=600) == set()
+    assert kinds(lasts=250) == set()
     assert "gradient_explosion" in kinds(lasts=0)
     assert kinds(lasts=3) == {"loss_spike", "gradient_explosion"}
-    assert kinds(lasts=600, since=500) == {"gradient_explosion"}
+    assert kinds(lasts=250, since=380) == {"gradient_explosion"}

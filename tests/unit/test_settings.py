@@ -85,10 +85,7 @@ def test_no_setting_and_no_variable_is_left_out_here() -> None:
 
 @for_each({f"{variable}={text}": (variable, text, name, value) for variable, text, name, value in GOOD})
 def test_an_allowed_value_is_taken(variable: str, text: str, name: str, value: object) -> None:
-    """A variable sets its own field, and nothing else, to the value that its text stands for; an argument may be either.
-
-    OTEL_SDK_DISABLED alone says the opposite of its argument.
-    """
+    """A variable sets its own field, and nothing else; an argument may be text or value. OTEL_SDK_DISABLED is the opposite."""
     found, problems = resolve({}, {variable: text})
     assert found == dataclasses.replace(Settings(), **{name: value})  # type: ignore[arg-type]
     assert problems == ()
@@ -208,21 +205,6 @@ def test_every_field_has_an_option_whose_words_about_the_default_are_true(
             assert option.kind.parse(option.default) == default, option.name
             parsed += 1
     assert parsed >= 8
-
-
-SCRIPT = ["train.py", "--level", "off", "-m", "--", "--help"]
-
-
-def test_what_follows_the_script_s_name_is_the_script_s() -> None:
-    """Even if it is spelled like an option of ours. A separator lets a name begin with a dash; only the first is ours."""
-    for own, command in (
-        ([], SCRIPT),
-        (["--dir", "d", "--level=basic", "--address", ":1"], SCRIPT),
-        (["--level", "basic"], ["-m", "package.train", "--no-exporter"]),
-        (["--no-exporter"], []),
-    ):
-        assert run.split([*own, *command]) == (own, command)
-        assert run.split([*own, "--", "-x.py", "--", "--dir"]) == (own, ["-x.py", "--", "--dir"])
 
 
 @pytest.mark.parametrize(
