@@ -27,11 +27,7 @@ def test_every_definition_is_in_its_list() -> None:
 
 
 def test_no_name_is_another_s_namespace() -> None:
-    """OpenTelemetry's rule: `a.b` and `a.b.c` cannot both be names, and no name comes twice.
-
-    Two exceptions say what they are beside `torchobs.steps`, and become other Prometheus names. No two instruments share a
-    Prometheus family, not even through a histogram's or a counter's suffixes.
-    """
+    """OpenTelemetry's rule: `a.b` and `a.b.c` cannot both be names; nor do two metrics share a family of Prometheus."""
     for definitions in (catalog.METRICS, catalog.EVENTS, catalog.SPANS):
         names = [one.name for one in definitions]
         assert len(names) == len(set(names))

@@ -130,10 +130,7 @@ def test_what_a_training_could_not_make_a_directory_of_fails(tmp_path: Path) -> 
 
 
 def test_a_pod_s_volumes(tmp_path: Path) -> None:
-    """Promise: outside of Kubernetes nothing; in a pod the mount, the fsGroup's bit and the second volume, in turn.
-
-    Of what ranks have written it is said whether there is anything, and which file cannot be read.
-    """
+    """Promise: in a pod alone: the mount, the fsGroup's bit, the second volume, and whether ranks' files can be read."""
     flight, control = tmp_path / "flight", tmp_path / "control"
     assert list(doctor.kubernetes({})) == []
     prepared = {"emptyDir": Path, "fsGroup": flight.mkdir, "second": lambda: flight.chmod(0o3777), "^$": control.mkdir}

@@ -81,10 +81,7 @@ def test_only_the_settings_read_the_environment() -> None:
 
 
 def test_the_training_process_gets_no_sdk() -> None:
-    """Nothing that a trainer may import names the OpenTelemetry SDK, its exporters or protobuf, even in a function.
-
-    import-linter cannot say so: it knows `opentelemetry` only as one package, API and SDK together.
-    """
+    """Nothing that a trainer may import names the SDK; import-linter knows `opentelemetry` only as one package."""
     trainer = {name: path.read_text() for name, path in sources() if not name.startswith(WATCHERS)}
     named = {name: imported(source) for name, source in trainer.items() if "opentelemetry" in source}  # to parse all takes long
     assert {name: modules for name, modules in named.items() if any(one.startswith(SDK_ONLY) for one in modules)} == {}

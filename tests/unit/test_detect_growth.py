@@ -120,10 +120,7 @@ NO_FAST_LEAKS: Courses = {
 
 
 def test_what_is_no_fast_leak() -> None:
-    """However fast it is for a while, and however near the limit; nor, hardly ever, an hour at 95 % that fluctuates.
-
-    Growth without steps is not training's: a model that is loaded, a program that is compiled.
-    """
+    """However fast for a while, or near the limit; hardly ever an hour at 95 % that fluctuates; nor growth without steps."""
     assert [name for name, used in NO_FAST_LEAKS.items() if verdicts(used)] == []
     generator = random.Random(3)
     assert len(verdicts(lambda _: 60 * GIB + generator.uniform(0, 2) * GIB, seconds=3600)) <= 4

@@ -289,10 +289,7 @@ def test_both_policies_do_the_same() -> None:
 def test_the_sidecar_ends_before_the_pods_grace(
     default: dict[str, Any], tmp_path: Path, given: int | None, grace_s: int, drain: str
 ) -> None:
-    """Promise: kubelet never has to kill it, which would count as a failed container. A grace of one's own stays.
-
-    A policy sees 30 where nobody has chosen; the helper sees what the template says.
-    """
+    """Promise: kubelet never has to kill it, which would be a failed container; a policy sees 30 where nobody has chosen."""
     spec: dict[str, Any] = {} if given is None else {"terminationGracePeriodSeconds": given}
     changed = admitted(default, pod(**spec))
     assert changed["spec"]["terminationGracePeriodSeconds"] == grace_s

@@ -161,10 +161,7 @@ def test_the_images_own_sitecustomize_runs_too(site: Path, image: Path) -> None:
 
 @pytest.mark.parametrize("broken", ["fit", "fit.json", "packages"])
 def test_a_refusal_is_one_line_and_the_training_goes_on(site: Path, image: Path, tmp_path: Path, broken: str) -> None:
-    """An interpreter that does not fit, or half a volume; children and other ranks do not say it again.
-
-    The volume is mounted read-only; what is noted is noted beside it, in a file that the exporter does not take for a rank's.
-    """
+    """An interpreter that does not fit, or half a volume, which is read-only; children and other ranks do not repeat it."""
     half = tmp_path / "half"
     (half / "start").mkdir(parents=True)
     (tmp_path / "flight").mkdir()

@@ -33,10 +33,7 @@ UNKNOWN = (
 
 
 def test_a_device_s_peak_is_that_of_its_datasheet() -> None:
-    """By the names that torch and NVML have, every device tried; a part of a GPU, a laptop's, another memory have none.
-
-    PCIe cards, SXM modules and NVL pairs of one chip differ; no peak is above that of a narrower type; all have a source.
-    """
+    """By the names that torch and NVML have; a part of a GPU has none, and no peak is above that of a narrower type."""
     names = re.findall(r"([^|\n]+): (\w+) ([\d.]+)", DATASHEETS)
     found = {name.strip(): (peak_flops(name.strip(), dtype) or 0) / 1e12 for name, dtype, _ in names}
     assert found == {name.strip(): float(peak) for name, _, peak in names}

@@ -77,10 +77,7 @@ def _records(writer: FlightWriter, memory: RecordingMemory) -> list[StepRecord]:
 
 @pytest.mark.parametrize("held", [0, 1, 20])
 def test_fresh_models_of_one_step_each_are_a_step_each(held: int) -> None:
-    """Once what ended steps before was deleted, and each that has stepped since; one that another thread holds delays them.
-
-    The last one is taken for an occasional optimizer's.
-    """
+    """Once the optimizers before are deleted, for which one that another thread keeps delays them; but the last step."""
 
     def fresh() -> torch.optim.Optimizer:
         return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
