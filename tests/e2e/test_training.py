@@ -133,12 +133,12 @@ def test_elastic_restarts_merge_nothing(
     flight_dir: Path,
     tmp_path: Path,
 ) -> None:
-    """Three incarnations, each on the page alone; to Prometheus two counter resets, over which increase() adds up."""
+    """Two incarnations, each on the page alone; to Prometheus a counter reset, over which increase() adds up."""
     script = tmp_path / "restarted.py"
     script.write_text(RESTARTED)
     with PrometheusServer(program("prometheus"), scrape=[exporter.address], interval="250ms") as prometheus:
         prometheus.wait_for_scrapes()
-        job = start(*TORCHRUN, "1", "--max-restarts", "2", str(script), torch=True, env=environ)
+        job = start(*TORCHRUN, "1", "--max-restarts", "1", str(script), torch=True, env=environ)
         shown = []
 
         def ended() -> bool:
@@ -150,9 +150,8 @@ def test_elastic_restarts_merge_nothing(
         assert job.returncode == 0
         wait_until(lambda: prometheus.value("torchobs_steps_total") == LAST, timeout_s=20)
         assert set(shown) <= {0, 1}
-        assert len(list(flight_dir.glob("*.flight"))) == 3
-        assert prometheus.value("torchobs_rank_restarts_total") == 2
-        assert prometheus.value("resets(torchobs_steps_total[5m])") == 2
+        assert len(list(flight_dir.glob("*.flight"))) == 2
+        assert prometheus.value("torchobs_rank_restarts_total") == 1
+        assert prometheus.value("resets(torchobs_steps_total[5m])") == 1
         # each incarnation's first sample counts from 0, and what a scrape every 0.25 s misses at its end is lost
-        all_lives = sum(LAST + FEWER * left for left in range(3))
-        assert prometheus.value("increase(torchobs_steps_total[5m])") == pytest.approx(all_lives, rel=0.25)
+        assert prometheus.value("increase(torchobs_steps_total[5m])") == pytest.approx(2 * LAST + FEWER, rel=0.25)
