@@ -3,14 +3,14 @@
 Asks KUBECONFIG for a cluster that serves MutatingAdmissionPolicy, and for the images of `make kube-test`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.kubernetes.cluster import Namespace, Pod
-from tests.kubernetes.injection import JOBSET, Policy, injection, job, pod_template, require_policy
+from tests.kubernetes.injection import JOBSET, injection, job, pod_template, require_policy
 from tests.kubernetes.jobs import EXPORTER, IN_A_CLUSTER, scripts
 from tests.kubernetes.stage import Stage, monitored
 from tests.support import wait_until
@@ -70,12 +70,6 @@ def with_keys() -> dict[str, Any]:
     return job("keys", template)
 
 
-def sweep() -> dict[str, Any]:
-    """Pods of one Job that train each for itself, by annotation; which run they are of needs no training."""
-    template = pod_template("true", ["sh", "-c", 'echo "$TORCHOBS_RUN_ID"'], run="pod")
-    return job("sweep", template, completions=2, parallelism=2, completionMode="Indexed")
-
-
 def child_of_a_jobset(index: int) -> dict[str, Any]:
     """A Job as JobSet's controller (0.8.1, `constructJob` and `labelAndAnnotateObject`) makes one of two, by hand."""
     place = {
@@ -100,7 +94,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """One with the policy, Pod Security `restricted`, and all Jobs of these tests running."""
     require_policy()
     keys = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": {"id": "a key"}}
-    jobs = (labelled(), automatic(), with_keys(), sweep(), child_of_a_jobset(0), child_of_a_jobset(1))
+    jobs = (labelled(), automatic(), with_keys(), child_of_a_jobset(0), child_of_a_jobset(1))
     given = (scripts("pod.py", "plain_training.py"), keys, *jobs)
     with monitored(tmp_path_factory.mktemp("alertmanager"), *given, exporter=EXPORTER) as made:
         introduce(made.namespace)
@@ -131,13 +125,6 @@ def test_a_label_is_all_that_a_job_needs(stage: Stage) -> None:
         assert stage.scraped("torchobs_world_size", one, **whose) == 2
         assert printed(stage.namespace, one)[-1] == str(STEPS)
         assert (one.container("torchobs")["restartCount"], one.ended("torchobs")["exitCode"]) == (0, 0)
-
-
-def test_a_sweeps_pods_are_runs_of_their_own(stage: Stage) -> None:
-    """By the Job and the pod's index in it, which the pod that replaces it has, too; kubelet puts them together."""
-    uid = stage.uid("sweep")
-    found = in_order(completed(stage.namespace, "sweep"))
-    assert [stage.namespace.logs(one, "main") for one in found] == [f"{uid}-{index}\n" for index in range(2)]
 
 
 def in_order(pods: list[Pod]) -> list[Pod]:
@@ -184,42 +171,3 @@ def test_a_pod_without_the_exporters_image_waits_for_another() -> None:
         assert not waits.container("main")["started"]
         other.kubectl("set", "image", f"pod/{waits.name}", f"torchobs={EXPORTER}")
         assert [one.name for one in completed(other, "waits")] == [waits.name]
-
-
-def broken(policy: Policy) -> None:
-    """Valid to the API server when it is made, and an error whenever it is asked."""
-    label_only(policy, "string(variables.broken)")
-    policy[0]["spec"]["variables"].insert(0, {"name": "broken", "expression": "object.spec.there.is.no.such.field"})
-
-
-def label_only(policy: Policy, text: str = "'yes'") -> None:
-    """Let it add a label and nothing else."""
-    (made,) = (one for one in policy if one["kind"] == "MutatingAdmissionPolicy")
-    policy.remove(made)
-    policy.insert(0, made)
-    made["metadata"]["name"] = policy[1]["spec"]["policyName"] = policy[1]["metadata"]["name"] = (
-        f"{made['metadata']['name']}-{len(text)}"
-    )
-    made["spec"]["mutations"][0]["jsonPatch"]["expression"] = (
-        f"[JSONPatch{{op: 'add', path: '/metadata/labels/asked', value: {text}}}]"
-    )
-
-
-def has_label(pod: Mapping[str, Any]) -> bool:
-    """Whether such a policy has changed it."""
-    return "asked" in pod["metadata"]["labels"]
-
-
-@pytest.mark.usefixtures("stage")  # what the cluster serves is asked there
-def test_without_a_policy_and_with_a_broken_one_the_training_starts() -> None:
-    """The label then does nothing, and nobody's pod is refused."""
-    template = pod_template("auto", ["true"])
-    del template["spec"]["volumes"], template["spec"]["containers"][0]["volumeMounts"]
-    with Namespace() as other:
-        other.apply(job("absent", template))
-        # the API server hears of the two in their order
-        with injection(other, EXPORTER, broken, None), injection(other, EXPORTER, label_only, has_label):
-            other.apply(job("broken", template))
-            pods = [*completed(other, "absent"), *completed(other, "broken")]
-    assert [one.content["spec"].get("initContainers") for one in pods] == [None, None]
-    assert [one.content["metadata"]["labels"].get("asked") for one in pods] == [None, "yes"]
