@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,66 +25,6 @@ AT = 7
 RARELY, ALWAYS = 100, 1
 
 
-class Half:
-    """A training in float16 whose loss is multiplied in one step, so that gradients do not fit and the loss itself does."""
-
-    autocast = False
-    factor = 1e8
-
-    def __init__(self, make: Callable[..., torch.optim.Optimizer]) -> None:
-        self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.LayerNorm(32), nn.Linear(32, 4))
-        if not self.autocast:
-            self.model.half()
-        self.optimizer = make(self.model.parameters())
-
-    def step(self, number: int) -> None:
-        """One step."""
-        x, target = torch.randn(8, 16), torch.randn(8, 4)
-        self.optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16) if self.autocast else nullcontext():
-            output = self.model(x if self.autocast else x.half())
-        loss = (output.float() - target).square().mean()
-        self.backward(loss * self.factor if number == AT else loss)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """And the optimizer's step."""
-        torch.autograd.backward(loss)
-        self.optimizer.step()
-
-
-class Autocast(Half):
-    """Weights in float32, whose gradients pass float16."""
-
-    autocast = True
-
-
-class Scaled(Autocast):
-    """A scaler leaves such steps out."""
-
-    def __init__(self, make: Callable[..., torch.optim.Optimizer]) -> None:
-        super().__init__(make)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """By the scaler."""
-        torch.autograd.backward(self.scaler.scale(loss))
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-
-class Spoiled(Half):
-    """One weight is overwritten between two steps; nothing overflows."""
-
-    factor = 1.0
-
-    def step(self, number: int) -> None:
-        """One step."""
-        super().step(number)
-        if number == AT:
-            linear: Any = self.model[3]
-            linear.weight.data[1, 2] = float("inf")
-
-
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     """It keeps nothing of the gradients."""
     return torch.optim.SGD(parameters, lr=1e-3)
@@ -95,20 +35,41 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4)
 
 
-def train(kind: type[Half], make: Callable[..., torch.optim.Optimizer], directory: Path, interval: int = RARELY) -> Observed:
-    """Some steps; what is said of them."""
+def train(kind: str, make: Callable[..., torch.optim.Optimizer], directory: Path, interval: int = RARELY) -> Observed:
+    """Train in float16 with one loss that is multiplied, so that gradients do not fit and the loss itself does.
+
+    `half`: the weights are float16; `autocast`: they are float32, and their gradients pass float16; `scaled`: as that, and a
+    scaler leaves such steps out; `spoiled`: nothing overflows, and one weight is overwritten after that step.
+    """
     torch.manual_seed(0)
+    autocast = kind in {"autocast", "scaled"}
     with torchobs.init(flight_dir=directory, grad_interval=interval, log_level="CRITICAL"):
-        training = kind(make)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.LayerNorm(32), nn.Linear(32, 4))
+        model = model if autocast else model.half()
+        optimizer = make(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0) if kind == "scaled" else None
         for number in range(1, AT + 4):
-            training.step(number)
+            x, target = torch.randn(8, 16), torch.randn(8, 4)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16, enabled=autocast):
+                output = model(x if autocast else x.half())
+            loss = (output.float() - target).square().mean() * (1e8 if number == AT and kind != "spoiled" else 1.0)
+            if scaler is None:
+                torch.autograd.backward(loss)
+                optimizer.step()
+            else:
+                torch.autograd.backward(scaler.scale(loss))
+                scaler.step(optimizer)
+                scaler.update()
+            if number == AT and kind == "spoiled":
+                model.get_parameter("3.weight").data[1, 2] = float("inf")
     return read(directory)
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
-@pytest.mark.parametrize("kind", [Half, Autocast])
+@pytest.mark.parametrize("kind", ["half", "autocast"])
 @pytest.mark.parametrize("interval", [RARELY, ALWAYS])
-def test_an_overflow_is_told_with_its_step(kind: type[Half], make: Any, interval: int, tmp_path: Path) -> None:
+def test_an_overflow_is_told_with_its_step(kind: str, make: Any, interval: int, tmp_path: Path) -> None:
     """Of that step, measured or not: by what the next loss finds in the weights."""
     told = train(kind, make, tmp_path, interval).events(catalog.EVENT_NONFINITE_ORIGIN)
     assert [(each.attributes["origin"], each.attributes["parameter"], each.step) for each in told] == [
@@ -138,14 +99,14 @@ def test_an_overflow_of_the_very_first_step_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_one_spoiled_weight_is_told_as_that(make: Any, tmp_path: Path) -> None:
     """It is not what a step makes of its gradients: that is in every layer, or in what the optimizer keeps."""
-    (told,) = train(Spoiled, make, tmp_path).events(catalog.EVENT_NONFINITE_ORIGIN)
+    (told,) = train("spoiled", make, tmp_path).events(catalog.EVENT_NONFINITE_ORIGIN)
     assert (told.attributes["origin"], told.attributes["parameter"], told.step) == ("parameter", "3.weight", AT + 1)
 
 
 @pytest.mark.parametrize("interval", [RARELY, ALWAYS])
 def test_what_a_scaler_skips_is_no_fault(interval: int, tmp_path: Path) -> None:
     """Nothing is told of it."""
-    assert train(Scaled, sgd, tmp_path, interval).events(catalog.EVENT_NONFINITE_ORIGIN) == []
+    assert train("scaled", sgd, tmp_path, interval).events(catalog.EVENT_NONFINITE_ORIGIN) == []
 
 
 class Root(nn.Module):
