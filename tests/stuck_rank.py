@@ -11,6 +11,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -60,10 +61,8 @@ def obey(given: list[str]) -> None:
             os.seteuid(int(uid))
 
 
-def main() -> None:
-    """Train until told to end."""
-    torch.set_num_threads(1)
-    torchobs.init(flight_dir=sys.argv[1], rank=int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+def train(obey: Callable[[list[str]], None]) -> None:
+    """Train, and do what is said, until that is `end`."""
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     threading.Thread(target=read, daemon=True).start()
@@ -74,6 +73,13 @@ def main() -> None:
         if given:
             obey(given)
             tell(given[0])
+
+
+def main() -> None:
+    """See the module."""
+    torch.set_num_threads(1)
+    torchobs.init(flight_dir=sys.argv[1], rank=int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    train(obey)
 
 
 if __name__ == "__main__":

@@ -1,43 +1,27 @@
 """A training that closes descriptors which it has not opened: `python -m tests.faults.closing_rank DIRECTORY OWN HOW`.
 
-It trains a small model, a step every 10 ms, and reads words from its standard input; it prints each when it has obeyed.
-`close` closes as `HOW` says, and opens files of its own in `OWN` under the numbers. `hold` holds Python's lock in C until the
-watchdog has written, `damaged` prints the names of its files that are not as it left them, `shutdown` ends the recording, and
-`crash` the process. How: `range` closes all above standard error, `numbers` puts a file of its own in place of each file of
-torchobs, and `at once` does that before a round of the sampler.
+It trains as `tests.stuck_rank` does, and reads words from its standard input; it prints each when it has obeyed. `close`
+closes as `HOW` says, and opens files of its own in `OWN` under the numbers. `hold` holds Python's lock in C until the watchdog
+has written, `damaged` prints the names of its files that are not as it left them, `shutdown` ends the recording, and `crash`
+the process. How: `range` closes all above standard error, `numbers` puts a file of its own in place of each file of torchobs,
+and `at once` does that before a round of the sampler.
 """
 
 import contextlib
-import ctypes
 import os
-import queue
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 
 import torch
 
 import torchobs
+from tests.stuck_rank import hold, tell, train
 
 MINE = b"mine" * 100
 HOLD_S = 4
-words: "queue.Queue[str]" = queue.Queue()
 files: dict[int, Path] = {}
 """Its own, by their numbers"""
-
-
-def read() -> None:
-    """Hand on what is said; the training thread does not wait for it."""
-    for line in sys.stdin:
-        words.put(line.strip())
-
-
-def tell(what: str) -> None:
-    """Let whoever has said something know."""
-    sys.stdout.write(f"{what}\n")
-    sys.stdout.flush()
 
 
 def write(own: Path) -> tuple[int, Path]:
@@ -93,9 +77,7 @@ def obey(word: str, directory: str, own: Path, how: str) -> None:
     if word == "close":
         close(directory, own, how)
     elif word == "hold":
-        left = HOLD_S
-        while left:
-            left = ctypes.PyDLL(None).sleep(left)
+        hold(str(HOLD_S))
     elif word == "damaged":
         tell(" ".join(damaged()))
     elif word == "shutdown":
@@ -104,27 +86,14 @@ def obey(word: str, directory: str, own: Path, how: str) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def main() -> None:
-    """Train until told to end."""
-    directory, own, how = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+def main(directory: str, own: str, how: str) -> None:
+    """See the module."""
     torch.set_num_threads(1)
     torchobs.init(flight_dir=directory, exporter=False)
     if how == "at once":
-        obey("close", directory, own, how)
-    model = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    threading.Thread(target=read, daemon=True).start()
-    word = ""
-    while word != "end":
-        optimizer.zero_grad()
-        model(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-        time.sleep(0.01)
-        word = words.get_nowait() if not words.empty() else ""
-        if word:
-            obey(word, directory, own, how)
-            tell(word)
+        obey("close", directory, Path(own), how)
+    train(lambda words: obey(words[0], directory, Path(own), how))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
