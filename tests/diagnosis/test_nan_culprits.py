@@ -298,22 +298,6 @@ def test_a_softmax_of_a_row_that_is_all_masked_is_named_as_that(way: str) -> Non
     assert origin.module in {"inner", "Attention"}
 
 
-@pytest.mark.parametrize(
-    ("operator", "hint"),
-    [
-        ("sqrt", " That derivative is infinite at 0."),
-        ("div", " That derivative is infinite where its divisor is 0."),
-        ("mul", ""),
-    ],
-)
-def test_where_a_derivative_is_infinite_is_said_of_the_operator_that_is_meant(operator: str, hint: str) -> None:
-    """Of others it says nothing; and one that nobody saw at work is the likely one."""
-    for note, born in (("", "born"), ("from the graph's structure", "most likely born")):
-        event = fact(catalog.EVENT_NONFINITE_ORIGIN, 1.0, origin="backward", operator=operator, module="head", note=note)
-        text = origin_told(event)
-        assert text == f"The NaN or infinity was {born} in the derivative of {operator} in head.{hint}"
-
-
 BOUNDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "linalg_vector_norm": lambda x: torch.linalg.vector_norm(x * 0),
     "norm": lambda x: functional.pairwise_distance(x, x, eps=0).sum(),
@@ -336,23 +320,3 @@ def test_a_derivative_that_torch_bounds_is_not_called_infinite(operator: str) ->
     assert likely_node(nodes, {id(weight)}) is None
     event = fact(catalog.EVENT_NONFINITE_ORIGIN, 1.0, origin="backward", operator=operator)
     assert "That derivative is" not in origin_told(event)
-
-
-def test_all_targets_that_are_ignored_are_told_in_a_training() -> None:
-    """With the variable's name, and as past after fifty steps: the gradients of ignored targets are zero."""
-
-    def train(look: Look) -> None:
-        model = nn.Linear(5, 7)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for number in range(1, 80):
-            tags = torch.full((4,), -100) if number == 15 else torch.randint(0, 7, (4,))
-            optimizer.zero_grad()
-            torch.autograd.backward(functional.cross_entropy(model(torch.randn(4, 5)), tags))
-            optimizer.step()
-            look.stepped()
-
-    observed = observe(train, grad_interval=1)
-    text = observed.text("nonfinite_origin")
-    assert "of step 15 was born in nll_loss" in text
-    assert IGNORED in text
-    assert observed.diagnosis.verdict.long.startswith("All well.")
