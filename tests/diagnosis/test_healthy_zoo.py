@@ -464,8 +464,8 @@ def half_precision(look: Look) -> None:
     """A transformer in bfloat16 autocast, with a warm-up and a cosine."""
     model = Attention()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=STEPS, pct_start=0.1)
-    for _ in range(STEPS):
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=300, pct_start=0.1)
+    for _ in range(300):
         text = _sequences(16, 13)
         with torch.autocast("cpu", torch.bfloat16):
             loss = F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
