@@ -15,7 +15,7 @@ import promql_parser
 from tests.support import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Iterator
 
     from tests.prometheus_server import PrometheusServer, Series
 
@@ -131,32 +131,9 @@ def grouped_by(query: str) -> set[str]:
     return found
 
 
-class Answers:
-    """What a Prometheus has since it began, for the dashboards of one run."""
-
-    def __init__(self, prometheus: PrometheusServer, began_s: float, **chosen: str) -> None:
-        """Besides the run, what is chosen of a dashboard's variables: `job_name="train"`."""
-        self._prometheus, self._began_s, self._chosen = prometheus, began_s, chosen
-        self._dashboards = shipped()
-
-    def panel(self, run: str, uid: str, title: str) -> list[Series]:
-        """The series of a panel's first query."""
-        found = [target["expr"] for panel, target in targets(self._dashboards[uid]) if panel["title"] == title]
-        return self._ask(found[0], run)
-
-    def unexplained(self, run: str, uids: Collection[str] = ()) -> Iterator[str]:
-        """Dashboard, panel and legend of the queries without data whose panel does not say when it is empty.
-
-        Of all dashboards, or of those with these uids.
-        """
-        for uid, dashboard in self._dashboards.items():
-            for panel, target in targets(dashboard) if not uids or uid in uids else ():
-                if "Empty: " not in panel["description"] and "@ 0" not in target["expr"] and not self._ask(target["expr"], run):
-                    yield f"{uid} {panel['title']}: {target['legendFormat']}"
-
-    def _ask(self, expr: str, run: str) -> list[Series]:
-        query = filled(expr, rate_interval="10s", range="2m", interval="1s")
-        for label, value in {**self._chosen, "run_id": run}.items():
-            query = query.replace(f'{label}=~".*"', f'{label}=~"{value}"')
-        now_s = time.time()  # counted from the beginning the last point would be before the newest scrape
-        return self._prometheus.query_range(query, now_s - math.ceil(now_s - self._began_s), now_s, "1s")
+def answered(prometheus: PrometheusServer, began_s: float, run: str, uid: str, title: str) -> list[Series]:
+    """The series of a panel's first query, of one run, in a Prometheus that began then."""
+    expr = next(target["expr"] for panel, target in targets(shipped()[uid]) if panel["title"] == title)
+    query = filled(expr, rate_interval="10s", range="2m", interval="1s").replace('run_id=~".*"', f'run_id=~"{run}"')
+    now_s = time.time()  # counted from the beginning the last point would be before the newest scrape
+    return prometheus.query_range(query, now_s - math.ceil(now_s - began_s), now_s, "1s")

@@ -1,6 +1,6 @@
 """Trainings on a real cluster as the chart's Prometheus, dashboards and Alertmanager see them.
 
-A healthy one, one that blows up, and one whose node is drained. Needs what `make kube-test` gives.
+One that blows up, and one whose node is drained. Needs what `make kube-test` gives.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.dashboards import Answers
+from tests.dashboards import answered
 from tests.kubernetes.jobs import IN_A_CLUSTER, job, scripts
 from tests.kubernetes.stage import STARTS_S, Stage, monitored, torchrun
 from tests.support import wait_until
@@ -33,7 +33,6 @@ def drained() -> dict[str, Any]:
 
 JOBS: dict[str, Callable[[], dict[str, Any]]] = {
     "explodes": lambda: job("explodes", script="sick_pod.py"),
-    "healthy": lambda: job("healthy", "100000"),
     "drained": drained,
 }
 
@@ -54,8 +53,7 @@ def test_of_a_run_that_blows_up_a_page_names_run_node_and_pod(stage: Stage) -> N
     whose = {"job_name": "explodes", "run_id": stage.uid("explodes"), "namespace": stage.namespace.name}
     assert whose.items() <= alert["labels"].items()
     assert f"rank 0 on {pod.content['spec']['nodeName']} in pod {pod.name}: " in alert["annotations"]["description"]
-    dashboard = Answers(stage.prometheus, stage.began_s)
-    shown = dashboard.panel(stage.uid("explodes"), "torchobs-run", "Alerts of this run")
+    shown = answered(stage.prometheus, stage.began_s, stage.uid("explodes"), "torchobs-run", "Alerts of this run")
     assert "TorchobsLossNotFinite" in {one.labels["alertname"] for one in shown}
 
 
@@ -84,17 +82,3 @@ def lives(stage: Stage, run: str) -> int:
     return len(
         {one.labels["pod"] for one in stage.prometheus.query(f'last_over_time(torchobs_rank_info{{run_id="{run}"}}[1h])')}
     )
-
-
-def test_every_query_of_the_fleet_and_of_the_run_has_data(stage: Stage) -> None:
-    """Of a training whose pod Prometheus has found by the cluster's API; or its panel says when it has none."""
-    stage.training("healthy")
-    answers = Answers(stage.prometheus, stage.began_s, job_name="healthy", namespace=stage.namespace.name)
-
-    def answered() -> bool:
-        return not list(answers.unexplained(stage.uid("healthy"), ("torchobs-fleet", "torchobs-run")))
-
-    try:
-        wait_until(answered, timeout_s=STARTS_S, interval_s=2.0)
-    except TimeoutError:
-        assert list(answers.unexplained(stage.uid("healthy"), ("torchobs-fleet", "torchobs-run"))) == []
