@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -149,15 +148,6 @@ def test_a_second_signal_ends_the_wait(exporter: Callable[..., Program]) -> None
     assert program.get().status == 200, "and served meanwhile"
     program.process.terminate()
     assert program.process.wait(timeout=10) == 0
-
-
-def test_the_wait_for_scrapers_has_an_end(exporter: Callable[..., Program]) -> None:
-    """`--drain-timeout`, after which the log names who did not come."""
-    program = exporter("--drain-timeout", "1s")
-    program.page(X_Prometheus_Scrape_Timeout_Seconds="10", User_Agent="Prometheus/3")
-    program.process.terminate()
-    assert program.process.wait(timeout=10) == 0
-    assert re.search(r'level=warn .*not fetched by: 127\.0\.0\.1 Prometheus/3"', program.log)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

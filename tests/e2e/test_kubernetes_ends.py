@@ -123,12 +123,6 @@ def test_a_pod_ends_with_its_training_and_both_prometheus_have_its_last_step(
             assert reason(watching, pod) == ["finished"]
 
 
-def test_a_grace_too_short_for_a_scrape_is_said_by_the_exporter(stage: Stage) -> None:
-    """On its page, where a port-forward shows it, and in its log; the training's last steps may be lost."""
-    ended = stage.ended("fails", "Failed")
-    assert "the pod's grace of 10 s is too short for its scrapes" in stage.namespace.logs(ended, "torchobs")
-
-
 def test_a_deleted_training_that_sigterm_does_not_end_has_its_end(stage: Stage) -> None:
     """The first process of a container trains on until it is killed; meanwhile its exporter says what will become of it."""
     pod, run = pod_of(stage, "deleted"), stage.uid("deleted")
