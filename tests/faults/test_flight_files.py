@@ -8,8 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,6 @@ from torchobs.flight import files, reader
 from torchobs.flight.directory import open_directory, opened
 from torchobs.flight.files import lock_name
 from torchobs.flight.layout import MIN_SIZE, BadFlightFileError
-from torchobs.flight.storage import Storage
 from torchobs.flight.value_blocks import USER
 from torchobs.flight.writer import FlightWriter, open_writer
 
@@ -173,24 +170,6 @@ def test_a_reader_goes_on_with_the_new_file(
     os.close(fd)
 
 
-def test_a_reader_does_not_follow_a_name_to_another_rank_s_file(writer_deleted: FlightWriter, directory: Path) -> None:
-    """Only to the same incarnation's; what it has stays."""
-    fd = open_directory(str(directory))
-    file = reader.open_file(fd, writer_deleted.name)
-    file.read()
-    other = open_writer(flights.place(directory), {"rank": 0}, MIN_SIZE)
-    (directory / other.name).rename(directory / writer_deleted.name)
-    with pytest.raises(BadFlightFileError, match="incarnation"):
-        file.follow(fd, writer_deleted.name)
-    assert flights.value(file.read(), catalog.STEPS) == 10
-    (directory / writer_deleted.name).unlink()
-    with pytest.raises(FileNotFoundError):
-        file.follow(fd, writer_deleted.name)
-    other.close()
-    file.close()
-    os.close(fd)
-
-
 def test_where_it_cannot_be_made_anew_the_rank_goes_on_and_tries_again(writer_deleted: FlightWriter, directory: Path) -> None:
     """The error says why; nothing is lost meanwhile."""
     name = writer_deleted.name
@@ -254,17 +233,6 @@ def test_threads_that_write_while_it_is_made_anew_lose_nothing(writer_deleted: F
     assert [shown[f"test.{index}", ()] for index in range(counts["series"])] == list(range(counts["series"]))
     assert shown[catalog.FLIGHT_DROPPED.name, (("what", "record"),)] == 0
     file.close()
-
-
-def test_two_entries_that_share_64_bytes_are_both_there_after_a_move() -> None:
-    """One stored into the old file after it was copied, the next into the new one before the old was looked at."""
-    memory = Storage(memoryview(bytearray(1 << 16)))
-    copied, at = memory.snapshot(), (1 << 15) + 16
-    created: Any = SimpleNamespace(map=memoryview(bytearray(copied)))
-    memory.store(at, b"first---")
-    created.map[at + 8 : at + 16] = b"second--"
-    memory.move(created, copied)
-    assert bytes(memory.view[at : at + 16]) == b"first---second--"
 
 
 MIB = 1 << 20
