@@ -290,11 +290,15 @@ def test_a_compiled_train_step_is_counted_right(run: Recording) -> None:
 
 
 def test_nothing_imports_dynamo_before_its_time(flight_dir: Path) -> None:
-    """It takes a second; where the script imports it later, the probe is there from then on."""
+    """It takes seconds and 80 MB, of which ``debug.context()``, which needs it, measures none; then the probe is there, too."""
     script = """
 import sys, torch, torchobs
 torchobs.init()
 assert not any(name.startswith("torch._dynamo") for name in sys.modules)
+with torchobs.debug.context("step", anomaly="warn"):
+    modules = set(sys.modules)
+    torch.ones(10).sum()
+    assert len(sys.modules.keys() - modules) < 10
 from torch._dynamo.callback import CompilationCallbackHandler
 watched = CompilationCallbackHandler.install_callbacks
 torchobs.shutdown()
