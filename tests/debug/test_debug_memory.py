@@ -7,7 +7,6 @@ import random
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -112,29 +111,6 @@ def test_tracing_of_others_is_left_to_them() -> None:
         kept = [bytearray(100_000)]
     assert growth.python_lines[0].size_bytes >= len(kept[0])
     assert not tracemalloc.is_tracing()
-
-
-def test_blocks_of_two_threads_may_overlap() -> None:
-    """Promise: that which began first ends first, and neither raises; Python's tracing ends with the last one."""
-    errors, second_runs, first_ends = list[BaseException](), Event(), Event()
-
-    def first() -> None:
-        try:
-            with debug.memory_growth("first"):
-                begun.set()
-                second_runs.wait(60)
-        except BaseException as error:  # noqa: BLE001  # the assertion is about it
-            errors.append(error)
-        first_ends.set()
-
-    begun, thread = Event(), Thread(target=first)
-    thread.start()
-    begun.wait(60)
-    with debug.memory_growth("second") as found:
-        second_runs.set()
-        first_ends.wait(60)
-    thread.join()
-    assert (errors, found.host is not None, tracemalloc.is_tracing()) == ([], True, False)
 
 
 def test_a_point_has_the_tensors_by_shape() -> None:
