@@ -65,10 +65,10 @@ class Pod:
 
 
 class Namespace:
-    """One of its own inside a `with` block, deleted at the end with everything in it; `enforce` is its Pod Security."""
+    """A new one inside a `with` block, deleted at the end with everything in it."""
 
-    def __init__(self, enforce: str = "restricted") -> None:
-        self.name, self._enforce = f"torchobs-test-{token_hex(4)}", enforce
+    def __init__(self) -> None:
+        self.name = f"torchobs-test-{token_hex(4)}"
         self._api, self._stack = "", ExitStack()
 
     def __enter__(self) -> Self:
@@ -79,7 +79,7 @@ class Namespace:
         return self
 
     def _make(self) -> None:
-        labels = {"pod-security.kubernetes.io/enforce": self._enforce, "pod-security.kubernetes.io/enforce-version": "latest"}
+        labels = {"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/enforce-version": "latest"}
         self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": self.name, "labels": labels}})
         # its admission waits for the account that pods run as
         wait_until(lambda: "default" in self.kubectl("get", "serviceaccounts", "-o", "name"), timeout_s=120, interval_s=0.2)

@@ -169,23 +169,9 @@ def _started(stack: ExitStack, folder: Path, *argv: str, **options: Any) -> subp
 
 
 def scrape_config(namespace: str) -> dict[str, Any]:
-    """The job of the chart's scrape configuration."""
+    """The job of the chart's scrape configuration, for this cluster's pods of one namespace."""
     (made,) = objects(rendered_chart("--set", "scrapeConfig.enabled=true", "-s", "templates/scrapeconfig.yaml"))
     (job,) = yaml.safe_load(made["data"]["torchobs.yaml"])["scrape_configs"]
-    return within(job, namespace)
-
-
-def within(job: dict[str, Any], namespace: str) -> dict[str, Any]:
-    """Let a job ask this cluster for the pods of one namespace."""
-    found = {
-        "role": "pod",
-        "selectors": _selectors(job),
-        "kubeconfig_file": os.environ["KUBECONFIG"],
-        "namespaces": {"names": [namespace]},
-    }
-    return {**job, "kubernetes_sd_configs": [found]}
-
-
-def _selectors(job: dict[str, Any]) -> list[dict[str, str]]:
-    """The selectors that a job has already."""
-    return [selector for config in job.get("kubernetes_sd_configs", ()) for selector in config.get("selectors", ())]
+    selectors = [selector for config in job.get("kubernetes_sd_configs", ()) for selector in config.get("selectors", ())]
+    pods = {"role": "pod", "selectors": selectors, "namespaces": {"names": [namespace]}}
+    return {**job, "kubernetes_sd_configs": [pods | {"kubeconfig_file": os.environ["KUBECONFIG"]}]}
