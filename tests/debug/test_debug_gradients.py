@@ -147,17 +147,11 @@ def test_a_sparse_gradient_is_that_of_its_stored_elements() -> None:
     assert (row.numel, row.zero_count, row.norm) == (200, 0, pytest.approx(model.weight.grad.to_dense().norm().item()))
 
 
-def test_in_an_event_loop_the_answers_are_those_of_the_plain_call() -> None:
-    """Computed in a thread."""
-    x, model = torch.arange(100.0), mlp()
-    assert asyncio.run(debug.ainspect_tensor(x, "x")) == debug.inspect_tensor(x, "x")
-    loss = loss_of(model)
-    loss.backward()
-    assert str(asyncio.run(debug.acheck_gradients(model, loss))) == str(debug.check_gradients(model, loss))
-
-
-def test_other_tasks_run_while_a_tensor_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_an_event_loop_other_tasks_run_while_the_same_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The computation waits until another task of the loop has run: a blocked loop would never let it end."""
+    model = mlp()
+    loss_of(model).backward()
+    assert str(asyncio.run(debug.acheck_gradients(model))) == str(debug.check_gradients(model))
     turned = threading.Event()
     monkeypatch.setattr(tensors, "record_findings", lambda *_: turned.wait(30) and ())
 

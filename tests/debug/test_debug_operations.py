@@ -22,7 +22,6 @@ from torchobs import debug
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
     """No hook, no mode: after every test of this file."""
-    debug.clear()
     before = dict(torch_optimizer._global_optimizer_pre_hooks)
     yield
     assert dict(torch_optimizer._global_optimizer_pre_hooks) == before

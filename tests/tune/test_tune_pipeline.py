@@ -90,15 +90,12 @@ OTHER = torch.optim.SGD([torch.ones(1)], lr=0.1)
         ({"optimizer": "adamx"}, "unknown optimizer 'adamx': use one of adam, adamw"),
         ({"scheduler": "steep"}, "unknown scheduler 'steep'"),
         ({"amp": "yes"}, "amp is 'bf16', 'fp16', 'off', one of their types, or 'auto', not 'yes'"),
-        ({"amp": True}, "not True"),
         ({"optimizer": torch.optim.SGD}, "optimizer is one of torch.optim over the model's parameters, not type"),
-        ({"amp": torch.float64}, "or 'auto', not torch.float64"),
         ({"checkpointing": True}, "no repeated blocks"),
         ({"ddp": "yes"}, "ddp is 'auto'"),
         ({"accumulate": 0}, "accumulate is a whole number, at least 1, not 0"),
         ({"lr": "1e-3"}, "lr is a number"),
         ({"max_grad_norm": math.nan}, "max_grad_norm is nan; it is a number above 0"),
-        ({"max_grad_norm": 0.0}, "above 0, or None"),
         ({"optimizer": torch.optim.LBFGS([torch.ones(1)])}, "LBFGS calls a closure"),
         ({"optimizer": OTHER}, "none of the model's parameters"),
         ({"ddp": True}, "ranks are started by torchrun"),
@@ -245,9 +242,7 @@ def test_another_optimizer_goes_on_with_the_schedule() -> None:
         run.fit([PAIR], 1)
 
 
-@pytest.mark.parametrize(
-    ("returned", "words"), [(1.0, "not float"), ({"loss": 1}, "not dict"), (torch.ones(2), r"not one of shape \(2,\)")]
-)
+@pytest.mark.parametrize(("returned", "words"), [(1.0, "not float"), (torch.ones(2), r"not one of shape \(2,\)")])
 def test_a_loss_that_is_none_is_refused(returned: Any, words: str) -> None:
     """Promise: the error says what a loss function returns."""
     run = tune.pipeline(nn.Linear(2, 1), lambda *_: returned, amp="off", scheduler="constant")

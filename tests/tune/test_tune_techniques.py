@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -122,19 +121,10 @@ class Table(nn.Module):
         return self.layer(x) + self.table  # type: ignore[no-any-return]
 
 
-def old_spectral_norm(layer: nn.Module) -> nn.Module:
-    """Return it with the hook that torch had before parametrizations."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return nn.utils.spectral_norm(layer)
-
-
 LAYERS: dict[str, Any] = {
     "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
-    "old_spectral_norm": lambda: old_spectral_norm(nn.Linear(8, 8)),
     "instance_norm": lambda: nn.InstanceNorm1d(4, track_running_stats=True),
     "batch_norm": lambda: nn.BatchNorm1d(4),
-    "observer": torch.ao.quantization.MovingAverageMinMaxObserver,
     "counting": Counting,
     "frozen_counting": lambda: Counting().eval(),
 }
