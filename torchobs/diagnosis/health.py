@@ -200,16 +200,14 @@ def _end(rank: RankView, end: Finding, request: str) -> Finding | None:
 def _together(pairs: Sequence[tuple[RankView, Finding]], ranks: Sequence[RankView]) -> Finding:
     """Return one finding for all of one kind: the worst, with the names of all affected ranks."""
     seen_first = source(ranks)
-    undated = [pair for pair in pairs if not pair[1].values.get("since")]
-    rank, worst = max(
-        undated or pairs, key=lambda pair: (LEVELS[pair[1].severity].value, _size(pair[1]), pair[0] is seen_first)
-    )
+    undated = [pair for pair in pairs if not pair[1].values.get("since")] or pairs
+    rank, worst = max(undated, key=lambda pair: (LEVELS[pair[1].severity].value, _size(pair[1]), pair[0] is seen_first))
     affected = [rank] if worst.kind == "between" else [rank for rank, _ in pairs]
     named = _named(affected)
     is_everywhere = len(affected) == (sum(rank.up for rank in ranks) or len(ranks))
     values: dict[str, Any] = {"who": text.capital(named), "count": len(affected), "where": "" if is_everywhere else named}
     rows: list[dict[str, Any]] = [dict(item.values) for _, item in pairs]
-    if since := [row["since"] for row in rows if row.get("since") and not undated]:
+    if since := [row["since"] for row in rows if row.get("since") and worst.values.get("since")]:
         values["since"] = min(since)
     if "workers" in worst.values:
         values["workers"] = sum(row["workers"] for row in rows)
