@@ -20,7 +20,7 @@ LAUNCH = "launch"
 """Resource attribute that all processes of one launcher on a node share, also after a restart."""
 
 # Slurm numbers its own steps (batch script, interactive shell) from here: SLURM_INTERACTIVE_STEP is 0xfffffffa.
-_OWN_STEPS = 0xFFFFFFF0
+_SLURM_STEPS = 0xFFFFFFF0
 _COUNT = r"[0-9]{1,10}"
 _TASKS = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"
 
@@ -119,7 +119,7 @@ def _in_step(environ: Mapping[str, str]) -> bool:
     """
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
     if re.fullmatch(_COUNT, step):
-        return int(step) < _OWN_STEPS
+        return int(step) < _SLURM_STEPS
     return environ.get("SLURM_PROCID", "0") != "0"
 
 

@@ -93,7 +93,7 @@ _HEADER = re.compile(r"([A-Za-z][A-Za-z0-9\-]*):\s+(.*)", re.DOTALL)
 _CODE = re.compile(r"-[A-Za-z]*c")
 _WHOLE = re.compile(r"-{0,2}([A-Za-z0-9_.\-]+)=(.*)", re.DOTALL)
 _URL_CREDENTIALS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]{0,30}://)(?:[^/\s?#]*|[^/@\s?#:]*:[^@]*)@")
-_KNOWN = re.compile(
+_TOKENS = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_\w{16,}|api_org_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w\-]{16,}|sk-[\w\-]{16,}"
     r"|(?:xoxe\.)?xox[a-z]-[\w\-]{10,}|xapp-[\w\-]{10,}|wandb_v[0-9]_\w{20,}|ya29\.[\w\-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w\-]{30,}|eyJ[\w\-]{8,}\.[\w\-]{8,}(?:\.[\w\-]*)?"
     r"|npm_[A-Za-z0-9]{20,}|dapi[0-9a-f]{20,}|[rs]k_live_[A-Za-z0-9]{10,}|SG\.[\w\-]{16,}\.[\w\-]{16,}|[0-9a-f]{40})\b"
@@ -147,7 +147,7 @@ def redacted_text(text: str) -> str:
         return f"{text[: whole.start(2)] if whole else ''}{header[1]}: {HIDDEN}"
     for pattern in (_LIST, _FLAG, _PAIR):
         text = pattern.sub(_pair, _URL_CREDENTIALS.sub(rf"\1{HIDDEN}@", text))
-    return _KNOWN.sub(HIDDEN, text)
+    return _TOKENS.sub(HIDDEN, text)
 
 
 def _pair(match: re.Match[str], nested: int = _MOST_NESTED) -> str:

@@ -38,7 +38,7 @@ from torchobs.support import text
 
 _MOST_NAMED = 8
 _IN_BACKWARD = "_engine_run_backward"
-"""The function of torch out of which a collective's error in backward comes; the phase is another afterwards"""
+"""The function of torch that raises a collective's error in backward; the phase is another one afterwards"""
 _NO_FAILURE = frozenset({"finished", "interrupted", "terminated"})
 SHORTLY_S = 60.0
 """Errors of machine, device or workers within this time before the end are reported with it."""
@@ -180,7 +180,7 @@ def _raised(fact: Event, prefix: str = "") -> str:
 
 
 def _signal(report: RankView) -> str:
-    """Return the signal whose handler, of the script, ended the rank; empty if none did."""
+    """Return the signal if the script's handler of it ended the rank; else empty."""
     ended = report.events_named(catalog.EVENT_RUN_END)
     return ended[-1].text("signal") if ended else ""
 
@@ -337,7 +337,7 @@ def _are_alike(whole: Sequence[RankView], blames: Mapping[str, Blamed]) -> bool:
 
 
 def _places(whole: Sequence[RankView]) -> str:
-    """Return where the ranks waited, all of which gave up."""
+    """Return where the ranks waited; all of them gave up."""
     places: dict[str, list[str]] = {}
     for status in whole:
         places.setdefault(hangs.where(hangs.position(status)), []).append(status.rank)

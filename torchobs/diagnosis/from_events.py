@@ -44,7 +44,7 @@ V = TypeVar("V")
 
 
 def remembered(function: Callable[[K], V]) -> Callable[[K], V]:
-    """Return the function with a memory of what it returned, as long as the argument lives: the page asks each second."""
+    """Return the function with a cache of its results, as long as the argument lives: the page calls it each second."""
     results: WeakKeyDictionary[K, V] = WeakKeyDictionary()
 
     @wraps(function)

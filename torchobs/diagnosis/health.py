@@ -40,9 +40,9 @@ _RULES = (ending, numerics, pace)
 _MOST_NAMED = 4
 _NOW_S = 1.5
 """Page and terminal are updated every second"""
-_UNSAID = frozenset({"stalled", "left_loop", "lock_held", "thread_exception"})
+_LEFT_OUT = frozenset({"stalled", "left_loop", "lock_held", "thread_exception"})
 """Left out of the sentence: it begins with a standstill, and errors before an end are in the report"""
-_SAID_ANYWAY = frozenset({"between", "checkpoint_failed_once", "workers_died"})
+_ALWAYS_NAMED = frozenset({"between", "checkpoint_failed_once", "workers_died"})
 """In the sentence though their severity is info"""
 _OF_THE_LIVING = frozenset({"data", "slowdown"})
 """Left out for ranks that have ended while others go on"""
@@ -73,11 +73,11 @@ def diagnose(rank: RankView) -> list[Finding]:
 def health(run: RunView) -> Health:
     """Return the health of a run: all is well only if each rank trains or has finished."""
     head = headline(run)
-    said = sorted(_said(run), key=lambda item: -LEVELS[item.severity].value)
-    level = max((LEVELS[item.severity] for item in (head, *said)), key=lambda level: level.value)
+    items = sorted(_named_findings(run), key=lambda item: -LEVELS[item.severity].value)
+    level = max((LEVELS[item.severity] for item in (head, *items)), key=lambda level: level.value)
     badge = str(head.values["badge"]) if level is Severity.INFO else BADGES[level]
-    long, gist = (" ".join([first, *(item.short for item in said)]) for first in (head.long, head.short))
-    return Health(level, long, gist, badge, head.long, ((head,) if head.severity != INFO else ()) + tuple(said))
+    long, gist = (" ".join([first, *(item.short for item in items)]) for first in (head.long, head.short))
+    return Health(level, long, gist, badge, head.long, ((head,) if head.severity != INFO else ()) + tuple(items))
 
 
 def headline(run: RunView) -> Finding:
@@ -161,7 +161,7 @@ def _activity(run: RunView, alive: Sequence[RankView]) -> str:
     return phase if phase in AT_WORK else "training" if run.steps else "starting"
 
 
-def _said(run: RunView) -> Iterator[Finding]:
+def _named_findings(run: RunView) -> Iterator[Finding]:
     """Yield the findings for the sentence: one for each kind, and anomalies that are over as numbers."""
     ranks, over, request = run.ranks, list[Finding](), _request(run.ranks)
     ends: dict[object, list[tuple[RankView, Finding]]] = {}
@@ -174,7 +174,7 @@ def _said(run: RunView) -> Iterator[Finding]:
         for item in rest:
             if item.values.get("now") is False:
                 over.append(item)
-            elif _is_worth_saying(item) and (rank.up or not any_up or item.kind not in _OF_THE_LIVING):
+            elif _is_named(item) and (rank.up or not any_up or item.kind not in _OF_THE_LIVING):
                 kind = ORIGIN if item.kind.startswith(ORIGIN) else item.kind.removesuffix("_before")
                 alike.setdefault(kind, []).append((rank, item))
     yield from (_together(pairs, ranks) for pairs in ends.values())
@@ -185,8 +185,8 @@ def _said(run: RunView) -> Iterator[Finding]:
     yield from _past(over, is_ended=not any_up)
 
 
-def _is_worth_saying(item: Finding) -> bool:
-    return item.kind not in _UNSAID and (item.severity != INFO or item.kind in _SAID_ANYWAY)
+def _is_named(item: Finding) -> bool:
+    return item.kind not in _LEFT_OUT and (item.severity != INFO or item.kind in _ALWAYS_NAMED)
 
 
 def _end(rank: RankView, end: Finding, request: str) -> Finding | None:
@@ -199,9 +199,9 @@ def _end(rank: RankView, end: Finding, request: str) -> Finding | None:
 
 def _together(pairs: Sequence[tuple[RankView, Finding]], ranks: Sequence[RankView]) -> Finding:
     """Return one finding for all of one kind: the worst, with the names of all affected ranks."""
-    seen_first = source(ranks)
+    first_source = source(ranks)
     undated = [pair for pair in pairs if not pair[1].values.get("since")] or pairs
-    rank, worst = max(undated, key=lambda pair: (LEVELS[pair[1].severity].value, _size(pair[1]), pair[0] is seen_first))
+    rank, worst = max(undated, key=lambda pair: (LEVELS[pair[1].severity].value, _size(pair[1]), pair[0] is first_source))
     affected = [rank] if worst.kind == "between" else [rank for rank, _ in pairs]
     named = _named(affected)
     is_everywhere = len(affected) == (sum(rank.up for rank in ranks) or len(ranks))

@@ -132,7 +132,7 @@ class Exit:
     TERMINATED = 5
     """by a handler of the script's for SIGTERM; without one it is never written, but SIGTERM leaves its mark"""
     CRASHED = 6
-    """by a fatal signal; never written, the mark of it says it"""
+    """by a fatal signal; never written, for it leaves its mark"""
 
 
 EXIT_SET = 1 << 63

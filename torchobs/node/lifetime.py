@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MAX_SIZE = 256 * 1024
 BURST = 10
-"""Lines a minute that differ in what they name only"""
+"""Lines a minute that differ only in names"""
 _MAX_CAUSES = 1000
 
 
@@ -45,7 +45,7 @@ def shorten(fd: int, limit: int = MAX_SIZE) -> None:
 class OncePerMinute(logging.Filter):
     """Passes a line (logger and text) once every ``interval_s``, and of lines with one unformatted message ``BURST``.
 
-    The rest is counted. A record with ``good_news`` in its ``extra`` passes always, and what was wrong before is new again.
+    The rest is counted. A record with ``good_news`` in its ``extra`` passes always; after it earlier problems count as new.
     """
 
     def __init__(self, interval_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:

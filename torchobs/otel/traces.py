@@ -200,7 +200,7 @@ class FlightSpan(Span):
         self._attributes = Bounded()
         self._events: deque[list[Any]] = deque(maxlen=LIMIT)
         self._links: deque[list[Any]] = deque(maxlen=LIMIT)
-        self._events_seen = self._links_seen = 0
+        self._event_count = self._link_count = 0
         self._status = Status()
         self._unended = [None]  # popped by the first end(): later calls do nothing
 
@@ -228,14 +228,14 @@ class FlightSpan(Span):
             bounded = Bounded(attributes)
             at_ns = self._origin.now_ns() if timestamp is None else timestamp
             self._events.append([clean(at_ns), clean(name), bounded.values, bounded.dropped])
-            self._events_seen += 1
+            self._event_count += 1
 
     def add_link(self, context: SpanContext, attributes: Attributes = None) -> None:
         """Add a link to another span; one without a valid context, attributes or trace state is ignored."""
         if (context.is_valid or attributes or context.trace_state) and self._may_change():
             bounded = Bounded(attributes)
             self._links.append([*_identity(context), bounded.values, bounded.dropped])
-            self._links_seen += 1
+            self._link_count += 1
 
     def begin_with(self, attributes: Attributes, links: Sequence[Link]) -> None:
         """Add the attributes and links given at creation."""
@@ -317,7 +317,7 @@ class FlightSpan(Span):
         if status.description:
             fields["description"] = clean(status.description)
         fields |= {"attrs": dict(self._attributes.values), "events": events, "links": links}
-        dropped = [self._attributes.dropped, self._events_seen - len(events), self._links_seen - len(links)]
+        dropped = [self._attributes.dropped, self._event_count - len(events), self._link_count - len(links)]
         return fields | {"dropped": dropped} if any(dropped) else fields
 
 

@@ -131,13 +131,13 @@ class _Pool(NamedTuple):
 class BatchWatch:
     """Looks at a batch now and then: the first one of every iteration, and one in ten seconds.
 
-    An attribute of that one iterator takes the place of its method ``_next_data``; the next fetch removes it and returns its
-    batch. Any other fetch costs nothing, and no device is synchronised. ``look_at(iterator, batch)`` is called in the breaker,
+    An attribute of that one iterator takes the place of its method ``_next_data``; the next fetch removes it and hands on its
+    batch. Any other fetch costs nothing, and no device is synchronised. ``examine(iterator, batch)`` is called in the breaker,
     for batches that :meth:`arm` or :meth:`arm_latest` has asked for.
     """
 
-    def __init__(self, breaker: CircuitBreaker, look_at: Callable[[Any, Any], None]) -> None:
-        self._breaker, self._look_at = breaker, look_at
+    def __init__(self, breaker: CircuitBreaker, examine: Callable[[Any, Any], None]) -> None:
+        self._breaker, self._examine = breaker, examine
         self._latest: weakref.ref[Any] | None = None
         self._armed: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -166,7 +166,7 @@ class BatchWatch:
             fetching: Any = reference()
             vars(fetching).pop("_next_data", None)
             batch = type(fetching)._next_data(fetching)
-            call(self._breaker, self._look_at, fetching, batch)
+            call(self._breaker, self._examine, fetching, batch)
             return batch
 
         iterator._next_data = next_data

@@ -166,7 +166,9 @@ def _dont_wait() -> None:
     """There is nothing to yield to: this is the thread that failed."""
 
 
-_ASKED = re.compile(r"DefaultCPUAllocator: (?:can't allocate|not enough) memory(?:: you tried to allocate (\d{1,18}) bytes)?")
+_FAILED_REQUEST = re.compile(
+    r"DefaultCPUAllocator: (?:can't allocate|not enough) memory(?:: you tried to allocate (\d{1,18}) bytes)?"
+)
 MAX_LOCATIONS = 8
 MOST_BLOCKS = 50_000
 """Blocks of all devices up to which a snapshot is taken: it lists them all, with their stacks, some 10 µs each"""
@@ -259,7 +261,7 @@ def host_shortage(context: ProbeContext, error: BaseException) -> dict[str, Any]
     That is a ``MemoryError`` (numpy's, too), or the ``RuntimeError`` of torch's CPU allocator, which has no class of its own.
     A kernel that has no memory left rather kills; a limit of the address space, where there is one, is what refuses.
     """
-    match = _ASKED.search(str(error)) if type(error) is RuntimeError else None
+    match = _FAILED_REQUEST.search(str(error)) if type(error) is RuntimeError else None
     if match is None and not isinstance(error, MemoryError):
         return None
     asked = {"requested": int(match[1])} if match is not None and match[1] else {}

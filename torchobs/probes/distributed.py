@@ -131,12 +131,12 @@ def of_frameworks() -> dict[str, Place]:
     """Return this rank's place on each axis by Megatron's or DeepSpeed's parallel state."""
     megatron = imported("megatron.core.parallel_state")
     if megatron is not None and megatron.model_parallel_is_initialized():
-        return _asked(megatron)
+        return _read_places(megatron)
     deepspeed = imported("deepspeed.utils.groups")
-    return _asked(getattr(deepspeed, "mpu", None))
+    return _read_places(getattr(deepspeed, "mpu", None))
 
 
-def _asked(state: Any) -> dict[str, Place]:
+def _read_places(state: Any) -> dict[str, Place]:
     places = {}
     for axis, getters in _GETTERS.items():
         getter = next((name for name in getters if hasattr(state, f"{name}_rank")), None)

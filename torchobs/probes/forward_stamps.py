@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 LEAST_NS, MOST_NS = 50_000_000, 150_000_000
 """Least and most time between two stamps, at random, so that they do not run in step with the loop"""
 MOST_REFUSED = 64
-_LOOKED_AT = 64
+_MOST_PARAMETERS = 64
 """Most parameters of a module that are searched for a trained one: a metric has none, and is no forward pass"""
 _COMPILERS = {"torch._dynamo.eval_frame": "__init__", "torch.export._trace": "_export"}
 """Functions that begin to compile or export: by module, of its class ``OptimizeContext`` or its own function"""
@@ -129,7 +129,7 @@ class ForwardStamps:
                 or self._training.backwards
                 or torch._C._get_tracing_state() is not None
             )
-            and any(parameter.requires_grad for parameter in islice(module.parameters(), _LOOKED_AT))
+            and any(parameter.requires_grad for parameter in islice(module.parameters(), _MOST_PARAMETERS))
         ):
             self._take_away()
             self._recorder.plain.called_ns = now_ns

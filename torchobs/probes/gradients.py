@@ -116,7 +116,7 @@ class GradientProbe:
         self._publish()
         self._updates.show()
         self._grown.forget(monotonic())
-        self._look_at_loop()
+        self._examine_loop()
         if self._clip.misused is not None and not self._misuse_reported:
             self._misuse_reported, (limit, scale) = True, self._clip.misused
             self._context.report("clipped_scaled", limit=limit, scale=scale)
@@ -125,7 +125,7 @@ class GradientProbe:
         """Publish all arrived measurements, and search for missing names."""
         self._publish(now=True)
         self._updates.show()
-        self._look_at_loop(last=True)
+        self._examine_loop(last=True)
         self._show_size()
 
     def _show_size(self) -> None:
@@ -140,7 +140,7 @@ class GradientProbe:
             named = {"layers": between[:_LAYERS_NAMED], "layers_affected": len(between)}
             self._context.event(catalog.EVENT_FROZEN_BETWEEN, named)
 
-    def _look_at_loop(self, *, last: bool = False) -> None:
+    def _examine_loop(self, *, last: bool = False) -> None:
         self._lints.sample()
         self._weights.sample()
         if self._lints.due:

@@ -169,10 +169,10 @@ class Lints:
                 self._reported.add(lint.kind)
                 self.context.report(lint.kind, step)
         if EvaluationMode.kind not in self._reported:
-            self._look_for_models(self._optimizers.living())
+            self._find_models(self._optimizers.living())
         self.due = self._not_in_optimizer.due or any(state.due for _, state in self._optimizers.living())
 
-    def _look_for_models(self, optimizers: list[tuple[Any, _Optimizer]]) -> None:
+    def _find_models(self, optimizers: list[tuple[Any, _Optimizer]]) -> None:
         """Have doubtful models examined in the next step, and search for those of new optimizers."""
         if self.context.recorder.step >= self._next_step:
             self._next_step = self.context.recorder.step + _APART
@@ -469,7 +469,7 @@ class NotInOptimizer:
         self._candidates: dict[int, _Candidate] = {}
         self.due = False
         """Whether the next step is to be examined, be it measured or not; set by the sampler thread"""
-        self._looked = self._waits = False
+        self._is_examined = self._waits = False
         """Whether a finished look is not judged yet; whether an optimizer that may still step has all candidates"""
         self._looks, self._next_step = 0, _APART
         self._optimizer = ""
@@ -482,10 +482,10 @@ class NotInOptimizer:
         """Compare the candidates, if that is due; a step is about to be done. In the training thread."""
         if self.due:
             self.due = False
-            self._context.training.others.read(self._look_at_candidates)
+            self._context.training.others.read(self._examine)
 
-    def _look_at_candidates(self) -> None:
-        self._looked = True
+    def _examine(self) -> None:
+        self._is_examined = True
         for candidate in list(self._candidates.values()):
             candidate.compare()
 
@@ -494,8 +494,8 @@ class NotInOptimizer:
         if self._reported is not None:
             self._take_back(self._reported)
             return
-        if self._looked:
-            self._looked = False
+        if self._is_examined:
+            self._is_examined = False
             if any(candidate.looks > LASTING_SAMPLES for candidate in self._candidates.values()):
                 self._judge([candidate for candidate in self._candidates.values() if candidate.looks > 1])
         step = self._context.recorder.step

@@ -40,10 +40,10 @@ class NeverStepped:
     def __init__(self, context: ProbeContext, breaker: CircuitBreaker, clock: Callable[[], float] = monotonic) -> None:
         self._context, self._clock = context, clock
         self._watch, self._unwatch = breaker.guard(self._watch_now), breaker.guard(self.remove)
-        self._due, self._since_s, self._said = LEAST, 0.0, False
+        self._due, self._since_s, self._reported = LEAST, 0.0, False
         self._candidates: list[ref[Any]] = []
         self._handles: list[RemovableHandle] = []
-        self._looked_at = 0
+        self._examined_at = 0
         """Backward passes after which the candidates were examined; 0 while they are to be"""
         self._reached = ""
         """Class of an optimizer that a gradient has reached"""
@@ -63,27 +63,27 @@ class NeverStepped:
             if count >= LEAST_MISTAKEN:
                 self._due = sys.maxsize
                 self._context.report("never_stepped", optimizer=self._reached, backward_passes=count)
-        elif self._looked_at and not (self._handles or self._said):
-            self._say(self._looked_at)
+        elif self._examined_at and not (self._handles or self._reported):
+            self._report(self._examined_at)
         elif count >= self._due or self._is_late(count):
-            self._look_for_steps(count)
+            self._check_steps(count)
 
     def _is_late(self, count: int) -> bool:
-        return not self._said and bool(count) and self._clock() - self._since_s > PATIENCE_S
+        return not self._reported and bool(count) and self._clock() - self._since_s > PATIENCE_S
 
-    def _look_for_steps(self, count: int) -> None:
+    def _check_steps(self, count: int) -> None:
         """Watch which optimizer gradients reach; report that no step is made, if there is none, or none is reached."""
         self._context.yield_gil()
-        self._due, self._since_s = 4 * count if self._said else count + LEAST, self._clock()
+        self._due, self._since_s = 4 * count if self._reported else count + LEAST, self._clock()
         optimizers = [] if self._handles else living_optimizers()
         self._candidates = [ref(optimizer) for optimizer in optimizers]
         if optimizers:
             self._context.at_backward(partial(self._watch, count))
-        elif not self._said:
-            self._say(count)
+        elif not self._reported:
+            self._report(count)
 
-    def _say(self, count: int) -> None:
-        self._said = True
+    def _report(self, count: int) -> None:
+        self._reported = True
         passes = f"{count} backward pass{'' if count == 1 else 'es'}"
         text = f"{passes} and no step of an optimizer of torch's: if steps are made otherwise, call torchobs.step() after each"
         self._context.warn_limited("no steps", text)
@@ -96,7 +96,7 @@ class NeverStepped:
         self._candidates = []
         if torch.compiler.is_compiling() or self._context.device.cuda.capturing():
             return
-        self._looked_at = count
+        self._examined_at = count
         for optimizer in optimizers[:_MOST]:
             note: Any = partial(self._note_reached, type(optimizer).__name__)
             for parameter in _watched_parameters(optimizer, count):

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torchobs.support.error_guard import CircuitBreaker
 
 FEW = 10
-"""A mistake if less than one key in so many fits: a prefix such as ``module.`` is the usual reason"""
-_MOST_LOOKED_AT = 64
+"""Fewer than one key in so many fits: a prefix such as ``module.`` is the usual reason"""
+_MOST_SEARCHED = 64
 """Items of a file that are searched: it may be a data cache"""
 
 
@@ -86,5 +86,5 @@ def _optimizers(content: Any, depth: int = 2) -> Iterator[int]:
         parameters = [group.get("params") for group in groups if isinstance(group, dict)]
         yield sum(len(group) for group in parameters if isinstance(group, list))
     elif depth:
-        for value in islice(content.values() if isinstance(content, dict) else content, _MOST_LOOKED_AT):
+        for value in islice(content.values() if isinstance(content, dict) else content, _MOST_SEARCHED):
             yield from _optimizers(value, depth - 1)

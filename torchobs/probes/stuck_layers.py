@@ -147,7 +147,7 @@ class StuckLayersWatch:
         self._judge, self._due_s, self._judged = StuckLayerDetector(), -inf, -1
         self._reported: frozenset[str] = frozenset()
         self._missing = MissingGradients()
-        self._zeros, self._begun, self._looks, self._looked, self._whole = -1, 0, 0, -_APART, -inf
+        self._zeros, self._begun, self._looks, self._last_look, self._whole = -1, 0, 0, -_APART, -inf
         """First gradients that are zero or missing; since which step there are so many, looks since then, and the step of the
         last one; the last step in which there were none"""
         self._due.clear()
@@ -166,9 +166,9 @@ class StuckLayersWatch:
             self._whole = step
         if zeros != self._zeros:
             self._zeros, self._begun, self._looks = zeros, step, 0
-        is_look = self._looks < _LOOKS and step - self._looked >= _APART
+        is_look = self._looks < _LOOKS and step - self._last_look >= _APART
         if is_look:
-            self._looks, self._looked = self._looks + 1, step
+            self._looks, self._last_look = self._looks + 1, step
         if is_look or monotonic() >= self._due_s:
             is_calm = self._judge.samples >= LASTING_SAMPLES and not self._judge.doubts and not is_look
             self._due_s = monotonic() + (_RELAXED_S if is_calm else _USUAL_S)
@@ -379,7 +379,7 @@ class NoGradients:
         self._plain = {torch.Tensor, torch.nn.Parameter}
         self._optimizers = ObjectIndex(_MOST_OPTIMIZERS, lambda _: _Optimizer())
         self._others_train = False
-        self._trained, self._looked = 0, -_EVERY
+        self._trained, self._last_look = 0, -_EVERY
         """Step in which any optimizer last had a gradient, and of the last look at one"""
         self._unreported: list[_Missing] = []
         self._unused = False
@@ -394,9 +394,9 @@ class NoGradients:
         step = self._context.recorder.step
         if sample is not None:
             self._trained = step
-            if 0 < step - self._looked < _EVERY:
+            if 0 < step - self._last_look < _EVERY:
                 return
-        self._looked = step if step - self._looked >= _EVERY else self._looked
+        self._last_look = step if step - self._last_look >= _EVERY else self._last_look
         state = self._optimizers.of(optimizer)
         if state is None:
             return
@@ -405,11 +405,11 @@ class NoGradients:
                 state.resumed = step + 1
             state.looks, state.had, self._others_train = 0, True, True
             if 0 <= state.due <= step:
-                self._look_at_parts(state, optimizer, step)
+                self._examine_parts(state, optimizer, step)
         elif not state.done:
-            self._look_at_all(state, optimizer, step)
+            self._examine_all(state, optimizer, step)
 
-    def _look_at_parts(self, state: _Optimizer, optimizer: Any, step: int) -> None:
+    def _examine_parts(self, state: _Optimizer, optimizer: Any, step: int) -> None:
         without = [parameter for parameter in _filled(optimizer) if parameter.grad is None and parameter.requires_grad]
         if state.without is None:
             state.without = [(TensorReference(parameter), parameter._version) for parameter in without]
@@ -422,7 +422,7 @@ class NoGradients:
         if never:
             self._unreported.append(_Missing(state, "unused", step + 1, list(map(TensorReference, never))))
 
-    def _look_at_all(self, state: _Optimizer, optimizer: Any, step: int) -> None:
+    def _examine_all(self, state: _Optimizer, optimizer: Any, step: int) -> None:
         state.looks += 1
         if state.looks == 1:
             state.since, state.before = step, self._chosen(optimizer)

@@ -137,12 +137,12 @@ class RunsReader:
     def __init__(self) -> None:
         self._reader = Reader(METRICS)
 
-    def runs(self, snapshot: Snapshot, details: Details, asked: Collection[str] = ()) -> tuple[RunView, ...]:
-        """Return the runs in order: the first ones, and those with a key in ``asked``."""
+    def runs(self, snapshot: Snapshot, details: Details, requested: Collection[str] = ()) -> tuple[RunView, ...]:
+        """Return the runs in order: the first ones, and those with a key in ``requested``."""
         self._reader.keep(snapshot.ranks)
         runs = []
         for index, ranks in enumerate(grouped(snapshot.ranks)):
-            if index < MOST_RUNS or key_of(ranks) in asked:
+            if index < MOST_RUNS or key_of(ranks) in requested:
                 views = [view_of(rank, self._reader.read(rank), details.get(rank.incarnation, NOT_READ)) for rank in ranks]
                 sizes = ("world_size", "local_world_size")
                 world, here = (max(labels.number(rank.view.header.resource, name) or 0 for rank in ranks) for name in sizes)

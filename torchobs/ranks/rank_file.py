@@ -183,7 +183,7 @@ class RankFile:
         self._learned_s = _timeout_s(self.view)
         self._usual: tuple[int | None, float | None] = None, None
         """The last step's end, and the median duration of the steps up to it"""
-        self._looked_ns = _NEVER_NS
+        self._observed_ns = _NEVER_NS
         self._beat_ns = beat_ns(header, self.view.live, now)
 
     def candidate(self) -> RankCandidate:
@@ -228,7 +228,7 @@ class RankFile:
         try:
             self._read(now)
         finally:  # an unreadable file counts as one without a heartbeat
-            self._looked_ns = now.monotonic_ns
+            self._observed_ns = now.monotonic_ns
             learned_s = inf if self._may_never_train() else self._learned_s
             observation = self._observation(now, learned_s if hang_timeout_s is None else hang_timeout_s)
             self.state, self.fading = state.judge(observation), state.fading(observation)
@@ -348,7 +348,7 @@ class RankFile:
         beat = view.live.heartbeat_ns
         if beat is not None and beat != before:
             # the rank's own time is exact if comparable with ours: both CLOCK_MONOTONIC, unless in another time namespace
-            self._beat_ns = beat if self._looked_ns <= beat <= now.monotonic_ns else now.monotonic_ns
+            self._beat_ns = beat if self._observed_ns <= beat <= now.monotonic_ns else now.monotonic_ns
         self.view = self._with_mark(view, self.beat_age_s(now))
         fresh = self.file.fresh_events(self._new_events, view.live.event_head, *_EVENTS)
         self._exemplars.add(fresh)

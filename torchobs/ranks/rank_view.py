@@ -138,7 +138,7 @@ class RankView:
     source: str = ""
     """the file's name"""
     problems: tuple[str, ...] = ()
-    """what could not be read, or is not trustworthy"""
+    """parts that could not be read, or are not trustworthy"""
     same_boot: bool = True
     rebooted: bool = False
     """its machine is this one, and has been started again since"""

@@ -45,7 +45,7 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\(most recen
 _MAIN = re.compile(r"^# Thread 0x([0-9a-f]+) is 'MainThread'$", re.MULTILINE)
 
 
-class FoundFile(NamedTuple):
+class ReadableFile(NamedTuple):
     """A readable flight file and the rank that it claims to be."""
 
     path: Path
@@ -60,7 +60,7 @@ class RunFiles(NamedTuple):
 
     job_name: str
     run_id: str
-    files: list[FoundFile]
+    files: list[ReadableFile]
 
     @property
     def last_s(self) -> float:
@@ -117,7 +117,7 @@ def listing(directory: Path) -> Listing:
                 continue
             last_s = header.wall_s(claim.heartbeat_ns or header.monotonic_ns)
             run = runs.setdefault(claim.rank[:2], RunFiles(*claim.rank[:2], []))
-            run.files.append(FoundFile(directory / name, header, claim, last_s))
+            run.files.append(ReadableFile(directory / name, header, claim, last_s))
     return Listing(sorted(runs.values(), key=lambda run: -run.last_s), bad, left_out)
 
 
@@ -129,16 +129,16 @@ def load(
     Returns the ranks, and the unreadable files with reasons. Ranks that may just have died are read again together, half a
     second later, when their death is certain.
     """
-    looks = {path: _inspect(path, limit) for path in paths}
-    fading = [path for path, look in looks.items() if look[1] is True]
+    reads = {path: _inspect(path, limit) for path in paths}
+    fading = [path for path, read in reads.items() if read[1] is True]
     if fading:
         time.sleep(rank_state.FADED_AFTER_S)
-        looks |= {path: _inspect(path, limit) for path in fading}
-    views = {path: view for path, (view, _) in looks.items() if view is not None}
+        reads |= {path: _inspect(path, limit) for path in fading}
+    views = {path: view for path, (view, _) in reads.items() if view is not None}
     if evidence:
         left = {directory: _left(directory) for directory in {path.parent for path in views}}
         views = {path: _with_artifacts(view, path.parent, left[path.parent]) for path, view in views.items()}
-    bad = [(path.name, why) for path, (_, why) in looks.items() if isinstance(why, str)]
+    bad = [(path.name, why) for path, (_, why) in reads.items() if isinstance(why, str)]
     return rank_state.with_patience([*views.values()], lambda view: view.phase), bad
 
 

@@ -105,7 +105,7 @@ class Directory:
 END_S = 5.0
 """Seconds by which a pod's grace is longer than its exporter's drain timeout, as the injection sets it"""
 _LATE_KILL_S = 30.0
-"""Seconds after the grace in which a busy node kills what is left of a pod"""
+"""Seconds after the grace in which a busy node kills the rest of a pod"""
 
 OPENING_S = 1.0
 """Limit on the CPU time for new files per scan: the rest waits for the next, so that no scrape waits for all of them."""

@@ -86,7 +86,7 @@ class RankStanding(NamedTuple):
 
     @property
     def slowdown(self) -> float | None:
-        """Its step time over what it would be if its peers did not wait for it."""
+        """Its step time over the same without the time that its peers wait for it."""
         return self.slowness.factor if self.slowness else None
 
     @property

@@ -57,7 +57,7 @@ class Recording:
     """A profiler of ours: prepared (warming up) when it is made, then started, then stopped.
 
     Args:
-        purpose: what it is for, in the error of whoever wants to profile meanwhile.
+        purpose: for the error of a caller that wants to profile meanwhile.
         all_threads: record what other threads do, too. Such a recording can be stopped in every thread, others only where they
             began. It has no memory. Needs torch 2.7; before, it is as any other. torch writes the end of a ``record_function``
             that began in one recording into the next of the same sort, where its memory is gone: so none of ours begins in
@@ -261,9 +261,9 @@ class _Run(NamedTuple):
 class Profiles:
     """Runs one profile at a time. ``request`` and ``sample`` are for the sampler thread.
 
-    Each request is answered once. It waits in a queue: whoever takes it from there answers, the training thread that starts
-    the profile or the sampler thread that gives it up. A profile begins and ends under the lock that the script's own profiler
-    holds while it ends ours, in whichever thread. The sampler thread takes no lock.
+    Each request is answered once. It waits in a queue; the thread that takes it from there answers, the training thread that
+    starts the profile or the sampler thread that gives it up. A profile begins and ends under the lock that the script's own
+    profiler holds while it ends ours, in any thread. The sampler thread takes no lock.
     """
 
     def __init__(self, context: ProbeContext) -> None:

@@ -298,8 +298,8 @@ class StepSpans:
 
     def __init__(self, context: ProbeContext, write: Callable[..., None], roots: RootSpans, anomalous: deque[int]) -> None:
         self._context, self._write, self._roots, self._ids, self._anomalous = context, write, roots, roots.ids, anomalous
-        asked = context.settings.trace_steps
-        self._every, self._target_s = (1, _INTERVAL_S) if asked == "auto" else (asked, _SHORTEST_S)
+        requested = context.settings.trace_steps
+        self._every, self._target_s = (1, _INTERVAL_S) if requested == "auto" else (requested, _SHORTEST_S)
         self._factor = 1
         """Power of two: one step in so many is sampled"""
         self._waiting: deque[StepRecord] = deque(maxlen=_WAITING)

@@ -1,7 +1,7 @@
 """Open files that torchobs keeps, safe from a program that closes descriptors which it has not opened.
 
 After ``os.closerange`` (a daemon's habit), a ``close_fds`` helper or ``os.dup2`` a number of ours may be a file of the program,
-which must be neither written, read, locked nor closed. So whoever keeps a file asks for its number each time it is needed.
+which must be neither written, read, locked nor closed. So the owner of a file gets its number anew for each use.
 ``faulthandler`` has numbers of ours and asks for none. As the kernel gives a file the lowest free number, ours are moved above
 those that a program uses.
 """

@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import inf, isfinite, isnan, log
 
 NONE = "-"
-"""Shown for what has no value; ASCII, for any terminal"""
+"""Shown in place of a missing value; ASCII, for any terminal"""
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-=+*#@"
 LONGEST = 400

@@ -91,7 +91,7 @@ class BackwardWatch:
         self._handles = [node.function.register_hook(self._hook(node)) for node in nodes if node.parameter is None]
 
     def _hook(self, node: GraphNode) -> Any:
-        look = self._breaker.guard(partial(self._look_at, node))
+        look = self._breaker.guard(partial(self._examine, node))
 
         def see(results: Sequence[Any], incoming: Sequence[Any]) -> None:
             look(results, incoming)
@@ -100,7 +100,7 @@ class BackwardWatch:
 
         return see
 
-    def _look_at(self, node: GraphNode, results: Sequence[Any], incoming: Sequence[Any]) -> None:
+    def _examine(self, node: GraphNode, results: Sequence[Any], incoming: Sequence[Any]) -> None:
         if not self._queued:
             self._queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self.remove)

@@ -114,10 +114,10 @@ class NonfiniteProbe:
         context.hooks.ends_by_error.register(self._breaker, self._ending)
         context.hooks.ends.register(self._breaker, self._end)
         if "nonfinite" in context.settings.raise_on:
-            look = self._breaker.guard(self._look_at_gradients)
+            examine = self._breaker.guard(self._examine_gradients)
 
             def before(optimizer: Any) -> None:
-                look(optimizer)
+                examine(optimizer)
                 self._raise_pending()
 
             self._raises = [taps.BACKWARD.subscribe(self._around_backward), taps.BEFORE_STEP.subscribe(before)]
@@ -374,7 +374,7 @@ class NonfiniteProbe:
         if self._raises:
             self._pending = NonFiniteError(finding(kind, step=step).short, self._origin)
 
-    def _look_at_gradients(self, optimizer: Any) -> None:
+    def _examine_gradients(self, optimizer: Any) -> None:
         if self._pending is not None or skips_by_itself(optimizer) or self._context.device.cuda.capturing():
             return
         if bad_gradients(parameter for group in optimizer.param_groups for parameter in group["params"]):
