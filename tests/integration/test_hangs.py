@@ -178,7 +178,7 @@ def test_ranks_that_go_around_ddp_are_said_to_disagree(start: Any, flight_dir: P
         reports, _ = load(sorted(flight_dir.glob("*.flight")))
         reasons = [[fact.text("reason") for fact in one.events_named(catalog.EVENT_COLLECTIVES_UNKNOWN)] for one in reports]
         counted = [metric for metric in catalog.METRICS if metric.name.startswith("torchobs.collective.")]
-        assert {metric for one in reports for metric in counted if one.of(metric)} <= {catalog.COLLECTIVE_ENQUEUED}
+        assert {metric for one in reports for metric in counted if one.values(metric)} <= {catalog.COLLECTIVE_ENQUEUED}
         return reasons if all(reasons) else []
 
     reasons = wait_until(told, 180.0, 0.3)

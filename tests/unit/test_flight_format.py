@@ -165,10 +165,10 @@ def test_history_there_and_back() -> None:
     assert [(row.time_s, row.step, row.values) for row in history.rows] == [
         (0.5, 1, (1.0, None)), (1.0, 2, (None, 3.0)), (1.5, 3, (None, None)),
     ]  # fmt: skip
-    assert [(name, [(row.step, value) for row, value in points]) for name, points in history.of("b").items()] == [
+    assert [(name, [(row.step, value) for row, value in points]) for name, points in history.curves("b").items()] == [
         ("x", [(2, 3.0)])
     ]
-    assert list(history.of("a")) == [""]
+    assert list(history.curves("a")) == [""]
 
 
 class Ring:

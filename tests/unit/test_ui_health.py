@@ -349,12 +349,12 @@ def test_the_page_reads_all_that_a_status_is_made_of() -> None:
     class Asking(Readings):
         __slots__ = ()
 
-        def of(self, metric: catalog.Metric) -> dict[tuple[str, ...], float]:
+        def values(self, metric: catalog.Metric) -> dict[tuple[str, ...], float]:
             asked.add(metric.name)
-            return super().of(metric)
+            return super().values(metric)
 
         def get(self, metric: catalog.Metric, *key: str) -> float | None:
-            return self.of(metric).get(key)
+            return self.values(metric).get(key)
 
     values: Values = {catalog.STEPS.name: {(): 3.0}, catalog.AMP_SKIP_STREAK.name: {(): 40.0}}
     for one in (row(0), finished(0)):

@@ -235,7 +235,7 @@ def _origin(origin: Finding, report: RankView, *, spoiled: bool, is_lost: bool) 
 
 def _is_scaled(report: RankView) -> bool:
     """Return whether a loss scaler skips steps with gradients that are not finite."""
-    return bool(report.of(catalog.AMP_SCALE) or report.value(catalog.AMP_STEPS_SKIPPED))
+    return bool(report.values(catalog.AMP_SCALE) or report.value(catalog.AMP_STEPS_SKIPPED))
 
 
 def _nonfinite_gradients(report: RankView) -> Iterator[Finding]:

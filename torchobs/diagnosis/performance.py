@@ -166,7 +166,7 @@ def _growing(report: RankView) -> Iterator[Finding]:
 
 def _broken(report: RankView) -> Iterator[Finding]:
     """Yield that GPUs have failed, and that workers of data loaders have died; info once the script has gone on for long."""
-    status = report.of(catalog.HW_STATUS).items() if report.up else ()
+    status = report.values(catalog.HW_STATUS).items() if report.up else ()
     if gpus := sorted({gpu for (gpu, _, state), is_so in status if state == "failed" and is_so}):
         yield finding("gpu_failed", gpus=len(gpus), names=gpus)
     died = report.count(catalog.DATA_WORKERS_DIED)

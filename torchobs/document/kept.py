@@ -83,7 +83,7 @@ def summary_of(ranks: Sequence[RankView], started_s: float) -> RunSummary:
     """Return the line of a run of one rank or more; its losses are the first rank's."""
     worst = min(ranks, key=lambda rank: _WORST_FIRST.index(rank.state) if rank.state in _WORST_FIRST else 0)
     world, losses = worst.header.resource.get("world_size"), [*ranks[0].losses.values()]
-    read = [loss for _, loss in ranks[0].history.of(catalog.LOSS.name).get("", ())]
+    read = [loss for _, loss in ranks[0].history.curves(catalog.LOSS.name).get("", ())]
     details = start_details(ranks, ranks[0])
     git, options = (part if isinstance(part := details.get(name), dict) else {} for name in ("git", "settings"))
     return RunSummary(

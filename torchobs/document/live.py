@@ -215,12 +215,12 @@ def _runs(shown: Model) -> Section:
 def figures(rank: RankView, run: RunView) -> Figures:
     """Return the key figures of a run, by the rank that is shown in full."""
     still, total = rank.standstill, run.total_steps
-    goodput, rates = rank.by_attribute(catalog.GOODPUT_TIME), rank.of(catalog.LEARNING_RATE)
+    goodput, rates = rank.by_attribute(catalog.GOODPUT_TIME), rank.values(catalog.LEARNING_RATE)
     whole, done = sum(goodput.values()), f"{text_format.percent(min(run.steps / total, 1.0))} of {total:,}, " if total else ""
     productive = goodput.get("productive", 0.0) / whole if whole else None
     rate = rates.get(("0",), next(iter(rates.values()), None))
     peaks = [size for size in rank.by_attribute(catalog.MEMORY_DEVICE_PEAK).values() if size]
-    rss = [value for _, value in rank.history.of(catalog.MEMORY_HOST_RSS.name).get("", [])]
+    rss = [value for _, value in rank.history.curves(catalog.MEMORY_HOST_RSS.name).get("", [])]
     pace, share = rank.speed if rank.up else rank.pace, rank.value(catalog.MFU)
     subject = f"of rank {rank.rank}’s" if len(run.ranks) > 1 else "of the"
     entries = [
@@ -477,7 +477,7 @@ def _evidence(shown: Model) -> Table | None:
 def _layers(shown: Model) -> Table | None:
     values: dict[str, dict[str, float]] = {}
     for column, (metric, _) in LAYERS.items():
-        for key, value in shown.focus.of(metric).items() if shown.focus else ():
+        for key, value in shown.focus.values(metric).items() if shown.focus else ():
             values.setdefault(key[0] if key else "", {})[column] = value
     if not values or shown.focus is None:
         return None

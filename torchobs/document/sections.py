@@ -90,7 +90,7 @@ def _whole(report: RankView, chart: LineChart, metric: catalog.Metric) -> LineCh
     if not chart.series or not report.steps:
         return chart
     (curve,), first = chart.series, report.steps[0].step
-    earlier = {row.step: value for row, value in report.history.of(metric.name).get("", ()) if 0 < row.step < first}
+    earlier = {row.step: value for row, value in report.history.curves(metric.name).get("", ()) if 0 < row.step < first}
     note = f"Before step {first:,}: as read now and then." if earlier else chart.note
     return chart._replace(series=(curve._replace(points=(*earlier.items(), *curve.points)),), note=note)
 
@@ -134,7 +134,7 @@ def _clipped(report: RankView) -> str:
 
 
 def _scale(report: RankView) -> LineChart | None:
-    curves = report.history.of(catalog.AMP_SCALE.name)
+    curves = report.history.curves(catalog.AMP_SCALE.name)
     series = tuple(
         Series(f"scaler {name}" if name else "loss scale", [(float(row.step), value) for row, value in points])
         for name, points in curves.items()
@@ -206,7 +206,7 @@ def layers(report: RankView, of: str) -> Section:
 
 def _by_layer(report: RankView, metric: catalog.Metric, what: str, were: str) -> Iterator[HeatMap | Table]:
     """Yield a metric by layer and time, and its range by layer; nothing if it was not recorded."""
-    curves = {text_format.clean(name, 80): points for name, points in report.history.of(metric.name).items()}
+    curves = {text_format.clean(name, 80): points for name, points in report.history.curves(metric.name).items()}
     if not curves:
         return
     columns = sorted({row.time_s: row for points in curves.values() for row, _ in points}.values(), key=lambda row: row.time_s)
@@ -306,7 +306,7 @@ def memory(report: RankView, of: str) -> Section:
 def memory_table(rank: RankView) -> Table | None:
     """Return the memory in use: of devices, process, container and machine."""
     rows = []
-    reserved, limits = rank.of(catalog.MEMORY_DEVICE_RESERVED), rank.of(catalog.MEMORY_DEVICE_LIMIT)
+    reserved, limits = rank.values(catalog.MEMORY_DEVICE_RESERVED), rank.values(catalog.MEMORY_DEVICE_LIMIT)
     for device, size in reserved.items():
         pairs = ((rank.value(metric, *device), word) for metric, word in _DEVICE_MORE.items())
         more = [f"{text_format.size(value)} {word}" for value, word in pairs if value is not None]
@@ -314,9 +314,9 @@ def memory_table(rank: RankView) -> Table | None:
     for name, metric, whole in _HOST_MEMORY:
         if used := rank.value(metric):
             rows.append((name, _of_limit(used, rank.value(whole) if whole is not None else None)))
-    for (limit,), share in rank.of(catalog.MEMORY_HOST_UTILIZATION).items():
+    for (limit,), share in rank.values(catalog.MEMORY_HOST_UTILIZATION).items():
         rows.append((f"{WHOLES.get(limit, limit)} full", text_format.percent(share)))
-    for (space,), left_s in rank.of(catalog.MEMORY_TIME_TO_LIMIT).items():
+    for (space,), left_s in rank.values(catalog.MEMORY_TIME_TO_LIMIT).items():
         rows.append((f"{space} memory full in", text_format.span(left_s)))
     if kills := rank.value(catalog.CGROUP_MEMORY_OOM_KILLS):
         rows.append(("killed in its cgroup for memory", text_format.plural(int(kills), "process", "processes")))
@@ -335,8 +335,8 @@ def _pairs(name: str, caption: str, rows: Iterable[tuple[str, str]]) -> Table | 
 
 def precision_table(rank: RankView) -> Table | None:
     """Return autocast and the loss scale."""
-    kinds = [f"{dtype} on {device}" for device, dtype in rank.of(catalog.AMP_AUTOCAST)]
-    scales = rank.of(catalog.AMP_SCALE)
+    kinds = [f"{dtype} on {device}" for device, dtype in rank.values(catalog.AMP_AUTOCAST)]
+    scales = rank.values(catalog.AMP_SCALE)
     rows = [("autocast", text_format.clean(", ".join(kinds)))] if kinds else []
     rows += [
         (f"loss scale {scaler}" if len(scales) > 1 else "loss scale", text_format.number(scale))
@@ -348,7 +348,7 @@ def precision_table(rank: RankView) -> Table | None:
 
 def compile_table(rank: RankView) -> Table | None:
     """Return the figures of ``torch.compile``; none if it was not used."""
-    times = {stage: seconds for (stage,), seconds in rank.of(catalog.COMPILE_TIME).items() if seconds}
+    times = {stage: seconds for (stage,), seconds in rank.values(catalog.COMPILE_TIME).items() if seconds}
     if not times and not rank.value(catalog.COMPILE_IN_PROGRESS):
         return None
     rows = [("now", "compiling")] if rank.value(catalog.COMPILE_IN_PROGRESS) else []
@@ -357,7 +357,7 @@ def compile_table(rank: RankView) -> Table | None:
     rows += [("compilations", f"{first + again:,}, {again:,} of them again")]
     for name, metric in (("graph breaks", catalog.COMPILE_GRAPH_BREAKS), ("given up", catalog.COMPILE_FAILURES)):
         rows += [
-            (f"{name}, {kind.replace('_', ' ')}", f"{int(count):,}") for (kind,), count in rank.of(metric).items() if count
+            (f"{name}, {kind.replace('_', ' ')}", f"{int(count):,}") for (kind,), count in rank.values(metric).items() if count
         ]
     return _pairs("torch.compile", "torch.compile; the stages add up", rows)
 
@@ -407,7 +407,7 @@ def _chart(
     series = tuple(
         Series(f"{device} {word}".strip(), [(row.time_s, value) for row, value in points])
         for metric, word in metrics.items()
-        for device, points in report.history.of(metric.name).items()
+        for device, points in report.history.curves(metric.name).items()
         if any(value for _, value in points)
     )
     greatest = max((value for line in series for _, value in line.points), default=0.0)

@@ -70,7 +70,7 @@ T = TypeVar("T")
 def rank_state(rank: Rank) -> Answer:
     """Return a rank's identity, state and progress."""
     readings, header, live = readings_of(rank), rank.view.header, rank.view.live
-    last_ns, rates = rank.view.last_step_ns, readings.of(catalog.LEARNING_RATE)
+    last_ns, rates = rank.view.last_step_ns, readings.values(catalog.LEARNING_RATE)
     view = view_of(rank, readings)
     return schema.Rank(
         **named(rank),
@@ -213,8 +213,8 @@ def _greatest(values: Iterable[float | None]) -> float | None:
 
 
 def _operations(rank: Rank, readings: Readings) -> Iterator[Answer]:
-    """Yield a row for each operation."""
-    for (name,), count in readings.of(catalog.DEBUG_OPERATIONS).items():
+    """Yield a row for each operation that was done."""
+    for (name,), count in readings.values(catalog.DEBUG_OPERATIONS).items():
         if count:
             yield schema.DebugOperation(
                 **named(rank),
@@ -230,7 +230,7 @@ def _operations(rank: Rank, readings: Readings) -> Iterator[Answer]:
 
 def _raised(rank: Rank, metric: catalog.Metric) -> list[str]:
     """Return the attribute values for which a metric is not zero."""
-    return [", ".join(key) for key, value in readings_of(rank).of(metric).items() if value]
+    return [", ".join(key) for key, value in readings_of(rank).values(metric).items() if value]
 
 
 def _counts(rank: Rank) -> Counter[str]:

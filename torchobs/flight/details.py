@@ -81,7 +81,7 @@ class History(NamedTuple):
     names: tuple[str, ...] = ()
     rows: tuple[HistoryRow, ...] = ()
 
-    def of(self, metric: str) -> dict[str, list[tuple[HistoryRow, float]]]:
+    def curves(self, metric: str) -> dict[str, list[tuple[HistoryRow, float]]]:
         """Return a metric's curves by attribute value (``""`` without one); rows where it has a value."""
         curves: dict[str, list[tuple[HistoryRow, float]]] = {}
         for index, name in enumerate(self.names):

@@ -101,7 +101,7 @@ class _History:
 
     def add(self, now_ns: int, readings: Readings) -> None:
         steps = _steps(readings)
-        times = readings.of(catalog.STEP_PHASE_TIME)
+        times = readings.values(catalog.STEP_PHASE_TIME)
         phases = tuple([times.get(key, 0.0) for key in _PHASE_KEYS])
         marks = self._marks
         if marks and steps == marks[-1][1]:

@@ -190,9 +190,9 @@ class RankView:
         """Return the value of a series; ``None`` if absent."""
         return self.readings.get(metric, *attributes)
 
-    def of(self, metric: Metric) -> Mapping[tuple[str, ...], float]:
+    def values(self, metric: Metric) -> Mapping[tuple[str, ...], float]:
         """Return the values of a metric's series by those of all its attributes, which are sorted by name."""
-        return self.readings.of(metric)
+        return self.readings.values(metric)
 
     def count(self, metric: Metric, *attributes: str) -> int:
         """Return the value of a series that counts; 0 if absent."""
@@ -200,7 +200,7 @@ class RankView:
 
     def by_attribute(self, metric: Metric) -> dict[str, float]:
         """Return the values of a metric's series by their single attribute."""
-        return {text.clean(key[0]): value for key, value in self.readings.of(metric).items() if len(key) == 1}
+        return {text.clean(key[0]): value for key, value in self.readings.values(metric).items() if len(key) == 1}
 
     def events_named(self, event: catalog.Event) -> list[Event]:
         """Return the events of that name, oldest first."""
@@ -309,13 +309,13 @@ class RankView:
     @cached_property
     def anomalies(self) -> tuple[str, ...]:
         """Kinds that are active now."""
-        active = self.of(catalog.ANOMALY_ACTIVE)
+        active = self.values(catalog.ANOMALY_ACTIVE)
         return tuple(kind for kind in catalog.ANOMALY_KINDS if active.get((kind,)))
 
     @cached_property
     def counted(self) -> Mapping[str, int]:
         """Anomalies since the start, by kind."""
-        numbers = self.of(catalog.ANOMALIES)
+        numbers = self.values(catalog.ANOMALIES)
         return {kind: int(numbers.get((kind,), 0)) for kind in catalog.ANOMALY_KINDS}
 
     @cached_property
@@ -345,7 +345,7 @@ class RankView:
     @property
     def scale(self) -> float | None:
         """The smallest loss scale."""
-        return min(self.of(catalog.AMP_SCALE).values(), default=None)
+        return min(self.values(catalog.AMP_SCALE).values(), default=None)
 
     # -- beside other ranks --------------------------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class RankView:
         Where a rank's norm is that of its own shard they are not.
         """
         # known before the first backward has been measured
-        is_ddp = any("ddp" in kinds.split("+") for attributes in self.of(catalog.DISTRIBUTED_INFO) for kinds in attributes)
+        is_ddp = any("ddp" in kinds.split("+") for attributes in self.values(catalog.DISTRIBUTED_INFO) for kinds in attributes)
         return self.norms if is_ddp and (self.value(catalog.GRAD_NORM_RANKS) or 1.0) <= 1.0 else {}
 
     @cached_property
@@ -372,21 +372,21 @@ class RankView:
     @cached_property
     def collectives(self) -> Mapping[str, GroupProgress]:
         """Progress in each process group while no step ends; empty: unknown."""
-        return group_progress(self.of)
+        return group_progress(self.values)
 
     @cached_property
     def called(self) -> Mapping[str, int]:
         """Collectives that it called in each process group, if it stands still or ended by itself."""
         # the counts are published once a second and at its end
         settled = self.reason in _ENDED_BY_ITSELF or (self.progress_age_s or 0.0) - self.beat_age_s >= _SETTLED_S
-        return collectives_called(self.of) if settled else {}
+        return collectives_called(self.values) if settled else {}
 
     # -- time and memory -----------------------------------------------------------------------------------------------------
 
     @property
     def phase_times(self) -> dict[str, float]:
         """Seconds in each phase of its steps."""
-        times = self.of(catalog.STEP_PHASE_TIME)
+        times = self.values(catalog.STEP_PHASE_TIME)
         return {phase: times.get((phase,), 0.0) for phase in catalog.PHASES}
 
     @property
@@ -413,25 +413,25 @@ class RankView:
     @property
     def memory(self) -> float | None:
         """Bytes that the rank has on its devices; without devices those of its process."""
-        reserved = self.of(catalog.MEMORY_DEVICE_RESERVED)
+        reserved = self.values(catalog.MEMORY_DEVICE_RESERVED)
         return sum(reserved.values()) if reserved else self.value(catalog.MEMORY_HOST_RSS)
 
     @property
     def memory_limit(self) -> str:
         """How full the fullest device is, in words; without devices the container or the machine; empty if unknown."""
-        reserved, limits = self.of(catalog.MEMORY_DEVICE_RESERVED), self.of(catalog.MEMORY_DEVICE_LIMIT)
+        reserved, limits = self.values(catalog.MEMORY_DEVICE_RESERVED), self.values(catalog.MEMORY_DEVICE_LIMIT)
         if reserved:
             shares = [(size / limits[device], device[0]) for device, size in reserved.items() if limits.get(device)]
             share, device = max(shares, default=(0.0, ""))
             return f"{text.percent(share)} of {device}" if device else ""
-        used = [(share, limit) for (limit,), share in self.of(catalog.MEMORY_HOST_UTILIZATION).items()]
+        used = [(share, limit) for (limit,), share in self.values(catalog.MEMORY_HOST_UTILIZATION).items()]
         share, limit = max(used, default=(0.0, ""))
         return f"{WHOLES.get(limit, limit)} {text.percent(share)} full" if limit else ""
 
     @property
     def probes_off(self) -> tuple[str, ...]:
         """Probes that failed."""
-        disabled = self.of(catalog.PROBE_DISABLED)
+        disabled = self.values(catalog.PROBE_DISABLED)
         return tuple(probe for probe in PROBES if disabled.get((probe,)))
 
     # -- its end -------------------------------------------------------------------------------------------------------------

@@ -227,7 +227,7 @@ class Readings:
         values = self._values.get(metric.name)
         return None if values is None else values.get(key)
 
-    def of(self, metric: Metric) -> dict[Key, float]:
+    def values(self, metric: Metric) -> dict[Key, float]:
         """Return all values of a metric, by the values of its attributes."""
         return self._values.get(metric.name, {})
 
