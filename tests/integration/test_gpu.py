@@ -36,13 +36,13 @@ class Bench:
 
     def of(self, name: str, uuid: str = G0) -> Any:
         """The series of that name and device, by their other attributes, with their values."""
-        found = {}
+        values = {}
         for point in self.run.view().points:
             attributes = dict(point.series.attributes)
             if point.series.name == name and attributes.pop("hw.id", None) == uuid:
                 attributes.pop("hw.type", None)
-                found[tuple(attributes.values())] = point.value
-        return found
+                values[tuple(attributes.values())] = point.value
+        return values
 
     def look(self) -> None:
         """One round, visible at once."""
@@ -54,21 +54,21 @@ class Bench:
 @pytest.fixture
 def run(flight_dir: Path) -> Iterator[Recording]:
     """A recording without its own GPU probe, nor a sampler that might be publishing when a test wants to."""
-    for made in recording(flight_dir, disable_probes="gpu"):
-        sampler = made.session._sampler
+    for recorded in recording(flight_dir, disable_probes="gpu"):
+        sampler = recorded.session._sampler
         assert sampler is not None
         sampler.stop()
         sampler._thread.join()
-        yield made
+        yield recorded
 
 
 @pytest.fixture
 def bench(run: Recording, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Bench]:
     """A bench with one H100, or what the test's parameter makes."""
-    made = request.param() if hasattr(request, "param") else {}
-    library = nvml.installed(made.pop("gpus", [nvml.h100()]), monkeypatch)
-    place = made.pop("local_rank", 0), made.pop("visible", None)
-    devices = made.pop("used", None)
+    options = request.param() if hasattr(request, "param") else {}
+    library = nvml.installed(options.pop("gpus", [nvml.h100()]), monkeypatch)
+    place = options.pop("local_rank", 0), options.pop("visible", None)
+    devices = options.pop("used", None)
     assert run.session.context is not None
     fleet = GpuMonitor(run.session.context, *place, lambda: devices)
     yield Bench(run, library, fleet)
@@ -98,7 +98,7 @@ def test_a_full_gpu_has_all_it_can_tell_in_27_series(bench: Bench) -> None:
     }  # fmt: skip
     assert {name: bench.of(name) for name in expected} == expected
     series = [point.series for point in bench.run.view().points if "hw.id" in dict(point.series.attributes)]
-    assert len(series) == 26  # and one that says whose it is
+    assert len(series) == 26  # and one that names the rank
 
 
 def test_counters_grow_by_what_the_driver_counted(bench: Bench) -> None:
@@ -132,7 +132,7 @@ def test_a_consumer_card_tells_what_it_has_and_is_asked_for_the_rest_once(bench:
         assert bench.of(name, uuid) == {}
     assert bench.of("hw.errors", uuid) == {("pcie_replay",): 0}
     again = {name: count - asked[name] for name, count in bench.fake.calls.items() if name in bench.fake.gpus[0].refuses}
-    assert set(again.values()) == {0, 1}  # 1: the remapped rows, of which the state is made
+    assert set(again.values()) == {0, 1}  # 1: the remapped rows, which make the state
     assert again["nvmlDeviceGetTotalEnergyConsumption"] == 0
 
 
@@ -180,8 +180,8 @@ def test_an_xid_is_counted_and_told_with_its_number(bench: Bench) -> None:
     bench.look()
     counts = {kind: count for (kind,), count in bench.of("hw.errors").items() if count}
     assert counts == {"xid_hardware": 1, "xid_driver": 1, "xid_application": 2}
-    told = [{"hw.id": G0, "xid": xid, "meaning": meaning} for xid, meaning in meanings.items()]
-    assert bench.run.attributes("torchobs.gpu.xid") == told
+    events = [{"hw.id": G0, "xid": xid, "meaning": meaning} for xid, meaning in meanings.items()]
+    assert bench.run.attributes("torchobs.gpu.xid") == events
 
 
 @made(gpus=[nvml.h100(0, mig=True), nvml.h100(1)])
@@ -200,13 +200,13 @@ UUIDS = [nvml.H100_UUID.format(index=index) for index in range(8)]
 
 
 def one_of_eight(index: int) -> list[Used]:
-    """All of them, of which that one is in use."""
+    """All of them; that one is in use."""
     return [Used(f"cuda:{number}", uuid[4:], in_use=number == index) for number, uuid in enumerate(UUIDS)]
 
 
 @made(gpus=EIGHT, used=one_of_eight(5), local_rank=5)
 def test_a_rank_samples_the_gpu_it_uses(bench: Bench) -> None:
-    """Under torchrun every rank sees all of them; rank 5 has the series of its own, and says whose they are."""
+    """Under torchrun every rank sees all of them; rank 5 has the series of its own, and names itself."""
     bench.look()
     sampled = {dict(p.series.attributes).get("hw.id") for p in bench.run.view().points} - {None}
     assert sampled == {UUIDS[5]}
@@ -215,7 +215,7 @@ def test_a_rank_samples_the_gpu_it_uses(bench: Bench) -> None:
 
 @made(gpus=EIGHT, used=one_of_eight(0))
 def test_idle_gpus_are_local_rank_0_s_after_a_while(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That one uses one GPU of eight is worth knowing; a few values of each tell it."""
+    """That one uses one GPU of eight is worth knowing; a few values of each show it."""
     bench.look()
     assert bench.of("hw.gpu.utilization", G1) == {}
     monkeypatch.setattr(monitor, "IDLE_GPUS_AFTER_S", 0.0)
@@ -270,7 +270,7 @@ def test_a_session_samples_from_a_thread_of_its_own(
 
 
 def test_no_round_begins_while_a_graph_is_captured(session: torchobs.Session, library: nvml.FakeNvml) -> None:
-    """The garbage that its thread might collect may be a graph of the user's, whose end is none of the capture's business."""
+    """Its thread might collect a graph of the user's as garbage, and the end of that is none of the capture's business."""
     assert session.context is not None
     gpu, captures = probe_of(session), session.context.training.captures
     captures.begin(1)
