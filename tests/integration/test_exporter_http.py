@@ -140,10 +140,10 @@ def ask(path: Path) -> bytes:
         except OSError:
             return b""
         asking.sendall(b"GET /metrics HTTP/1.0\r\nHost: x\r\n\r\n")
-        found = b""
+        answer = b""
         while part := asking.recv(65536):
-            found += part
-        return found
+            answer += part
+        return answer
 
 
 def test_a_unix_socket_serves_its_group_and_is_removed_at_the_end(flight_dir: Path, path: Path, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_unix_socket_serves_its_group_and_is_removed_at_the_end(flight_dir: Pa
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
         assert b"torchobs_build_info" in ask(path)
         assert exporter.get().status == 401
-        assert [one.name for one in flight_dir.iterdir()] == [path.name]
+        assert [file.name for file in flight_dir.iterdir()] == [path.name]
     assert not path.exists()
 
 
@@ -169,7 +169,7 @@ def test_what_is_no_socket_is_never_replaced(flight_dir: Path, path: Path, kind:
     with pytest.raises(FileExistsError):
         bind_unix(path)
     assert precious.read_text() == "mine"
-    assert {one.name for one in flight_dir.iterdir()} == {path.name, precious.name}
+    assert {file.name for file in flight_dir.iterdir()} == {path.name, precious.name}
 
 
 APP = PlainTextResponse("page")
@@ -245,15 +245,16 @@ def test_who_has_asked_for_least_makes_room(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def closed(kinds: str) -> list[int]:
         async with serving(stream) as (_, address):
-            made = []
+            connections = []
             for kind in kinds:
                 if kind == "s":
-                    made.append(await asyncio.open_connection(*address))
+                    connections.append(await asyncio.open_connection(*address))
                 else:
-                    made.append(await asked(address, head=HEAD if kind == "i" else HEAD.replace(b"GET /", b"GET /stream")))
-            made.append(await asked(address))
-            ended = [number for number, (reader, _) in enumerate(made[:-1]) if reader.at_eof()]
-            for _, writer in made:
+                    head = HEAD if kind == "i" else HEAD.replace(b"GET /", b"GET /stream")
+                    connections.append(await asked(address, head=head))
+            connections.append(await asked(address))
+            ended = [number for number, (reader, _) in enumerate(connections[:-1]) if reader.at_eof()]
+            for _, writer in connections:
                 writer.close()
             return ended
 
@@ -314,7 +315,7 @@ class Scanner:
         self.clock: Callable[[], Now] = system_clock
 
     def scan(self) -> Snapshot:
-        """Count, wait, fail as told."""
+        """Count, wait, fail if that is wanted."""
         self.scans += 1
         taken_ns = self.clock().monotonic_ns
         assert self.answers.wait(10)
@@ -329,9 +330,9 @@ class Scanner:
 @pytest.fixture
 def scanner() -> Iterator[Scanner]:
     """A scanner that a test may keep waiting, and that never waits after it."""
-    made = Scanner()
-    yield made
-    made.answers.set()
+    fake = Scanner()
+    yield fake
+    fake.answers.set()
 
 
 def test_scrapes_that_come_together_share_a_scan(scanner: Scanner) -> None:
@@ -367,7 +368,7 @@ def test_a_directory_that_does_not_answer_costs_a_scrape_its_deadline(scanner: S
         scanner.answers.set()
         fresh = await watch.fresh(0.0, 30.0)
         watch.close()
-        return [one.number for one in stale], fresh.number, watch.timeouts, during
+        return [snapshot.number for snapshot in stale], fresh.number, watch.timeouts, during
 
     assert asyncio.run(ask()) == ([1] * 5, 2, 5, 2)
 
