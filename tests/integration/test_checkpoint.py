@@ -59,13 +59,13 @@ def train(between: Callable[[int], None], steps: int = 3) -> list[float]:
 
 def saved(run: Recording) -> dict[str, float]:
     """What the metrics say."""
-    found = run.look()
+    values = run.look()
     return {
-        "saved": found[("torchobs.checkpoints", "saved")],
-        "failed": found[("torchobs.checkpoints", "failed")],
-        "duration": found.get(("torchobs.checkpoint.duration",), 0.0),
-        "size": found.get(("torchobs.checkpoint.size",), 0.0),
-        "timestamp": found.get(("torchobs.checkpoint.timestamp",), 0.0),
+        "saved": values[("torchobs.checkpoints", "saved")],
+        "failed": values[("torchobs.checkpoints", "failed")],
+        "duration": values.get(("torchobs.checkpoint.duration",), 0.0),
+        "size": values.get(("torchobs.checkpoint.size",), 0.0),
+        "timestamp": values.get(("torchobs.checkpoint.timestamp",), 0.0),
     }
 
 
@@ -74,10 +74,10 @@ def checkpoint_s(run: Recording) -> list[float]:
     return [record.phase_s[6] for record in run.steps()]
 
 
-def alike(found: list[float], timed: list[float]) -> bool:
+def alike(recorded: list[float], timed: list[float]) -> bool:
     """Whether the times of most saves are within 5 %: another process may take the processor in between."""
-    assert len(found) == len(timed)
-    return statistics.median(abs(one - other) / other for one, other in zip(found, timed, strict=True)) < 0.05
+    assert len(recorded) == len(timed)
+    return statistics.median(abs(first - second) / second for first, second in zip(recorded, timed, strict=True)) < 0.05
 
 
 @pytest.mark.serial
@@ -103,11 +103,11 @@ def test_a_save_is_timed_and_sized_and_no_part_of_the_step(run: Recording, tmp_p
         assert least - rounding_s <= length <= most + rounding_s
     for record, most, nap in zip(run.steps()[1:], lasted, napped, strict=True):
         assert record.duration_s <= most - nap + rounding_s
-    found = saved(run)
-    assert (found["saved"], found["failed"]) == (2, 0)
-    assert napped[-1] - rounding_s <= found["duration"] <= waited[-1] + rounding_s
-    assert found["size"] == (tmp_path / "2.pt").stat().st_size
-    assert found["timestamp"] == pytest.approx(time.time(), abs=60)
+    metrics = saved(run)
+    assert (metrics["saved"], metrics["failed"]) == (2, 0)
+    assert napped[-1] - rounding_s <= metrics["duration"] <= waited[-1] + rounding_s
+    assert metrics["size"] == (tmp_path / "2.pt").stat().st_size
+    assert metrics["timestamp"] == pytest.approx(time.time(), abs=60)
     assert [span["attrs"]["step"] for span in spans] == [1, 2]
 
 
@@ -117,15 +117,15 @@ def test_the_bytes_are_those_of_a_save_without_torchobs(flight_dir: Path, tmp_pa
 
     def hashes() -> list[str]:
         path, buffer = tmp_path / "model.pt", io.BytesIO()
-        found = []
+        contents = []
         for options in ({}, {"_use_new_zipfile_serialization": False}):
             torch.save(state, path, **options)
-            found.append(path.read_bytes())
+            contents.append(path.read_bytes())
             with path.open("wb") as file:
                 torch.save(state, file, **options)
-            found.append(path.read_bytes())
+            contents.append(path.read_bytes())
         torch.save(state, buffer)
-        return [hashlib.sha256(content).hexdigest() for content in (*found, buffer.getvalue())]
+        return [hashlib.sha256(content).hexdigest() for content in (*contents, buffer.getvalue())]
 
     before = hashes()
     for run in recording(flight_dir):
@@ -148,9 +148,9 @@ def test_what_is_saved_between_two_steps_is_one_checkpoint(run: Recording, tmp_p
         )  # as Transformers does
 
     train(save)
-    found = saved(run)
-    assert found["saved"] == 2
-    assert found["size"] == sum((tmp_path / name).stat().st_size for name in ("model", "optimizer", "rng", "safe"))
+    metrics = saved(run)
+    assert metrics["saved"] == 2
+    assert metrics["size"] == sum((tmp_path / name).stat().st_size for name in ("model", "optimizer", "rng", "safe"))
     assert "safetensors" in str([span["attrs"]["format"] for span in run.frames("torchobs.checkpoint")])
 
 
@@ -198,8 +198,8 @@ def test_a_failed_save_raises_as_ever_and_is_an_event(run: Recording, tmp_path: 
             torch.save(mlp().state_dict(), tmp_path / "no such folder" / "model.pt")
 
     train(save)
-    found = saved(run)
-    assert (found["saved"], found["failed"]) == (1, 1)
+    metrics = saved(run)
+    assert (metrics["saved"], metrics["failed"]) == (1, 1)
     (attributes,) = run.attributes("torchobs.checkpoint.failed")
     assert attributes["exception.type"] == "builtins.RuntimeError"
     assert str(tmp_path) not in str(attributes)
@@ -246,18 +246,18 @@ def test_a_distributed_checkpoint_is_one(run: Recording, tmp_path: Path, *, asyn
     def save(step: int) -> None:
         state = {"model": torch.ones(200_000), "step": step}
         begun = time.perf_counter()
-        made = (dcp.async_save if asynchronous else dcp.save)(state, checkpoint_id=tmp_path / str(step))
+        result = (dcp.async_save if asynchronous else dcp.save)(state, checkpoint_id=tmp_path / str(step))
         waited.append(time.perf_counter() - begun)
-        assert asynchronous or made.state_dict_metadata.keys() == {"model", "step"}
+        assert asynchronous or result.state_dict_metadata.keys() == {"model", "step"}
         if asynchronous:
-            made.result()
+            result.result()
 
     train(save, steps=6)
     # who waits for a future goes on before the future's callbacks have run, which are in torch's thread
     wait_until(lambda: len(run.frames("torchobs.checkpoint")) == 5)
     assert alike(checkpoint_s(run)[1:], waited)
-    found = saved(run)
-    assert (found["saved"], found["size"]) == (5, sum(path.stat().st_size for path in (tmp_path / "5").glob("*.distcp")))
+    metrics = saved(run)
+    assert (metrics["saved"], metrics["size"]) == (5, sum(path.stat().st_size for path in (tmp_path / "5").glob("*.distcp")))
     if asynchronous:
         spans = run.frames("torchobs.checkpoint")
         assert alike([span["attrs"]["blocked_s"] for span in spans], waited)
@@ -335,7 +335,7 @@ LOADS: dict[str, tuple[Callable[..., object], list[tuple[object, ...]]]] = {
     "a prefix": (lambda model, _, of: model.load_state_dict(_wrapped(of[0]), strict=False), [("keys", 0, None)]),
     "a part of a larger one": (lambda model, _, of: model.load_state_dict(_wrapped(of[0]) | of[0], strict=False),
                                [("optimizer", None, 4)]),
-    "a teacher": (lambda *given: mlp().load_state_dict(given[2][0]), []),
+    "a teacher": (lambda *arguments: mlp().load_state_dict(arguments[2][0]), []),
     "read only": (lambda *_: None, []),
 }  # fmt: skip
 
@@ -354,12 +354,12 @@ def test_what_is_left_of_a_checkpoint_is_told_at_once(flight_dir: Path, tmp_path
 
     before, (loads, said) = made(), LOADS[how]
     step(*before)
-    torch.save({"states": [each.state_dict() for each in before]}, tmp_path / "last.pt")
+    torch.save({"states": [part.state_dict() for part in before]}, tmp_path / "last.pt")
     for run in recording(flight_dir):
         now = made()
         loads(*now, torch.load(tmp_path / "last.pt")["states"])
         step(*now)
         step(*now)
-        found = run.attributes(catalog.EVENT_CHECKPOINT_UNUSED.name)
-        assert [(event["kind"], event.get("matched"), event.get("parameters")) for event in found] == said
+        events = run.attributes(catalog.EVENT_CHECKPOINT_UNUSED.name)
+        assert [(event["kind"], event.get("matched"), event.get("parameters")) for event in events] == said
     assert len([line for line in caplog.messages if "checkpoint" in line]) == len(said)
