@@ -30,7 +30,7 @@ def command(name: str, directory: Path) -> list[str]:
 
 @pytest.fixture
 def rank(flight_dir: Path) -> Path:
-    """A directory with a rank of three hundred steps, whose report is longer than any buffer."""
+    """A directory with a rank of three hundred steps: its report is longer than any buffer."""
     writer = live_rank(flight_dir)
     train(writer, range(1, 300))
     writer.exit(Exit.FINISHED, 0)
@@ -43,9 +43,9 @@ def environment(**more: str) -> dict[str, str]:
     return {**clean_environment(), "PYTHONPATH": str(ROOT), **more}
 
 
-def run(line: list[str], **given: Any) -> subprocess.CompletedProcess[str]:
+def run(line: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
     """Run it; its output is read as text."""
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment(), **given}
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment(), **options}
     return subprocess.run(line, text=True, check=False, timeout=60, **streams)
 
 
@@ -76,7 +76,7 @@ def test_a_full_disk_is_told_in_one_line(name: str, unbuffered: str, rank: Path)
 
 @pytest.mark.parametrize("closed", [">&-", EACH])
 def test_a_stream_that_is_closed_is_none(closed: str, rank: Path) -> None:
-    """`torchobs inspect >&-` for its exit status: that of a rank that has finished, whose output nobody reads."""
+    """`torchobs inspect >&-` for its exit status: that of a rank that has finished. Nobody reads the output."""
     done = run(["bash", "-c", f'exec "$@" {closed}', "bash", *command("inspect", rank)])
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)
 
