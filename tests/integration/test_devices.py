@@ -1,4 +1,4 @@
-"""Phases, losses and norms of a device that is late: on a fake one whose events tell, and on fakes of its tensors."""
+"""Phases, losses and norms of a device that is late: on a fake one with events, and on fakes of its tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEVICE = torch.device("cuda:0")
 
 
 class Timed:
-    """A probe whose device is a fake one, on which time passes as the test says; its clock stands still, too."""
+    """A probe with a fake device, on which time passes as the test says; its clock stands still, too."""
 
     def __init__(self, run: Recording) -> None:
         assert run.session.context is not None
@@ -75,8 +75,8 @@ class Timed:
         self.probe.sample()
         assert self.run.session.writer is not None
         self.run.session.writer.publish()
-        found = self.run.values()
-        names = {key[1]: value for key, value in found.items() if key[0] == catalog.STEP_DEVICE_TIME.name}
+        values = self.run.values()
+        names = {key[1]: value for key, value in values.items() if key[0] == catalog.STEP_DEVICE_TIME.name}
         return {phase: value * 1e3 for phase, value in names.items()}
 
 
@@ -84,13 +84,13 @@ class Timed:
 def timed(flight_dir: Path) -> Iterator[Timed]:
     """See the class."""
     for run in recording(flight_dir, disable_probes="device_time"):
-        found = Timed(run)
+        timing = Timed(run)
         sampler = run.session._sampler
         assert sampler is not None
         sampler.stop()
-        found.step(12)  # until what looks at the first backward passes has gone
-        yield found
-        found.probe.remove()
+        timing.step(12)  # until what looks at the first backward passes has gone
+        yield timing
+        timing.probe.remove()
 
 
 EXPECTED = {"data": 1.0, "forward": 2.0, "backward": 4.0, "optimizer": 16.0, "other": 8.0, "between": 0.0}
@@ -106,19 +106,19 @@ def test_one_step_is_timed_and_nothing_stays_behind(timed: Timed) -> None:
     assert timed.values() == {}  # asks for what was recorded to be taken
     timed.step()
     assert timed.values() == EXPECTED
-    made = timed.device.events
-    assert made == 7  # end, fetch, batch, backward, its end, optimizer, end
+    events = timed.device.events
+    assert events == 7  # end, fetch, batch, backward, its end, optimizer, end
     assert torch.autograd.backward is original
     assert [len(hook) for hook in hooks] == before
     for _ in range(5):
         timed.step()
         timed.probe.sample()
-    assert timed.device.events == made
+    assert timed.device.events == events
     timed.now += 1.0
     timed.probe.sample()
     timed.step(3)
-    assert len(timed.probe._marks) == made
-    assert timed.device.events == made
+    assert len(timed.probe._marks) == events
+    assert timed.device.events == events
 
 
 def test_a_device_that_is_behind_is_asked_again_and_not_for_ever(timed: Timed) -> None:
@@ -199,7 +199,7 @@ TENSORS = 3
 
 
 class Late:
-    """A recording whose device is a slow one, with the probes that read devices; the test asks them, not the sampler."""
+    """A recording with a slow device and the probes that read devices; the test asks them, not the sampler."""
 
     def __init__(self, run: Recording) -> None:
         context, sampler = run.session.context, run.session._sampler
@@ -243,9 +243,9 @@ def late(flight_dir: Path, request: pytest.FixtureRequest, monkeypatch: pytest.M
         monkeypatch.setattr(hooks, "graph_being_made", lambda: lambda: False)
     level = getattr(request, "param", "basic")
     for run in recording(flight_dir, disable_probes="gradients,loss,amp", level=level):
-        found = Late(run)
-        yield found
-        for probe in found.probes:
+        recorded = Late(run)
+        yield recorded
+        for probe in recorded.probes:
             probe.remove()
 
 
@@ -253,10 +253,10 @@ def late(flight_dir: Path, request: pytest.FixtureRequest, monkeypatch: pytest.M
 def parameters() -> Iterator[list[torch.nn.Parameter]]:
     """Three that a device has, with gradients. Backward passes over fakes need a CUDA build, and are not done here."""
     with FakeTensorMode(), torch.no_grad():
-        made = [torch.nn.Parameter(torch.empty(10, 20 + index, device="cuda")) for index in range(TENSORS)]
-        for one in made:
-            one.grad = torch.empty_like(one)
-        yield made
+        tensors = [torch.nn.Parameter(torch.empty(10, 20 + index, device="cuda")) for index in range(TENSORS)]
+        for tensor in tensors:
+            tensor.grad = torch.empty_like(tensor)
+        yield tensors
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -267,12 +267,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("made", OPTIMIZERS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_norms_of_steps_land_in_any_order_and_are_written_in_theirs(
-    late: Late, parameters: list[torch.nn.Parameter], made: str
+    late: Late, parameters: list[torch.nn.Parameter], kind: str
 ) -> None:
-    """Nothing is written of a step whose numbers are not all there, nor of one after it; then all of it, exactly."""
-    optimizer = OPTIMIZERS[made](parameters)
+    """Nothing is written of a step before all its numbers are there, nor of one after it; then all of it, exactly."""
+    optimizer = OPTIMIZERS[kind](parameters)
     for _ in range(3):
         optimizer.step()
     assert late.norms() == []
@@ -361,13 +361,13 @@ def test_nothing_of_ours_gets_into_a_captured_graph(late: Late, parameters: list
     assert late.gradients._updates._copied is not None
     loss, found_inf = torch.empty((), device="cuda"), torch.empty((), device="cuda")
     late.device.is_capturing = True
-    with Calls() as seen:
+    with Calls() as calls:
         late.loss._take_later(loss, within=False)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        its_own = len(seen.names)
+        its_own = len(calls.names)
         late.context.hooks.before_step.notify(optimizer, False)  # noqa: FBT003  # as above
         late.amp._overflows.fused(optimizer, found_inf)
-        assert len(seen.names) == its_own
+        assert len(calls.names) == its_own
     late.device.is_capturing = False
     assert vars(late.gradients._updates)["_copied"] is None  # replays have changed the weights since
     assert late.run.errors() == []
@@ -392,13 +392,13 @@ def test_a_training_on_fakes_is_not_recorded_and_breaks_nothing(flight_dir: Path
     for run in recording(flight_dir, level="advanced"):
         for where in ("cpu", "cuda"):
             with FakeTensorMode(), torch.no_grad():
-                made = [torch.nn.Parameter(torch.empty(10, 20, device=where)) for _ in range(TENSORS)]
-                for one in made:
-                    one.grad = torch.empty_like(one)
-                optimizer = torch.optim.AdamW(made, lr=0.1, foreach=True)
+                tensors = [torch.nn.Parameter(torch.empty(10, 20, device=where)) for _ in range(TENSORS)]
+                for tensor in tensors:
+                    tensor.grad = torch.empty_like(tensor)
+                optimizer = torch.optim.AdamW(tensors, lr=0.1, foreach=True)
                 for _ in range(3):
-                    torch.nn.utils.clip_grad_norm_(made, 1.0)
-                    torch.nn.utils.clip_grad_value_(made, 1.0)
+                    torch.nn.utils.clip_grad_norm_(tensors, 1.0)
+                    torch.nn.utils.clip_grad_value_(tensors, 1.0)
                     optimizer.step()
         assert run.errors() == []
         model = mlp()
@@ -415,8 +415,8 @@ def test_losses_and_norms_of_other_devices_are_recorded(late: Late, kind: str) -
     """By the same door, without events, and without float64, which not all have."""
     with FakeTensorMode(), torch.no_grad():
         parameters = [torch.nn.Parameter(torch.empty(10, 20, device=kind)) for _ in range(TENSORS)]
-        for one in parameters:
-            one.grad = torch.empty_like(one)
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
         optimizer = OPTIMIZERS["loop"](parameters)
         late.loss._take_later(torch.empty((), device=kind, dtype=torch.bfloat16), within=False)
         optimizer.step()
@@ -431,7 +431,7 @@ def test_losses_and_norms_of_other_devices_are_recorded(late: Late, kind: str) -
 
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
 def test_a_device_that_cannot_copy_is_said_to_be_one(late: Late, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no loss, and that is told once, with the reason; nothing waits for it."""
+    """There is no loss, and that is an event, once, with the reason; nothing waits for it."""
 
     def refuse(*_: object) -> None:
         raise NotImplementedError
@@ -443,5 +443,5 @@ def test_a_device_that_cannot_copy_is_said_to_be_one(late: Late, kind: str, monk
         late.loss._take_later(loss, within=False)
         late.look()
     assert late.device.sent == []
-    (told,) = late.run.frames(catalog.EVENT_DEVICE_UNREAD.name)
-    assert told["attrs"] == {"device_type": kind}
+    (event,) = late.run.frames(catalog.EVENT_DEVICE_UNREAD.name)
+    assert event["attrs"] == {"device_type": kind}
