@@ -24,7 +24,7 @@ INPUTS = torch.ones(2, 8)
 
 
 class Training:
-    """A training whose every step can be asked for a stamp."""
+    """A training that can be asked for a stamp in every step."""
 
     def __init__(self, run: Recording) -> None:
         assert run.session.context is not None
@@ -56,11 +56,11 @@ class Training:
 def training(run: Recording, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
     """Other tests of this process compile."""
     monkeypatch.setattr(forward_stamps, "has_compiled", lambda: False)
-    made = Training(run)
+    stamped = Training(run)
     for _ in range(3):
-        made.step()
-    yield made
-    made.stamps.remove()
+        stamped.step()
+    yield stamped
+    stamped.stamps.remove()
 
 
 def phase_times(run: Recording) -> dict[str, float]:
