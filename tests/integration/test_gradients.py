@@ -67,10 +67,10 @@ def test_what_is_beyond_the_cap_is_other_and_counted(flight_dir: Path) -> None:
         norm = norm_of(model)
         optimizer.step()
         values = shown(run)
-        found = layers(run)
-        assert len(found) == 17
+        norms = layers(run)
+        assert len(norms) == 17
         assert values["torchobs.grad.layers_folded",] == 24
-        assert sum(value**2 for value in found.values()) == pytest.approx(norm**2, rel=1e-4)
+        assert sum(value**2 for value in norms.values()) == pytest.approx(norm**2, rel=1e-4)
 
 
 @pytest.mark.parametrize("how", ["modules", "param_names", "watch", "wrapped"])
@@ -111,14 +111,14 @@ def test_tied_frozen_late_and_nameless_parameters(run: Recording) -> None:
 
 def test_two_models_with_the_same_paths_are_told_apart(run: Recording) -> None:
     """A GAN's generator and discriminator both have a layer 0."""
-    one, two = mlp(0), mlp(1)
-    first, second = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(two.parameters(), lr=0.1)
+    generator, discriminator = mlp(0), mlp(1)
+    first, second = torch.optim.SGD(generator.parameters(), lr=0.1), torch.optim.SGD(discriminator.parameters(), lr=0.1)
     for _ in range(3):
-        step(one, first)
-        step(two, second)
-    found = layers(run)
-    assert len(found) == 4
-    assert sum(value**2 for value in found.values()) == pytest.approx(run.steps()[-1].grad_norm ** 2, rel=1e-4)
+        step(generator, first)
+        step(discriminator, second)
+    norms = layers(run)
+    assert len(norms) == 4
+    assert sum(value**2 for value in norms.values()) == pytest.approx(run.steps()[-1].grad_norm ** 2, rel=1e-4)
 
 
 def test_clipping_by_norm_is_counted_and_its_threshold_shown(run: Recording) -> None:
@@ -160,7 +160,7 @@ def test_every_way_to_clip_is_seen(run: Recording, how: str) -> None:
 
 
 def test_nonfinite_elements_are_counted_and_their_layers_named(run: Recording) -> None:
-    """How many, where and of which kind; the event says it once, the counter always."""
+    """How many, where, and inf or NaN; the event says it once, the counter always."""
     model: Any = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     step(model, optimizer)
@@ -222,12 +222,12 @@ def test_updates_are_measured_from_level_advanced_on(flight_dir: Path) -> None:
                 optimizer.step()
                 if not index:
                     shown(run)
-            found, sizes = layers(run, catalog.UPDATE_LAYER_RATIO), layers(run, catalog.PARAM_LAYER_NORM)
-            assert found.keys() == sizes.keys() == (set() if level == "basic" else {"0", "2"})
+            ratios, sizes = layers(run, catalog.UPDATE_LAYER_RATIO), layers(run, catalog.PARAM_LAYER_NORM)
+            assert ratios.keys() == sizes.keys() == (set() if level == "basic" else {"0", "2"})
             for name, size in sizes.items():
                 elements = sum(parameter.numel() for parameter in model[int(name)].parameters())
                 assert size == pytest.approx(norm_of_weights(model[int(name)]), rel=1e-2)
-                assert found[name] == pytest.approx(1e-5 * elements**0.5 / size, rel=1e-2)
+                assert ratios[name] == pytest.approx(1e-5 * elements**0.5 / size, rel=1e-2)
 
 
 def norm_of_weights(layer: nn.Module) -> float:
@@ -403,8 +403,8 @@ def train_sharded(rank: int, directory: str) -> None:
     world = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
     os.environ.update(world)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
-    found = {how: train_one(how, f"{directory}/{how}/{rank}") for how in LAYOUTS}
-    Path(directory, f"{rank}.json").write_text(json.dumps(found))
+    recorded = {how: train_one(how, f"{directory}/{how}/{rank}") for how in LAYOUTS}
+    Path(directory, f"{rank}.json").write_text(json.dumps(recorded))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -427,7 +427,7 @@ def sharded(how: str) -> nn.Module:
 
 
 def train_one(how: str, flight_dir: str) -> dict[str, Any]:
-    """Train three steps, of which the last is clipped."""
+    """Train three steps; the last is clipped."""
     session = torchobs.init(flight_dir=flight_dir, grad_interval=1)
     model: Any = sharded(how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -448,20 +448,20 @@ def train_one(how: str, flight_dir: str) -> dict[str, Any]:
     run = Recording(session)
     values = shown(run)  # written down before the steps are read: the directory need not be on tmpfs
     steps = run.steps()
-    found = {
+    recorded = {
         "norms": [record.grad_norm for record in steps], "whole": whole,
         "clipped": [has(record, StepFlag.CLIPPED) for record in steps],
         "ranks": values["torchobs.grad.norm_ranks",], "layers": layers(run), "errors": run.errors(),
     }  # fmt: skip
     torchobs.shutdown()
-    return found
+    return recorded
 
 
 @pytest.fixture(scope="module")
 def said_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What each rank said, by layout: one pair of processes for all, since most of a process is torch's import."""
-    found = fork_server.said_by_ranks(train_sharded, tmp_path_factory.mktemp("ranks"))
-    return {how: [rank[how] for rank in found] for how in LAYOUTS}
+    answers = fork_server.said_by_ranks(train_sharded, tmp_path_factory.mktemp("ranks"))
+    return {how: [rank[how] for rank in answers] for how in LAYOUTS}
 
 
 @pytest.mark.parametrize("how", LAYOUTS)
@@ -471,19 +471,19 @@ def test_squares_over_the_ranks_add_up_to_the_whole(how: str, said_of: dict[str,
     Promise: where torch.nn.utils clips gradients, each rank has the whole's norm, and nobody has computed or exchanged it for
     us. FSDP1 clips by a method of its own: there it is that of this rank's shard, after clipping.
     """
-    found, seen = said_of[how], how in {"fsdp", "hsdp"}
+    answers, whole_is_known = said_of[how], how in {"fsdp", "hsdp"}
     for step in range(3):
-        ranks = 1 if step == 2 and seen else RANKS
-        squares = sum(rank["norms"][step] ** 2 * ranks / RANKS for rank in found)
-        whole = CLIPPED_TO if step == 2 and how.startswith("fsdp1") else found[0]["whole"][step]
+        ranks = 1 if step == 2 and whole_is_known else RANKS
+        squares = sum(rank["norms"][step] ** 2 * ranks / RANKS for rank in answers)
+        whole = CLIPPED_TO if step == 2 and how.startswith("fsdp1") else answers[0]["whole"][step]
         assert sqrt(squares) == pytest.approx(whole, rel=1e-3)
-    norms = [rank["norms"][2] for rank in found]
-    assert (norms[0] == pytest.approx(norms[1], rel=1e-6)) == seen
+    norms = [rank["norms"][2] for rank in answers]
+    assert (norms[0] == pytest.approx(norms[1], rel=1e-6)) == whole_is_known
     if how != "fsdp1":  # which has one flat parameter
-        assert {name for rank in found for name in rank["layers"]} == {"0", "2", "3"}
-    assert [rank["clipped"] for rank in found] == [[False, False, seen]] * RANKS
-    assert [rank["ranks"] for rank in found] == [1 if seen else RANKS] * RANKS
-    assert [rank["errors"] for rank in found] == [[], []]
+        assert {name for rank in answers for name in rank["layers"]} == {"0", "2", "3"}
+    assert [rank["clipped"] for rank in answers] == [[False, False, whole_is_known]] * RANKS
+    assert [rank["ranks"] for rank in answers] == [1 if whole_is_known else RANKS] * RANKS
+    assert [rank["errors"] for rank in answers] == [[], []]
 
 
 @pytest.fixture(params=[0.005, 0.2], ids=["seldom", "often"])
@@ -546,7 +546,7 @@ LATE_STEPS = 12
 
 
 def mistakes(run: Recording) -> list[dict[str, Any]]:
-    """The attributes of what was told of the loop."""
+    """The attributes of the mistakes that were reported."""
     return [frame["attrs"] for frame in run.frames(catalog.EVENT_LOOP_MISTAKE.name)]
 
 
@@ -617,7 +617,7 @@ def growth(run: Recording) -> dict[str, Any]:
 
 
 def test_layers_that_grew_are_shown_for_ten_minutes(run: Recording) -> None:
-    """At most eight names in a whole run; a layer whose usual gradient is zero has a number, too."""
+    """At most eight names in a whole run; a layer with a usual gradient of zero has a number, too."""
     context = run.session.context
     assert context is not None
     grown = GrownLayers(context)
@@ -650,5 +650,5 @@ def test_how_many_parameters_the_model_has(run: Recording, flight_dir: Path) -> 
     (event,) = run.attributes(catalog.EVENT_FROZEN_BETWEEN.name)
     assert (event["layers"], event["layers_affected"]) == (["body.2"], 1)
     (view,), _ = load(list(flight_dir.glob("*.flight")))
-    (found,) = [one for one in figures(view, RunView((view,), 1, 1)).figures if one.name == "Parameters"]
-    assert (found.value, found.more) == ("65", "25 trained, 40 frozen; frozen between trained ones: layer body.2")
+    (card,) = [figure for figure in figures(view, RunView((view,), 1, 1)).figures if figure.name == "Parameters"]
+    assert (card.value, card.more) == ("65", "25 trained, 40 frozen; frozen between trained ones: layer body.2")
