@@ -48,25 +48,25 @@ def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def begin(flight_dir: Path) -> Iterator[Callable[..., FlightWriter]]:
     """Begin living ranks, which end with the test."""
-    made: list[FlightWriter] = []
+    writers: list[FlightWriter] = []
 
-    def rank(**given: str | int) -> FlightWriter:
-        made.append(live_rank(flight_dir, **given))
-        return made[-1]
+    def rank(**resource: str | int) -> FlightWriter:
+        writers.append(live_rank(flight_dir, **resource))
+        return writers[-1]
 
     yield rank
-    for writer in made:
+    for writer in writers:
         writer.close()
 
 
 @pytest.fixture
 def writer(begin: Callable[..., FlightWriter]) -> FlightWriter:
     """A living rank that has taken three steps, and an anomaly."""
-    made = begin()
-    train(made, [1, 2, 3])
-    made.event("torchobs.anomaly", {"kind": "loss_spike", "value": float("nan"), "baseline": 2.0}, 3)
-    made.event("torchobs.run.start", {"launcher": "torchrun"})
-    return made
+    rank = begin()
+    train(rank, [1, 2, 3])
+    rank.event("torchobs.anomaly", {"kind": "loss_spike", "value": float("nan"), "baseline": 2.0}, 3)
+    rank.event("torchobs.run.start", {"launcher": "torchrun"})
+    return rank
 
 
 @pytest.fixture
@@ -116,11 +116,11 @@ def test_what_a_rank_does_and_its_steps(writer: FlightWriter, web: Caller) -> No
     assert web.get("/status")["ranks"]["alive"] == 1
     flags = StepFlag.LOSS | StepFlag.GRAD_NORM | StepFlag.LEARNING_RATE
     writer.append(2, time.monotonic_ns(), RecordKind.LATE, flags, 1, 0.0, 7.0, float("inf"), 0.25, (0.0,) * 9)
-    found = web.get("/ranks/0/steps?last=2")
-    assert [step["step"] for step in found["steps"]] == [2, 3]
-    late = found["steps"][0]
+    answer = web.get("/ranks/0/steps?last=2")
+    assert [step["step"] for step in answer["steps"]] == [2, 3]
+    late = answer["steps"][0]
     assert (late["loss"], late["gradient_norm"], late["learning_rate"]) == (7.0, "Infinity", 0.25)
-    assert tuple(found["steps"][1]["phases_s"]) == PHASE_NAMES
+    assert tuple(answer["steps"][1]["phases_s"]) == PHASE_NAMES
     assert web.get(f"/ranks/{writer.header.incarnation.hex()}/steps")["steps"][0]["step"] == 1
 
 
@@ -133,7 +133,7 @@ def test_events_are_paged_and_filtered(writer: FlightWriter, web: Caller) -> Non
     (event,) = second["events"]
     assert (event["name"], event["step"], event["attributes"]["value"]) == ("torchobs.anomaly", 3, "NaN")
     assert second["next"] is None
-    assert [one["name"] for one in web.get("/events?kind=torchobs.anomaly&rank=0")["events"]] == ["torchobs.anomaly"]
+    assert [listed["name"] for listed in web.get("/events?kind=torchobs.anomaly&rank=0")["events"]] == ["torchobs.anomaly"]
     assert web.get("/events?kind=torchobs.exception")["events"] == []
 
 
@@ -144,15 +144,15 @@ def test_the_training_summary_counts_as_the_metrics_do(begin: Callable[..., Flig
         train(writer, [1, 2])
     writers[0].append(3, time.monotonic_ns(), RecordKind.STEP, StepFlag.LOSS, 1, 0.1, float("nan"), 0.0, 0.0, (0.0,) * 9)
     wait_until(lambda: web.get("/debug/training/summary")["total_steps"] == 5)
-    found = web.get("/debug/training/summary")
+    summary = web.get("/debug/training/summary")
     expected = {
         "total_steps": 5, "source": "recorded", "loss_anomalies": 1, "loss_anomaly_rate": 0.2, "anomaly_rate": 0.2,
         "anomaly_steps": 1, "anomaly_steps_most": 1, "gradient_explosions": 0, "gradient_vanishing": 0,
         "gradient_explosion_rate": 0.0, "gradient_vanishing_rate": 0.0,
     }  # fmt: skip
-    assert {name: found[name] for name in expected} == expected
-    assert found["anomalies"]["nonfinite_loss"] == 1
-    assert [rank["total_steps"] for rank in found["ranks"]] == [3, 2]
+    assert {name: summary[name] for name in expected} == expected
+    assert summary["anomalies"]["nonfinite_loss"] == 1
+    assert [rank["total_steps"] for rank in summary["ranks"]] == [3, 2]
     assert web.get("/debug/summary")["anomalies_active"][0]["kind"] == "nonfinite_loss"
     assert "NaN" in {rank["loss"] for rank in web.get("/ranks")["ranks"]}  # and not the last finite one
 
@@ -160,10 +160,10 @@ def test_the_training_summary_counts_as_the_metrics_do(begin: Callable[..., Flig
 def test_without_a_rank_there_is_nothing_and_it_says_so(web: Caller) -> None:
     """Rates of no steps are null; a command has nobody to go to."""
     assert web.get("/ranks") == {"ranks": [], "ended": []}
-    found = web.get("/debug/training/summary")
-    assert (found["gradient_explosions"], found["gradient_explosion_rate"], found["anomaly_rate"]) == (0, None, None)
-    found = web.get("/debug/summary")
-    assert (found["total_operations"], found["mean_s"], found["operations"]) == (0, None, [])
+    summary = web.get("/debug/training/summary")
+    assert (summary["gradient_explosions"], summary["gradient_explosion_rate"], summary["anomaly_rate"]) == (0, None, None)
+    summary = web.get("/debug/summary")
+    assert (summary["total_operations"], summary["mean_s"], summary["operations"]) == (0, None, [])
     assert web.get("/events") == {"events": [], "next": None}
     assert web.get("/evidence") == {"evidence": []}
     assert web.post("/stacks", Authorization=f"Bearer {TOKEN}").status == 409
@@ -175,11 +175,11 @@ def test_a_level_goes_to_all_ranks_or_to_one(flight_dir: Path, begin: Callable[.
     seen(local, 2)
     reply = local.post("/debug/level/advanced")
     assert reply.status == 202
-    assert [told["rank"] for told in reply.json["ranks"]] == ["0", "1"]
-    for writer, told in zip(writers, reply.json["ranks"], strict=True):
+    assert [answer["rank"] for answer in reply.json["ranks"]] == ["0", "1"]
+    for writer, answer in zip(writers, reply.json["ranks"], strict=True):
         command = given(flight_dir, writer)
-        assert (command.level, command.seq) == (2, told["command"])
-    assert [told["rank"] for told in local.post("/debug/level/off?rank=1").json["ranks"]] == ["1"]
+        assert (command.level, command.seq) == (2, answer["command"])
+    assert [answer["rank"] for answer in local.post("/debug/level/off?rank=1").json["ranks"]] == ["1"]
     assert [given(flight_dir, writer).level for writer in writers] == [2, 0]
 
 
@@ -272,13 +272,13 @@ def test_the_summaries_say_what_debug_s_own_say(flight_dir: Path, local: Caller)
             with debug.context("step"):
                 debug.monitor_step(model, loss)
         wait_until(lambda: local.get("/debug/summary")["total_operations"] == 3)
-        own, told = debug.training_summary().to_dict(), local.get("/debug/training/summary")
-        assert own == {name: told[name] for name in own}
-        assert (told["total_steps"], told["loss_anomalies"], told["source"]) == (3, 1, "monitored")
-        own, told = debug.summary().to_dict(), local.get("/debug/summary")
+        direct, served = debug.training_summary().to_dict(), local.get("/debug/training/summary")
+        assert direct == {name: served[name] for name in direct}
+        assert (served["total_steps"], served["loss_anomalies"], served["source"]) == (3, 1, "monitored")
+        direct, served = debug.summary().to_dict(), local.get("/debug/summary")
         for name in ("mean_s", "maximum_s", "memory_peak_bytes", "total_operations", "with_problems"):
-            assert told[name] == pytest.approx(own[name])
-        (row,) = told["operations"]
+            assert served[name] == pytest.approx(direct[name])
+        (row,) = served["operations"]
         assert (row["operation"], row["count"]) == ("step", 3)
     finally:
         torchobs.shutdown()
@@ -286,7 +286,7 @@ def test_the_summaries_say_what_debug_s_own_say(flight_dir: Path, local: Caller)
 
 
 def test_a_rank_that_has_ended_is_told_nothing(flight_dir: Path, writer: FlightWriter, local: Caller) -> None:
-    """Refused with the reason; and what it was told while it lived is removed."""
+    """A command is refused with the reason; one that it got while it lived is removed."""
     assert local.post("/debug/level/basic").status == 202
     record = flight_dir / "control" / control.file_name(writer.header.incarnation)
     assert record.exists()
@@ -316,7 +316,7 @@ def test_a_rank_that_hangs_is_asked_for_its_stacks_once(flight_dir: Path, begin:
 
 
 def test_a_sidecar_takes_no_commands_unless_told_to(flight_dir: Path, tmp_path: Path, writer: FlightWriter) -> None:
-    """By loopback it only tells, and a socket is made where it is asked for."""
+    """Loopback is for reading, and a socket is made where it is asked for."""
     assert writer.name
     with Service(ExporterConfig(flight_dir=str(flight_dir), api_socket=str(tmp_path / "s"))) as exporter:
         assert Caller(exporter.address).get("/status")["mode"] == "sidecar"
@@ -444,8 +444,8 @@ def test_a_token_file_that_is_none_admits_nobody(tmp_path: Path, content: bytes 
     path = tmp_path / "token"
     if content is not None:
         path.write_bytes(content)
-    for given in ("", "short", "\udcff" * 32):
-        assert not Token(str(path)).admits(given)
+    for text in ("", "short", "\udcff" * 32):
+        assert not Token(str(path)).admits(text)
     assert status("POST", LOCAL | JSON | {"authorization": "Bearer short"}, "loopback", Token(str(path))) == 401
 
 
