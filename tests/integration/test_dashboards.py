@@ -33,7 +33,7 @@ DCGM = "".join(f'# TYPE {name} gauge\n{name}{{UUID="UUID0",Hostname="node"}} 0.5
 
 @pytest.fixture
 def target() -> Iterator[str]:
-    """The address of a page of all metrics whose counters grow with the time."""
+    """The address of a page of all metrics; its counters grow with the time."""
     started = time.monotonic()
 
     class Page(BaseHTTPRequestHandler):
@@ -61,7 +61,7 @@ def target() -> Iterator[str]:
 def unanswered(
     prometheus: PrometheusServer, dashboards: dict[str, dict[str, Any]], asked: Container[tuple[str, str]] | None = None
 ) -> dict[tuple[str, str], str]:
-    """The queries that Prometheus has no series for, or whose series lack what the legend names, by dashboard and panel.
+    """The queries without a series in Prometheus, or with series that lack what the legend names, by dashboard and panel.
 
     `asked`: only these panels and annotations.
     """
@@ -70,9 +70,9 @@ def unanswered(
         for panel, target in targets(dashboard):
             if "@ 0" in target["expr"] or (asked is not None and (uid, panel["title"]) not in asked):
                 continue
-            found = prometheus.query(filled(target["expr"], **GIVEN))
+            answer = prometheus.query(filled(target["expr"], **GIVEN))
             named = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) - OPTIONAL
-            if not found or not all(named <= series.labels.keys() for series in found):
+            if not answer or not all(named <= series.labels.keys() for series in answer):
                 wrong[uid, panel["title"]] = target["expr"]
         for annotation in dashboard["annotations"]["list"]:
             if (asked is None or (uid, annotation["name"]) in asked) and not prometheus.query(
@@ -85,8 +85,8 @@ def unanswered(
 def exemplars(prometheus: PrometheusServer, expr: str) -> list[Any]:
     """The exemplars of a query, as Grafana asks for them: one list for each series."""
     when = {"start": f"{time.time() - 60:.3f}", "end": f"{time.time():.3f}"}
-    found: list[Any] = prometheus.get("/api/v1/query_exemplars", query=filled(expr, **GIVEN), **when)
-    return found
+    answer: list[Any] = prometheus.get("/api/v1/query_exemplars", query=filled(expr, **GIVEN), **when)
+    return answer
 
 
 def choices(prometheus: PrometheusServer, dashboard: dict[str, Any]) -> dict[str, set[str]]:
@@ -99,7 +99,7 @@ def choices(prometheus: PrometheusServer, dashboard: dict[str, Any]) -> dict[str
         elif variable["type"] == "query":
             selector = filled(variable["definition"].removeprefix("label_values(").rpartition(",")[0])
             series = prometheus.get("/api/v1/series", **{"match[]": selector})
-            offered[name] = {one[name] for one in series if name in one}
+            offered[name] = {labels[name] for labels in series if name in labels}
     return offered
 
 
@@ -220,14 +220,14 @@ class Panels:
 
     def ask(self, run: Run, uid: str, title: str, number: int = 0) -> list[Series]:
         """The answer to one query of a panel, over the whole time or at its end."""
-        found = [target for panel, target in targets(self._dashboards[uid]) if panel["title"] == title]
-        return self.query(found[number]["expr"], run, instant=found[number]["instant"])
+        matching = [target for panel, target in targets(self._dashboards[uid]) if panel["title"] == title]
+        return self.query(matching[number]["expr"], run, instant=matching[number]["instant"])
 
     def annotation(self, run: Run, name: str) -> set[float]:
         """The values of an annotation."""
         every = self._dashboards["torchobs-run"]["annotations"]["list"]
-        (expr,) = (one["expr"] for one in every if one["name"] == name)
-        return {value for one in self.query(expr, run) for _, value in one.points}
+        (expr,) = (item["expr"] for item in every if item["name"] == name)
+        return {value for item in self.query(expr, run) for _, value in item.points}
 
     def query(self, expr: str, run: Run, *, instant: bool = False) -> list[Series]:
         """The answer to a query of a run's dashboard."""
@@ -237,27 +237,27 @@ class Panels:
         return self._server.query_range(query, self._ended_s - RANGE_S, self._ended_s - 1, "30s")
 
 
-def highest(found: list[Series], label: str) -> dict[str, float]:
+def highest(answer: list[Series], label: str) -> dict[str, float]:
     """The highest value of each series, by a label."""
-    return {one.labels[label]: max(value for _, value in one.points) for one in found}
+    return {line.labels[label]: max(value for _, value in line.points) for line in answer}
 
 
 def check_restart(hour: Panels) -> None:
     """A rank of node 1 has a new target, and so a new series that never changes; a run without a restart has none."""
-    assert [one.value for one in hour.ask(SICK, "torchobs-run", "Starts again")] == [1.0]
-    assert [one.value for one in hour.ask(HEALTHY, "torchobs-run", "Starts again")] == [0.0]
+    assert [line.value for line in hour.ask(SICK, "torchobs-run", "Starts again")] == [1.0]
+    assert [line.value for line in hour.ask(HEALTHY, "torchobs-run", "Starts again")] == [0.0]
     assert len(hour.annotation(SICK, "Starts")) == 2
     assert len(hour.annotation(HEALTHY, "Starts")) == 1
 
 
 def check_slow_rank(hour: Panels) -> None:
     """Compared with ranks on other machines, without the time in which the others wait for it."""
-    found = highest(hour.ask(SICK, "torchobs-ranks", "Stragglers across nodes"), "rank")
-    assert found.pop(str(SLOW_RANK)) > 1.5
-    assert all(value < 1.2 for value in found.values())
+    ratios = highest(hour.ask(SICK, "torchobs-ranks", "Stragglers across nodes"), "rank")
+    assert ratios.pop(str(SLOW_RANK)) > 1.5
+    assert all(value < 1.2 for value in ratios.values())
     nodes = highest(hour.ask(SICK, "torchobs-ranks", "Slow nodes"), "host")
     assert max(nodes, key=lambda host: nodes[host]).startswith("gpt-1-")
-    rows = {one.labels["row"]: one.points[-1][1] for one in hour.ask(SICK, "torchobs-ranks", "Own step time by rank")}
+    rows = {line.labels["row"]: line.points[-1][1] for line in hour.ask(SICK, "torchobs-ranks", "Own step time by rank")}
     assert max(rows, key=lambda row: rows[row]) == f"{SLOW_RANK:05}"
     assert max(highest(hour.ask(HEALTHY, "torchobs-ranks", "Stragglers across nodes"), "rank").values()) < 1.2
 
@@ -265,8 +265,8 @@ def check_slow_rank(hour: Panels) -> None:
 def check_shares(hour: Panels) -> None:
     """The phases to the steps' time, the uses to the wall time, and goodput is the productive one."""
     phases = hour.ask(HEALTHY, "torchobs-run", "Step time by phase")
-    assert sum(one.value for one in phases) == pytest.approx(1.0)
-    uses = {one.labels["state"]: one.value for one in hour.ask(HEALTHY, "torchobs-run", "Wall time by use")}
+    assert sum(line.value for line in phases) == pytest.approx(1.0)
+    uses = {line.labels["state"]: line.value for line in hour.ask(HEALTHY, "torchobs-run", "Wall time by use")}
     assert sum(uses.values()) == pytest.approx(1.0, rel=1e-3)
     (goodput,) = hour.ask(HEALTHY, "torchobs-run", "Goodput over time")
     assert goodput.value == pytest.approx(uses["productive"])
@@ -278,11 +278,11 @@ def check_clusters(hour: Panels) -> None:
     for uid, dashboard in shipped().items():
         for panel, target in targets(dashboard):
             if "run_id" in variables(dashboard) and target.get("format") != "heatmap":
-                found = hour.query(target["expr"], TWINS[0], instant=True)
-                mixed += [(uid, panel["title"]) for one in found if "cluster" not in one.labels]
+                answer = hour.query(target["expr"], TWINS[0], instant=True)
+                mixed += [(uid, panel["title"]) for line in answer if "cluster" not in line.labels]
     assert mixed == []
     up = hour.ask(TWINS[0], "torchobs-run", "Ranks up")
-    assert {one.labels["cluster"]: one.value for one in up} == {"east": 4, "west": 2}
+    assert {line.labels["cluster"]: line.value for line in up} == {"east": 4, "west": 2}
 
 
 def test_an_hour_of_runs(prometheus_program: str) -> None:
