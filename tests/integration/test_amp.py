@@ -71,13 +71,13 @@ def test_scale_tracker_streak_and_skips_are_the_scaler_s_own(run: Recording, fus
 
 
 def test_each_optimizer_of_one_scaler_is_told_apart(run: Recording) -> None:
-    """The one whose gradients overflow is skipped, the other one is not; the scale is of both."""
-    one, two = mlp(0), mlp(1)
-    first, second = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.AdamW(two.parameters(), lr=0.1, fused=True)
+    """The one with the overflow is skipped, the other one is not; they share the scale."""
+    model, other = mlp(0), mlp(1)
+    first, second = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW(other.parameters(), lr=0.1, fused=True)
     scaler = GradScaler("cpu")
     for index in range(6):
-        step(one, first, scaler)
-        step(two, second, scaler, overflows=index >= 2)
+        step(model, first, scaler)
+        step(other, second, scaler, overflows=index >= 2)
         scaler.update()
     values = run.look()
     assert (values["torchobs.amp.overflows", "0"], values["torchobs.amp.overflows", "1"]) == (0, 4)
@@ -86,7 +86,7 @@ def test_each_optimizer_of_one_scaler_is_told_apart(run: Recording) -> None:
 
 
 def test_a_collapsed_scale_is_told_once(run: Recording, caplog: pytest.LogCaptureFixture) -> None:
-    """A run whose every step is skipped dies quietly: the scale falls below 1, and that is an event and one line."""
+    """A run that skips every step dies quietly: the scale falls below 1, and that is an event and one line."""
     model, optimizer = sgd()
     scaler = GradScaler("cpu", init_scale=4.0)
     with caplog.at_level(logging.WARNING, "torchobs"):
@@ -147,19 +147,19 @@ def test_clipping_before_the_unscaling_is_told(
         scaler.update()
     run.look()
     assert [record.grad_norm for record in run.steps()] == pytest.approx(norms, rel=1e-5)
-    told = run.attributes(catalog.EVENT_AMP_CLIPPED_SCALED.name)
-    assert told == ([] if order == "right" else [{"limit": 0.5, "scale": 1024.0}])
+    events = run.attributes(catalog.EVENT_AMP_CLIPPED_SCALED.name)
+    assert events == ([] if order == "right" else [{"limit": 0.5, "scale": 1024.0}])
     assert [line for line in caplog.messages if "before scaler.unscale_" in line] == [] or order != "right"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "scaled", "evaluates", "told"),
+    ("dtype", "scaled", "evaluates", "warnings"),
     [(torch.float16, False, False, 1), (torch.bfloat16, False, False, 0), (torch.float16, True, False, 0),
      (torch.float16, False, True, 0)],
     ids=["float16", "bfloat16", "with a scaler that is gone by then", "an evaluation"],
 )  # fmt: skip
 def test_float16_training_without_a_scaler_is_told_once(
-    run: Recording, caplog: pytest.LogCaptureFixture, dtype: torch.dtype, told: int, *, scaled: bool, evaluates: bool
+    run: Recording, caplog: pytest.LogCaptureFixture, dtype: torch.dtype, warnings: int, *, scaled: bool, evaluates: bool
 ) -> None:
     """Its small gradients become zero, which no metric would show. Nobody is warned where there is nothing to scale."""
 
@@ -181,6 +181,6 @@ def test_float16_training_without_a_scaler_is_told_once(
     used = {name[1:] for name, value in values.items() if name[0] == "torchobs.amp.autocast" and value == 1.0}
     assert used == {("cpu", str(dtype).removeprefix("torch."))}
     assert scaled or not [name for name in values if name[0] == "torchobs.amp.scale"]
-    assert len(run.frames("torchobs.amp.unscaled")) == told
+    assert len(run.frames("torchobs.amp.unscaled")) == warnings
     text = f"torchobs: {finding('amp_unscaled').short}"
-    assert [line for line in caplog.messages if "float16" in line] == [text] * told
+    assert [line for line in caplog.messages if "float16" in line] == [text] * warnings
