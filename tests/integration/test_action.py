@@ -80,18 +80,18 @@ def inspected(capsys: pytest.CaptureFixture[str], flight_dir: Path) -> dict[str,
     """What `inspect --json` says."""
     with pytest.raises(SystemExit):
         sys.exit(dispatch.main(["inspect", "--json", str(flight_dir)]))
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return {name: found[name] for name in ("action", "cause", "reason", "evidence")}
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return {name: document[name] for name in ("action", "cause", "reason", "evidence")}
 
 
 @pytest.mark.parametrize(("how", "action", "cause"), [("own", "do_not_restart", "program"), ("shapes", "unknown", "unknown")])
 def test_an_end_has_its_action(capsys: pytest.CaptureFixture[str], flight_dir: Path, how: str, action: str, cause: str) -> None:
     """With its reason and the end that proves it; an error that torch raises may be anybody's."""
     ended(flight_dir, how)
-    found = inspected(capsys, flight_dir)
-    assert (found["action"], found["cause"]) == (action, cause)
-    assert found["reason"] == next(row.reason for row in TABLE if row.cause == cause)
-    (proof,) = found["evidence"]
+    answer = inspected(capsys, flight_dir)
+    assert (answer["action"], answer["cause"]) == (action, cause)
+    assert answer["reason"] == next(row.reason for row in TABLE if row.cause == cause)
+    (proof,) = answer["evidence"]
     assert proof["rank"] == "0"
     assert "after step 5" in proof["text"]
 
@@ -113,7 +113,7 @@ ENDS = (
 def test_where_nothing_is_proven_the_action_is_unknown() -> None:
     """A file may have been missing for a moment, a status or a SIGKILL has many reasons.
 
-    On SIGTERM a run may go on, unless ranks are elsewhere of which nobody knows whether they failed before.
+    On SIGTERM a run may go on, unless ranks are elsewhere: they may have failed before.
     """
     assert [(end, decide(Ends((end,), end))[0].cause) for end, _ in ENDS] == [*ENDS]
     assert decide(Ends((TERMINATED,), TERMINATED, complete=False))[0].cause == "unknown"
@@ -125,10 +125,10 @@ def test_the_same_step_and_line_twice_is_not_tried_a_third_time(capsys: pytest.C
         web = Caller(service.address)
         for restart, action, cause in (("0", "unknown", "unknown"), ("1", "do_not_restart", "repeated")):
             ended(flight_dir, "io", TORCHOBS_RESTART=restart)
-            found = inspected(capsys, flight_dir)
-            assert (found["action"], found["cause"]) == (action, cause)
+            answer = inspected(capsys, flight_dir)
+            assert (answer["action"], answer["cause"]) == (action, cause)
 
-            def served(wanted: dict[str, Any] = found) -> bool:
+            def served(wanted: dict[str, Any] = answer) -> bool:
                 runs = web.get("/ranks")["ended"]
                 return bool(runs == [{"job_name": "job", "run_id": "run", **wanted}])
 
@@ -140,8 +140,8 @@ def test_who_is_told_to_end_may_go_on(capsys: pytest.CaptureFixture[str], flight
     with started(flight_dir, "wait") as process:
         assert inspected(capsys, flight_dir)["cause"] == "running"
         process.send_signal(signal.SIGTERM)
-    found = inspected(capsys, flight_dir)
-    assert (found["action"], found["cause"]) == ("restart", "preempted")
+    answer = inspected(capsys, flight_dir)
+    assert (answer["action"], answer["cause"]) == ("restart", "preempted")
 
 
 def test_ranks_that_waited_for_one_that_was_killed_may_go_on(capsys: pytest.CaptureFixture[str], flight_dir: Path) -> None:
@@ -151,18 +151,18 @@ def test_ranks_that_waited_for_one_that_was_killed_may_go_on(capsys: pytest.Capt
     argv = (sys.executable, "-c", TRAIN, "pair")
     ranks = [fork_server.Python(argv, env=environ, stderr=subprocess.DEVNULL) for environ in environs]
     assert [process.wait(timeout=60) for process in ranks] == [1, -signal.SIGKILL]
-    found = inspected(capsys, flight_dir)
-    assert (found["action"], found["cause"]) == ("restart", "peer_died")
-    assert [proof["rank"] for proof in found["evidence"]] == ["1", "0"]
+    answer = inspected(capsys, flight_dir)
+    assert (answer["action"], answer["cause"]) == ("restart", "peer_died")
+    assert [proof["rank"] for proof in answer["evidence"]] == ["1", "0"]
 
 
 def test_hardware_goes_before_all_else() -> None:
     """Of any rank, shortly before its end; an XID that a program causes is none, nor one of an hour before."""
 
-    def cause(**given: Any) -> str:
-        found = verdict([facts(steps(100), **{"state": "failed", "reason": "terminated", "exit_code": 143, **given})], 0)
-        assert found.action in ACTIONS
-        return found.cause
+    def cause(**end: Any) -> str:
+        result = verdict([facts(steps(100), **{"state": "failed", "reason": "terminated", "exit_code": 143, **end})], 0)
+        assert result.action in ACTIONS
+        return result.cause
 
     def xid(number: int, seconds: float = 9.0) -> Any:
         return fact(catalog.EVENT_GPU_XID, seconds, 90, hw__id="GPU-1", xid=number)
