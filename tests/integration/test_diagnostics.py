@@ -66,11 +66,13 @@ def step() -> Callable[[], None]:
     return take
 
 
-def found(directory: Path, kind: str) -> list[ArtifactName]:
+def evidence_of(directory: Path, kind: str) -> list[ArtifactName]:
     """The evidence of that kind in which there is something."""
     fd = open_directory(str(directory))
     try:
-        return [one for one in artifacts.names(fd) if one.kind == kind and (directory / one.name).stat().st_size]
+        return [
+            artifact for artifact in artifacts.names(fd) if artifact.kind == kind and (directory / artifact.name).stat().st_size
+        ]
     finally:
         os.close(fd)
 
@@ -80,25 +82,25 @@ def soon(directory: Path, kind: str, step: Callable[[], None] = lambda: None) ->
 
     def look() -> list[ArtifactName]:
         step()
-        return found(directory, kind)
+        return evidence_of(directory, kind)
 
-    (one,) = support.wait_until(look)
-    return one
+    (artifact,) = support.wait_until(look)
+    return artifact
 
 
 def test_stacks_on_request(run: Recording, flight_dir: Path, ask: Callable[..., int]) -> None:
     """All threads with their names and no value of a variable, under the number of the command; an event says so."""
     local_secret = "do not " + "show"
     number = ask(stacks=True)
-    one = soon(flight_dir, STACKS)
-    text = (flight_dir / one.name).read_text()
-    assert one.number == number
+    artifact = soon(flight_dir, STACKS)
+    text = (flight_dir / artifact.name).read_text()
+    assert artifact.number == number
     assert "test_stacks_on_request" in text
     assert "is 'MainThread'" in text
     assert local_secret not in text
-    assert (flight_dir / one.name).stat().st_mode & 0o777 == 0o600
-    (event,) = support.wait_until(lambda: run.frames("torchobs.stacks"))  # told after the file is there
-    assert event["attrs"] == {"cause": "asked", "evidence": one.id}
+    assert (flight_dir / artifact.name).stat().st_mode & 0o777 == 0o600
+    (event,) = support.wait_until(lambda: run.frames("torchobs.stacks"))  # sent after the file is there
+    assert event["attrs"] == {"cause": "asked", "evidence": artifact.id}
 
 
 def training(run: Recording, step: Callable[[], None], event: str) -> None:
@@ -122,17 +124,17 @@ def test_a_profile_of_three_steps(run: Recording, flight_dir: Path, ask: Callabl
     """It has three of what a step has, and is over after them; no profiler runs then."""
     step()
     number = ask(profile_steps=3)
-    one = soon(flight_dir, PROFILE, step)
-    assert one.number == number
-    names = [event.get("name") for event in trace(flight_dir / one.name)]
+    profile = soon(flight_dir, PROFILE, step)
+    assert profile.number == number
+    names = [event.get("name") for event in trace(flight_dir / profile.name)]
     assert names.count("Optimizer.step#SGD.step") == 3
     assert names.count("autograd::engine::evaluate_function: MseLossBackward0") == 3
     assert not torch.autograd.profiler._is_profiler_enabled
-    support.wait_until(lambda: run.frames("torchobs.profile.end"))  # told after the file is there
+    support.wait_until(lambda: run.frames("torchobs.profile.end"))  # sent after the file is there
     (begun,), (ended,) = run.frames("torchobs.profile.start"), run.frames("torchobs.profile.end")
-    assert begun["attrs"] == {"steps": 3, "evidence": one.id}
-    size = (flight_dir / one.name).stat().st_size
-    assert ended["attrs"] == {"reason": "complete", "steps": 3, "evidence": one.id, "size": size}
+    assert begun["attrs"] == {"steps": 3, "evidence": profile.id}
+    size = (flight_dir / profile.name).stat().st_size
+    assert ended["attrs"] == {"reason": "complete", "steps": 3, "evidence": profile.id, "size": size}
 
 
 def test_ours_makes_way_for_the_application_s_own(
@@ -142,12 +144,12 @@ def test_ours_makes_way_for_the_application_s_own(
     step()
     ask(profile_steps=1000)
     training(run, step, "torchobs.profile.start")
-    with profiler.profile() as own:
+    with profiler.profile() as theirs:
         step()
-    assert "aten::mse_loss" in {event.name for event in own.events() or ()}
-    one = soon(flight_dir, PROFILE, step)
-    assert trace(flight_dir / one.name)
-    (ended,) = support.wait_until(lambda: run.frames("torchobs.profile.end"))  # told after the file is there
+    assert "aten::mse_loss" in {event.name for event in theirs.events() or ()}
+    profile = soon(flight_dir, PROFILE, step)
+    assert trace(flight_dir / profile.name)
+    (ended,) = support.wait_until(lambda: run.frames("torchobs.profile.end"))  # sent after the file is there
     assert ended["attrs"]["reason"] == "interrupted"
 
 
@@ -200,8 +202,8 @@ def test_a_rank_that_holds_python_s_lock_writes_its_stacks_down(flight_dir: Path
         sleep_with_the_lock()
         (event,) = support.wait_until(told)
         silent_s = time.monotonic() - begun
-        (one,) = (one for one in found(flight_dir, STUCK) if one.id == event["evidence"])
-        text = (flight_dir / one.name).read_text()
+        (artifact,) = (artifact for artifact in evidence_of(flight_dir, STUCK) if artifact.id == event["evidence"])
+        text = (flight_dir / artifact.name).read_text()
         assert "test_a_rank_that_holds_python_s_lock" in text
         assert event["cause"] == "stuck"
         assert event["silent_s"] < silent_s
@@ -235,7 +237,7 @@ def caught() -> int:
 
 def registered(run: Recording) -> stacks.Watchdog:
     """The run's watchdog, once it has its handler; one of a session before this may have another signal still."""
-    (dog,) = support.wait_until(lambda: [one for one in stacks._registered if one._writer is run.session.writer])
+    (dog,) = support.wait_until(lambda: [watchdog for watchdog in stacks._registered if watchdog._writer is run.session.writer])
     return dog
 
 
@@ -284,7 +286,7 @@ def worker(run: Recording) -> Iterator[int]:
     first, second = (worker for workers in context.hooks.loader_workers.ask() for worker in workers)
     assert (first.number, first.awaited, second.awaited) == (0, True, False)
     assert all(data.begun.acquire(timeout=60) for _ in range(2))
-    wait_until(lambda: all(psutil.Process(one.pid).status() == psutil.STATUS_SLEEPING for one in (first, second)))
+    wait_until(lambda: all(psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING for process in (first, second)))
     yield first.pid
     data.go.set()
     del batches
