@@ -44,8 +44,8 @@ def test_every_finding_is_an_event_and_a_metric_with_its_severity(run: Recording
         with pytest.raises(error, match=r"use one of|error is an exception"):
             guard.record(*wrong)
     run.whole_round()
-    found = [event for event in vars(catalog).values() if isinstance(event, catalog.Event) and ".guard." in event.name]
-    frames = [(event.name, frame["attrs"]) for event in found for frame in run.frames(event.name)]
+    events = [event for event in vars(catalog).values() if isinstance(event, catalog.Event) and ".guard." in event.name]
+    frames = [(event.name, frame["attrs"]) for event in events for frame in run.frames(event.name)]
     assert {(name.removeprefix("torchobs.guard."), about["category"], about["severity"]) for name, about in frames} == {
         ("violation", "contract", "error"), ("outputs", "numerics", "error"), ("outputs", "numerics", "warning"),
         ("file", "file", "error"), ("model", "numerics", "warning"), ("resource", "resources", "warning"),
@@ -102,7 +102,7 @@ class Trained:
         """samples that fit"""
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """The mean loss; raises what a device raises whose memory is too small."""
+        """The mean loss; raises what a device without enough memory raises."""
         if len(batch["x"]) > self.largest:
             raise torch.OutOfMemoryError("too many samples")
         return loss_of(model, batch)
@@ -241,7 +241,7 @@ def test_a_loss_that_jumps_goes_back_to_the_snapshot() -> None:
 
 
 class Readable(Dataset[int]):
-    """Samples, of which some cannot be read."""
+    """Samples; some cannot be read."""
 
     def __init__(self, size: int, bad: dict[int, Exception]) -> None:
         self._size, self._bad = size, bad
@@ -291,7 +291,7 @@ def micro_batches(batch: Batch, *lengths: int) -> list[Batch]:
 def test_micro_batches_make_the_step_of_the_whole_batch(lengths: tuple[int, ...], scaled: bool) -> None:  # noqa: FBT001
     """Promise: gradients, clipping and loss are those of one large batch, scaled or not, for unequal parts too."""
     ours, theirs = model(), model()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (ours, theirs)]
+    optimizers = [torch.optim.SGD(network.parameters(), lr=0.5) for network in (ours, theirs)]
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if scaled else None
     recovery = guard.Recovery(ours, optimizers[0], scaler=scaler, max_grad_norm=0.1)
     for batch in batches(3):
@@ -438,9 +438,9 @@ def test_arguments_of_nonsense_are_refused() -> None:
     for policy, message in POLICIES:
         with pytest.raises(ValueError, match=message):
             guard.RecoveryPolicy(**policy)
-    for given, message in NONSENSE:
+    for wrong, message in NONSENSE:
         network = model()
-        arguments = {"model": network, "optimizer": torch.optim.SGD(network.parameters(), lr=0.1), **given}
+        arguments = {"model": network, "optimizer": torch.optim.SGD(network.parameters(), lr=0.1), **wrong}
         with pytest.raises((TypeError, ValueError), match=message):
             guard.Recovery(**arguments)
 
@@ -460,15 +460,15 @@ def test_ranks_recover_together(tmp_path: Path) -> None:
         first, second = said[scenario]
         assert first["actions"] == second["actions"] == ["none", "none", "none", "skip", "none", "none"]
         assert all(isfinite(weight) for weight in first["weights"])
-    assert [one["actions"] for one in said["alone"]] == [["none", "none", "none", "raise"]] * 2
+    assert [answer["actions"] for answer in said["alone"]] == [["none", "none", "none", "raise"]] * 2
     first, second = said["spike"]
     assert first["actions"] == second["actions"]
     assert (first["actions"].count("restore"), first["actions"][30]) == (1, "restore")
     for scenario in ("agree", "micro_batches", "spike", "held"):
         assert said[scenario][0]["weights"] == said[scenario][1]["weights"], scenario
-    for one in said["averaged_once"]:
-        assert one["collectives"] == 1
-        assert one["weights"] == pytest.approx(one["expected"], rel=1e-5)
-    assert [one["error"] for one in said["out_of_memory"]] == ["RuntimeError", "OutOfMemoryError"]
-    assert [[one["held"] for one in said[scenario]] for scenario in ("held", "held_alone")] == [[1, 1], [0, 1]]
+    for answer in said["averaged_once"]:
+        assert answer["collectives"] == 1
+        assert answer["weights"] == pytest.approx(answer["expected"], rel=1e-5)
+    assert [answer["error"] for answer in said["out_of_memory"]] == ["RuntimeError", "OutOfMemoryError"]
+    assert [[answer["held"] for answer in said[scenario]] for scenario in ("held", "held_alone")] == [[1, 1], [0, 1]]
     assert said["held_alone"][0]["weights"] != said["held_alone"][1]["weights"]
