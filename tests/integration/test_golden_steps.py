@@ -67,11 +67,11 @@ def compare(pytestconfig: pytest.Config) -> Compare:
 
     def compare(name: str, records: list[StepRecord]) -> None:
         golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-        found = columns(records)
+        recorded = columns(records)
         if pytestconfig.getoption("--update-golden"):
-            golden[name] = found
+            golden[name] = recorded
             GOLDEN.write_text(json.dumps(golden, indent=1, sort_keys=True) + "\n")
-        assert_alike(found, golden[name])
+        assert_alike(recorded, golden[name])
 
     return compare
 
