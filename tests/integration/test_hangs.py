@@ -47,8 +47,8 @@ QUIET_AGE_S = 10.0
 def environment_of(rank: int, port: int, world: int = 2, /, **variables: str) -> dict[str, str]:
     """The environment of one rank of a job of so many."""
     of_the_job = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    given = {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1, **of_the_job, **variables}
-    return clean_environment() | {name: str(value) for name, value in given.items()}
+    of_the_rank = {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1, **of_the_job, **variables}
+    return clean_environment() | {name: str(value) for name, value in of_the_rank.items()}
 
 
 @pytest.mark.long
@@ -63,14 +63,14 @@ def test_hangs_of_all_kinds_are_found(start: Callable[..., object], flight_dir: 
             command = (sys.executable, "-m", "torchobs", "run", "--no-exporter", "-m", "tests.scripts.hanging", kind)
             start(*command, "150" if late else "4", torch=True, env=environment, cwd=ROOT)
     with closing(Scanner(ExporterConfig(flight_dir=os.fspath(flight_dir)))) as scanner:
-        seen: dict[str, str] = {}
+        states_seen: dict[str, str] = {}
 
         def all_found() -> bool:
             time.sleep(0.5)
             for rank in scanner.scan().ranks:
                 aged = (rank.progress_age_s or 0.0) > QUIET_AGE_S  # a GIL hold while a model loads is no hang yet
-                seen[f"{rank.run_id}/{rank.rank}"] = rank.state if aged else "young"
-            states = {run: {state for name, state in seen.items() if name.startswith(f"{run}/")} for run in HANGS}
+                states_seen[f"{rank.run_id}/{rank.rank}"] = rank.state if aged else "young"
+            states = {run: {state for name, state in states_seen.items() if name.startswith(f"{run}/")} for run in HANGS}
             return all(states[run] == {expected} for run, expected in HANGS.items())
 
         wait_until(all_found, timeout_s=240)  # on a busy machine
@@ -89,13 +89,13 @@ def start_ranks(start: Any, flight_dir: Path, place: str, *often: str, **variabl
 
 
 def positions(snapshot: Snapshot) -> dict[str, tuple[str, float]]:
-    """What Prometheus is told of where each rank is."""
+    """The place of each rank, as Prometheus gets it."""
     samples = {rank.rank: list(exporter_metrics.of_rank(rank)) for rank in snapshot.ranks}
     return {
-        rank: (one.attributes["phase"], round(one.value, 3))
-        for rank, found in samples.items()
-        for one in found
-        if one.metric is catalog.RANK_STALL_POSITION
+        rank: (sample.attributes["phase"], round(sample.value, 3))
+        for rank, rank_samples in samples.items()
+        for sample in rank_samples
+        if sample.metric is catalog.RANK_STALL_POSITION
     }
 
 
@@ -103,7 +103,7 @@ def test_the_rank_that_sleeps_is_named(start: Any, flight_dir: Path, monkeypatch
     """Not rank 0, which waits in backward's all-reduce."""
     monkeypatch.setattr(state, "LEAST_HANG_S", QUIET_S)
     start_ranks(start, flight_dir, "forward")
-    told = "Rank 1 stays in forward of step 6, and the other rank waits in backward of step 6."
+    words = "Rank 1 stays in forward of step 6, and the other rank waits in backward of step 6."
     with closing(Scanner(ExporterConfig(flight_dir=str(flight_dir), hang_timeout_s=QUIET_S))) as scanner:
 
         def hung() -> list[Snapshot]:
@@ -112,8 +112,8 @@ def test_the_rank_that_sleeps_is_named(start: Any, flight_dir: Path, monkeypatch
 
         (snapshot,) = wait_until(hung, 60.0, 0.2)
         (run,) = RunsReader().runs(snapshot, {})
-        assert told in health.health(run).text
-    wait_until(lambda: any(text.startswith(told) for text in findings(flight_dir)), 30.0, 0.5)
+        assert words in health.health(run).text
+    wait_until(lambda: any(text.startswith(words) for text in findings(flight_dir)), 30.0, 0.5)
     reports, _ = load(sorted(flight_dir.glob("*.flight")))
     assert reports[diagnose_run(reports).principal].rank == "1"
 
@@ -121,7 +121,7 @@ def test_the_rank_that_sleeps_is_named(start: Any, flight_dir: Path, monkeypatch
 def findings(flight_dir: Path) -> list[str]:
     """What `torchobs inspect` finds of the ranks together."""
     reports, _ = load(sorted(flight_dir.glob("*.flight")))
-    return [one.long for one in diagnose_run(reports).together]
+    return [finding.long for finding in diagnose_run(reports).together]
 
 
 def test_stacks_name_the_rank_that_sleeps_in_the_same_phase(
@@ -137,7 +137,7 @@ def test_stacks_name_the_rank_that_sleeps_in_the_same_phase(
         wait_until(lambda: positions(scanner.scan()) == places, 60.0, 0.2)
         assert not any("Rank 1 " in text for text in findings(flight_dir))
         CommandService(config, ArtifactStore(config)).review(scanner.scan())
-    (text,) = wait_until(lambda: [one for one in findings(flight_dir) if one.startswith("Rank 1 runs")], 30.0, 0.5)
+    (text,) = wait_until(lambda: [finding for finding in findings(flight_dir) if finding.startswith("Rank 1 runs")], 30.0, 0.5)
     assert "distributed_rank.py:" in text
     assert text.endswith("in backward of step 6, and the other rank waits in backward of step 6.")
 
@@ -148,7 +148,7 @@ def test_torch_s_flight_recorder_names_the_rank_that_sleeps_in_the_same_phase(
     """Without stacks: both are in backward of step 6, and rank 1 did not come to the all-reduce of its gradients."""
     monkeypatch.setattr(state, "LEAST_HANG_S", QUIET_S)
     start_ranks(start, flight_dir, "hook", "0.3")
-    told = re.compile(
+    words = re.compile(
         r"Rank 1 stays in backward of step 6, and the other rank waits in backward of step 6\. Rank 1 has not come to"
         r" all_reduce number (\d+) of group default \(gloo\), in which 1 rank waits \(the last called there is number (\d+)\)\."
     )
@@ -156,11 +156,11 @@ def test_torch_s_flight_recorder_names_the_rank_that_sleeps_in_the_same_phase(
 
         def named() -> list[re.Match[str]]:
             runs = RunsReader().runs(scanner.scan(), {})
-            return [found for run in runs if (found := told.search(health.health(run).text))]
+            return [match for run in runs if (match := words.search(health.health(run).text))]
 
-        (found,) = wait_until(named, 180.0, 0.2)
-        assert int(found[1]) == int(found[2]) + 1
-    wait_until(lambda: [text for text in findings(flight_dir) if told.fullmatch(text)], 90.0, 0.5)
+        (match,) = wait_until(named, 180.0, 0.2)
+        assert int(match[1]) == int(match[2]) + 1
+    wait_until(lambda: [text for text in findings(flight_dir) if words.fullmatch(text)], 90.0, 0.5)
 
 
 def test_ranks_that_go_around_ddp_are_said_to_disagree(start: Any, flight_dir: Path) -> None:
@@ -170,18 +170,19 @@ def test_ranks_that_go_around_ddp_are_said_to_disagree(start: Any, flight_dir: P
     """
     start_ranks(start, flight_dir, "bypass", "0.3", TORCH_FR_BUFFER_SIZE="0")
     wait_until(lambda: len(list(flight_dir.glob("*.flight"))) == 2)
-    (text,) = wait_until(lambda: [one for one in findings(flight_dir) if one.startswith("Ranks do not agree")], 60.0, 0.5)
+    (text,) = wait_until(lambda: [text for text in findings(flight_dir) if text.startswith("Ranks do not agree")], 60.0, 0.5)
     assert "(rank 0: " in text
     assert " 1: " in text
 
-    def told() -> list[list[str]]:
+    def reasons_given() -> list[list[str]]:
         reports, _ = load(sorted(flight_dir.glob("*.flight")))
-        reasons = [[fact.text("reason") for fact in one.events_named(catalog.EVENT_COLLECTIVES_UNKNOWN)] for one in reports]
+        unknown = [report.events_named(catalog.EVENT_COLLECTIVES_UNKNOWN) for report in reports]
+        reasons = [[event.text("reason") for event in events] for events in unknown]
         counted = [metric for metric in catalog.METRICS if metric.name.startswith("torchobs.collective.")]
-        assert {metric for one in reports for metric in counted if one.values(metric)} <= {catalog.COLLECTIVE_ENQUEUED}
+        assert {metric for report in reports for metric in counted if report.values(metric)} <= {catalog.COLLECTIVE_ENQUEUED}
         return reasons if all(reasons) else []
 
-    reasons = wait_until(told, 180.0, 0.3)
+    reasons = wait_until(reasons_given, 180.0, 0.3)
     assert [len(of_one) for of_one in reasons] == [1, 1]
     assert "TORCH_FR_BUFFER_SIZE is 0" in reasons[0][0]
 
@@ -217,9 +218,9 @@ def test_who_has_left_the_loop_is_idle(run: Recording, monkeypatch: pytest.Monke
     assert within == ["other"] * 2
     assert doing(run) == "idle"
     assert inspect.getsourcefile(inspect.unwrap(dist.barrier)).endswith(_COLLECTIVES_FILE)  # type: ignore[union-attr]
-    found: dict[str, Any] = {}
-    exec(compile("def barrier(look):\n    return look()\n", f"/{_COLLECTIVES_FILE}", "exec"), found)  # noqa: S102  # a frame of that file
-    assert found["barrier"](lambda: doing(run)) == "other", "a last barrier that never ends is a hang like any other"
+    namespace: dict[str, Any] = {}
+    exec(compile("def barrier(look):\n    return look()\n", f"/{_COLLECTIVES_FILE}", "exec"), namespace)  # noqa: S102  # a frame of that file
+    assert namespace["barrier"](lambda: doing(run)) == "other", "a last barrier that never ends is a hang like any other"
 
 
 class Stalls:
@@ -233,7 +234,7 @@ class Stalls:
         for _ in range(0, seconds, each_s):
             self._clock.sleep(each_s)
             self.commands.sample()
-        return [one for one in self.run.attributes(catalog.EVENT_STACKS.name) if one["cause"] == "stalled"]
+        return [event for event in self.run.attributes(catalog.EVENT_STACKS.name) if event["cause"] == "stalled"]
 
     def train(self) -> None:
         """Some steps."""
@@ -322,7 +323,7 @@ TOLD = {"sleep": "Rank 1 stays between two phases of step 21, and the other rank
 
 
 def test_the_rank_that_did_not_come_is_named(start: Any, flight_dir: Path, tmp_path: Path) -> None:
-    """And not rank 0, whose exception ended the run, as the one that failed first; it has called one collective more."""
+    """And not rank 0 as the one that failed first, though its exception ended the run; it has called one collective more."""
     script = tmp_path / "waiting.py"
     script.write_text(WAITING)
     runs: dict[str, list[Any]] = {}
@@ -336,15 +337,15 @@ def test_the_rank_that_did_not_come_is_named(start: Any, flight_dir: Path, tmp_p
         assert first.wait(timeout=120) == 1
         second.terminate()  # as torchrun does
         second.wait(timeout=30)
-    for place, told in TOLD.items():
+    for place, words in TOLD.items():
         reports = [report for report in load(sorted(flight_dir.glob("*.flight")))[0] if report.run_id == place]
         diagnosis = diagnose_run(reports)
         assert reports[diagnosis.principal].rank == "1"
-        (of_rank_0,) = (found for report, found in zip(reports, diagnosis.by_rank, strict=True) if report.rank == "0")
+        (of_rank_0,) = (texts for report, texts in zip(reports, diagnosis.by_rank, strict=True) if report.rank == "0")
         step = 30 if place == "save" else 20
         assert f"after step {step}: it timed out after 5 s waiting for " in of_rank_0[0].long
-        found = [finding.long for finding in diagnosis.together]
-        begin, _, counts = found[0].partition("Rank 0 called 1 collective more than rank 1 ")
-        assert begin == f"A collective timed out after 5 s on rank 0. {told}"
+        texts = [finding.long for finding in diagnosis.together]
+        begin, _, counts = texts[0].partition("Rank 0 called 1 collective more than rank 1 ")
+        assert begin == f"A collective timed out after 5 s on rank 0. {words}"
         assert re.match(r"\(\d+ and \d+ of group default \(gloo\)\)", counts)
-        assert not any("failed first" in text or "Only rank" in text for text in found)
+        assert not any("failed first" in text or "Only rank" in text for text in texts)

@@ -200,7 +200,7 @@ def layers(report: RankView, of: str) -> Section:
         *_by_layer(report, catalog.GRAD_LAYER_NORM, "Gradient norm", "the norms were"),
         *_by_layer(report, catalog.ACTIVATION_LAYER_STD, "Standard deviation of the output", "the outputs were"),
     ]
-    is_rest = "other" in report.history.of(catalog.GRAD_LAYER_NORM.name)
+    is_rest = "other" in report.history.curves(catalog.GRAD_LAYER_NORM.name)
     return section("layers", f"Layers{of}", *blocks, *([few] if is_rest else []), wide=bool(blocks))
 
 
