@@ -54,7 +54,7 @@ def train(start: Any, flight_dir: Path, *program: str) -> list[Ended]:
     outputs = [process.communicate(timeout=120) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs
     said = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
-    return [Ended(one, *_recorded(flight_dir, rank)) for rank, one in enumerate(said)]
+    return [Ended(answer, *_recorded(flight_dir, rank)) for rank, answer in enumerate(said)]
 
 
 def _recorded(flight_dir: Path, rank: int) -> tuple[dict[tuple[str, ...], Any], list[dict[str, Any]]]:
@@ -90,8 +90,8 @@ def test_ddp_is_found_and_tells_its_timings(start: Any, flight_dir: Path) -> Non
         labels = ("comm_hook=", "find_unused_parameters=true", "gradient_as_bucket_view=false", "static_graph=false")
         setup = ("torchobs.ddp.info", *labels)
         assert values[setup] == 1
-        told = [fields["attrs"] for fields in ended.events if fields["name"] == "torchobs.distributed"]
-        assert told[-1] == {"backend": "gloo", "world_size": 2, "parallelism": "ddp", "mesh": ""}
+        events = [fields["attrs"] for fields in ended.events if fields["name"] == "torchobs.distributed"]
+        assert events[-1] == {"backend": "gloo", "world_size": 2, "parallelism": "ddp", "mesh": ""}
         assert len([key for key in values if key[0].startswith(("torchobs.distributed", "torchobs.ddp"))]) <= 12
         assert ended.said["watched"] == ended.said["plain"] > 0
 
@@ -276,7 +276,7 @@ def test_batches_are_told_apart() -> None:
     """By values and by their order; nested, of any type."""
     x = torch.arange(12.0).view(3, 4)
     batches: list[Any] = [x, x.flip(0), [x, x], {"ids": x.long(), "mask": x > 2}]
-    assert len({number_of(each) for each in batches}) == len(batches)
+    assert len({number_of(batch) for batch in batches}) == len(batches)
     assert number_of((x, [x.half()])) == number_of([x, x])
     assert number_of({"text": "a", "n": 3}) is None
     assert number_of([x, torch.full((2,), torch.nan)]) is None
@@ -318,13 +318,13 @@ def test_weights_changed_on_one_rank(start: Any, flight_dir: Path) -> None:
 def weights(ranks: int, odd: dict[str, float]) -> dict[str, dict[int, list[float]]]:
     """What ranks write down in three steps; those that are odd have noise of that part of the weights' size in the last two."""
     chance = random.Random(0)
-    found: dict[str, dict[int, list[float]]] = {}
+    sums: dict[str, dict[int, list[float]]] = {}
     for step in (16, 32, 64):
         same = [chance.gauss(0, 1) for _ in range(128)]
         for rank in map(str, range(ranks)):
             noise = odd.get(rank, 0.0) if step > 16 else 0.0
-            found.setdefault(rank, {})[step] = sums_of([value + noise * chance.gauss(0, 1) for value in same])
-    return found
+            sums.setdefault(rank, {})[step] = sums_of([value + noise * chance.gauss(0, 1) for value in same])
+    return sums
 
 
 def test_the_odd_rank_is_named() -> None:
