@@ -54,9 +54,9 @@ def series(run: Recording) -> dict[tuple[str, ...], float]:
     return {key: value for key, value in run.values().items() if key[0].startswith("torchobs.compile.")}
 
 
-def counted(found: dict[tuple[str, ...], float], metric: catalog.Metric) -> dict[str, float]:
+def counted(values: dict[tuple[str, ...], float], metric: catalog.Metric) -> dict[str, float]:
     """What is not zero of a counter with one attribute."""
-    return {key[1]: value for key, value in found.items() if key[0] == metric.name and value}
+    return {key[1]: value for key, value in values.items() if key[0] == metric.name and value}
 
 
 def scaled(inputs: torch.Tensor, factor: Any = 1, more: Any = None) -> torch.Tensor:
@@ -66,7 +66,7 @@ def scaled(inputs: torch.Tensor, factor: Any = 1, more: Any = None) -> torch.Ten
 
 
 def test_recompilations_are_counted_by_the_guard_that_failed(run: Recording) -> None:
-    """Five forced ones of known cause: as many as torch compiled graphs, each told as an event without values.
+    """Five forced ones of known cause: as many as torch compiled graphs, each with an event without values.
 
     All series come with the first compilation: who does not compile has none.
     """
@@ -77,19 +77,19 @@ def test_recompilations_are_counted_by_the_guard_that_failed(run: Recording) -> 
     compiled(torch.ones(4), 2)
     compiled(torch.ones(4, dtype=torch.float64), 2)
     with torch.no_grad():
-        for given in ((2,), (3,), (3, 2.5)):
-            compiled(torch.ones(4, dtype=torch.float64), *given)
-    found = series(run)
-    assert found["torchobs.compile.in_progress",] == 0.0
-    assert counted(found, catalog.COMPILE_COMPILATIONS) == {"first": 1, "recompile": 5}
+        for arguments in ((2,), (3,), (3, 2.5)):
+            compiled(torch.ones(4, dtype=torch.float64), *arguments)
+    values = series(run)
+    assert values["torchobs.compile.in_progress",] == 0.0
+    assert counted(values, catalog.COMPILE_COMPILATIONS) == {"first": 1, "recompile": 5}
     assert counter.frame_count == 6
-    assert counted(found, catalog.COMPILE_RECOMPILES) == {"shape": 1, "tensor": 1, "global_state": 1, "value": 2}
-    told = run.attributes(catalog.EVENT_RECOMPILE.name)
-    expressions = [attributes["expression"] for attributes in told]
+    assert counted(values, catalog.COMPILE_RECOMPILES) == {"shape": 1, "tensor": 1, "global_state": 1, "value": 2}
+    events = run.attributes(catalog.EVENT_RECOMPILE.name)
+    expressions = [attributes["expression"] for attributes in events]
     assert expressions == ["inputs: size at index 0", "inputs: dtype", "grad_mode", "factor == …", "more is None"]
     assert {frame["step"] for frame in run.frames(catalog.EVENT_RECOMPILE.name)} == {1}, "the step in progress"
     line = scaled.__code__.co_firstlineno
-    assert {attributes["location"] for attributes in told} == {f"{__file__}:{line}"}
+    assert {attributes["location"] for attributes in events} == {f"{__file__}:{line}"}
     spans = run.attributes(catalog.SPAN_COMPILE.name)
     assert [span["cause"] for span in spans] == ["first"] + ["recompile"] * 5
     assert {span["function"] for span in spans} == {"scaled"}
@@ -110,20 +110,20 @@ def test_graph_breaks_are_those_that_torch_explains(run: Recording) -> None:
     before = series(run)
     torch._dynamo.reset()
     torch.compile(broken, backend="eager")(inputs)
-    found = series(run)
+    values = series(run)
     assert explained == 2
     for kind in ("call", "data_dependent"):
         key = catalog.COMPILE_GRAPH_BREAKS.name, kind
-        assert found[key] - before[key] == 1
-    told = run.attributes(catalog.EVENT_GRAPH_BREAK.name)
-    assert [attributes["reason"] for attributes in told] == ["call", "data_dependent"]
+        assert values[key] - before[key] == 1
+    events = run.attributes(catalog.EVENT_GRAPH_BREAK.name)
+    assert [attributes["reason"] for attributes in events] == ["call", "data_dependent"]
     line = broken.__code__.co_firstlineno
-    assert [attributes["location"] for attributes in told] == [f"{__file__}:{line + 3}", f"{__file__}:{line + 5}"]
-    assert "secret" not in str(told)
+    assert [attributes["location"] for attributes in events] == [f"{__file__}:{line + 3}", f"{__file__}:{line + 5}"]
+    assert "secret" not in str(events)
 
 
 def test_what_is_compiled_on_trial_is_no_finding_of_the_training(run: Recording) -> None:
-    """`debug.explain_compile` tells of graph breaks and recompilations, and the run neither counts nor reports them."""
+    """`debug.explain_compile` shows graph breaks and recompilations, and the run neither counts nor reports them."""
 
     class Branching(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -131,19 +131,19 @@ def test_what_is_compiled_on_trial_is_no_finding_of_the_training(run: Recording)
 
     torch.compile(scaled, backend="eager")(torch.ones(2))
     torch.compile(Branching(4, 2), backend="eager")(torch.ones(4, 4))  # the training's own break, which counts once
-    before, told = series(run), run.frames(catalog.EVENT_GRAPH_BREAK.name)
-    assert len(told) == 1
+    before, breaks = series(run), run.frames(catalog.EVENT_GRAPH_BREAK.name)
+    assert len(breaks) == 1
     assert run.session.context is not None
     recorded = len(run.session.context.recorder.trace)
     for model in (Branching(4, 2), torch.nn.Linear(4, 2)):
-        found = debug.explain_compile(model, torch.ones(4, 4))
-        assert (len(found.breaks), len(found.recompiles) > 0) == (isinstance(model, Branching), True)
+        explanation = debug.explain_compile(model, torch.ones(4, 4))
+        assert (len(explanation.breaks), len(explanation.recompiles) > 0) == (isinstance(model, Branching), True)
     assert len(run.session.context.recorder.trace) == recorded  # nor is its time the training's
     assert series(run) == before
     assert counted(before, catalog.COMPILE_COMPILATIONS)
     for event in (catalog.EVENT_RECOMPILE, catalog.EVENT_RECOMPILE_STORM):
         assert run.frames(event.name) == []
-    assert run.frames(catalog.EVENT_GRAPH_BREAK.name) == told
+    assert run.frames(catalog.EVENT_GRAPH_BREAK.name) == breaks
     torch.compile(scaled, backend="eager")(torch.ones(2, dtype=torch.float64))
     assert counted(series(run), catalog.COMPILE_COMPILATIONS) != counted(before, catalog.COMPILE_COMPILATIONS)
 
@@ -154,10 +154,10 @@ def test_a_function_that_is_given_up_is_told(run: Recording, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, "torchobs"):
         for factor in range(2, 14):
             compiled(torch.ones(3), float(factor))
-        found = series(run)
+        values = series(run)
     limit = torch._dynamo.config.recompile_limit
-    assert counted(found, catalog.COMPILE_COMPILATIONS) == {"first": 1, "recompile": limit - 1}
-    assert counted(found, catalog.COMPILE_FAILURES) == {"recompile_limit": 1}
+    assert counted(values, catalog.COMPILE_COMPILATIONS) == {"first": 1, "recompile": limit - 1}
+    assert counted(values, catalog.COMPILE_FAILURES) == {"recompile_limit": 1}
     (given_up,) = run.attributes(catalog.EVENT_COMPILE_FAILED.name)
     assert given_up["reason"] == "recompile_limit"
     assert given_up["location"].startswith(f"{__file__}:")
@@ -179,16 +179,16 @@ def test_what_cannot_be_compiled_fails_as_without_us(run: Recording) -> None:
         torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(3))
     with pytest.raises(BackendCompilerFailed, match="the backend's own"):
         torch.compile(scaled, backend=raises)(torch.ones(3))
-    found = series(run)
-    assert counted(found, catalog.COMPILE_FAILURES) == {"unsupported": 1, "error": 1}
-    assert counted(found, catalog.COMPILE_COMPILATIONS) == {}
-    assert found["torchobs.compile.in_progress",] == 0.0
+    values = series(run)
+    assert counted(values, catalog.COMPILE_FAILURES) == {"unsupported": 1, "error": 1}
+    assert counted(values, catalog.COMPILE_COMPILATIONS) == {}
+    assert values["torchobs.compile.in_progress",] == 0.0
     assert run.session.context is not None
     assert PHASE_NAMES[run.session.context.recorder.phase()[0]] == "other"
 
 
 class Gate:
-    """A backend that waits until it is told to go on."""
+    """A backend that waits until it may go on."""
 
     def __init__(self) -> None:
         self.reached, self.go = threading.Event(), threading.Event()
@@ -206,7 +206,7 @@ class Gate:
 @contextlib.contextmanager
 def watching(run: Recording, gate: Gate) -> Iterator[list[tuple[str | None, float]]]:
     """Look at the file while the gate is closed, from another thread, as an exporter would; then open it."""
-    seen: list[tuple[str | None, float]] = []
+    looks: list[tuple[str | None, float]] = []
 
     def look() -> None:
         try:
@@ -214,13 +214,13 @@ def watching(run: Recording, gate: Gate) -> Iterator[list[tuple[str | None, floa
             support.wait_until(lambda: run.values().get(("torchobs.compile.in_progress",)) == 1.0)
             time.sleep(0.25)
             run.whole_round()  # the phase is written at a round's beginning, what is in progress at its end
-            seen.append((run.view().live.phase, run.values()["torchobs.compile.in_progress",]))
+            looks.append((run.view().live.phase, run.values()["torchobs.compile.in_progress",]))
         finally:
             gate.go.set()
 
     thread = threading.Thread(target=look)
     thread.start()
-    yield seen
+    yield looks
     thread.join()
 
 
@@ -246,20 +246,20 @@ def test_a_long_compilation_is_shown_as_one_and_not_as_a_hang(run: Recording, pa
         else:
             gate.go.set()
         with contextlib.ExitStack() as watched:
-            seen = watched.enter_context(watching(run, gate)) if index == 1 else []
+            looks = watched.enter_context(watching(run, gate)) if index == 1 else []
             inputs, targets = batch()
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(compiled(inputs), targets).backward()  # type: ignore[no-untyped-call]
             times += [time.perf_counter()]
             optimizer.step()
             times += [time.perf_counter()]
-        assert seen == ([("compile", 1.0)] if index == 1 else [])
+        assert looks == ([("compile", 1.0)] if index == 1 else [])
     steps = run.steps()
     assert len(steps) == 3
     assert steps[1].phase_s[PHASE_NAMES.index("compile")] > gate.held_s > 0.25
     assert steps[1].duration_s < times[3] - times[0] - gate.held_s
-    found = series(run)
-    assert found["torchobs.compile.in_progress",] == 0.0
+    values = series(run)
+    assert values["torchobs.compile.in_progress",] == 0.0
     compiling = run.values()["torchobs.goodput.time", "compile"]
     # shown while it lasts, and never taken back: ahead by the moments in which its end was known to one thread only
     assert compiling == pytest.approx(sum(record.phase_s[7] for record in steps), rel=0.1)
@@ -283,10 +283,10 @@ def test_a_compiled_train_step_is_counted_right(run: Recording) -> None:
     losses = [compiled(seed).item() for seed in range(5)]
     steps = run.steps()
     assert [record.loss for record in steps] == pytest.approx(losses)
-    found = series(run)
-    assert counted(found, catalog.COMPILE_FAILURES) == {}
-    assert "torchobs" not in str([told["message"] for told in run.attributes(catalog.EVENT_GRAPH_BREAK.name)])
-    assert {told["location"] for told in run.attributes(catalog.EVENT_GRAPH_BREAK.name)}
+    values = series(run)
+    assert counted(values, catalog.COMPILE_FAILURES) == {}
+    assert "torchobs" not in str([event["message"] for event in run.attributes(catalog.EVENT_GRAPH_BREAK.name)])
+    assert {event["location"] for event in run.attributes(catalog.EVENT_GRAPH_BREAK.name)}
 
 
 def test_nothing_imports_dynamo_before_its_time(flight_dir: Path) -> None:
@@ -468,8 +468,8 @@ def loaded() -> Function:
     loader = DataLoader(TensorDataset(torch.ones(4, 8)), batch_size=2)
 
     def function(inputs: torch.Tensor) -> torch.Tensor:
-        for (given,) in loader:
-            inputs = inputs + given  # a sum
+        for (rows,) in loader:
+            inputs = inputs + rows  # a sum
         return inputs
 
     return function
@@ -578,12 +578,12 @@ def test_the_graphs_are_those_without_torchobs(flight_dir: Path, case: str) -> N
     expected = by_all_ways(CASES[case])
     session = torchobs.init(flight_dir=flight_dir)
     try:
-        found = by_all_ways(CASES[case])
+        watched = by_all_ways(CASES[case])
         assert session.context is not None
         assert [breaker.probe for breaker in session.context.breakers.values() if breaker.errors] == []
     finally:
         torchobs.shutdown()
         torch._dynamo.reset()
     for way, plain in expected.items():
-        assert found[way]._replace(breaks=0) == plain._replace(breaks=0), way
-        assert found[way].breaks <= plain.breaks, way
+        assert watched[way]._replace(breaks=0) == plain._replace(breaks=0), way
+        assert watched[way].breaks <= plain.breaks, way
