@@ -67,13 +67,13 @@ def test_statistics_are_those_computed_by_hand(
     step = trainer(model, inputs)
     extreme.start(step)
     step(4)
-    found = extreme.stats()
-    assert found.keys() == names
+    statistics = extreme.stats()
+    assert statistics.keys() == names
     for name in names - ({"1"} if make is convolutional else set()):  # what ReLU has changed in place
         output: Any = outputs_of(model, inputs, model.get_submodule(name))
         expected = by_hand(output[0] if isinstance(output, tuple) else output)
-        assert found[name] == pytest.approx(expected, rel=1e-4, abs=1e-6), name
-    assert make is Gpt or any(0.1 < each["zero"] < 0.9 for each in found.values())
+        assert statistics[name] == pytest.approx(expected, rel=1e-4, abs=1e-6), name
+    assert make is Gpt or any(0.1 < layer["zero"] < 0.9 for layer in statistics.values())
 
 
 def test_values_that_are_not_finite_do_not_hide_the_others(extreme: Extreme) -> None:
@@ -140,9 +140,9 @@ class Wild(nn.Module):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Return one number for each row."""
         values = self.act(self.first(values))
-        values = checkpoint(lambda one: self.drop(self.act(self.second(one))), values, use_reentrant=False)
-        found: torch.Tensor = self.last(values)
-        return found
+        values = checkpoint(lambda hidden: self.drop(self.act(self.second(hidden))), values, use_reentrant=False)
+        output: torch.Tensor = self.last(values)
+        return output
 
 
 def trained(look: Callable[[], object] = lambda: None) -> list[torch.Tensor]:
@@ -180,10 +180,10 @@ def test_ddp_s_modules_are_those_within_it(extreme: Extreme, monkeypatch: pytest
     for name in ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_object"):
         monkeypatch.delattr(dist, name)
     step(4)
-    found = extreme.stats()
+    statistics = extreme.stats()
     gradients = {key[1] for key in extreme.run.values() if key[0] == catalog.GRAD_LAYER_NORM.name}
-    assert gradients == {"0", "2"} <= found.keys() == {"0", "1", "2"}
-    assert found["0"] == pytest.approx(by_hand(model.module[0](inputs)), rel=1e-4)
+    assert gradients == {"0", "2"} <= statistics.keys() == {"0", "1", "2"}
+    assert statistics["0"] == pytest.approx(by_hand(model.module[0](inputs)), rel=1e-4)
     monkeypatch.undo()
 
 
@@ -267,19 +267,19 @@ def test_most_units_of_a_layer_are_dead(extreme: Extreme) -> None:
         step(number)
         if number % 30 == 0:
             extreme.run.look()
-    (found,) = extreme.run.attributes(catalog.EVENT_DEAD_UNITS.name)
-    assert {name: found[name] for name in ("layer", "units_dead", "units")} == {"layer": "3", "units_dead": 12, "units": 16}
+    (dead,) = extreme.run.attributes(catalog.EVENT_DEAD_UNITS.name)
+    assert {name: dead[name] for name in ("layer", "units_dead", "units")} == {"layer": "3", "units_dead": 12, "units": 16}
 
 
 def test_units_are_columns_and_channels_and_who_fires_seldom_is_alive() -> None:
     """Ten of an image's sixteen channels are dead; a unit that fires for one sample in thirty is not; a hinge is no unit."""
 
     def silent(make: Callable[[], torch.Tensor]) -> int | None:
-        units, found = FiredUnits(), None
+        units, verdict = FiredUnits(), None
         for step in range(LASTING_STEPS + 1):
-            found = units.add(make(), step)
-        assert found is None or found[1].enough
-        return None if found is None else int(found[0])
+            verdict = units.add(make(), step)
+        assert verdict is None or verdict[1].enough
+        return None if verdict is None else int(verdict[0])
 
     torch.manual_seed(0)
     assert silent(lambda: torch.rand(32, 16, 4, 4) * (torch.arange(16) >= 10).view(16, 1, 1)) == 10
@@ -329,9 +329,9 @@ def test_nothing_is_compiled_anew_and_what_is_not_looked_at_is_reported(
         call(torch.full((4, 8), float(index))).square().mean().backward()
         optimizer.step()
     looked_at = extreme.stats().keys()
-    told = extreme.run.attributes(catalog.EVENT_ACTIVATIONS.name)[-1]
+    event = extreme.run.attributes(catalog.EVENT_ACTIVATIONS.name)[-1]
     torch._dynamo.reset()
     assert counter.frame_count - before in compilations
     assert sum(utils.counters["graph_break"].values()) == 0
-    assert tuple(told[name] for name in ("layers", "compiled", "silent")) == reported
+    assert tuple(event[name] for name in ("layers", "compiled", "silent")) == reported
     assert layers is None or sorted(looked_at) == layers
