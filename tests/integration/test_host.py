@@ -52,8 +52,9 @@ class Machine:
 
     def values(self, metric: Metric) -> dict[tuple[str, ...], float]:
         """The metric's values, by its attributes' in the catalog's order."""
-        said = [one for one in (*self.facts.said, *self.facts.collection) if one.metric is metric]
-        return {tuple(one.attributes.get(own.name, "") for own in metric.attributes): one.value for one in said}
+        said = [sample for sample in (*self.facts.said, *self.facts.collection) if sample.metric is metric]
+        names = [attribute.name for attribute in metric.attributes]
+        return {tuple(sample.attributes.get(name, "") for name in names): sample.value for sample in said}
 
     def value(self, metric: Metric, *attributes: str) -> float:
         return self.values(metric)[attributes]
@@ -101,36 +102,36 @@ def of_tree(tree: Path, collect: tuple[str, ...] = KERNEL_S) -> Machine:
 
 def test_a_disk_s_and_an_interface_s_numbers_are_the_kernel_s_in_standard_units(tree: Path) -> None:
     """Bytes of sectors of 512, seconds; of whole disks and physical interfaces alone: a bond's traffic is its members'."""
-    found = of_tree(tree)
-    assert {device for (device,) in found.values(catalog.SYSTEM_DISK_IO_TIME)} == {"nvme0n1", "cciss/c0d0"}
-    assert found.value(catalog.SYSTEM_DISK_OPERATIONS, "nvme0n1", "read") == 1
-    assert found.value(catalog.SYSTEM_DISK_IO, "nvme0n1", "read") == 3 * 512
-    assert found.value(catalog.SYSTEM_DISK_OPERATION_TIME, "nvme0n1", "write") == 0.008
-    assert found.value(catalog.SYSTEM_DISK_IO_TIME, "cciss/c0d0") == 0.01
-    assert found.values(catalog.SYSTEM_NETWORK_IO) == {("eth7", "receive"): 1, ("eth7", "transmit"): 9}
-    assert found.values(catalog.SYSTEM_NETWORK_ERRORS) == {("eth7", "receive"): 3, ("eth7", "transmit"): 11}
-    assert found.values(catalog.SYSTEM_NETWORK_DROPPED) == {("eth7", "receive"): 4, ("eth7", "transmit"): 12}
+    machine = of_tree(tree)
+    assert {device for (device,) in machine.values(catalog.SYSTEM_DISK_IO_TIME)} == {"nvme0n1", "cciss/c0d0"}
+    assert machine.value(catalog.SYSTEM_DISK_OPERATIONS, "nvme0n1", "read") == 1
+    assert machine.value(catalog.SYSTEM_DISK_IO, "nvme0n1", "read") == 3 * 512
+    assert machine.value(catalog.SYSTEM_DISK_OPERATION_TIME, "nvme0n1", "write") == 0.008
+    assert machine.value(catalog.SYSTEM_DISK_IO_TIME, "cciss/c0d0") == 0.01
+    assert machine.values(catalog.SYSTEM_NETWORK_IO) == {("eth7", "receive"): 1, ("eth7", "transmit"): 9}
+    assert machine.values(catalog.SYSTEM_NETWORK_ERRORS) == {("eth7", "receive"): 3, ("eth7", "transmit"): 11}
+    assert machine.values(catalog.SYSTEM_NETWORK_DROPPED) == {("eth7", "receive"): 4, ("eth7", "transmit"): 12}
     _network(tree / "proc/1/net/dev", "lo", "eth0")  # a pod has no physical one: of a mounted tree, those of the first process
     assert {interface for interface, _ in of_tree(tree).values(catalog.SYSTEM_NETWORK_IO)} == {"eth0"}
     assert psutil.PROCFS_PATH == "/proc", "psutil's own variable holds for the whole process"
 
 
 def test_memory_s_states_add_up_to_its_limit(tree: Path) -> None:
-    """Caches are the page cache and what of the slabs can be given back, as procps has it; kB are KiB."""
+    """Caches are the page cache and the reclaimable slabs, as procps has it; kB are KiB."""
     amounts = {"MemTotal": 1000, "MemFree": 100, "MemAvailable": 400, "Buffers": 50, "Cached": 300, "SReclaimable": 50,
                "Active": 1, "Inactive": 1, "Shmem": 7, "SwapTotal": 20, "SwapFree": 5, "Dirty": 3, "Writeback": 2}  # fmt: skip
     (tree / "proc/meminfo").write_text("".join(f"{name}: {number:8} kB\n" for name, number in amounts.items()))
     (tree / "proc/vmstat").write_text("pswpin 1\npswpout 2\noom_kill 2\n")
-    found = of_tree(tree)
-    assert found.failed == {}
-    usage = found.values(catalog.SYSTEM_MEMORY_USAGE)
+    machine = of_tree(tree)
+    assert machine.failed == {}
+    usage = machine.values(catalog.SYSTEM_MEMORY_USAGE)
     assert usage == {("used",): 500 << 10, ("free",): 100 << 10, ("buffers",): 50 << 10, ("cached",): 350 << 10}
-    assert sum(usage.values()) == found.value(catalog.SYSTEM_MEMORY_LIMIT)
-    assert found.value(catalog.SYSTEM_MEMORY_AVAILABLE) == 400 << 10
-    assert found.value(catalog.SYSTEM_MEMORY_SHARED) == 7 << 10
-    assert found.values(catalog.SYSTEM_PAGING_USAGE) == {("used",): 15 << 10, ("free",): 5 << 10}
-    assert found.values(catalog.HOST_MEMORY_UNWRITTEN) == {("dirty",): 3 << 10, ("writeback",): 2 << 10}
-    assert found.value(catalog.HOST_OOM_KILLS) == 2
+    assert sum(usage.values()) == machine.value(catalog.SYSTEM_MEMORY_LIMIT)
+    assert machine.value(catalog.SYSTEM_MEMORY_AVAILABLE) == 400 << 10
+    assert machine.value(catalog.SYSTEM_MEMORY_SHARED) == 7 << 10
+    assert machine.values(catalog.SYSTEM_PAGING_USAGE) == {("used",): 15 << 10, ("free",): 5 << 10}
+    assert machine.values(catalog.HOST_MEMORY_UNWRITTEN) == {("dirty",): 3 << 10, ("writeback",): 2 << 10}
+    assert machine.value(catalog.HOST_OOM_KILLS) == 2
 
 
 def test_processors_are_told_by_mode_and_threads_by_state(tree: Path) -> None:
@@ -138,41 +139,41 @@ def test_processors_are_told_by_mode_and_threads_by_state(tree: Path) -> None:
     ticks = os.sysconf("SC_CLK_TCK")
     stat = "cpu  100 20 30 4000 50 6 7 8 90 10\ncpu0 1 2 3 4\nbtime 1795200000\nprocs_running 3\nprocs_blocked 1\n"
     (tree / "proc/stat").write_text(stat)
-    found = of_tree(tree)
+    machine = of_tree(tree)
     modes = {"user": 100, "nice": 20, "system": 30, "idle": 4000, "iowait": 50, "interrupt": 13, "steal": 8}
-    assert found.values(catalog.SYSTEM_CPU_TIME) == {(mode,): pytest.approx(n / ticks) for mode, n in modes.items()}
-    assert found.values(catalog.HOST_THREADS) == {("runnable",): 3, ("blocked",): 1}
-    assert found.facts.booted_ns == 1_795_200_000 * 10**9
+    assert machine.values(catalog.SYSTEM_CPU_TIME) == {(mode,): pytest.approx(n / ticks) for mode, n in modes.items()}
+    assert machine.values(catalog.HOST_THREADS) == {("runnable",): 3, ("blocked",): 1}
+    assert machine.facts.booted_ns == 1_795_200_000 * 10**9
 
 
 def test_a_failure_is_counted_each_time_and_told_once(tree: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And told again when it comes back."""
+    """It is logged again when it comes back."""
     meminfo, text = tree / "proc/meminfo", (tree / "proc/meminfo").read_text()
     meminfo.unlink()
-    found = of_tree(tree)
-    found.look()
-    assert found.failed == {"memory": 2}
+    machine = of_tree(tree)
+    machine.look()
+    assert machine.failed == {"memory": 2}
     assert len(caplog.records) == 1
     meminfo.write_text(text)
-    found.look()
-    assert found.values(catalog.SYSTEM_MEMORY_LIMIT)
+    machine.look()
+    assert machine.values(catalog.SYSTEM_MEMORY_LIMIT)
     meminfo.unlink()
-    found.look()
-    assert found.failed == {"memory": 3}
+    machine.look()
+    assert machine.failed == {"memory": 3}
     assert len(caplog.records) == 2
 
 
 def test_a_file_system_s_numbers_are_those_of_statvfs(tmp_path: Path) -> None:
     """By its mount point: its size in bytes, and whether it can be written."""
-    found = Machine(collect=("filesystem",), paths=(str(tmp_path),))
-    (mount,) = found.values(catalog.SYSTEM_FILESYSTEM_LIMIT)
+    machine = Machine(collect=("filesystem",), paths=(str(tmp_path),))
+    (mount,) = machine.values(catalog.SYSTEM_FILESYSTEM_LIMIT)
     assert tmp_path.is_relative_to(mount[0])
     size = os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
-    assert found.value(catalog.SYSTEM_FILESYSTEM_LIMIT, *mount) == size
-    usage = found.values(catalog.SYSTEM_FILESYSTEM_USAGE)
+    assert machine.value(catalog.SYSTEM_FILESYSTEM_LIMIT, *mount) == size
+    usage = machine.values(catalog.SYSTEM_FILESYSTEM_USAGE)
     assert sum(usage.values()) == size
     assert {state for *_, state in usage} == {"used", "free", "reserved"}
-    assert found.value(catalog.HOST_FILESYSTEM_READONLY, *mount) == 0
+    assert machine.value(catalog.HOST_FILESYSTEM_READONLY, *mount) == 0
 
 
 @pytest.fixture
@@ -226,7 +227,7 @@ def test_a_dead_file_server_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) ->
     def shown() -> set[str]:
         host.collect()
         assert host.latest is not None
-        return {one.metric.name for one in host.latest.said}
+        return {sample.metric.name for sample in host.latest.said}
 
     size, processors = catalog.SYSTEM_FILESYSTEM_LIMIT.name, catalog.HOST_CPUS.name
     assert shown() >= {size, processors}
@@ -253,11 +254,11 @@ def test_the_machine_is_a_resource_of_its_own_that_began_with_its_boot() -> None
     said = Sample(catalog.SYSTEM_CPU_TIME, {catalog.CPU_MODE.name: "user"}, 12.5)
     facts = HostFacts((said,), (Sample(catalog.EXPORTER_HOST_DURATION, {}, 0.001),), BOOTED_NS)
     items = Metrics(BORN_NS).collect((), (), NOW_NS, ScrapeInput(EMPTY, host=facts))
-    seen = list(points([Request("/v1/metrics", {}, batch.body, 0.0) for batch in source.batches("metrics", [*items])]))
-    (cpu,) = [one for one in seen if one.metric.name == "system.cpu.time"]
+    exported = list(points([Request("/v1/metrics", {}, batch.body, 0.0) for batch in source.batches("metrics", [*items])]))
+    (cpu,) = [point for point in exported if point.metric.name == "system.cpu.time"]
     assert cpu.resource["host.name"] == cpu.resource["service.instance.id"] == socket.gethostname()
     assert cpu.resource["service.name"] == "torchobs-host"
     assert (cpu.attributes, cpu.metric.unit, cpu.metric.sum.is_monotonic) == ({"cpu.mode": "user"}, "s", True)
     assert (cpu.point.start_time_unix_nano, cpu.point.as_double) == (BOOTED_NS, 12.5)
-    (took,) = [one for one in seen if one.metric.name == "torchobs.exporter.host.duration"]
+    (took,) = [point for point in exported if point.metric.name == "torchobs.exporter.host.duration"]
     assert took.resource["service.name"] == "torchobs-exporter"
