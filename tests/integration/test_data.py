@@ -273,8 +273,8 @@ class Grouped(DistributedSampler[Any]):
 
 def mistaken_orders(run: Recording) -> list[tuple[int, bool]]:
     """Step of each word on it, and whether it takes it back."""
-    told = [event for event in run.frames("torchobs.loop.mistake") if event["attrs"]["kind"] == "same_order"]
-    return [(event["step"], "parameters_affected" in event["attrs"]) for event in told]
+    events = [event for event in run.frames("torchobs.loop.mistake") if event["attrs"]["kind"] == "same_order"]
+    return [(event["step"], "parameters_affected" in event["attrs"]) for event in events]
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_a_sampler_that_is_not_given_the_epoch_is_told_once(run: Recording, how:
 
 
 def test_a_sampler_whose_epochs_have_several_passes_is_taken_back(run: Recording) -> None:
-    """What was told after the first passes of one epoch, by the next epoch."""
+    """The event after the first passes of one epoch, by the next epoch."""
     loop, samples = Loop(), torch.ones(40, 8)
     sampler: Any = DistributedSampler(samples, 2, 0)  # type: ignore[arg-type]
     batches: Any = DataLoader(samples, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
