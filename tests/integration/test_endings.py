@@ -62,16 +62,16 @@ def run_code(flight_dir: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, env=environment(flight_dir), capture_output=True, text=True, timeout=240, check=False)
 
 
-def run_file(tmp_path: Path, flight_dir: Path, script: str, *command: str, **given: Any) -> subprocess.CompletedProcess[str]:
+def run_file(tmp_path: Path, flight_dir: Path, script: str, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Write the script and run it, or the command."""
     (tmp_path / "train.py").write_text(script)
     argv = command or (sys.executable, "train.py")
-    given |= {"cwd": tmp_path, "env": environment(flight_dir), "capture_output": True, "text": True, "timeout": 240}
-    return fork_server.run(argv, **given)
+    options |= {"cwd": tmp_path, "env": environment(flight_dir), "capture_output": True, "text": True, "timeout": 240}
+    return fork_server.run(argv, **options)
 
 
 @pytest.fixture
-def seen(flight_dir: Path) -> Iterator[Callable[[], Rank]]:
+def dead_rank(flight_dir: Path) -> Iterator[Callable[[], Rank]]:
     """The one rank of the directory, once it is dead, as the exporter sees it."""
     scanner = Scanner(ExporterConfig(flight_dir=str(flight_dir)))
 
@@ -109,7 +109,7 @@ TERMINATED, LOST = ("failed", "terminated"), ("lost", "lost")
 def test_who_was_told_to_end_says_so(
     start: Callable[..., subprocess.Popen[str]],
     flight_dir: Path,
-    seen: Callable[[], Rank],
+    dead_rank: Callable[[], Rank],
     script: str,
     number: int,
     state: tuple[str, str],
@@ -118,12 +118,12 @@ def test_who_was_told_to_end_says_so(
     child = begin(start, flight_dir, f"{FROM_A_TERMINAL}import torchobs\ntorchobs.init()\n{script}")
     child.send_signal(number)
     assert child.wait(timeout=30) == -number
-    rank = seen()
+    rank = dead_rank()
     assert (rank.state, rank.reason) == state
 
 
 def test_without_the_compiled_part_sigterm_leaves_its_mark(
-    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, seen: Callable[[], Rank]
+    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, dead_rank: Callable[[], Rank]
 ) -> None:
     """As in a pod that torchobs was injected into."""
     child = begin(
@@ -131,7 +131,7 @@ def test_without_the_compiled_part_sigterm_leaves_its_mark(
     )
     child.terminate()
     assert child.wait(timeout=30) == -signal.SIGTERM
-    assert seen().reason == "terminated"
+    assert dead_rank().reason == "terminated"
 
 
 def test_nothing_is_left_of_it_after_the_end(flight_dir: Path) -> None:
@@ -149,7 +149,7 @@ def test_nothing_is_left_of_it_after_the_end(flight_dir: Path) -> None:
 
 
 def test_stacks_that_the_user_wants_on_sigterm_stay_theirs(flight_dir: Path) -> None:
-    """``faulthandler.register`` of one's own writes where it was told to and survives, during the session and after it."""
+    """``faulthandler.register`` of one's own writes to its own file and survives, during the session and after it."""
     script = (
         "import faulthandler, os, signal, torchobs\ntorchobs.init()\n"
         "stacks = open(os.environ['TORCHOBS_DIR'] + '/stacks', 'w+')\n"
@@ -185,7 +185,7 @@ def said(flight_dir: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("body", "number", "told"),
+    ("body", "number", "words"),
     [
         ("torchobs.init(); crash()", SIGSEGV, READ),
         ("torchobs.init(); thread = threading.Thread(target=crash); thread.start(); thread.join()", SIGSEGV, READ),
@@ -193,11 +193,11 @@ def said(flight_dir: Path) -> list[str]:
     ],
     ids=["main thread", "another thread", "native thread"],
 )
-def test_the_signal_and_the_place_are_told(flight_dir: Path, body: str, number: int, told: str) -> None:
+def test_the_signal_and_the_place_are_told(flight_dir: Path, body: str, number: int, words: str) -> None:
     """By `inspect` and by the exporter; nothing is written beside the script's own output, and its status stays as it is."""
     done = run_code(flight_dir, SCRIPT + body)
     assert (done.returncode, done.stdout, done.stderr) == (-number, "", "")
-    assert told in said(flight_dir)[0]
+    assert words in said(flight_dir)[0]
     scanner = Scanner(ExporterConfig(flight_dir=str(flight_dir)))
     try:
         (rank,) = wait_until(lambda: [rank for rank in scanner.scan().ranks if not rank.up])
@@ -205,7 +205,7 @@ def test_the_signal_and_the_place_are_told(flight_dir: Path, body: str, number: 
         outcomes = Outcomes()
         (run,) = outcomes.read(scanner, scanner.scan())
         (proof,) = outcomes.verdict(run).evidence  # as a message and the API say it
-        assert told in proof.text
+        assert words in proof.text
     finally:
         scanner.close()
 
@@ -308,12 +308,12 @@ def main():
 def test_a_chain_is_told_with_its_root(tmp_path: Path, flight_dir: Path) -> None:
     """Both classes, both messages and both places."""
     ended = run_script(tmp_path, flight_dir, CHAIN + "load()\n")
-    (told,) = ended.exceptions
-    assert told["exception.type"] == "builtins.ValueError"
-    assert told["location"].endswith("train.py:11 in load")
-    assert told["cause.type"] == "builtins.KeyError"
-    assert (told["exception.message"], told["cause.message"]) == ("secret", "'secret'")
-    assert told["cause.location"].endswith("train.py:6 in deep")
+    (raised,) = ended.exceptions
+    assert raised["exception.type"] == "builtins.ValueError"
+    assert raised["location"].endswith("train.py:11 in load")
+    assert raised["cause.type"] == "builtins.KeyError"
+    assert (raised["exception.message"], raised["cause.message"]) == ("secret", "'secret'")
+    assert raised["cause.location"].endswith("train.py:6 in deep")
     assert (ended.reason, ended.end) == (Exit.EXCEPTION, {"reason": "exception", "code": 1})
 
 
@@ -329,15 +329,15 @@ def test_an_exception_that_is_handled_by_leaving_is_the_reason(tmp_path: Path, f
     """`except Exception: log it, sys.exit(1)` is how many a training script ends."""
     ended = run_script(tmp_path, flight_dir, CHAIN + "try:\n    load()\nexcept Exception:\n    sys.exit(4)\n")
     assert (ended.status, ended.reason, ended.code) == (4, Exit.EXCEPTION, 4)
-    assert [told["cause.type"] for told in ended.exceptions] == ["builtins.KeyError"]
+    assert [raised["cause.type"] for raised in ended.exceptions] == ["builtins.KeyError"]
 
 
 def test_a_thread_s_exception_ends_no_rank(tmp_path: Path, flight_dir: Path) -> None:
-    """It is told with the thread's name, and whoever listened before still hears it."""
+    """It is recorded with the thread's name, and whoever listened before still hears it."""
     thread = "thread = threading.Thread(target=load, name='loader')\nthread.start()\nthread.join()\n"
     ended = run_script(tmp_path, flight_dir, CHAIN + thread)
     assert (ended.status, ended.reason) == (0, Exit.FINISHED)
-    assert [(told["thread"], told["exception.type"]) for told in ended.exceptions] == [("loader", "builtins.ValueError")]
+    assert [(raised["thread"], raised["exception.type"]) for raised in ended.exceptions] == [("loader", "builtins.ValueError")]
     assert "ValueError: secret" in ended.error
 
 
@@ -365,7 +365,7 @@ def test_a_rank_that_is_a_child_process_ends_as_any_other(
     """A forked child runs no handler of `atexit`, and no excepthook: multiprocessing has its own way out."""
     ended = run_script(tmp_path, flight_dir, CHILD.format(body=body))
     assert (ended.status, ended.reason, ended.code) == (status, reason, status)
-    assert [told["exception.type"] for told in ended.exceptions] == ["builtins.ZeroDivisionError"] * (body == "1 // 0")
+    assert [raised["exception.type"] for raised in ended.exceptions] == ["builtins.ZeroDivisionError"] * (body == "1 // 0")
 
 
 SPAWN = """
@@ -386,7 +386,7 @@ def test_torch_s_spawn_sees_the_exception_and_so_do_we(tmp_path: Path, flight_di
     """It hands the traceback to the parent and leaves with status 1."""
     ended = run_script(tmp_path, flight_dir, SPAWN)
     assert (ended.status, ended.reason, ended.code) == (0, Exit.EXCEPTION, 1), ended.error
-    assert [told["exception.type"] for told in ended.exceptions] == ["builtins.LookupError"]
+    assert [raised["exception.type"] for raised in ended.exceptions] == ["builtins.LookupError"]
     assert ended.exceptions[0]["location"].endswith("train.py:6 in rank")
 
 
@@ -409,16 +409,16 @@ for batch in DataLoader(Broken(), num_workers=1, multiprocessing_context="fork")
 
 
 def test_a_loader_worker_s_exception_is_the_rank_s(tmp_path: Path, flight_dir: Path) -> None:
-    """It is told with the worker's own line, and the training process' that asked for the batch; the worker leaves no file."""
+    """Recorded with the worker's own line, and the training process' that asked for the batch; the worker leaves no file."""
     ended = run_script(tmp_path, flight_dir, LOADER)
     assert (ended.status, ended.reason) == (1, Exit.EXCEPTION)
-    (told,) = ended.exceptions
-    assert told["exception.type"] == "builtins.KeyError"
-    assert told["location"].endswith("train.py:7 in look_up")
-    assert "caller" not in told
-    assert (told["origin"], told["exception.message"]) == ("DataLoader worker process 0", "'secret'")
-    assert told["reraised"].endswith("train.py:14 in <module>")
-    assert "cause.type" not in told
+    (raised,) = ended.exceptions
+    assert raised["exception.type"] == "builtins.KeyError"
+    assert raised["location"].endswith("train.py:7 in look_up")
+    assert "caller" not in raised
+    assert (raised["origin"], raised["exception.message"]) == ("DataLoader worker process 0", "'secret'")
+    assert raised["reraised"].endswith("train.py:14 in <module>")
+    assert "cause.type" not in raised
 
 
 TOLD = """
@@ -451,15 +451,15 @@ assert vars(shell).keys() == before.keys()
 
 
 def test_a_notebook_goes_on_after_a_cell_that_failed(tmp_path: Path, flight_dir: Path) -> None:
-    """Each failure is told, the same one twice, too; the session stays, and the end is in order."""
+    """Each failure is recorded, the same one twice, too; the session stays, and the end is in order."""
     ended = run_script(tmp_path, flight_dir, TOLD + NOTEBOOK)
     kinds = ["builtins.NameError", "builtins.ZeroDivisionError", "builtins.ZeroDivisionError"]
-    assert [told["exception.type"] for told in ended.exceptions] == kinds
+    assert [raised["exception.type"] for raised in ended.exceptions] == kinds
     assert (ended.status, ended.reason) == (0, Exit.FINISHED), ended.error
 
 
 def test_who_catches_an_exit_and_trains_on_has_not_left(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that calls sys.exit() inside a `try` is no end; what follows tells."""
+    """A library that calls sys.exit() inside a `try` is no end: the training goes on."""
     for recorded in recording(flight_dir):
         with pytest.raises(SystemExit):
             sys.exit(3)
@@ -535,11 +535,11 @@ def test_ctrl_c_in_shutdown_is_the_script_s(flight_dir: Path, monkeypatch: pytes
     left: list[Any] = []
     for owner, original in ((FlightWriter, FlightWriter.exit), (StepProbe, StepProbe.remove)):
 
-        def interrupted(*given: Any, function: Any = original) -> Any:
+        def interrupted(*arguments: Any, function: Any = original) -> Any:
             if function not in left:
                 left.append(function)
                 raise KeyboardInterrupt
-            return function(*given)
+            return function(*arguments)
 
         monkeypatch.setattr(owner, original.__name__, interrupted)
     with pytest.raises(KeyboardInterrupt):
