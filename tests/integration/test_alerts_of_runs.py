@@ -91,14 +91,14 @@ EXPECTED: dict[str, list[tuple[str, str, str]]] = {
 """What arrives: receiver, alert, and the culprit in its description. A first symptom is a ticket; the page comes once
 it is known to be worse."""
 OUTLIVED = {"crash-loop": {"tickets"}}
-"""Receivers that are not told of the end, since the worse alert outlives the ticket: Alertmanager mutes the ends, too."""
+"""Receivers that hear of no end, since the worse alert outlives the ticket: Alertmanager mutes the ends, too."""
 
 
-def active_sets(found: Sequence[Told]) -> dict[str, list[dict[str, Told]]]:
+def active_sets(firing: Sequence[Told]) -> dict[str, list[dict[str, Told]]]:
     """Of each run, the sets of alerts that were active at once, in order: only changes, the last of them to none."""
     minutes: dict[str, dict[int, dict[str, Told]]] = defaultdict(lambda: defaultdict(dict))
-    for one in found:
-        minutes[one.labels["run_id"]][one.at_s][one.labels["alertname"]] = one
+    for alert in firing:
+        minutes[alert.labels["run_id"]][alert.at_s][alert.labels["alertname"]] = alert
     changes: dict[str, list[dict[str, Told]]] = {}
     for run, by_minute in minutes.items():
         sets = [by_minute.get(at_s, {}) for at_s in range(min(by_minute), max(by_minute) + 61, 60)]
@@ -114,7 +114,7 @@ def sent(labels: Mapping[str, str], annotations: Mapping[str, str], *, active: b
 
 
 def deliver(address: str, changes: Mapping[str, list[dict[str, Told]]], arrived: Sequence[Mapping[str, Any]]) -> None:
-    """Send what changes for each run, all first changes, then all second ones, waiting until Alertmanager has told of them.
+    """Send what changes for each run, all first changes, then all second ones, waiting until Alertmanager has sent them on.
 
     It has when an alert of a new group, sent after them, has arrived at both receivers: for it Alertmanager waits as long as
     for other new groups, and three times as long as for known ones.
@@ -132,21 +132,26 @@ def deliver(address: str, changes: Mapping[str, list[dict[str, Told]]], arrived:
         for run, sets in changes.items():
             if number < len(sets):
                 alerts = {**before.get(run, {}), **sets[number]}
-                post([sent(one.labels, one.annotations, active=name in sets[number]) for name, one in alerts.items()])
+                post([sent(alert.labels, alert.annotations, active=name in sets[number]) for name, alert in alerts.items()])
                 before[run] = sets[number]
         last = f"round-{number}"
-        post([sent({"alertname": "Sent", "run_id": last, "severity": one}, {}, active=True) for one in ("page", "ticket")])
+        post(
+            [
+                sent({"alertname": "Sent", "run_id": last, "severity": severity}, {}, active=True)
+                for severity in ("page", "ticket")
+            ]
+        )
         wait_until(partial(_has_arrived_twice, arrived, last))
 
 
 def _has_arrived_twice(arrived: Sequence[Mapping[str, Any]], run: str) -> bool:
-    return [one["groupLabels"].get("run_id") for one in arrived].count(run) == 2  # the receivers
+    return [notification["groupLabels"].get("run_id") for notification in arrived].count(run) == 2  # the receivers
 
 
 def of_run(arrived: Sequence[Mapping[str, Any]], run: str, status: str) -> list[tuple[str, Mapping[str, Any]]]:
     """The alerts of the notifications about a run that are in that status, as the notifications are: receiver and alert."""
-    found = [one for one in arrived if one["status"] == status and one["groupLabels"].get("run_id") == run]
-    return [(one["receiver"], alert) for one in found for alert in one["alerts"] if alert["status"] == status]
+    about = [note for note in arrived if (note["status"], note["groupLabels"].get("run_id")) == (status, run)]
+    return [(note["receiver"], alert) for note in about for alert in note["alerts"] if alert["status"] == status]
 
 
 @pytest.fixture
@@ -188,9 +193,9 @@ def evaluated(promtool: str, text: str, folder: Path) -> list[Told]:
     path.write_text(text)
     done = subprocess.run([promtool, "test", "rules", path], capture_output=True, text=True, check=False)
     output = done.stdout + done.stderr
-    found = told(output)
-    assert found or done.returncode == 0, output[-2000:]
-    return found
+    firing = told(output)
+    assert firing or done.returncode == 0, output[-2000:]
+    return firing
 
 
 def alerts_of(rules: Sequence[Path]) -> list[str]:
@@ -210,8 +215,8 @@ def accepts(address: str) -> bool:
 
 def test_of_healthy_runs_nothing_arrives(promtool: str, recording: Recording, rules: Sequence[Path], tmp_path: Path) -> None:
     """No alert is active in any minute."""
-    found = evaluated(promtool, cases(recording, HEALTHY, alerts_of(rules), rules), tmp_path)
-    assert [(one.at_s // 60, one.labels["run_id"], one.labels["alertname"]) for one in found] == []
+    firing = evaluated(promtool, cases(recording, HEALTHY, alerts_of(rules), rules), tmp_path)
+    assert [(alert.at_s // 60, alert.labels["run_id"], alert.labels["alertname"]) for alert in firing] == []
 
 
 def test_of_sick_runs_the_right_alert_arrives_once_with_its_culprit_and_resolves(
@@ -223,9 +228,9 @@ def test_of_sick_runs_the_right_alert_arrives_once_with_its_culprit_and_resolves
     start: Callable[..., subprocess.Popen[str]],
     tmp_path: Path,
 ) -> None:
-    """What arrives of each run, in order, is all that is expected of it; what follows from something worse is not told."""
+    """What arrives of each run, in order, is all that is expected of it; what follows from something worse does not arrive."""
     command = alertmanager_command(program("prometheus-alertmanager"))
-    found = evaluated(promtool, cases(recording, SICK, alerts_of(rules), rules), tmp_path)
+    active = evaluated(promtool, cases(recording, SICK, alerts_of(rules), rules), tmp_path)
     arrived: list[dict[str, Any]] = []
 
     def webhook(request: BaseHTTPRequestHandler) -> bytes:
@@ -235,7 +240,7 @@ def test_of_sick_runs_the_right_alert_arrives_once_with_its_culprit_and_resolves
     with serving(webhook) as receiver:
         address = start_alertmanager(start, command, tmp_path, free_port(), receiver, group_wait_ms=1200)
         wait_until(lambda: accepts(address))
-        deliver(address, active_sets(found), arrived)
+        deliver(address, active_sets(active), arrived)
     for run, expected in EXPECTED.items():
         firing = of_run(arrived, run, "firing")
         assert [(to, alert["labels"]["alertname"]) for to, alert in firing] == [(to, name) for to, name, _ in expected], run
@@ -260,7 +265,7 @@ def test_amtool_is_content(program: Callable[[str], str], checkout: Path) -> Non
 
 
 def test_only_alerts_that_exist_are_named_and_no_ticket_silences_a_page() -> None:
-    """A run that hangs because a rank died wakes somebody up all the same; each cluster's run is told of by itself.
+    """A run that hangs because a rank died wakes somebody up all the same; each cluster's run is a notification of its own.
 
     That a run is down or gone explains the ranks that are missing, and the machines that it does not use.
     """
