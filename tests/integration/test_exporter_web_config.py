@@ -38,10 +38,10 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with `server.pem`, `client.pem` and their keys."""
     if reason := why_missing("openssl"):
         pytest.skip(reason)
-    made = tmp_path_factory.mktemp("certificates")
+    directory = tmp_path_factory.mktemp("certificates")
     for name in ("server", "client"):
-        certify(str(shutil.which("openssl")), made, name)
-    return made
+        certify(str(shutil.which("openssl")), directory, name)
+    return directory
 
 
 @pytest.fixture
@@ -105,9 +105,9 @@ def serve(home: Path) -> Iterator[Callable[[str | None], Served]]:
 
 def _accepts(home: Path, text: str) -> bool:
     try:
-        found = web_config.parse(text)
-        if found.tls is not None:
-            web_config.server_context(found.tls, home)
+        parsed = web_config.parse(text)
+        if parsed.tls is not None:
+            web_config.server_context(parsed.tls, home)
     except web_config.WebConfigError:
         return False
     return True
@@ -176,7 +176,7 @@ def _basic(password: str) -> str:
 
 
 def test_guesses_neither_queue_up_nor_push_the_scraper_out() -> None:
-    """Two hundred at once: some are compared, the rest are told to come later, and who was known still is."""
+    """Two hundred at once: some are compared, the rest may come later, and who was admitted still is."""
 
     async def ask() -> tuple[int, int, int]:
         passwords = Passwords()
@@ -197,7 +197,7 @@ def test_guesses_neither_queue_up_nor_push_the_scraper_out() -> None:
 
 
 def test_the_least_version_is_kept(serve: Callable[[str], Served]) -> None:
-    """And so are suites, of which those of TLS 1.3 alone leave no other version."""
+    """And so are suites: those of TLS 1.3 alone leave no other version."""
     for text in (f"{TLS}, min_version: TLS13}}", f"{TLS}, cipher_suites: [TLS_AES_128_GCM_SHA256]}}"):
         served = serve(text)
         assert METRICS.encode() in served.page(served.trust())
@@ -286,8 +286,8 @@ def test_a_mistake_on_the_command_line_opens_nothing(
 ) -> None:
     """Not in the option's name, not in another option's."""
     port = free_port()
-    given = {"TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS": f"127.0.0.1:{port}", "TORCHOBS_DIR": str(flight_dir)}
+    variables = {"TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS": f"127.0.0.1:{port}", "TORCHOBS_DIR": str(flight_dir)}
     log, mistyped = tmp_path / "exporter.log", "--web.config-file=web.yml"
-    program = start_program(start, log, port, mistyped, **given, KUBERNETES_SERVICE_HOST="10.96.0.1")
+    program = start_program(start, log, port, mistyped, **variables, KUBERNETES_SERVICE_HOST="10.96.0.1")
     assert program.get().status == 503
     assert program.get("/-/healthy").status == 200
