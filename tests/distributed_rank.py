@@ -123,8 +123,8 @@ def hang(directory: str, place: str, often_s: str = "") -> None:
         sampler.OBSERVE_INTERVAL_S = float(often_s)
     torchobs.init(flight_dir=directory)
     dist.init_process_group("gloo")
-    own = place if os.environ["RANK"] == "1" else ""
-    model = DistributedDataParallel(Hanging(own))
+    own_place = place if os.environ["RANK"] == "1" else ""
+    model = DistributedDataParallel(Hanging(own_place))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     samples: Any = torch.full((20, 4), 1.0 + dist.get_rank())
     for step, batch in enumerate(torch.utils.data.DataLoader(samples), 1):
@@ -188,14 +188,14 @@ def averaged_once() -> dict[str, Any]:
     network, optimizer = linear()
     recovery = guard.Recovery(network, optimizer)
     everything = torch.randn(16, 4, generator=torch.Generator().manual_seed(5))
-    own = everything[8 * dist.get_rank() :][:8]
+    samples = everything[8 * dist.get_rank() :][:8]
     calls: list[object] = []
     network.register_comm_hook(calls, lambda state, bucket: (state.append(bucket), allreduce_hook(None, bucket))[1])  # type: ignore[arg-type]
-    recovery.step(list(own.split(2)), lambda output: output.square().mean(), accumulate=True)
+    recovery.step(list(samples.split(2)), lambda output: output.square().mean(), accumulate=True)
     alone = linear()[0].module
     alone(everything).square().mean().backward()
     with torch.no_grad():
-        expected = [float(value) for each in alone.parameters() for value in (each - 0.1 * each.grad).flatten()]
+        expected = [float(value) for parameter in alone.parameters() for value in (parameter - 0.1 * parameter.grad).flatten()]
     return {"collectives": len(calls), "weights": weights(network), "expected": expected}
 
 

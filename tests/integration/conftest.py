@@ -51,8 +51,8 @@ def promtool(program: Callable[[str], str]) -> str:
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
     """Of OTLP, one that takes everything."""
-    with Receiver() as made:
-        yield made
+    with Receiver() as running:
+        yield running
 
 
 @pytest.fixture
@@ -75,10 +75,10 @@ def extreme(flight_dir: Path) -> Iterator[Extreme]:
 @pytest.fixture
 def writer(flight_dir: Path) -> Iterator[FlightWriter]:
     """A living rank that has taken three steps."""
-    made = live_rank(flight_dir)
-    train(made, [1, 2, 3])
-    yield made
-    made.close()
+    rank = live_rank(flight_dir)
+    train(rank, [1, 2, 3])
+    yield rank
+    rank.close()
 
 
 @pytest.fixture
