@@ -228,11 +228,6 @@ def test_a_save_that_succeeds_ends_a_streak_of_failures(run: Recording, tmp_path
     assert [save(name) for name in ("gone", "there", "there")] == [1, 0, 0]
 
 
-def distributed() -> Any:
-    """The module, untyped: its stubs hide what everybody calls. Imported late, as a script may."""
-    return importlib.import_module("torch.distributed.checkpoint")
-
-
 @pytest.mark.serial
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -241,7 +236,8 @@ def test_a_distributed_checkpoint_is_one(run: Recording, tmp_path: Path, *, asyn
 
     Where it is asynchronous the loop waits while it is copied; the checkpoint lasts until it is written, and counts then.
     """
-    dcp, waited = distributed(), []
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")  # its stubs hide what everybody calls
+    waited = []
 
     def save(step: int) -> None:
         state = {"model": torch.ones(200_000), "step": step}

@@ -331,16 +331,6 @@ def names(profiler):
 def last(switch):
     return next(row for row in debug.status().switches if row.name == switch).last
 """
-OWN_SCHEDULE = """
-schedule = torch.profiler.schedule(wait=1, warmup=2, active=2, repeat=2)
-traces = []
-with torch.profiler.profile(schedule=schedule, on_trace_ready=lambda own: traces.append(names(own))) as own:
-    for _ in range(11):
-        step()
-        own.step()
-assert len(traces) == 2, len(traces)
-assert all("aten::addmm" in trace for trace in traces)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -360,7 +350,19 @@ def ends_well(code: str) -> None:
 
 def test_a_script_profiles_itself_under_switches() -> None:
     """Its profiler sees what it would see without ours, and the interpreter exits with 0, with the switches on or off."""
-    ends_well(f'debug.enable("full", profile_every=2)\n{OWN_SCHEDULE}\nfor _ in range(3): step()\ndebug.disable()\n')
+    ends_well("""
+debug.enable("full", profile_every=2)
+schedule = torch.profiler.schedule(wait=1, warmup=2, active=2, repeat=2)
+traces = []
+with torch.profiler.profile(schedule=schedule, on_trace_ready=lambda own: traces.append(names(own))) as own:
+    for _ in range(11):
+        step()
+        own.step()
+assert len(traces) == 2, len(traces)
+assert all("aten::addmm" in trace for trace in traces)
+for _ in range(3): step()
+debug.disable()
+""")
 
 
 def test_threads_that_train_under_switches() -> None:

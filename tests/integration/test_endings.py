@@ -421,7 +421,7 @@ def test_a_loader_worker_s_exception_is_the_rank_s(tmp_path: Path, flight_dir: P
     assert "cause.type" not in raised
 
 
-TOLD = """
+NOTEBOOK = """
 import torchobs
 from tests.support import wait_until
 from torchobs.flight import reader
@@ -431,8 +431,6 @@ def told():
         return sum(getattr(event, "name", "") == "torchobs.exception" for event in file.events())
     finally:
         file.close()
-"""
-NOTEBOOK = """
 import time
 from IPython.core.interactiveshell import InteractiveShell
 from torchobs.taps.patch import RESTORED, active
@@ -452,7 +450,7 @@ assert vars(shell).keys() == before.keys()
 
 def test_a_notebook_goes_on_after_a_cell_that_failed(tmp_path: Path, flight_dir: Path) -> None:
     """Each failure is recorded, the same one twice, too; the session stays, and the end is in order."""
-    ended = run_script(tmp_path, flight_dir, TOLD + NOTEBOOK)
+    ended = run_script(tmp_path, flight_dir, NOTEBOOK)
     kinds = ["builtins.NameError", "builtins.ZeroDivisionError", "builtins.ZeroDivisionError"]
     assert [raised["exception.type"] for raised in ended.exceptions] == kinds
     assert (ended.status, ended.reason) == (0, Exit.FINISHED), ended.error
