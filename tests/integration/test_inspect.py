@@ -31,31 +31,31 @@ def inspected(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tup
 def document(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
     """The report for programs."""
     _, out = inspected(capsys, *arguments, "--json")
-    made: dict[str, Any] = json.loads(out)
-    return made
+    parsed: dict[str, Any] = json.loads(out)
+    return parsed
 
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("memory", [True, False])
 def test_how_far_a_rank_came_that_was_killed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *, memory: bool, known: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *, memory: bool, recorded: bool
 ) -> None:
     """Promise: off a tmpfs the file need not have the last steps, and nothing is said that rests on their absence.
 
     Where the file lies now counts only if it does not say where it was written: it may have been copied since.
     """
-    monkeypatch.setattr(load, "in_memory", lambda _: memory is not known)
-    dead(tmp_path, in_memory=memory if known else None).save()
+    monkeypatch.setattr(load, "in_memory", lambda _: memory is not recorded)
+    dead(tmp_path, in_memory=memory if recorded else None).save()
     (report,), _ = load.load(sorted(tmp_path.glob("*.flight")))
     assert report.unwritten is not memory
     text = inspected(capsys, tmp_path)[1]
     assert ("after step 50 at least" in text, "50 steps at least" in text) == (not memory, not memory)
 
 
-def dead(directory: Path, **given: Any) -> File:
+def dead(directory: Path, **fields: Any) -> File:
     """A rank of another boot with fifty steps, a gradient that was not finite, and a full cgroup."""
     assert bytes(16) != BOOT, "another boot"
-    file, born_s = File(directory, boot=bytes(16), **given), given.get("born_s", 0.0)
+    file, born_s = File(directory, boot=bytes(16), **fields), fields.get("born_s", 0.0)
     for number in range(1, 51):
         file.step(number, born_s + number / 10)
     file.set(catalog.MEMORY_HOST_UTILIZATION, 0.99, limit="cgroup")
@@ -78,7 +78,7 @@ def test_a_rank_that_hung_is_told_with_its_stacks(tmp_path: Path, which: str, ca
     (tmp_path / named(f"r1-{9:032x}.flight", "stacks", 9).name).write_text("MainThread")
     (rank,) = document(capsys, file.path if which == "file" else tmp_path)["ranks"]
     assert (rank["stall"]["seconds"], rank["stall"]["usual_step"], rank["stall"]["hung"]) == (70.0, 0.1, True)
-    assert rank["stall"]["stacks"] == [one["file"] for one in rank["evidence"]] == names[:1]
+    assert rank["stall"]["stacks"] == [artifact["file"] for artifact in rank["evidence"]] == names[:1]
     assert "No step ended in the last 1 min 10 s" in " ".join(inspected(capsys, tmp_path)[1].split())
 
 
@@ -104,10 +104,10 @@ def test_the_document_s_form_does_not_change(
     file = dead(tmp_path)
     file.memory.word(EXIT_WORD, 1 << 63 | Exit.EXIT_CODE << 32 | 3)
     file.save()
-    made = document(capsys, tmp_path, "--steps", "2")
-    for event in made["ranks"][0]["events"]:
+    report = document(capsys, tmp_path, "--steps", "2")
+    for event in report["ranks"][0]["events"]:
         event["time"] = 0.0  # dated by the machine's clock
-    text = json.dumps(made, indent=2) + "\n"
+    text = json.dumps(report, indent=2) + "\n"
     if pytestconfig.getoption("--update-golden"):
         GOLDEN.write_text(text)
     assert text == GOLDEN.read_text()
@@ -132,7 +132,7 @@ def test_of_several_runs_the_last_one_is_told_and_the_others_named(tmp_path: Pat
 
 
 def finished(directory: Path) -> File:
-    """A rank of another boot that finished at step 40, whose loss was not finite from step 20 on; its totals are folded."""
+    """A rank of another boot: finished at step 40, with a loss that is not finite from step 20 on, its totals folded."""
     file = File(directory, boot=bytes(16))
     for number in range(1, 41):
         file.step(number, number / 10, loss=2.0 if number < 20 else float("nan"))
@@ -143,7 +143,7 @@ def finished(directory: Path) -> File:
 
 
 REGIONS = plan(DEFAULT_SIZE)
-LIVE_END, SERIES_END, STEPS_AT = (REGIONS[one].offset for one in (Region.SERIES, Region.BLOCKS, Region.STEPS))
+LIVE_END, SERIES_END, STEPS_AT = (REGIONS[region].offset for region in (Region.SERIES, Region.BLOCKS, Region.STEPS))
 CORE_END = SERIES_END + 2 * SLOT_SIZE
 FALSE = ("without a step", "recovered.", "before its first step", "vanished")
 
@@ -162,20 +162,20 @@ FALSE = ("without a step", "recovered.", "before its first step", "vanished")
 def test_nothing_is_asserted_of_what_is_missing(
     tmp_path: Path, how: str, kept: int, says: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A download that broke off, and a file of the right size whose end was never written."""
+    """A download that broke off, and a file of the right size without its end."""
     path = finished(tmp_path).save().path
     raw = path.read_bytes()
     path.write_bytes(raw[:kept].ljust(len(raw) if how == "zeroed" else kept, b"\0"))
     (rank,) = document(capsys, path)["ranks"]
-    told = " ".join(finding["text"] for finding in rank["findings"])
-    assert says in told
-    assert not [text for text in FALSE if text in told]
+    sentences = " ".join(finding["text"] for finding in rank["findings"])
+    assert says in sentences
+    assert not [text for text in FALSE if text in sentences]
     assert f"{problem} damaged or missing" in " ".join(rank["problems"])
     assert rank["partial"]
 
 
 def test_records_with_bad_bytes_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each has its checksum; the rest is told as it is."""
+    """Each has its checksum; the rest is reported as it is."""
     path = finished(tmp_path).save().path
     assert document(capsys, path)["ranks"][0]["problems"] == []
     with path.open("r+b") as damaged:
@@ -189,7 +189,7 @@ def test_records_with_bad_bytes_are_counted(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize("rubbish", [b"", b"x" * 5000, bytes(1 << 20), os.urandom(1 << 20)])
 def test_rubbish_is_refused_with_the_reason(tmp_path: Path, rubbish: bytes, capsys: pytest.CaptureFixture[str]) -> None:
-    """By a path, and in a directory beside a good file, which is told all the same."""
+    """By a path, and in a directory beside a good file, which is reported all the same."""
     bad = tmp_path / f"r9-{0:032x}.flight"
     bad.write_bytes(rubbish)
     assert dispatch.main(["inspect", str(bad)]) == 2
@@ -209,7 +209,7 @@ def test_what_is_not_there_is_told_with_what_to_do(tmp_path: Path, capsys: pytes
 
 
 def test_no_damage_makes_it_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bytes changed anywhere: it tells, or refuses."""
+    """Bytes changed anywhere: it reports, or refuses."""
     file = dead(tmp_path)
     header, random = file.header, Random(7)
     for event in catalog.EVENTS:

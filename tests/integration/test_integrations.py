@@ -41,8 +41,8 @@ BATCHES: tuple[tuple[object, int, int], ...] = (
 
 def test_samples_and_tokens_are_found_in_whatever_a_loader_gives() -> None:
     """The first tensor's first dimension; the elements of `input_ids`; 0 where there is neither."""
-    found = [(samples_in(batch), tokens_in(batch)) for batch, _, _ in BATCHES]
-    assert found == [(samples, tokens) for _, samples, tokens in BATCHES]
+    counts = [(samples_in(batch), tokens_in(batch)) for batch, _, _ in BATCHES]
+    assert counts == [(samples, tokens) for _, samples, tokens in BATCHES]
 
 
 def test_only_numbers_become_scalars_and_none_of_them_the_step_s_own() -> None:
@@ -94,18 +94,18 @@ for extra in {EXTRAS}:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     said = [line for line in done.stderr.splitlines() if line.startswith("ModuleNotFoundError")]
-    assert said == [f"ModuleNotFoundError: the {one} integration needs: pip install 'torchobs[{one}]'" for one in EXTRAS]
+    assert said == [f"ModuleNotFoundError: the {extra} integration needs: pip install 'torchobs[{extra}]'" for extra in EXTRAS]
     assert "During handling" not in done.stderr
 
 
 def test_what_fails_in_one_public_function_leaves_the_others(flight_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each has its own fuse; it is counted, and told once."""
+    """Each has its own fuse; its failure is counted, and reported once."""
     with caplog.at_level(logging.WARNING, "torchobs"), torchobs.init(flight_dir=flight_dir) as session:
         torchobs.watch(object())
         torchobs.log(accuracy=0.5)
-        found = Recording(session)
-        assert found.errors()[0].startswith("watch: ")
-        support.wait_until(lambda: found.values().get(("torchobs.scalar", "accuracy")) == 0.5)
+        recording = Recording(session)
+        assert recording.errors()[0].startswith("watch: ")
+        support.wait_until(lambda: recording.values().get(("torchobs.scalar", "accuracy")) == 0.5)
     support.wait_until(lambda: "probe 'watch' failed with AttributeError" in caplog.text)
 
 
@@ -116,7 +116,7 @@ DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, EVALUATION, CHECKPOINT = range(7)
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank's flight file tells after its end."""
+    """What a rank's flight file holds after its end."""
 
     resource: dict[str, Any]
     values: dict[tuple[str, ...], Any]
@@ -125,13 +125,13 @@ class Seen:
 
     def event(self, name: str) -> dict[str, Any]:
         """The attributes of the one event of that name."""
-        (found,) = (event["attrs"] for event in self.events if event["name"] == name)
-        return dict(found)
+        (match,) = (event["attrs"] for event in self.events if event["name"] == name)
+        return dict(match)
 
 
 def seen(flight_dir: Path) -> list[Seen]:
     """One for each rank."""
-    found = []
+    ranks = []
     for path in flight_dir.glob("*.flight"):
         file = reader.open_path(str(path))
         view = file.read(final=True)
@@ -139,9 +139,9 @@ def seen(flight_dir: Path) -> list[Seen]:
             (point.series.name, *(str(value) for _, value in point.series.attributes)): point.value for point in view.points
         }
         steps = [record for record in file.steps() if record.kind == RecordKind.STEP]
-        found.append(Seen(dict(file.header.resource), values, steps, flights.frames(file)))
+        ranks.append(Seen(dict(file.header.resource), values, steps, flights.frames(file)))
         file.close()
-    return sorted(found, key=lambda one: int(one.resource["rank"]))
+    return sorted(ranks, key=lambda rank: int(rank.resource["rank"]))
 
 
 def start(*arguments: str, flight_dir: Path, **environ: str) -> subprocess.Popen[str]:
@@ -177,35 +177,35 @@ def both(name: str, flight_dir: Path, tmp_path: Path) -> tuple[Seen, Seen, dict[
     plain, integrated = reports(start(script(name), "plain", "integration", flight_dir=with_it))
     assert reports(observed) == [plain]
     assert integrated == plain
-    (automatic,), (told,) = seen(without), seen(with_it)
-    return automatic, told, plain
+    (automatic,), (integrated_rank,) = seen(without), seen(with_it)
+    return automatic, integrated_rank, plain
 
 
 def signals(rank: Seen, expected: dict[str, Any], evaluations: list[int]) -> None:
-    """What every framework's run shows without being told: `evaluations` are the steps after which there was one."""
+    """What every framework's run shows by itself: `evaluations` are the steps before an evaluation."""
     assert rank.values["torchobs.steps",] == len(rank.steps) == expected["steps"]
     assert {step.losses for step in rank.steps} == {2}
     assert all(step.grad_norm > 0 and step.learning_rate > 0 for step in rank.steps)
     assert all(min(step.phase_s[FORWARD : OPTIMIZER + 1]) > 0 for step in rank.steps)
     assert all(step.duration_s == pytest.approx(sum(step.phase_s[:5]), abs=1e-5) for step in rank.steps)
-    found = [step.step - 1 for step in rank.steps if step.phase_s[EVALUATION] > 0]
-    assert found == [step for step in evaluations if step < expected["steps"]]
+    evaluated = [step.step - 1 for step in rank.steps if step.phase_s[EVALUATION] > 0]
+    assert evaluated == [step for step in evaluations if step < expected["steps"]]
     assert rank.values["torchobs.goodput.time", "evaluation"] > 0
 
 
 def test_lightning(flight_dir: Path, tmp_path: Path) -> None:
     """Its Trainer: the signals without a word; with the callback also epochs, steps to come, metrics, samples, evaluation."""
-    automatic, told, expected = both("with_lightning", flight_dir, tmp_path)
-    for rank in (automatic, told):
+    automatic, informed, expected = both("with_lightning", flight_dir, tmp_path)
+    for rank in (automatic, informed):
         signals(rank, expected, evaluations=[0, 2, 4, 6, 8, 10, 12])
-    assert told.values["torchobs.steps.planned",] == 12
-    assert told.values["torchobs.steps.resumed_from",] == 0
-    assert told.values["torchobs.samples",] == 2 * 12 * 4
-    assert told.values["torchobs.scalar", "val_loss"] == expected["metrics"]["val_loss"]
-    assert told.values["torchobs.scalar", "train_loss"] == expected["metrics"]["train_loss"]
-    assert told.values["torchobs.scalar", "epoch"] == 2
-    assert told.event("torchobs.trainer")["framework"] == "lightning"
-    assert told.event("torchobs.model") == {"name": "Characters", "parameters": 14528, "trainable": 14528}
+    assert informed.values["torchobs.steps.planned",] == 12
+    assert informed.values["torchobs.steps.resumed_from",] == 0
+    assert informed.values["torchobs.samples",] == 2 * 12 * 4
+    assert informed.values["torchobs.scalar", "val_loss"] == expected["metrics"]["val_loss"]
+    assert informed.values["torchobs.scalar", "train_loss"] == expected["metrics"]["train_loss"]
+    assert informed.values["torchobs.scalar", "epoch"] == 2
+    assert informed.event("torchobs.trainer")["framework"] == "lightning"
+    assert informed.event("torchobs.model") == {"name": "Characters", "parameters": 14528, "trainable": 14528}
     assert ("torchobs.steps.planned",) not in automatic.values
 
 
@@ -213,17 +213,17 @@ def test_lightning_s_own_ranks(flight_dir: Path) -> None:
     """Lightning starts the other ranks by repeating the command; the callback makes each of them a rank of one run."""
     lines = reports(start(script("with_lightning"), "ranks", flight_dir=flight_dir))
     assert sorted(line["rank"] for line in lines) == [0, 1]
-    found = seen(flight_dir)
-    assert [(rank.resource["rank"], rank.resource["world_size"]) for rank in found] == [(0, 2), (1, 2)]
-    assert len({rank.resource["run_id"] for rank in found}) == 1
-    assert [len(rank.steps) for rank in found] == [6, 6]
-    assert [rank.values["torchobs.samples",] for rank in found] == [48, 48]
+    ranks = seen(flight_dir)
+    assert [(rank.resource["rank"], rank.resource["world_size"]) for rank in ranks] == [(0, 2), (1, 2)]
+    assert len({rank.resource["run_id"] for rank in ranks}) == 1
+    assert [len(rank.steps) for rank in ranks] == [6, 6]
+    assert [rank.values["torchobs.samples",] for rank in ranks] == [48, 48]
 
 
 def test_transformers(flight_dir: Path, tmp_path: Path) -> None:
     """Its Trainer: losses and norms are those it logs; with the callback also epochs, metrics, tokens, checkpoints."""
-    automatic, told, expected = both("with_transformers", flight_dir, tmp_path)
-    for rank in (automatic, told):
+    automatic, informed, expected = both("with_transformers", flight_dir, tmp_path)
+    for rank in (automatic, informed):
         signals(rank, expected, evaluations=[2, 4, 6, 8, 10])
         assert [step.loss for step in rank.steps] == pytest.approx(expected["losses"], rel=1e-5)
         assert [step.grad_norm for step in rank.steps] == pytest.approx(expected["norms"], rel=1e-5)
@@ -231,27 +231,27 @@ def test_transformers(flight_dir: Path, tmp_path: Path) -> None:
         assert rank.values["torchobs.samples",] == 2 * 10 * 4  # inferred, where nobody gives them
         assert rank.values["torchobs.tokens",] == expected["tokens"]
         assert [step for step in rank.steps if not step.phase_s[DATA] > 0] == []  # that of the step after an evaluation, too
-    assert [step.step - 1 for step in told.steps if step.phase_s[CHECKPOINT] > 0] == [4, 8]
-    assert told.values["torchobs.steps.planned",] == 10
-    assert told.values["torchobs.steps.resumed_from",] == 0
-    assert [step.tokens for step in told.steps] == [128] * 10
-    assert told.values["torchobs.scalar", "eval_loss"] == expected["eval_loss"]
-    assert told.values["torchobs.scalar", "epoch"] == 2
-    trainer = told.event("torchobs.trainer")
+    assert [step.step - 1 for step in informed.steps if step.phase_s[CHECKPOINT] > 0] == [4, 8]
+    assert informed.values["torchobs.steps.planned",] == 10
+    assert informed.values["torchobs.steps.resumed_from",] == 0
+    assert [step.tokens for step in informed.steps] == [128] * 10
+    assert informed.values["torchobs.scalar", "eval_loss"] == expected["eval_loss"]
+    assert informed.values["torchobs.scalar", "epoch"] == 2
+    trainer = informed.event("torchobs.trainer")
     assert (trainer["framework"], trainer["run_name"], trainer["max_grad_norm"]) == ("transformers", "small", 0.5)
     assert not {"output_dir", "hub_token"} & trainer.keys()
 
 
 def test_accelerate(flight_dir: Path, tmp_path: Path) -> None:
     """A loop of its own; with the tracker also what the loop gives to `accelerator.log`, and the steps to come."""
-    automatic, told, expected = both("with_accelerate", flight_dir, tmp_path)
-    for rank in (automatic, told):
+    automatic, informed, expected = both("with_accelerate", flight_dir, tmp_path)
+    for rank in (automatic, informed):
         signals(rank, expected, evaluations=[4, 8])
         assert rank.steps[-1].losses == 2
-    scalars = {name[1]: value for name, value in told.values.items() if name[0] == "torchobs.scalar"}
+    scalars = {name[1]: value for name, value in informed.values.items() if name[0] == "torchobs.scalar"}
     assert scalars == {"validation_loss": expected["validation_loss"], "epoch": 1}
-    assert told.values["torchobs.steps.planned",] == 8
-    trainer = told.event("torchobs.trainer")
+    assert informed.values["torchobs.steps.planned",] == 8
+    trainer = informed.event("torchobs.trainer")
     assert (trainer["learning_rate"], trainer["max_train_steps"]) == (0.01, 8)
     assert "data" not in trainer
 

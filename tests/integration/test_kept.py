@@ -48,10 +48,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state" / "torchobs" / "runs"
 
 
-def run(run_id: str = "run-1", *, number: int = 60, details: Mapping[str, Any] | None = None, **given: Any) -> Chosen:
+def run(run_id: str = "run-1", *, number: int = 60, details: Mapping[str, Any] | None = None, **fields: Any) -> Chosen:
     """A run of one rank that has finished."""
     of = {"state": "finished", "reason": "finished", "resource": {"run_id": run_id}, "details": details or {}}
-    return Chosen([facts(given.pop("history", steps(number)), **{**of, **given})], [], [], [])
+    return Chosen([facts(fields.pop("history", steps(number)), **{**of, **fields})], [], [], [])
 
 
 def test_a_reboot(flight_dir: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +81,7 @@ def test_a_reboot(flight_dir: Path, place: Path, tmp_path: Path, capsys: pytest.
     where = ("--dir", flight_dir)
     living = json.loads(ran(capsys, "runs", *where, "--json")[1])["runs"]
     names = {"by-itself": True, "by-exporter": True, "untold": False, "unasked": False}
-    assert {one["run_id"]: bool(one["kept"]) for one in living} == names
+    assert {summary["run_id"]: bool(summary["kept"]) for summary in living} == names
     assert ran(capsys, "report", "--dir", tmp_path / "flights", "-o", tmp_path / "latest.json")[0] == 0
     (latest,) = json.loads((tmp_path / "latest.json").read_text())["ranks"]
     assert latest["job_name"] == "interrupted"  # of this directory, though others that are kept ended later
@@ -169,8 +169,8 @@ def test_nothing_is_written_onto_a_disk_that_is_nearly_full(
     place.chmod(0o700)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     assert kept.directory() is None
-    status, _, told = ran(capsys, "keep", "--dir", flight_dir)
-    assert (status, "set TORCHOBS_KEEP_DIR" in told) == (1, True)
+    status, _, message = ran(capsys, "keep", "--dir", flight_dir)
+    assert (status, "set TORCHOBS_KEEP_DIR" in message) == (1, True)
     monkeypatch.setenv("TORCHOBS_KEEP_DIR", "/volume")
     assert str(kept.directory()) == "/volume"
 
@@ -195,25 +195,25 @@ def test_a_file_that_is_none_is_said_to_be_none(
     cut.write_bytes(cut.read_bytes()[:-20])
     raw, text = path.read_bytes(), gzip.decompress(path.read_bytes()).decode()
     head, body = text.splitlines()
-    made = {
+    contents = {
         "empty": b"", "noise": b"\0" * 99, "flipped": raw[:200] + bytes([raw[200] ^ 255]) + raw[201:],
         "later": gzip.compress(text.replace('"version": 1', '"version": 2', 1).encode()),
         "other": gzip.compress(b"[1, 2]\n{}\n"), "nan": gzip.compress(f'{head[:-1]}, "x": NaN}}\n{body}\n'.encode()),
         "forged": gzip.compress(text.replace('"steps": 60', '"steps": {}', 1).encode()),
         "deep": gzip.compress(b"[" * 100_000),
     }  # fmt: skip
-    for name, content in made.items():
+    for name, content in contents.items():
         (place / f"{name}.run.gz").write_bytes(content)
     os.mkfifo(place / "pipe.run.gz")
     status, listed, _ = ran(capsys, "runs", "--dir", flight_dir, "--json")
-    found = json.loads(listed)
-    assert (status, {one["run_id"] for one in found["runs"]}) == (0, {"run-1", "run-2"})  # a list reads the first line alone
-    assert {one["file"] for one in found["unreadable"]} == {f"{name}.run.gz" for name in made}
-    said = {one["file"]: one["reason"] for one in found["unreadable"]}
+    listing = json.loads(listed)
+    assert (status, {row["run_id"] for row in listing["runs"]}) == (0, {"run-1", "run-2"})  # a list reads the first line alone
+    assert {row["file"] for row in listing["unreadable"]} == {f"{name}.run.gz" for name in contents}
+    said = {row["file"]: row["reason"] for row in listing["unreadable"]}
     assert said["later.run.gz"] == "kept by another version of torchobs: its form is 2, not 1"
-    for name in (cut.name, *(f"{name}.run.gz" for name in made)):
-        status, _, told = ran(capsys, "report", place / name, "-o", tmp_path / "r.html")
-        assert (status, "cannot be read" in told) == (2, True), name
+    for name in (cut.name, *(f"{name}.run.gz" for name in contents)):
+        status, _, message = ran(capsys, "report", place / name, "-o", tmp_path / "r.html")
+        assert (status, "cannot be read" in message) == (2, True), name
     assert len(ran(capsys, "runs", "--dir", flight_dir)[1].splitlines()) == 1 + 2 + 5
     report = json.loads(body)
     report["report"]["headline"], report["data"]["ranks"][0]["state"] = "\x1b[2J", "\x1b[2J"
@@ -228,14 +228,14 @@ def test_a_file_that_is_none_is_said_to_be_none(
 def test_an_exporter_that_a_person_starts_keeps_where_it_is_told(
     place: Path, flight_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a sidecar, which ends with its pod: what has ended is kept, unless the run did not want it, or does not tell."""
+    """As a sidecar, which ends with its pod: what has ended is kept, unless the run did not want it, or hides its details."""
     refusals: tuple[dict[str, object], ...] = ({}, {"keep_runs": 0}, {"run_details": False})
     for number, refusal in enumerate(refusals, 1):
         with torchobs.init(flight_dir=flight_dir, run_id=f"run-{number}", **{"keep_runs": 9} | refusal):
             torchobs.step()
     monkeypatch.setenv("TORCHOBS_KEEP_RUNS", "9")
-    for told, wanted in (("", []), (str(place), ["run-1"])):
-        monkeypatch.setenv("TORCHOBS_KEEP_DIR", told)
+    for directory, wanted in (("", []), (str(place), ["run-1"])):
+        monkeypatch.setenv("TORCHOBS_KEEP_DIR", directory)
         with Service(ExporterConfig(flight_dir=str(flight_dir))) as service:
             service.page()
         assert [run.run_id for run in kept.listed(place)[0]] == wanted
@@ -259,7 +259,7 @@ def test_two_writers_at_once(place: Path) -> None:
     assert len([*place.iterdir()]) == 4
     runs, bad = kept.listed(place)
     assert (len(runs), bad) == (4, [])
-    assert [kept.load(path).side.steps for path in runs.values()] == [one.steps for one in runs]
+    assert [kept.load(path).side.steps for path in runs.values()] == [summary.steps for summary in runs]
 
 
 def test_a_run_that_was_resumed_is_compared_step_by_step(
@@ -269,11 +269,11 @@ def test_a_run_that_was_resumed_is_compared_step_by_step(
     kept.keep(run("whole", history=[step(number, 100.0 - number) for number in range(1, 81)]), place, 9)
     history = [step(number, 60.0 - number) for number in range(1, 41)]
     kept.keep(run("again", history=history, values={catalog.STEPS_RESUMED_FROM: 40.0}), place, 9)
-    found = json.loads(ran(capsys, "compare", "whole", "again", "--dir", flight_dir, "--json")[1])
-    (loss,) = (one for one in found["quantities"] if one["what"].startswith("loss, "))
+    comparison = json.loads(ran(capsys, "compare", "whole", "again", "--dir", flight_dir, "--json")[1])
+    (loss,) = (entry for entry in comparison["quantities"] if entry["what"].startswith("loss, "))
     assert (loss["what"], loss["first"], loss["second"], loss["change"]) == ("loss, steps 73 to 80", 23.5, 23.5, 0.0)
-    assert {"name": "resumed from step", "first": "", "second": "40"} in found["differences"]
-    assert [one["resumed_from"] for one in found["runs"]] == [0.0, 40.0]
+    assert {"name": "resumed from step", "first": "", "second": "40"} in comparison["differences"]
+    assert [entry["resumed_from"] for entry in comparison["runs"]] == [0.0, 40.0]
 
 
 def test_a_long_run_is_kept_from_its_beginning(place: Path, flight_dir: Path) -> None:
@@ -289,8 +289,8 @@ def test_a_long_run_is_kept_from_its_beginning(place: Path, flight_dir: Path) ->
     (chart,) = (block for block in blocks if isinstance(block, LineChart) and block.name == "Loss")
     assert (chart.series[0].points[0], chart.note) == ((10, 0.5), "Before step 15: as read now and then.")
     with Service(ExporterConfig(flight_dir=str(flight_dir))) as service:
-        found = json.loads(service.get(f"/live/past/curves?run={path.name}").body)
-    assert [column[0] for column in found.values()] == [10, 5.0, 0.5, None, None, None]
+        curves = json.loads(service.get(f"/live/past/curves?run={path.name}").body)
+    assert [column[0] for column in curves.values()] == [10, 5.0, 0.5, None, None, None]
 
 
 SECRET = "--a-sentinel-argument"
@@ -311,9 +311,9 @@ def test_the_page_of_past_runs(place: Path, flight_dir: Path) -> None:
         assert "&lt;i&gt;run&lt;/i&gt;" in page.body.decode()
         assert "Not read: noise.run.gz: Not a gzipped file" in page.body.decode()
         assert not [text for text in (SECRET, "f" * 7) if text in page.body.decode() + got.body.decode()]
-        found = json.loads(got.body, parse_constant=pytest.fail)
-        assert (found["step"], found["loss"], found["grad_norm"]) == ([41, 42, 43], [3.0, None, 1.0], [1.0, None, None])
-        assert found["time_s"] == pytest.approx([0.1, 0.2, 0.3], abs=1e-6)
+        curves = json.loads(got.body, parse_constant=pytest.fail)
+        assert (curves["step"], curves["loss"], curves["grad_norm"]) == ([41, 42, 43], [3.0, None, 1.0], [1.0, None, None])
+        assert curves["time_s"] == pytest.approx([0.1, 0.2, 0.3], abs=1e-6)
         for name in ("", "noise.run.gz", "..%2F..%2Fetc%2Fpasswd", f"..%2Fruns%2F{path.name}"):
             assert service.get(f"/live/past/curves?run={name}").status == 404, name
         assert service.get("/live/past", Host="evil.example").status == 421
@@ -324,7 +324,7 @@ LINES, VALUES = "document.querySelectorAll('#chart path.line').length", "documen
 
 def until(tab: Tab, script: str, value: object) -> None:
     """Wait until an expression in the page has a value, or a text begins with it."""
-    wait_until(lambda: (found := tab.run(script)) == value or (isinstance(found, str) and found.startswith(str(value))))
+    wait_until(lambda: (shown := tab.run(script)) == value or (isinstance(shown, str) and shown.startswith(str(value))))
 
 
 def test_past_runs_in_a_browser(place: Path, flight_dir: Path, tmp_path: Path, program: Callable[[str], str]) -> None:

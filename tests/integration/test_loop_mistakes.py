@@ -19,7 +19,7 @@ from torchobs.probes.never_stepped import NeverStepped
 pytestmark = pytest.mark.usefixtures("seeded")
 
 
-def told(run: Recording) -> list[tuple[str, int | None]]:
+def mistakes(run: Recording) -> list[tuple[str, int | None]]:
     """The mistakes and the steps that they are dated to."""
     run.look()
     return [(frame["attrs"]["kind"], frame.get("step")) for frame in run.frames(catalog.EVENT_LOOP_MISTAKE.name)]
@@ -55,13 +55,13 @@ def test_gradients_that_are_set_to_zero(run: Recording) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad(set_to_none=to_none)
-        assert told(run) == []
+        assert mistakes(run) == []
 
 
 def test_gradients_that_are_copied_in_are_not_accumulated(run: Recording) -> None:
     """Master weights: nothing sets their gradients to zero, and nothing need."""
     model = nn.Linear(8, 1)
-    masters = [nn.Parameter(one.detach().clone()) for one in model.parameters()]
+    masters = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
     optimizer = torch.optim.SGD(masters, lr=1e-3)
     copies = [torch.zeros_like(master) for master in masters]
     for master, gradient in zip(masters, copies, strict=True):
@@ -70,20 +70,20 @@ def test_gradients_that_are_copied_in_are_not_accumulated(run: Recording) -> Non
         model.zero_grad()
         backward(model)
         with torch.no_grad():
-            torch._foreach_copy_(copies, [one.grad for one in model.parameters() if one.grad is not None])
+            torch._foreach_copy_(copies, [parameter.grad for parameter in model.parameters() if parameter.grad is not None])
             optimizer.step()
             torch._foreach_copy_(list(model.parameters()), [*masters])
-    assert told(run) == []
+    assert mistakes(run) == []
 
 
 def test_train_that_was_forgotten_after_an_evaluation(run: Recording) -> None:
-    """Dated to the first step in evaluation mode, and told once."""
+    """Dated to the first step in evaluation mode, and reported once."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     steps(run, model, optimizer, 10, optimizer.zero_grad)
     model.eval()
     steps(run, model, optimizer, 2 * LASTING_STEPS + 10, optimizer.zero_grad)
-    assert told(run) == [("evaluation_mode", 11)]
+    assert mistakes(run) == [("evaluation_mode", 11)]
 
 
 def _partly(model: nn.Sequential) -> None:
@@ -110,7 +110,7 @@ def test_a_mode_that_is_meant_so(run: Recording, change: Callable[[nn.Sequential
         steps(run, model, optimizer, 10, optimizer.zero_grad)
     change(model)
     steps(run, model, optimizer, LASTING_STEPS + 20, optimizer.zero_grad)
-    assert told(run) == []
+    assert mistakes(run) == []
 
 
 # --- an optimizer that never steps --------------------------------------------------------------------------------------------
@@ -176,12 +176,12 @@ def trains_by_hand() -> None:
     del optimizer
 
 
-@pytest.mark.parametrize("script", [saliency, attack, trains, trains_by_hand], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("script", [saliency, attack, trains, trains_by_hand], ids=lambda function: function.__name__)
 def test_other_backward_passes_are_left_in_peace(run: Recording, script: Callable[[], None]) -> None:
     """Not everything with a gradient is a training without a step."""
     for _ in range(2):
         script()
-        assert told(run) == []
+        assert mistakes(run) == []
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -193,7 +193,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_run_without_an_optimizer_hears_of_torchobs_step_once(
     run: Recording, caplog: pytest.LogCaptureFixture, count: int, later_s: float
 ) -> None:
-    """After 50 backward passes, or two minutes; later where optimizers are left of which a parameter is watched first."""
+    """After 50 backward passes, or two minutes; later where other optimizers are left: theirs are watched first."""
     now_s = [1.0]
     run.look()
     caplog.clear()
@@ -244,7 +244,7 @@ def test_what_does_not_grow_is_left_alone() -> None:
 
 
 def test_a_graph_that_is_meant_to_stay() -> None:
-    """Weights derived once, of which each backward pass retains the graph."""
+    """Weights derived once; each backward pass retains their graph."""
 
     def train(look: Look) -> None:
         weight = nn.Parameter(torch.randn(8, 8))

@@ -119,9 +119,9 @@ def test_the_loss_of_a_tensor_subclass_is_read_without_its_code(run: Recording, 
 def test_a_tensor_without_numbers_is_not_looked_at(run: Recording) -> None:
     """A wrapper with a dispatch of its own: a DTensor's value would need a collective, a fake tensor has none."""
     take, *_ = run.context.hooks.takes_loss.listeners  # the loss probe's; another one looks at the first losses
-    made = torch.Tensor._make_wrapper_subclass(Empty, (), requires_grad=True)
-    take(made, None, True)  # noqa: FBT003  # as the hook calls it
-    take((made, torch.ones(())), None, True)  # noqa: FBT003
+    wrapper = torch.Tensor._make_wrapper_subclass(Empty, (), requires_grad=True)
+    take(wrapper, None, True)  # noqa: FBT003  # as the hook calls it
+    take((wrapper, torch.ones(())), None, True)  # noqa: FBT003
     assert run.context.recorder.values.losses == 0
 
 
@@ -134,8 +134,8 @@ def test_a_pipeline_stage_has_no_loss(run: Recording) -> None:
         gradient = torch.randn_like(output)
         engine([output], [gradient])
         optimizer.step()
-        one = model(inputs).sum()
-        torch.autograd.backward([one], [torch.tensor(0.25)])
+        total = model(inputs).sum()
+        torch.autograd.backward([total], [torch.tensor(0.25)])
         optimizer.step()
     assert not any(has(record, StepFlag.LOSS) for record in run.steps())
     assert all(record.phase_s[BACKWARD] > 0.0 for record in run.steps())
@@ -147,13 +147,13 @@ def test_the_engine_is_put_back(flight_dir: Path) -> None:
     An error in it is the user's, and the next backward is seen again.
     """
     before, within = torch.autograd.Variable._execution_engine, list[Any]()
-    one = torch.ones(2, requires_grad=True)
-    one.register_hook(lambda _: within.append(torch.autograd.Variable._execution_engine.run_backward))  # type: ignore[no-untyped-call]
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_hook(lambda _: within.append(torch.autograd.Variable._execution_engine.run_backward))  # type: ignore[no-untyped-call]
     for run in recording(flight_dir):
         now = torch.autograd.Variable._execution_engine
         assert isinstance(now, type(before))
         assert now is not before
-        one.sum().backward()  # type: ignore[no-untyped-call]
+        leaf.sum().backward()  # type: ignore[no-untyped-call]
         assert within == [before.run_backward]
         model = mlp()
         spent = loss_of(model)

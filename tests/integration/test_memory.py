@@ -76,14 +76,14 @@ def test_shared_memory_that_is_nearly_full_is_an_event(watched: Watched, monkeyp
     watched.run.look()  # the sampler's thread, which asks for other sizes, is gone
     usage = SimpleNamespace(f_frsize=4096, f_blocks=1024)
     monkeypatch.setattr(os, "statvfs", lambda _: usage)
-    told = []
+    counts = []
     for used in (0.0, 3.0, 3.75, 3.875, 3.5, 2.0, 3.75):
         usage.f_bfree = usage.f_bavail = round((4 - used) * 256)
         watched.probe.observe()
         assert watched.value(catalog.MEMORY_SHARED_SIZE) == 4 * MIB
         assert watched.value(catalog.MEMORY_SHARED_USED) == used * MIB
-        told.append(len(watched.run.frames(catalog.EVENT_SHARED_MEMORY_FULL.name)))
-    assert told == [0, 0, 1, 1, 1, 1, 2]
+        counts.append(len(watched.run.frames(catalog.EVENT_SHARED_MEMORY_FULL.name)))
+    assert counts == [0, 0, 1, 1, 1, 1, 2]
 
 
 def mlp_step() -> Callable[[], None]:
@@ -101,9 +101,9 @@ def mlp_step() -> Callable[[], None]:
 
 def pages(size: int) -> Any:
     """An array in pages of its own: one of the heap's may take what earlier tests have given back, and nothing grows."""
-    made = np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
-    made.fill(1)
-    return made
+    array = np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    array.fill(1)
+    return array
 
 
 def test_a_leak_that_leaves_a_minute_is_told_of_within_half_a_minute(
@@ -128,12 +128,12 @@ def test_fast_growth_is_looked_at_within_half_a_minute_however_much_is_left(
     watched: Watched, kept: int, *, is_steep: bool
 ) -> None:
     """It is a suspicion of kept graphs, and no finding by itself."""
-    step, held = mlp_step(), list[Any]()
+    step, arrays = mlp_step(), list[Any]()
     gc.collect()
     watched.limit(4e12, total=8e12)
     for _ in range(LEAST + 2):
         step()
-        held.append(pages(kept))
+        arrays.append(pages(kept))
         watched.probe._read(thorough=False)
         watched.seconds += 1.0
     assert watched.suspicion.is_steep == is_steep
@@ -177,7 +177,7 @@ class Leaking:
             self.seconds += 2.0
             self.probe.sample()
 
-    def told(self) -> list[dict[str, Any]]:
+    def events(self) -> list[dict[str, Any]]:
         """The events' attributes."""
         return self.run.attributes(catalog.EVENT_MEMORY_LEAK.name)
 
@@ -197,22 +197,22 @@ def test_a_leak_is_told_with_its_line_its_types_and_its_tensors(run_without_leak
     leaking.suspicion.host = True
     leaking.train(12, leaked)
     assert not tracemalloc.is_tracing()
-    (told,) = leaking.told()
-    assert (told["space"], told["ended"]) == ("host", "complete")
-    assert told["steps"] >= leak.LEAST_STEPS
-    assert any(line.startswith(f"{__file__}:") for line in told["lines"])
-    assert any(row.endswith(f" {__name__}.Marked") for row in told["objects"])
-    assert any(" tensors float32[7, 333] on cpu, " in row for row in told["tensors"])
-    assert told["tensor_bytes"] >= told["steps"] * 7 * 333 * 4
+    (leak_event,) = leaking.events()
+    assert (leak_event["space"], leak_event["ended"]) == ("host", "complete")
+    assert leak_event["steps"] >= leak.LEAST_STEPS
+    assert any(line.startswith(f"{__file__}:") for line in leak_event["lines"])
+    assert any(row.endswith(f" {__name__}.Marked") for row in leak_event["objects"])
+    assert any(" tensors float32[7, 333] on cpu, " in row for row in leak_event["tensors"])
+    assert leak_event["tensor_bytes"] >= leak_event["steps"] * 7 * 333 * 4
     place = run_without_leaks.writer.place
     assert place is not None
-    (written,) = (one for one in artifacts.names(place.fd) if one.kind == artifacts.LEAK)
-    assert written.id == told["evidence"]
+    (written,) = (artifact for artifact in artifacts.names(place.fd) if artifact.kind == artifacts.LEAK)
+    assert written.id == leak_event["evidence"]
     assert "float32[7, 333] on cpu" in (flight_dir / written.name).read_text()
     leaking.suspicion.host = True
     leaking.train(3, leaked)
     assert not tracemalloc.is_tracing()
-    assert len(leaking.told()) == 1
+    assert len(leaking.events()) == 1
 
 
 def test_the_line_of_tensors_is_none_that_makes_numbers(run_without_leaks: Recording) -> None:
@@ -229,8 +229,8 @@ def test_the_line_of_tensors_is_none_that_makes_numbers(run_without_leaks: Recor
 
     leaking.suspicion.host = True
     leaking.train(12, leaked)
-    (told,) = leaking.told()
-    assert told["lines"][0].startswith(f"{__file__}:{leaked.__code__.co_firstlineno + 5} ")
+    (leak_event,) = leaking.events()
+    assert leak_event["lines"][0].startswith(f"{__file__}:{leaked.__code__.co_firstlineno + 5} ")
 
 
 def collect(leaking: Leaking, model: torch.nn.Module, result: Callable[[torch.Tensor], object]) -> None:
@@ -255,13 +255,13 @@ def test_graphs_that_never_go_backward_are_told_of_within_a_minute(run_without_l
     leaking = Leaking(run_without_leaks)
     collect(leaking, mlp() if name.startswith("a policy's") else leaking.model, COLLECTED[name])
     if name != "graphs":
-        assert leaking.told() == []
+        assert leaking.events() == []
         assert leaking.probe._left == leak.MOST_TRACES
         return
-    (told,) = leaking.told()
-    assert told["space"] == "host"
-    assert any(" tensors float32[3, " in row for row in told["tensors"])
-    assert any(line.startswith(f"{__file__}:") for line in told["lines"])
+    (leak_event,) = leaking.events()
+    assert leak_event["space"] == "host"
+    assert any(" tensors float32[3, " in row for row in leak_event["tensors"])
+    assert any(line.startswith(f"{__file__}:") for line in leak_event["lines"])
 
 
 def test_a_user_s_own_tracing_is_left_alone(run_without_leaks: Recording) -> None:
@@ -286,7 +286,7 @@ def test_a_user_s_own_tracing_is_left_alone(run_without_leaks: Recording) -> Non
     assert tracemalloc.is_tracing()
     leaking.probe.remove()
     assert not tracemalloc.is_tracing()
-    assert leaking.told() == []
+    assert leaking.events() == []
 
 
 def test_counting_keeps_nothing_alive_and_takes_no_notice_of_strange_tensors() -> None:
@@ -323,9 +323,9 @@ def test_the_host_s_memory_is_told_by_component(run: Recording, make: Callable[.
     session = run.session
     session._exits.record_exception(raised.value)
     session._exits.record_exception(raised.value)
-    (told,) = run.frames(catalog.EVENT_OUT_OF_MEMORY.name)
+    (frame,) = run.frames(catalog.EVENT_OUT_OF_MEMORY.name)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    attributes = told["attrs"]
+    attributes = frame["attrs"]
     assert attributes.get("requested") == asked
     assert attributes["parameters"] >= size
     assert attributes["gradients"] >= size
@@ -342,6 +342,6 @@ def test_modules_are_named_by_what_they_take_on_a_device(run: Recording) -> None
     large = model["large"]
     assert isinstance(large, torch.nn.Linear)
     size = large.weight.nbytes + large.bias.nbytes
-    found = components(run.context, "cpu")
-    assert f"large, {text.size(size)}" in found.modules
+    usage = components(run.context, "cpu")
+    assert f"large, {text.size(size)}" in usage.modules
     assert components(run.context, "cuda:0").sizes["parameters"] == 0

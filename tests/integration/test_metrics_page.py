@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 @pytest.fixture
 def exporter(flight_dir: Path) -> Iterator[Exporter]:
     """An exporter of the flight directory."""
-    made = Exporter(flight_dir)
-    yield made
-    made.close()
+    opened = Exporter(flight_dir)
+    yield opened
+    opened.close()
 
 
 def values(exporter: Exporter, name: str) -> list[float]:
@@ -141,8 +141,8 @@ def test_a_dead_rank_keeps_what_means_something_and_nothing_else(exporter: Expor
     }
     assert values(exporter, "torchobs_loss") == [1.5]
     assert values(exporter, "torchobs_rank_up") == [0.0]
-    assert [one.labels["reason"] for one in exporter.samples("torchobs_rank_exit") if one.value] == ["exit_code"]
-    assert [one.labels["state"] for one in exporter.samples("torchobs_rank_state") if one.value] == ["failed"]
+    assert [sample.labels["reason"] for sample in exporter.samples("torchobs_rank_exit") if sample.value] == ["exit_code"]
+    assert [sample.labels["state"] for sample in exporter.samples("torchobs_rank_state") if sample.value] == ["failed"]
 
 
 RAISED: dict[str, object] = {
@@ -209,8 +209,8 @@ def test_ranks_that_disagree_about_a_name_do_not_break_each_other(exporter: Expo
     first.set(user("my.thing", Kind.COUNTER, "s"), 1, USER)
     second.set(user("my.thing", Kind.HISTOGRAM, "s", bounds=(1.0,)), 1, USER)
     second.set(user("my.thing.seconds", Kind.COUNTER, ""), 1, USER)
-    for one in (first, second):
-        one.save()
+    for file in (first, second):
+        file.save()
     exporter.scan()
     assert [sample.labels["rank"] for sample in exporter.samples("my_thing_seconds_total")] == ["0"]
     assert 'reason="conflict"} 2.0' in exporter.text()
@@ -267,7 +267,7 @@ DURATION, NORM = "torchobs_step_duration_seconds_bucket", "torchobs_grad_norm_di
 
 def shown(exporter: Exporter, name: str = DURATION) -> dict[str, int]:
     """The step that each bucket shows, by its upper bound."""
-    return {one.labels["le"]: int(one.exemplar.labels["step"]) for one in exporter.samples(name) if one.exemplar}
+    return {sample.labels["le"]: int(sample.exemplar.labels["step"]) for sample in exporter.samples(name) if sample.exemplar}
 
 
 def test_each_bucket_shows_its_newest_step_that_has_a_span(exporter: Exporter, file: File) -> None:
@@ -279,7 +279,7 @@ def test_each_bucket_shows_its_newest_step_that_has_a_span(exporter: Exporter, f
     exporter.scan(1.0, file)
     assert shown(exporter) == {"0.125": 2, "1.0": 3}
     assert shown(exporter, NORM) == {"4.0": 1, "16.0": 3}
-    (slow,) = [one.exemplar for one in exporter.samples(DURATION) if one.labels["le"] == "1.0"]
+    (slow,) = [sample.exemplar for sample in exporter.samples(DURATION) if sample.labels["le"] == "1.0"]
     ids = SpanIds(file.header).step(3)
     assert slow is not None
     assert slow.labels == {"trace_id": ids.trace, "span_id": ids.span, "step": "3"}
@@ -331,7 +331,7 @@ input()
 def test_a_rank_of_a_small_job_has_few_series(flight_dir: Path, tmp_path: Path, free_port: Callable[[], int]) -> None:
     """What never happens in this run (a scaler, a compilation, a failing probe) takes no series; nor does the exporter many.
 
-    Six are the states of the rank, all of which are there (a state set).
+    Six are the states of the rank, which are all there (a state set).
     """
     job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 

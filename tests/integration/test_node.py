@@ -1,4 +1,4 @@
-"""The exporter that a trainer starts on its node: whose child it is not, what it inherits not, how long it stays."""
+"""The exporter that a trainer starts on its node: it is nobody's child, inherits little, and leaves after the last rank."""
 
 import json
 import os
@@ -74,8 +74,8 @@ def trainer(start: Callable[..., subprocess.Popen[str]], flight_dir: Path) -> It
 
 def exporters(flight_dir: Path) -> list[psutil.Process]:
     """The processes, elected or not, that were started as exporters of this directory."""
-    found = [(process, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
-    return [process for process, arguments in found if "-I" in arguments and str(flight_dir) in arguments]
+    processes = [(process, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    return [process for process, arguments in processes if "-I" in arguments and str(flight_dir) in arguments]
 
 
 def announced(flight_dir: Path) -> Announcement:
@@ -88,16 +88,16 @@ def announced(flight_dir: Path) -> Announcement:
         finally:
             os.close(fd)
 
-    found = wait_until(read, 20)
-    assert found is not None
-    return found
+    announcement = wait_until(read, 20)
+    assert announcement is not None
+    return announcement
 
 
 def ups(address: Announcement) -> dict[str, float]:
     """`torchobs_rank_up` by rank, as its page has it."""
     page = httpx.get(f"{address.url}metrics", trust_env=False, timeout=10).text
-    found = re.findall(r'^torchobs_rank_up\{job_name="j",rank="(\d+)",run_id="r"\} (\S+)$', page, re.MULTILINE)
-    return {rank: float(value) for rank, value in found}
+    samples = re.findall(r'^torchobs_rank_up\{job_name="j",rank="(\d+)",run_id="r"\} (\S+)$', page, re.MULTILINE)
+    return {rank: float(value) for rank, value in samples}
 
 
 def log(flight_dir: Path) -> str:
@@ -112,22 +112,22 @@ def test_a_rank_s_exporter_serves_it_outlives_it_and_leaves(trainer: Trainer, fl
     state was scraped, nothing is left behind but the lock, the log and the flight files.
     """
     child = trainer(start_new_session=True)
-    found = announced(flight_dir)
-    wait_until(lambda: ups(found) == {"0": 1.0})  # whoever asks before its first look has ended waits two seconds at most
-    assert found.version == torchobs.__version__
-    assert found.url in log(flight_dir)
-    assert psutil.Process(found.pid).memory_info().rss < 60 * 2**20
+    exporter = announced(flight_dir)
+    wait_until(lambda: ups(exporter) == {"0": 1.0})  # whoever asks before its first look has ended waits two seconds at most
+    assert exporter.version == torchobs.__version__
+    assert exporter.url in log(flight_dir)
+    assert psutil.Process(exporter.pid).memory_info().rss < 60 * 2**20
     files = [path for path in flight_dir.glob("exporter.*") if not path.is_socket()]  # which the directory's mode protects
     modes = {path.name: path.stat().st_mode & 0o777 for path in files}
     assert modes == {"exporter.json": 0o600, "exporter.lock": 0o600, "exporter.log": 0o600}
     assert json.loads((flight_dir / "exporter.json").read_text()).keys() == {"pid", "address", "url", "started", "version"}
     assert psutil.Process(child.pid).children(recursive=True) == [], "no zombie is left for the trainer to find"
-    assert child.pid not in {process.pid for process in psutil.Process(found.pid).parents()}
-    assert os.getsid(found.pid) not in {os.getsid(child.pid), found.pid}
-    assert os.getpgid(found.pid) != os.getpgid(child.pid)
+    assert child.pid not in {process.pid for process in psutil.Process(exporter.pid).parents()}
+    assert os.getsid(exporter.pid) not in {os.getsid(child.pid), exporter.pid}
+    assert os.getpgid(exporter.pid) != os.getpgid(child.pid)
     os.killpg(child.pid, signal.SIGKILL)
     child.wait(10)
-    wait_until(lambda: ups(found) == {"0": 0.0})
+    wait_until(lambda: ups(exporter) == {"0": 0.0})
     wait_until(lambda: not exporters(flight_dir))
     assert {path.suffix for path in flight_dir.iterdir()} == {".lock", ".log", ".flight"}
     assert "has left" in log(flight_dir)
@@ -141,16 +141,16 @@ def status_of(pid: int) -> dict[str, str]:
 def test_nothing_that_a_trainer_set_for_itself_is_inherited(trainer: Trainer, flight_dir: Path) -> None:
     """Affinity, signals, umask, descriptors, a working directory that is gone, the environment: all its own."""
     child = trainer(hostile=HOSTILE)
-    found = announced(flight_dir)
-    wait_until(lambda: int(status_of(found.pid)["SigBlk"], 16) == 0)  # while a thread is started, all signals are blocked
-    status = status_of(found.pid)
+    exporter = announced(flight_dir)
+    wait_until(lambda: int(status_of(exporter.pid)["SigBlk"], 16) == 0)  # while a thread is started, all signals are blocked
+    status = status_of(exporter.pid)
     assert status["Name"] == NAME
     assert status["Umask"] == "0077"
     ignored = {number for number in signal.valid_signals() if int(status["SigIgn"], 16) >> (number - 1) & 1}
     assert ignored <= {signal.SIGPIPE, signal.SIGXFSZ}
     assert status["Cpus_allowed_list"] == Path("/proc/1/status").read_text().split("Cpus_allowed_list:\t")[1].split("\n")[0]
-    assert os.getpriority(os.PRIO_PROCESS, found.pid) == min(19, os.getpriority(os.PRIO_PROCESS, child.pid) + 5)
-    process = Path(f"/proc/{found.pid}")
+    assert os.getpriority(os.PRIO_PROCESS, exporter.pid) == min(19, os.getpriority(os.PRIO_PROCESS, child.pid) + 5)
+    process = Path(f"/proc/{exporter.pid}")
     files = {}
     for link in (process / "fd").iterdir():
         with suppress(FileNotFoundError):  # a file that it looked at and has closed
@@ -174,14 +174,14 @@ def test_the_default_port_that_is_taken_is_not_the_end(trainer: Trainer, flight_
 
     with ExitStack() as taken:
         with suppress(TimeoutError):  # another program keeps it: an exporter of another test would go meanwhile
-            held = wait_until(bound, timeout_s=60.0)
-            assert held is not None
-            taken.enter_context(held)
+            listener = wait_until(bound, timeout_s=60.0)
+            assert listener is not None
+            taken.enter_context(listener)
         trainer("")
-        found = announced(flight_dir)
-        assert int(found.address.rpartition(":")[2]) > EXPORTER_ADDRESS.port
-        wait_until(lambda: ups(found) == {"0": 1.0})
-        assert f"{EXPORTER_ADDRESS} is taken by another program: listening on {found.address}" in log(flight_dir)
+        exporter = announced(flight_dir)
+        assert int(exporter.address.rpartition(":")[2]) > EXPORTER_ADDRESS.port
+        wait_until(lambda: ups(exporter) == {"0": 1.0})
+        assert f"{EXPORTER_ADDRESS} is taken by another program: listening on {exporter.address}" in log(flight_dir)
 
 
 def test_an_address_that_was_asked_for_and_is_taken_is_an_error(trainer: Trainer, flight_dir: Path) -> None:

@@ -75,14 +75,14 @@ def test_a_killed_rank_sends_its_message_and_keeps_its_secret(
         run((), TORCHOBS_RUN_ID="other", TORCHOBS_NOTIFY=f"cat {SECRET}")
         page = announced(flight_dir).url
         process = run((f"--notify={receiver.url}/{SECRET}",), "--lr", "3e-4", TORCHOBS_RUN_ID="mine")
-        own = psutil.Process(process.pid).cmdline()[1:]
-        assert own == ["-m", "torchobs", "run", "--address", "127.0.0.1:0", SCRIPT, "10000", "--lr", "3e-4"]
+        argv = psutil.Process(process.pid).cmdline()[1:]
+        assert argv == ["-m", "torchobs", "run", "--address", "127.0.0.1:0", SCRIPT, "10000", "--lr", "3e-4"]
         wait_until(lambda: 'run_id="mine"' in httpx.get(f"{page}metrics", trust_env=False, timeout=10).text)
         process.send_signal(signal.SIGKILL)
         (message,) = wait_until(lambda: receiver.taken, 40)
         text = json.loads(message.body)["text"]
         everything = [httpx.get(f"{page}{path}", trust_env=False, timeout=10).text for path in ("", "metrics", "api/v1/ranks")]
-        everything += [" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])]
+        everything += [" ".join(other.info["cmdline"] or ()) for other in psutil.process_iter(["cmdline"])]
         everything += [path.read_bytes().decode(errors="replace") for path in flight_dir.iterdir() if path.is_file()]
         dispatch.main(["inspect", "--json", str(flight_dir)])
         everything += [capsys.readouterr().out, (tmp_path / "log").read_text()]
@@ -93,7 +93,7 @@ def test_a_killed_rank_sends_its_message_and_keeps_its_secret(
     assert "action: unknown." in text
     assert f"page: {page.replace('127.0.0.1', 'localhost')}?run=plain_training%2Fmine (from elsewhere: ssh -L " in text
     assert f"more: torchobs inspect {flight_dir} --run mine" in text
-    assert [seen for seen in everything if SECRET in seen] == []
+    assert [public for public in everything if SECRET in public] == []
     assert len(receiver.requests) == 1
 
 
@@ -124,7 +124,7 @@ def test_a_command_gets_each_kind_once(tmp_path: Path, flight_dir: Path, monkeyp
         assert "has NaN or infinity." in nan["text"]
         writer.close()
         failed = wait_until(lambda: collected(tmp_path)[1:], 40)
-        assert [(one["kind"], one["action"]) for one in failed] == [("failed", "unknown")]
+        assert [(message["kind"], message["action"]) for message in failed] == [("failed", "unknown")]
         ended(flight_dir)
         time.sleep(3)
         assert len(collected(tmp_path)) == 2
@@ -142,9 +142,9 @@ def test_a_command_gets_each_kind_once(tmp_path: Path, flight_dir: Path, monkeyp
         ({"state": "failed", "reason": "crashed", "exit_code": 139, "last_s": START_S - 61}, []),
     ],
 )
-def test_a_run_is_worth_messages_of_these_kinds(given: dict[str, Any], kinds: list[str]) -> None:
+def test_a_run_is_worth_messages_of_these_kinds(fields: dict[str, Any], kinds: list[str]) -> None:
     """Its failure, whatever its age; its end if it was long; trouble of its hardware; nothing that ended long before."""
-    assert [*notify.trouble(run_of([facts(steps(50), **given)], 1, 1), START_S)] == kinds
+    assert [*notify.trouble(run_of([facts(steps(50), **fields)], 1, 1), START_S)] == kinds
 
 
 def delivered(answer: Callable[[Request], Answer], path: str = "", scheme: str = "") -> list[Request]:

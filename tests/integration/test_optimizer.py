@@ -228,7 +228,7 @@ def sgd() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.5)
 
 
-def told(run: Recording) -> list[dict[str, Any]]:
+def misuses(run: Recording) -> list[dict[str, Any]]:
     """The events of misuse."""
     return run.attributes(catalog.EVENT_SCHEDULER_MISUSED.name)
 
@@ -248,7 +248,7 @@ def test_every_scheduler_is_counted_once_and_does_what_it_always_did(flight_dir:
             assert run.look()[STEPS] == 9 * number, name
         values = run.look()
         assert [values[catalog.SCHEDULER_MISUSE.name, kind] for kind in catalog.SCHEDULER_MISUSES] == [0, 0, 0]
-        assert told(run) == []
+        assert misuses(run) == []
 
 
 def test_loading_a_state_is_no_step(run: Recording) -> None:
@@ -262,7 +262,7 @@ def test_loading_a_state_is_no_step(run: Recording) -> None:
     assert run.look()[STEPS] == 0
     train_scheduled(model, optimizer, several[0], 2)
     assert run.look()[STEPS] == 2
-    assert told(run) == []
+    assert misuses(run) == []
 
 
 # --- misuse -------------------------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_a_scheduler_stepped_first_is_told(run: Recording, caplog: pytest.LogCap
         values = run.look()
         run.look()
     assert [(warning.category, warning.filename) for warning in caught] == [(UserWarning, __file__)]
-    assert told(run) == [{"kind": "before_optimizer", "scheduler": "StepLR"}]
+    assert misuses(run) == [{"kind": "before_optimizer", "scheduler": "StepLR"}]
     assert (values[STEPS], values[catalog.SCHEDULER_MISUSE.name, "before_optimizer"]) == (4, 1)
     (line,) = (line.getMessage() for line in caplog.records)
     assert line.startswith("torchobs: A learning-rate scheduler (StepLR) is stepped before its optimizer's first step")
@@ -302,7 +302,7 @@ def test_a_first_step_that_the_loss_scaler_skips_is_no_misuse(run: Recording) ->
             scaler.update()
             scheduler.step()
     assert run.look()[STEPS] == 4
-    assert told(run) == []
+    assert misuses(run) == []
 
 
 def test_a_scheduler_that_is_never_stepped_is_told_while_the_run_lasts(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,11 +312,11 @@ def test_a_scheduler_that_is_never_stepped_is_told_while_the_run_lasts(run: Reco
     forgotten = lrs.CosineAnnealingLR(optimizer, 100)
     train(model, optimizer, steps=15)
     run.look()
-    assert told(run) == []
+    assert misuses(run) == []
     train(model, optimizer, steps=15)
     for _ in range(3):
         run.look()
-    assert told(run) == [{"kind": "never_stepped", "scheduler": type(forgotten).__name__}]
+    assert misuses(run) == [{"kind": "never_stepped", "scheduler": type(forgotten).__name__}]
 
 
 @pytest.mark.parametrize("stepped", [True, False])
@@ -326,14 +326,14 @@ def test_two_whole_epochs_are_enough_to_tell(run: Recording, *, stepped: bool) -
     scheduler = lrs.StepLR(optimizer, 10)
     batches: Any = DataLoader(torch.ones(6, 8), batch_size=2)  # type: ignore[arg-type]
     for epoch in range(3):
-        assert told(run) == []
+        assert misuses(run) == []
         for batch in batches:
             model(batch).sum().backward()
             optimizer.step()
         if stepped and epoch:
             scheduler.step()
         run.look()
-    assert told(run) == ([] if stepped else [{"kind": "never_stepped", "scheduler": "StepLR"}])
+    assert misuses(run) == ([] if stepped else [{"kind": "never_stepped", "scheduler": "StepLR"}])
 
 
 @pytest.mark.filterwarnings("ignore:To get the last learning rate")
@@ -347,7 +347,7 @@ def test_one_that_a_wrapper_moves_on_or_that_waits_is_not_forgotten(run: Recordi
         wrapped.last_epoch += 1
         optimizer.param_groups[0]["lr"] = wrapped.get_lr()[0]
     run.look()
-    assert told(run) == []
+    assert misuses(run) == []
     several = [torch.optim.SGD(model.parameters(), lr=0.5) for _ in range(2)]
     manual_steps, waiting = lrs.LinearLR(several[0]), lrs.StepLR(several[0], 10)
     composed = lrs.SequentialLR(several[1], [lrs.LinearLR(several[1]), lrs.StepLR(several[1], 2)], [1000])
@@ -356,7 +356,7 @@ def test_one_that_a_wrapper_moves_on_or_that_waits_is_not_forgotten(run: Recordi
     also_waiting = lrs.StepLR(several[0], 10)
     train_scheduled(model, several[0], manual_steps, 30)
     run.look()
-    assert told(run) == []
+    assert misuses(run) == []
     assert (waiting.last_epoch, also_waiting.last_epoch) == (0, 0)
 
 
@@ -371,7 +371,7 @@ def test_a_scheduler_of_another_optimizer_is_told(run: Recording) -> None:
         train_scheduled(model, optimizer, scheduler, schedulers.IDLE_STEPS + 5)
     for _ in range(2):
         run.look()
-    assert told(run) == [{"kind": "idle_optimizer", "scheduler": "StepLR"}]
+    assert misuses(run) == [{"kind": "idle_optimizer", "scheduler": "StepLR"}]
 
 
 # --- torch is left alone ------------------------------------------------------------------------------------------------------

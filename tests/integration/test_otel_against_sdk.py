@@ -67,7 +67,7 @@ class Library:
         self.use: Mapping[str, Callable[..., None]] = dict(zip(SYNCHRONOUS, used, strict=True))
 
     def _callback(self, name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        return lambda _: [Observation(value, attributes) for one, value, attributes in self.observations if one == name]
+        return lambda _: [Observation(value, attributes) for metric, value, attributes in self.observations if metric == name]
 
 
 def sdk_points(reader: InMemoryMetricReader) -> Iterator[otel.Seen]:
@@ -98,11 +98,11 @@ def sdk_value(point: NumberDataPoint | HistogramDataPoint) -> Any:
 
 def comparable(points: Iterable[otel.Seen]) -> dict[tuple[Any, ...], Any]:
     """Points by what identifies them; sums rounded, for the SDK adds in one order and we add ints and floats apart."""
-    found = {}
-    for seen in points:
-        assert seen[:-1] not in found
-        found[seen[:-1]] = rounded(seen.value)
-    return found
+    values = {}
+    for point in points:
+        assert point[:-1] not in values
+        values[point[:-1]] = rounded(point.value)
+    return values
 
 
 def rounded(value: Any) -> Any:
@@ -235,12 +235,12 @@ def sdk_frame(span: ReadableSpan, identities: dict[int, int]) -> dict[str, Any]:
 
 def our_frame(frame: dict[str, Any], identities: dict[int, int]) -> dict[str, Any]:
     """A frame of ours, with what it leaves out, and the span's number in place of its random identifiers."""
-    found = {"dropped": [0, 0, 0], "description": None, "state": None, "parent": None, "remote": False} | frame
-    found["number"] = identities[int(found.pop("span_id"), 16)]
-    found["trace"] = trace_of(found.pop("trace_id"))
-    if found["parent"] is not None:
-        found["parent"] = known(int(found["parent"], 16), identities)
-    return found | {"attrs": list(found["attrs"].items())}
+    compared = {"dropped": [0, 0, 0], "description": None, "state": None, "parent": None, "remote": False} | frame
+    compared["number"] = identities[int(compared.pop("span_id"), 16)]
+    compared["trace"] = trace_of(compared.pop("trace_id"))
+    if compared["parent"] is not None:
+        compared["parent"] = known(int(compared["parent"], 16), identities)
+    return compared | {"attrs": list(compared["attrs"].items())}
 
 
 def identity(context: trace.SpanContext) -> tuple[str, str, int, str]:

@@ -38,10 +38,10 @@ def test_points_are_what_the_file_holds(flight_dir: Path, receiver: Receiver, fi
     with Pushing(flight_dir, only_metrics(receiver)) as pushing:
         pushing.look(1.0)
         counts = pushing.push.counts["metrics"]
-    of_rank = [one for one in points(receiver.taken) if one.resource["service.name"] == "gpt"]
+    of_rank = [sent for sent in points(receiver.taken) if sent.resource["service.name"] == "gpt"]
     assert counts.sent == len([*points(receiver.taken)])
-    assert all({"job_name": "gpt", "run_id": "run-1", "rank": "0"}.items() <= one.attributes.items() for one in of_rank)
-    mine = {one.metric.name: one for one in of_rank if one.scope == USER.name}
+    assert all({"job_name": "gpt", "run_id": "run-1", "rank": "0"}.items() <= sent.attributes.items() for sent in of_rank)
+    mine = {sent.metric.name: sent for sent in of_rank if sent.scope == USER.name}
     assert mine.keys() == {"my.requests", "my.level", "my.share", "my.latency", "my.balance"}
     requests, level, share = mine["my.requests"], mine["my.level"], mine["my.share"]
     assert requests.metric.sum.is_monotonic
@@ -58,7 +58,7 @@ def test_points_are_what_the_file_holds(flight_dir: Path, receiver: Receiver, fi
     assert (list(latency.bucket_counts), list(latency.explicit_bounds)) == ([1, 1, 1], [0.5, 1.0])
     assert (latency.count, latency.sum, latency.min, latency.max) == (3, 10.0, 0.25, 9.0)
     assert not balance.HasField("sum")  # of negative values a sum is no counter
-    ours = {one.metric.name: one for one in of_rank if one.scope == "torchobs"}
+    ours = {sent.metric.name: sent for sent in of_rank if sent.scope == "torchobs"}
     assert ours["torchobs.steps"].point.as_int == 1
     assert ours["torchobs.loss"].point.as_double == 3.5
     assert ours["torchobs.rank.up"].point.as_double == 1.0
@@ -116,14 +116,14 @@ def test_an_end_is_pushed_at_once_and_ends_the_gauges(flight_dir: Path, receiver
 @pytest.fixture
 def life(flight_dir: Path) -> Iterator[Callable[[int, float], File]]:
     """Begins one by its number, at a moment of the clock."""
-    made = []
+    files = []
 
     def begin(number: int, born_s: float) -> File:
-        made.append(File(flight_dir, seed=number, born_s=born_s).hold().save())
-        return made[-1]
+        files.append(File(flight_dir, seed=number, born_s=born_s).hold().save())
+        return files[-1]
 
     yield begin
-    for file in made:
+    for file in files:
         file.release()
 
 
@@ -148,18 +148,18 @@ def both(receiver: Receiver) -> PushConfig:
 
 def named(receiver: Receiver) -> dict[str, list[str]]:
     """The names of the spans that came, by incarnation."""
-    found: dict[str, list[str]] = {}
+    names_by_rank: dict[str, list[str]] = {}
     for of in (of for request in receiver.of("/v1/traces") for of in request.traces.resource_spans):
         names = [span.name for scope in of.scope_spans for span in scope.spans]
-        found.setdefault(str(attributes(of.resource.attributes)["service.instance.id"]), []).extend(names)
-    return found
+        names_by_rank.setdefault(str(attributes(of.resource.attributes)["service.instance.id"]), []).extend(names)
+    return names_by_rank
 
 
 def steps(receiver: Receiver, file: File) -> list[int | None]:
-    """An incarnation's numbers of steps as they came; None: no value any more."""
+    """An incarnation's numbers of steps as they came; None: the value has ended."""
     of = file.header.incarnation.hex()
-    found = (one for one in points(receiver.of("/v1/metrics")) if one.resource["service.instance.id"] == of)
-    return [None if one.point.flags & NO_VALUE else one.point.as_int for one in found if one.metric.name == "torchobs.steps"]
+    sent = (one for one in points(receiver.of("/v1/metrics")) if one.resource["service.instance.id"] == of)
+    return [None if one.point.flags & NO_VALUE else one.point.as_int for one in sent if one.metric.name == "torchobs.steps"]
 
 
 def test_what_a_replaced_incarnation_counted_last_arrives(
@@ -187,14 +187,14 @@ def test_what_a_replaced_incarnation_counted_last_arrives(
     assert (steps(receiver, first), steps(receiver, short)) == ([0, 40, None], [5, None])
     names = named(receiver)
     assert names[first.header.incarnation.hex()] == names[short.header.incarnation.hex()] == ["epoch"]
-    ends = [one for one in points(receiver.of("/v1/metrics")) if one.metric.name == "torchobs.rank.exit"]
-    assert {one.attributes["reason"] for one in ends if one.point.as_double == 1.0} == {"finished"}
+    ends = [sent for sent in points(receiver.of("/v1/metrics")) if sent.metric.name == "torchobs.rank.exit"]
+    assert {sent.attributes["reason"] for sent in ends if sent.point.as_double == 1.0} == {"finished"}
 
 
 def test_one_that_ended_before_the_exporter_came_is_left_alone(
     flight_dir: Path, receiver: Receiver, life: Callable[[int, float], File]
 ) -> None:
-    """The exporter before it has told of it."""
+    """The exporter before it has sent it."""
     first = life(1, 0.0)
     train(first, 3, 0.5)
     second = life(2, 1.0)
@@ -235,9 +235,9 @@ def event(file: File, name: str, attrs: object = None, second: float = 1.0, **mo
     file.writer.events.append({"k": "event", "t": at_ns, "name": name, "attrs": attrs or {}, **more})
 
 
-def everything(receiver: Receiver, **given: Any) -> PushConfig:
+def everything(receiver: Receiver, **settings: Any) -> PushConfig:
     """All signals to that receiver."""
-    return PushConfig(to(receiver), to(receiver, path=TRACES), to(receiver, path=LOGS), **given)
+    return PushConfig(to(receiver), to(receiver, path=TRACES), to(receiver, path=LOGS), **settings)
 
 
 @pytest.fixture
@@ -269,9 +269,9 @@ def test_spans_are_what_the_ring_holds_each_of_them_once(flight_dir: Path, recei
         file.writer.events.append(frame(4, 0.4, 0.5))
         file.save()
         pushing.look(1.2)
-    found = spans(receiver.taken)
-    assert [span.name for span in found] == ["work 1", "work 3", "work 4"]
-    span = found[0]
+    received = spans(receiver.taken)
+    assert [span.name for span in received] == ["work 1", "work 3", "work 4"]
+    span = received[0]
     assert (span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex()) == ("a" * 32, f"{1:016x}", "b" * 16)
     assert (span.kind, span.trace_state, span.flags) == (3, "v=1", 0x301)
     assert (span.start_time_unix_nano, span.end_time_unix_nano) == (BORN_WALL_NS + S // 10, BORN_WALL_NS + S // 5)
@@ -306,9 +306,9 @@ def test_no_frame_stops_the_others(flight_dir: Path, receiver: Receiver, file: F
 def segment(file: File, part: int, begun_s: float, **more: object) -> dict[str, object]:
     """An hour of the first epoch, as the sampler thread announces it."""
     ids = SpanIds(file.header).segment(1, part)
-    own = {"k": "span_start", "name": "torchobs.segment", "trace_id": ids.trace, "span_id": ids.span, "flags": 1}
+    identity = {"k": "span_start", "name": "torchobs.segment", "trace_id": ids.trace, "span_id": ids.span, "flags": 1}
     times = {"t0": BORN_WALL_NS + round(begun_s * S), "attrs": {"epoch": 1, "part": part}}
-    return {**own, **times, "kind": "internal", "scope": OURS} | more
+    return {**identity, **times, "kind": "internal", "scope": OURS} | more
 
 
 def test_segments_are_sent_as_they_end_and_the_last_is_completed(flight_dir: Path, receiver: Receiver, file: File) -> None:
@@ -350,10 +350,10 @@ def test_an_event_is_a_record_of_its_step(receiver: Receiver, file: File, pushed
     assert (record.severity_number, record.severity_text) == (13, "WARN")
     assert record.body.string_value == "A step was judged anomalous: kind loss_spike, value 3.5, baseline 1.0, step 7"
     assert record.event_name == "torchobs.anomaly"
-    found = attributes(record.attributes)
-    assert len(found.pop("log.record.uid")) == 36
-    own = {"torchobs.anomaly.kind": "loss_spike", "torchobs.anomaly.value": 3.5, "torchobs.anomaly.baseline": 1.0}
-    assert found == {**own, "torchobs.step.number": 7}
+    sent = attributes(record.attributes)
+    assert len(sent.pop("log.record.uid")) == 36
+    details = {"torchobs.anomaly.kind": "loss_spike", "torchobs.anomaly.value": 3.5, "torchobs.anomaly.baseline": 1.0}
+    assert sent == {**details, "torchobs.step.number": 7}
     assert (record.trace_id.hex(), record.span_id.hex(), record.flags) == (*SpanIds(file.header).step(7), 1)
     (of_resource,) = receiver.taken[0].logs.resource_logs
     resource = attributes(of_resource.resource.attributes)
@@ -381,14 +381,14 @@ def test_severity_and_names_are_opentelemetry_s(file: File, pushed: Callable[[],
     """
     for name, attrs, _, _ in NAMES:
         event(file, name, attrs)
-    found = pushed()
-    for record, (name, _, severity, expected) in zip(found, NAMES, strict=True):
+    log_records = pushed()
+    for record, (name, _, severity, expected) in zip(log_records, NAMES, strict=True):
         assert (record.event_name, record.severity_text) == (name, severity)
         assert record.severity_number == {"INFO": 9, "WARN": 13, "ERROR": 17}[severity]
         assert attributes(record.attributes).items() >= expected.items()
         assert (record.trace_id.hex(), record.span_id.hex()) == SpanIds(file.header).run
         assert record.body.string_value
-    assert found[-1].body.string_value.endswith("requested 2 GiB")
+    assert log_records[-1].body.string_value.endswith("requested 2 GiB")
 
 
 def test_each_event_comes_once_and_with_the_next_look(
@@ -405,11 +405,11 @@ def test_each_event_comes_once_and_with_the_next_look(
             pushing.look(look, final=False, wait=False)
             wait_until(lambda look=look: len(records(receiver.of(LOGS))) == 700 * look)  # type: ignore[misc]  # binds the loop's
         assert not receiver.of(TRACES)
-    found = [attributes(record.attributes) for record in records(receiver.of(LOGS))]
-    assert [(one["look"], one["number"]) for one in found] == [(look, number) for look in range(1, 4) for number in range(700)]
-    assert len({one["log.record.uid"] for one in found}) == len(found)
+    sent = [attributes(record.attributes) for record in records(receiver.of(LOGS))]
+    assert [(one["look"], one["number"]) for one in sent] == [(look, number) for look in range(1, 4) for number in range(700)]
+    assert len({one["log.record.uid"] for one in sent}) == len(sent)
     assert len(receiver.of(LOGS)) > 3
-    uids = {one["log.record.uid"] for one in found}
-    again = {attributes(record.attributes)["log.record.uid"] for record in pushed()[len(found) :]}
+    uids = {one["log.record.uid"] for one in sent}
+    again = {attributes(record.attributes)["log.record.uid"] for record in pushed()[len(sent) :]}
     assert again
     assert again <= uids

@@ -66,10 +66,10 @@ def rank(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FlightWr
     writer.close()
 
 
-def by_labels(found: list[Series]) -> dict[tuple[tuple[str, str], ...], float]:
+def by_labels(samples: list[Series]) -> dict[tuple[tuple[str, str], ...], float]:
     """Values by names and labels, without where they came from."""
-    assert len({key(one.labels) for one in found}) == len(found)
-    return {key(one.labels): one.value for one in found}
+    assert len({key(sample.labels) for sample in samples}) == len(samples)
+    return {key(sample.labels): sample.value for sample in samples}
 
 
 def key(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -83,8 +83,8 @@ def key(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 def exemplars(server: PrometheusServer, selector: str) -> list[tuple[tuple[tuple[str, str], ...], str]]:
     """The exemplars of each series, as text."""
     when = {"start": f"{time.time() - 600:.3f}", "end": f"{time.time():.3f}"}
-    found = server.get("/api/v1/query_exemplars", query=selector, **when)
-    return sorted((key(one["seriesLabels"]), json.dumps(one["exemplars"], sort_keys=True)) for one in found)
+    answer = server.get("/api/v1/query_exemplars", query=selector, **when)
+    return sorted((key(entry["seriesLabels"]), json.dumps(entry["exemplars"], sort_keys=True)) for entry in answer)
 
 
 def test_what_is_pushed_is_what_is_scraped(rank: FlightWriter, flight_dir: Path) -> None:
@@ -102,8 +102,8 @@ def test_what_is_pushed_is_what_is_scraped(rank: FlightWriter, flight_dir: Path)
         server.wait_for_scrapes(2)
 
         def answers(*selectors: str) -> list[list[Series]]:
-            found = [server.query(selector) for selector in selectors]
-            return found if all(found) else []  # a scrape that takes longer than its second ends what was scraped
+            results = [server.query(selector) for selector in selectors]
+            return results if all(results) else []  # a scrape that takes longer than its second ends what was scraped
 
         ours, theirs = map(by_labels, wait_until(lambda: answers(scraped, pushed)))
         (described,) = (of for of in theirs if ("__name__", "target_info") in of)
@@ -114,8 +114,8 @@ def test_what_is_pushed_is_what_is_scraped(rank: FlightWriter, flight_dir: Path)
         moving = {of for of in ours if dict(of)["__name__"] in MOVING}
         assert {of: theirs[of] for of in theirs.keys() - moving} == {of: ours[of] for of in ours.keys() - moving}
         assert exemplars(server, pushed) == exemplars(server, scraped) != []
-        own = wait_until(lambda: server.query('{job="torchobs-exporter"}'))
-        assert {"torchobs_run_local_ranks", "torchobs_run_step_spread"} <= {one.labels["__name__"] for one in own}
+        of_exporter = wait_until(lambda: server.query('{job="torchobs-exporter"}'))
+        assert {"torchobs_run_local_ranks", "torchobs_run_step_spread"} <= {sample.labels["__name__"] for sample in of_exporter}
         assert service.value("torchobs_exporter_otlp_dropped_total", signal="metrics", reason="refused") == 0
         rank.heartbeat()  # from which its grace counts
         rank.exit(1, 0)
@@ -127,7 +127,7 @@ def test_what_is_pushed_is_what_is_scraped(rank: FlightWriter, flight_dir: Path)
 
 
 MARK = "mark"
-"""An attribute that tells which instrument a series came from."""
+"""An attribute with the instrument that a series came from."""
 
 NAMES = (
     *("a.b-c", "a..b", "__a__b", "1st", "9.9", "naïve.größe", "a²b", "a٣b", ":a:b:", "a:b.c", "a/b c", "Total"),
@@ -178,10 +178,10 @@ def send(otlp_prometheus: PrometheusServer, points: Sequence[export.Metric]) -> 
 
 def received(otlp_prometheus: PrometheusServer, selector: str) -> dict[str, set[str]]:
     """The names of the series by their mark."""
-    found = defaultdict(set)
+    names = defaultdict(set)
     for series in otlp_prometheus.get("/api/v1/series", **{"match[]": selector}):
-        found[series[MARK]].add(series["__name__"])
-    return found
+        names[series[MARK]].add(series["__name__"])
+    return names
 
 
 def expected_names(name: str, kind: Kind) -> set[str]:
@@ -219,8 +219,8 @@ def test_prometheus_names_what_a_user_has_as_we_do(otlp_prometheus: PrometheusSe
     points = [point("labels", "", Kind.GAUGE, {MARK: f"label {number}", name: "x"}) for number, name in enumerate(ATTRIBUTES)]
     assert send(otlp_prometheus, points)
     series = otlp_prometheus.get("/api/v1/series", **{"match[]": "labels"})
-    found = {one[MARK]: one.keys() - {MARK, "__name__"} for one in series}
-    assert found == {f"label {number}": {prometheus_label(name)} for number, name in enumerate(ATTRIBUTES)}
+    labels = {sample[MARK]: sample.keys() - {MARK, "__name__"} for sample in series}
+    assert labels == {f"label {number}": {prometheus_label(name)} for number, name in enumerate(ATTRIBUTES)}
 
 
 def test_prometheus_refuses_names_of_which_nothing_is_left(otlp_prometheus: PrometheusServer) -> None:

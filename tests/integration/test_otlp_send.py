@@ -66,7 +66,7 @@ def test_a_rank_that_is_refused_costs_the_others_nothing(
     File(flight_dir, seed=2, rank=1).save()
 
     def answer(request: Request) -> Answer:
-        has_rank_1 = any(one.attributes.get("rank") == "1" for one in points([request]))
+        has_rank_1 = any(sent.attributes.get("rank") == "1" for sent in points([request]))
         return Answer(400, {}, f"out of bounds at {request.at_s}".encode()) if has_rank_1 else Answer()
 
     with Receiver(answer) as receiver, Pushing(flight_dir, only_metrics(receiver, gzip=True)) as pushing:
@@ -74,9 +74,9 @@ def test_a_rank_that_is_refused_costs_the_others_nothing(
             pushing.look(second)
         counts = pushing.push.counts["metrics"]
         wait_until(lambda: "out of bounds" in caplog.text)
-    assert {one.attributes.get("rank") for one in points(receiver.taken)} == {"0", None}
+    assert {sent.attributes.get("rank") for sent in points(receiver.taken)} == {"0", None}
     refused = [request for request in receiver.requests if request not in receiver.taken]
-    assert (len(refused), {one.attributes.get("rank") for one in points(refused)}) == (3, {"1"})
+    assert (len(refused), {sent.attributes.get("rank") for sent in points(refused)}) == (3, {"1"})
     assert counts.dropped["refused"] == len([*points(refused)])
     assert counts.sent == recorded(counts) - counts.dropped["refused"] == len([*points(receiver.taken)])
     (line,) = (record.message for record in caplog.records if "refuses" in record.message)
@@ -125,7 +125,7 @@ def test_five_minutes_without_a_receiver(flight_dir: Path, file: File) -> None:
     assert down.dropped["overflow"] > 0
     assert counts.queued == 0
     assert counts.sent == len([*points(receiver.taken)])
-    last = [one.point.as_int for one in points(receiver.taken) if one.metric.name == "my.c"]
+    last = [sent.point.as_int for sent in points(receiver.taken) if sent.metric.name == "my.c"]
     assert last[-1] == added
     assert last == sorted(last)
 
@@ -225,8 +225,8 @@ def test_sigterm_waits_for_the_final_state_to_be_pushed(
         writer.close()
         exporter.process.send_signal(signal.SIGTERM)
         assert exporter.process.wait(timeout=30) == 0
-        last = {one.metric.name: one.point for one in points(receiver.of("/v1/metrics"))}
-        states = [one for one in points(receiver.of("/v1/metrics")) if one.attributes.get("state") == "finished"]
+        last = {sent.metric.name: sent.point for sent in points(receiver.of("/v1/metrics"))}
+        states = [sent for sent in points(receiver.of("/v1/metrics")) if sent.attributes.get("state") == "finished"]
         assert last["torchobs.steps"].as_int == 7
         assert states[-1].point.as_double == 1
         assert receiver.of("/v1/traces")
@@ -249,9 +249,9 @@ def test_tls_trusts_whom_it_is_told_to_and_shows_its_own_certificate(
     file = File(flight_dir)
     file.span(1, 0.5)
     file.save()
-    own = {"client_certificate": str(client), "client_key": str(tmp_path / "client.key")}
+    client_files = {"client_certificate": str(client), "client_key": str(tmp_path / "client.key")}
     with Receiver(tls=context) as receiver:
-        trusting, doubting = to(receiver, certificate=str(server), **own), to(receiver, **own)
+        trusting, doubting = to(receiver, certificate=str(server), **client_files), to(receiver, **client_files)
         push = PushConfig(metrics=trusting, traces=doubting)
         with Pushing(flight_dir, push) as pushing:
             pushing.look(1.0, wait=False)
@@ -267,7 +267,7 @@ def test_tls_trusts_whom_it_is_told_to_and_shows_its_own_certificate(
             assert pushing.push.counts["metrics"].sent == 0
         trusted = tmp_path / "trusted.pem"
         trusted.write_bytes(client.read_bytes())
-        web = Http("metrics", to(receiver, certificate=str(trusted), **own))
+        web = Http("metrics", to(receiver, certificate=str(trusted), **client_files))
         before = web.send(b"x")
         trusted.write_bytes(server.read_bytes())
         assert (before.kind, web.send(b"x").kind) == ("retry", "sent")

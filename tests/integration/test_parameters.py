@@ -1,4 +1,4 @@
-"""Parameters: their names, those that no optimizer has or that DDP finds unused, and those whose content is swapped."""
+"""Parameters: their names, those that no optimizer has or that DDP finds unused, and those that are swapped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SpareHead(torch.nn.Module):
-    """Two heads, one of which takes no part in the loss; their weights may be one tensor, and the body frozen."""
+    """Two heads, the second outside of the loss; their weights may be one tensor, and the body frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,8 +60,8 @@ def test_parameters_without_a_gradient_are_named(flight_dir: Path) -> None:
         model = DistributedDataParallel(inner)
         inner.body.weight.requires_grad_(True)  # noqa: FBT003  # its one argument
         other(torch.ones(1, 3)).sum().backward()
-        found = raised(run, model)
-        assert (found["unused"], found["unused_count"], found["unused_of"]) == (["spare.bias"], 1, "SpareHead")
+        attributes = raised(run, model)
+        assert (attributes["unused"], attributes["unused_count"], attributes["unused_of"]) == (["spare.bias"], 1, "SpareHead")
 
 
 STEPS = 12
@@ -110,7 +110,7 @@ def test_a_model_under_watch_is_converted_and_loaded(flight_dir: Path, level: st
             step(model, optimizer)
         recording.whole_round()
         after = convert_and_load(model)
-        assert all(one is other for one, other in zip(before, after, strict=True))
+        assert all(parameter is other for parameter, other in zip(before, after, strict=True))
         for _ in range(STEPS):
             step(model, optimizer)
         layers = {layer[0] for name, *layer in recording.look() if name == "torchobs.grad.layer.norm"}
@@ -119,11 +119,11 @@ def test_a_model_under_watch_is_converted_and_loaded(flight_dir: Path, level: st
             for _ in range(STEPS):
                 step(compiled, optimizer)
             convert_and_load(model)
-        known: Any = weakref.ref(before[0])  # a reference of others is refused as ever
+        reference: Any = weakref.ref(before[0])  # a reference of others is refused as ever
         with pytest.raises(RuntimeError, match="swap Linear"):
             model.double()
-        assert known() is not None
-        del known
+        assert reference() is not None
+        del reference
     assert len(convert_and_load(model)) == len(before)
     assert layers == {"0", "2"}
 
@@ -139,20 +139,20 @@ class Heads(nn.Module):
         self.body, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.first(self.body(x)) + self.second(self.body(x))
-        return found
+        total: torch.Tensor = self.first(self.body(x)) + self.second(self.body(x))
+        return total
 
 
 def left_out(
-    run: Recording, model: nn.Module, optimizer: torch.optim.Optimizer, each: Callable[[], object] = lambda: None,
+    run: Recording, model: nn.Module, optimizer: torch.optim.Optimizer, after_step: Callable[[], object] = lambda: None,
     count: int = 5 * LASTING_STEPS,
 ) -> list[Any]:  # fmt: skip
-    """Train with looks; what is told."""
+    """Train with looks; return the parameters that are reported."""
     for number in range(count):
         model.zero_grad()
         backward(model)
         optimizer.step()
-        each()
+        after_step()
         if number % (LASTING_STEPS // 2) == 1:
             run.look()
     return [frame["attrs"]["parameters"] for frame in run.frames(catalog.EVENT_LEFT_OUT_PARAMETERS.name)]
@@ -165,9 +165,9 @@ def test_what_is_trained_by_other_means_or_later(run: Recording) -> None:
     later = torch.optim.SGD(model.first.parameters(), lr=1e-3)
 
     def step() -> None:
-        for one in model.second.parameters():
-            assert one.grad is not None
-            one.data -= 1e-3 * one.grad
+        for parameter in model.second.parameters():
+            assert parameter.grad is not None
+            parameter.data -= 1e-3 * parameter.grad
         inputs = torch.randn(8, 8)
         torch.autograd.backward((teacher(inputs) - model(inputs)).square().mean())
 
@@ -179,12 +179,12 @@ def test_an_optimizer_that_begins_to_step_late(run: Recording) -> None:
     """Told when hundreds of steps have gone by, not as soon; then taken back, one part after another."""
     model = Heads()
     optimizer = torch.optim.SGD(model.body.parameters(), lr=1e-3)
-    late = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (model.first, model.second)]
+    late = [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in (model.first, model.second)]
     assert left_out(run, model, optimizer) == []
     left_out(run, model, optimizer, count=8 * LASTING_STEPS)
     left_out(run, model, optimizer, late[0].step, LASTING_STEPS)
-    told = left_out(run, model, optimizer, lambda: [one.step() for one in late], LASTING_STEPS)
-    assert told == [["first.weight", "first.bias", "second.weight", "second.bias"], ["second.weight", "second.bias"], []]
+    events = left_out(run, model, optimizer, lambda: [part.step() for part in late], LASTING_STEPS)
+    assert events == [["first.weight", "first.bias", "second.weight", "second.bias"], ["second.weight", "second.bias"], []]
     assert run.frames(catalog.EVENT_LEFT_OUT_PARAMETERS.name)[0]["attrs"]["optimizer"] == "AdamW"
 
 

@@ -100,7 +100,7 @@ def test_a_hook_that_another_tool_has_taken_away_is_put_back(flight_dir: Path, c
         run.look()
         assert torch.autograd.backward is ours
         train(1)
-        assert losses(run) == [True] * 4  # the engine tells of backward passes meanwhile
+        assert losses(run) == [True] * 4  # backward passes are seen at the engine meanwhile
         run.look()
     assert torch.autograd.backward is before
     assert [record.message for record in caplog.records if "another tool had replaced" in record.message] == [
@@ -118,7 +118,7 @@ def test_a_wrapper_is_kept(flight_dir: Path, wrap: Callable[[Any], Any]) -> None
         train(1)
         run.look()
         train(1)
-        assert losses(run) == [True, True]  # the engine tells of the first
+        assert losses(run) == [True, True]  # the first is seen at the engine
     assert torch.autograd.backward is theirs
     for run in recording(flight_dir):
         torch.autograd.backward = theirs = wrap(torch.autograd.backward)
@@ -130,7 +130,7 @@ def test_a_wrapper_is_kept(flight_dir: Path, wrap: Callable[[Any], Any]) -> None
 
 
 def test_what_cannot_be_put_back_is_told(flight_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A function that may or may not call ours gets none of ours around it; probe, place and culprit are told, once."""
+    """A function that may or may not call ours gets none of ours around it; probe, place and culprit are reported, once."""
 
     def stranger(_: object) -> Any:
         return iter(())
@@ -141,9 +141,9 @@ def test_what_cannot_be_put_back_is_told(flight_dir: Path, caplog: pytest.LogCap
         values = run.look()
         assert values[catalog.PROBE_DISABLED.name, "loaders"] == 1
         assert values[catalog.PROBE_DISABLED.name, "data"] == 0
-        (told,) = run.frames(catalog.EVENT_PROBE_DISABLED.name)
-        assert told["attrs"]["probe"] == "loaders"
-        assert told["attrs"]["location"].startswith("torch.utils.data.dataloader.DataLoader.__iter__ by tests.")
+        (frame,) = run.frames(catalog.EVENT_PROBE_DISABLED.name)
+        assert frame["attrs"]["probe"] == "loaders"
+        assert frame["attrs"]["location"].startswith("torch.utils.data.dataloader.DataLoader.__iter__ by tests.")
         DataLoader.__iter__ = ours  # type: ignore[method-assign]
         assert run.look()[catalog.PROBE_DISABLED.name, "loaders"] == 0
     assert len([record for record in caplog.records if "DataLoader.__iter__ was replaced" in record.message]) == 1
@@ -167,12 +167,12 @@ def test_an_excepthook_of_the_scripts_own_does_not_hide_its_exceptions(flight_di
 
 def layers(function: Any) -> int:
     """How many functions of ours calling it goes through."""
-    found = 0
+    count = 0
     while function is not None:
         code = getattr(function, "__code__", None)
-        found += code is not None and "/torchobs/" in code.co_filename
+        count += code is not None and "/torchobs/" in code.co_filename
         function = getattr(function, "__wrapped__", None)
-    return found
+    return count
 
 
 @pytest.mark.parametrize(("owner", "name"), [(torch.autograd, "backward"), (torch.nn.Module, "train"), (torch, "save")])
@@ -207,7 +207,7 @@ class Calls(TorchFunctionMode):
 
 
 def train_on_cpu() -> list[torch.Tensor]:
-    """Some steps, of which one has a NaN; return the parameters."""
+    """Some steps, one with a NaN; return the parameters."""
     with CPU:
         model = mlp()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -228,11 +228,11 @@ def test_a_mode_sees_what_the_training_calls_alone(flight_dir: Path, level: str)
     """At most the value of each clipping's norm is read in its sight, where that is the compiled part's."""
     with Calls() as plain:
         train_on_cpu()
-    with torchobs.init(flight_dir=flight_dir, level=level, grad_interval=2) as session, Calls() as seen:
+    with torchobs.init(flight_dir=flight_dir, level=level, grad_interval=2) as session, Calls() as observed:
         train_on_cpu()
         assert Recording(session).errors() == []
-    more = seen.names - plain.names
-    assert not plain.names - seen.names
+    more = observed.names - plain.names
+    assert not plain.names - observed.names
     assert more.keys() <= {"item", "__get__"}
     assert more.total() <= 2 * (STEPS // 2)
 

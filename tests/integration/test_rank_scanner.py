@@ -32,15 +32,15 @@ from torchobs.ranks.snapshot import RunSummary, Snapshot
 @pytest.fixture
 def rank(flight_dir: Path) -> Iterator[Callable[..., File]]:
     """Make ranks' files that are living when made: locked, with a heartbeat at their birth."""
-    made: list[File] = []
+    files: list[File] = []
 
-    def make(seed: int = 1, **given: object) -> File:
-        file = File(flight_dir, seed=seed, **given).save().hold()  # type: ignore[arg-type]  # as File takes them
-        made.append(file)
+    def make(seed: int = 1, **fields: object) -> File:
+        file = File(flight_dir, seed=seed, **fields).save().hold()  # type: ignore[arg-type]  # as File takes them
+        files.append(file)
         return file
 
     yield make
-    for file in made:
+    for file in files:
         file.release()
 
 
@@ -109,9 +109,9 @@ def test_the_first_process_of_a_container_ends_by_sigterm_while_it_still_runs(
     holder = terminated(start, file)
     for number, seconds in enumerate((2.0, 125.0, 127.0), start=1):
         file.step(number, seconds - 0.1)
-        (seen,) = look(seconds, file).ranks
+        (status,) = look(seconds, file).ranks
         ends = pid == 1 and seconds < 126.0
-        assert (seen.state, seen.reason, seen.up) == (("failed", "terminated", False) if ends else ("alive", "", True))
+        assert (status.state, status.reason, status.up) == (("failed", "terminated", False) if ends else ("alive", "", True))
         assert steps(look(seconds)) == {"0": number}
     holder.communicate()
     assert states(look(140.0)) == {"0": "failed"}
@@ -127,8 +127,8 @@ def test_a_first_process_killed_in_the_grace_is_not_alive_until_its_heartbeat_is
     look(45.9, file)
     holder.communicate()
     for seconds in (46.1, 60.0):
-        (seen,) = look(seconds).ranks
-        assert (seen.state, seen.reason, seen.up) == ("failed", "terminated", False)
+        (status,) = look(seconds).ranks
+        assert (status.state, status.reason, status.up) == ("failed", "terminated", False)
 
 
 def test_a_living_rank_is_served_up_to_its_last_step(look: Look, rank: Callable[..., File]) -> None:
@@ -137,9 +137,9 @@ def test_a_living_rank_is_served_up_to_its_last_step(look: Look, rank: Callable[
     for number in range(1, 8):
         file.step(number, number)
     snapshot = look(7.25, file)
-    (seen,) = snapshot.ranks
-    assert (seen.job_name, seen.run_id, seen.rank) == ("gpt", "run-1", "0")
-    assert (seen.state, seen.up, seen.progress_age_s, seen.ended_in) == ("alive", True, 0.25, None)
+    (served,) = snapshot.ranks
+    assert (served.job_name, served.run_id, served.rank) == ("gpt", "run-1", "0")
+    assert (served.state, served.up, served.progress_age_s, served.ended_in) == ("alive", True, 0.25, None)
     assert steps(snapshot) == {"0": 7}
     assert snapshot.files == {"served": 1, "superseded": 0, "expired": 0, "bad": 0, "left_out": 0}
     assert not snapshot.problems
@@ -148,8 +148,8 @@ def test_a_living_rank_is_served_up_to_its_last_step(look: Look, rank: Callable[
 def test_the_states_of_one_rank_from_birth_to_oblivion(look: Look, rank: Callable[..., File]) -> None:
     """Alive, unresponsive while it is stopped, alive again, fading for one look, lost, and after the grace gone."""
     file = rank()
-    seen = [states(look(at_s, file, beat_s=beat_s))["0"] for at_s, beat_s in ((0.4, 0.4), (1.4, 0.4), (2.6, 0.4), (3.6, 3.5))]
-    assert seen == ["alive", "alive", "unresponsive", "alive"]
+    early = [states(look(at_s, file, beat_s=beat_s))["0"] for at_s, beat_s in ((0.4, 0.4), (1.4, 0.4), (2.6, 0.4), (3.6, 3.5))]
+    assert early == ["alive", "alive", "unresponsive", "alive"]
     file.beat(4.0)
     file.save().release()
     for seconds, state, fading in ((4.1, "alive", True), (4.7, "lost", False), (304.0, "lost", False)):
@@ -163,13 +163,13 @@ def test_a_rank_without_steps_for_too_long_is_hung_until_it_steps(look: Look, ra
     """The age counts on meanwhile; batches of an evaluation that nobody announced are a sign of life, too."""
     file = rank()
     trained(file)
-    seen = []
+    observed = []
     for seconds in (69.0, 71.0, 72.0):
         if seconds == 72.0:
             file.step(101, 71.5)
-        (one,) = look(seconds, file).ranks
-        seen.append((one.state, one.progress_age_s))
-    assert seen == [("alive", 59.0), ("hung", 61.0), ("alive", 0.5)]
+        (status,) = look(seconds, file).ranks
+        observed.append((status.state, status.progress_age_s))
+    assert observed == [("alive", 59.0), ("hung", 61.0), ("alive", 0.5)]
     enter(file, "forward", 140.0)
     assert [states(look(seconds, file))["0"] for seconds in (195.0, 205.0)] == ["alive", "hung"]
 
@@ -193,7 +193,7 @@ def test_a_replica_group_waits_for_no_other(look: Look, rank: Callable[..., File
         enter(file, phase, 10.0)
     snapshot = look(80.0, *files)
     assert states(snapshot) == {"0-g0": "alive", "0-g1": "hung"}
-    assert [one.rank for one in snapshot.ranks if one.standing and one.standing.stalled] == ["0-g1"]
+    assert [status.rank for status in snapshot.ranks if status.standing and status.standing.stalled] == ["0-g1"]
 
 
 @pytest.mark.parametrize(
@@ -212,30 +212,30 @@ def test_who_does_not_record_steps_has_not_hung(look: Look, rank: Callable[..., 
     """It has no age either, and is not compared with its peers; switched on again, its patience begins anew."""
     files = [rank(seed=1, rank=0), rank(seed=2, rank=1)]
     trained(*files)
-    seen = []
+    observed = []
     for seconds, since_ns in ((80.0, None), (90.0, BORN_NS + 85 * S), (146.0, BORN_NS + 85 * S)):
         files[0].writer.steps_since(since_ns)
         files[1].step(101, seconds)
-        one, other = look(seconds, *files).ranks
-        seen.append((one.state, one.progress_age_s, one.standing and one.standing.behind))
+        first, other = look(seconds, *files).ranks
+        observed.append((first.state, first.progress_age_s, first.standing and first.standing.behind))
         assert other.standing is not None
         assert other.standing.behind == 0
-    assert seen == [("alive", None, None), ("alive", 5.0, None), ("hung", 61.0, None)]
+    assert observed == [("alive", None, None), ("alive", 5.0, None), ("hung", 61.0, None)]
 
 
 def test_a_rank_that_stands_still_is_known_to_everybody(scanner: Scanner, look: Look, rank: Callable[..., File]) -> None:
     """By one rule, in the snapshot and the API: no speed, and how long one usually takes; it goes with the next step."""
     file = rank()
     trained(file)
-    found = []
+    observed = []
     for seconds, upto in ((19.0, 100), (55.0, 100), (55.5, 101)):
         if upto > 100:
             file.step(upto, 55.2)
-        (seen,) = look(seconds, file).ranks
-        with scanner.flight_file(seen.incarnation) as read:
-            found.append((seen.standstill, api.rank_state(seen).stall, api.steps(read, seen, 1).speed is None))
-    told = Stall(seconds=45.0, usual_step=0.1, habitual=False)
-    assert found == [(None, None, False), (Standstill(45.0, 0.1), told, True), (None, None, False)]
+        (status,) = look(seconds, file).ranks
+        with scanner.flight_file(status.incarnation) as read:
+            observed.append((status.standstill, api.rank_state(status).stall, api.steps(read, status, 1).speed is None))
+    stall = Stall(seconds=45.0, usual_step=0.1, habitual=False)
+    assert observed == [(None, None, False), (Standstill(45.0, 0.1), stall, True), (None, None, False)]
 
 
 def test_the_hang_timeout_can_be_given(flight_dir: Path, rank: Callable[..., File], clock: Clock) -> None:
@@ -278,7 +278,7 @@ def test_replica_groups_keep_their_labels(look: Look, rank: Callable[..., File])
     assert (states(snapshot), snapshot.runs[0].missing) == ({"0-g0": "alive", "0-g1": "lost"}, 0)
     again = rank(seed=9, born_s=7.5, replica_group=1, launch="l2", **sizes)
     snapshot = look(8.0, again)
-    incarnations = {one.rank: one.incarnation[-2:] for one in snapshot.ranks}
+    incarnations = {status.rank: status.incarnation[-2:] for status in snapshot.ranks}
     assert (incarnations, snapshot.duplicates) == ({"0-g0": "01", "0-g1": "09"}, 0)
 
 
@@ -324,7 +324,7 @@ def test_what_is_no_flight_file_is_counted_and_hurts_nobody(
     snapshot = scanner.scan()
     assert states(snapshot) == {"5": "alive"}
     assert snapshot.files["bad"] == len(spoils)
-    assert {known: count for known, count in snapshot.errors.items() if count} == {"header": 6, "kind": 3}
+    assert {kind: count for kind, count in snapshot.errors.items() if count} == {"header": 6, "kind": 3}
 
 
 def test_whose_files_are_read() -> None:
@@ -332,7 +332,7 @@ def test_whose_files_are_read() -> None:
     plain, node, foreign = ExporterConfig(), ExporterConfig(mode="node"), ExporterConfig(allow_foreign_owner=True)
     asked = [(plain, "/x", 0), (plain, "/x", 1000), (node, "/x", 1000), (node, "/x", 0), (plain, KUBERNETES_MOUNT, 0),
              (foreign, "/x", 0)]  # fmt: skip
-    assert [accepted_owner(*one) for one in asked] == [0, None, 1000, 0, None, None]
+    assert [accepted_owner(*question) for question in asked] == [0, None, 1000, 0, None, None]
 
 
 def test_root_refuses_another_user_s_directory(flight_dir: Path) -> None:
@@ -362,16 +362,16 @@ def late_clock(clock: Clock) -> Clock:
 @pytest.fixture
 def living(flight_dir: Path) -> Iterator[File]:
     """A living rank, the last by its name."""
-    made = File(flight_dir, seed=900, rank=9).hold()
-    made.beat(LATER_S)
-    yield made.save()
-    made.release()
+    file = File(flight_dir, seed=900, rank=9).hold()
+    file.beat(LATER_S)
+    yield file.save()
+    file.release()
 
 
 def open_files() -> int:
     """The flight files that somebody keeps in memory."""
     gc.collect()
-    return sum(isinstance(one, FlightFile) for one in gc.get_objects())
+    return sum(isinstance(candidate, FlightFile) for candidate in gc.get_objects())
 
 
 def test_the_long_dead_are_not_kept_in_memory(scanner: Scanner, flight_dir: Path, living: File, late_clock: Clock) -> None:
@@ -403,8 +403,8 @@ def test_commands_say_what_they_leave_out(
     *_, last = capsys.readouterr().out.splitlines()
     assert last.startswith("2 more flight files in this directory: 3 are read")
     assert runs.main(["--dir", str(flight_dir), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (len(found["runs"]), found["left_out"]) == (3, 2)
+    listing = json.loads(capsys.readouterr().out)
+    assert (len(listing["runs"]), listing["left_out"]) == (3, 2)
     inspect.main([str(flight_dir)])
     assert "2 more flight files in this directory: 3 are read" in capsys.readouterr().out
 
@@ -453,14 +453,14 @@ class Node:
 @pytest.fixture
 def begin() -> Iterator[Callable[..., Node]]:
     """Begin a node, which is closed at the end."""
-    made: list[Node] = []
+    nodes: list[Node] = []
 
-    def one(directory: Path, ranks: int, **resource: int) -> Node:
-        made.append(Node(directory, ranks, **resource))
-        return made[-1]
+    def start(directory: Path, ranks: int, **resource: int) -> Node:
+        nodes.append(Node(directory, ranks, **resource))
+        return nodes[-1]
 
-    yield one
-    for node in made:
+    yield start
+    for node in nodes:
         node.close()
 
 
@@ -497,8 +497,8 @@ def test_a_replica_group_is_compared_with_no_other(flight_dir: Path, begin: Call
     node.steps[:2] = [2, 2]
     snapshot = node.train(times, 20)
     standings = {rank.rank: rank.standing for rank in snapshot.ranks if rank.standing}
-    assert [one.behind for one in standings.values()] == [0] * 4
-    assert {rank: one.slowdown for rank, one in standings.items()} == pytest.approx(
+    assert [standing.behind for standing in standings.values()] == [0] * 4
+    assert {rank: standing.slowdown for rank, standing in standings.items()} == pytest.approx(
         dict.fromkeys(("0-g0", "0-g1", "1-g0", "1-g1"), 1.0)
     )
     assert snapshot.runs[0].step_spread == 0

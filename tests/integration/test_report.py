@@ -70,11 +70,11 @@ def trainings() -> Iterator[Path]:
 
 def _start(directory: Path, how: str, **environ: str) -> subprocess.Popen[Any]:
     directory.mkdir(exist_ok=True)
-    given = {**clean_environment(), "TORCHOBS_DIR": str(directory), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}
+    env = {**clean_environment(), "TORCHOBS_DIR": str(directory), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}
     script = ROOT / "tests" / "scripts" / "dying.py"
     more = [ARGUMENT, "--api-key", SECRET, f"--url=https://me:{SECRET}@host/"] if how != "raise" else []
     return fork_server.Python(
-        [sys.executable, str(script), how, *more], env=given, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, str(script), how, *more], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
 
 
@@ -100,8 +100,8 @@ def test_a_page_of_each_run(trainings: Path, tmp_path: Path, capsys: pytest.Capt
     for name, texts in expected.items():
         output = tmp_path / f"{name}.html"
         assert ran(capsys, "report", trainings / name, "-o", output)[0] == 0
-        found = text_of(output)
-        assert [text for text in texts if text not in found] == [], name
+        shown = text_of(output)
+        assert [text for text in texts if text not in shown] == [], name
 
 
 def test_a_run_that_diverged_and_raised(trainings: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,14 +148,14 @@ def test_the_json_is_whole(trainings: Path, tmp_path: Path, capsys: pytest.Captu
     """Every step, every event and the history; there and back it is the same, and it has no number that JSON lacks."""
     assert ran(capsys, "report", trainings / "raised", "-o", tmp_path / "r.json")[0] == 0
     text = (tmp_path / "r.json").read_text()
-    found = json.loads(text, parse_constant=pytest.fail)
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    (rank,) = found["ranks"]
+    report = json.loads(text, parse_constant=pytest.fail)
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    (rank,) = report["ranks"]
     assert (rank["state"], rank["exit"]) == ("failed", {"reason": "exception", "code": 1})
     assert ([step["step"] for step in rank["steps"]], rank["steps"][-1]["loss"]) == ([*range(1, 61)], "NaN")
     assert "torchobs.memory.host.rss" in rank["history"]["names"]
     assert len(rank["history"]["rows"][-1]) == 2 + len(rank["history"]["names"])
-    assert found["findings"] is not None
+    assert report["findings"] is not None
 
 
 def test_copies_and_parts(trainings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,14 +181,14 @@ def test_names_that_attack(flight_dir: Path, tmp_path: Path) -> None:
     names = [f"{catalog.GRAD_LAYER_NORM.name}{{{HOSTILE}}}"]
     file.writer.history.replace(encode_history(names, [(0.5, 1, (1.0,)), (1.0, 2, (2.0,))]))
     file.save()
-    made = run_document(load.choose([file.path], None))
-    written = page(made)
+    run = run_document(load.choose([file.path], None))
+    written = page(run)
     assert "<img" not in written
     assert "<script" not in written
     assert HOSTILE in Parsed(written).text
-    prose = [line for line in markdown(made).splitlines() if not line.startswith("    ")]  # indented: code
+    prose = [line for line in markdown(run).splitlines() if not line.startswith("    ")]  # indented: code
     assert "<img" not in "\n".join(prose)
-    assert {path.parent for path in draw(made, tmp_path / "figures")} == {tmp_path / "figures"}
+    assert {path.parent for path in draw(run, tmp_path / "figures")} == {tmp_path / "figures"}
 
 
 def test_a_long_run_says_where_its_steps_begin(flight_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,8 +208,8 @@ def test_runs_by_name(
 ) -> None:
     """By id, or by its beginning; else what there is."""
     monkeypatch.chdir(tmp_path)
-    status, told, _ = ran(capsys, "report", "run-rai", "--dir", trainings / "every")
-    assert (status, "run-raised (1 rank) in report.html" in told) == (0, True)
+    status, output, _ = ran(capsys, "report", "run-rai", "--dir", trainings / "every")
+    assert (status, "run-raised (1 rank) in report.html" in output) == (0, True)
     assert Path("report.html").exists()
     status, _, wrong = ran(capsys, "report", "nosuch", "--dir", trainings / "every")
     assert (status, "no run 'nosuch'" in wrong, "run-pair" in wrong) == (2, True, True)
@@ -222,35 +222,35 @@ def test_runs_by_name(
 
 def test_list_of_runs(trainings: Path, flight_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each in a line: ranks, state, how it ended, steps, loss; and as JSON."""
-    status, told, _ = ran(capsys, "runs", "--dir", trainings / "every")
+    status, output, _ = ran(capsys, "runs", "--dir", trainings / "every")
     assert status == 0
-    rows = {line.split()[0]: line.split() for line in told.splitlines()}
+    rows = {line.split()[0]: line.split() for line in output.splitlines()}
     assert rows["run-raised"][1:5] == ["dying", "1", "failed", "exception"]
     assert rows["run-finished"][3] == "finished"
     assert rows["run-pair"][1:4] == ["dying", "2", "lost"]
-    found = json.loads(ran(capsys, "runs", "--dir", trainings / "every", "--json")[1])
-    assert {run["run_id"]: run["steps"] for run in found["runs"]} == dict.fromkeys(
+    listing = json.loads(ran(capsys, "runs", "--dir", trainings / "every", "--json")[1])
+    assert {run["run_id"]: run["steps"] for run in listing["runs"]} == dict.fromkeys(
         ("run-finished", "run-raised", "run-killed", "run-pair"), 60
     )
-    assert next(run["loss"] for run in found["runs"] if run["run_id"] == "run-raised") == "NaN"
-    status, told, _ = ran(capsys, "runs", "--dir", flight_dir)
-    assert (status, "no runs in" in told) == (2, True)
-    status, told, _ = ran(capsys, "runs", "--dir", flight_dir, "--json")
-    assert (status, json.loads(told)["runs"]) == (2, [])
+    assert next(run["loss"] for run in listing["runs"] if run["run_id"] == "run-raised") == "NaN"
+    status, output, _ = ran(capsys, "runs", "--dir", flight_dir)
+    assert (status, "no runs in" in output) == (2, True)
+    status, output, _ = ran(capsys, "runs", "--dir", flight_dir, "--json")
+    assert (status, json.loads(output)["runs"]) == (2, [])
 
 
 def test_two_runs_compared(trainings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What was given differently, what came of it; as text, JSON and a page."""
-    status, told, _ = ran(capsys, "compare", trainings / "finished", trainings / "raised")
+    status, output, _ = ran(capsys, "compare", trainings / "finished", trainings / "raised")
     assert status == 0
-    assert ARGUMENT in told
-    assert SECRET not in told
-    assert "step time" in told
-    found = json.loads(ran(capsys, "compare", trainings / "finished", trainings / "raised", "--json")[1])
-    differences = {one["name"]: (one["first"], one["second"]) for one in found["differences"]}
+    assert ARGUMENT in output
+    assert SECRET not in output
+    assert "step time" in output
+    comparison = json.loads(ran(capsys, "compare", trainings / "finished", trainings / "raised", "--json")[1])
+    differences = {entry["name"]: (entry["first"], entry["second"]) for entry in comparison["differences"]}
     assert differences["argument 1"] == ("finish", "raise")
     assert "torch" not in differences
-    quantities = {one["what"]: one for one in found["quantities"]}
+    quantities = {entry["what"]: entry for entry in comparison["quantities"]}
     assert quantities["step time"]["first"] > 0
     assert {"speed", "host memory, greatest RSS", "goodput"} <= quantities.keys()
     assert ran(capsys, "compare", trainings / "finished", trainings / "raised", "-o", tmp_path / "c.html")[0] == 0

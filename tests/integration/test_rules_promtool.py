@@ -55,9 +55,9 @@ def judged(promtool: str, folder: Path, documents: Iterable[Document]) -> str:
 
 def fired(said: str) -> set[tuple[str, str, int]]:
     """The alerts that promtool says it got instead of none: the case's name, the alert's, and the second."""
-    found = re.findall(r"name: (.+),\n\s+alertname: (\w+), time: (\S+),", said)
-    assert bool(found) == bool(said), said
-    return {(name, alert, rule_cases.seconds(time)) for name, alert, time in found}
+    matches = re.findall(r"name: (.+),\n\s+alertname: (\w+), time: (\S+),", said)
+    assert bool(matches) == bool(said), said
+    return {(name, alert, rule_cases.seconds(time)) for name, alert, time in matches}
 
 
 def looks(alert: str, times_s: Iterable[int]) -> list[dict[str, Any]]:
@@ -96,8 +96,8 @@ def test_rules_with_other_values_are_valid(promtool: str, tmp_path: Path) -> Non
     """Every threshold changed, each severity, and one alert left out."""
     thresholds = {name: value * 1.1 for name, value in asdict(DEFAULT.thresholds).items()}
     severities = {"TorchobsRankFailed": "page", "TorchobsRunDown": "ticket"}
-    own = {"thresholds": thresholds, "severities": severities, "disabled": ["TorchobsGoodputLow"]}
-    (tmp_path / "my.yml").write_text(yaml.safe_dump(own))
+    chosen = {"thresholds": thresholds, "severities": severities, "disabled": ["TorchobsGoodputLow"]}
+    (tmp_path / "my.yml").write_text(yaml.safe_dump(chosen))
     assert main(["rules", "render", "--values", str(tmp_path / "my.yml"), str(tmp_path)]) == 0
     assert run(promtool, "check", "rules", "--lint-fatal", *sorted(tmp_path.rglob("torchobs-*.yml"))) == ""
 
@@ -189,8 +189,8 @@ RANKS = 64
 def of_clusters(case: dict[str, Any]) -> dict[str, Any]:
     """The case with each series once in each cluster, and each alert once for each."""
     series = [
-        {**one, "series": re.sub(r"\{|$", f'{{cluster="{cluster}", ', one["series"], count=1)}
-        for one in case["input_series"]
+        {**entry, "series": re.sub(r"\{|$", f'{{cluster="{cluster}", ', entry["series"], count=1)}
+        for entry in case["input_series"]
         for cluster in CLUSTERS
     ]
     checks = [
@@ -207,7 +207,7 @@ def _of_cluster(alert: dict[str, Any], cluster: str) -> dict[str, Any]:
 
 
 def rank(number: int) -> str:
-    """The labels of a rank, eight of which are on a node."""
+    """The labels of a rank; eight ranks are on a node."""
     return f'run_id="a", job_name="gpt", rank="{number}", instance="n{number // 8}:1"'
 
 
@@ -225,10 +225,10 @@ def test_of_64_ranks_three_are_named(promtool: str, tmp_path: Path) -> None:
             series.append({"series": f'torchobs_rank_exit{{{labels}, reason="exception"}}', "values": "_x20 1x20"})
     case = {"interval": "15s", "input_series": series, "alert_rule_test": looks("TorchobsRankFailed", [360])}
     said = judged(promtool, tmp_path, [(("TorchobsRankFailed",), "1m", [case])])
-    found = said.partition("got:")[2]  # which three of those that failed alike is not said by the rule, and so not expected
-    assert found.count("alertname=") == 1, said
-    assert f"{down} of its ranks ended" in found
-    named = re.findall(r"rank (\d+) on gpu-(\d): exception", found)
+    alert = said.partition("got:")[2]  # which three of those that failed alike is not said by the rule, and so not expected
+    assert alert.count("alertname=") == 1, said
+    assert f"{down} of its ranks ended" in alert
+    named = re.findall(r"rank (\d+) on gpu-(\d): exception", alert)
     assert len(named) == 3
     assert all(int(number) >= RANKS - down and int(number) // 8 == int(node) for number, node in named)
 
@@ -252,27 +252,27 @@ def life(
     """A rank from a scrape on, for so many; `ended`: how, which so many more show. Without it its series just end."""
     alive = range(at, at + scrapes)
     shown = range(at, at + scrapes + (shows if ended else 0))
-    found = {
-        series("torchobs_rank_up", **labels): {one: str(int(one in alive)) for one in shown},
+    points = {
+        series("torchobs_rank_up", **labels): {scrape: str(int(scrape in alive)) for scrape in shown},
         series("torchobs_rank_start_time_seconds", **labels): dict.fromkeys(shown, str(at * SCRAPE_S)),
         series("torchobs_world_size", **labels): dict.fromkeys(shown, str(world)),
         series("torchobs_rank_info", host="n", torch_version="2", **labels): dict.fromkeys(shown, "1"),
         series("torchobs_rank_state", state="alive", **labels): dict.fromkeys(alive, "1"),
         series("torchobs_rank_progress_age_seconds", **labels): dict.fromkeys(alive, "1"),
-        series("torchobs_steps_total", **labels): {one: str((min(one, alive[-1]) - at) * 30 * steps) for one in shown},
+        series("torchobs_steps_total", **labels): {scrape: str((min(scrape, alive[-1]) - at) * 30 * steps) for scrape in shown},
     }
     if ended:
-        found[series("torchobs_rank_exit", reason=ended, **labels)] = dict.fromkeys(shown[scrapes:], "1")
-    return found
+        points[series("torchobs_rank_exit", reason=ended, **labels)] = dict.fromkeys(shown[scrapes:], "1")
+    return points
 
 
 def together(*lives: Series) -> Series:
     """All of them; of a series that several have, what the later one says."""
-    found: Series = {}
-    for one in lives:
-        for name, points in one.items():
-            found.setdefault(name, {}).update(points)
-    return found
+    merged: Series = {}
+    for rank_life in lives:
+        for name, points in rank_life.items():
+            merged.setdefault(name, {}).update(points)
+    return merged
 
 
 def pair(at: int, scrapes: int, *ended: str, **places: str) -> Iterator[Series]:
@@ -310,8 +310,8 @@ ORDINARY = {
 
 def values(points: Timeline) -> str:
     """A series in promtool's notation: stale where it ends."""
-    marked = {one + 1: "stale" for one in points} | points
-    return " ".join(marked.get(one, "_") for one in range(max(marked) + 1))
+    marked = {scrape + 1: "stale" for scrape in points} | points
+    return " ".join(marked.get(scrape, "_") for scrape in range(max(marked) + 1))
 
 
 def cases_of_lives(cases: dict[str, list[Series]], alerts: Iterable[str], minutes: Iterable[int]) -> list[Case]:
@@ -349,8 +349,8 @@ def test_a_run_s_end_is_known_by_one_scrape(promtool: str, tmp_path: Path) -> No
     cases = cases_of_lives(lives, ABOUT_ENDS, range(15, 60))
     expected = {(f"ended {reason}", alert) for reason, alerts in ENDS.items() for alert in alerts}
     for interval in ("15s", "1m"):
-        found = fired(judged(promtool, tmp_path, [(ABOUT_ENDS, interval, cases)]))
-        assert {(name, alert) for name, alert, _ in found} == expected
+        raised = fired(judged(promtool, tmp_path, [(ABOUT_ENDS, interval, cases)]))
+        assert {(name, alert) for name, alert, _ in raised} == expected
 
 
 LOST = "one that trained and failed for good"

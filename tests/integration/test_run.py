@@ -245,7 +245,7 @@ sys.exit(int(sys.argv[2 + int(rank)]))
 
 @pytest.fixture
 def environ(flight_dir: Path) -> Iterator[dict[str, str]]:
-    """The environment of a run whose flight files and exporter are the test's own; the exporter ends with the test."""
+    """The environment of a run with flight files and an exporter of its own; the exporter ends with the test."""
     yield clean_environment() | {"TORCHOBS_DIR": str(flight_dir), "TORCHOBS_EXPORTER_ADDRESS": f"127.0.0.1:{free_port()}"}
     for process in exporters(flight_dir):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has left just now
@@ -270,14 +270,14 @@ def test_an_untouched_script_is_served_from_its_first_step(
     child = start(*PROGRAM, "train.py", "7", "3", torch=True, cwd=tmp_path, env=environ, **pipes)
     assert child.stdout is not None
     assert child.stdout.readline() == "trained\n"
-    found = announced(flight_dir)
+    announcement = announced(flight_dir)
     exporter = Client(environ["TORCHOBS_EXPORTER_ADDRESS"])
     # a look at the files serves whoever asks within a tenth of a second, and this one may be from before the steps
     wait_until(lambda: exporter.value("torchobs_steps_total", rank="0") == 7)
     assert exporter.value("torchobs_rank_up", rank="0") == 1
     rest, _ = child.communicate("\n", timeout=20)
     assert (rest, child.returncode) == ("", 3)
-    assert psutil.pid_exists(found.pid)
+    assert psutil.pid_exists(announcement.pid)
 
     def last_page() -> str:
         page = exporter.page()  # the exporter may leave once this was fetched
@@ -313,7 +313,7 @@ class Said(NamedTuple):
 
 
 def run(tmp_path: Path, flight_dir: Path, *options: str, **environ: str) -> Said:
-    """Run a script that diverges and raises, whose standard error is a terminal."""
+    """Run a script that diverges and raises, with a terminal as its standard error."""
     ours, theirs = pty.openpty()
     child = Python(
         [*PROGRAM, *options, str(ROOT / "tests" / "scripts" / "dying.py"), "raise"], cwd=tmp_path, text=True,
@@ -323,7 +323,7 @@ def run(tmp_path: Path, flight_dir: Path, *options: str, **environ: str) -> Said
     )  # fmt: skip
     os.close(theirs)
     read = b""
-    with contextlib.suppress(OSError):  # Linux says so of a terminal that nobody holds any more
+    with contextlib.suppress(OSError):  # Linux says so of a terminal that nobody has open
         while part := os.read(ours, 65536):
             read += part
     os.close(ours)
@@ -440,7 +440,7 @@ if __name__ == "__main__":
 def test_ranks_of_multiprocessing_are_seen_without_their_help(method: str, tmp_path: Path, flight_dir: Path) -> None:
     """Each is a rank of one run, from its process group to its end; neither a pool's worker nor who started them is one.
 
-    A launcher that fails behind its ranks is told of, beside the ranks that finished in order.
+    A launcher that fails behind its ranks is reported beside the ranks that finished in order.
     """
     (tmp_path / "train.py").write_text(SPAWNING)
     words = ("--dir", str(flight_dir), "train.py", method, str(tmp_path / "rendezvous"))

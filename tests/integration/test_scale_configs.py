@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 def shipped(checkout: Path, name: str) -> dict[str, Any]:
     """Read a file of deploy/."""
-    found: dict[str, Any] = yaml.safe_load((checkout / "deploy" / name).read_text())
-    return found
+    config: dict[str, Any] = yaml.safe_load((checkout / "deploy" / name).read_text())
+    return config
 
 
 def test_promtool_takes_the_files_as_they_are(program: Callable[[str], str], checkout: Path) -> None:
@@ -49,13 +49,13 @@ def gateway(checkout: Path, program: str, out: Path) -> tuple[dict[str, Any], bo
     What a build of the Collector lacks of the processors is left out.
     """
     listed = subprocess.run([program, "components"], capture_output=True, text=True, check=True)
-    there = {one["name"] for one in yaml.safe_load(listed.stdout)["processors"]}
+    there = {component["name"] for component in yaml.safe_load(listed.stdout)["processors"]}
     config = shipped(checkout, "collector/gateway.yml")
     for protocol in config["receivers"]["otlp"]["protocols"].values():
         protocol["endpoint"] = f"127.0.0.1:{free_port()}"
     config["exporters"] = {"file": {"path": str(out), "flush_interval": "50ms"}}
     processors = config["processors"] = {
-        name: given for name, given in config["processors"].items() if name.partition("/")[0] in there
+        name: options for name, options in config["processors"].items() if name.partition("/")[0] in there
     }
     processors["batch"]["timeout"] = "200ms"
     samples = "tail_sampling" in there
@@ -78,11 +78,11 @@ def test_the_gateway_passes_on_what_exporters_push(
     tmp_path: Path,
 ) -> None:
     """Each span once, where the Collector can sample no routine step, unless it was slow on another rank; and all metrics."""
-    found, out = shutil.which("otelcol-contrib") or program("otelcol"), tmp_path / "collected.json"
-    config, samples = gateway(checkout, found, out)
+    collector, out = shutil.which("otelcol-contrib") or program("otelcol"), tmp_path / "collected.json"
+    config, samples = gateway(checkout, collector, out)
     file = tmp_path / "gateway.yml"
     file.write_text(yaml.safe_dump(config))
-    start(found, "--config", file)
+    start(collector, "--config", file)
     url = f"http://{config['receivers']['otlp']['protocols']['http']['endpoint']}"
     wait_until(lambda: listens(url), timeout_s=30)
     writers = [live_rank(flight_dir, rank=rank) for rank in range(2)]
@@ -123,8 +123,8 @@ def test_the_gateway_passes_on_what_exporters_push(
 
 def step_and_reason(span: dict[str, Any]) -> tuple[int, str]:
     """Return a step's number and why it was recorded, or 0 and how a run ended."""
-    given = pairs_of_json(span["attributes"])
-    return given.get("torchobs.step.number", 0), next(value for name, value in given.items() if name.endswith(".reason"))
+    pairs = pairs_of_json(span["attributes"])
+    return pairs.get("torchobs.step.number", 0), next(value for name, value in pairs.items() if name.endswith(".reason"))
 
 
 def test_the_gateway_s_policy_asks_for_spans_that_there_are(checkout: Path) -> None:

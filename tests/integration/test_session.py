@@ -42,11 +42,11 @@ def test_shutdown_leaves_everything_as_it_was(flight_dir: Path) -> None:
 
 def test_init_is_idempotent_and_thread_safe(flight_dir: Path) -> None:
     """Sixteen threads at once get one session and one file."""
-    found: list[torchobs.Session] = []
-    finish([threading.Thread(target=lambda: found.append(torchobs.init(flight_dir=flight_dir))) for _ in range(16)])
+    sessions: list[torchobs.Session] = []
+    finish([threading.Thread(target=lambda: sessions.append(torchobs.init(flight_dir=flight_dir))) for _ in range(16)])
     try:
-        assert len({id(session) for session in found}) == 1
-        assert torchobs.init() is found[0]
+        assert len({id(session) for session in sessions}) == 1
+        assert torchobs.init() is sessions[0]
         assert len(list(flight_dir.glob("*.flight"))) == 1
     finally:
         torchobs.shutdown()
@@ -158,7 +158,7 @@ def test_the_control_file_switches_recording_off_and_on(flight_dir: Path) -> Non
 
 
 def test_a_rank_says_whether_it_records_steps(flight_dir: Path) -> None:
-    """So that the exporter calls no rank hung whose steps nobody counts: by the level, or by the probe alone."""
+    """So that the exporter calls no rank hung while nobody counts its steps: by the level, or by the probe alone."""
     for run in recording(flight_dir, level="off"):
         assert run.view().live.steps_since_ns is None
         with commanding(run, flight_dir) as give:
@@ -240,7 +240,7 @@ def test_an_end_while_a_round_hangs_is_written_with_all_steps_and_makes_no_round
 
 
 def warned(caplog: pytest.LogCaptureFixture, flight_dir: Path, rank: int, world_size: int = 8) -> list[str]:
-    """What a rank says of a setting that is wrong, of gradients that explode, of its own loss and of its own file."""
+    """Warnings of a rank about a setting that is wrong, of gradients that explode, of its own loss and of its own file."""
     caplog.clear()
     told: dict[str, Any] = {"rank": rank, "local_rank": rank % 4, "world_size": world_size, "run_id": "x", "total_steps": -1}
     with torchobs.init(flight_dir=flight_dir, **told) as running:

@@ -172,7 +172,7 @@ def written(run: Recording, reason: str) -> list[dict[str, Any]]:
 
 def awaited(run: Recording, reason: str, count: int = 1) -> list[dict[str, Any]]:
     """The same, when there are so many."""
-    return support.wait_until(lambda: found if len(found := written(run, reason)) >= count else [])
+    return support.wait_until(lambda: spans if len(spans := written(run, reason)) >= count else [])
 
 
 def links(span: dict[str, Any]) -> dict[str, tuple[str, str]]:
@@ -208,7 +208,7 @@ def test_a_slow_step_is_there_with_its_phases(run: Recording) -> None:
     phases = [span for span in run.frames("torchobs.step_phase") if span["parent"] == step["span_id"]]
     assert [span["attrs"]["phase"] for span in phases] == ["data", "forward", "backward", "optimizer"]
     assert step["t0"] <= phases[0]["t0"]
-    assert all(one["t1"] <= two["t0"] for one, two in pairwise(phases))
+    assert all(phase["t1"] <= following["t0"] for phase, following in pairwise(phases))
     assert phases[-1]["t1"] == step["t1"]
     forward_s = (phases[1]["t1"] - phases[1]["t0"]) / 1e9
     (begun, ended), (_, before), (after, _) = napped[50], napped[49], napped[51]
@@ -216,7 +216,7 @@ def test_a_slow_step_is_there_with_its_phases(run: Recording) -> None:
 
 
 def test_an_anomalous_step_is_there(run: Recording) -> None:
-    """The step whose loss was not a number; its value is no attribute, for JSON has none."""
+    """The step with a NaN as its loss, which is no attribute, for JSON has none."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for number in range(1, 41):
@@ -276,12 +276,12 @@ def test_the_launcher_s_decision_to_sample_holds(flight_dir: Path, *, sampled: b
         train(30, lambda _: time.sleep(0.01))
         run.look()
         run.look()
-        found = run.frames("torchobs.step")
-        assert bool(found) == sampled
+        spans = run.frames("torchobs.step")
+        assert bool(spans) == sampled
         ids = SpanIds(run.writer.header)
         assert ids.run.trace == PARENT.split("-")[1]
-        assert all((span["trace_id"], span["span_id"]) == ids.step(span["attrs"]["step"]) for span in found)
-        assert all(links(span)["run"] == ids.run for span in found)
+        assert all((span["trace_id"], span["span_id"]) == ids.step(span["attrs"]["step"]) for span in spans)
+        assert all(links(span)["run"] == ids.run for span in spans)
         assert {span["parent"] for span in run.frames("torchobs.run")} == {PARENT.split("-")[2]}
         assert {span["flags"] for span in run.frames("torchobs.segment")} <= {int(sampled)}
 
@@ -289,11 +289,11 @@ def test_the_launcher_s_decision_to_sample_holds(flight_dir: Path, *, sampled: b
 def test_every_nth_step_if_that_was_asked_for(flight_dir: Path) -> None:
     """No others, and at most one a second."""
     for run in recording(flight_dir, trace_steps=10):
-        train(45, lambda _: time.sleep(0.06))
+        train(32, lambda _: time.sleep(0.06))
         steps = [step["attrs"]["step"] for step in awaited(run, "sampled", 2)]
         assert steps[0] == 10
         assert all(not step % 10 for step in steps)
-        assert all(two - one >= 10 for one, two in pairwise(steps))
+        assert all(later - earlier >= 10 for earlier, later in pairwise(steps))
 
 
 def test_the_spans_of_steps_push_nothing_out(flight_dir: Path) -> None:

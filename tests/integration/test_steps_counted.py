@@ -60,7 +60,7 @@ def recomputed(look: Any) -> None:
 
 
 def under_no_sync(look: Any) -> None:
-    """DDP, whose gradients are averaged in every third backward pass."""
+    """DDP that averages gradients in every third backward pass."""
     model = DistributedDataParallel(mlp())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     while True:
@@ -290,9 +290,9 @@ def test_threads_that_train_one_after_the_other_are_all_recorded(run: Recording)
         thread.join()
     steps = run.steps()
     assert len(steps) == 60
-    seen = [(record.loss, loss) for record, loss in zip(steps, expected, strict=True) if record.flags & StepFlag.LOSS]
-    assert len(seen) >= 57  # a thread's first backward comes before it is known as the one that trains
-    assert all(found == loss for found, loss in seen)
+    pairs = [(record.loss, loss) for record, loss in zip(steps, expected, strict=True) if record.flags & StepFlag.LOSS]
+    assert len(pairs) >= 57  # a thread's first backward comes before it is known as the one that trains
+    assert all(recorded == loss for recorded, loss in pairs)
     assert run.frames(catalog.EVENT_OTHER_THREAD.name) == []
 
 

@@ -26,7 +26,7 @@ Built = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def train(run: Recording, built: Built, inputs: Callable[[], torch.Tensor], *, warm_up: int = 0) -> list[dict[str, Any]]:
-    """Train for more than a hundred steps, with looks; return what was told. The learning rate rises for ``warm_up`` steps."""
+    """Train for more than a hundred steps, with looks; return the findings. The learning rate rises for ``warm_up`` steps."""
     model, optimizer = built
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / warm_up) if warm_up else 1.0)
     for number in range(1, LASTING_STEPS + 61):
@@ -36,7 +36,7 @@ def train(run: Recording, built: Built, inputs: Callable[[], torch.Tensor], *, w
         scheduler.step()
         if number % 40 == 0:
             run.look()
-    return [told for told in run.attributes(catalog.EVENT_UNMOVED_LAYERS.name) if told["cause"] != "unused"]
+    return [attributes for attributes in run.attributes(catalog.EVENT_UNMOVED_LAYERS.name) if attributes["cause"] != "unused"]
 
 
 def rows() -> torch.Tensor:
@@ -72,23 +72,23 @@ def test_a_new_model_begins_without_findings(run: Recording) -> None:
 def test_the_first_layers_of_a_deep_sigmoid_network(run: Recording) -> None:
     """Each layer divides the gradient by seven: of 25 at least the first six do not move, and Adam hardly helps."""
     model = chain(nn.Sigmoid, 24)
-    (told,) = train(run, (model, torch.optim.Adam(model.parameters(), lr=1e-3)), rows)
-    assert told["cause"] == "vanishing"
-    assert told["layers"][:3] == ["0", "2", "4"]
-    assert 6 <= told["layers_affected"] < told["layers_total"] == 25
-    assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] >= told["layers_affected"]
+    (attributes,) = train(run, (model, torch.optim.Adam(model.parameters(), lr=1e-3)), rows)
+    assert attributes["cause"] == "vanishing"
+    assert attributes["layers"][:3] == ["0", "2", "4"]
+    assert 6 <= attributes["layers_affected"] < attributes["layers_total"] == 25
+    assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] >= attributes["layers_affected"]
 
 
 def test_a_normalisation_counts_as_a_layer_only_if_it_learns_nothing(run: Recording) -> None:
-    """Of three linear layers and two norms, one of which is given nothing but zeros: four."""
+    """Of three linear layers and two norms, the second fed nothing but zeros: four."""
     layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
     model = nn.Sequential(*layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     model[2].unused = nn.LazyLinear(1)  # without a shape until it is called
     with torch.no_grad():
         layers[3].bias.fill_(-100.0)  # type: ignore[operator]  # it is a tensor
-    found = train(run, (model, optimizer), rows)
-    assert [(told["layers"], told["layers_total"]) for told in found] == [(["5"], 4), (["0", "3"], 4)]
+    events = train(run, (model, optimizer), rows)
+    assert [(attributes["layers"], attributes["layers_total"]) for attributes in events] == [(["5"], 4), (["0", "3"], 4)]
 
 
 def test_a_backbone_that_is_frozen_is_left_in_peace(run: Recording) -> None:
@@ -164,12 +164,12 @@ class Clamped(nn.Module):
         """One number a row."""
         self.calls += 1
         bound = 1.0 if self.calls < 40 else -1.0
-        factors = [one.clamp(max=bound).exp().sum() for one in self.bounded]
+        factors = [parameter.clamp(max=bound).exp().sum() for parameter in self.bounded]
         return self.layers(inputs) * torch.stack(factors).sum()
 
 
 def normalised() -> nn.Module:
-    """Biases before a normalisation, whose gradient is zero but for rounding."""
+    """Biases before a normalisation: their gradient is zero but for rounding."""
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
 
 

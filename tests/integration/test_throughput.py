@@ -95,7 +95,7 @@ def test_every_batch_counts(run: Recording, dataset: Any, tokens: int, samples: 
 
 
 def test_accumulated_batches_count_together(run: Recording) -> None:
-    """A step of three backward passes has three batches, one whose batches are fetched ahead as well."""
+    """A step of three backward passes has three batches, also if they are fetched ahead."""
     training = Training()
     batches = iter(DataLoader(pairs(48), batch_size=4))
     for _ in range(2):
@@ -140,8 +140,8 @@ def test_each_loader_s_batches_have_its_own_size(run: Recording) -> None:
     """Two loaders of one step (labelled and unlabelled) add up; two that take turns do not mix."""
     training = Training()
     first, second = DataLoader(pairs(), batch_size=4), DataLoader(pairs(30), batch_size=10)
-    for one, two in zip(first, second, strict=True):
-        training.step([torch.cat([one[0], two[0]])])
+    for labelled, unlabelled in zip(first, second, strict=True):
+        training.step([torch.cat([labelled[0], unlabelled[0]])])
     turns = iter(first), iter(second)
     for _ in range(3):
         training.step(next(turns[0]))

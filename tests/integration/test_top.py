@@ -96,27 +96,27 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
         return started[-1]
 
     yield start
-    for one in started:
-        one.close()
+    for program in started:
+        program.close()
 
 
 @pytest.fixture
 def ranks(flight_dir: Path) -> Iterator[Ranks]:
     """Make living ranks with a hundred steps, ten a second."""
-    made: list[File] = []
+    files: list[File] = []
 
-    def make(count: int, **given: Any) -> list[File]:
+    def make(count: int, **fields: Any) -> list[File]:
         for number in range(count):
-            file = File(flight_dir, seed=number + 1, rank=number, **given)
+            file = File(flight_dir, seed=number + 1, rank=number, **fields)
             for step in range(1, 101):
                 file.step(step, step / 10)
             file.set(catalog.MEMORY_HOST_RSS, 2.0**30)
             file.beat(10.0)
-            made.append(file.save().hold())
-        return made
+            files.append(file.save().hold())
+        return files
 
     yield make
-    for file in made:
+    for file in files:
         file.release()
 
 
@@ -154,7 +154,7 @@ def test_it_follows_the_window_s_size(flight_dir: Path, ranks: Ranks, terminal: 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_gives_the_terminal_back(flight_dir: Path, terminal: Callable[..., Terminal], number: signal.Signals) -> None:
-    """Ctrl-C, a closed connection, a kill: the screen and the modes are as before, the status tells."""
+    """Ctrl-C, a closed connection, a kill: the screen and the modes are as before, the status is the signal."""
     shown = terminal("--dir", str(flight_dir))
     wait_until(shown.frames, timeout_s=60)
     shown.process.send_signal(number)
@@ -196,11 +196,11 @@ def test_in_a_pipe_it_prints_one_look(flight_dir: Path) -> None:
 
 
 def test_one_look_tells_who_has_just_died(flight_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its heartbeat is young still, and its lock is free: the one look waits until that tells."""
+    """Its heartbeat is young still, and its lock is free: the one look waits until that is proof."""
     writer = live_rank(flight_dir)
-    (held,) = flight_dir.glob("*.lock")
+    (lock,) = flight_dir.glob("*.lock")
     train(writer, range(1, 30))
-    held.unlink()  # as free as the kernel makes it
+    lock.unlink()  # as free as the kernel makes it
     assert top.main(["--once", "--dir", str(flight_dir)]) == 0
     assert re.search(r"^ +0  lost +29 ", capsys.readouterr().out, re.MULTILINE)
     writer.close()
@@ -247,10 +247,10 @@ def test_more_ranks_than_lines_show_those_in_trouble(flight_dir: Path, ranks: Ra
         assert height == 3 or any(line.split()[:2] == ["17", "lost"] for line in lines)
 
 
-def paced(one: RankView, **given: Any) -> RankView:
+def paced(rank: RankView, **fields: Any) -> RankView:
     """The same rank with another throughput."""
-    assert one.pace is not None
-    return replace(one, slowness=None, pace=one.pace._replace(**given))
+    assert rank.pace is not None
+    return replace(rank, slowness=None, pace=rank.pace._replace(**fields))
 
 
 def test_it_shows_the_work_of_a_second_and_the_share_of_the_peak(flight_dir: Path, ranks: Ranks) -> None:
@@ -265,9 +265,9 @@ def test_it_shows_the_work_of_a_second_and_the_share_of_the_peak(flight_dir: Pat
     assert {"samples/s", "MFU"}.isdisjoint(shown())
     file.set(catalog.MFU, 0.43)
     file.save()
-    found = shown(tokens_per_s=None)
-    assert (found["samples/s"], found["MFU"], found["steps/s"]) == ("80.0", "43 %", "10.0")
-    assert "tokens/s" not in found
+    columns = shown(tokens_per_s=None)
+    assert (columns["samples/s"], columns["MFU"], columns["steps/s"]) == ("80.0", "43 %", "10.0")
+    assert "tokens/s" not in columns
     assert {"tokens/s", "samples/s", "MFU"}.isdisjoint(shown(per_s=None))
 
 
@@ -288,8 +288,8 @@ def test_a_run_that_stands_still_is_worth_a_look(flight_dir: Path, ranks: Ranks)
     _, verdict, *lines = frame(looked(flight_dir, 55.0), 120)
     assert verdict == "Worth a look: No step for 45 s (usual: 100 ms): 2 of 2 ranks alive, step 100, loss 2."
     for row in (-2, -1):
-        found = cells(lines, row)
-        assert (found["state"], found["step"], found["steps/s"], found["last step"]) == ("alive", "100", "-", "45 s ago")
+        cell = cells(lines, row)
+        assert (cell["state"], cell["step"], cell["steps/s"], cell["last step"]) == ("alive", "100", "-", "45 s ago")
 
 
 def test_more_runs_than_lines_are_moved_through(tmp_path: Path) -> None:
@@ -299,12 +299,12 @@ def test_more_runs_than_lines_are_moved_through(tmp_path: Path) -> None:
         file.beat(10.0)
         file.save()
     runs = looked(tmp_path)
-    found: dict[str, None] = {}
+    run_ids: dict[str, None] = {}
     for first in range(12):
         lines = frame(runs, 100, 24, first)
         shown = [line.split()[1] for line in lines if line.startswith("gpt")]
         assert len(lines) <= 24
         assert sum(line.split()[:1] == ["0"] for line in lines) == len(shown) >= 6
-        found |= dict.fromkeys(shown)
-    assert set(list(found)[:3]) == {"run-09", "run-10", "run-11"}
-    assert len(found) == 12
+        run_ids |= dict.fromkeys(shown)
+    assert set(list(run_ids)[:3]) == {"run-09", "run-10", "run-11"}
+    assert len(run_ids) == 12

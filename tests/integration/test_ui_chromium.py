@@ -53,8 +53,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """A browser for all tests; its start is half of what it does in one."""
     if reason := support.why_missing("chromium"):
         pytest.skip(reason)
-    with Browser("chromium", tmp_path_factory.mktemp("chromium") / "profile") as made:
-        yield made
+    with Browser("chromium", tmp_path_factory.mktemp("chromium") / "profile") as browser:
+        yield browser
 
 
 @pytest.fixture
@@ -66,15 +66,15 @@ def browser(running: Browser) -> Iterator[Browser]:
 
 @pytest.fixture
 def ranks(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FlightWriter]]:
-    """Two living ranks with something in every part of the page, whose files have all the time that they take.
+    """Two living ranks with something in every part of the page; their files have all the time that they take.
 
     Nobody beats their hearts, and they respond all the same.
     """
     monkeypatch.setattr(state, "UNRESPONSIVE_AFTER_S", 600.0)
     monkeypatch.setattr(page, "DEADLINE_S", 20.0)
     monkeypatch.setattr(live, "EVENTS_S", 20.0)
-    made = [live_rank(flight_dir, rank=rank, job_name=HOSTILE) for rank in range(2)]
-    for writer in made:
+    writers = [live_rank(flight_dir, rank=rank, job_name=HOSTILE) for rank in range(2)]
+    for writer in writers:
         train(writer, range(1, 41))
         for metric, value, attributes in (
             (catalog.GRAD_LAYER_NORM, 0.25, {"layer": HOSTILE}),
@@ -92,8 +92,8 @@ def ranks(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fl
         writer.event("torchobs.anomaly", {"kind": "nonfinite_loss", "value": "NaN"}, 12)
         writer.event(HOSTILE, {"message": HOSTILE}, 13)
         writer.publish()
-    yield made
-    for writer in made:
+    yield writers
+    for writer in writers:
         writer.close()
 
 
@@ -186,9 +186,9 @@ def test_it_can_be_read_at_any_width_by_day_and_by_night(
         tab = browser.tab(f"http://{exporter.address}/", width=width, dark=dark)
         wait_until(lambda tab=tab: is_live(tab))  # type: ignore[misc]  # bound in the loop
         assert tab.run("document.documentElement.scrollWidth") <= width
-        found = tab.run(CONTRASTS)
-        assert len(found) > 50
-        assert found[0][0] >= 4.5, found[:5]
+        contrasts = tab.run(CONTRASTS)
+        assert len(contrasts) > 50
+        assert contrasts[0][0] >= 4.5, contrasts[:5]
         browser.close_tabs()
 
 
@@ -250,11 +250,11 @@ def crowd(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fl
     """A thousand ranks in small files; their heartbeats stand still, and none is unresponsive for it."""
     monkeypatch.setattr(state, "UNRESPONSIVE_AFTER_S", 600.0)
     resources = [{**RESOURCE, "rank": rank, "local_world_size": MANY} for rank in range(MANY)]
-    made = [open_writer(open_place(str(flight_dir), None), resource, MIN_SIZE) for resource in resources]
-    for writer in made:
+    writers = [open_writer(open_place(str(flight_dir), None), resource, MIN_SIZE) for resource in resources]
+    for writer in writers:
         train(writer, range(1, 33))
-    yield made
-    for writer in made:
+    yield writers
+    for writer in writers:
         writer.close()
 
 

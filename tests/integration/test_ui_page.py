@@ -1,4 +1,4 @@
-"""The live page: of which run it is, to whom it is shown, and its stream."""
+"""The live page: the run that it shows, who may see it, and its stream."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_numbers_are_those_of_the_metrics(writer: FlightWriter, exporter: Servic
 
 
 def test_a_loss_that_is_not_finite_any_more_is_not_shown_as_if_it_were(writer: FlightWriter, exporter: Service) -> None:
-    """Long after the last finite one has left the ring it is told as what it is, and the chart does not say "yet"."""
+    """Long after the last finite one has left the ring it is shown as what it is, and the chart does not say "yet"."""
     for first in range(4, KEPT + 104, 100):
         train(writer, range(first, first + 100), loss=math.nan)
     wait_until(lambda: "step 4,203, loss NaN" in exporter.page("/"))
@@ -75,7 +75,7 @@ ELSEWHERE = (("10.0.0.7", 1), ("::ffff:10.0.0.7", 1), ("fe80::1%eth0", 1), ("200
 
 def test_whom_the_page_is_shown_to() -> None:
     """To this machine, by the connection's own address."""
-    assert [one for one in HERE + ELSEWHERE if access.is_local({"type": "http", "server": one})] == list(HERE)
+    assert [address for address in HERE + ELSEWHERE if access.is_local({"type": "http", "server": address})] == list(HERE)
 
 
 def test_elsewhere_the_page_is_refused(exporter: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,15 +138,15 @@ A, B, C = "jobs/a", "jobs/b", "jobs/c"
 @pytest.fixture
 def started(flight_dir: Path, clock: Clock) -> Iterator[Callable[..., File]]:
     """Start runs of one living rank at moments of the clock."""
-    made: list[File] = []
+    files: list[File] = []
 
     def start(run_id: str, born_s: float) -> File:
-        made.append(File(flight_dir, seed=len(made) + 1, born_s=born_s, job_name="jobs", run_id=run_id).save().hold())
+        files.append(File(flight_dir, seed=len(files) + 1, born_s=born_s, job_name="jobs", run_id=run_id).save().hold())
         clock.seconds = max(clock.seconds, born_s)
-        return made[-1]
+        return files[-1]
 
     yield start
-    for file in made:
+    for file in files:
         file.release()
 
 
@@ -154,15 +154,15 @@ def started(flight_dir: Path, clock: Clock) -> Iterator[Callable[..., File]]:
 def served(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FlightWriter]]:
     """Start runs of one living rank by the machine's clocks, and let them train."""
     shorten_seconds(monkeypatch)
-    made: list[FlightWriter] = []
+    writers: list[FlightWriter] = []
 
-    def start(run_id: str, steps: int = 3, **given: str | int) -> FlightWriter:
-        made.append(live_rank(flight_dir, **{"job_name": "jobs", "run_id": run_id, "world_size": 1, **given}))
-        train(made[-1], range(1, steps + 1))
-        return made[-1]
+    def start(run_id: str, steps: int = 3, **fields: str | int) -> FlightWriter:
+        writers.append(live_rank(flight_dir, **{"job_name": "jobs", "run_id": run_id, "world_size": 1, **fields}))
+        train(writers[-1], range(1, steps + 1))
+        return writers[-1]
 
     yield start
-    for writer in made:
+    for writer in writers:
         writer.close()
 
 
@@ -253,10 +253,10 @@ STACKS = "Thread 0x1 (most recent call first)\n"
 
 def leave_stacks(flight_dir: Path, writer: FlightWriter, number: int) -> str:
     """Stacks that a rank was asked for; where they are to be had."""
-    one = artifacts.named(writer.name, artifacts.STACKS, number)
-    (flight_dir / one.name).write_text(STACKS)
-    os.utime(flight_dir / one.name, (1_700_000_000 + number,) * 2)
-    return f"/api/v1/evidence/{one.id}"
+    artifact = artifacts.named(writer.name, artifacts.STACKS, number)
+    (flight_dir / artifact.name).write_text(STACKS)
+    os.utime(flight_dir / artifact.name, (1_700_000_000 + number,) * 2)
+    return f"/api/v1/evidence/{artifact.id}"
 
 
 TRAINING = """
@@ -269,10 +269,7 @@ print(repr(session))
 
 
 def test_a_script_says_where_its_page_is(flight_dir: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
-    """Rank 0 logs it once, as soon as the exporter listens, though nothing configures logging; the session has it, too.
-
-    Who has come by ssh is told of a tunnel.
-    """
+    """Rank 0 logs it once, as soon as the exporter listens, over ssh with a tunnel; the session has it, too."""
     address, log = f"127.0.0.1:{free_port()}", tmp_path / "log"
     environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "SSH_CONNECTION": "10.0.0.1 50000 10.0.0.2 22"}
     with log.open("w") as out:

@@ -48,15 +48,15 @@ def kept(flight_dir: Path) -> Scalars:
 
 def test_a_day_of_a_scalar_that_every_step_logs_is_some_hundred_points(kept: Scalars) -> None:
     """They share the ring with the first cause of what goes wrong: in twice the time there are only so many more."""
-    told = dict.fromkeys(("acc", "val_loss"), 0)
+    points = dict.fromkeys(("acc", "val_loss"), 0)
     for second in range(0, DAY_S, 4):
         kept.set("acc", second, 0.5)
         if second % 600 == 0:
             kept.set("val_loss", second, 2.0)
         for name in (kept.points(float(second)) or {"names": []})["names"]:
-            told[name] += 1
-    assert POINTS < told["acc"] < 12 * POINTS
-    assert told["val_loss"] == DAY_S // 600  # what is rare is never too often
+            points[name] += 1
+    assert POINTS < points["acc"] < 12 * POINTS
+    assert points["val_loss"] == DAY_S // 600  # what is rare is never too often
 
 
 def test_what_is_left_is_kept_at_the_end(kept: Scalars) -> None:
@@ -120,9 +120,9 @@ def test_what_a_script_logs_is_a_curve_everywhere(
             assert "val_loss from step 1 to 3: from 2 to 0" in page
             assert "Scalars" not in page
             api = Caller(exporter.address)
-            found = {one["name"]: one["points"] for one in api.get("/ranks/0/scalars")["scalars"]}
-            assert found["val_loss"] == [{"step": step + 1, "value": 2.0 - step} for step in range(3)]
-            assert found["acc"][0] == {"step": 1, "value": "NaN"}
+            curves = {curve["name"]: curve["points"] for curve in api.get("/ranks/0/scalars")["scalars"]}
+            assert curves["val_loss"] == [{"step": step + 1, "value": 2.0 - step} for step in range(3)]
+            assert curves["acc"][0] == {"step": 1, "value": "NaN"}
         runs, _ = Watch(Scanner(ExporterConfig(flight_dir=str(flight_dir)))).look()
         assert any(line.startswith("val_loss ") for line in screen(runs, TerminalStyle(100), 40).lines)
     assert inspect.main([str(flight_dir), "--json"]) == 0
@@ -169,19 +169,19 @@ def test_everybody_who_shows_a_speed_shows_the_same(
         publish(writer)
         wait_until(lambda: exporter.value(names[0]) == 40)
         gained = [(exporter.value(name) or 0.0) - then for name, then in zip(names, before, strict=True)]
-        told = json.loads(exporter.get("/api/v1/ranks/0/steps?last=1").body)["speed"]
+        speed = json.loads(exporter.get("/api/v1/ranks/0/steps?last=1").body)["speed"]
         page = exporter.page("/")
     (run,), _ = Watch(Scanner(config)).look()
     assert inspect.main(["--json", str(writer.path)]) == 0
     afterwards = json.loads(capsys.readouterr().out)["ranks"][0]["speed"]
-    assert (told["steps"], told["window_s"]) == (40, pytest.approx(gained[1]))
-    assert told["steps_per_s"] == pytest.approx(gained[0] / gained[1], rel=1e-6)
-    assert told["tokens_per_s"] == pytest.approx(gained[2] / gained[1], rel=1e-6)
-    assert afterwards == told
-    assert [one.pace.per_s for one in run.ranks if one.pace] == [told["steps_per_s"]]
-    assert f'<data value="{told["steps_per_s"]}">{text_format.rate(told["steps_per_s"], "steps")}</data>' in page
+    assert (speed["steps"], speed["window_s"]) == (40, pytest.approx(gained[1]))
+    assert speed["steps_per_s"] == pytest.approx(gained[0] / gained[1], rel=1e-6)
+    assert speed["tokens_per_s"] == pytest.approx(gained[2] / gained[1], rel=1e-6)
+    assert afterwards == speed
+    assert [rank.pace.per_s for rank in run.ranks if rank.pace] == [speed["steps_per_s"]]
+    assert f'<data value="{speed["steps_per_s"]}">{text_format.rate(speed["steps_per_s"], "steps")}</data>' in page
     assert "<dt>Time left</dt><dd>4 min</dd>" in page  # of 960 steps
     shown = screen([run], TerminalStyle(120), 40).lines
     assert "4 min left" in shown[0]
-    assert f" {text_format.rate(told['steps_per_s'])} " in shown[-1]
+    assert f" {text_format.rate(speed['steps_per_s'])} " in shown[-1]
     writer.close()
