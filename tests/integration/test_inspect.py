@@ -35,7 +35,7 @@ def document(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict
     return parsed
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("memory", [True, False])
 def test_how_far_a_rank_came_that_was_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *, memory: bool, recorded: bool

@@ -131,7 +131,7 @@ def test_a_command_gets_each_kind_once(tmp_path: Path, flight_dir: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("given", "kinds"),
+    ("fields", "kinds"),
     [
         ({"state": "hung", "reason": "", "up": True}, ["hung"]),
         ({"state": "failed", "reason": "crashed", "exit_code": 139}, ["failed"]),
