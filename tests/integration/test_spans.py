@@ -306,16 +306,3 @@ def test_the_spans_of_steps_push_nothing_out(flight_dir: Path) -> None:
         frames = run.frames("torchobs.step")
         assert 1 <= len(frames) <= 60
         assert len({frame["span_id"] for frame in frames}) == len(frames)
-
-
-def test_accumulated_steps_have_their_sums(run: Recording) -> None:
-    """Two backwards: phases are attributes, and no child claims to be where it was not."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(6):
-        for micro in range(2):
-            loss_of(model, micro).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    for step in awaited(run, "sampled", 2):
-        assert step["attrs"]["backward_s"] > 0
-    assert run.frames("torchobs.step_phase") == []
