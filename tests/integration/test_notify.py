@@ -126,7 +126,7 @@ def test_a_command_gets_each_kind_once(tmp_path: Path, flight_dir: Path, monkeyp
         failed = wait_until(lambda: collected(tmp_path)[1:], 40)
         assert [(message["kind"], message["action"]) for message in failed] == [("failed", "unknown")]
         ended(flight_dir)
-        time.sleep(3)
+        time.sleep(2)
         assert len(collected(tmp_path)) == 2
 
 
