@@ -336,8 +336,10 @@ def test_past_runs_in_a_browser(place: Path, flight_dir: Path, tmp_path: Path, p
         Service(ExporterConfig(flight_dir=str(flight_dir))) as service,
         Browser(program("chromium"), tmp_path / "profile") as browser,
     ):
+        tabs = list[Tab]()
         for width, dark in ((1280, False), (390, True)):
             tab = browser.tab(f"http://{service.address}/live/past", width=width, dark=dark)
+            tabs.append(tab)
             until(tab, LINES, 3)
             tab.run("document.querySelectorAll('tbody input').forEach((one) => one.checked || one.click())")
             until(tab, LINES, 6)
@@ -345,24 +347,25 @@ def test_past_runs_in_a_browser(place: Path, flight_dir: Path, tmp_path: Path, p
             assert tab.run("document.documentElement.scrollWidth") <= width
             assert tab.run(CONTRASTS)[0][0] >= 4.5
             assert tab.run("[...document.querySelectorAll('input, select')].every((one) => one.labels.length)")
-        assert tab.run(VALUES).splitlines()[0] == "run-7 step 100: 1"
-        box = json.loads(tab.run("JSON.stringify(document.getElementById('chart').getBoundingClientRect())"))
+        phone = tabs[-1]
+        assert phone.run(VALUES).splitlines()[0] == "run-7 step 100: 1"
+        box = json.loads(phone.run("JSON.stringify(document.getElementById('chart').getBoundingClientRect())"))
         pointer = {"type": "mouseMoved", "x": box["left"] + 64, "y": box["top"] + 50}
-        tab.call("Input.dispatchMouseEvent", pointer)
-        until(tab, VALUES, "run-7 step 1: 2")
-        tab.call("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": 1, "y": 1})
-        until(tab, VALUES, "run-7 step 100: 1")
-        tab.run("document.getElementById('chart').focus()")
-        tab.press("ArrowLeft", 37)
-        assert tab.run("document.getElementById('chart').ariaValueText").startswith("run-7, step 99: 2; run-6, step 99: 3")
-        tab.press("Home", 36)
-        assert "step 1:" in tab.run(VALUES)
-        tab.run("axis.value = 'time_s'; axis.dispatchEvent(new Event('input'))")
-        assert tab.run(VALUES).splitlines()[0] == "run-7 after 10 s: 1"
-        tab.run("smooth.value = 0.99; smooth.dispatchEvent(new Event('input'))")
-        assert "run-7 after 10 s: 1.49" in tab.run(VALUES)
-        assert tab.run("document.querySelectorAll('tbody input:checked').length") == 6
-        assert "Six runs are drawn at most" in tab.run("said.textContent")
-        tab.run("document.querySelector('tbody input').click()")
-        until(tab, LINES, 5)
-        assert tab.complaints == []
+        phone.call("Input.dispatchMouseEvent", pointer)
+        until(phone, VALUES, "run-7 step 1: 2")
+        phone.call("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": 1, "y": 1})
+        until(phone, VALUES, "run-7 step 100: 1")
+        phone.run("document.getElementById('chart').focus()")
+        phone.press("ArrowLeft", 37)
+        assert phone.run("document.getElementById('chart').ariaValueText").startswith("run-7, step 99: 2; run-6, step 99: 3")
+        phone.press("Home", 36)
+        assert "step 1:" in phone.run(VALUES)
+        phone.run("axis.value = 'time_s'; axis.dispatchEvent(new Event('input'))")
+        assert phone.run(VALUES).splitlines()[0] == "run-7 after 10 s: 1"
+        phone.run("smooth.value = 0.99; smooth.dispatchEvent(new Event('input'))")
+        assert "run-7 after 10 s: 1.49" in phone.run(VALUES)
+        assert phone.run("document.querySelectorAll('tbody input:checked').length") == 6
+        assert "Six runs are drawn at most" in phone.run("said.textContent")
+        phone.run("document.querySelector('tbody input').click()")
+        until(phone, LINES, 5)
+        assert phone.complaints == []
